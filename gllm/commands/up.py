@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def find_own_node(plan: ServingPlan) -> str:
-    """Return the name of the node whose host is this machine.
+    """Return the name of this machine's node in the plan.
 
     Raises:
         PlanError: none is, or several are.

@@ -56,7 +56,7 @@ LAUNCHERS = (
     ),
     _Launcher("torchrun", ("GROUP_RANK",), ("GROUP_WORLD_SIZE",), ("MASTER_ADDR",), "LOCAL_RANK"),
 )
-"""Launchers whose variables are read, the first one first."""
+"""Supported launchers, in the order in which their environment variables are tried."""
 SLURM_JOB = _Launcher(
     "SLURM", ("SLURM_NODEID",), ("SLURM_NNODES",), ("SLURM_JOB_NODELIST",), "SLURM_LOCALID"
 )
@@ -114,7 +114,7 @@ def has_launcher(environment: Mapping[str, str]) -> bool:
 
 
 def remove_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return variables without those by which a launcher describes a group of processes."""
+    """Return the environment variables without those of a launcher's process group."""
     names = {
         name
         for launcher in (*LAUNCHERS, SLURM_JOB)

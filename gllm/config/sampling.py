@@ -24,7 +24,7 @@ class StructuredOutput:
     regex: str | None = None
     """Regular expression that the whole output matches."""
     choice: tuple[str, ...] | None = None
-    """Strings of which the output is one."""
+    """Allowed outputs; the output is exactly one of these strings."""
     grammar: str | None = None
     """Grammar in Lark or GBNF."""
     param: str = "structured"

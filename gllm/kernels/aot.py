@@ -104,7 +104,7 @@ def count_buffers(ttgir: str) -> int:
 
 
 def find_problems(result: CompileResult) -> list[str]:
-    """Return messages about what is wrong with a compiled kernel; empty if nothing is."""
+    """Return the problems of a compiled kernel as messages; empty if there are none."""
     name = f"{result.kernel} ({result.label}) for sm_{result.arch}"
     if result.error:
         return [f"{name} does not compile: {result.error}"]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Fp8Matrix:
-    """A weight [outputs, inputs] of which each element is a code times the scale of its block."""
+    """FP8 weight [outputs, inputs]: an element is its code times the scale of its block."""
 
     format: ClassVar[str] = "fp8"
     codes: Tensor

@@ -33,11 +33,11 @@ ZERO_POINT = 128
 MIN_MAGNITUDE = 2.0**-120
 """Rows whose magnitudes are all below it are zeros: 127 divided by it is still a float."""
 MAX_INPUTS = (2**31 - 1) // MAX_CODE**2
-"""Largest number of inputs whose sums fit into 32 bits."""
+"""Largest number of inputs for which sums of products fit into 32 bits."""
 GROUP_INPUTS = 4
-"""Inputs whose products one instruction adds."""
+"""Inputs per group: one instruction adds their products."""
 PANEL_OUTPUTS = 64
-"""Outputs whose weights lie together, group by group."""
+"""Outputs per panel: their weights are contiguous, one input group after the other."""
 SLAB_OUTPUTS = 64 * PANEL_OUTPUTS
 """Outputs that are quantized at once, or that the reference converts to float64 at once."""
 

@@ -77,7 +77,7 @@ class TuneJournal:
         return _key(*key) in self._times
 
     def time(self, table: str, row: TileRow, use: Mapping[str, int]) -> float | None:
-        """Return the measured time; None if the tile sizes do not run or give wrong results."""
+        """Return the measured seconds; None if the tile sizes fail or return wrong results."""
         return self._times[_key(table, row, use)]
 
     def add(self, table: str, row: TileRow, use: Mapping[str, int], time: float | None) -> None:

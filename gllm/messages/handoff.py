@@ -40,7 +40,7 @@ class KvSource(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KvHandoff(msgspec.Struct, frozen=True):
-    """Part of a submission that belongs to a hand-off; see SubmitRequest."""
+    """Fields of a submission that belong to a hand-off."""
 
     ticket: int = 0
     """Ticket under which the KV blocks are kept at the end; 0 to free them."""
@@ -78,7 +78,7 @@ class PrefetchKv(WireMessage, frozen=True):
     age_seconds: Annotated[float, Meta(ge=0)] = 0.0
     """Time since the request was first submitted."""
     predicted_output_tokens: Annotated[int, Meta(ge=0)] = 0
-    """See SubmitRequest."""
+    """Predicted length of the output in tokens; 0 without a prediction."""
 
 
 class ReleaseKvHolds(WireMessage, frozen=True):

@@ -73,7 +73,7 @@ class InitializeCache(WireMessage, frozen=True):
     """Command to a stage: allocate the KV cache and start to run plans."""
 
     num_blocks: int
-    """The same on every stage."""
+    """Number of KV blocks, equal on all stages."""
 
 
 class StageReady(WireMessage, frozen=True):

@@ -20,7 +20,7 @@ class NodeDrainError(Exception):
 
 
 class NodeReport(msgspec.Struct, frozen=True):
-    """State of a machine of an engine; null for what is unknown."""
+    """State of a machine of an engine; unknown values are null."""
 
     name: str
     """Unique among the machines of the engine."""
@@ -34,12 +34,12 @@ class NodeReport(msgspec.Struct, frozen=True):
     version: str = ""
     """Version of gllm."""
     address: str = ""
-    """IP address of the interface by which the machine reaches the head; empty for the head."""
+    """IP address of the machine's interface towards the head; empty for the head."""
     devices: list[str] = []
     """Names of the GPUs; empty if the workers compute on the CPU."""
     load: NodeLoad = NodeLoad()
     stages: list[int] = []
-    """Stages of which the machine has workers, ascending."""
+    """Stages with workers on the machine, ascending."""
     round_trip_seconds: float | None = None
     """Least round trip of the last heartbeats between the head and the machine."""
     clock_offset_seconds: float | None = None

@@ -29,7 +29,7 @@ class NodeFacts(msgspec.Struct, frozen=True, array_like=True):
     version: str
     """Version of gllm."""
     address: str
-    """IP address of the interface by which the node reaches the head."""
+    """IP address of the node's interface towards the head."""
     data_port: Port
     """Port at which the node accepts activations; 0 if it accepts none."""
     advertised: str
@@ -44,7 +44,7 @@ class NodeFacts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NodeLoad(msgspec.Struct, frozen=True, array_like=True):
-    """Load of a machine; None for what cannot be read."""
+    """Load of a machine; values that cannot be read are None."""
 
     cpu_utilization: float | None = None
     """Share of all cores that is in use, 0 to 1."""
@@ -97,7 +97,7 @@ class LinkState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class JoinCluster(WireMessage, frozen=True):
-    """First message of an agent: what the head compares, and what is left of an earlier session."""
+    """First message of an agent: facts that the head checks, and the state of a former session."""
 
     is_fenced: ClassVar[bool] = False
     protocol: int
@@ -108,7 +108,7 @@ class JoinCluster(WireMessage, frozen=True):
     rank: int | None
     """Node rank; None for a node that joins without one."""
     is_spare: bool
-    """True if the node shall get stages only when another node is lost."""
+    """True if the node receives stages only after another node is lost."""
     model_hash: str
     """Digest of the model (gllm/models/identity.py); empty if the node asks for the model."""
     config: bytes
@@ -135,11 +135,11 @@ class WelcomeNode(WireMessage, frozen=True):
     config: bytes
     """The head's engine configuration as JSON."""
     node_timeout: float
-    """Silence in seconds after which either end takes the other one to be lost."""
+    """Seconds without a message after which either end considers the other one lost."""
     recovery_timeout: float
     """Time in seconds after which an agent that has lost its head ends."""
     workers: list[int] = []
-    """Workers of the earlier session that the head still wants; the agent kills the others."""
+    """Workers of the earlier session that the head keeps; the agent kills the others."""
 
 
 class RefuseNode(WireMessage, frozen=True):
@@ -199,7 +199,7 @@ class EndWorker(WireMessage, frozen=True):
 
 
 class DumpStacks(WireMessage, frozen=True):
-    """Command to an agent: let a worker write its stacks; `WorkerStacks` follows."""
+    """Command to an agent: request the stacks of a worker; `WorkerStacks` follows."""
 
     is_fenced: ClassVar[bool] = False
     sender: int
@@ -215,7 +215,7 @@ class AssignStages(WireMessage, frozen=True):
 
 
 class GenerationReady(WireMessage, frozen=True):
-    """Command to an agent: all workers have connected to the driver, so nothing else may."""
+    """Command to an agent: all workers have connected to the driver; refuse other connections."""
 
     is_fenced: ClassVar[bool] = False
     generation: int
@@ -300,7 +300,7 @@ class LeaveCluster(WireMessage, frozen=True):
     is_fenced: ClassVar[bool] = False
     cause: str
     is_failure: bool = False
-    """True if the receiver shall exit with 1."""
+    """True if the receiver exits with status 1."""
 
 
 ToNodeHub = (

@@ -61,7 +61,7 @@ class SubmitRequest(WireMessage, frozen=True):
     router."""
 
     def check(self, vocab_size: int | None) -> None:
-        """Check what neither decoding nor the scheduler checks.
+        """Check the fields that neither decoding nor the scheduler checks.
 
         Args:
             vocab_size: token ids have to be smaller; None for no check.
@@ -106,7 +106,7 @@ class RejectedRequest(WireMessage, frozen=True):
 
 
 class AbortSequences(WireMessage, frozen=True):
-    """Command to the driver: end sequences whose output nobody reads any more."""
+    """Command to the driver: end sequences that have lost their client."""
 
     seqs: list[int]
 

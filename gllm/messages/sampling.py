@@ -34,11 +34,11 @@ class SequenceSamplingParams(msgspec.Struct, frozen=True, array_like=True):
     allowed: tuple[TokenId, ...] = ()
     """The only token ids that may be sampled; empty for all."""
     bad_words: tuple[tuple[TokenId, ...], ...] = ()
-    """Token sequences whose last token is not sampled after their other tokens."""
+    """Banned token sequences: the last token is not sampled after the other ones."""
     logprobs: int | None = None
     """Number of top tokens to return with each sampled token; None for no log-probabilities."""
     prompt_logprobs: int | None = None
-    """The same for each prompt token; only the first choice returns them."""
+    """Number of top tokens to return with each prompt token; only the first choice returns them."""
     embeds: bool = False
     """True to return the prompt's embedding with the first token."""
     grammar: str = ""

@@ -23,7 +23,7 @@ Count = Annotated[int, Meta(ge=0)]
 
 
 class PeerLink(msgspec.Struct, frozen=True, array_like=True):
-    """Measured connection between two nodes; None for what is unknown."""
+    """Measured connection between two nodes; unknown values are None."""
 
     source: str
     target: str
@@ -85,7 +85,7 @@ class EndServiceProcess(WireMessage, frozen=True):
 
 
 class DrainServiceNode(WireMessage, frozen=True):
-    """Command to the node of a head: let another node leave the engine while it serves."""
+    """Command to the node of a head: remove another node from the running engine."""
 
     is_fenced: ClassVar[bool] = False
     process: Count
@@ -95,7 +95,7 @@ class DrainServiceNode(WireMessage, frozen=True):
 
 
 class ServiceNodeKept(WireMessage, frozen=True):
-    """Report that an engine does not let a node leave, as its memory does not suffice."""
+    """Report that an engine keeps a node, because the others have too little memory."""
 
     is_fenced: ClassVar[bool] = False
     process: Count

@@ -19,9 +19,9 @@ class RegisterSequences(WireMessage, frozen=True):
     """Parameters of the sequences; without `choices`, `choice` counts up from the first one's."""
     n: int = 1
     choices: list[int] = []
-    """As in SubmitRequest: the `choice` of each sequence's parameters."""
+    """Index of each sequence among the choices of its request."""
     outputs: list[list[int]] = []
-    """As in SubmitRequest: tokens that each sequence reported earlier; empty if none did."""
+    """Tokens that each sequence reported before a recovery; empty if there are none."""
 
 
 class RunStep(WireMessage, frozen=True):
@@ -47,4 +47,4 @@ class GrammarReady(WireMessage, frozen=True):
     seq: int
     error: str = ""
     n: int = 1
-    """As in its RegisterSequences."""
+    """Number of the request's first sequence."""

@@ -13,7 +13,7 @@ from gllm.models.loader import Weights
 from gllm.models.spec import LinearSpec, NormSpec
 
 SLAB_ROWS = 1024
-"""Rows of a weight whose magnitudes are computed at once."""
+"""Rows per slab: magnitudes of a weight are computed slab by slab to save memory."""
 
 
 def read_projections(

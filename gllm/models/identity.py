@@ -14,7 +14,7 @@ from gllm.models.errors import ModelError
 from gllm.models.weight_files import find_weight_files, is_lfs_pointer, lfs_error
 
 MAX_SAMPLED_TENSORS = 256
-"""Tensors per file of which some bytes are read: fine-tuned models differ in nothing else."""
+"""Tensors per file that are sampled, because fine-tuned models differ in tensor contents only."""
 SAMPLED_BYTES = 64
 """Bytes that are read in the middle of such a tensor."""
 MAX_HEADER_BYTES = 100_000_000

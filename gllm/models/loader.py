@@ -36,7 +36,7 @@ from gllm.models.weight_files import find_weight_files, is_lfs_pointer, lfs_erro
 
 
 def tensor_cuts(model: ModelSpec, layers: range) -> dict[str, TensorCuts]:
-    """Return the cuts of all tensors of a stage of which a rank holds a part.
+    """Return, by name, the cut of each tensor that the ranks of a stage divide.
 
     Scales of quantized weights are not among them; `block_cuts.cut_scales` returns theirs.
 
@@ -283,7 +283,7 @@ class Checkpoint:
         return weights
 
     def read_whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor of which the model has a cut, whole; the caller frees it.
+        """Return the whole tensor although this rank holds only a part; the caller frees it.
 
         Args:
             name: of the tensor.

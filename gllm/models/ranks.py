@@ -4,7 +4,7 @@ from gllm.kernels.all_reduce import RankGroup
 
 
 class Ranks:
-    """This rank among those that compute a stage together, and the groups of the generation.
+    """Tensor-parallel rank of this process, and the communicators of its stage.
 
     Weights outlive a generation, but groups do not. The modules therefore keep this object, which
     joins the groups of each generation.

@@ -44,7 +44,7 @@ class NormSpec:
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """Linear layer whose outputs are stacked from the tensors of these names."""
+    """Linear layer; its outputs are the stacked outputs of the named tensors."""
 
     names: tuple[str, ...]
     has_bias: bool = False

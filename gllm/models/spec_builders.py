@@ -195,7 +195,7 @@ def decoder_model(
 
 
 def read_context_length(config: ConfigReader, layers: Sequence[LayerSpec]) -> int:
-    """Return the context length in tokens, extended by YaRN if config.json says so."""
+    """Return the context length in tokens, including an extension by YaRN in config.json."""
     longest = config.positive_int("max_position_embeddings")
     for rope in {layer.attention.rope for layer in layers if layer.attention.rope is not None}:
         if rope.kind == "yarn":

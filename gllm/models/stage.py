@@ -182,7 +182,7 @@ def _read_ends(
 
 @dataclass
 class HeldParts:
-    """Parts of stages that a process has in memory, for another stage that has them too."""
+    """Loaded parts of earlier stages that a new stage can reuse."""
 
     layers: dict[int, DecoderLayer] = field(default_factory=dict)
     """By their indices."""

@@ -11,7 +11,7 @@ from gllm.models.errors import ModelError
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 LFS_HEADER = b"version https://git-lfs"
-"""The beginning of the small text file that stands for a large one in git."""
+"""First bytes of a Git LFS pointer, the text file in place of a large file."""
 
 
 def find_weight_files(folder: Path) -> list[Path]:
@@ -43,7 +43,7 @@ def names_of_index(index: Path) -> list[str]:
 
 
 def missing_weights_reason(names: list[str]) -> str:
-    """Return why files of these names hold no weights that are read, and what to do."""
+    """Return why no file name is that of supported weights, and the fix."""
     if any(name.endswith(".gguf") for name in names):
         return (
             "has weights in GGUF, llama.cpp's format, only; use the model's original repository, "
@@ -58,7 +58,7 @@ def missing_weights_reason(names: list[str]) -> str:
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """Return whether a file stands for a large one that git has not fetched."""
+    """Return True if a file is a Git LFS pointer, so that the large file is missing."""
     try:
         with path.open("rb") as file:
             return file.read(len(LFS_HEADER)) == LFS_HEADER

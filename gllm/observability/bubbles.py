@@ -139,7 +139,7 @@ class BubbleTotals:
         self._parallelism = stages
 
     def change_steps(self, stage: int, num_steps: int) -> None:
-        """Add steps to those that a stage computes from now on; negative: remove them."""
+        """Change the number of steps that a stage has to compute, from now on."""
         was_busy = self._running[stage]
         self._running[stage] += num_steps
         if not was_busy:

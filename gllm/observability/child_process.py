@@ -32,7 +32,7 @@ def describe_exit(status: int, subject: str = "it", last_lines: Sequence[str] = 
 
 
 class ChildProcess(subprocess.Popen[bytes]):
-    """A process whose exit is an event of an event loop; threads use `wait`.
+    """Child process: an event loop is notified of its exit, and threads call `wait`.
 
     Args:
         command: program and arguments.

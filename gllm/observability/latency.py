@@ -65,7 +65,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def collect_latencies(timelines: Sequence[RequestTimeline]) -> dict[str, list[float]]:
-    """Return all values of ttft, tpot, itl and e2el, in seconds, without those that are None."""
+    """Return the known values of TTFT, TPOT, ITL and E2E latency, in seconds."""
     return {
         "ttft": [line.ttft for line in timelines if line.ttft is not None],
         "tpot": [line.tpot for line in timelines if line.tpot is not None],
@@ -80,7 +80,7 @@ def slo_attainment(
     tpot: float | None = None,
     e2el: float | None = None,
 ) -> float:
-    """Return the share (0..1) of requests whose latencies are within all given limits, in seconds.
+    """Return the share (0..1) of requests within all limits, in seconds.
 
     A request without output misses every limit of TTFT and E2EL. A request with a single token has
     no TPOT and meets every limit of it. The share is 0 if there are no requests.

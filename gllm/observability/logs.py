@@ -34,7 +34,7 @@ class LogConfig(NamedTuple):
 REPEAT_SECONDS = 60.0
 """Interval at which a repeating warning is written."""
 MAX_TRACKED_WARNINGS = 64
-"""Different warnings whose repetitions are counted separately."""
+"""Number of distinct warnings for which repetitions are counted."""
 
 DEFAULT_LOG_CONFIG = LogConfig()
 """Configuration of an engine that is embedded in a program."""

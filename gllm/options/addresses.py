@@ -14,7 +14,7 @@ def parse_ip_address(name: str) -> Address | None:
 
 
 def is_wildcard(name: str) -> bool:
-    """Return True if an IP address stands for all addresses of a machine."""
+    """Return True if an IP address is the wildcard of all addresses of a machine."""
     address = parse_ip_address(name)
     return address is not None and address.is_unspecified
 

@@ -251,7 +251,7 @@ def _type_error(name: str, value: Any, rule: str) -> FieldError:
 
 
 def constraint_error(name: str, value: Any, rule: str) -> FieldError:
-    """Return the error of a field whose value breaks a rule, as `in [0, 2]`."""
+    """Return the error of a field with a value outside of a rule such as `in [0, 2]`."""
     return FieldError(name, f"{name} is {shorten_repr(value)}, but has to be {rule}")
 
 

@@ -24,11 +24,11 @@ LAYER_DIVISIONS = ("auto", "even")
 
 
 class FlagParser(argparse.ArgumentParser):
-    """Parser whose errors are one line; for an unknown flag it suggests the closest one."""
+    """Argument parser with one-line errors; it suggests the closest flag for an unknown one."""
 
     _config_action: argparse.Action | None = None
     _source = ""
-    """The file whose flags are being parsed."""
+    """Configuration file that is parsed, for errors."""
 
     @property
     def flags(self) -> list[argparse.Action]:
@@ -133,7 +133,7 @@ def read_flags(path: str) -> dict[str, Any]:
 
 
 def flag_arguments(flag: str, action: argparse.Action, value: object, key: str) -> list[str]:
-    """Return a value of a YAML file as command-line arguments; null gives none.
+    """Return a value of a YAML file as command-line arguments; null returns none.
 
     A list repeats a repeatable flag and is joined by commas for other flags; true and false switch
     a flag whose value may be left out. Raises ValueError if the flag cannot have such a value.

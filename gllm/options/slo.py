@@ -1,4 +1,4 @@
-"""Service-level objective of a request: the latencies that its client asks for."""
+"""Service-level objective of a request: limits of its latencies."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ class Slo(NamedTuple):
     """Mean time per output token after the first."""
 
     def with_defaults(self, defaults: "Slo") -> "Slo":
-        """Return this objective, with the latencies of another one where this one has none."""
+        """Return this objective with missing limits replaced by those of `defaults`."""
         ttft, tpot = self
         return Slo(
             defaults.ttft_seconds if ttft is None else ttft,
@@ -21,4 +21,4 @@ class Slo(NamedTuple):
 
 
 NO_SLO = Slo()
-"""Objective of a request whose client asks for none."""
+"""Objective without limits."""

@@ -15,7 +15,7 @@ PACING_SHARE = 0.94
 """Share of the measured rate to which a link is paced while prefills wait, so that queues on the
 way stay empty. The rate is that of payload: 0.9 of a line's rate, with headers, is 0.93 of it."""
 TRIAL_SHARE = 1.25
-"""Share for a short time, by which a link that carries more is noticed."""
+"""Share of the measured rate in a trial, which finds out if the link carries more."""
 TRIAL_INTERVAL_SECONDS = 3.0
 """Least time between two trials."""
 FIRST_TRIAL_SECONDS = 1.0

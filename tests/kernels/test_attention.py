@@ -1,4 +1,4 @@
-"""Paged attention against a dense reference, over shapes that hypothesis picks."""
+"""Paged attention against a dense reference; ALiBi slopes; numbers of a KV cache in FP8."""
 
 import math
 
@@ -10,12 +10,24 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gllm.kernels import attention_plan
+from gllm.kernels.alibi import compute_alibi_slopes
 from gllm.kernels.attention import paged_attention, store_kv
 from gllm.kernels.attention_plan import PagedBatch, plan_attention
 from gllm.kernels.attention_scaling import AttentionScaling
+from gllm.kernels.fp8_cache import select_converted
 from gllm.kernels.native.library import DTYPES
 from tests.support.examples import num_examples
 from tests.support.models.kernel_builds import covers_builds
+
+PUBLISHED: dict[int, list[float]] = {
+    1: [2**-8],
+    2: [2**-4, 2**-8],
+    4: [2**-2, 2**-4, 2**-6, 2**-8],
+    # The paper's example.
+    8: [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256],
+    # Those of 8 heads, then every other one of 16, whose first is the root of a half.
+    12: [2.0**-k for k in range(1, 9)] + [2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5],
+}
 
 PLAIN = AttentionScaling(0.25)
 
@@ -225,3 +237,47 @@ def test_a_cache_in_fp8_keeps_numbers_within_its_range() -> None:
         torch.testing.assert_close(found[1, 0], wanted, equal_nan=True, rtol=0, atol=0)
         assert not found[0].any()
         assert not found[1, 1].any()
+
+
+@pytest.mark.parametrize("heads", PUBLISHED)
+def test_published_slopes(heads: int) -> None:
+    torch.testing.assert_close(compute_alibi_slopes(heads), torch.tensor(PUBLISHED[heads]))
+
+
+@pytest.mark.parametrize("heads", [16, 32, 40, 64, 71, 112])
+def test_slopes_of_other_numbers(heads: int) -> None:
+    """One factor from head to head; what is beyond a power of two lies halfway between."""
+    slopes = [math.log2(slope) for slope in compute_alibi_slopes(heads).tolist()]
+    assert len(slopes) == heads
+    lower = 1 << heads.bit_length() - 1
+    step = 8 / lower
+    wanted = [-step * (head + 1) for head in range(lower)]
+    wanted += [-step * (head + 0.5) for head in range(heads - lower)]
+    assert slopes == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize("heads", [6, 8, 12, 40, 71])
+def test_as_transformers_has_them(heads: int) -> None:
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+
+    mask = torch.ones(1, 2, dtype=torch.int64)
+    biases = build_alibi_tensor(mask, heads, torch.float32)
+    torch.testing.assert_close(compute_alibi_slopes(heads), biases[:, 0, 1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_code_is_the_number_that_torch_reads(dtype: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(32, 4, 2).view(torch.float8_e4m3fn)
+    rows = torch.tensor([31, 0, 15, 16, *range(32)])
+    wanted = codes.to(dtype)[rows]
+    actual = select_converted(codes, rows, dtype)
+    torch.testing.assert_close(actual, wanted, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(actual.signbit(), wanted.signbit())
+    assert actual.isnan().sum() == 4  # codes 127 and 255, each in a row that is read twice
+
+
+@pytest.mark.parametrize("kept", [torch.float16, torch.bfloat16])
+def test_other_caches_are_converted_as_they_are(kept: torch.dtype) -> None:
+    cached = torch.randn(5, 3).to(kept)
+    rows = torch.tensor([4, 4, 0])
+    assert torch.equal(select_converted(cached, rows, torch.float32), cached.float()[rows])

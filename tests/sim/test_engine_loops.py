@@ -21,7 +21,7 @@ from gllm.sim.event_loop import EventLoop
 from gllm.sim.metrics.run_recorder import RunRecorder
 from gllm.sim.pipeline import SimulatedPipeline
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload
-from tests.sim.test_cluster_changes import clusters, failures
+from tests.sim.test_cluster import clusters, failures
 from tests.support.examples import num_examples
 from tests.support.sim.cluster_parts import make_deployment
 from tests.support.sim.requests import to_scheduler_requests

@@ -1,8 +1,13 @@
-"""A run read off its log: by hand where it counts, and from files that are not whole."""
+"""Records of runs, from logs and as they run; counted costs of a run, and runs that end early."""
 
+import gc
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gllm.observability.step_log import (
     AbortEvent,
@@ -16,6 +21,8 @@ from gllm.observability.step_log import (
     StepLogWriter,
     read_step_log,
 )
+from gllm.plan.capacity import LimitedRun, measure_capacity
+from gllm.plan.latency_limits import NO_LIMITS, parse_limits
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import (
     ON_DEVICE,
@@ -25,9 +32,53 @@ from gllm.scheduler.plan import (
     StepResult,
     StepTime,
 )
+from gllm.scheduler.sequence import SchedulerRequest
+from gllm.sim.capacity import CAPACITY_RULES, CapacityRule
+from gllm.sim.cluster.cluster import SimulatedCluster, simulate_cluster
+from gllm.sim.cluster.generation import EngineGeneration
+from gllm.sim.cluster.router import make_router
+from gllm.sim.configured import build_simulation, simulate_requests, simulate_trial
+from gllm.sim.costs.base import ConstantCostModel
+from gllm.sim.costs.roofline import LayerRoofline
+from gllm.sim.deployment import Deployment, roofline_deployment, simulate
+from gllm.sim.event_loop import EventLoop
+from gllm.sim.metrics.delays import MAX_CHECKS, LongDelays, measure_rate_trial
 from gllm.sim.metrics.intervals import bubble_intervals
+from gllm.sim.metrics.micro_batch_table import MicroBatch
 from gllm.sim.metrics.report import format_metrics_table, summarize_run
 from gllm.sim.metrics.run_record import RunRecord, build_run_record
+from gllm.sim.metrics.run_recorder import RunRecorder
+from gllm.sim.options import SimulationConfig
+from gllm.sim.pipeline import SimulatedPipeline
+from gllm.sim.workloads.requests import WorkloadRequest, iterate_scheduler_requests, make_workload
+from tests.support.examples import num_examples
+from tests.support.scheduler.pipeline import EVERY_POLICY
+from tests.support.work import count_all_calls
+
+CONFIG = SimulationConfig(
+    model="qwen2.5-14b",
+    device="L20",
+    pipeline_parallel_size=1,
+    workload="uniform:100,900,1,8",
+    requests=200,
+    max_model_len=1024,
+)
+"""Serves about 5 requests per second."""
+RULE = CapacityRule(min_requests=100, usual_requests=200, min_seconds=20.0)
+
+MAX_CALLS_PER_ROW = 25
+"""Python functions called per output token, with the events of its share of a micro-batch."""
+MAX_EVENTS_PER_BATCH = 15
+"""Events per micro-batch on four stages."""
+MAX_SNAPSHOTS_PER_ARRIVAL = 2.5
+"""Snapshots made per arrival at eight engines: of the one that got the last request, and of those
+whose requests have ended."""
+MAX_EXTRA_OBJECTS = 10
+"""Objects that garbage collection visits, by which records of runs of different lengths differ."""
+
+LONGEST = 96
+"""Tokens of a sequence at most."""
+BLOCK_SIZE = 4
 
 STOP = 9
 
@@ -347,3 +398,291 @@ def test_a_file_without_its_start_or_with_two_is_named(path: Path) -> None:
     assert list(read_step_log(path)) == []
     with pytest.raises(FileNotFoundError):
         list(read_step_log(path.with_name("none")))
+
+
+def start_of(config: SchedulerConfig) -> StartEvent:
+    return StartEvent(0.0, "made up", [1] * config.stages, config, "simulator")
+
+
+def without_kv_usage(batches: Any) -> list[MicroBatch]:
+    return [replace(batch, kv_usage=None) for batch in batches]
+
+
+def assert_equal(recorded: RunRecord, read: RunRecord) -> None:
+    """Assert that two records of one run have the same figures."""
+    assert recorded.requests == read.requests
+    assert without_kv_usage(recorded.micro_batches) == read.micro_batches
+    assert recorded.parallelism == read.parallelism
+    assert (recorded.begin, recorded.end) == (read.begin, read.end)
+    assert list(recorded.iterate_intervals()) == list(read.iterate_intervals())
+    assert recorded.stage_usages() == read.stage_usages()
+    if read.end > read.begin:  # Otherwise rates are not numbers.
+        figures = summarize_run(recorded, 1.0, 0.5)
+        assert figures.pop("kv_usage")["max"] > 0, "a log does not have it"
+        assert figures == summarize_run(read, 1.0, 0.5)
+
+
+requests = st.lists(
+    st.tuples(
+        st.floats(0, 20).map(lambda time: round(time, 3)),
+        st.integers(1, 60),
+        st.integers(1, 36),
+        st.sampled_from([1, 1, 1, 3]),
+        st.sampled_from([0, 0, 1]),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=20,
+)
+"""(arrival, prompt, output, choices, priority, shares the prompt with others)."""
+
+
+@settings(max_examples=num_examples(15, 1000), deadline=None)
+@given(
+    requests,
+    st.sampled_from([name for name in EVERY_POLICY if name != "auto"]),
+    st.integers(1, 4),
+    st.integers(LONGEST // BLOCK_SIZE, 60),
+    st.booleans(),
+    st.lists(st.tuples(st.floats(0, 40), st.integers(0, 30)), max_size=4),
+)
+def test_a_record_is_that_of_the_log(
+    requests: list[tuple[float, int, int, int, int, bool]],
+    policy: str,
+    stages: int,
+    blocks: int,
+    runs_ahead: bool,
+    aborts: list[tuple[float, int]],
+) -> None:
+    options = SchedulerConfig(
+        policy=policy, block_size=BLOCK_SIZE, async_scheduling=runs_ahead and stages == 1
+    )
+    config = options.resolve(stages, blocks, LONGEST)
+    start = start_of(config)
+    recorder, events = RunRecorder(start), list[StepLogEvent]([start])
+    pipeline = SimulatedPipeline(config, ConstantCostModel(0.1, 0.02), [recorder], events.append)
+    arrivals, seq = [], 0
+    for time, prompt, output, n, priority, is_shared in sorted(requests):
+        first = 0 if is_shared else 1000 * (seq + 1)
+        tokens = range(first, first + prompt)
+        arrivals.append((time, SchedulerRequest(seq, tokens, output, priority=priority, n=n)))
+        seq += n
+    pipeline.submit_each(arrivals)
+    for time, aborted in aborts:
+        pipeline.abort_at(time, [aborted])
+    pipeline.loop.run()
+    assert_equal(recorder.record, build_run_record(events))
+
+
+def test_times_and_cache_of_preempted_sequences() -> None:
+    """Two sequences of 8 + 24 tokens do not fit in 12 blocks of 4: the later one waits twice."""
+    config = SchedulerConfig(
+        policy="sarathi", block_size=4, expected_output_tokens=0, prefix_cache=False
+    ).resolve(1, 12, 48)
+    recorder = RunRecorder(start_of(config))
+    pipeline = SimulatedPipeline(config, ConstantCostModel(1.0), [recorder])
+    prompts = (range(8), range(100, 108))
+    pipeline.submit_each((0.0, SchedulerRequest(seq, prompts[seq], 25)) for seq in range(2))
+    pipeline.loop.run()
+    run = recorder.record
+    first, second = run.requests[0], run.requests[1]
+    assert (first.first_scheduled_time, second.first_scheduled_time) == (0.0, 0.0)
+    assert (first.num_preemptions, first.preempted_seconds) == (0, 0.0)
+    assert second.num_preemptions == 1
+    gaps = second.line.itl
+    # The step that prefills it again takes one second itself.
+    assert second.preempted_seconds == pytest.approx(max(gaps) - 1)
+    usages = [batch.kv_usage for batch in run.micro_batches]
+    assert usages[0] == pytest.approx(4 / 12)
+    assert max(filter(None, usages)) == pytest.approx(1)
+    assert len(run.micro_batches) == len(run.micro_batches[:]) > 0
+    assert run.micro_batches[-1] == run.micro_batches[len(run.micro_batches) - 1]
+    with pytest.raises(IndexError):
+        run.micro_batches[len(run.micro_batches)]
+
+
+def test_a_resumed_request_has_the_output_of_before() -> None:
+    config = SchedulerConfig(block_size=4).resolve(2, 50, LONGEST)
+    recorder = RunRecorder(start_of(config))
+    pipeline = SimulatedPipeline(config, ConstantCostModel(1.0), [recorder])
+    request = SchedulerRequest(3, [1, 2, 3], 6, outputs=[[5, 5]], age_seconds=2.5)
+    pipeline.submit_each([(4.0, request)])
+    pipeline.loop.run()
+    served = recorder.record.requests[3]
+    assert served.line.arrival == 1.5
+    assert served.line.num_tokens == 6
+    assert served.line.times[0] == 4.0
+    assert len(served.line.times) == 5
+
+
+def test_simulate_writes_a_log_only_if_required() -> None:
+    config = SchedulerConfig(block_size=4).resolve(2, 50, LONGEST)
+    deployment = Deployment("made up", [1, 1], ConstantCostModel(0.1), config)
+    jobs = make_workload("uniform:4,40,2,24", 20, 3.0)
+    events: list[StepLogEvent] = []
+    logged, plain = simulate(deployment, jobs, events.append), simulate(deployment, jobs)
+    assert_equal(plain, build_run_record(events))
+    assert logged.requests == plain.requests
+    assert sum(isinstance(event, AddEvent) for event in events) == len(jobs)
+
+
+def test_a_preempted_prompt_loses_the_time_since_its_last_chunk() -> None:
+    """Chunks of 4 tokens each 1 s; the second request has all blocks from 2 s on."""
+    config = SchedulerConfig(policy="sarathi", max_num_batched_tokens=4, block_size=4)
+    deployment = Deployment("made up", [1], ConstantCostModel(1.0), config.resolve(1, 5, 20))
+    jobs = [WorkloadRequest(0.0, 16, 2, priority=1), WorkloadRequest(1.5, 16, 1)]
+    events: list[StepLogEvent] = []
+    record = simulate(deployment, jobs, events.append)
+    preempted = record.requests[0]
+    assert preempted.num_preemptions == 1
+    assert preempted.first_scheduled_time == 0.0
+    assert preempted.preempted_seconds == 4.0
+    assert_equal(record, build_run_record(events))
+
+
+def deployment() -> Deployment:
+    return roofline_deployment("qwen2.5-32b", "L20", 4, 4096)
+
+
+def decodes(count: int) -> list[WorkloadRequest]:
+    """Requests that decode together nearly all the time."""
+    return make_workload("uniform:20,60,50,60", count, arrivals="static")
+
+
+def test_calls_per_decode_row_do_not_grow_with_engines() -> None:
+    calls_per_row = []
+    for num_engines in (1, 4):
+        engines = {f"engine-{index}": deployment() for index in range(num_engines)}
+        # The same arrivals at each engine.
+        jobs = [job for job in decodes(64) for _ in range(num_engines)]
+        router = make_router("round-robin", 0)
+        num_calls = count_all_calls(lambda: simulate_cluster(engines, jobs, router)).total()  # noqa: B023
+        calls_per_row.append(num_calls / sum(job.num_output_tokens for job in jobs))
+    assert calls_per_row[0] < MAX_CALLS_PER_ROW
+    assert calls_per_row[1] < 1.05 * calls_per_row[0]
+
+
+def test_engines_that_share_a_cost_model_predict_each_micro_batch_once() -> None:
+    """The stages share a prediction, whatever other engines predict in between."""
+    shared = roofline_deployment("qwen2.5-14b", "L20", 4, 4096)
+    jobs = make_workload("uniform:200,900,20,60", 40, 16.0)
+    pool = {f"e{number}": shared for number in range(8)}
+    cluster = SimulatedCluster(make_router("least-requests", 0))
+    for name, engine in pool.items():
+        cluster.add_engine(name, engine)
+    cluster.submit_each(jobs)
+    num_predictions = count_all_calls(cluster.run)[LayerRoofline.seconds.__code__]
+    engines = cluster.run().engines.values()
+    num_batches = sum(len(each.record.micro_batches) for each in engines)
+    assert num_batches <= num_predictions <= 1.2 * num_batches
+
+
+@pytest.mark.full
+def test_snapshots_of_request_counts_are_made_when_the_count_has_changed() -> None:
+    jobs = make_workload("uniform:200,900,20,60", 80, 16.0)
+    engines = {f"engine-{index}": deployment() for index in range(8)}
+    router = make_router("least-requests", 0)
+    counts = count_all_calls(lambda: simulate_cluster(engines, jobs, router))
+    num_snapshots = counts[EngineGeneration.snapshot.__code__]
+    assert len(jobs) < num_snapshots < MAX_SNAPSHOTS_PER_ARRIVAL * len(jobs)
+
+
+def test_events_per_micro_batch() -> None:
+    runs: list[RunRecord] = []
+    counts = count_all_calls(lambda: runs.append(simulate(deployment(), decodes(64))))
+    num_events = counts[EventLoop.push.__code__]
+    assert 8 < num_events / len(runs[0].micro_batches) < MAX_EVENTS_PER_BATCH
+
+
+@pytest.mark.full
+def test_a_record_has_no_object_per_micro_batch() -> None:
+    simulate(deployment(), decodes(2))
+    records, counts = [], []
+    for output in (50, 100):
+        jobs = make_workload(f"fixed:50,{output}", 16, arrivals="static")
+        gc.collect()
+        before = len(gc.get_objects())
+        records.append(simulate(deployment(), jobs))
+        gc.collect()
+        counts.append(len(gc.get_objects()) - before)
+    assert counts[1] < counts[0] + MAX_EXTRA_OBJECTS
+    batches = [len(record.micro_batches) for record in records]
+    assert batches[1] > batches[0] + 10 * MAX_EXTRA_OBJECTS
+
+
+def test_prompts_take_no_memory_before_they_arrive() -> None:
+    (_, request), *_ = iterate_scheduler_requests([WorkloadRequest(0.0, 1000, 1)])
+    assert request.prompt_token_ids == range(1000)
+
+
+@settings(max_examples=num_examples(6, 200), deadline=None)
+@given(
+    st.floats(2.0, 12.0),
+    st.sampled_from((0.05, 0.5, 2.0)),
+    st.integers(0, 1000),
+    st.sampled_from(("sarathi", "vllm", "throttle")),
+)
+def test_the_verdict_is_that_of_the_whole_run(
+    rate: float, limit: float, seed: int, policy: str
+) -> None:
+    config = replace(CONFIG, rate=rate, seed=seed, scheduler=SchedulerConfig(policy=policy))
+    rule = replace(RULE, max_p99_delay_seconds=limit)
+    deployment, jobs = build_simulation(config)
+    whole = measure_rate_trial(simulate(deployment, jobs))
+    trial, requests = simulate_trial(config, deployment, jobs, rule)
+    assert rule.is_bounded(trial) == rule.is_bounded(whole)
+    assert rule.is_sustained(trial) == rule.is_sustained(whole)
+    assert trial.num_requests == whole.num_requests
+    if rule.is_bounded(whole):
+        assert trial == whole
+        assert len(requests) == len(jobs)
+
+
+def test_an_overload_takes_fewer_steps() -> None:
+    config = replace(CONFIG, rate=20.0, requests=2000)
+    deployment, jobs = build_simulation(config)
+    stop = LongDelays([job.arrival_seconds for job in jobs], 1.0)
+    stopped = simulate(deployment, jobs, stop=stop)
+    assert stop.has_stopped
+    whole = simulate(deployment, jobs)
+    assert len(stopped.micro_batches) < len(whole.micro_batches) / 10
+    assert len(stopped.requests) < len(jobs) / 10
+
+
+def test_a_run_at_a_low_rate_has_few_decisions() -> None:
+    stop = LongDelays([0.0, 1e9], 1.0)
+    assert stop.interval_seconds == 1e9 / MAX_CHECKS
+    assert LongDelays([0.0, 10.0], 1.0).interval_seconds == 1.0
+
+
+def test_a_bounded_run_is_not_changed() -> None:
+    config = replace(CONFIG, rate=4.0)
+    deployment, jobs = build_simulation(config)
+    stop = LongDelays([job.arrival_seconds for job in jobs], 5.0)
+    stopped, whole = simulate(deployment, jobs, stop=stop), simulate(deployment, jobs)
+    assert not stop.has_stopped
+    assert stopped.requests == whole.requests
+    assert list(stopped.micro_batches) == list(whole.micro_batches)
+
+
+@pytest.mark.parametrize("text", [pytest.param("", marks=pytest.mark.full), "ttft:p90=0.6"])
+def test_the_capacity_is_that_of_whole_runs(text: str) -> None:
+    limits = parse_limits(text) if text else NO_LIMITS
+    rule = replace(
+        CAPACITY_RULES["vidur"], min_seconds=20.0, max_p99_delay_seconds=1.0, rate_step=1.1
+    )
+    capacity = measure_capacity(CONFIG, 5.0, rule, limits)
+    whole = LimitedRun(CONFIG, rule, limits)
+    for rate, trial in capacity.trials:
+        assert rule.is_sustained(trial) == rule.is_sustained(whole(rate))
+    assert capacity.figures == whole.figures[capacity.rate]
+
+
+def test_several_engines_run_to_their_end() -> None:
+    config = replace(CONFIG, rate=80.0, engines=2)
+    deployment, jobs = build_simulation(config)
+    trial, requests = simulate_trial(
+        config, deployment, jobs, replace(RULE, max_p99_delay_seconds=0.5)
+    )
+    assert requests == simulate_requests(config, deployment, jobs)
+    assert 0.5 < trial.p99_delay_seconds < 60

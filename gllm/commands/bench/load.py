@@ -94,7 +94,7 @@ WORDS = [
 
 
 class PlannedRequest(NamedTuple):
-    """Request to be sent."""
+    """Planned request of a load."""
 
     arrival: float
     """Seconds since the first request."""

@@ -58,7 +58,7 @@ async def serve_workload(
 
 
 class RoundRobinLock:
-    """Lock that lets one of several engines work at a time, in turns.
+    """Lock under which one of several engines runs at a time, in a fixed order.
 
     Load of other programs on a shared machine therefore affects all engines alike. `async with`
     holds the lock for one turn; no turn begins before all engines have called `start`.
@@ -96,7 +96,7 @@ async def serve_round_robin(
 async def run_logged(
     config: EngineConfig, work: Callable[[Engine], Awaitable[None]]
 ) -> list[StepLogEvent]:
-    """Start an engine, let `work` use it (a coroutine function), and return the step log."""
+    """Start an engine, run the coroutine function `work` with it, and return the step log."""
     with tempfile.TemporaryDirectory(prefix="gllm-") as folder:
         log = Path(folder) / "steps.jsonl"
         async with Engine(replace(config, step_log=str(log))) as engine:

@@ -139,7 +139,7 @@ def main(argv: list[str]) -> int:
 
 
 def engine_flags(config: SimulationConfig) -> dict[str, Any]:
-    """Return the flags of `gllm serve` that a simulated engine stands for."""
+    """Return the flags of `gllm serve` that start the simulated engine."""
     flags: dict[str, Any] = {}
     if config.max_model_len:
         flags["max-model-len"] = config.max_model_len

@@ -47,7 +47,7 @@ def find_pareto_set(outcome: Outcome) -> list[AssessedDesign]:
 
 
 def format_forecast(best: AssessedDesign, forecast: FleetForecast) -> str:
-    """Return the best design and what is expected of it."""
+    """Return the best design and its predicted figures as text."""
     engines = f"{forecast.num_engines} engine{'s' * (forecast.num_engines > 1)}"
     figures = [
         f"capacity {show_value(forecast.capacity)}/s",

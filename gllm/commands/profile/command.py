@@ -83,7 +83,7 @@ WHOLE_PROMPTS = 10**9
 def make_sweep_workloads(
     stages: int, longest: int, max_num_seqs: int = 256, max_tokens: int = 2560, seed: int = 0
 ) -> list[list[WorkloadRequest]]:
-    """Return workloads that cover the costs of a pipeline, to be served one after the other.
+    """Return workloads that together cover the costs of a pipeline, in order.
 
     Batches of decodes with short contexts and with contexts of all lengths, single prompts of
     rising length, many short prompts at once, and as many tokens at once as a micro-batch may have.

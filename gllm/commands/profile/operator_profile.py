@@ -111,7 +111,7 @@ def _run_threads(runs: Sequence[Callable[[], None]]) -> None:
 
 
 SPAN_LAYERS = 3
-"""Consecutive layers whose step is compared with that of one, to separate a layer from a step."""
+"""Consecutive layers in the longer of two timed steps; the other has one layer."""
 DECIMALS = 5
 """Decimals of stored milliseconds."""
 HOST_CONTEXT = 32

@@ -39,9 +39,9 @@ class RouterFigures:
     parked: float
     """Requests that wait for an engine."""
     migrations: float
-    """Number of requests taken to another engine since the router's start."""
+    """Number of requests that moved to another engine since the router's start."""
     lost_engines: float
-    """Number of engines whose connection ended, drained ones included."""
+    """Number of engines that disconnected, including drained ones."""
     shed: float
     """Number of requests refused because of their objective."""
     engines: tuple[EngineFigures, ...]

@@ -350,7 +350,7 @@ def current_library() -> KernelLibrary | None:
 
 
 def library_for(tensor: Tensor, operation: Operation) -> KernelLibrary | None:
-    """Return the library if it should compute the operation on such tensors, else None."""
+    """Return the library if it is the faster one for the operation on such tensors, or None."""
     if not tensor.is_cpu or tensor.dtype not in DTYPES:
         return None
     library = current_library()

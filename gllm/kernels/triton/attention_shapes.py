@@ -116,7 +116,7 @@ def describe_shape(
 
 
 def tile_lookup_sizes(shape: AttentionShape) -> dict[str, int]:
-    """Return the sizes by which tile sizes are looked up.
+    """Return the problem sizes that select a row of the table of tile sizes.
 
     These are the padded dimension of a head (512 also stands for latent attention, whose keys have
     64 more elements) and the bytes of a query element.

@@ -12,7 +12,7 @@ import triton.language as tl
 from gllm.kernels.triton.common import dot
 
 LOWEST = tl.constexpr(-1e30)
-"""Below all scores, and finite: so that -inf stands for masked ones and nothing becomes NaN."""
+"""Finite value below all scores; -inf marks masked scores, and differences are never NaN."""
 
 
 @triton.jit

@@ -50,7 +50,7 @@ def tile_sizes(gate: str, element: int) -> dict[str, int]:
 
 
 def sort(experts: Tensor, count: int) -> Sorted:
-    """Sort the pairs of experts [tokens, picked], whose numbers are below count."""
+    """Sort (token, expert) pairs by expert; experts [tokens, picked] has numbers below `count`."""
     numbers, order = experts.flatten().sort(stable=True)
     bounds = torch.searchsorted(numbers, torch.arange(count + 1, device=experts.device))
     return Sorted(order, bounds, experts.shape[1])

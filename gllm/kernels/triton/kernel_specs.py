@@ -14,11 +14,11 @@ from gllm.kernels.triton import tiles
 
 @dataclass(frozen=True)
 class TunedConstants:
-    """Source of constants, warps and stages that come from a table of tile sizes."""
+    """Compile-time constants, warps and stages of a kernel, read from a table of tile sizes."""
 
     table: str
     sizes: Mapping[str, int]
-    """Problem sizes by which the row of the table is found."""
+    """Problem sizes that select the row of the table."""
     constants: Callable[[Mapping[str, int]], Mapping[str, Any]]
     """Function from the tile sizes of a row to tl.constexpr arguments."""
 

@@ -1,12 +1,27 @@
-"""The client against a fake server: what is sent, when output came, every way to fail."""
+"""The client against a fake server: waiting, the load, what is sent, times, every failure."""
 
+import asyncio
+import os
+import signal
+import time
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from gllm.commands.bench.client import RequestResult, open_session, request_body, send
+from gllm.commands.bench.client import (
+    RequestResult,
+    ServedModel,
+    TargetServerError,
+    open_session,
+    request_body,
+    run_load,
+    send,
+    wait_until_ready,
+)
 from gllm.commands.bench.load import PlannedRequest
 from gllm.commands.bench.options import LoadConfig, ServeConfig
+from gllm.observability.latency import RequestTimeline
 from tests.support.http.fake_server import DONE, FakeServer, event, piece, running, usage
 
 CONFIG = ServeConfig()
@@ -139,3 +154,127 @@ async def test_what_flags_change_of_it() -> None:
     assert (sent["temperature"], sent["seed"], sent["top_k"], sent["max_tokens"]) == (0.5, 42, 3, 9)
     assert not {"ignore_eos", "prompt"} & set(sent)
     assert "Authorization" not in server.headers[0]
+
+
+# Events.
+
+STREAM = b': comment\r\ndata: {"a": 1}\r\n\r\nevent: x\ndata:{"b":2}\n\ndata: [DONE]\n\n'
+
+
+@given(st.lists(st.integers(0, len(STREAM)), max_size=12))
+def test_events_come_whole_however_the_bytes_are_cut(cuts: list[int]) -> None:
+    places = [0, *sorted(cuts), len(STREAM)]
+    reader = EventReader()
+    events = [event for begin, end in pairwise(places) for event in reader.feed(STREAM[begin:end])]
+    assert events == [b'{"a": 1}', b'{"b":2}', b"[DONE]"]
+
+
+@pytest.mark.parametrize(
+    "error", ["no", {"message": "no"}, {"error": {"message": "no"}}, {"error": "no"}]
+)
+def test_errors_in_any_form(error: Any) -> None:
+    assert error_message(error) == "no"
+
+
+async def described(
+    server: FakeServer, model: str | None = None, seconds: float = 20.0
+) -> ServedModel:
+    async with running(server) as url, open_session(ServeConfig(), None) as session:
+        return await wait_until_ready(session, url, model, seconds, poll_seconds=0.001)
+
+
+async def test_the_first_model_and_its_vocabulary() -> None:
+    assert await described(FakeServer()) == ServedModel("fake", 50)
+    assert await described(FakeServer(), "other") == ServedModel("other", 256)
+    plain = FakeServer(models={"data": [{"id": "plain"}]})
+    assert await described(plain) == ServedModel("plain", 256)
+
+
+async def test_a_server_that_loads_is_waited_for() -> None:
+    server = FakeServer(refusals=[503, 500, 404])
+    assert await described(server) == ServedModel("fake", 50)
+    assert server.refusals == []
+
+
+async def test_one_that_never_gets_ready() -> None:
+    with pytest.raises(TargetServerError, match=r"no server is ready at .* within 0\.05 s .*503"):
+        await described(FakeServer(refusals=[503] * 1000), seconds=0.05)
+
+
+@pytest.mark.parametrize("models", [{"data": []}, {}, 3])
+async def test_a_server_without_a_list_of_models(models: object) -> None:
+    with pytest.raises(TargetServerError, match="--model"):
+        await described(FakeServer(models=models))
+    assert await described(FakeServer(models=models), "mine") == ServedModel("mine", 256)
+
+
+async def test_a_key_is_asked_for() -> None:
+    with pytest.raises(TargetServerError, match="--api-key"):
+        await described(FakeServer(models_status=401))
+
+
+def outcome() -> RequestResult:
+    return RequestResult(RequestTimeline(time.monotonic()), 1)
+
+
+async def test_no_request_is_sent_before_its_time() -> None:
+    sent: list[int] = []
+
+    async def send(place: int) -> RequestResult:
+        sent.append(place)
+        return outcome()
+
+    arrivals = [0.0, 0.0, 0.02, 0.05]
+    measured = await run_load(arrivals, send, None, progress=False)
+    assert sent == [0, 1, 2, 3]
+    assert not measured.interrupted
+    for place, arrival in enumerate(arrivals):
+        assert measured.outcomes[place].timeline.arrival - measured.begin >= arrival
+    assert measured.seconds >= arrivals[-1]
+
+
+@pytest.mark.parametrize("limit", [1, 3, None])
+async def test_the_limit_on_requests_under_way(limit: int | None) -> None:
+    sent: list[int] = []
+    under_way = most = 0
+
+    async def send(place: int) -> RequestResult:
+        nonlocal under_way, most
+        sent.append(place)
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0.001)
+        under_way -= 1
+        return outcome()
+
+    await run_load([0.0] * 10, send, limit, progress=False)
+    assert most == (limit or 10)
+    assert sent == list(range(10))
+
+
+async def test_ctrl_c_leaves_what_was_measured() -> None:
+    cancelled: list[int] = []
+
+    async def send(place: int) -> RequestResult:
+        if place == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        if place >= 2:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                cancelled.append(place)
+                raise
+        return outcome()
+
+    measured = await run_load([0.0, 0.0, 0.01, 0.01, 60.0], send, None, progress=False)
+    assert measured.interrupted
+    assert set(measured.outcomes) == {0, 1}
+    assert sorted(cancelled) == [2, 3]
+
+
+async def test_an_error_of_ours_is_not_hidden() -> None:
+    async def send(place: int) -> RequestResult:
+        raise RuntimeError("a mistake")
+
+    with pytest.raises(ExceptionGroup):
+        await run_load([0.0], send, None, progress=False)
