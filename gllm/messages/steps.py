@@ -47,4 +47,4 @@ class GrammarReady(WireMessage, frozen=True):
     seq: int
     error: str = ""
     n: int = 1
-    """Number of the request's first sequence."""
+    """Number of the request's sequences, seq .. seq + n - 1."""

@@ -56,7 +56,7 @@ UNEXPLAINED_DROP_SECONDS = 2.0
 PACED_SHARE = 0.95
 """Share of the pacing rate from which on the pacing explains a delivery rate."""
 QUEUE_SECONDS, QUEUE_SHARE = 0.005, 0.1
-"""Time, plus share of the round trip, by which it is longer with a standing queue."""
+"""Growth of the round trip that counts as a standing queue: seconds, plus a share of it."""
 ROUND_TRIP_WINDOW_SECONDS = 10.0
 """Time after which a route's earlier, shorter round trip is forgotten."""
 MIN_PLATEAU_SECONDS, PLATEAU_ROUND_TRIPS, NUM_PLATEAU = 0.1, 3, 8

@@ -30,7 +30,7 @@ def decode_round_seconds(
 
 
 class StageClock:
-    """Decode runs of one stage; they tell when its next decode output will be ready.
+    """Clock of one stage's decode steps, which predicts the time of its next decode output.
 
     With a decode running since t_s (cases 1 and 2): T_a = T_i(n) - (t_c - t_s). With none (case 3):
     T_a = t_p + T_o + T_m - t_c, where t_p is the end of the oldest decode run that has not come

@@ -50,7 +50,7 @@ class LinkView(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Bytes that a link sends before it asks its policy again."""
+    """Bytes of one message that a link sends until its policy selects again."""
 
     position: int
     """Position of the message among the waiting ones."""

@@ -64,7 +64,7 @@ class BalancePolicy(ThrottlePolicy):
         return max(budget - excess, self._config.min_prefill_tokens)
 
     def size_chunk(self, start: int, max_tokens: int, budget: float) -> tuple[int, float]:
-        """Return the chunk whose cost is the budget.
+        """Return the number of tokens that cost the budget, and the cost.
 
         It is the positive root of tokens * (1 + pair * (start + (tokens + 1) / 2)) = budget.
         """

@@ -66,7 +66,7 @@ class KVCacheManager:
         return missing if missing > 0 else 0
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> None:
-        """Allocate the blocks for `num_tokens` more tokens, which have to be free."""
+        """Allocate the blocks for `num_tokens` more tokens; enough blocks must be free."""
         missing = self.num_missing_blocks(sequence, num_tokens)
         if missing:
             sequence.block_ids += self.block_pool.allocate(missing)
@@ -95,7 +95,7 @@ class KVCacheManager:
         sequence.num_computed_tokens = 0
 
     def watch(self, with_token_ids: bool) -> None:
-        """Record the changes of the prefix cache from now on; its present state comes first.
+        """Record the present state of the prefix cache and its changes from now on.
 
         Args:
             with_token_ids: True to record the tokens of the blocks that are added from now on.
@@ -107,7 +107,7 @@ class KVCacheManager:
         self.block_pool.event_log = None
 
     def pop_events(self) -> CacheEvents | None:
-        """Return the changes since the last call; None if there are none or nobody watches."""
+        """Return the changes since the last call; None without changes or without `watch`."""
         log = self.block_pool.event_log
         return None if log is None else log.pop_events()
 

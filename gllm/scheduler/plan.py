@@ -36,7 +36,7 @@ def count_tokens(rows: Iterable[ScheduledRow]) -> int:
 
 
 class StepPlan(NamedTuple):
-    """One micro-batch, the same for every stage.
+    """Plan of one micro-batch, equal for all stages.
 
     Decode rows precede prefill rows, and decodes of one token those with forced tokens.
     """
@@ -101,7 +101,7 @@ class FinishedSequence(NamedTuple):
     kv_ticket: int = 0
     """Ticket under which the KV of the sequence is held; 0 if it is not."""
     num_kv_tokens: int = 0
-    """Leading tokens whose KV is held. The last generated token has none."""
+    """Leading tokens with KV in the held blocks: all but the last generated token."""
 
 
 class SchedulerStats(NamedTuple):
@@ -132,13 +132,13 @@ class SchedulerStats(NamedTuple):
     depth: int = 0
     """#PP_depth: micro-batches over which the decodes are spread; no counter."""
     fetching: int = 0
-    """Sequences whose KV is being fetched from another engine; no counter."""
+    """Present number of sequences that fetch KV from another engine."""
     held_blocks: int = 0
     """KV blocks that other engines may fetch; no counter."""
     fetched_tokens: int = 0
-    """Tokens whose KV was fetched."""
+    """Number of tokens with KV fetched from other engines."""
     failed_fetches: int = 0
-    """Fetches whose sequences had to be prefilled instead."""
+    """Number of failed fetches, after which the sequences were prefilled."""
     in_flight_prefill_tokens: int = 0
     """Prefill tokens of the micro-batches in flight, no longer in `waiting_tokens`; no counter."""
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 PREFILL_TOKENS_PER_DECODE = 8
 """Prefill tokens per decode of a micro-batch at which prefill has 8/9 of it."""
 YIELDED_TOKENS_PER_DECODE = 4
-"""Tokens by which each decode of a micro-batch shortens the chunk that is best for prefill.
+"""Tokens that each decode of a micro-batch subtracts from the best size of a prefill chunk.
 docs/scheduler.md has the measurements behind both constants."""
 
 
@@ -63,9 +63,10 @@ class SchedulingPolicy(Protocol):
     """
 
     learns_step_times: bool
-    """True if `observe_step` has to be called with the time of every step."""
+    """True if the policy learns from step times, so that `observe_step` is called for every
+    step."""
     admission: type[AdmissionController]
-    """Rule by which waiting sequences get KV blocks."""
+    """Class of the controller that admits waiting sequences to the KV cache."""
 
     def fill(self, batch: "MicroBatchFiller", now: float) -> list[ScheduledRow]:
         """Return the rows of the next micro-batch, which may mix both phases.
@@ -125,7 +126,7 @@ class TokenBudgetPolicy:
     admission: type[AdmissionController] = AdmissionController
 
     def fill(self, batch: "MicroBatchFiller", now: float) -> list[ScheduledRow]:
-        """Return decodes, and prefill in what they leave."""
+        """Return rows of decodes, then of prefill within the remaining budget."""
         rows, cost = batch.schedule_decodes()
         return rows + batch.schedule_prefills(rows, cost, now)
 
@@ -142,7 +143,7 @@ class TokenBudgetPolicy:
         return 1
 
     def size_chunk(self, start: int, max_tokens: int, budget: float) -> tuple[int, float]:
-        """Return as many tokens as the budget permits."""
+        """Return the number of tokens within the budget, and the budget that they use."""
         num_tokens = min(max_tokens, max(1, math.ceil(budget)))
         return num_tokens, num_tokens
 
@@ -154,7 +155,7 @@ class PrefillLeads:
     """Mixin of the policies that never mix phases: decodes run only if no prefill does."""
 
     def fill(self, batch: "MicroBatchFiller", now: float) -> list[ScheduledRow]:
-        """Return prefill, or else decodes."""
+        """Return rows of prefill if there are any, otherwise of decodes."""
         return batch.fill_one_phase(True, now)
 
     def leads_with_prefill(self, follows_decodes: bool) -> bool:

@@ -12,7 +12,7 @@ Source: "Inference without Interference: Disaggregate LLM Inference for Mixed Do
 from gllm.scheduler.sequence import UNGROUPED, Sequence
 
 PREFILL_ORDERS = ("fcfs", "sjf", "ljf")
-"""First come, first served; shortest job first; longest job first."""
+"""Orders of the prefill queue: first come, first served; shortest or longest job first."""
 
 QueueKey = tuple[int, int, int, float, int]
 """Priority, number of the group, place within it, time of arrival, sequence id."""

@@ -25,7 +25,7 @@ class QueueSnapshot(NamedTuple):
     waiting_seqs: list[int]
     """Sequences with unscheduled prefill, in the order of prefill."""
     ready_seqs: list[int]
-    """Decodes that can run now; the one that became ready first comes first."""
+    """Decodes that can run now, in the order in which they became ready."""
     decoding_seqs: frozenset[int]
     """All sequences in decode, those in flight included: #RD."""
     load: SchedulerLoad

@@ -41,9 +41,9 @@ class SchedulerRequest(NamedTuple):
     """If not 0: when `max_tokens` ends the sequence, the blocks of its computed tokens are held
     under this ticket."""
     kv_source_tokens: int = 0
-    """Leading tokens of the first sequence whose KV can be fetched instead of computed."""
+    """Leading tokens of the first sequence with KV that another engine holds."""
     is_kv_foreign: bool = False
-    """True if the KV comes from outside the fleet: no block of the request is then published."""
+    """True if an engine outside the fleet holds the KV; blocks of the request are not published."""
     predicted_output_tokens: int = 0
     """Lower end of the predicted output length in tokens, `outputs` included; 0: no prediction."""
     kv_source_ticket: int = 0
@@ -113,7 +113,7 @@ class Sequence:
     num_scheduled_tokens: int = 0
     """Tokens in the KV cache, those in flight included."""
     num_computed_tokens: int = 0
-    """Tokens in the KV cache whose steps have committed."""
+    """Tokens in the KV cache, computed by committed steps."""
     num_rows_in_flight: int = 0
     """Rows in plans that have not committed."""
     epoch: int = 0
@@ -140,7 +140,7 @@ class Sequence:
     is_finished: bool = False
     """True once the sequence has ended; its blocks wait for the rows in flight."""
     num_source_tokens: int = 0
-    """Leading tokens whose KV waits to be fetched; 0 once the fetch or a prefill has begun."""
+    """Leading tokens with KV to fetch; 0 once the fetch or a prefill has started."""
     is_fetching: bool = False
     """True while KV is fetched into the blocks; this counts as a row in flight."""
     has_fetched_bytes: bool = False
@@ -148,7 +148,7 @@ class Sequence:
     has_yielded: bool = False
     """True once a fetch has lost its blocks to a sequence of worse rank: it loses none again."""
     fork_parent: "Sequence | None" = None
-    """Sequence of the same request, whose prompt blocks can be shared."""
+    """Sequence of the same request with which this one shares the blocks of the prompt."""
     arrival_time: float = 0.0
     """Time at which the request arrived, in seconds of the caller's clock."""
     queue_seconds: float = 0.0
@@ -156,7 +156,7 @@ class Sequence:
     prefill_group: tuple[int, int] = UNGROUPED
     """Number of the prefill group, and the place within it (PrefillOrder)."""
     num_displacements: int = 0
-    """Micro-batches whose prompts displaced this decode (policy `splitwise`)."""
+    """Number of micro-batches in which prompts displaced this decode (policy `splitwise`)."""
 
     rank: tuple[int, float, int] = field(init=False)
     """Order of service: priority, then arrival."""
@@ -194,7 +194,7 @@ class Sequence:
 
     @property
     def num_cacheable_tokens(self) -> int:
-        """Leading tokens that may come from the prefix cache; the last prefill token never may."""
+        """Leading tokens that the prefix cache may provide: all prefill tokens but the last."""
         if self.reads_prefix_cache or self.num_scored_tokens >= self.prompt_len:
             return self.num_prefill_tokens - 1
         return self.num_scored_tokens
@@ -255,7 +255,7 @@ class Sequence:
         return hashes[:num_blocks]
 
     def schedule_row(self, num_tokens: int) -> ScheduledRow:
-        """Schedule the next `num_tokens` tokens, whose blocks are allocated."""
+        """Schedule the next `num_tokens` tokens; their blocks must be allocated."""
         start = self.num_scheduled_tokens
         end = start + num_tokens
         num_known = self.num_tokens
@@ -288,7 +288,7 @@ class Sequence:
         self.fork_parent = None
 
     def reset(self) -> list[int]:
-        """Discard the computed tokens, so that the sequence has to be prefilled again.
+        """Discard the computed tokens; the sequence is prefilled again.
 
         Returns:
             The block table, whose blocks the caller releases.

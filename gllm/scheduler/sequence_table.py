@@ -54,7 +54,7 @@ class SequenceTable:
         return True
 
     def release(self, sequence: Sequence) -> None:
-        """Remove a finished sequence whose steps have all committed."""
+        """Remove a finished sequence after all of its steps have committed."""
         del self.sequences[sequence.seq]
         self._released_seqs.append(sequence.seq)
 

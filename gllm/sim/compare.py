@@ -95,8 +95,8 @@ class RunComparison:
     real: RunRecord
     predicted: RunRecord
     slowdown: float
-    """Seconds of the real steps over what the profile says of the very same steps: the factor by
-    which the machine was slower in the run, as far as the cost model is right."""
+    """Seconds of the real steps over the prediction for the same steps: slowdown of the machine in
+    the run, if the cost model is right."""
     at_speed: RunRecord
     """Predicted on a machine of the speed that each part of the run had: the error of the simulator
     itself remains."""
@@ -144,7 +144,7 @@ def compare_runs(events: list[StepLogEvent], profile: CostProfile) -> RunCompari
 
 
 class PricedStep(NamedTuple):
-    """A real step and what a cost model says of it."""
+    """A real step and its predicted seconds."""
 
     start: float
     """Begin on the first stage."""

@@ -199,7 +199,7 @@ def simulate_trial(
     jobs: list[WorkloadRequest],
     rule: CapacityRule,
 ) -> tuple[RateTrial, RequestRecords]:
-    """Simulate a rate; return the figures by which a rule judges it, and the requests.
+    """Simulate a request rate; return the figures for a capacity rule, and the requests.
 
     The run of a single engine ends as soon as its delays can no longer be within the rule's limit.
     They are then infinite, and the requests unfinished; the rule's verdict is that of a whole run.
@@ -216,7 +216,7 @@ def simulate_trial(
 
 @dataclass(frozen=True)
 class ConfiguredSimulation:
-    """Simulation of a configuration at any request rate, with as many requests as that needs."""
+    """Simulation of a configuration at any request rate; the number of requests grows with it."""
 
     config: SimulationConfig
 

@@ -15,7 +15,7 @@ SEGMENT_BYTES = 1448
 INITIAL_BYTES = 10 * SEGMENT_BYTES
 """Window of a new connection, and the least of one that was idle."""
 MIN_TIMEOUT_SECONDS = 0.2
-"""Least time by which Linux's retransmission timeout exceeds the round trip."""
+"""Smallest difference of Linux's retransmission timeout and the round trip, in seconds."""
 
 
 class CongestionWindow:

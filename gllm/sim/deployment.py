@@ -137,7 +137,7 @@ def serve_requests(
     stage_reports: list[StageReport] | None = None,
     depth_changes: Iterable[DepthChange] = (),
 ) -> tuple[RunRecord, list[StepLogEvent]]:
-    """Simulate requests and aborts at their times; return the run as its log tells it, and the log.
+    """Simulate requests and aborts at their times; return the record of the run, and its log.
 
     Args:
         deployment: The replica.
@@ -187,7 +187,7 @@ def roofline_deployment(
     layers: Sequence[int] | None = None,
     bytes_per_weight: float | None = None,
 ) -> Deployment:
-    """Return a deployment on devices of the table whose free memory is KV cache.
+    """Return a deployment on devices of DEVICES; their free memory becomes KV cache.
 
     Args:
         model: A name of MODELS.

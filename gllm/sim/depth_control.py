@@ -15,11 +15,11 @@ from gllm.sim.pipeline import SimulatedPipeline
 AUTO_DEPTH = "auto"
 """Depth that the controller sets."""
 PROBE_TOKENS = 8
-"""Tokens of the larger one of two micro-batches by which the time per token is read."""
+"""Tokens of the larger of two micro-batches that measure the time per token."""
 
 
 class SimulatedDepthControl(PipelineObserver):
-    """Observer of a pipeline that lets the controller set its depth, as the driver does.
+    """Observer that controls the depth of a pipeline, as the driver does.
 
     pipeline: has not begun.
     """

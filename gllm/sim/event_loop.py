@@ -44,7 +44,7 @@ class EventLoop:
         """Time up to which the present run goes."""
 
     def make_child(self) -> "EventLoop":
-        """Return a loop for events that neither read nor change what those of siblings do.
+        """Return a child loop for events that are independent of those of its siblings.
 
         Before each event of this loop, the children run up to it, one after the other: many events
         in a row find what they need in the CPU's cache, where those of many engines in turns would

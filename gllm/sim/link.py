@@ -12,7 +12,7 @@ from gllm.sim.event_loop import PIPELINE, EventLoop
 T = TypeVar("T")
 
 TIME_TOLERANCE = 1e-9
-"""Seconds by which the end of a chunk may differ from the time of an event."""
+"""Tolerance in seconds between the end of a chunk and the time of an event."""
 NOMINAL_BYTES_PER_SECOND = 6_553_600.0
 """Rate of messages whose cost model knows times only, because policies decide on bytes: a chunk of
 64 KiB takes 10 ms."""
@@ -128,7 +128,7 @@ class SimulatedLink:
         return self._policy.uses_slack
 
     def add_slack_source(self, owner: object, source: Callable[[float], float | None]) -> None:
-        """Add a sender whose next decode output the policy considers, until `drop`.
+        """Add a sender, until `drop`; the policy considers the slack of its next decode output.
 
         Args:
             owner: The sender.

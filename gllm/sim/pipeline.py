@@ -38,7 +38,7 @@ from gllm.sim.observer import PipelineObserver
 OUTPUT_TOKEN_ID = 1
 """Id of every simulated output token."""
 MAX_REUSED_TOKENS = 4096
-"""Number of sequences whose tokens are kept for their next step."""
+"""Number of SampledToken objects that are kept for the next steps of their sequences."""
 
 
 class PipelineLinks(NamedTuple):
@@ -77,7 +77,7 @@ def _check_links(links: PipelineLinks, num_stages: int, loop: EventLoop) -> None
 
 
 class KvRequestListener(Protocol):
-    """Receiver of what a scheduler asks of the KV cache of other engines, and of its own for them.
+    """Receiver of a scheduler's requests about KV cache that moves between engines.
 
     Answers: `finish_fetch` and `confirm_revocation` of the pipeline.
     """
@@ -86,7 +86,7 @@ class KvRequestListener(Protocol):
         """Fetch KV cache from another engine."""
 
     def on_fetch_cancelled(self, seq: int, now: float) -> None:
-        """Stop the fetch of a sequence; one under way still has to be answered."""
+        """Stop the fetch of a sequence. A fetch under way still ends with `finish_fetch`."""
 
     def on_revoked(self, ticket: int, now: float) -> None:
         """Stop reading the blocks of a ticket of this engine."""
@@ -145,7 +145,7 @@ class DecodeClocks:
 
 
 ROUNDING_SECONDS = 1e-9
-"""Seconds by which the rounding of an event's time never shortens a wait."""
+"""Upper bound in seconds of the rounding error of an event's time."""
 
 
 class InFlightBatch:
@@ -476,7 +476,7 @@ class SimulatedPipeline:
         return is_repeated
 
     def confirm_revocation(self, ticket: int, now: float) -> None:
-        """Note that nobody reads the blocks of a ticket any more; they become free."""
+        """Free the blocks of a revoked ticket after its last reader has ended."""
         if not self.is_stopped:
             self.scheduler.transfers.confirm_revocation(ticket)
             self._request_turn(now)

@@ -89,7 +89,7 @@ class TimesAgreement(ReplayAgreement):
 
 
 def replay_calls(events: list[StepLogEvent]) -> ReplayAgreement:
-    """Call a new scheduler per generation as the log says, and compare all of each plan."""
+    """Repeat the logged calls on a new scheduler per generation, and compare the whole plans."""
     return _sum_agreements(map(_replay_generation_calls, split_generations(events)))
 
 
@@ -108,7 +108,7 @@ def _replay_generation_calls(events: list[StepLogEvent]) -> ReplayAgreement:
 
 
 def replay_step_times(events: list[StepLogEvent]) -> TimesAgreement:
-    """Simulate with the log's arrivals and step times; compare what each plan runs, and latencies.
+    """Simulate with the log's arrivals and step times; compare rows of plans, and latencies.
 
     Each generation is simulated on its own. One that a recovery ended is compared as far as its
     log goes; without any complete step there is nothing to simulate it by, and it is left out.

@@ -12,7 +12,7 @@ import msgspec
 from gllm.transport.descriptors import create_descriptors
 
 AUTO = "auto"
-"""Transport of an edge whose workers choose: by the devices of the two stages."""
+"""Transport of an edge that is chosen by the devices of the two stages."""
 LOCAL_DESCRIPTORS = 3
 """Descriptors of an edge of one lane within a machine."""
 RING_DESCRIPTORS = 2

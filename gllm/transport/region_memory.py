@@ -213,7 +213,7 @@ class GroupMemory:
 
 
 def make_tag(kind: Collective, place: int, rows: int, width: int) -> int:
-    """Return the number by which ranks check that they compute the same, as all_reduce.cpp."""
+    """Return the number with which ranks check that they compute the same (all_reduce.cpp too)."""
     return kind << 60 | place << 56 | rows << 28 | width
 
 

@@ -32,7 +32,7 @@ MAX_ERROR_BYTES = PAGE_BYTES - SLOT_HEADER.size
 _LAYOUT = struct.Struct("<QIIIII")
 """Magic number, and the fields of EdgeLayout."""
 _MAGIC = 0x3130_6772_6D6C_6C67
-"""Mark of version 1 of this memory, written after all else."""
+"""Mark of version 1 of this memory, written last."""
 _IS_RELAYED_OFFSET = 32
 """Offset of a byte that is 1 if a data mover fills the ring."""
 _BEGUN_OFFSET = 40
@@ -162,7 +162,7 @@ class Ring:
         self.signal_written(step)
 
     def signal_written(self, step: int) -> None:
-        """Announce a step whose slot is complete, its header included."""
+        """Signal the reader that the slot of a step, with its header, is written."""
         self._order_writes()
         place = _SIGNALLED_OFFSET + self.slot(step) * _SIGNALLED.size
         _SIGNALLED.pack_into(self.memory, place, step + 1)

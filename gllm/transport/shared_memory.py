@@ -12,7 +12,7 @@ from gllm.transport.ring import Ring
 
 
 class SlotRing(Ring):
-    """Ring whose slots are seen as tensors."""
+    """Ring with a tensor view of each slot."""
 
     def __init__(self, descriptors: list[int], shape: EdgeLayout, dtype: torch.dtype) -> None:
         """Map the memory of an edge."""

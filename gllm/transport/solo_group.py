@@ -15,7 +15,7 @@ from gllm.transport.groups import StageGroups
 
 
 class SoloGroup:
-    """Group that waits for nobody."""
+    """Group of one rank; its collectives return at once."""
 
     is_waiting = False
 

@@ -74,7 +74,7 @@ class DecodeFirstPolicy(ABC):
 
     @abstractmethod
     def forced_bytes(self, remaining_bytes: int) -> int:
-        """Return the size of a chunk that goes before more urgent messages; as `chunk_bytes`."""
+        """Return the size of a chunk before more urgent messages; arguments as in `chunk_bytes`."""
 
     def _chunk(
         self, position: int, waiting: Sequence[WaitingMessage], view: LinkView, is_forced: bool

@@ -6,7 +6,7 @@ from gllm.pacing.traffic import Chunk, LinkView, WaitingMessage
 
 
 class SerialPolicy:
-    """Whole messages in the order in which they came."""
+    """Link policy that sends whole messages, first come, first served."""
 
     uses_slack = False
     sends_whole = True

@@ -176,7 +176,7 @@ class ClusterEngine:
 
     @property
     def num_waiting_requests(self) -> int:
-        """Return the number of those that hold no KV blocks."""
+        """Return the number of requests without KV blocks."""
         return self._generations[-1].stats.waiting + len(self.unsent_requests)
 
     @property
@@ -241,7 +241,7 @@ class ClusterEngine:
 
     @property
     def unstarted_seqs(self) -> list[int]:
-        """Return the sequences of which no step has scheduled anything, in order."""
+        """Return the sequences without a scheduled token so far, in order of their ids."""
         sequences = self.pipeline.scheduler.table.sequences
         return [seq for seq in self.requests if seq in sequences and _is_unstarted(sequences[seq])]
 
@@ -273,7 +273,7 @@ class ClusterEngine:
     # Lifecycle.
 
     def start(self, deployment: Deployment | None, now: float) -> None:
-        """Begin the start-up of a stopped engine, with another deployment if there is one.
+        """Start a stopped engine, with another deployment if one is passed.
 
         Raises:
             ValueError: The engine has not stopped.

@@ -154,7 +154,7 @@ class EngineGeneration(PipelineObserver):
             self._ongoing.on_sent(request.seq, len(request.prompt_token_ids) + num_resumed)
 
     def on_aborted(self, seqs: list[int], now: float) -> None:
-        """Forget sequences that the cluster has taken back."""
+        """Forget sequences that the cluster has withdrawn."""
         self.last_event_time = now
         if self._ongoing is not None:
             self._ongoing.on_ended(seqs)

@@ -190,13 +190,13 @@ class HandoffRecord(NamedTuple):
     decode: str
     """Engine that continued; empty if the request never had one."""
     num_tokens: int
-    """Tokens whose KV cache was held."""
+    """Number of tokens in the held KV cache."""
     prefill_start_time: float
     """Time of the first micro-batch with the request at the prefill engine."""
     ready_time: float
     """Time of the first token."""
     fetch_time: float | None
-    """Time at which the decode engine had blocks and asked for the KV cache."""
+    """Time at which the decode engine had blocks and requested the KV cache."""
     arrival_time: float | None
     """Time at which the KV cache had arrived."""
     decode_time: float | None

@@ -210,7 +210,7 @@ class PairedCluster(SimulatedCluster):
         self._pairs.route_decode(request.request, self._routable, now)
 
     def on_finished(self, engine: ClusterEngine, request: ClusterRequest, now: float) -> None:
-        """Begin the hand-off of a request whose prompt has been computed; end another one."""
+        """Start the hand-off of a request after its prefill, or finish a decoded request."""
         if not request.kv_ticket:
             super().on_finished(engine, request, now)
             return

@@ -63,7 +63,7 @@ class Submission(NamedTuple):
     request_index: int
     """Position of the request in the workload."""
     num_resumed_tokens: int
-    """Output of former engines with which the request came."""
+    """Number of output tokens from earlier engines."""
     is_handoff: bool
     """True if the former engine was to compute the prompt only."""
 

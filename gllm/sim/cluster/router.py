@@ -84,7 +84,7 @@ class ClusterRouter(ABC):
         engines: Sequence["ClusterEngine"],
         now: float,
     ) -> str | None:
-        """Return the name of the engine that serves a request; None to let the request wait.
+        """Return the name of the engine for a request; None to let the request wait.
 
         A waiting request stays in the central queue of the cluster. It is routed again when an
         engine becomes ready, admits a request or finishes one; `engines` is that engine alone then.
@@ -208,7 +208,7 @@ class DeferredRouter(ClusterRouter):
         engines: Sequence["ClusterEngine"],
         now: float,
     ) -> str | None:
-        """Return the engine with the fewest requests of those that can run it at once."""
+        """Return the engine with the fewest requests among those that can start the request now."""
         able = [
             engine
             for engine in engines

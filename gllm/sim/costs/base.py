@@ -16,15 +16,15 @@ class TransferCost(NamedTuple):
     """Cost of one message on a link."""
 
     occupancy_seconds: float
-    """Time in which the link carries nothing else: bytes / rate."""
+    """Seconds for which the link is busy with the message: bytes / rate."""
     propagation_seconds: float = 0.0
-    """Delay after that, in which the link is free again."""
+    """Seconds from then until the message arrives; the link is free meanwhile."""
     num_bytes: int = 0
-    """Size of the message; 0 where a cost model knows times only."""
+    """Size of the message in bytes; 0 if the cost model has times only."""
 
     @property
     def is_free(self) -> bool:
-        """True if the message arrives at once, so that no link need carry it."""
+        """True if the message arrives at once, without a link."""
         return not self.occupancy_seconds and not self.propagation_seconds
 
 
@@ -65,7 +65,7 @@ class CostModel(ABC):
         return 0.0
 
     def arrival_seconds(self, stage: int) -> float:
-        """Return the time by which each request that arrives prolongs the step of a stage."""
+        """Return the seconds that each arriving request adds to the running step of a stage."""
         return 0.0
 
     def activation_transfer(self, stage: int, work: StageWork) -> TransferCost:
@@ -229,7 +229,7 @@ class MeasuredRanges:
 
 
 class MeasuredCostModel(CostModel):
-    """Base of cost models that hold for measured ranges only."""
+    """Base of cost models that are valid within measured ranges only."""
 
     _ranges: MeasuredRanges
 
@@ -247,7 +247,7 @@ class MeasuredCostModel(CostModel):
 def above_range(
     source: str, name: str, value: float, low: float, high: float, fix: str = MEASURE_FURTHER
 ) -> CostRangeError:
-    """Return the error for a value above the measured range, whose ends are inclusive."""
+    """Return the error for a value above the measured range (`low` to `high`, inclusive)."""
     return CostRangeError(
         f"{source}: {name} is {value:g}, but was measured from {low:g} to {high:g}, and this cost "
         f"model does not extrapolate: keep requests and micro-batches within, {fix}, or use "

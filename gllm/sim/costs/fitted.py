@@ -36,7 +36,7 @@ INTERRUPTED = 3.0
 """Times its fitted time that a step, plan or sampling takes at least if another program interrupted
 it."""
 FILTERS = 4
-"""Fits of the same samples, each without those that the one before says were interrupted."""
+"""Number of fits: each leaves out samples that the fit before marks as interrupted."""
 SOURCE = "the profile"
 """Name of the measurement in messages."""
 TOKENS, DECODES, CHUNKS, CONTEXT = "tokens", "decodes", "prefill chunks", "context"
@@ -211,7 +211,7 @@ class FittedCostModel(MeasuredCostModel):
         self._ranges = _measure_ranges(profile.steps)
 
     def with_own_counts(self) -> "FittedCostModel":
-        """Return a model of the same fits whose counts of predictions below the ranges are zero."""
+        """Return a model with the same fits and zero counts of predictions below the ranges."""
         model = copy(self)
         model._ranges = MeasuredRanges(self._ranges.ranges, SOURCE, FIXES)
         return model

@@ -47,7 +47,7 @@ DECODES, CONTEXT, ROWS = "attn_decode batch", "attn_decode mean kv", "host batch
 
 
 class ForestCostModel(MeasuredCostModel):
-    """Cost of a pipeline whose stages are `tp` devices each.
+    """Cost model of a pipeline with `tp` devices per stage, by random forests per operator.
 
     Vidur's tables hold for micro-batches of up to 4,096 tokens and 128 rows, of sequences of up to
     4,096 tokens. A call raises CostRangeError for more. A prefill chunk below 64 tokens costs as

@@ -53,7 +53,7 @@ class OperatorSamples:
 
     operator: str
     features: Array
-    """[samples, features], what the forest sees."""
+    """Inputs of the forest, [samples, features]."""
     milliseconds: Array
     """[samples]; the mean over repeats of a key, each of them a median of the source's."""
     measures: Mapping[str, Callable[[Array], Array]]
@@ -67,7 +67,7 @@ class OperatorSamples:
 
 
 class OperatorForest:
-    """A random forest for one operator, which refuses what lies outside of its measurements."""
+    """Random forest for one operator; values outside of its measurements raise CostRangeError."""
 
     def __init__(self, samples: OperatorSamples) -> None:
         """Fit. Raises ModuleNotFoundError, saying what to install, without scikit-learn."""
@@ -231,7 +231,7 @@ def model_shape(model: str, tables: OperatorTables = VIDUR_TABLES) -> dict[str, 
 def list_profiled_models(
     tables: OperatorTables = VIDUR_TABLES,
 ) -> list[tuple[str, str, int]]:
-    """Every device, model and tensor parallel size whose token-level operators were profiled."""
+    """Return each device, model and tensor parallel size with profiled token-level operators."""
     rows = tables.read("token_ops")
     return sorted({(row["device"], row["model"], int(row["tp"])) for row in rows})
 

@@ -15,7 +15,7 @@ FORMAT_VERSION = 3
 SECONDS_DECIMALS = 7
 """Decimals of stored times."""
 DEBUG_STEP_SECONDS = "debug_step_seconds"
-"""Key of a profile's `machine` that has the least seconds of a step, where there is one."""
+"""Optional key of a profile's `machine`: the smallest step time in seconds."""
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 PositiveCount = Annotated[int, msgspec.Meta(ge=1)]

@@ -125,7 +125,7 @@ class ModelShape:
 
     @property
     def head_weights(self) -> int:
-        """Weights of the LM head; the token embedding has as many."""
+        """Number of weights of the LM head, and of the token embedding."""
         return self.hidden * self.vocabulary
 
     @property
@@ -221,7 +221,7 @@ class ModelShape:
         return self.bytes_per_weight * weights
 
     def shard(self, ranks: int) -> "ModelShape":
-        """Return the shape of what one of `ranks` ranks holds and computes.
+        """Return the shape of the part that one of `ranks` tensor-parallel ranks computes.
 
         Attention is cut by heads, MLP and experts by their inner size, embedding and LM head by
         rows of the vocabulary. With fewer KV heads than ranks each rank has one. A compressed KV

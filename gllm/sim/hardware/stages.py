@@ -13,7 +13,7 @@ Entry = TypeVar("Entry")
 
 
 def format_degrees(degrees: Sequence[int]) -> str:
-    """Return numbers of ranks as in --tp; none stand for one rank per stage."""
+    """Return numbers of ranks as text for --tp; an empty sequence means one rank per stage."""
     return ",".join(map(str, degrees)) or "1"
 
 

@@ -14,7 +14,7 @@ from gllm.sim.metrics.micro_batch_table import MicroBatch
 from gllm.sim.metrics.statistics import coefficient_of_variation, summary_statistics
 
 MAX_PRICED_BATCHES = 1000
-"""Most micro-batches whose operators are priced: shares of time need no more."""
+"""Maximum number of micro-batches for which operator times are predicted; shares need no more."""
 STEADY_TOKEN_SHARE = 0.8
 """Share of a run's tokens that counts as its steady part: what comes after is a tail of few long
 requests, during which no system is at its best."""

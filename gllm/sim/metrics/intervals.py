@@ -10,7 +10,7 @@ from typing import NamedTuple
 from gllm.sim.metrics.run_record import RunRecord, StageUsage
 
 WINDOW_STEPS = 40
-"""Micro-batches in a window nobody chose: more cannot be told apart at 800 pixels."""
+"""Micro-batches in the default window: more are not distinguishable at 800 pixels."""
 
 
 class MicroBatchInterval(NamedTuple):
@@ -162,7 +162,7 @@ def fill_gaps(stretches: list[TokenInterval]) -> list[TokenInterval]:
 
 
 def bin_token_intervals(stretches: list[TokenInterval], count: int) -> list[TokenInterval]:
-    """`count` bins of equal length from 0 on: the mean of what reaches into each, and the most.
+    """Return the mean and the maximum of the token intervals in `count` equal bins from time 0 on.
 
     Raises ValueError without stretches.
     """

@@ -25,12 +25,12 @@ class MicroBatch:
     """Tokens of prompts, and of preempted sequences computed again."""
     num_decode_tokens: int
     stage_times: list[StepTime | None]
-    """None where the log ends before the stage's time came."""
+    """Times per stage; None if the log ends before the stage reported."""
     committed_time: float | None = None
     trigger_time: float = 0.0
     """Time at which the driver received the last event before it planned."""
     received_time: float = 0.0
-    """Time at which the driver had received the result and everything that came with it."""
+    """Time at which the driver had received the result and all messages that arrived with it."""
     kv_usage: float | None = None
     """Share of KV blocks that sequences held after the schedule, 0..1; None where a log, which does
     not have it, is the source."""
@@ -95,7 +95,7 @@ class MicroBatchTable(Sequence[MicroBatch]):
         self._times[index * NUM_TIMES + COMMITTED] = time
 
     def set_received(self, index: int, time: float) -> None:
-        """Set when the driver had received all that came with the result, in seconds."""
+        """Set the time in seconds at which the driver had received the result of a step."""
         self._times[index * NUM_TIMES + RECEIVED] = time
 
     def __len__(self) -> int:

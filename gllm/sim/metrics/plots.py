@@ -48,7 +48,7 @@ Series = dict[str, list[tuple[float, float]]]
 
 BLUE, SKY, VERMILION, GREY = "#0072B2", "#56B4E9", "#D55E00", "#666666"
 COLOURS = (BLUE, VERMILION, "#009E73", "#CC79A7", "#E69F00", SKY, "#000000")
-"""Okabe and Ito's, which colour-blind eyes tell apart; their yellow is too pale for a line."""
+"""Okabe and Ito's colours for colour-blind readers, without yellow, which is too pale for lines."""
 MARKERS = "osD^vPX"
 DECODE = "#CBE6F7"
 """A pale SKY: micro-batches without prefill, the other end of the scale from BLUE."""
@@ -222,7 +222,7 @@ def plot_tokens(run: RunRecord, path: str | Path) -> None:
 def plot_gantt(
     run: RunRecord, path: str | Path, begin: float | None = None, seconds: float | None = None
 ) -> None:
-    """Plot the stages over time: micro-batches by share of prefill, bubbles hatched, else white.
+    """Plot the stages over time: micro-batches by share of prefill, and hatched bubbles.
 
     begin: seconds since the first request; seconds: length. By default, about 40 micro-batches from
     the middle of the run. Bubbles with less available work are paler. Raises as `select_window` and
@@ -435,7 +435,7 @@ class BarLabels(NamedTuple):
 
 
 def lay_out_labels(labels: Sequence[str]) -> BarLabels:
-    """Return labels that do not overlap: wrapped to the width of a group, or else upright."""
+    """Return labels that do not overlap: wrapped to the width of a group, or turned upright."""
     limit = max(1, LINE_CHARACTERS // len(labels))
     wrapped = [wrap(label, limit, break_long_words=False) or [""] for label in labels]
     num_lines = max(map(len, wrapped))
@@ -455,7 +455,7 @@ def plot_bars(
     title: str,
     reference: dict[str, dict[str, float]] | None = None,
 ) -> None:
-    """Bars by group and name; the paper's figure, where there is one, outlined beside ours.
+    """Plot bars by group and name, and outlined beside them the figures of a paper, if any.
 
     Raises ValueError without groups, and as plot_latencies does.
     """

@@ -39,7 +39,7 @@ class ServedRequest:
     max_tokens: int
     line: RequestTimeline
     received_time: float = 0.0
-    """Time at which the driver had received the request and everything that came with it."""
+    """Time at which the driver had received the request and all messages that arrived with it."""
     num_preemptions: int = 0
     """Times it lost its blocks to other sequences."""
     num_resumptions: int = 0
@@ -72,7 +72,7 @@ class StageReport:
     stage: int
     steps: list[StepTime]
     received_time: float = 0.0
-    """Time at which the driver had received the report and everything that came with it."""
+    """Time at which the driver had received the report and all messages that arrived with it."""
 
 
 @dataclass
@@ -102,7 +102,7 @@ class StageUsage:
 
     @property
     def bubble_share(self) -> float:
-        """0..1; what is missing to one with `busy_share` is time without work."""
+        """0..1. The remainder, 1 - `busy_share` - `bubble_share`, is time without work."""
         return self.bubble / self.span if self.span else 0.0
 
 
@@ -129,12 +129,12 @@ class RunRecord:
 
     @property
     def begin(self) -> float:
-        """When the first request came."""
+        """Time of the first arrival, in seconds."""
         return min((served.line.arrival for served in self.requests.values()), default=0.0)
 
     @property
     def end(self) -> float:
-        """When the last token came; the beginning, where none did."""
+        """Time of the last token, in seconds; `begin` without tokens."""
         lines = [served.line for served in self.requests.values()]
         return max((line.times[-1] for line in lines if line.times), default=self.begin)
 

@@ -34,7 +34,7 @@ class TruncatedLognormal(NamedTuple):
 
     @staticmethod
     def from_quantiles(median: float, p90: float, most: float) -> "TruncatedLognormal":
-        """Return the distribution whose median and 90th percentile, after truncation, are these.
+        """Return the distribution with this median and 90th percentile after truncation.
 
         Without truncation sigma is ln(p90 / median) / 1.2816. With a share c of the lognormal
         below `most`, the two percentiles are its quantiles 0.5 c and 0.9 c.
@@ -61,7 +61,7 @@ class TruncatedLognormal(NamedTuple):
 
     @staticmethod
     def from_mean(mean: float, sigma: float, most: float) -> "TruncatedLognormal":
-        """Return the distribution of this sigma whose mean, after truncation, is `mean`.
+        """Return the distribution with this sigma and, after truncation, this mean.
 
         Raises:
             ValueError: The mean is not below `most`.
@@ -238,7 +238,7 @@ SHAREGPT_RATIOS = (5.21, 1.66)
 
 
 FILE = "file"
-"""Kind of a workload whose lengths are those of a CSV file."""
+"""Kind of a workload with lengths from a CSV file."""
 
 
 def _sample_trace(name: str, rng: random.Random, count: int) -> Lengths:

@@ -40,7 +40,7 @@ class LinkIdentity(msgspec.Struct, frozen=True, tag=True):
     has_tls: bool
     """True if a descriptor with the certificate and its key travels along."""
     congestion: str | None = None
-    """Congestion control of TCP; None for that of the system."""
+    """Congestion control of TCP; None for the system's default."""
     policy: str = DEFAULT_LINK_POLICY
     """Order of the steps that wait for a connection: a name of LINK_POLICIES."""
     encoding: str = PLAIN

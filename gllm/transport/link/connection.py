@@ -201,7 +201,7 @@ class FrameConnection:
         return header
 
     def receive_into(self, view: memoryview) -> None:
-        """Receive exactly as many bytes as fit. Raises OSError."""
+        """Fill the buffer with received bytes. Raises OSError."""
         self._receive_rest(view)
         self.num_bytes += len(view)
 

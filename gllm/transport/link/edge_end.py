@@ -80,7 +80,7 @@ class MeetingLogs:
                 self._has_news = True
 
     def send(self, connection: FrameConnection, name: EdgeName) -> None:
-        """Send what was appended to the worker's log."""
+        """Send the new entries of the worker's log."""
         if self._own is None or not self._has_news:
             return
         self._has_news = False

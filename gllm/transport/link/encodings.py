@@ -30,13 +30,13 @@ class LinkEncoding(Protocol):
     """Encoding of activations on a connection. Its methods keep no state between calls."""
 
     def row_bytes(self, row: RowFormat) -> int:
-        """Return the length of an encoded row, which is at most that of the row itself."""
+        """Return the bytes of an encoded row, at most those of the row itself."""
 
     def encode(self, rows: memoryview, row: RowFormat) -> memoryview:
         """Return whole rows encoded, possibly in the same memory."""
 
     def decode(self, encoded: memoryview, row: RowFormat, rows: memoryview) -> None:
-        """Write whole encoded rows, of any contents, into the memory of as many rows."""
+        """Decode whole rows into memory of the same number of rows; any bytes are valid input."""
 
 
 class PlainEncoding:

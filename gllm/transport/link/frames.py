@@ -35,7 +35,7 @@ class FrameClass(IntEnum):
     RESUME = 18
     LAYOUT = 19
     MEETING = 20
-    """Part of the log by which the two workers meet before they use NCCL."""
+    """Part of the log that two workers exchange before they use NCCL."""
     PROBE = 21
     """Request for an ECHO, from the sending end of an idle connection."""
     ECHO = 22
@@ -161,7 +161,7 @@ class EdgeResume(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class RingLayout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Payload of LAYOUT: what both rings of a lane have in common."""
+    """Payload of LAYOUT: properties that both rings of a lane share."""
 
     slots: int
     hidden_size: int
@@ -170,7 +170,7 @@ class RingLayout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
     @classmethod
     def of(cls, layout: EdgeLayout) -> Self:
-        """Return what a ring with this layout has in common with the other one."""
+        """Return the properties that the rings at both ends of a lane share."""
         return cls(layout.slots, layout.hidden_size, layout.itemsize, layout.is_bfloat16)
 
 

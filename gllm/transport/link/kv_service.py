@@ -106,7 +106,7 @@ class KvService:
         """Channel to the driver of the present generation."""
 
     def handle(self, command: KvServiceCommand, descriptors: Sequence[int]) -> None:
-        """Execute a command, whose descriptors belong to the service."""
+        """Execute a command and take ownership of its descriptors."""
         match command:
             case OpenKvCaches():
                 self._open(command, descriptors)
@@ -115,7 +115,7 @@ class KvService:
                 self._mover.close_caches()
 
     def adopt(self, connection: socket.socket, address: str) -> None:
-        """Serve a connection of another machine's data mover, whose IP address is given."""
+        """Serve a connection of the data mover at an IP address."""
         if self._mover is None:
             connection.close()
         else:

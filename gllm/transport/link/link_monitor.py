@@ -19,9 +19,9 @@ initial window: the next step would leave at the pace of that, 10 ms later at 10
 WARM_SECONDS = 60.0
 """Time since the last step for which a connection is kept so."""
 MIN_WARM_BYTES_PER_SECOND = 125e3
-"""Least rate of a link that is kept so, of which these probes take less than 1 %."""
+"""Smallest rate of a link that probes keep warm; they use less than 1 % of it."""
 FULL_WINDOW_SHARE = 0.9
-"""Share of the congestion window from which on that is what bytes wait for."""
+"""Used share of the congestion window from which on the window limits the rate."""
 MIN_WINDOW_SECONDS, MAX_WINDOW_SECONDS = 0.05, 0.1
 """Time over which the rate of arrivals is measured; between these it is the round trip."""
 LIMIT_TOLERANCE = 0.05

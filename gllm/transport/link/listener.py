@@ -125,7 +125,7 @@ class Listener:
         threading.Thread(target=self._serve, name="listener", daemon=True).start()
 
     def on_edge_opened(self) -> None:
-        """Serve the guests that came before the first edge; called on any thread."""
+        """Serve the connections that were accepted before the first edge; called on any thread."""
         os.eventfd_write(self._wake, 1)
 
     def _serve(self) -> None:

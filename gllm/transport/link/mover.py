@@ -143,13 +143,13 @@ class Outbox:
         self._unsent: deque[bytes] = deque()
 
     def send(self, message: LinkMessage) -> None:
-        """Send a message, after those that are kept."""
+        """Send a message after the queued ones."""
         with self._lock:
             self._unsent.append(encode_link_message(message))
         self.flush()
 
     def flush(self) -> bool:
-        """Send what is kept: a parent that has not read for long gets it later.
+        """Send the queued messages as far as the parent reads them.
 
         Returns:
             True if nothing is left.

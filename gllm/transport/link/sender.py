@@ -149,7 +149,7 @@ MAX_GAP_SECONDS = 5.0
 
 
 class DecodeClock:
-    """Feeds a StageClock with what the data mover sees of the decode lane's ring.
+    """Prediction of a stage's next decode step from the begin and end of earlier ones.
 
     The duration of a decode step, T_i(n) of the paper, is the time from its begin to its signal.
     Its round, T_o + T_m, is taken to be the time from a signal to the next one: with several
@@ -217,7 +217,7 @@ class SendingEnd(EdgeEnd):
     _last_sent: list[dict[int, int | None]]
     """By lane: last step of each slot that the other machine has, or that was queued since."""
     _lanes_with_layout: set[int]
-    """Lanes whose layout this connection has carried."""
+    """Lanes with a layout that this connection has sent."""
 
     def __init__(
         self,

@@ -170,7 +170,7 @@ class SlotWriter:
         return memoryview(ring.memory)[begin : begin + frame.length]
 
     def finish(self, frame: FrameHeader) -> None:
-        """Handle a frame whose payload is in its place; signal a step that is complete.
+        """Handle a frame after its payload was received; signal the step if it is complete.
 
         Raises:
             FrameError: the slot's header does not fit.

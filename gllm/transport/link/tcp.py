@@ -24,7 +24,7 @@ class TcpInfo(NamedTuple):
     bytes_per_second: float
     """Delivery rate of the latest round trip; 0 before the first one."""
     is_app_limited: bool
-    """True if the rate is that at which bytes were written, not what the network carries."""
+    """True if the sender limited the rate, so that it is no measure of the network."""
     round_trip_seconds: float
     """Smoothed."""
     min_round_trip_seconds: float | None

@@ -161,20 +161,6 @@ async def test_what_flags_change_of_it() -> None:
 STREAM = b': comment\r\ndata: {"a": 1}\r\n\r\nevent: x\ndata:{"b":2}\n\ndata: [DONE]\n\n'
 
 
-@given(st.lists(st.integers(0, len(STREAM)), max_size=12))
-def test_events_come_whole_however_the_bytes_are_cut(cuts: list[int]) -> None:
-    places = [0, *sorted(cuts), len(STREAM)]
-    reader = EventReader()
-    events = [event for begin, end in pairwise(places) for event in reader.feed(STREAM[begin:end])]
-    assert events == [b'{"a": 1}', b'{"b":2}', b"[DONE]"]
-
-
-@pytest.mark.parametrize(
-    "error", ["no", {"message": "no"}, {"error": {"message": "no"}}, {"error": "no"}]
-)
-def test_errors_in_any_form(error: Any) -> None:
-    assert error_message(error) == "no"
-
 
 async def described(
     server: FakeServer, model: str | None = None, seconds: float = 20.0
