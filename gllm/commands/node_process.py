@@ -23,7 +23,7 @@ from gllm.deploy.cluster.member import ClusterMember
 from gllm.deploy.cluster.service_processes import ServiceMachine
 from gllm.frontend.node_app import start_node_server
 from gllm.frontend.open_files import raise_open_files_limit
-from gllm.models.local_search import find_local_model
+from gllm.models.hub import find_local_model
 from gllm.options.addresses import format_host_port
 from gllm.runtime.head.link_process import LinkProcess
 from gllm.runtime.head.local_node import LocalNode

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 def run_sub_command(
     command: str, kind: str, names: Mapping[str, str], argv: list[str], end: str = ""
 ) -> int:
-    """Run the module `gllm.commands.COMMAND.NAME` that the first argument names.
+    """Run the module that the first argument names, in the folder of the command.
 
     Args:
         command: Name of the command after `gllm`.

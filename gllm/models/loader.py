@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gllm.kernels.weight_format import Weight, dequantize_weight, weight_format
-from gllm.models.block_cuts import TensorCuts, cut_scales, widen_cuts
 from gllm.models.errors import ModelError
 from gllm.models.ranks import Ranks
+from gllm.models.shard import TensorCuts, cut_scales, widen_cuts
 from gllm.models.spec import (
     AttentionSpec,
     Cut,

@@ -18,8 +18,7 @@ from gllm.kernels.rotary import RotaryAngles, compute_inverse_frequencies, compu
 from gllm.kernels.weight_format import Matrix
 from gllm.models.attention import ForwardContext, LayerCache
 from gllm.models.basic_layers import Norm, optional_norm
-from gllm.models.layer import DecoderLayer
-from gllm.models.layers import DecoderLayers
+from gllm.models.layers import DecoderLayer, DecoderLayers
 from gllm.models.loader import Checkpoint, Weights
 from gllm.models.ranks import Ranks
 from gllm.models.spec import Cut, ModelSpec, RopeSpec

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from gllm.models import spec
-from gllm.models.block_cuts import TensorCuts
 from gllm.models.errors import ModelError
+from gllm.models.shard import TensorCuts
 
 CPU = torch.device("cpu")
 STACKS_BLOCK = "mlp"

@@ -36,7 +36,7 @@ from gllm.scheduler.queue_tally import SchedulerCounters
 from gllm.scheduler.queues import QueueSnapshot, SequenceQueues
 from gllm.scheduler.sequence import SchedulerRequest, Sequence
 from gllm.scheduler.sequence_table import SequenceTable
-from gllm.scheduler.step_times import StepTimeCollector
+from gllm.scheduler.step_cost import StepTimeCollector
 
 
 class ParallelismGauge:

@@ -27,8 +27,7 @@ from gllm.sim.costs.profile import CostProfile, read_profile, split_sampling
 from gllm.sim.deployment import Deployment, serve_requests
 from gllm.sim.hardware.stages import format_degrees
 from gllm.sim.metrics.report import format_table, show_value
-from gllm.sim.metrics.run_record import RunRecord, build_run_record
-from gllm.sim.metrics.step_costs import measure_step_costs
+from gllm.sim.metrics.run_record import RunRecord, build_run_record, measure_step_costs
 
 
 class SpeedWindow(NamedTuple):

@@ -27,8 +27,7 @@ from gllm.scheduler.stage_work import StageWork
 from gllm.sim.compare import read_aborts
 from gllm.sim.costs.base import CostModel, TransferCost
 from gllm.sim.deployment import Deployment, serve_requests
-from gllm.sim.metrics.run_record import RunRecord, build_run_record
-from gllm.sim.metrics.step_costs import StepCosts, measure_step_costs
+from gllm.sim.metrics.run_record import RunRecord, StepCosts, build_run_record, measure_step_costs
 
 
 class RecordedCostModel(CostModel):

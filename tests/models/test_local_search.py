@@ -5,9 +5,8 @@ import shutil
 import pytest
 
 from gllm.models.errors import ModelError
-from gllm.models.hub import DEMO
+from gllm.models.hub import DEMO, find_folder, find_local_model
 from gllm.models.identity import hash_model
-from gllm.models.local_search import find_folder, find_local_model
 
 
 @pytest.fixture(scope="module")

@@ -23,12 +23,11 @@ from gllm.kernels.fp8_weights import Fp8Stack
 from gllm.kernels.linear_fp8 import dequantize, prepare_fp8
 from gllm.kernels.weight_format import dequantize_weight
 from gllm.models.basic_layers import read_row_magnitudes
-from gllm.models.block_cuts import TensorCuts, cut_scales, is_aligned, widen_cuts
 from gllm.models.config import read_config
 from gllm.models.errors import ModelError
 from gllm.models.feed_forward import expert_spec, read_stacked_experts
 from gllm.models.loader import Checkpoint, Weights, tensor_cuts
-from gllm.models.shard import shard
+from gllm.models.shard import TensorCuts, cut_scales, is_aligned, shard, widen_cuts
 from gllm.models.spec import AttentionSpec, Cut, ExpertsSpec, MLPSpec, ModelSpec
 from gllm.models.stored_tensor import StoredTensor, select
 from tests.models.test_fp8 import STYLES, quantize, save_both

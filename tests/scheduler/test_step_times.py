@@ -6,8 +6,12 @@ import pytest
 
 from gllm.scheduler.plan import ScheduledRow, StepPlan, StepTime
 from gllm.scheduler.stage_work import compute_stage_work
-from gllm.scheduler.step_cost import REFIT_INTERVAL_STEPS, StepCostCoefficients
-from gllm.scheduler.step_times import REPORTED_STEP_INTERVAL, StepCostMeter
+from gllm.scheduler.step_cost import (
+    REFIT_INTERVAL_STEPS,
+    REPORTED_STEP_INTERVAL,
+    StepCostCoefficients,
+    StepCostMeter,
+)
 
 TRUTH = StepCostCoefficients(step=2e-3, token=5e-5, pair=3e-8, decode=1e-5, context_token=4e-8)
 

@@ -24,8 +24,7 @@ from gllm.scheduler.plan import ScheduledRow, StepOutput, StepPlan
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import ConstantCostModel, TransferCost
 from gllm.sim.event_loop import EventLoop
-from gllm.sim.metrics.run_record import build_run_record
-from gllm.sim.metrics.step_costs import measure_step_costs
+from gllm.sim.metrics.run_record import build_run_record, measure_step_costs
 from gllm.sim.observer import PipelineObserver
 from gllm.sim.pipeline import SimulatedPipeline, make_pipeline_links
 from gllm.sim.replay import replay_calls

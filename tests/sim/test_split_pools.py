@@ -3,7 +3,7 @@
 import pytest
 
 from gllm.plan.pools.clusters import build_machine
-from gllm.sim.cluster.split_pools import simulate_pool, simulate_split
+from gllm.sim.cluster.paired import simulate_pool, simulate_split
 from gllm.sim.hardware.machines import read_machine_types
 from gllm.sim.workloads.requests import WorkloadRequest
 

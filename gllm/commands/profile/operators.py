@@ -19,7 +19,7 @@ from gllm.kernels.gated_linear import GatedMatrix, gated_linear
 from gllm.kernels.qkv import rotate_and_store
 from gllm.models.attention import Attention
 from gllm.models.feed_forward import MLP
-from gllm.models.layer import DecoderLayer
+from gllm.models.layers import DecoderLayer
 from gllm.runtime.worker.batch import Batch
 
 WARM_UPS = 2

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from gllm.deploy.doctor.finding import Finding, bad, good
 from gllm.models.errors import ModelError
+from gllm.models.hub import find_folder
 from gllm.models.identity import hash_model
-from gllm.models.local_search import find_folder
 from gllm.models.weight_files import find_weight_files
 
 MEMORY_MARGIN = 1.1

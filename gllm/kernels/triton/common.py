@@ -5,11 +5,16 @@ arithmetic wrongly; conversions are right. The kernels therefore compute in floa
 and stores, and multiply tiles with `dot`.
 """
 
+import logging
 from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
+
+log = logging.getLogger(__name__)
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -40,3 +45,20 @@ def count_processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+class CompilationCounter:
+    """Count of the kernels that this process compiles from now on; one per process.
+
+    A compilation takes a second in which the stage does nothing else, so a ready stage should have
+    none. Kernels from Triton's folder of compiled kernels count too.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        knobs.runtime.jit_post_compile_hook = self._on_compiled
+
+    def _on_compiled(self, *, repr: str, **_: Any) -> None:
+        """Count a compilation; repr: the kernel with its options and argument types."""
+        self.count += 1
+        log.warning("compiled while serving: %s", repr)

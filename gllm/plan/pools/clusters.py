@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from gllm.observability.latency import RequestTimeline
 from gllm.scheduler.config import SchedulerConfig
-from gllm.sim.cluster.split_pools import busy_seconds, simulate_pool, simulate_split
+from gllm.sim.cluster.paired import busy_seconds, simulate_pool, simulate_split
 from gllm.sim.costs.splitwise import SplitwiseCostModel, SplitwiseProfile, read_splitwise_profile
 from gllm.sim.deployment import Deployment
 from gllm.sim.hardware.machines import ClusterDesign, MachineType

@@ -35,7 +35,7 @@ from gllm.runtime.driver.plan_record import PlanRecord
 from gllm.scheduler.plan import FinishedSequence, SchedulerStats, StepOutput, StepPlan
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
-from gllm.scheduler.step_times import StepCostMeter
+from gllm.scheduler.step_cost import StepCostMeter
 
 log = logging.getLogger(__name__)
 

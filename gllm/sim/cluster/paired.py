@@ -1,14 +1,16 @@
 """Cluster whose requests are prefilled by one engine and decoded by another, which fetches the KV.
 
 Decisions are those of production: a pair policy chooses the engines, and each scheduler holds,
-fetches and revokes KV cache. Whatever fails ends as an ordinary prefill at the decode engine.
+fetches and revokes KV cache. A failed hand-off ends as an ordinary prefill at the decode engine.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from heapq import heappush
 from itertools import count
 from typing import NamedTuple
 
+from gllm.observability.latency import RequestTimeline
 from gllm.routing.disaggregation.policy import (
     DecodeChoice,
     EnginePair,
@@ -20,7 +22,13 @@ from gllm.routing.length_prediction import OracleLengthPredictor, PredictedLengt
 from gllm.scheduler.kv_holds import HOLD_LEASE_SECONDS
 from gllm.scheduler.kv_transfers import KvFetch
 from gllm.scheduler.sequence import SchedulerRequest
-from gllm.sim.cluster.cluster import ClusterChange, ClusterRun, LogOpener, SimulatedCluster
+from gllm.sim.cluster.cluster import (
+    ClusterChange,
+    ClusterRun,
+    LogOpener,
+    SimulatedCluster,
+    simulate_cluster,
+)
 from gllm.sim.cluster.engine import ClusterEngine
 from gllm.sim.cluster.handoffs import (
     HandoffRecord,
@@ -31,11 +39,14 @@ from gllm.sim.cluster.handoffs import (
     make_record,
 )
 from gllm.sim.cluster.requests import ClusterRequest
-from gllm.sim.cluster.router import ClusterRouter, RouterNeeds
+from gllm.sim.cluster.router import ClusterRouter, RouterNeeds, make_router
 from gllm.sim.deployment import Deployment
 from gllm.sim.event_loop import ABORT
 from gllm.sim.pipeline import OUTPUT_TOKEN_ID
 from gllm.sim.workloads.requests import WorkloadRequest
+
+TransferSeconds = Callable[[int], float]
+"""Returns the visible seconds of a transfer by the tokens of the prompt."""
 
 LengthPredictor = Callable[[int], PredictedLength]
 """Returns a prediction by the true number of output tokens."""
@@ -458,3 +469,81 @@ def simulate_pairs(
     cluster.fail_links(link_failures)
     cluster.submit_each(jobs)
     return cluster.run_pairs()
+
+
+class SplitRun(NamedTuple):
+    """Run of both pools."""
+
+    lines: list[RequestTimeline]
+    """Timeline of each request for its client, in the order of the workload."""
+    busy_seconds: float
+    """Computing time of all machines."""
+    num_preemptions: int
+
+
+def simulate_pool(
+    deployments: Mapping[str, Deployment], jobs: Sequence[WorkloadRequest], router: str, seed: int
+) -> ClusterRun:
+    """Simulate a pool that serves whole requests; the router is a name of ROUTER_NAMES."""
+    return simulate_cluster(deployments, jobs, make_router(router, seed))
+
+
+def simulate_split(
+    prompts: Mapping[str, Deployment],
+    tokens: Mapping[str, Deployment],
+    jobs: Sequence[WorkloadRequest],
+    transfer_seconds: TransferSeconds,
+    routers: tuple[str, str] = ("pending-tokens", "least-tokens"),
+    seed: int = 0,
+) -> SplitRun:
+    """Simulate a workload on a prompt pool and a token pool, one after the other.
+
+    The prompt pool computes each request up to its first token. The token pool receives the request
+    when the KV cache has arrived; the prompt takes no time there. Prompts leave the cache of the
+    first pool when they end: full token machines do not delay prompt machines.
+
+    Args:
+        prompts: Prompt machines by name.
+        tokens: Token machines by name, whose cost models take no time for prompts.
+        jobs: Sorted by arrival.
+        transfer_seconds: Time of a transfer that no computation hides.
+        routers: Names of the routing policies of the prompt pool and of the token pool.
+        seed: Seed of the routers.
+    """
+    first = simulate_pool(
+        prompts, [job._replace(num_output_tokens=1) for job in jobs], routers[0], seed
+    )
+    lines = [replace(first.requests[seq].line) for seq in range(len(jobs))]
+    arrivals = [
+        line.times[0] + transfer_seconds(job.num_prompt_tokens)
+        for line, job in zip(lines, jobs, strict=True)
+    ]
+    order = sorted(
+        (seq for seq, job in enumerate(jobs) if job.num_output_tokens > 1),
+        key=arrivals.__getitem__,
+    )
+    second = simulate_pool(
+        tokens,
+        [jobs[seq]._replace(arrival_seconds=arrivals[seq]) for seq in order],
+        routers[1],
+        seed,
+    )
+    for index, seq in enumerate(order):
+        decoded = second.requests[index].line
+        # The second pool's first token stands for the one that the client has already.
+        lines[seq] = RequestTimeline(
+            jobs[seq].arrival_seconds, [*lines[seq].times, *decoded.times[1:]], decoded.num_tokens
+        )
+    requests = [*first.requests.values(), *second.requests.values()]
+    return SplitRun(
+        lines,
+        busy_seconds(first) + busy_seconds(second),
+        sum(served.num_preemptions for served in requests),
+    )
+
+
+def busy_seconds(run: ClusterRun) -> float:
+    """Return the computing time of all stages of all engines."""
+    return sum(
+        usage.busy for engine in run.engines.values() for usage in engine.record.stage_usages()
+    )

@@ -8,8 +8,7 @@ import msgspec
 
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.metrics.run_record import RunRecord
-from gllm.sim.metrics.step_costs import StepCosts, measure_step_costs
+from gllm.sim.metrics.run_record import RunRecord, StepCosts, measure_step_costs
 
 FORMAT_VERSION = 3
 SECONDS_DECIMALS = 7

@@ -4,8 +4,7 @@ from collections import deque
 from math import inf, isinf
 
 from gllm.pacing.link_estimator import LinkEstimator, LinkSample, SendRate
-from gllm.transport.link.connection import FrameConnection
-from gllm.transport.link.tcp import TcpInfo
+from gllm.transport.link.connection import FrameConnection, TcpInfo
 
 SAMPLE_SECONDS = 0.02
 """Least interval between two samples."""

@@ -29,7 +29,7 @@ from gllm.transport.link.frames import (
     decode_payload,
     unpack_frame,
 )
-from gllm.transport.link.refusals import CLOSED_EARLY, Refusals
+from gllm.transport.link.settings import CLOSED_EARLY, Refusals
 
 MAX_GUESTS = 64
 """Connections without a first frame; beyond, the oldest one of the address with most is closed."""

@@ -44,9 +44,8 @@ from gllm.transport.link.frames import (
 )
 from gllm.transport.link.kv_service import KvService
 from gllm.transport.link.listener import Listener
-from gllm.transport.link.refusals import Refusals
 from gllm.transport.link.sender import SendingEnd
-from gllm.transport.link.settings import LinkSettings
+from gllm.transport.link.settings import LinkSettings, Refusals
 from gllm.transport.link.slots import SlotWriter
 from gllm.transport.ring import Ring
 

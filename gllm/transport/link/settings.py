@@ -1,11 +1,61 @@
-"""Settings of a data mover that all of its edges share."""
+"""Settings of a data mover that all of its edges share, and its count of refused connections."""
 
+import logging
+import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from gllm.transport.link.connection import TlsIdentity
 from gllm.transport.link.frames import EdgeName
-from gllm.transport.link.refusals import Refusals
+
+log = logging.getLogger(__name__)
+
+MAX_ADDRESSES = 256
+"""Addresses that are counted one by one."""
+OTHER_ADDRESSES = "other addresses"
+CLOSED_EARLY = "the connection ended before its first frame"
+
+
+class Refusals:
+    """Counters that several threads increase."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.num_malformed = 0
+        """Invalid frames and handshakes."""
+        self.by_address: Counter[str] = Counter()
+        self.causes: dict[str, str] = {}
+        """Last cause by address."""
+
+    def add(self, address: str, cause: str, is_malformed: bool = False) -> None:
+        """Count a refusal.
+
+        Args:
+            address: IP address of the other end.
+            cause: reason in words.
+            is_malformed: True for bytes that no data mover sends.
+        """
+        with self._lock:
+            self.num_malformed += is_malformed
+            if address not in self.by_address and len(self.by_address) >= MAX_ADDRESSES:
+                address = OTHER_ADDRESSES
+            self.by_address[address] += 1
+            self.causes[address] = cause
+        # Probes of load balancers and port scans connect and leave.
+        level = logging.DEBUG if cause == CLOSED_EARLY else logging.WARNING
+        log.log(
+            level,
+            "a data connection of %s was refused: %s",
+            address,
+            cause,
+            extra={"about": address},
+        )
+
+    def snapshot(self) -> tuple[int, dict[str, int], dict[str, str]]:
+        """Return the number of malformed frames, the refusals and the causes, at one time."""
+        with self._lock:
+            return self.num_malformed, dict(self.by_address), dict(self.causes)
 
 
 @dataclass(frozen=True)

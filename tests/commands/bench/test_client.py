@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import time
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -158,7 +157,6 @@ async def test_what_flags_change_of_it() -> None:
 
 # Events.
 
-STREAM = b': comment\r\ndata: {"a": 1}\r\n\r\nevent: x\ndata:{"b":2}\n\ndata: [DONE]\n\n'
 
 
 

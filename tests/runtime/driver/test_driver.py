@@ -16,8 +16,7 @@ from gllm.scheduler.plan import SampledToken, StepResult, StepTime
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.stage_work import StageWork
-from gllm.scheduler.step_cost import REFIT_INTERVAL_STEPS
-from gllm.scheduler.step_times import REPORTED_STEP_INTERVAL
+from gllm.scheduler.step_cost import REFIT_INTERVAL_STEPS, REPORTED_STEP_INTERVAL
 
 
 class Heard:

@@ -146,7 +146,7 @@ class Driver:
 
 
 driver.set_active(Driver())
-from gllm.kernels.triton.compilations import CompilationCounter
+from gllm.kernels.triton.common import CompilationCounter
 from gllm.kernels.triton.rms_norm import _rms_norm
 
 

@@ -8,7 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gllm.pacing.link_estimator import DRAIN_SHARE, MIN_UNSENT_BYTES, PACING_SHARE, TRIAL_SHARE
-from gllm.transport.link.connection import FrameConnection
+from gllm.transport.link.connection import (
+    SO_MAX_PACING_RATE,
+    TCP_NOTSENT_LOWAT,
+    FrameConnection,
+    TcpInfo,
+)
 from gllm.transport.link.link_monitor import (
     PROBE_SECONDS,
     SAMPLE_SECONDS,
@@ -16,7 +21,6 @@ from gllm.transport.link.link_monitor import (
     LinkMonitor,
 )
 from gllm.transport.link.sender import MAX_GAP_SECONDS, DecodeClock
-from gllm.transport.link.tcp import SO_MAX_PACING_RATE, TCP_NOTSENT_LOWAT, TcpInfo
 from tests.support.network.records import replaced
 
 SEGMENT = 1448

@@ -3,7 +3,7 @@
 import logging
 from typing import TYPE_CHECKING
 
-from gllm.kernels.triton.compilations import CompilationCounter
+from gllm.kernels.triton.common import CompilationCounter
 from gllm.models.config import ModelConfig
 from gllm.runtime.worker.cuda.executor import CudaExecutor
 from gllm.scheduler.config import SchedulerConfig
