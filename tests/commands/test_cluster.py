@@ -62,7 +62,7 @@ def test_a_busy_port_is_named(tmp_path, capfd: pytest.CaptureFixture[str]) -> No
 async def test_a_probe_learns_that_it_is_a_master(master: Master) -> None:
     answer = await probe_head(*address_of(master), None)
     findings = check_answer(answer, make_facts(), None)
-    assert [each.verdict for each in findings] == [Verdict.GOOD, Verdict.GOOD]
+    assert [finding.verdict for finding in findings] == [Verdict.GOOD, Verdict.GOOD]
     assert "it is the master of a cluster" in findings[0].text
     assert "the version is the same" in findings[1].text
 

@@ -54,8 +54,8 @@ def test_a_dry_run_prints_lines_for_a_shell(
     assert [line[:2] for line in lines] == [["gllm", "router"], *[["gllm", "serve"]] * 2]
     values = [build_router_parser().parse_args(lines[0][2:])]
     values += [make_parser().parse_args(line[2:]) for line in lines[1:]]
-    assert {each.model for each in values} == {"/m"}
-    logs = [each.step_log for each in values[1:]]
+    assert {value.model for value in values} == {"/m"}
+    logs = [value.step_log for value in values[1:]]
     assert logs == [f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl"]
 
 

@@ -44,7 +44,7 @@ def stage_costs(draw: st.DrawFn, num_layers: int) -> StageCosts:
 def all_cuts(num_layers: int, stages: int) -> list[list[range]]:
     """All cuts into contiguous non-empty parts."""
     ends = combinations(range(1, num_layers), stages - 1)
-    return [[range(a, b) for a, b in pairwise((0, *each, num_layers))] for each in ends]
+    return [[range(a, b) for a, b in pairwise((0, *end, num_layers))] for end in ends]
 
 
 def brute_force(
@@ -53,7 +53,7 @@ def brute_force(
     """Largest cost and sum of squares of the best cut."""
 
     def value(cut: list[range]) -> tuple[float, float]:
-        parts = [each.cost_of(p.start, p.stop) for each, p in zip(costs, cut, strict=True)]
+        parts = [cost.cost_of(p.start, p.stop) for cost, p in zip(costs, cut, strict=True)]
         for each, part in zip(memory or (), cut, strict=False):
             if each.needs.cost_of(part.start, part.stop) > each.limit_bytes:
                 return math.inf, math.inf
@@ -82,7 +82,7 @@ def test_no_cut_is_better(
     assert [part.start for part in cut] == [0, *(part.stop for part in cut[:-1])]
     assert cut[-1].stop == num_layers
     assert all(cut)
-    parts = [each.cost_of(part.start, part.stop) for each, part in zip(costs, cut, strict=True)]
+    parts = [cost.cost_of(part.start, part.stop) for cost, part in zip(costs, cut, strict=True)]
     assert (max(parts), sum(part**2 for part in parts)) == best
     assert slowest_cost(costs, cut) == best[0]
     for each, part in zip(memory or (), cut, strict=False):

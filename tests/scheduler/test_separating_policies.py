@@ -236,7 +236,7 @@ def test_every_request_gets_its_tokens_in_a_small_cache(
 def test_presets_are_the_papers_set_ups() -> None:
     """The order and the admission may be chosen otherwise, the policy not."""
     options = [SchedulerConfig(preset=name) for name in ("distserve", "splitwise", "tetri")]
-    assert [(each.policy, each.prefill_order, each.kv_admission) for each in options] == [
+    assert [(option.policy, option.prefill_order, option.kv_admission) for option in options] == [
         ("distserve", "fcfs", "distserve"),
         ("splitwise", "fcfs", "auto"),
         ("tetri", "sjf", "reserve-dynamic"),

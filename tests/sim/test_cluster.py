@@ -188,7 +188,7 @@ def test_workload_is_read_as_its_requests_arrive() -> None:
 
 def last_time(run: ClusterRun) -> float:
     """Return the time of a run's last token."""
-    return max(each.line.times[-1] for each in run.requests.values())
+    return max(request.line.times[-1] for request in run.requests.values())
 
 
 def test_deferred_requests_wait_centrally_and_run_at_once_when_pulled() -> None:
@@ -197,11 +197,11 @@ def test_deferred_requests_wait_centrally_and_run_at_once_when_pulled() -> None:
     deferred = simulate_cluster(simulated_pool("unequal"), jobs, make_router("deferred", 0))
     blind = simulate_cluster(simulated_pool("unequal"), jobs, make_router("round-robin", 0))
     assert sorted(deferred.requests) == list(range(90))
-    starts = [each.first_scheduled_time or 0.0 for each in deferred.requests.values()]
+    starts = [request.first_scheduled_time or 0.0 for request in deferred.requests.values()]
     # A step of the slowest engine takes 80 ms.
     assert all(later >= earlier - 0.081 for earlier, later in pairwise(starts))
     # The fast engine takes more requests, so the last one ends earlier.
-    served = [len(each.record.requests) for each in deferred.engines.values()]
+    served = [len(engine.record.requests) for engine in deferred.engines.values()]
     assert served[0] > served[1] > served[2]
     assert last_time(deferred) < 0.7 * last_time(blind)
 
@@ -217,7 +217,10 @@ def mean_wait(num_engines: int, router: ClusterRouter) -> float:
     engine = replace(pool["e0"], scheduler=config, cost=ConstantCostModel(service_seconds))
     jobs = make_workload("fixed:16,1", 8_000, 0.7 * num_engines / service_seconds, seed=2)
     run = simulate_cluster({f"e{number}": engine for number in range(num_engines)}, jobs, router)
-    waits = [(each.first_scheduled_time or 0) - each.line.arrival for each in run.requests.values()]
+    waits = [
+        (request.first_scheduled_time or 0) - request.line.arrival
+        for request in run.requests.values()
+    ]
     return fmean(waits) / service_seconds
 
 
@@ -238,7 +241,7 @@ def test_central_queue_of_two_engines_is_an_md2_queue() -> None:
 def test_priorities_are_kept_in_the_central_queue() -> None:
     jobs = [WorkloadRequest(0.0, 64, 40, priority=index % 2) for index in range(60)]
     run = simulate_cluster(simulated_pool("equal"), jobs, make_router("deferred", 0))
-    starts = {index: each.first_scheduled_time or 0.0 for index, each in run.requests.items()}
+    starts = {index: request.first_scheduled_time or 0.0 for index, request in run.requests.items()}
     # The first requests find empty engines.
     urgent = [starts[index] for index in range(24, 60) if index % 2 == 0]
     others = [starts[index] for index in range(24, 60) if index % 2 == 1]
@@ -263,7 +266,7 @@ def test_long_requests_go_to_engines_that_can_run_them() -> None:
     assert sorted(run.requests) == list(range(30))
     for name in pool:
         record = run.engines[name].record
-        assert all(each.num_prompt_tokens <= 1016 for each in record.requests.values())
+        assert all(request.num_prompt_tokens <= 1016 for request in record.requests.values())
     assert len(run.engines["large"].record.requests) > 15
 
 
@@ -379,7 +382,7 @@ def test_draining_engine_serves_its_requests_and_gets_no_new_ones() -> None:
     )
     assert migrated.engines["a"].lives == [EngineLife(0.0, 0.0, 0.1)]
     assert len(migrated.engines["b"].record.requests) == 4
-    assert all(each.line.num_tokens == 10 for each in migrated.requests.values())
+    assert all(request.line.num_tokens == 10 for request in migrated.requests.values())
 
 
 def test_new_engine_takes_requests_after_its_start_up() -> None:
@@ -409,7 +412,7 @@ def test_requests_without_an_engine_are_named() -> None:
     failure = EngineFailure("a", 0.12)
     run = simulate_cluster({"a": make_deployment()}, jobs, CountingRouter(), [failure])
     assert run.unserved == [0, 1]
-    assert {index: each.line.num_tokens for index, each in run.requests.items()} == {0: 2}
+    assert {index: request.line.num_tokens for index, request in run.requests.items()} == {0: 2}
 
 
 def test_requests_wait_for_the_first_engine() -> None:
@@ -425,7 +428,7 @@ def test_requests_sent_to_a_dead_engine_count_as_its_load() -> None:
     failure = EngineFailure("a", 0.0, detection_seconds=10.0)
     deployments = {"a": make_deployment(), "b": make_deployment()}
     run = simulate_cluster(deployments, jobs, CountingRouter(), [failure])
-    starts = [each.first_scheduled_time or 0.0 for each in run.requests.values()]
+    starts = [request.first_scheduled_time or 0.0 for request in run.requests.values()]
     assert sum(start >= 10.0 for start in starts) == 5
 
 
@@ -622,7 +625,7 @@ def test_run_does_not_depend_on_the_hashes_of_a_process() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_record_of_an_engine_is_that_of_its_log(seed: int) -> None:
     run, logs = logged_run(seed)
-    assert sum(each.num_resumptions for each in run.requests.values()) > 0
+    assert sum(request.num_resumptions for request in run.requests.values()) > 0
     for name, engine in run.engines.items():
         assert replay_calls(logs[name]).share == 1.0
         read = build_run_record(logs[name])

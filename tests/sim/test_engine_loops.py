@@ -117,8 +117,14 @@ def simulate_engines(
         deployments, jobs, router, changes, lambda name: logs.setdefault(name, []).append
     )
     records = [
-        (name, list(each.record.micro_batches), each.record.parallelism, each.stats, each.lives)
-        for name, each in run.engines.items()
+        (
+            name,
+            list(engine.record.micro_batches),
+            engine.record.parallelism,
+            engine.stats,
+            engine.lives,
+        )
+        for name, engine in run.engines.items()
     ]
     results = logs, run.requests, run.unserved, records
     return run, msgspec.json.encode(results, enc_hook=vars)

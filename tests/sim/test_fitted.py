@@ -74,8 +74,8 @@ def profile(cut: list[int], slowdown: float = 1.0) -> CostProfile:
     ]
     ends = [(True, True), (True, False), (False, True), (False, False)]
     spans = [
-        SpanSample(layers, *each, StepSample.of(work, [seconds(layers, *each, work)]))
-        for each in ends
+        SpanSample(layers, *end, StepSample.of(work, [seconds(layers, *end, work)]))
+        for end in ends
         for layers in (1, 3, LAYERS)
         for work in WORKS
     ]

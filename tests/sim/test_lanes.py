@@ -226,7 +226,7 @@ def test_a_step_that_was_overtaken_counts_from_the_end_of_the_later_one() -> Non
         times(1, 1, 14.0, 18.0),
         commit(18.0, 1, 1),
     ]
-    costs = {each.step.work.step: each for each in measure_step_costs(build_run_record(log))}
+    costs = {cost.step.work.step: cost for cost in measure_step_costs(build_run_record(log))}
     assert costs[1].stage_seconds == [1.0, 4.0]
     assert costs[2].stage_seconds == [1.0, 1.0]
     # The overtaken step's link did not keep the stage waiting: it computed the other one.

@@ -172,7 +172,7 @@ def test_a_conversation_has_one_class() -> None:
     classes: dict[str, set[Any]] = {}
     for job in labelled:
         classes.setdefault(job.session, set()).add((job.priority, job.slo_class))
-    assert all(len(each) == 1 for each in classes.values())
+    assert all(len(klass) == 1 for klass in classes.values())
     assert len(set.union(*classes.values())) == 4
 
 

@@ -280,7 +280,7 @@ def test_the_rounded_corner_is_closer_to_vidurs_tables(monkeypatch: pytest.Monke
     samples = operators.token_samples(*ATTENTION, 1)
     samples.pop("emb")
     # Two residuals in each layer, one of each other operator.
-    measured = sum(each.milliseconds for each in samples.values()) + samples["add"].milliseconds
+    measured = sum(sample.milliseconds for sample in samples.values()) + samples["add"].milliseconds
     tokens = samples["add"].features[:, 0]
     assert (tokens.min(), tokens.max()) == (1, 4096)
     device = replace(DEVICES["A100-80G"], launch_seconds=0.0)

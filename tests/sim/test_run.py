@@ -179,7 +179,9 @@ def test_bubbles_by_hand(run: RunRecord) -> None:
 def test_intervals_have_no_gaps_and_end_at_the_limits(run: RunRecord) -> None:
     intervals = list(run.iterate_intervals())
     assert (intervals[0].begin, intervals[-1].end) == (10, 25)
-    assert [each.end for each in intervals[:-1]] == [each.begin for each in intervals[1:]]
+    assert [interval.end for interval in intervals[:-1]] == [
+        interval.begin for interval in intervals[1:]
+    ]
     assert [
         (s.begin, s.end, s.busy, s.parallelism, s.bubble_share)
         for s in run.iterate_intervals(12.5, 14.5)

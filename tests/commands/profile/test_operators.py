@@ -70,7 +70,9 @@ def test_points_are_vidurs_up_to_the_limits() -> None:
     assert {(0, 4096), (4032, 64), (512, 512)} <= set(points.prefills)
     assert max(kv + chunk for kv, chunk in points.prefills) == 4096
     for small in (SMALL, OperatorPoints(1000, 16, 3)):
-        assert small.tokens[-1] == small.max_tokens == max(sum(each) for each in small.prefills)
+        assert (
+            small.tokens[-1] == small.max_tokens == max(sum(prefill) for prefill in small.prefills)
+        )
         assert max(small.decodes) == (small.max_batch, small.max_tokens - 1)
     with pytest.raises(ValueError, match="max_tokens is 8"):
         OperatorPoints(8)
@@ -166,7 +168,7 @@ def test_sums_and_transfers_are_timed() -> None:
         time_send([1, 40], 64, torch.float32, 3),
     ):
         assert [len(times[tokens]) for tokens in (1, 40)] == [3, 3]
-        assert min(min(each) for each in times.values()) > 0
+        assert min(min(time) for time in times.values()) > 0
 
 
 STEPS: list[StepRows] = [

@@ -99,10 +99,10 @@ def test_the_demo_in_parts(most: int, expected: set[tuple[int, bool, bool]]) -> 
 
     samples = measure_spans(config(), Path(DEMO), [most], 40, on_step=count, repeats=1)
     assert num_steps == len(samples) == count_span_steps(6, [most], 40)
-    kinds = {(each.layers, each.is_first, each.is_last) for each in samples}
+    kinds = {(sample.layers, sample.is_first, sample.is_last) for sample in samples}
     assert kinds == expected
-    assert {each.step.samples > 0 for each in samples if each.is_last} == {True, False}
-    assert all(each.step.stages[0] > 0 for each in samples)
+    assert {sample.step.samples > 0 for sample in samples if sample.is_last} == {True, False}
+    assert all(sample.step.stages[0] > 0 for sample in samples)
     samplers = measure_samplers(config(), Path(DEMO))
     assert [rows for rows, _ in samplers] == list(parts.DECODE_BATCHES)
     assert all(0 < seconds < 1 for _, seconds in samplers)

@@ -233,7 +233,7 @@ def test_data_movers_encode_what_they_send() -> None:
             expected = write_values(sent, step, 64)
             assert receive_step(received, step, 64) == expected
         least = 20 * 64 * (HIDDEN + 2)
-        report = source.wait_for(LinkReport, lambda each: each.links[0].num_bytes > least)
+        report = source.wait_for(LinkReport, lambda report: report.links[0].num_bytes > least)
         assert report.links[0].num_bytes < 1.05 * least < 0.6 * 20 * 64 * 2 * HIDDEN
 
 

@@ -100,7 +100,7 @@ def test_prefills_are_paced_once_the_link_is_known() -> None:
     course.send(1, rate=1000.0, is_busy=False)
     assert course.connection.pacings[-1] == inf
     assert course.monitor.estimator.bytes_per_second == pytest.approx(RATE, rel=0.1)
-    shares = {each / RATE for each in course.connection.pacings if each != inf}
+    shares = {pacing / RATE for pacing in course.connection.pacings if pacing != inf}
     assert 0.9 * DRAIN_SHARE < min(shares) < max(shares) < 1.1 * TRIAL_SHARE
 
 

@@ -66,7 +66,7 @@ def test_steps_are_announced_by_frames_and_sent_by_the_group(
         thread.join(60)
     for mover in machines:
         report = mover.wait_for(
-            LinkReport, lambda each: bool(each.links) and each.links[0].transport == "nccl"
+            LinkReport, lambda report: bool(report.links) and report.links[0].transport == "nccl"
         )
         assert report.links[0].is_open
     # The frames carry headers alone: 24 KiB of activations per step are not among them.
@@ -80,16 +80,16 @@ def test_the_reason_against_nccl_is_reported(machines: tuple[Mover, Mover]) -> N
     for mover in machines:
         mover.wait_for(
             LinkReport,
-            lambda each: (
-                bool(each.links)
-                and (each.links[0].transport, each.links[0].cause) == ("tcp+tls", NOT_TRUSTED)
+            lambda report: (
+                bool(report.links)
+                and (report.links[0].transport, report.links[0].cause) == ("tcp+tls", NOT_TRUSTED)
             ),
         )
 
 
 def test_meeting_survives_a_restart_of_both_data_movers(machines: tuple[Mover, Mover]) -> None:
     files = connect(*machines)
-    stores = [open_log_store(each.descriptors) for each in files]
+    stores = [open_log_store(file.descriptors) for file in files]
     stores[0].set("a", "before")
     assert stores[1].get("a") == b"before"
     for mover, store in zip(machines, reversed(stores), strict=True):

@@ -37,7 +37,7 @@ class Stream:
     """Workers at both ends, on threads: each step is sent once its slot is free."""
 
     def __init__(self, files: tuple[Files, Files], count: int, lane: int = 0) -> None:
-        self._source, self._target = (each.ring(lane=lane) for each in files)
+        self._source, self._target = (file.ring(lane=lane) for file in files)
         self._count, self._lane = count, lane
         self._committed = threading.Semaphore(LAYOUT.slots)
         self.received = 0
@@ -123,7 +123,9 @@ def test_connections_that_are_reset_lose_no_step(
         # An earlier report may still wait to be read.
         link = source.wait_for(
             LinkReport,
-            lambda each: each.links[0].num_failures >= 5 and not each.links[0].num_queued_bytes,
+            lambda report: (
+                report.links[0].num_failures >= 5 and not report.links[0].num_queued_bytes
+            ),
         ).links[0]
         assert link.is_sender
         proxy.close()
@@ -244,7 +246,9 @@ def test_steps_arrive_as_they_were_sent(has_tls: bool, target_dials: bool) -> No
         move_steps(files[0].ring(), files[1].ring(), 0, 150, 1)
         transport = "tcp+tls" if has_tls else "tcp"
         for mover, peer in ((source, "other"), (target, "head")):
-            report = mover.wait_for(LinkReport, lambda each: each.links[0].num_bytes > 1_000_000)
+            report = mover.wait_for(
+                LinkReport, lambda report: report.links[0].num_bytes > 1_000_000
+            )
             link = report.links[0]
             assert (link.edge, link.peer, link.transport, link.is_open) == (
                 3,

@@ -125,7 +125,7 @@ def test_a_connection_for_another_edge_is_refused_with_the_cause(plain_mover: Mo
             assert connection.recv(1) == b""
     # Edges that are not open yet are no refusals.
     num_refused = len(OTHER_EDGES) - 2
-    plain_mover.wait_for(LinkReport, lambda each: each.refused == {"127.0.0.1": num_refused})
+    plain_mover.wait_for(LinkReport, lambda report: report.refused == {"127.0.0.1": num_refused})
 
 
 @pytest.fixture
@@ -189,7 +189,7 @@ def test_each_invalid_frame_ends_its_connection_and_writes_nothing(plain_mover: 
             assert connection.recv(1) == b""
         connection.close()
         assert ring.signalled_steps == [None] * 4, data
-    report = plain_mover.wait_for(LinkReport, lambda each: each.num_malformed >= len(frames))
+    report = plain_mover.wait_for(LinkReport, lambda report: report.num_malformed >= len(frames))
     assert report.num_malformed == len(frames)
     # Activations are written only where a header that fits came first.
     for step in range(4):
@@ -224,7 +224,7 @@ def test_malformed_first_frames_are_all_counted(plain_mover: Mover, count: int) 
         thread.start()
     for thread in threads:
         thread.join()
-    report = plain_mover.wait_for(LinkReport, lambda each: each.num_malformed >= count)
+    report = plain_mover.wait_for(LinkReport, lambda report: report.num_malformed >= count)
     assert report.num_malformed == count
     assert report.refused == dict.fromkeys(sources, share)
     assert set(report.refusal_causes) == set(sources)
@@ -270,7 +270,7 @@ def test_many_silent_strangers_are_closed_and_members_get_through() -> None:
         before = mover.rss_bytes()
         strangers = [socket.create_connection(("127.0.0.1", mover.port)) for _ in range(200)]
         more = connect(peer, mover, edge=1)
-        report = mover.wait_for(LinkReport, lambda each: sum(each.refused.values()) >= 100)
+        report = mover.wait_for(LinkReport, lambda report: sum(report.refused.values()) >= 100)
         assert "more than 64 connections" in report.refusal_causes["127.0.0.1"]
         assert mover.rss_bytes() - before <= 8 * MIB
         for pair in (files, more):
@@ -290,7 +290,7 @@ def test_silent_strangers_push_out_nobody_of_another_address(plain_mover: Mover)
             )
             for _ in range(100)
         ]
-        plain_mover.wait_for(LinkReport, lambda each: each.refused.get("127.0.0.9", 0) >= 30)
+        plain_mover.wait_for(LinkReport, lambda report: report.refused.get("127.0.0.9", 0) >= 30)
         payload = encode_payload(EdgeHello("head", "other", True))
         member.sendall(NAME.header(FrameClass.HELLO, payload))
         assert receive_frame(member)[0].frame_class == FrameClass.ANSWER
@@ -380,14 +380,14 @@ def test_a_machine_with_another_certificate_is_refused_on_both_sides(wrong: str)
         expect_loss(source, "the certificate is not that of an expected machine")
         expect_loss(target, "no connection for")
         if wrong == "source":
-            report = target.wait_for(LinkReport, lambda each: bool(each.refused))
+            report = target.wait_for(LinkReport, lambda report: bool(report.refused))
             assert "certificate" in report.refusal_causes["127.0.0.1"]
         # A member's certificate does not open the edge of another member.
         connect(third, target, edge=7)
         stolen = LinkPeer("other", f"127.0.0.1:{target.port}", target.der)
         third.open(OpenLinkEdge(1, 3, True, True, stolen), Files().descriptors)
         text = "the certificate is not that of head"
-        third.wait_for(LinkReport, lambda each: any(text in link.cause for link in each.links))
+        third.wait_for(LinkReport, lambda report: any(text in link.cause for link in report.links))
 
 
 @pytest.mark.long
@@ -395,7 +395,7 @@ def test_connection_without_tls_is_refused_where_tls_is_used() -> None:
     with Mover("head", has_tls=False, node_timeout=0.25) as source, Mover("other") as target:
         connect(source, target, waits=False)
         expect_loss(source, "no connection for")
-        report = target.wait_for(LinkReport, lambda each: bool(each.refused))
+        report = target.wait_for(LinkReport, lambda report: bool(report.refused))
         assert report.refusal_causes["127.0.0.1"] == "the connection does not use TLS"
 
 

@@ -102,10 +102,10 @@ class WeakLink:
     def change_rate(self, before: float, after: float) -> float:
         """Return the seconds after which the estimate has followed a change within 10 %."""
         self.hop.set_rate(before)
-        self.wait_until(lambda each: error_of(each, before) < 0.1)
+        self.wait_until(lambda state: error_of(state, before) < 0.1)
         self.hop.set_rate(after)
         begin = time.monotonic()
-        self.wait_until(lambda each: error_of(each, after) < 0.1)
+        self.wait_until(lambda state: error_of(state, after) < 0.1)
         return time.monotonic() - begin
 
     def _run(self, end: str) -> None:
@@ -172,7 +172,7 @@ def test_nothing_waits_for_a_round_trip_and_silence_costs_little() -> None:
             # Other processes of this machine may delay some of them.
             seconds = min(link.move(0, 1) for _ in range(20))
             assert delay_seconds < seconds <= 1.2 * delay_seconds
-        state = link.wait_until(lambda each: each.round_trip_seconds is not None)
+        state = link.wait_until(lambda state: state.round_trip_seconds is not None)
         assert state.round_trip_seconds is not None
         before, begin = link.hop.counters(), time.monotonic()
         time.sleep(1.2)
@@ -182,7 +182,7 @@ def test_nothing_waits_for_a_round_trip_and_silence_costs_little() -> None:
         assert 100 < num_bytes < 0.0005 * 100 * MBIT * pause
         # The least of several probes: a busy machine answers some of them late.
         link.wait_until(
-            lambda each: abs((each.round_trip_seconds or 0) - 2 * DELAY_SECONDS) < 0.002
+            lambda state: abs((state.round_trip_seconds or 0) - 2 * DELAY_SECONDS) < 0.002
         )
 
 
@@ -206,7 +206,7 @@ def test_rate_and_round_trip_follow_the_link(congestion: str) -> None:
             num_dropped = after[way]["overflown"] - before[way]["overflown"]
             assert num_dropped <= 0.001 * (after[way]["packets"] - before[way]["packets"])
         link.hop.set_rate(100e6)
-        link.wait_until(lambda each: error_of(each, 100e6) < 0.15)
+        link.wait_until(lambda state: error_of(state, 100e6) < 0.15)
 
 
 @LONG
