@@ -189,7 +189,7 @@ class HeldParts:
     """LM head and embedding, of which the other stage has the same ones; None if they have to be
     read, also if there is nothing to read."""
     part_bytes: dict[int, int] = field(default_factory=dict)
-    """See ModelStage."""
+    """Bytes of weights by layer index; those of embedding and LM head by `ENDS`."""
     ranks: Ranks | None = None
     """The ranks of the stages; None without stages."""
 

@@ -28,7 +28,7 @@ UNBOUNDED_HORIZON = 2**62
 
 
 class AdmissionController:
-    """Admission rule, with the statistics that it needs: output lengths and recomputed tokens."""
+    """Admission rule for waiting sequences, by predicted output lengths and recomputed tokens."""
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from gllm.scheduler.plan import ScheduledRow, StepPlan
 
 @dataclass(slots=True)
 class SequenceView:
-    """A sequence as a stage knows it."""
+    """State of a sequence on a stage: its block table and length."""
 
     prompt_len: int
     prompt_token_ids: list[int]

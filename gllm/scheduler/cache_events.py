@@ -38,7 +38,7 @@ class _Block(NamedTuple):
 
 
 _UNKNOWN = _Block(b"", (), "")
-"""A block that was in the cache before it was watched."""
+"""Marker of a block from before `watch`, with unknown tokens."""
 
 
 class CacheEventLog:

@@ -72,8 +72,8 @@ LOCAL_PRESETS: Mapping[str, LocalPreset] = {
 as HexGen-2 (arXiv 2502.07903) does, and its engines batch as those of DistServe."""
 
 TCP_DEPTH = 4
-"""Default of max_in_flight per stage where stages are connected by TCP: a token's way takes longer
-there than its computation."""
+"""Default of max_in_flight per stage for stages that are connected by TCP, where transfers take
+longer than computation."""
 
 
 DEFAULT_THRESHOLD_TOKENS = 512

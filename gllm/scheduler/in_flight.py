@@ -11,7 +11,7 @@ from gllm.scheduler.queues import SequenceQueues
 
 
 class InFlightPlans:
-    """Plans in flight; those of a lane are committed in the order in which they were added.
+    """Plans in flight; each lane commits its plans in order.
 
     Args:
         num_lanes: 1 or 2.
@@ -41,7 +41,7 @@ class InFlightPlans:
 
     @property
     def has_room(self) -> list[bool]:
-        """Per lane, True if another plan may be added."""
+        """For each lane, True if another plan may be added."""
         return [len(steps) < self.limit for steps in self._lanes]
 
     def add(

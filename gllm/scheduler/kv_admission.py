@@ -85,7 +85,7 @@ class GreedyAdmission(AdmissionController):
 
 
 class StaticReservation(GreedyAdmission):
-    """Admission if the sequence fits at its predicted length: p + r <= C - sum(u)."""
+    """Rule that admits a sequence if its predicted length fits: p + r <= C - sum(u)."""
 
     def _has_space(
         self, sequence: Sequence, owners: list[Sequence], victims: Container[int]
@@ -109,7 +109,7 @@ class DynamicReservation(GreedyAdmission):
 
 
 class LongestReservation(GreedyAdmission):
-    """Admission if the cache holds every sequence at its `max_tokens`; no decode lacks a block.
+    """Rule that admits a sequence if all sequences fit at their `max_tokens`.
 
     The choices of a request that wait for its prompt count as sequences: they rank before later
     prompts, from which they would take blocks.

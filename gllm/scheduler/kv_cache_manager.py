@@ -32,7 +32,7 @@ class KVCacheManager:
         return len(self.find_shareable_blocks(sequence)) * self._block_size
 
     def admit(self, sequence: Sequence) -> bool:
-        """Give a waiting sequence its cached prefix and a place among the running sequences.
+        """Add a waiting sequence to the running ones, with the blocks of its cached prefix.
 
         Returns:
             False if max_num_seqs is reached or no further block is free.

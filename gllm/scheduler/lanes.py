@@ -15,7 +15,7 @@ bounds the wait of a prompt at a stage that decodes keep busy."""
 
 
 class LaneOrder:
-    """Chooses the next step of one stage among the oldest ones of both lanes."""
+    """Order of one stage's steps: selects the oldest step of one of the two lanes."""
 
     def __init__(self) -> None:
         self._num_overtakes = 0

@@ -264,7 +264,7 @@ class MicroBatchFiller:
         return min(sequence.num_prefill_tokens, max_tokens) - sequence.num_scheduled_tokens
 
     def admit(self, sequence: Sequence, now: float, runs_alone: bool = False) -> bool:
-        """Give a waiting sequence its place in the cache; return False if it has to wait.
+        """Admit a waiting sequence to the KV cache; return False if it has to wait.
 
         It stays in the prefill queue.
 

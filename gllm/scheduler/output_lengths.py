@@ -43,7 +43,7 @@ class OutputHistory:
 
 
 class OutputLengthPredictor:
-    """Predictor of output lengths.
+    """Predictor of output lengths, from those of finished sequences.
 
     Args:
         prior: expected output tokens of a request whose class has no history.

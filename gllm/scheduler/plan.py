@@ -50,7 +50,7 @@ class StepPlan(NamedTuple):
     lane: int = 0
     """DECODE_LANE or PREFILL_LANE (gllm/scheduler/lanes.py); 0 with one lane."""
     num_other_steps: int = 0
-    """Earlier steps in the other lane."""
+    """Number of earlier steps in the other lane."""
 
     @property
     def turn(self) -> int:
@@ -90,7 +90,7 @@ class StepTime(NamedTuple):
 
 
 class FinishedSequence(NamedTuple):
-    """End of a sequence."""
+    """Finished sequence: reason, stop token and held KV blocks."""
 
     seq: int
     finish_reason: str

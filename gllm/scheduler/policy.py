@@ -57,7 +57,7 @@ class SchedulerLoad(NamedTuple):
 
 
 class SchedulingPolicy(Protocol):
-    """Rows of one micro-batch, and budgets for them in a unit of the policy's own.
+    """Scheduling policy: selects the rows of each micro-batch within budgets in a unit of its own.
 
     The scheduler applies the limits (max_num_batched_tokens, blocks, #WP) afterwards.
     """
@@ -164,7 +164,7 @@ class PrefillLeads:
 
 
 class PaperThrottlePolicy(TokenBudgetPolicy):
-    """Token throttling of the paper.
+    """Token throttling exactly as printed in the paper.
 
     Spreads decodes evenly over the micro-batches in flight (4) and limits prefill by the waiting
     tokens and the free cache (3).

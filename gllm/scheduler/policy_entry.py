@@ -15,7 +15,7 @@ BASELINE_ENTRIES: Mapping[str, str] = MappingProxyType(
         "fastertransformer": "experiments.policies.fastertransformer:FasterTransformerPolicy",
     }
 )
-"""Entries by the short names that step logs, profiles and the pages of experiments have."""
+"""Entries `module:Class` by the short names in step logs, profiles and pages of experiments."""
 
 POLICY_METHODS = (
     "fill",

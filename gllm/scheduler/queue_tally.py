@@ -12,7 +12,7 @@ from gllm.scheduler.stage_work import count_query_key_pairs
 
 @dataclass
 class SchedulerCounters:
-    """Counters of SchedulerStats."""
+    """Totals since the start of the scheduler, for SchedulerStats."""
 
     steps: int = 0
     preemptions: int = 0
@@ -49,7 +49,7 @@ class QueueTally:
         self._num_waiting_pairs += sign * count_query_key_pairs(start, num_tokens)
 
     def add_decode(self, sequence: Sequence) -> None:
-        """Add a sequence that is not there to the decodes."""
+        """Add a sequence to the decodes; it must not be among them."""
         self.decoding_seqs.add(sequence.seq)
         self.num_decode_context_tokens += sequence.num_scheduled_tokens
 
@@ -58,7 +58,7 @@ class QueueTally:
         self.num_decode_context_tokens += num_tokens
 
     def remove_decode(self, sequence: Sequence) -> None:
-        """Remove a sequence from the decodes if it is there."""
+        """Remove a sequence from the decodes, if it is among them."""
         if sequence.seq in self.decoding_seqs:
             self.decoding_seqs.remove(sequence.seq)
             self.num_decode_context_tokens -= sequence.num_scheduled_tokens

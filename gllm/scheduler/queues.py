@@ -20,7 +20,7 @@ rank_of = attrgetter("rank")
 
 
 class QueueSnapshot(NamedTuple):
-    """Ids of the sequences in the queues, and the sums over them."""
+    """Copy of the queues: sequence ids and sums, for tests and diagnostics."""
 
     waiting_seqs: list[int]
     """Sequences with unscheduled prefill, in the order of prefill."""

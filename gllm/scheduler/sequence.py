@@ -121,7 +121,7 @@ class Sequence:
     block_ids: list[int] = field(default_factory=list)
     """Block table."""
     num_sent_blocks: int = 0
-    """Leading blocks of the table that the stages know."""
+    """Leading blocks of the block table that the stages have received."""
     num_published_blocks: int = 0
     """Leading blocks added to the prefix cache."""
     block_hashes: list[bytes] = field(default_factory=list)
@@ -219,7 +219,7 @@ class Sequence:
 
     @property
     def num_waiting_tokens(self) -> int:
-        """The sequence's share of #WP."""
+        """Prompt tokens of the sequence that count as waiting (its share of #WP)."""
         num_covered = max(self.num_scheduled_tokens, self.num_expected_cached_tokens)
         return max(0, self.num_prefill_tokens - num_covered)
 

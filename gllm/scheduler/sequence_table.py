@@ -47,7 +47,7 @@ class SequenceTable:
         return choices
 
     def cancel_fork(self, seq: int) -> bool:
-        """Release a choice that has not been forked; return False if there is none of this id."""
+        """Release a choice that waits for its fork; return False if the id is not that of one."""
         if self.pending_forks.pop(seq, None) is None:
             return False
         self._released_seqs.append(seq)

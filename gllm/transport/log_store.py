@@ -66,7 +66,7 @@ class LogStore(Store):
             return self._lookup(key) or b""
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter and return its value, as far as the other process's part is known."""
+        """Add to a counter; return its value, which may lack the other process's latest part."""
         self._append(f"+{key}", str(amount).encode())
         with self._lock:
             self._read()

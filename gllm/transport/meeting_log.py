@@ -23,7 +23,7 @@ class TransportVerdict(msgspec.Struct, frozen=True):
 
     transport: str
     cause: str = ""
-    """Reason for which it is not NCCL; empty for none."""
+    """Reason why the transport is not NCCL; empty if it is."""
 
 
 def open_log(descriptor: int) -> int:

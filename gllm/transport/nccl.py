@@ -68,7 +68,7 @@ def create_communicator(store: Store, rank: int, size: int) -> Any:
 
 
 def join_group(descriptors: list[int], rank: int, create_group: GroupFactory) -> ProcessGroup:
-    """Create the process group of an edge; its ends meet at a file that both have."""
+    """Create the process group of an edge; both ends use a shared file as the store."""
     if len(descriptors) > LOCAL_DESCRIPTORS:
         # The other end is on another machine.
         return create_group(open_log_store(descriptors), rank)

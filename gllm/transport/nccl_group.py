@@ -55,7 +55,7 @@ class Communicator(Abortable, Protocol):
 
 
 CommunicatorFactory = Callable[[Store, int, int], Communicator]
-"""Creates the communicator of (store, rank, number of ranks)."""
+"""Factory of a communicator, called with store, rank and number of ranks."""
 
 
 class _QueuedStep:

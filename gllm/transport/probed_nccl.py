@@ -18,7 +18,7 @@ from gllm.transport.meeting_log import TransportVerdict
 log = logging.getLogger(__name__)
 
 PROBE_SECONDS = 10.0
-"""Limit for connecting by NCCL, with the first transfer."""
+"""Seconds within which NCCL has to connect and complete a first transfer."""
 NOT_TRUSTED = "NCCL encrypts nothing: --trusted-network permits it between these machines"
 NO_GPU = "the stage computes on a CPU"
 SHARED_GPU = "workers share a GPU, which NCCL does not allow"

@@ -13,13 +13,12 @@ from gllm.transport.descriptors import create_descriptors
 
 
 class Region(msgspec.Struct, frozen=True):
-    """Shared memory of a stage's ranks, before any of them has opened it."""
+    """Descriptors of the memory that the ranks of a stage share."""
 
     transport: str
     """A name of `gllm.transport.groups.GROUPS`, or AUTO: by the devices of the ranks."""
     descriptors: list[int]
-    """An anonymous file for the ranks' parts, and an anonymous file at which the ends of a process
-    group find each other."""
+    """Two anonymous files: the memory of the ranks' parts, and the store of a process group."""
 
     def close(self) -> None:
         """Close the descriptors in this process."""

@@ -27,11 +27,12 @@ from gllm.kernels.native.group_structures import (
 )
 
 SPIN_SECONDS = 20e-6
-"""Time for which a rank keeps its core while it waits; longer than most waits."""
+"""Seconds of busy waiting before a rank sleeps; longer than most waits."""
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 50e-6, 1e-3
 """First and largest sleep of a rank that polls; the sleep doubles each time."""
 PARTS, VALUES = (0, 1, 2), (3, 4)
-"""Places for parts of sums and of logits, and smaller ones for a few numbers or a text."""
+"""Kinds of buffers: large ones for parts of sums and logits, small ones for a few numbers or a
+text."""
 _PAGE = 4096
 
 

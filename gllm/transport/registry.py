@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class FanOutSender:
-    """Sends the activations of each step over several edges."""
+    """Sending end of several edges: sends the activations of each step to several ranks."""
 
     def __init__(self, senders: Sequence[Sender]) -> None:
         """Create the sending end.

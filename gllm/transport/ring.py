@@ -46,7 +46,7 @@ _SIGNALLED = struct.Struct("<Q")
 
 
 class SlotHeader(NamedTuple):
-    """Header of a slot."""
+    """Header of a slot: which step its payload belongs to, and the payload's shape."""
 
     step: int
     tokens: int
@@ -138,7 +138,7 @@ class Ring:
 
     @property
     def signalled_steps(self) -> list[int | None]:
-        """The step that was signalled last in each slot; None for none."""
+        """Last signalled step of each slot; None for an unused slot."""
         end = _SIGNALLED_OFFSET + self.shape.slots * _SIGNALLED.size
         values = _SIGNALLED.iter_unpack(self.memory[_SIGNALLED_OFFSET:end])
         return [value - 1 if value else None for (value,) in values]
@@ -174,7 +174,7 @@ class Ring:
 
     @property
     def last_begin(self) -> tuple[int, int] | None:
-        """The step that was begun last and its time, time.monotonic_ns(); None for none.
+        """Last step that the sender began to compute, and its time.monotonic_ns(); None for none.
 
         A step whose number changes while this is read has the time of one of both.
         """

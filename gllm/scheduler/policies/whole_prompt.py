@@ -14,7 +14,7 @@ WATERMARK = 0.01
 
 
 class PromptAdmission(AdmissionController):
-    """Admission by the prompt alone: its blocks are free, and so is a small share of the cache.
+    """Admission rule: blocks for the prompt alone, and a small share of the cache stays free.
 
     Decodes that lack a block later preempt the newest sequences.
     """

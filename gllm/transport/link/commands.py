@@ -16,7 +16,7 @@ MAX_LANES = 2
 
 
 class LinkPeer(msgspec.Struct, frozen=True):
-    """Another machine, as the data mover reaches and recognizes it."""
+    """Addresses and certificate of another machine."""
 
     node: str
     address: str
@@ -90,7 +90,7 @@ class OpenKvCaches(msgspec.Struct, frozen=True, tag=True):
     generation: int
     layouts: list[KvLayout]
     backend: str
-    """See gllm.config.kv_backends."""
+    """Name of the KV backend, as in `gllm.config.kv_backends`."""
     encoding: str = PLAIN
     """Encoding of fetches over TCP: a name of LINK_ENCODINGS."""
 
@@ -106,7 +106,7 @@ class KvCachesOpened(msgspec.Struct, frozen=True, tag=True):
     machine: bytes
     """KvMachine of this machine (gllm.transport.kv.endpoint); empty after an error."""
     cause: str = ""
-    """Reason for which they are not served; empty for none."""
+    """Reason of a failure; empty on success."""
 
 
 class LinkListening(msgspec.Struct, frozen=True, tag=True):
@@ -115,7 +115,7 @@ class LinkListening(msgspec.Struct, frozen=True, tag=True):
     port: int
     """Port that it has bound; 0 for none."""
     cause: str = ""
-    """Reason for which it could not bind; its parent ends it then."""
+    """Reason why the data port could not be bound, after which the parent ends the data mover."""
 
 
 class LinkEdgeOpened(msgspec.Struct, frozen=True, tag=True):
@@ -126,7 +126,7 @@ class LinkEdgeOpened(msgspec.Struct, frozen=True, tag=True):
 
 
 class LinkEdgeLost(msgspec.Struct, frozen=True, tag=True):
-    """Report that an edge cannot be connected, or stays disconnected."""
+    """Report that an edge is refused, or was disconnected for too long."""
 
     generation: int
     edge: int

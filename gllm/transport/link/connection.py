@@ -33,18 +33,18 @@ class TcpInfo(NamedTuple):
     is_app_limited: bool
     """True if the sender limited the rate, so that it is no measure of the network."""
     round_trip_seconds: float
-    """Smoothed."""
+    """Smoothed round-trip time in seconds."""
     min_round_trip_seconds: float | None
     """Least of the connection; None before the first one."""
     segment_bytes: int
-    """Largest segment."""
+    """Largest payload of a TCP segment in bytes."""
     window_bytes: int
     """Congestion window."""
     unacknowledged_bytes: int
     """Bytes on their way, in whole segments."""
     unsent_bytes: int
     num_delivered: int
-    """Segments that have arrived."""
+    """Number of segments that the receiver has acknowledged."""
     num_sent_bytes: int
     """Bytes of all transmissions so far."""
     num_retransmitted_bytes: int
@@ -77,13 +77,13 @@ def read_tcp_info(connection: socket.socket) -> TcpInfo | None:
 
 
 def set_pacing(connection: socket.socket, bytes_per_second: float) -> None:
-    """Limit the rate at which packets leave; infinite for no limit. Raises OSError."""
+    """Limit the pacing rate in bytes per second; infinite for no limit. Raises OSError."""
     value = _UNPACED if isinf(bytes_per_second) else int(bytes_per_second)
     connection.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, value.to_bytes(8, "little"))
 
 
 def set_unsent_limit(connection: socket.socket, num_bytes: int) -> None:
-    """Let the kernel hold few bytes that are not on their way yet. Raises OSError.
+    """Limit the unsent bytes in the kernel's buffer (TCP_NOTSENT_LOWAT). Raises OSError.
 
     Args:
         connection: is writable while the kernel holds fewer bytes.
@@ -101,7 +101,7 @@ _USER_TIMEOUT_MILLISECONDS = 5000
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3))
 """Seconds without traffic before the first probe, seconds between two, and their number."""
 _JOINED_BYTES = 2**16
-"""Largest parts that are copied to be sent at once: one TLS record, one packet."""
+"""Largest parts that are copied into one write: one TLS record, one packet."""
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -294,7 +294,7 @@ class FrameConnection:
         return bytes(data)
 
     def shut_down(self) -> None:
-        """End the connection; a thread that waits for it gets an error. Called on any thread."""
+        """End the connection; waiting threads raise an error. Called on any thread."""
         with suppress(OSError):
             # Not the method of SSLSocket, which would go on without encryption.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)

@@ -63,7 +63,7 @@ class MeetingLogs:
 
     @property
     def num_received_bytes(self) -> int:
-        """Length of the copy."""
+        """Bytes of the other worker's log that have been received."""
         return 0 if self._copy is None else os.fstat(self._copy).st_size
 
     def resume(self, num_bytes: int) -> None:
@@ -92,7 +92,7 @@ class MeetingLogs:
                 self.verdict = msgspec.msgpack.decode(value, type=TransportVerdict)
 
     def receive(self, offset: int, data: bytes) -> None:
-        """Append to the copy. Raises FrameError."""
+        """Append received bytes to the copy of the other worker's log. Raises FrameError."""
         if self._copy is None:
             raise FrameError("the edge has no log")
         if offset != self.num_received_bytes or offset + len(data) > MAX_LOG_BYTES:
@@ -162,7 +162,7 @@ class EdgeEnd(ABC):
 
     @property
     def state(self) -> LinkState:
-        """State for people."""
+        """State of the edge for status pages and logs."""
         connection = self._connection
         num_bytes = self._num_earlier_bytes + (connection.num_bytes if connection else 0)
         peer, plain = self.command.peer.node, "tcp" if self._settings.tls is None else "tcp+tls"

@@ -12,7 +12,7 @@ from gllm.config.link_encodings import LINK_ENCODINGS
 
 
 class RowFormat(NamedTuple):
-    """One row of activations in the memory of a ring."""
+    """Format of one row of activations in the memory of a ring."""
 
     hidden_size: int
     itemsize: int
@@ -40,7 +40,7 @@ class LinkEncoding(Protocol):
 
 
 class PlainEncoding:
-    """Rows as they are."""
+    """Encoding that sends rows unchanged."""
 
     def row_bytes(self, row: RowFormat) -> int:
         """Return the length of the row."""

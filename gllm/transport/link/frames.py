@@ -16,13 +16,13 @@ from gllm.transport.base import EdgeLayout
 
 MAGIC, VERSION = b"gA", 2
 FRAME = struct.Struct("!2sBBQIHBHQII")
-"""Magic, version, and the fields of FrameHeader."""
+"""Binary layout of a frame's header: magic, version, and the fields of FrameHeader."""
 MAX_HELLO_BYTES = 4096
 """Largest payload before the other end is known."""
 
 
 class FrameError(Exception):
-    """A frame is invalid; its connection ends."""
+    """Invalid frame; the connection is closed."""
 
 
 class FrameClass(IntEnum):
@@ -54,7 +54,7 @@ MAX_BYTES = {
     FrameClass.ECHO: 0,
     FrameClass.KV_HELLO: MAX_HELLO_BYTES,
 }
-"""Largest payload by class; the slot limits activations further."""
+"""Largest payload in bytes by frame class; activations are also limited by the slot."""
 
 
 class FrameHeader(NamedTuple):
@@ -108,7 +108,7 @@ def unpack_frame(data: bytes | bytearray | memoryview) -> FrameHeader:
 
 
 class EdgeName(NamedTuple):
-    """Edge of one generation of one run."""
+    """Identity of an edge: run of the head, generation, and number of the edge in it."""
 
     run: int
     generation: int
@@ -130,12 +130,12 @@ class EdgeName(NamedTuple):
 
 
 class EdgeHello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Payload of HELLO."""
+    """Payload of HELLO: the first frame of the machine that dials, about one edge."""
 
     node: str
-    """Machine that dials."""
+    """Name of the machine that dials."""
     peer: str
-    """Machine that it expects."""
+    """Name of the machine that it expects to answer."""
     is_sender: bool
     """True if the dialing machine sends activations."""
     encoding: str = PLAIN
@@ -143,7 +143,7 @@ class EdgeHello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class EdgeAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Payload of ANSWER."""
+    """Payload of ANSWER: acceptance or refusal of an edge by the machine that was dialed."""
 
     cause: str = ""
     """Reason for which the edge is refused; empty if it is accepted."""
@@ -152,7 +152,7 @@ class EdgeAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class EdgeResume(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Payload of RESUME: the state at which an earlier connection of the edge left its sender."""
+    """Payload of RESUME: steps that the receiving end has from an earlier connection."""
 
     signalled: list[list[int | None]]
     """Turn that was signalled last in each slot, by lane; empty from the end that sends."""

@@ -7,7 +7,7 @@ from gllm.pacing.link_estimator import LinkEstimator, LinkSample, SendRate
 from gllm.transport.link.connection import FrameConnection, TcpInfo
 
 SAMPLE_SECONDS = 0.02
-"""Least interval between two samples."""
+"""Smallest interval between two samples of TCP's state, in seconds."""
 PROBE_SECONDS = 1.0
 """Silence after which the round trip is probed. A probe and its echo take 200 bytes with all
 headers: 1 % of the capacity of a link of 0.2 Mbit/s."""
@@ -22,7 +22,7 @@ MIN_WARM_BYTES_PER_SECOND = 125e3
 FULL_WINDOW_SHARE = 0.9
 """Used share of the congestion window from which on the window limits the rate."""
 MIN_WINDOW_SECONDS, MAX_WINDOW_SECONDS = 0.05, 0.1
-"""Time over which the rate of arrivals is measured; between these it is the round trip."""
+"""Bounds of the time over which the rate of arrivals is measured: the round trip, clamped."""
 LIMIT_TOLERANCE = 0.05
 """Relative change of a limit that is worth a system call."""
 
@@ -66,7 +66,7 @@ class LinkMonitor:
         self.observe(now, is_busy=False, has_prefill=False)
 
     def observe(self, now: float, is_busy: bool, has_prefill: bool) -> None:
-        """Take a sample, unless the last one is recent, and adapt the limits.
+        """Sample the connection's state if the last sample is old enough, and adapt the limits.
 
         Args:
             now: time in seconds.

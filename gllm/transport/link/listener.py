@@ -37,7 +37,8 @@ _BACKLOG = 256
 WRONG_CERTIFICATE = "the certificate is not that of an expected machine"
 
 OnHello = Callable[[socket.socket, str, FrameHeader, EdgeHello], None]
-"""Takes over a connection: socket, IP address, header and payload of its first frame."""
+"""Callback that takes ownership of a connection: socket, IP address, first frame's header,
+payload."""
 
 
 @dataclass(eq=False)

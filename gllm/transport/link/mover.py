@@ -130,7 +130,8 @@ REPORT_SECONDS, MIN_REPORT_SECONDS = 1.0, 0.1
 LOST_TIMEOUTS = 2
 """Node timeouts without a connection after which an edge is lost."""
 MAX_YIELD_SECONDS, _YIELD_PAUSE_SECONDS = 1.0, 1e-3
-"""Longest time for which a chunk of a KV cache waits for activations, and between two looks."""
+"""Longest wait of a chunk of KV cache for activations, and interval between two checks, in
+seconds."""
 
 
 class Outbox:

@@ -32,7 +32,7 @@ from gllm.transport.ring import PAGE_BYTES, Ring
 
 
 class QueuedStep:
-    """Step that a connection has not carried completely."""
+    """Step that is not completely sent."""
 
     __slots__ = ("_data", "_num_sent", "_place", "num_bytes", "number", "traffic_class")
 
@@ -84,7 +84,7 @@ class LinkChunk(NamedTuple):
 
     headers: bytes
     payload: memoryview
-    """Follows the headers, in a slot's memory; may be empty."""
+    """Bytes after the headers, a view of a slot's memory; may be empty."""
 
 
 class SendQueue:
@@ -208,7 +208,7 @@ _PIECE_BYTES = 2**18
 
 
 class SendingEnd(EdgeEnd):
-    """Sends each step once to a receiving end that keeps its state, however often it reconnects.
+    """Sending end of an edge: sends each step exactly once, across reconnections.
 
     Steps of several lanes share the connection: a link policy selects whose bytes go next. With one
     lane all steps have one class, and each goes as soon as it is signalled.

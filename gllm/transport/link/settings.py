@@ -12,7 +12,7 @@ from gllm.transport.link.frames import EdgeName
 log = logging.getLogger(__name__)
 
 MAX_ADDRESSES = 256
-"""Addresses that are counted one by one."""
+"""Number of addresses with a count of their own."""
 OTHER_ADDRESSES = "other addresses"
 CLOSED_EARLY = "the connection ended before its first frame"
 
@@ -71,7 +71,7 @@ class LinkSettings:
     encoding: str
     """Name of the encoding of activations."""
     lost_seconds: float
-    """Time after which an edge without a connection is lost."""
+    """Seconds after which an edge without a connection counts as lost."""
     refusals: Refusals
     on_opened: Callable[[EdgeName], None]
     on_lost: Callable[[EdgeName, str], None]

@@ -60,7 +60,7 @@ class EncodedRows:
 
 
 class RowDecoder:
-    """Memory for the encoded activations of a step, which decodes each row that is complete.
+    """Decoder of a step's activations: buffers encoded bytes and decodes each complete row.
 
     Args:
         rows: Memory for the activations.
@@ -95,7 +95,7 @@ class StepBytes(NamedTuple):
 
     step: int
     head: bytes
-    """The slot's header and error."""
+    """Header and error text of the slot."""
     payload: memoryview | EncodedRows
     """Activations, in the slot's memory or encoded; empty for none."""
 
