@@ -198,7 +198,7 @@ class JournaledMeasurement:
         self._prepared: Sequence[PreparedWorkload] | None = None
 
     def __call__(self, table: str, row: TileRow, use: TileConfig) -> float | None:
-        """As Measure; written down at once."""
+        """Measure tile sizes and write the time to the journal at once."""
         if (table, row, use) in self._journal:
             return self._journal.time(table, row, use)
         if self._prepared is None:

@@ -31,10 +31,10 @@ from gllm.sim.metrics.run_record import RunRecord, build_run_record, measure_ste
 
 
 class SpeedWindow(NamedTuple):
-    """Part of a run with one speed."""
+    """Interval of a run in which the machine had one speed."""
 
     begin: float
-    """In seconds; the window ends where the next one begins."""
+    """Start in seconds; the window ends at the start of the next one."""
     factor: float
     """Measured over predicted time of a step, above 0."""
 
@@ -97,8 +97,8 @@ class RunComparison:
     """Seconds of the real steps over the prediction for the same steps: slowdown of the machine in
     the run, if the cost model is right."""
     at_speed: RunRecord
-    """Predicted on a machine of the speed that each part of the run had: the error of the simulator
-    itself remains."""
+    """Prediction for a machine with the measured speed of each window, which shows the error of the
+    simulator itself."""
 
 
 def compare_with_profile(log: str | Path, profile: str | Path) -> RunComparison:
@@ -110,7 +110,7 @@ def compare_with_profile(log: str | Path, profile: str | Path) -> RunComparison:
 
 
 def compare_runs(events: list[StepLogEvent], profile: CostProfile) -> RunComparison:
-    """Predict a run; its stages may be cut in another way than those of the profile.
+    """Predict a run; its layers may be divided into other stages than in the profile.
 
     Raises:
         ValueError: The profile cannot price the run's cut, or has other ranks.
@@ -146,9 +146,9 @@ class PricedStep(NamedTuple):
     """A real step and its predicted seconds."""
 
     start: float
-    """Begin on the first stage."""
+    """Start time on the first stage."""
     measured_seconds: float
-    """Sum over the stages."""
+    """Measured seconds, summed over the stages."""
     predicted_seconds: float
 
 

@@ -36,7 +36,7 @@ from gllm.sim.workloads.requests import WorkloadRequest
 
 
 class SimulationResult(NamedTuple):
-    """Run of a configuration."""
+    """Result of the simulation of a configuration."""
 
     record: RunRecord
     """Record of a single engine; of several ones only the requests."""

@@ -13,7 +13,7 @@ from math import inf
 SEGMENT_BYTES = 1448
 """Payload of a packet of 1,500 bytes with timestamps."""
 INITIAL_BYTES = 10 * SEGMENT_BYTES
-"""Window of a new connection, and the least of one that was idle."""
+"""Congestion window of a new connection, and lower bound of that of an idle one, in bytes."""
 MIN_TIMEOUT_SECONDS = 0.2
 """Smallest difference of Linux's retransmission timeout and the round trip, in seconds."""
 
@@ -100,7 +100,7 @@ class CongestionWindow:
         return self.window_bytes / self._round_trip_seconds
 
     def sending_seconds(self, now: float, num_bytes: int, bytes_per_second: float) -> float:
-        """Send bytes from now on; return the time until the last one has left.
+        """Send bytes; return the seconds until the last one has left.
 
         Args:
             now: Time in seconds, not before the end of the bytes before.

@@ -30,7 +30,7 @@ USABLE_MEMORY_SHARE = 0.9
 
 
 class ModelFitError(ValueError):
-    """A model that does not fit the devices.
+    """The model does not fit into the memory of the devices; the message says why.
 
     Args:
         message: Names the sizes and the fix.
@@ -44,7 +44,7 @@ class ModelFitError(ValueError):
 
 @dataclass(frozen=True)
 class Deployment:
-    """One replica. `scheduler` is resolved."""
+    """Simulated replica: model, stages, cost model and resolved scheduler configuration."""
 
     model: str
     layers: list[int]
@@ -58,7 +58,7 @@ class Deployment:
     hardware: PipelineSpec | None = None
     """Shape, devices and links; None if only their times are known."""
     depth: int | str | None = None
-    """Micro-batches in flight, see `start_depth`."""
+    """Number of micro-batches in flight, or AUTO_DEPTH for control while the run goes on."""
 
     @property
     def peak_flops(self) -> float | None:

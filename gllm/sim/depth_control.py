@@ -13,7 +13,7 @@ from gllm.sim.observer import PipelineObserver
 from gllm.sim.pipeline import SimulatedPipeline
 
 AUTO_DEPTH = "auto"
-"""Depth that the controller sets."""
+"""Value of the depth that leaves it to the controller."""
 PROBE_TOKENS = 8
 """Tokens of the larger of two micro-batches that measure the time per token."""
 

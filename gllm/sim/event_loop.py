@@ -22,7 +22,7 @@ MAX_SCALED_SECONDS = 2.0**21
 
 
 class EventLoop:
-    """Clock and heap of events. All that shares a link in a simulation shares one.
+    """Simulated clock and heap of events. Pipelines that share a link share an event loop.
 
     An event is a call `handle(time, argument)`. Bound methods with an argument keep an event as
     small as a tuple, where a closure per event would cost more than the event itself.
@@ -136,7 +136,7 @@ class EventLoop:
         self.now = max([self.now, *(child.now for child in children)])
 
     def pop_next(self, handle: Callable[[float, T], None]) -> tuple[float, T] | None:
-        """Remove the next event of this run if it has a handle, and go on to its time.
+        """Remove the next event if it has this handle and is in this run; advance the clock to it.
 
         Returns:
             Its time and argument; None if the next event is another one.

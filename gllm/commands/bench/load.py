@@ -105,7 +105,7 @@ class PlannedRequest(NamedTuple):
     session: str = ""
     """Conversation of the request; empty for none."""
     priority: int | None = None
-    """Sent with the request; None: the server's default."""
+    """Priority that is sent with the request; None for the server's default."""
 
 
 def plan_load(config: ServeConfig, vocab_size: int) -> list[PlannedRequest]:

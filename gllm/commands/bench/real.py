@@ -19,7 +19,7 @@ from gllm.observability.step_log import StepLogEvent, read_step_log
 from gllm.sim.workloads.requests import WorkloadRequest
 
 WAKE_UP = WorkloadRequest(0.0, 16, 8)
-"""Request with which an engine begins a turn."""
+"""Short request that wakes an engine up before its turn."""
 LOG_DRAIN_SECONDS = 1.2
 """Seconds to wait for the stages' last step times before the log is read."""
 

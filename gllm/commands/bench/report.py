@@ -169,7 +169,7 @@ def failure_lines(outcomes: Sequence[RequestResult]) -> list[str]:
 
 
 def details(outcomes: Sequence[RequestResult]) -> dict[str, list[Any]]:
-    """Every request's figures, one list for each, in the load's order; seconds."""
+    """Return lists of the figures of all requests, in the order of the load; times in seconds."""
     begin = min((outcome.timeline.arrival for outcome in outcomes), default=0.0)
     return {
         "input_lens": [outcome.prompt_tokens for outcome in outcomes],

@@ -21,7 +21,7 @@ def add_budget_flag(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def add_plan_flags(parser: argparse.ArgumentParser, num_requests: int) -> None:
-    """Add the flags of simulations, the time of the search, and the plan.
+    """Add the flags of the simulations, of the search's time limit and of the plan's file.
 
     Args:
         parser: Parser of a planner with a flag `--model`.

@@ -55,7 +55,7 @@ from gllm.sim.workloads.requests import WorkloadRequest
 DECODE_BATCHES = (1, 2, 4, 8, 16, 32)
 """Decodes per micro-batch, with short contexts and with contexts of all lengths."""
 LARGE_DECODE_BATCHES = (64, 128, 256)
-"""The same, with short contexts only, as far as max_num_seqs permits."""
+"""Further numbers of decodes per micro-batch, with short contexts, up to max_num_seqs."""
 CHUNK_BATCHES = (4, 16, 64)
 """Short prompts that arrive at once: many chunks per micro-batch."""
 SHORT_PROMPT_TOKENS = 24
@@ -77,7 +77,8 @@ MAX_CONTEXT = 8192
 ACTIVATION_ITEM_BYTES = 4
 """Bytes per element of the activations between stages, at most."""
 WHOLE_PROMPTS = 10**9
-"""As ridge_tokens: prompts are not cut but by #MaxP, so that large chunks are seen as well."""
+"""Value of ridge_tokens that leaves #MaxP as the only limit of chunks, to measure large ones
+too."""
 
 
 def make_sweep_workloads(

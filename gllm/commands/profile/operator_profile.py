@@ -38,7 +38,7 @@ from gllm.transport.region import RegionLayout, create_region
 from gllm.transport.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
 SLOTS = 2
-"""Messages on the way at a time."""
+"""Number of messages in flight."""
 
 
 def time_all_reduce(
@@ -133,7 +133,7 @@ class OperatorPoints:
     max_batch: int = 128
     """Rows of a micro-batch of decodes."""
     stride: int = 1
-    """Measure each point of this number only; the largest one always."""
+    """Measure every n-th point only, and the largest one."""
     repeats: int = 20
 
     def __post_init__(self) -> None:

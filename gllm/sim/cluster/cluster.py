@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineFailure:
-    """Death of an engine with everything on it. An engine that does not run is not affected.
+    """Crash of an engine, which loses its requests and cache. Without effect on a stopped engine.
 
     Raises:
         ValueError: A time is negative.
@@ -51,7 +51,7 @@ class EngineFailure:
 
 @dataclass(frozen=True)
 class EngineDrain:
-    """Planned end of an engine: it gets no new requests and ends once it is empty.
+    """Planned end of an engine: it receives no new requests and stops once it is empty.
 
     Raises:
         ValueError: The time is negative.
@@ -70,7 +70,7 @@ class EngineDrain:
 
 @dataclass(frozen=True)
 class EngineStart:
-    """Start of an engine, new or after its end.
+    """Start of a new or a stopped engine.
 
     Raises:
         ValueError: A time is negative.
@@ -82,7 +82,7 @@ class EngineStart:
     startup_seconds: float = 0.0
     """Time from the start until the engine takes requests."""
     deployment: Deployment | None = None
-    """None for an engine that has run before, as it was."""
+    """Model, costs and configuration; None to restart an engine with its former deployment."""
 
     def __post_init__(self) -> None:
         """Check the times."""
@@ -131,10 +131,10 @@ LogOpener = Callable[[str], Callable[[StepLogEvent], None]]
 
 
 class ClusterRun(NamedTuple):
-    """Run of a cluster."""
+    """Result of a cluster's simulation."""
 
     engines: dict[str, EngineRun]
-    """By name."""
+    """Results of the engines by name."""
     requests: dict[int, ServedRequest]
     """Requests that an engine has received, by position in the workload. The record of a request
     that several engines have served in turn is that of its client: one timeline."""
@@ -143,7 +143,7 @@ class ClusterRun(NamedTuple):
 
     @property
     def busy_seconds(self) -> float:
-        """Computing time of all stages of all engines."""
+        """Seconds of computation, summed over all stages of all engines."""
         return sum(
             usage.busy for engine in self.engines.values() for usage in engine.record.stage_usages()
         )
@@ -244,7 +244,7 @@ class SimulatedCluster:
             self.loop.push(change.time, ABORT, self._apply, change)
 
     def start_transfer(self, transfer: KvTransfer) -> bool:
-        """Send KV blocks from now on; return False if one of the engines does not run.
+        """Start a transfer of KV blocks; return False if one of its engines is not running.
 
         Raises:
             ValueError: The transfer has no byte, or an engine does not exist.
@@ -404,12 +404,12 @@ class SimulatedCluster:
     # Listener of the engines.
 
     def on_finished(self, engine: ClusterEngine, request: ClusterRequest, now: float) -> None:
-        """Tell the router, and end the engine if it was the last request of a drain."""
+        """Notify the router, and stop the engine if this was the last request of a drain."""
         self._router.on_finished(request.request, now)
         self._end_if_drained(engine, now)
 
     def on_changed(self, engine: ClusterEngine, now: float) -> None:
-        """Offer the waiting requests to an engine, unless it got all it can run at its start."""
+        """Route the requests of the central queue again, to this engine alone."""
         if engine.loop is self.loop:
             self._offer_queue(engine, now)
 

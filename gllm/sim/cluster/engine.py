@@ -86,12 +86,12 @@ class ClusterEngineState(Enum):
     STARTING = "starting"
     READY = "ready"
     LOST = "lost"
-    """Dead, and the router does not know it yet."""
+    """Crashed; the router has not detected it yet."""
     STOPPED = "stopped"
 
 
 class EngineLife(NamedTuple):
-    """Times of one generation in seconds. None: not reached by the end of the simulation."""
+    """Times of one generation in seconds; None if the simulation ends earlier."""
 
     start_time: float
     """Time from which the devices are in use; start-up included."""
@@ -218,7 +218,7 @@ class ClusterEngine:
         self._generations[-1].update_index(prefixes)
 
     def submit(self, request: ClusterRequest, submissions: SubmissionLog, now: float) -> int | None:
-        """Send a request to the engine; return its sequence id, None from a dead engine.
+        """Send a request to the engine; return its sequence id, or None if the engine has crashed.
 
         Raises:
             ValueError: The request can never run.
@@ -246,7 +246,7 @@ class ClusterEngine:
         return [seq for seq in self.requests if seq in sequences and _is_unstarted(sequences[seq])]
 
     def withdraw(self, seq: int, now: float) -> ClusterRequest:
-        """Take back a request before its start.
+        """Remove a request that has not started.
 
         Raises:
             ValueError: A step has scheduled part of it, or the engine does not have it.
@@ -257,7 +257,7 @@ class ClusterEngine:
         return self.requests.pop(seq)
 
     def catch_up_with_ends(self, now: float) -> None:
-        """Run the events before an arrival, unless certainly no request ends by then.
+        """Run the events before an arrival, unless no request can end by then.
 
         Only for a router that needs nothing but counts; for others the loops have run them.
         """
@@ -323,7 +323,7 @@ class ClusterEngine:
         )
 
     def fail(self, now: float) -> bool:
-        """Die, with all that is under way; return False if the engine does not run."""
+        """Crash, with all work in flight; return False if the engine is not running."""
         if self.state not in (ClusterEngineState.STARTING, ClusterEngineState.READY):
             return False
         self._end_generation(now)
@@ -374,7 +374,7 @@ class ClusterEngine:
         self._kv.on_revoked(self, ticket, now)
 
     def on_admitted(self, now: float) -> None:
-        """Report that requests may have got their KV blocks."""
+        """Report that waiting requests may hold KV blocks now."""
         self._listener.on_changed(self, now)
 
     def on_finished(self, seqs: list[int], now: float) -> None:

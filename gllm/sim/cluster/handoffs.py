@@ -32,7 +32,7 @@ class TransferPath(NamedTuple):
 
 
 class KvTransfer(NamedTuple):
-    """KV blocks on their way from an engine to another one."""
+    """Transfer of KV blocks from one engine to another."""
 
     source: str
     """Name of the engine that sends."""
@@ -43,7 +43,7 @@ class KvTransfer(NamedTuple):
     on_done: Callable[[float], None]
     """Called with the time at which the last byte has arrived."""
     on_lost: Callable[[float], None] | None = None
-    """Called in place of `on_done`, with the time at which the death of an end is known."""
+    """Called in place of `on_done`, with the time at which the crash of an engine is detected."""
 
 
 class KvTransfers:
@@ -76,7 +76,7 @@ class KvTransfers:
         )
 
     def start(self, transfer: KvTransfer) -> None:
-        """Send a transfer from now on; both engines run.
+        """Start a transfer between two running engines.
 
         Raises:
             ValueError: The transfer has no byte.
@@ -92,7 +92,7 @@ class KvTransfers:
         )
 
     def cancel(self, transfer: KvTransfer) -> bool:
-        """Stop a transfer without a report; return False if it does not travel."""
+        """Cancel a transfer without a report; return False if it is not in flight."""
         for number, other in self._under_way.items():
             if other is transfer:
                 del self._under_way[number]
@@ -101,7 +101,7 @@ class KvTransfers:
         return False
 
     def on_path_lost(self, source: str, target: str, now: float) -> None:
-        """Lose the transfers from an engine to another one."""
+        """Report the transfers from one engine to another as lost."""
         for transfer in list(self._under_way.values()):
             if (transfer.source, transfer.target) == (source, target):
                 self.cancel(transfer)
@@ -136,7 +136,7 @@ class KvTransfers:
 
 @dataclass(frozen=True)
 class LinkFailure:
-    """Failure of the way from an engine to another one: transfers break, new ones are refused.
+    """Failure of the path from one engine to another: transfers break, new ones are refused.
 
     Raises:
         ValueError: A time is negative.
@@ -147,7 +147,7 @@ class LinkFailure:
     time: float
     """Seconds."""
     seconds: float
-    """Time until transfers are possible again."""
+    """Duration of the failure in seconds."""
 
     def __post_init__(self) -> None:
         """Check the times."""
@@ -186,9 +186,9 @@ class HandoffRecord(NamedTuple):
     """Times in seconds of one hand-off."""
 
     prefill: str
-    """Engine that computed the prompt."""
+    """Name of the engine that computed the prompt."""
     decode: str
-    """Engine that continued; empty if the request never had one."""
+    """Name of the engine that decoded; empty if there was none."""
     num_tokens: int
     """Number of tokens in the held KV cache."""
     prefill_start_time: float
@@ -198,7 +198,7 @@ class HandoffRecord(NamedTuple):
     fetch_time: float | None
     """Time at which the decode engine had blocks and requested the KV cache."""
     arrival_time: float | None
-    """Time at which the KV cache had arrived."""
+    """Time at which the KV cache arrived."""
     decode_time: float | None
     """Time of the first micro-batch with the request at the decode engine."""
     is_ok: bool

@@ -129,7 +129,7 @@ class PairRouter(ClusterRouter):
 RENEWAL_SECONDS = HOLD_LEASE_SECONDS / 3
 """Time between the renewals of a hold's lease by the router."""
 ROLE_SECONDS = 1.0
-"""Least time between two questions for role changes."""
+"""Smallest interval in seconds at which the pair policy may change roles."""
 
 
 class PairedRun(NamedTuple):
@@ -141,7 +141,7 @@ class PairedRun(NamedTuple):
 
 
 class PairedCluster(SimulatedCluster):
-    """Cluster with a pair policy.
+    """Simulated cluster in which a pair policy selects a prefill and a decode engine.
 
     Args:
         router: Chooses the engines of each request.
@@ -170,7 +170,7 @@ class PairedCluster(SimulatedCluster):
         self._next_role_time = 0.0
 
     def fail_links(self, failures: Iterable[LinkFailure]) -> None:
-        """Break ways between engines at their times."""
+        """Schedule failures of paths between engines."""
         for failure in failures:
             self.loop.push(failure.time, ABORT, self._break_path, failure)
             self.loop.push(failure.time + failure.seconds, ABORT, self._mend_path, failure)
@@ -356,7 +356,7 @@ class PairedCluster(SimulatedCluster):
             self._abandon(handoff, now)
 
     def on_revoked(self, engine: ClusterEngine, ticket: int, now: float) -> None:
-        """Give blocks back to an engine that needs them; the decode engine computes the prompt."""
+        """Free the blocks at the prefill engine; the decode engine computes the prompt."""
         self._abandon(self._by_ticket[ticket], now)
 
     def _abandon(self, handoff: SimulatedHandoff, now: float) -> None:
@@ -472,12 +472,12 @@ def simulate_pairs(
 
 
 class SplitRun(NamedTuple):
-    """Run of both pools."""
+    """Result of the simulation of a prompt pool and a token pool."""
 
     lines: list[RequestTimeline]
-    """Timeline of each request for its client, in the order of the workload."""
+    """Timeline of each request as its client sees it, in the order of the workload."""
     busy_seconds: float
-    """Computing time of all machines."""
+    """Seconds of computation, summed over all machines."""
     num_preemptions: int
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gllm.sim.cluster.engine import ClusterEngine
 
 DEFERRED = "deferred"
-"""Name of DeferredRouter, which production does not have."""
+"""Name of DeferredRouter, which exists in the simulator only."""
 ROUTER_NAMES = (*POLICIES, DEFERRED)
 """Names for `make_router`; the first one is the default of production."""
 ROUTED_IN_A_ROW = 1024
@@ -31,7 +31,7 @@ ROUTED_IN_A_ROW = 1024
 
 
 class RouterNeeds(NamedTuple):
-    """State of the engines that a router reads. What no router reads is not computed."""
+    """Parts of the engines' state that a router reads; other parts are not computed."""
 
     statistics: bool = False
     """Statistics of the schedulers."""
@@ -105,7 +105,7 @@ class ClusterRouter(ABC):
 
 
 class PolicyRouter(ClusterRouter):
-    """Router with a routing policy of production.
+    """Router that uses a production routing policy.
 
     The policy sees the state that it sees in production, here without delay.
 
@@ -191,7 +191,7 @@ class PolicyRouter(ClusterRouter):
 
 
 class DeferredRouter(ClusterRouter):
-    """Router that binds a request only to an engine that can run it at once.
+    """Router that keeps a request in the central queue until an engine can start it.
 
     Other requests wait in the central queue, from which engines pull. An engine can run a request
     if none of its requests waits for KV blocks and one more may hold them.

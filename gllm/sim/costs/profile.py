@@ -66,7 +66,7 @@ class SpanSample(msgspec.Struct, frozen=True, array_like=True):
     is_last: bool
     """True if the final norm and the LM head follow them."""
     step: StepSample
-    """With the seconds of the layers in place of those of stages."""
+    """Work of the step, with the seconds of the layers in place of those of stages."""
 
 
 class CostProfile(msgspec.Struct, frozen=True):
@@ -76,7 +76,7 @@ class CostProfile(msgspec.Struct, frozen=True):
     layers: Annotated[list[PositiveCount], msgspec.Meta(min_length=1)]
     """Number of layers of each stage."""
     scheduler: SchedulerConfig
-    """Resolved; the policy under which it was measured."""
+    """Resolved scheduler configuration of the measurement."""
     machine: dict[str, str]
     """Device, threads, dtype, versions, and the options of a slow device for tests."""
     steps: list[StepSample]

@@ -181,7 +181,7 @@ SMALLEST_WORK = StageWork(
     num_decode_context_tokens=0,
     num_sampled_rows=0,
 )
-"""No micro-batch is faster: each part of the time grows with the work."""
+"""Work of the fastest possible micro-batch; each part of the time grows with the work."""
 
 
 class LayerSeconds(NamedTuple):
@@ -198,7 +198,7 @@ class LayerSeconds(NamedTuple):
 
 
 class RooflineCostModel(CostModel):
-    """Cost of a model on devices and links that data sheets describe.
+    """Cost model of devices and links with published peak rates.
 
     Args:
         hardware: The stages, their devices and links.

@@ -90,9 +90,9 @@ class SplitwiseProfile(NamedTuple):
     """Times of one model on one machine, in seconds."""
 
     prompt_seconds: PiecewiseLinear
-    """By tokens of the batch."""
+    """Seconds of a batch of prompts, by its number of tokens."""
     token_seconds: PiecewiseLinear
-    """By requests of the batch."""
+    """Seconds of a decode step, by its number of requests."""
 
     def iteration_seconds(self, num_prompt_tokens: int, num_decodes: int) -> float:
         """Return the time of one iteration.
@@ -145,7 +145,7 @@ def read_splitwise_profile(model: str, device: str, tp: int = 8) -> SplitwisePro
 
 
 class SplitwiseCostModel(CostModel):
-    """Engine with Splitwise's measurements.
+    """Cost model of a machine in Splitwise's measurements.
 
     Args:
         profile: Times of the whole model on one machine.

@@ -56,7 +56,7 @@ def check_profiled(model: str, device: str) -> None:
 
 
 class TokenForestCostModel(MeasuredCostModel):
-    """Cost of equal devices, each stage of `tp` of them.
+    """Cost model of stages with `tp` equal devices each, by Vidur's token-level profiles.
 
     Args:
         model: A name of PROFILED_MODELS.

@@ -14,7 +14,7 @@ class DeviceSpec:
     memory: float
     """Bytes."""
     power: float | None = None
-    """Limit in watts."""
+    """Power limit in watts."""
     price: float | None = None
     """US dollars per hour on demand; None: no source states one."""
     launch_seconds: float | None = None
@@ -52,7 +52,7 @@ the paper states 1.16 (below Vidur's 2.21).
 
 @dataclass(frozen=True)
 class NetworkLink:
-    """Connection of neighbouring stages, or of the ranks of one."""
+    """Bandwidth and latency of a connection of stages or of ranks."""
 
     bandwidth: float
     """Bytes/s in one direction."""

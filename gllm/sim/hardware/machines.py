@@ -19,7 +19,7 @@ GBIT = 1e9 / 8
 
 
 class MachineType(NamedTuple):
-    """Type of a machine."""
+    """Machine type of Splitwise's clusters, with its cost and power."""
 
     name: str
     device: str
@@ -28,13 +28,13 @@ class MachineType(NamedTuple):
     gpu_memory_gb: float
     dollars_per_hour: float
     cost: float
-    """Relative to a DGX-A100, Table I."""
+    """Cost relative to a DGX-A100 (Splitwise, Table I)."""
     prompt_cost: float
-    """Table V, as a prompt machine."""
+    """Cost of a prompt machine relative to a DGX-A100 (Table V)."""
     token_cost: float
-    """Table V, as a token machine."""
+    """Cost of a token machine relative to a DGX-A100 (Table V)."""
     power: float
-    """Relative to a DGX-A100."""
+    """Power relative to a DGX-A100."""
     link: NetworkLink
     """All network cards together, one per GPU: bytes per second, and no latency."""
 

@@ -73,7 +73,7 @@ class LatentShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder. Sizes are elements; norms and biases are left out."""
+    """Shape of a decoder. Sizes are numbers of elements; norms and biases are left out."""
 
     layers: int
     hidden: int
@@ -84,9 +84,9 @@ class ModelShape:
     vocabulary: int
     head_dim: int = 128
     tied: bool = False
-    """The LM head is the embedding's matrix."""
+    """True if the LM head uses the embedding's matrix."""
     gated: bool = True
-    """The MLP has a gate: three matrices instead of two."""
+    """True if the MLP has a gate: three matrices instead of two."""
     positions: int = 0
     """Rows of a learned position embedding."""
     bytes_per_weight: float = BYTES_PER_ELEMENT
