@@ -9,13 +9,23 @@ The blocks can be fetched while the prompt is computed: the first engine reports
 the router sends PrefetchKv to the second one. The rest of the request follows as always.
 """
 
+import secrets
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from gllm.messages.base import TokenId, WireMessage
-from gllm.messages.tickets import Ticket
+
+MAX_TICKET = 2**63 - 1
+Ticket = Annotated[int, Meta(ge=1, le=MAX_TICKET)]
+"""Random number; a ticket is used for one submission, and by one receiver."""
+
+
+def make_ticket() -> int:
+    """Return a ticket that nobody can guess; never 0."""
+    return secrets.randbelow(MAX_TICKET) + 1
+
 
 MAX_TICKETS = 1024
 """Most tickets per message."""

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from gllm.messages.base import Int64, WireMessage
-from gllm.messages.tickets import Ticket
+from gllm.messages.handoff import Ticket
 
 FetchNumber = Int64
 """Sequence of a fetch; used again once the fetch has ended."""

@@ -13,9 +13,8 @@ from typing import Protocol
 
 import msgspec
 
-from gllm.messages.handoff import KvSource, PrefetchKv, ReleaseKvHolds, RenewKvHolds
+from gllm.messages.handoff import KvSource, PrefetchKv, ReleaseKvHolds, RenewKvHolds, make_ticket
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
-from gllm.messages.tickets import make_ticket
 from gllm.router.dispatch_target import DispatchTarget
 from gllm.router.output_checks import (
     can_be_handed_off,

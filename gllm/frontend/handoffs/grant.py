@@ -15,7 +15,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from gllm.messages.tickets import Ticket
+from gllm.messages.handoff import Ticket
 
 VERSION = 1
 _MAC_BYTES = 32

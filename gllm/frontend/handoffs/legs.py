@@ -21,8 +21,7 @@ from gllm.frontend.handoffs.grant import (
     digest_tokens,
 )
 from gllm.frontend.response_schemas import KvTransferParams, Unset
-from gllm.messages.handoff import KvHandoff, KvSource
-from gllm.messages.tickets import make_ticket
+from gllm.messages.handoff import KvHandoff, KvSource, make_ticket
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
+from gllm.messages.handoff import Ticket
 from gllm.messages.kv_transfer import BlockId, TokenCount
-from gllm.messages.tickets import Ticket
 
 _MAGIC, _VERSION = b"gK", 1
 _HEADER = struct.Struct("!2sBBI")

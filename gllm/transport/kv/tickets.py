@@ -3,7 +3,7 @@
 from collections import deque
 from dataclasses import dataclass, field
 
-from gllm.messages.tickets import MAX_TICKET
+from gllm.messages.handoff import MAX_TICKET
 
 _MAX_ENDED = 4096
 """Tickets whose end is remembered."""

@@ -6,10 +6,9 @@ from collections.abc import Callable
 import pytest
 
 from gllm.messages.codec import decode_for_kv_mover
-from gllm.messages.handoff import KvHandoff
+from gllm.messages.handoff import KvHandoff, make_ticket
 from gllm.messages.kv_transfer import ServeKv
 from gllm.messages.sampling import SequenceSamplingParams
-from gllm.messages.tickets import make_ticket
 from gllm.scheduler import kv_holds
 from gllm.transport.descriptors import create_channels
 from tests.support.engines.local_workers import local_supervisor

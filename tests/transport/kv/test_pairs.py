@@ -5,8 +5,8 @@ from multiprocessing.connection import Connection
 
 import pytest
 
+from gllm.messages.handoff import make_ticket
 from gllm.messages.kv_transfer import FetchKv
-from gllm.messages.tickets import make_ticket
 from tests.support.engines.kv_caches import CachedEngine, dial_plain, make_contents
 from tests.support.engines.kv_layouts import cut_layouts
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gllm.messages.tickets import MAX_TICKET, make_ticket
+from gllm.messages.handoff import MAX_TICKET, make_ticket
 from gllm.transport.kv.tickets import HeldBlocks, TicketBook, TicketError
 
 
