@@ -34,8 +34,7 @@ from gllm.scheduler.policy_registry import create_policy
 from gllm.scheduler.preemption import PreemptionManager
 from gllm.scheduler.queue_tally import SchedulerCounters
 from gllm.scheduler.queues import QueueSnapshot, SequenceQueues
-from gllm.scheduler.sequence import SchedulerRequest, Sequence
-from gllm.scheduler.sequence_table import SequenceTable
+from gllm.scheduler.sequence import SchedulerRequest, Sequence, SequenceTable
 from gllm.scheduler.step_cost import StepTimeCollector
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gllm.kernels.all_reduce import GroupClosedError, GroupMismatchError
 from gllm.kernels.native import library as native
-from gllm.kernels.native.group_structures import (
+from gllm.kernels.native.library import (
     MAX_RANKS,
     NUM_PLACES,
     CancelArguments,

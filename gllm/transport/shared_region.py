@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gllm.kernels.all_reduce import GroupMismatchError
 from gllm.kernels.native import library as native
-from gllm.kernels.native.group_structures import BarrierArguments, ReduceArguments
+from gllm.kernels.native.library import BarrierArguments, ReduceArguments
 from gllm.transport.groups import StageGroups
 from gllm.transport.region import RegionLayout
 from gllm.transport.region_memory import (

@@ -12,8 +12,7 @@ from gllm.scheduler.plan import StepPlan
 from gllm.scheduler.preemption import PreemptionManager
 from gllm.scheduler.queue_tally import SchedulerCounters
 from gllm.scheduler.queues import SequenceQueues
-from gllm.scheduler.sequence import SchedulerRequest, Sequence
-from gllm.scheduler.sequence_table import SequenceTable
+from gllm.scheduler.sequence import SchedulerRequest, Sequence, SequenceTable
 from tests.scheduler.test_traps import prompt
 from tests.support.scheduler.pipeline import Pipeline
 

@@ -18,12 +18,12 @@ from torch import Tensor
 from gllm.kernels.all_reduce import GroupClosedError, GroupMismatchError
 from gllm.kernels.native import library
 from gllm.kernels.native.builds import select_build
-from gllm.kernels.native.group_structures import (
+from gllm.kernels.native.library import (
     BarrierArguments,
     CancelArguments,
+    KernelLibrary,
     ReduceArguments,
 )
-from gllm.kernels.native.library import KernelLibrary
 from gllm.kernels.native.program import record_kernels
 from gllm.transport.region import Region, RegionLayout, create_region
 from gllm.transport.region_memory import PARTS, Collective, GroupMemory, make_tag

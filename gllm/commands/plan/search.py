@@ -1,17 +1,18 @@
 """`gllm plan search`: the devices, parallelism, policy and batch size that serve a workload best.
 
 Closed forms order the designs and rule out those that cannot win; the best ones are simulated.
+The results are printed as tables and drawn.
 """
 
 import argparse
 import shlex
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gllm.commands.plan.capacity import add_limit_flags, engine_flags
-from gllm.commands.plan.search_report import describe_search, format_forecast, plot_search
 from gllm.observability.progress import show_progress
 from gllm.options.flags import (
     FlagParser,
@@ -22,11 +23,12 @@ from gllm.options.flags import (
     output_file,
     parse_counts,
 )
+from gllm.plan.best_first import BestFirstOutcome
 from gllm.plan.budget import SearchBudget
 from gllm.plan.capacity import PLAN_RULES
 from gllm.plan.design_problem import MAKESPAN, AssessedDesign, DesignProblem, check_problem
 from gllm.plan.design_search import DesignPlanner
-from gllm.plan.engine_designs import CORE, DesignSpace, parse_devices, parse_policies
+from gllm.plan.engine_designs import CORE, DesignSpace, EngineDesign, parse_devices, parse_policies
 from gllm.plan.fleet_forecast import FleetForecast, forecast_closed, forecast_fleet
 from gllm.plan.fleet_layout import (
     FleetNode,
@@ -38,11 +40,18 @@ from gllm.plan.fleet_layout import (
 from gllm.plan.latency_limits import parse_limits
 from gllm.plan.measured_policies import cap_policies
 from gllm.plan.objectives import OBJECTIVES
+from gllm.plan.pareto import pareto_set
 from gllm.plan.prices import DEFAULT_PRICES, PRICE_TABLES, parse_prices
 from gllm.plan.serving_plan import write_plan
 from gllm.sim.costs.profile import read_profile
+from gllm.sim.metrics.plots import plot_scatter
+from gllm.sim.metrics.report import format_table, show_value
 from gllm.sim.options import SimulationConfig
 from gllm.sim.profiled import VIDUR_MODEL, is_measured_here
+
+Outcome = BestFirstOutcome[EngineDesign, AssessedDesign]
+NUM_ROWS = 20
+"""Most designs in a table."""
 
 EXCLUDED = (
     "rate", "capacity", "slo_ttft", "slo_tpot", "slo_limits", "device", "layers", "engines",
@@ -324,3 +333,97 @@ def _write_plan(
     design = best.design
     usable = nodes or assume_nodes(design.device, forecast.num_engines * design.num_devices)
     write_plan(lay_out_fleet(design, forecast, usable, facts, dict(problem.prices)), path)
+
+
+def describe_search(
+    outcome: Outcome, problem: DesignProblem, num_designs: int, is_closed: bool
+) -> str:
+    """Return the designs as a table, best first, and an account of all others."""
+    results = sorted((result for _, result in outcome.evaluated), key=lambda result: -result.score)
+    front = find_pareto_set(outcome)
+    shown = results[:NUM_ROWS] + [result for result in front if result not in results[:NUM_ROWS]]
+    rows = [_row(result, result in front) for result in shown]
+    header = ["design", "requests/s", "engines", problem.objective.unit]
+    table = format_table([*header, "TTFT p90, s", "TPOT p50, s", "TBT p99, s", "Pareto"], rows)
+    word = "estimated" if is_closed else "simulated"
+    lines = [table, "", f"{len(results)} of {num_designs} designs {word}"]
+    lines += _count_lines("ruled out by closed forms", outcome.pruned)
+    lines += _count_lines("left out", outcome.left_out)
+    failures = Counter(result.note for result in results if result.note)
+    lines += _count_lines(f"{word} without a capacity", failures)
+    return "\n".join(lines)
+
+
+def find_pareto_set(outcome: Outcome) -> list[AssessedDesign]:
+    """Return the designs that no other one exceeds in objective, TTFT p90 and TBT p99 at once."""
+    served = [result for _, result in outcome.evaluated if result.num_engines and not result.note]
+
+    def costs(result: AssessedDesign) -> tuple[float, ...]:
+        latencies = result.latencies
+        return (-result.score, latencies.ttft_p90 or 0.0, latencies.itl_p99 or 0.0)
+
+    return pareto_set(served, costs)
+
+
+def format_forecast(best: AssessedDesign, forecast: FleetForecast) -> str:
+    """Return the best design and its predicted figures as text."""
+    engines = f"{forecast.num_engines} engine{'s' * (forecast.num_engines > 1)}"
+    figures = [
+        f"capacity {show_value(forecast.capacity)}/s",
+        *(
+            f"{name} {show_value(value, factor)} {unit}"
+            for name, value, factor, unit in (
+                ("TTFT p50", forecast.ttft_p50, 1.0, "s"),
+                ("TPOT p50", forecast.tpot_p50, 1.0, "s"),
+                ("within the limits", forecast.attainment, 100.0, "%"),
+            )
+            if value is not None
+        ),
+    ]
+    lines = [
+        f"\nbest: {engines} of {best.design}",
+        f"at {show_value(forecast.rate)} requests/s: {', '.join(figures)}",
+    ]
+    if not forecast.is_within:
+        lines.append("this misses the limits: the fleet has no further devices, or no --rate")
+    return "\n".join(lines)
+
+
+def plot_search(outcome: Outcome, problem: DesignProblem, path: Path) -> None:
+    """Plot the objective over the TTFT; see `plot_scatter` for errors."""
+
+    def point(result: AssessedDesign) -> tuple[float, float]:
+        return result.latencies.ttft_p90 or 0.0, result.value
+
+    groups: dict[str, list[tuple[float, float]]] = {}
+    for design, result in outcome.evaluated:
+        if result.num_engines and not result.note:
+            groups.setdefault(design.device or "cores", []).append(point(result))
+    front = sorted(point(result) for result in find_pareto_set(outcome))
+    plot_scatter(
+        groups,
+        front,
+        "Pareto set (with TBT)",
+        path,
+        "TTFT p90 at the capacity, s",
+        problem.objective.unit,
+        f"{problem.objective_name}, {problem.config.workload}",
+    )
+
+
+def _row(result: AssessedDesign, is_optimal: bool) -> list[str]:
+    has_value = result.num_engines > 0
+    return [
+        str(result.design),
+        show_value(result.capacity),
+        str(result.num_engines) if has_value else "",
+        show_value(result.value) if has_value else "",
+        *(show_value(latency) for latency in result.latencies),
+        "yes" if is_optimal else "",
+    ]
+
+
+def _count_lines(title: str, counts: Counter[str]) -> list[str]:
+    if not counts:
+        return []
+    return [f"{title}:", *(f"  {count:5} {reason}" for reason, count in counts.most_common())]

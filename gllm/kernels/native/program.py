@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gllm.kernels.attention_plan import AttentionPlan
-from gllm.kernels.native.group_structures import BarrierArguments
 from gllm.kernels.native.library import (
     AttentionArguments,
+    BarrierArguments,
     KernelLibrary,
     Operation,
     RotaryArguments,

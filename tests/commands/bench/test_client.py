@@ -158,8 +158,6 @@ async def test_what_flags_change_of_it() -> None:
 # Events.
 
 
-
-
 async def described(
     server: FakeServer, model: str | None = None, seconds: float = 20.0
 ) -> ServedModel:
