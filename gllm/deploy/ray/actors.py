@@ -15,7 +15,7 @@ from contextlib import suppress
 from gllm.config.node_environment import remove_launcher
 from gllm.deploy.logged_process import LoggedProcess
 from gllm.deploy.ports import probe_port
-from gllm.deploy.ray.bundles import node_name, port_offset, read_machines
+from gllm.deploy.ray.bundles import port_offset, ray_node_name, read_ray_machines
 from gllm.runtime.messaging.parent_death import dying_command
 
 RESTART_SECONDS = 2.0
@@ -75,8 +75,8 @@ class AgentActor(ChildActor):
         import ray
 
         identity = ray.get_runtime_context().get_node_id()
-        name = node_name(ray.util.get_node_ip_address(), identity)
-        offset = port_offset(read_machines(ray.nodes()), identity, head)
+        name = ray_node_name(ray.util.get_node_ip_address(), identity)
+        offset = port_offset(read_ray_machines(ray.nodes()), identity, head)
         self.start("agent", agent_command(arguments, name, ports, offset))
 
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gllm.deploy.ray.bundles import RayMachine, describe_wait, read_machines
+from gllm.deploy.ray.bundles import RayMachine, describe_wait, read_ray_machines
 
 LOG_SECONDS = 5.0
 """Interval of the log lines while Ray looks for machines."""
@@ -76,7 +76,7 @@ class RayCluster:
 
     def machines(self) -> list[RayMachine]:
         """Return the machines of the cluster, also those that are lost."""
-        return read_machines(self.ray.nodes())
+        return read_ray_machines(self.ray.nodes())
 
     def reserve(self, bundles: Sequence[Mapping[str, float]]) -> Any:
         """Return a placement group that gets each bundle on a machine of its own, in time."""
