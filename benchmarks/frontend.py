@@ -52,7 +52,7 @@ class EndlessPipeline:
         self._left: dict[int, int] = {}
         self._begun: set[int] = set()
         self._work = asyncio.Event()
-        engine._supervisor._recovery._generations.on_ready()
+        engine._supervisor.recovery._generations.on_ready()
         self._client.attach(self.send)
 
     def send(self, message: WireMessage) -> None:

@@ -134,7 +134,7 @@ class PipelineBackend:
         """Return the state of each machine, the head first."""
         facts = self._facts
         if self._cluster is not None:
-            return self._cluster.reports(self.supervisor.node_events.node_stages)
+            return self._cluster.reports(self.supervisor.node_stages)
         return [
             NodeReport(
                 name=facts.host_name,

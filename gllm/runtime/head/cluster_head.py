@@ -5,33 +5,35 @@ This module imports no torch.
 
 import logging
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import zmq
 
 from gllm.config.nodes import NodesConfig
-from gllm.messages.codec import AnyMessage
 from gllm.messages.measurement import LinkTimes
 from gllm.messages.node_report import NodeDrainError, NodeReport, UnknownNodeError
-from gllm.messages.nodes import LinkState, NodeFacts
+from gllm.messages.nodes import EngineState, LinkState, NodeFacts
 from gllm.options.addresses import format_host_port, is_wildcard
 from gllm.recovery.join_check import JoinFacts
 from gllm.recovery.node_layout import distribute_stages
 from gllm.recovery.placement import LOCAL_NODE
-from gllm.runtime.head.action_executor import ActionExecutor
-from gllm.runtime.head.agent_messages import AgentMessageHandler
-from gllm.runtime.head.death_handler import DeathHandler
+from gllm.recovery.records import RecoveryState
 from gllm.runtime.head.link_process import LinkProcess
 from gllm.runtime.head.link_times import LinkTimesReporter, collect_link_times
 from gllm.runtime.head.machine_speeds import Machine
 from gllm.runtime.head.node_admission import configured_threads, resolve_hub
-from gllm.runtime.head.node_events import NodeEventHandler
 from gllm.runtime.head.node_hub import NodeHub
 from gllm.runtime.head.node_reports import report_head, report_node
 from gllm.runtime.messaging.certificates import NodeCertificate, create_certificate
 from gllm.runtime.node.machine import MachineMonitor, read_facts
 from gllm.runtime.worker.driver_proxies import DriverProxies
 from gllm.transport.link.commands import LinkPeer
+
+if TYPE_CHECKING:
+    from gllm.runtime.head.event_receiver import EventReceiver
+    from gllm.runtime.head.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +70,6 @@ class ClusterHead:
         """Number of this start of the head process."""
         self.stage_nodes = distribute_stages(degrees, config.nnodes, config.stages_per_node)
         """Index of the node of each stage at the start, 0 for this one."""
-        self._num_workers = sum(degrees)
-        self._num_stages = len(degrees)
         self._config = config
         self.name = config.node_name or HEAD_NAME
         """Name of this node for people and for other machines; placements have LOCAL_NODE."""
@@ -79,12 +79,15 @@ class ClusterHead:
         self._make_links = make_links
         self._links: LinkProcess | None = None
         self._peer = LinkPeer(self.name, "", b"")
-        self._messages: AgentMessageHandler | None = None
-        self._events: NodeEventHandler | None = None
+        self._supervisor: Supervisor | None = None
+        """None until the engine starts."""
+        self.published_state = EngineState("", "", 0)
+        """Latest one that the agents were sent."""
         self._link_times: LinkTimesReporter | None = None
         self._monitor = MachineMonitor()
         self._facts: NodeFacts | None = None
-        self._members: list[str] = []
+        self.members: list[str] = []
+        """Nodes with which the engine starts."""
         self._is_stopped = False
 
     async def form(self) -> list[str]:
@@ -96,11 +99,11 @@ class ClusterHead:
         """
         try:
             await self._open_links()
-            self._members = await self.hub.form()
+            self.members = await self.hub.form()
         except BaseException:
             await self.stop("the engine could not start", is_failure=True)
             raise
-        names = [LOCAL_NODE, *self._members]
+        names = [LOCAL_NODE, *self.members]
         return [names[node] for node in self.stage_nodes]
 
     @property
@@ -118,39 +121,34 @@ class ClusterHead:
     def begin(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        executor: ActionExecutor,
-        events: NodeEventHandler,
-        death_handler: DeathHandler,
-        on_messages: Callable[[list[tuple[int, AnyMessage]]], None],
+        supervisor: "Supervisor",
+        receiver: "EventReceiver",
     ) -> None:
         """Connect the nodes that have joined to an engine that starts.
 
         Args:
             context: of the head's process, for sessions with the driver.
-            executor: has the connections to the workers.
-            events: handles nodes that join, leave or are lost.
-            death_handler: handles workers whose session has ended.
-            on_messages: handles messages of workers, with their senders.
+            supervisor: of the engine.
+            receiver: handles messages of the agents, and nodes that join, leave or are lost.
         """
-        nodes = executor.connections.nodes
-        nodes.proxies = DriverProxies(context, self.run)
-        nodes.local_peer = self._peer
-        messages = AgentMessageHandler(
-            self.hub, executor, events, death_handler, on_messages, self._num_workers
-        )
+        self._supervisor, group = supervisor, supervisor.group
+        assert group is not None
+        group.proxies = DriverProxies(context, self.run)
+        group.local_peer = self._peer
         if self._links is not None:
-            nodes.local.remote_edges = self._links
-            self._links.begin_run(self.run, executor.on_edge_opened, messages.on_edge_lost)
-        messages.add_members()
-        self._messages, self._events = messages, events
+            group.local.remote_edges = self._links
+            self._links.begin_run(self.run, supervisor.on_edge_opened, receiver.on_edge_lost)
+        receiver.add_members()
 
         def read_link_times() -> LinkTimes | None:
-            placement = events.ready_placement
-            if placement is None or not placement.has_remote_edges:
+            placement = supervisor.placement
+            if supervisor.recovery.state is not RecoveryState.READY or placement is None:
+                return None
+            if not placement.has_remote_edges:
                 return None
             return collect_link_times(placement, self._links_by_node, self._round_trips)
 
-        self._link_times = LinkTimesReporter(read_link_times, executor.send_to_driver)
+        self._link_times = LinkTimesReporter(read_link_times, supervisor.send_to_driver)
 
     @property
     def _links_by_node(self) -> dict[str, list[LinkState]]:
@@ -166,15 +164,21 @@ class ClusterHead:
             for name, session in self.hub.sessions.items()
         }
 
-    def on_started(self) -> None:
-        """Report the nodes that have joined as spares, and members that were lost since."""
-        assert self._messages is not None
-        self._messages.add_spares(self._members)
-
     def publish_state(self, state: str, cause: str, generation: int) -> None:
         """Send the engine's state to all agents, if it has changed."""
-        if self._messages is not None:
-            self._messages.publish_state(state, cause, generation)
+        if self._supervisor is None:
+            return
+        stages, recovery = self._supervisor.node_stages, self._supervisor.recovery
+        membership = self.hub.membership
+        membership.draining = frozenset(recovery.draining)
+        for name, reason in recovery.drain_errors.items():
+            membership.note_cause(name, f"it was not drained: {reason}")
+        for name in self.hub.sessions if stages else ():
+            membership.set_spare(name, name not in stages)
+        message = EngineState(state, cause, generation)
+        if message != self.published_state:
+            self.published_state = message
+            self.hub.broadcast(message)
 
     def reports(self, stages: Mapping[str, list[int]]) -> list[NodeReport]:
         """Return the state of each node, this one first.
@@ -216,7 +220,7 @@ class ClusterHead:
             UnknownNodeError: no node has the name.
             NodeDrainError: the node cannot be drained.
         """
-        membership, events = self.hub.membership, self._events
+        membership, supervisor = self.hub.membership, self._supervisor
         if name == self.name:
             raise NodeDrainError(f"{name} is the head, which has the API: stop the engine instead")
         if name in membership.draining:
@@ -231,9 +235,10 @@ class ClusterHead:
             # Nothing waits for it, because the engine is ready.
             membership.forget(name)
             return "drained"
-        assert events is not None, "an engine that is ready has begun"
-        if reason := events.drain(name):
+        assert supervisor is not None, "an engine that is ready has begun"
+        if reason := supervisor.recovery.refuse_drain(name):
             raise NodeDrainError(f"node {name} cannot be drained: {reason}")
+        supervisor.execute(supervisor.recovery.drain_node(name, time.monotonic()))
         return "draining"
 
     @property

@@ -45,20 +45,11 @@ class DeathLog:
         self._crashes = CrashFolder(crash_folder)
 
     def begin_recovery(self, kind: str, cause: str) -> None:
-        """Count a death or a loss that ends a generation which was ready.
+        """Count a death, a loss or a planned change that ends a generation which was ready.
 
         Args:
-            kind: of the death; `node` for the loss of a node, `link` for that of its connections.
-            cause: complete description.
-        """
-        self.recoveries[kind] += 1
-        self.cause = cause
-
-    def begin_change(self, kind: str, cause: str) -> None:
-        """Count a planned change that ends a generation which was ready.
-
-        Args:
-            kind: rebalanced, drained or joined.
+            kind: of the death; `node` for the loss of a node, `link` for that of its connections;
+                rebalanced, drained or joined for a planned change.
             cause: complete description.
         """
         self.recoveries[kind] += 1
@@ -82,15 +73,20 @@ class DeathLog:
             suspects: wire ids of the sequences with rows in uncommitted plans.
         """
         heartbeat = self.heartbeats.pop(death.sender, None)
-        sections = {
-            "Cause": f"{death.cause}\nkind: {death.kind}, generation {generation}",
-            "Requests": f"{num_requests} in the engine; sequences in uncommitted plans: "
-            f"{', '.join(map(str, sorted(suspects))) or 'none'}",
-            "Last heartbeat": "" if heartbeat is None else str(heartbeat),
-            "Stacks": death.stacks,
-            "Kernel log": read_memory_kills(),
-        }
-        return self._crashes.record(f"stage-{death.place.label}", sections)
+        try:
+            sections = {
+                "Cause": f"{death.cause}\nkind: {death.kind}, generation {generation}",
+                "Requests": f"{num_requests} in the engine; sequences in uncommitted plans: "
+                f"{', '.join(map(str, sorted(suspects))) or 'none'}",
+                "Last heartbeat": "" if heartbeat is None else str(heartbeat),
+                "Stacks": death.stacks,
+                "Kernel log": read_memory_kills(),
+            }
+            return self._crashes.record(f"stage-{death.place.label}", sections)
+        except Exception:
+            # The recovery has begun, and nothing else would execute its actions.
+            log.exception("the evidence of a death could not be kept")
+            return None
 
     def close(self, has_given_up: bool) -> None:
         """Remove the evidence, unless a folder was configured for it or the engine gave up."""

@@ -10,7 +10,7 @@ from gllm.recovery.liveness import FrozenDetector
 from gllm.recovery.placement import Placement
 from gllm.recovery.records import RecoveryState
 from gllm.recovery.recovery import Recovery
-from gllm.runtime.head.node_group import NodeGroup
+from gllm.runtime.head.node import Node
 
 log = logging.getLogger(__name__)
 
@@ -24,9 +24,10 @@ class LivenessWatch:
     def __init__(
         self,
         recovery: Recovery,
-        nodes: NodeGroup,
+        nodes: Node,
         freeze_seconds: float,
         on_frozen: Callable[[int, str], None],
+        is_silent: Callable[[int], bool] | None = None,
     ) -> None:
         """Start the checks on the running event loop.
 
@@ -35,10 +36,13 @@ class LivenessWatch:
             nodes: run the workers.
             freeze_seconds: time for which a frozen worker has been stopped.
             on_frozen: called with the sender of a frozen worker and a description.
+            is_silent: returns True if nothing is known of a worker, because its machine is silent;
+                None if all workers run on this machine.
         """
         self._recovery = recovery
         self._nodes = nodes
         self._on_frozen = on_frozen
+        self._is_silent = is_silent
         self._loop = asyncio.get_running_loop()
         self._detector = FrozenDetector(freeze_seconds)
         self._placement: Placement | None = None
@@ -67,7 +71,8 @@ class LivenessWatch:
         sampled = {sender: self._nodes.sample(sender) for sender in self._placement.senders}
         samples = {sender: each for sender, each in sampled.items() if each is not None}
         # A silent node is lost as a whole, or its workers are heard again.
-        self._detector.forgive(filter(self._nodes.is_silent, self._placement.senders), now)
+        if self._is_silent is not None:
+            self._detector.forgive(filter(self._is_silent, self._placement.senders), now)
         is_serving = self._recovery.state is RecoveryState.READY
         causes = self._detector.check(samples, now, is_serving)
         for sender, cause in causes.items():

@@ -130,7 +130,12 @@ class Node(ABC):
             self._send(StageAssignment(placement, sender, config, str(folder), "", is_probe=True))
 
     def prepare(
-        self, placement: Placement, config: EngineConfig, folder: Path, change: int
+        self,
+        placement: Placement,
+        config: EngineConfig,
+        folder: Path,
+        change: int,
+        node: str | None = None,
     ) -> None:
         """Let each of this machine's workers in a placement load its layers beside its stage.
 
@@ -139,8 +144,11 @@ class Node(ABC):
             config: of the engine, with max_model_len resolved.
             folder: of the model.
             change: number of the planned change.
+            node: the only machine whose workers load layers; None for all.
         """
-        for worker in placement.workers_on(self.node_name):
+        for worker in (
+            placement.workers_on(self.node_name) if node in (None, self.node_name) else ()
+        ):
             self._send(
                 StageAssignment(placement, worker.sender, config, str(folder), "", change=change)
             )

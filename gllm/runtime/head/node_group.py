@@ -9,7 +9,12 @@ from gllm.messages.nodes import GenerationReady
 from gllm.recovery.dial_direction import source_dials
 from gllm.recovery.liveness import ProcessSample
 from gllm.recovery.placement import LOCAL_NODE, Placement
-from gllm.runtime.head.assignment import NodeAssignment, StageAssignment, WorkerIdentity
+from gllm.runtime.head.assignment import (
+    KvMoverConnection,
+    NodeAssignment,
+    StageAssignment,
+    WorkerIdentity,
+)
 from gllm.runtime.head.edge_gate import remote_edges
 from gllm.runtime.head.node import Node, OnExit
 from gllm.runtime.head.remote_node import RemoteNode
@@ -50,6 +55,10 @@ class NodeGroup(Node):
         """See Node."""
         self._on_exit = on_exit
         self.local.watch(on_exit)
+
+    def connect_kv_mover(self, sender: int, connection: KvMoverConnection) -> None:
+        """Give the driver, which runs on this machine, its end of a channel to the KV mover."""
+        self.local.connect_kv_mover(sender, connection)
 
     def add(self, remote: RemoteNode) -> None:
         """Add the node of an agent that has joined."""
@@ -147,12 +156,8 @@ class NodeGroup(Node):
         change: int,
         node: str | None = None,
     ) -> None:
-        """See Node; machines that are lost meanwhile are left out.
-
-        node: the only machine whose workers load layers; None for all.
-        """
-        if node in (None, LOCAL_NODE):
-            self.local.prepare(placement, config, folder, change)
+        """See Node; machines that are lost meanwhile are left out."""
+        self.local.prepare(placement, config, folder, change, node)
         assignment = NodeAssignment(placement, config, change=change)
         for remote in self._remotes_of(placement):
             if node in (None, remote.node_name):

@@ -1,14 +1,18 @@
 """Supervisor: the life of an engine's worker processes, seen from the head process.
 
-It executes the decisions of `gllm.recovery.recovery` with a node, a hub and the client, and reports
-events to them: exits, messages, heartbeats and deadlines. This module imports no torch.
+`gllm.recovery.recovery` decides; the supervisor executes its decisions: messages to workers, starts
+and ends of processes, calls of the client. `EventReceiver` turns what arrives into events for the
+recovery. This module imports no torch.
 """
 
 import asyncio
 import logging
+import os
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from random import Random
 
@@ -17,32 +21,55 @@ import zmq
 from gllm.config.engine import EngineConfig
 from gllm.config.nodes import NodesConfig
 from gllm.messages.base import WireMessage
-from gllm.messages.codec import AnyMessage, decode_for_head
-from gllm.messages.control import ResetPrefixCache
+from gllm.messages.codec import decode_for_head
+from gllm.messages.control import CommandDone, ResetPrefixCache
 from gllm.messages.handoff import HandoffCommand
-from gllm.messages.lifecycle import Shutdown
+from gllm.messages.lifecycle import CloseGeneration, InitializeCache, Shutdown, StageLoaded
 from gllm.models.identity import describe_numerics
 from gllm.observability.logs import LogConfig
-from gllm.recovery.actions import Action, AssignGeneration, KillWorker
-from gllm.recovery.node_layout import NodeShape
+from gllm.recovery.actions import (
+    Action,
+    AssignGeneration,
+    AttachClient,
+    BeginChange,
+    ChangeShape,
+    ChooseLayers,
+    CloseInstances,
+    DetachClient,
+    DismissNode,
+    GiveUp,
+    InitializeCaches,
+    KillWorker,
+    MeasureWorkers,
+    PrepareLayers,
+    RejectParked,
+    SpawnWorker,
+    WarmUp,
+)
 from gllm.recovery.placement import Placement
 from gllm.recovery.records import RecoveryLimits, RecoveryState
 from gllm.recovery.recovery import Recovery
-from gllm.runtime.head.action_executor import ActionExecutor, Head
+from gllm.runtime.driver.plan_record import read_uncommitted
+from gllm.runtime.head.assignment import (
+    KvMoverConnection,
+    NodeAssignment,
+    WorkerIdentity,
+    resolve_scheduler,
+)
 from gllm.runtime.head.client import EngineClient
 from gllm.runtime.head.cluster_head import ClusterHead
-from gllm.runtime.head.death_handler import DeathHandler
 from gllm.runtime.head.deaths import DeathLog
+from gllm.runtime.head.edge_gate import EdgeGate
 from gllm.runtime.head.engine_error import EngineError as EngineError
+from gllm.runtime.head.event_receiver import EventReceiver
 from gllm.runtime.head.head_socket import HeadSocket
+from gllm.runtime.head.kv_events import KvEventSource
+from gllm.runtime.head.kv_memory import count_placement_blocks, limit_blocks
+from gllm.runtime.head.kv_mover import EngineKvMover
 from gllm.runtime.head.layer_planner import LayerPlanner
-from gllm.runtime.head.liveness_watch import LivenessWatch
-from gllm.runtime.head.load_progress import TotalLoadProgress
 from gllm.runtime.head.machine_speeds import Machine
 from gllm.runtime.head.node import Node
-from gllm.runtime.head.node_events import NodeEventHandler
 from gllm.runtime.head.node_group import NodeGroup
-from gllm.runtime.head.report_handler import ReportHandler
 from gllm.runtime.head.worker_channels import WorkerChannels
 from gllm.runtime.messaging.bus import Hub
 
@@ -52,8 +79,69 @@ STOPPED = "the engine was stopped"
 """Cause of the end of an engine without a failure."""
 
 
+class CommandRunner:
+    """Commands to the workers whose results a caller waits for."""
+
+    def __init__(self) -> None:
+        self._ids = count()
+        self._reports: dict[int, tuple[asyncio.Queue[CommandDone], list[int]]] = {}
+        """Reports on the commands that a caller waits for and their receivers, by command id."""
+
+    @property
+    def num_running(self) -> int:
+        """Commands that a caller waits for."""
+        return len(self._reports)
+
+    async def run(
+        self, create: Callable[[int], WireMessage], channels: WorkerChannels, receivers: list[int]
+    ) -> str:
+        """Send a command and wait until every receiver has reported the result.
+
+        Args:
+            create: creates the command with an id.
+            channels: to the receivers.
+            receivers: senders of the workers.
+
+        Returns:
+            The first error, empty on success.
+        """
+        command_id = next(self._ids)
+        command = create(command_id)
+        queue: asyncio.Queue[CommandDone] = asyncio.Queue()
+        self._reports[command_id] = queue, receivers
+        try:
+            for receiver in receivers:
+                channels.send(receiver, command)
+            reports = [await queue.get() for _ in receivers]
+        finally:
+            del self._reports[command_id]
+        return next((report.error for report in reports if report.error), "")
+
+    def on_done(self, report: CommandDone) -> None:
+        """Handle a worker's report."""
+        if report.command_id in self._reports:
+            self._reports[report.command_id][0].put_nowait(report)
+
+    def fail_all(self, cause: str) -> None:
+        """End all commands with an error, because a worker has died."""
+        for command_id, (queue, receivers) in self._reports.items():
+            for _ in receivers:
+                queue.put_nowait(CommandDone(command_id, 0, cause))
+
+
 class Supervisor:
     """The worker processes of an engine: start, recovery from deaths, commands, shutdown."""
+
+    channels: WorkerChannels
+    """Messages to and from the workers, after `start`."""
+    nodes: Node
+    """Machines that run the workers, after `start`: `group` if there are several."""
+    _receiver: EventReceiver
+    """Set by `start`."""
+    _folder: Path
+    _logs: LogConfig
+    _run: int
+    """Number of this start of the head process."""
 
     def __init__(
         self,
@@ -70,47 +158,49 @@ class Supervisor:
             on_progress: called while weights are first loaded, with the bytes loaded and in total.
             nodes: machines of the engine; None for this one alone.
         """
+        self.config = config
+        self.planner = planner
         self.client = EngineClient()
         self.cause = ""
         """Reason for which the engine is dead."""
         self.died = asyncio.Event()
         """Set when the engine is dead."""
         self.deaths = DeathLog(config.crash_folder)
-        self._config = config
-        self._planner = planner
-        self._recovery = make_recovery(config, planner, nodes)
-        self._recovery.predict_recompute = self.client.predict_recompute_seconds
-        self._executor = ActionExecutor(config, self._recovery, self.client, self.deaths, self)
-        self.kv_events = self._executor.kv_events
-        self.kv_mover = self._executor.kv_mover
+        self.recovery = make_recovery(config, planner, nodes)
+        self.recovery.predict_recompute = self.client.predict_recompute_seconds
+        self.group: NodeGroup | None = None
+        """All machines by name; None for this one alone."""
+        self.commands = CommandRunner()
+        self.kv_events = KvEventSource()
+        """Changes of the prefix cache of the present driver."""
+        self.kv_mover = EngineKvMover(
+            self._connect_kv_mover,
+            config.kv_transfer,
+            config.kv_transfer_encoding,
+            config.kv_transfer_address,
+        )
         self.kv_mover.on_change = self._notify_changed
-        self._death_handler = DeathHandler(
-            self._recovery, self._executor, self.client, self.deaths, self._execute
-        )
-        self.node_events = NodeEventHandler(
-            self._recovery,
-            self._executor,
-            self.client,
-            self.deaths,
-            self._death_handler,
-            planner,
-            self._execute,
-        )
+        self.loaded: dict[int, StageLoaded] = {}
+        """Reports of the present generation's workers, by sender."""
+        self.num_blocks = 0
+        """KV blocks of each worker; 0 before the weights are loaded."""
+        self.kv_bytes = 0
+        """Bytes of the KV cache over all workers."""
+        self.edges = EdgeGate()
+        """Edges between machines of the present generation."""
+        self._on_progress = on_progress
+        self._block_nodes: list[str] = []
+        """Name of the node of each worker when the KV blocks were counted."""
+        self._plan_record: int | None = None
+        """Descriptor of the record of the plans in flight of the present generation."""
+        self._actions: deque[Action] = deque()
+        """Actions that have not been executed."""
+        self._is_executing = False
         self._cluster: ClusterHead | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        """None before `start`."""
         self._timer: asyncio.TimerHandle | None = None
         """Calls the recovery at its next deadline."""
-        self._progress = TotalLoadProgress(on_progress)
-        self._reports = ReportHandler(
-            self._recovery,
-            self._executor,
-            self.client,
-            self.deaths,
-            self._death_handler,
-            planner,
-            self._progress,
-            self._execute,
-        )
         self._start_error: Exception | None = None
         self._has_changed = asyncio.Event()
         """Set after each event."""
@@ -123,35 +213,35 @@ class Supervisor:
     @property
     def state(self) -> str:
         """loading, ready, recovering, sleeping, draining or dead."""
-        if self._recovery.is_over:
+        if self.recovery.is_over:
             return "dead"
-        if not self._recovery.has_been_ready:
+        if not self.recovery.has_been_ready:
             return "loading"
         if self._is_draining:
             return "draining"
-        if self._recovery.state is not RecoveryState.READY:
+        if self.recovery.state is not RecoveryState.READY:
             return "recovering"
         return "sleeping" if self._is_sleeping else "ready"
 
     @property
     def layers(self) -> list[range]:
         """Layers of each stage."""
-        return self._planner.layers
+        return self.planner.layers
 
     @property
     def generation(self) -> int:
         """Number of the present generation; 0 before the first."""
-        return self._recovery.generation
+        return self.recovery.generation
 
     @property
     def recovering_since(self) -> float | None:
         """Time at which the running recovery began; None if none runs."""
-        return None if self._recovery.is_over else self._recovery.recovering_since
+        return None if self.recovery.is_over else self.recovery.recovering_since
 
     @property
     def is_recovery_overdue(self) -> bool:
         """True if the running recovery has taken longer than `recovery_timeout`."""
-        return self._recovery.is_overdue
+        return self.recovery.is_overdue
 
     @property
     def state_cause(self) -> str:
@@ -161,19 +251,14 @@ class Supervisor:
     @property
     def numerics(self) -> str:
         """See StageLoaded, for all stages; known once they are loaded."""
-        loaded = [self._executor.loaded.get(sender) for sender in self.senders]
-        executors = (each.numerics for each in loaded if each is not None)
-        return describe_numerics(executors, list(map(len, self.layers)), self._recovery.degrees)
-
-    @property
-    def node(self) -> Node:
-        """Node of the workers, after `start`."""
-        return self._executor.connections.nodes.local
+        reports = [self.loaded.get(sender) for sender in self.senders]
+        executors = (report.numerics for report in reports if report is not None)
+        return describe_numerics(executors, list(map(len, self.layers)), self.recovery.degrees)
 
     @property
     def placement(self) -> Placement | None:
         """Workers, layers and nodes of the present generation; None before the first."""
-        return self._recovery.placement
+        return self.recovery.placement
 
     @property
     def senders(self) -> list[int]:
@@ -181,20 +266,15 @@ class Supervisor:
         return [] if self.placement is None else self.placement.senders
 
     @property
-    def num_blocks(self) -> int:
-        """KV blocks of each worker; 0 before the weights are loaded."""
-        return self._executor.num_blocks
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of the KV cache over all workers."""
-        return self._executor.kv_bytes
+    def node_stages(self) -> dict[str, list[int]]:
+        """Stages of each node in the present generation, by its name."""
+        return {} if self.placement is None else self.placement.node_stages
 
     @property
     def num_stale_frames(self) -> int:
         """Messages of earlier generations that arrived late and were dropped."""
-        head = self._executor.head
-        return 0 if head is None else head.channels.num_stale + head.nodes.num_stale
+        num_proxied = 0 if self.group is None else self.group.num_stale
+        return 0 if self._context is None else self.channels.num_stale + num_proxied
 
     async def start(
         self, folder: Path, node: Node, logs: LogConfig, cluster: ClusterHead | None = None
@@ -214,29 +294,22 @@ class Supervisor:
         if self._is_stopped:
             raise EngineError(self.cause)
         context = self._context = zmq.Context()
-        self._cluster = cluster
-        run = secrets.randbits(64) if cluster is None else cluster.run
-        channels = WorkerChannels(hub := Hub(context, run, decode_for_head), HeadSocket(hub))
-        channels.start(self._on_messages, self._death_handler.on_session_lost)
-        nodes = NodeGroup(node)
-        self._executor.head = Head(run, channels, nodes, folder, logs)
-        nodes.watch(self._death_handler.on_exit)
+        self._cluster, self._folder, self._logs = cluster, folder, logs
+        self._run = secrets.randbits(64) if cluster is None else cluster.run
+        self.channels = WorkerChannels(
+            hub := Hub(context, self._run, decode_for_head), HeadSocket(hub)
+        )
+        self.group = None if cluster is None else NodeGroup(node)
+        self.nodes = self.group or node
+        receiver = self._receiver = EventReceiver(self, self._on_progress, cluster)
+        self.channels.start(receiver.on_messages, receiver.on_session_lost)
+        self.nodes.watch(receiver.on_exit)
         if cluster is not None:
-            cluster.begin(
-                context,
-                self._executor,
-                self.node_events,
-                self._death_handler,
-                self._on_messages,
-            )
-        if self._config.max_restarts:
-            self._reports.liveness = LivenessWatch(
-                self._recovery, nodes, self._config.freeze_timeout, self._death_handler.on_frozen
-            )
+            cluster.begin(context, self, receiver)
         try:
-            self._execute(self._recovery.start(time.monotonic()))
+            self.execute(self.recovery.start(time.monotonic()))
             if cluster is not None:
-                cluster.on_started()
+                receiver.add_spares(cluster.members)
             while self.state == "loading":
                 await self._has_changed.wait()
                 self._has_changed.clear()
@@ -250,8 +323,8 @@ class Supervisor:
 
     def set_nodes(self, nodes: Sequence[str], machines: Mapping[str, Machine]) -> None:
         """Set the name of each stage's node, the first one the head's; and the machines by name."""
-        self._planner.set_nodes(nodes, machines)
-        self._recovery.set_nodes(nodes, self._planner.should_measure)
+        self.planner.set_nodes(nodes, machines)
+        self.recovery.set_nodes(nodes, self.planner.should_measure)
 
     def add_change_listener(self, listener: Callable[[], None]) -> None:
         """Call a function after each event that may change the state."""
@@ -270,18 +343,18 @@ class Supervisor:
         if self._is_stopped:
             return
         self._is_stopped = True
-        self._die(STOPPED)
-        head = self._executor.head
-        if head is not None:
-            await head.nodes.stop()
+        self.die(STOPPED)
+        if self._context is not None:
+            await self.nodes.stop()
         if self._cluster is not None:
             await self._cluster.stop(self.cause, is_failure=self.cause != STOPPED)
-        if head is not None:
-            head.channels.close()
         if self._context is not None:
+            self.channels.close()
             self._context.term()
-        self._executor.close()
-        self.deaths.close(self._has_given_up and self._config.max_restarts > 0)
+        self._actions.clear()
+        self.kv_mover.close()
+        self._close_plan_record()
+        self.deaths.close(self._has_given_up and self.config.max_restarts > 0)
 
     def set_sleeping(self, is_on: bool) -> None:
         """Change the state between ready and sleeping; users of the engine then refuse requests."""
@@ -294,117 +367,289 @@ class Supervisor:
 
     def send_kv_command(self, message: HandoffCommand) -> None:
         """Pass a command about KV blocks to the driver, if there is one."""
-        if self._recovery.state is RecoveryState.READY:
-            self._executor.send_to_driver(message)
+        if self.recovery.state is RecoveryState.READY:
+            self.send_to_driver(message)
 
     async def run_command(
         self, create: Callable[[int], WireMessage], num_workers: int | None = None
     ) -> str:
         """Send a command to the first workers, by default to all; return the first error."""
-        if self._recovery.state is not RecoveryState.READY:
+        if self.recovery.state is not RecoveryState.READY:
             return self.cause or f"the engine is {self.state}: {self.deaths.cause}"
-        receivers = self.senders[:num_workers]
-        channels = self._executor.connections.channels
-        return await self._executor.commands.run(create, channels, receivers)
+        return await self.commands.run(create, self.channels, self.senders[:num_workers])
 
-    def _execute(self, actions: list[Action]) -> None:
-        """Execute the actions that follow from an event."""
-        for action in actions:
-            if isinstance(action, AssignGeneration):
-                self._reports.begin_generation(action.placement)
+    def send_to_driver(self, message: WireMessage) -> None:
+        """Send a message to the driver of the present generation."""
+        assert self.recovery.placement is not None
+        self.channels.send(self.recovery.placement.workers[0].sender, message)
+
+    def _connect_kv_mover(self, generation: int, descriptor: int) -> None:
+        """Give the present driver its end of a channel to the KV mover."""
+        assert self.recovery.placement is not None
+        driver = self.recovery.placement.workers[0].sender
+        self.nodes.connect_kv_mover(driver, KvMoverConnection(generation, descriptor))
+
+    def read_suspects(self) -> set[int]:
+        """Return the wire ids of the sequences with rows in uncommitted plans."""
+        return set() if self._plan_record is None else read_uncommitted(self._plan_record)
+
+    def execute(self, actions: list[Action]) -> None:
+        """Execute the actions that follow from an event, and then those that follow from them."""
+        self._actions.extend(actions)
+        if self._is_executing:
+            return
+        self._is_executing = True
         try:
-            self._executor.execute(actions)
+            while self._actions:
+                self._execute(self._actions.popleft())
         except Exception as error:
-            if not self._recovery.has_been_ready:
+            if not self.recovery.has_been_ready:
                 self._start_error = error
             else:
                 log.exception("the workers could not be supervised")
-            self._die(f"the workers could not be supervised: {error}")
-        self._schedule_timer()
-        self._notify_changed()
-
-    def _schedule_timer(self) -> None:
-        """Set the timer to the next deadline of the recovery."""
-        self._cancel_timer()
-        deadline = self._recovery.next_deadline
-        if deadline < float("inf"):
-            delay = max(0.0, deadline - time.monotonic())
-            self._timer = asyncio.get_running_loop().call_later(delay, self._on_timer)
-
-    def _cancel_timer(self) -> None:
+            self.die(f"the workers could not be supervised: {error}")
+        finally:
+            self._is_executing = False
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        deadline = self.recovery.next_deadline
+        if deadline < float("inf"):
+            delay = max(0.0, deadline - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(delay, self._on_timer)
+        self._notify_changed()
 
-    def _on_timer(self) -> None:
-        actions = self._recovery.on_timer(time.monotonic())
-        for action in actions:
-            if isinstance(action, KillWorker):
-                name, about = self._recovery.name_of(action.sender), {"about": action.sender}
-                log.warning("the worker of %s is killed: %s", name, action.cause, extra=about)
-        self._execute(actions)
-
-    def _die(self, cause: str) -> None:
+    def die(self, cause: str) -> None:
         """Fail everything with the cause, once."""
-        self._recovery.stop()
+        self.recovery.stop()
         if self.died.is_set():
             return
         self.cause = cause
-        self._cancel_timer()
-        self._reports.close()
-        self._executor.fail_all(cause)
-        self._end_workers()
+        if self._timer is not None:
+            self._timer.cancel()
+        self.client.fail_all(cause)
+        self._detach_driver(cause)
+        if self._context is not None:
+            self._receiver.close()
+            self._end_workers()
         self.died.set()
         self._notify_changed()
 
+    def on_edge_opened(self, generation: int, edge: int) -> None:
+        """Handle an edge between machines that is connected; the last one lets the stages start."""
+        if self.edges.on_opened(generation, edge):
+            self._initialize_if_connected()
+
+    def _on_timer(self) -> None:
+        actions = self.recovery.on_timer(time.monotonic())
+        for action in actions:
+            if isinstance(action, KillWorker):
+                name, about = self.recovery.name_of(action.sender), {"about": action.sender}
+                log.warning("the worker of %s is killed: %s", name, action.cause, extra=about)
+        self.execute(actions)
+
     def _end_workers(self) -> None:
         """Let all workers end; `stop` waits for them."""
-        head = self._executor.head
-        if head is None:
-            return
-        for sender in self._recovery.senders:
+        for sender in self.recovery.senders:
             # A process that has not connected yet has nothing to finish.
-            if head.channels.is_connecting(sender):
-                head.nodes.kill(sender)
+            if self.channels.is_connecting(sender):
+                self.nodes.kill(sender)
             else:
-                head.channels.send(sender, Shutdown())
+                self.channels.send(sender, Shutdown())
 
-    def _on_messages(self, messages: list[tuple[int, AnyMessage]]) -> None:
+    def _execute(self, action: Action) -> None:
+        match action:
+            case SpawnWorker(sender, node=node):
+                self._spawn(sender, node)
+            case KillWorker(sender):
+                self.nodes.kill(sender)
+            case CloseInstances(senders=senders):
+                for sender in senders:
+                    self.channels.send(sender, CloseGeneration())
+            case MeasureWorkers(placement):
+                self.nodes.measure(placement, self.config, self._folder)
+            case ChooseLayers():
+                layers = self.planner.choose_layers()
+                self._actions += self.recovery.change_layers(layers, "", time.monotonic())
+            case PrepareLayers(number, placement, cause, node):
+                log.info("%s: the layers are loaded while the engine serves", cause)
+                self.nodes.prepare(placement, self.config, self._folder, number, node)
+            case BeginChange(kind, cause):
+                self.deaths.begin_recovery(kind, cause)
+                log.info("%s; requests: %d", cause, self.client.num_requests)
+            case DismissNode(node, cause):
+                self._dismiss(node, cause)
+            case ChangeShape(shape):
+                self.planner.change_shape(shape)
+            case AssignGeneration(placement):
+                self._assign(placement)
+            case InitializeCaches():
+                self._initialize_if_connected()
+            case WarmUp(generation):
+                self._warm_up(generation)
+            case DetachClient(cause):
+                self.client.detach(cause)
+                self._detach_driver(cause)
+            case AttachClient():
+                self.client.attach(self.send_to_driver)
+            case RejectParked(cause):
+                cause = f"{cause} from: {self.deaths.cause}"
+                log.error("%s", cause)
+                self.client.reject_parked(cause)
+            case GiveUp(cause):
+                self._has_given_up = self.recovery.has_been_ready
+                self.die(cause)
+
+    def _dismiss(self, node: str, cause: str) -> None:
+        """End the membership of a node, and forget its workers."""
+        log.info("%s", cause)
+        assert self.group is not None
+        for sender in self.group.dismiss(node, cause):
+            self.channels.forget(sender)
+            self.deaths.heartbeats.pop(sender, None)
+
+    def _spawn(self, sender: int, node: str) -> None:
         try:
-            for sender, message in messages:
-                self._reports.on_message(sender, message)
-        except Exception as error:
-            # The other messages are lost, so their requests would wait forever.
-            log.exception("a message of the workers could not be handled")
-            self._die(f"a message could not be handled: {type(error).__name__}: {error}")
+            remote = None if self.group is None else self.group.place(sender, node)
+            if remote is None:
+                address = self.channels.expect(sender)
+            else:
+                address = ""
+                self.channels.expect_remote(sender, remote.session.send)
+            self.nodes.spawn(WorkerIdentity(self._run, sender, address, self._logs))
+        except (OSError, zmq.ZMQError) as error:
+            description = f"a process could not be started: {error}"
+            asyncio.get_running_loop().call_soon(self._receiver.on_exit, sender, description)
 
-    def on_assignment_failed(self, generation: int, cause: str) -> None:
-        """See ActionListener."""
-        self._execute(self._recovery.on_assignment_failed(generation, cause, time.monotonic()))
+    def _assign(self, placement: Placement) -> None:
+        """Begin a generation, unless the files for it cannot be created."""
+        self._receiver.begin_generation(placement)
+        # A warm-up request of the generation before may not have ended.
+        self.client.detach(self.deaths.cause)
+        self._detach_driver(self.deaths.cause)
+        self.loaded.clear()
+        if self.group is not None:
+            self.edges.begin(placement)
+        self._close_plan_record()
+        try:
+            self._plan_record = os.memfd_create("gllm-plans")
+            self.nodes.assign(
+                NodeAssignment(placement, self.config, self.deaths.cause, self.client.num_requests),
+                self._folder,
+                self._plan_record,
+                self.client.output_lengths,
+            )
+        except (OSError, ValueError) as error:
+            log.warning("the stages could not be assigned: %s", error)
+            now = time.monotonic()
+            self._actions += self.recovery.on_assignment_failed(
+                placement.generation, str(error), now
+            )
+            return
+        self.channels.advance(placement.generation)
 
-    def on_all_measured(self) -> None:
-        """See ActionListener."""
-        bounds = self._planner.choose_layers()
-        self._execute(self._recovery.change_layers(bounds, "", time.monotonic()))
+    def _initialize_if_connected(self) -> None:
+        """Divide the memory for KV blocks, once the edges between machines are connected.
 
-    def on_shape_changed(self, shape: NodeShape) -> None:
-        """See ActionListener."""
-        self._planner.change_shape(shape)
+        Every worker gets the same number of blocks.
+        """
+        if self.recovery.state is not RecoveryState.INITIALIZING:
+            return
+        if self.group is not None and not self.edges.is_open:
+            pairs = (f"{source} and {target}" for source, target in self.edges.missing_pairs)
+            log.info("waiting for the data connections between %s", ", ".join(pairs))
+            return
+        max_model_len, placement = self.config.max_model_len, self.recovery.placement
+        assert max_model_len is not None
+        assert placement is not None
+        num_blocks = self._count_blocks(placement, max_model_len)
+        try:
+            resolve_scheduler(self.config, placement, num_blocks)
+        except ValueError as error:
+            nodes = ", ".join(dict.fromkeys(worker.node for worker in placement.workers))
+            cause = f"the memory of the nodes {nodes} does not suffice: {error}"
+            if not self._wait_for_memory(placement.generation, cause):
+                raise
+            return
+        self.num_blocks = num_blocks
+        self.kv_bytes = num_blocks * sum(worker.block_bytes for worker in self.loaded.values())
+        for sender in self.loaded:
+            self.channels.send(sender, InitializeCache(num_blocks))
 
-    def on_memory_short(self, generation: int, cause: str) -> bool:
-        """See ActionListener."""
-        return self.node_events.on_memory_short(generation, cause)
+    def _wait_for_memory(self, generation: int, cause: str) -> bool:
+        """Wait for the lost nodes again, or for others, where those left have too little memory.
 
-    def on_warm(self, generation: int, error: str) -> None:
-        """Handle the end of a warm-up request."""
-        if generation != self.generation or self._recovery.state is not RecoveryState.WARMING:
+        Returns:
+            False if that cannot help, because the stages are where they were.
+        """
+        actions = self.recovery.on_memory_short(generation, cause, time.monotonic())
+        if not actions:
+            return False
+        awaited = ", ".join(self.recovery.vacant_nodes) or "other nodes"
+        self.deaths.cause = f"{cause}; waiting for {awaited} or for another machine"
+        log.warning("%s; requests: %d", self.deaths.cause, self.client.num_requests)
+        self.execute(actions)
+        return True
+
+    def _count_blocks(self, placement: Placement, max_model_len: int) -> int:
+        """Return the number of KV blocks of a generation.
+
+        Requests were accepted by the size of the first cache, so a later one is not larger. It can
+        be smaller if layers have moved to other machines, but there is always one sequence of full
+        length if the memory suffices at all, so that every accepted request can be resumed.
+        """
+        scheduler = self.config.scheduler
+        num_needed = -(-max_model_len // scheduler.block_size)
+        most = self.num_blocks or scheduler.max_num_seqs * num_needed
+        nodes = [worker.node for worker in placement.workers]
+        has_own_memory = any(report.available_bytes is not None for report in self.loaded.values())
+        has_moved, self._block_nodes = nodes != self._block_nodes, nodes
+        if self.num_blocks and not (has_own_memory or has_moved):
+            return self.num_blocks
+        count = count_placement_blocks(self.config.kv_cache_memory, placement, self.loaded)
+        if self.num_blocks and has_moved:
+            limit = limit_blocks(placement, self.loaded)
+            count = int(min(max(count, num_needed), limit))
+        return min(count, most)
+
+    def _detach_driver(self, cause: str) -> None:
+        """End what belongs to the present driver, which has ended."""
+        self.kv_events.detach()
+        self.kv_mover.end_generation()
+        self.commands.fail_all(cause)
+
+    def _close_plan_record(self) -> None:
+        if self._plan_record is not None:
+            os.close(self._plan_record)
+            self._plan_record = None
+
+    def _warm_up(self, generation: int) -> None:
+        """Generate one token."""
+        self.nodes.on_generation_ready()
+        self.kv_mover.open(generation, self.senders, self.nodes.kv_memory)
+        loop = asyncio.get_running_loop()
+        # Before the first request, so that token ids of all blocks are known.
+        self.kv_events.attach(self.send_to_driver)
+        stream = self.client.submit_warm_up(self.send_to_driver)
+
+        def read_end() -> None:
+            end = stream.pop_deltas()[0].end
+            if end is not None:
+                # Later, because the client is still delivering the step's output.
+                loop.call_soon(self._on_warm, generation, end.error)
+
+        stream.set_listener(read_end)
+
+    def _on_warm(self, generation: int, error: str) -> None:
+        """Handle the end of a warm-up request; `error` is empty on success."""
+        if generation != self.generation or self.recovery.state is not RecoveryState.WARMING:
             return
         if error:
-            self._death_handler.on_warm_up_failed(self.senders[0], error)
+            self._receiver.on_warm_up_failed(self.senders[0], error)
             return
         since, num_resumed = self.recovering_since, self.client.num_resumed_requests
-        self._planner.begin_generation([*self._executor.loaded.values()])
-        self._execute(self._recovery.on_warm(time.monotonic()))
+        self.planner.begin_generation([*self.loaded.values()])
+        self.execute(self.recovery.on_warm(time.monotonic()))
         if since is not None:
             log.info(
                 "the engine is ready again after %.2f s, in generation %d; requests resumed: %d",
@@ -412,15 +657,6 @@ class Supervisor:
                 generation,
                 self.client.num_resumed_requests - num_resumed,
             )
-
-    def on_exit(self, sender: int, description: str) -> None:
-        """See ActionListener."""
-        self._death_handler.on_exit(sender, description)
-
-    def on_give_up(self, cause: str) -> None:
-        """See ActionListener."""
-        self._has_given_up = self._recovery.has_been_ready
-        self._die(cause)
 
     def _notify_changed(self) -> None:
         if self._cluster is not None:

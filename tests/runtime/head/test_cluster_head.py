@@ -66,7 +66,7 @@ async def test_stages_run_on_both_machines() -> None:
         assert assignment.peers["local"] == LinkPeer("head", "", b"")
         await until(lambda: agent.of(EngineState)[-1:] == [EngineState("ready", "", 1)])
         assert agent.of(GenerationReady) == [GenerationReady(1)]
-        stages = end.supervisor.node_events.node_stages
+        stages = end.supervisor.node_stages
         head, other = end.cluster.reports(stages)
         assert (head.name, head.rank, head.state, head.stages) == ("head", 0, "member", [0])
         assert (other.name, other.rank, other.state, other.stages) == ("node1", 1, "member", [1])
@@ -117,7 +117,7 @@ async def test_requests_survive_the_loss_and_return_of_a_machine(is_death: bool)
             end.cluster.hub.lose(end.cluster.hub.sessions["node1"], "no message for 5 seconds")
         await until(lambda: end.supervisor.state == "recovering")
         assert "node1" in end.supervisor.state_cause
-        lost = end.cluster.reports(end.supervisor.node_events.node_stages)[1]
+        lost = end.cluster.reports(end.supervisor.node_stages)[1]
         assert (lost.state, lost.num_losses, lost.stages) == ("lost", 1, [])
         assert lost.last_cause in end.supervisor.state_cause
         assert lost.load.cpu_utilization is None
@@ -153,7 +153,7 @@ async def test_a_spare_takes_the_place_at_once() -> None:
         await until(lambda: end.supervisor.client.stats.running)
         agent.close()
         assert await running == ([expected(200)], [""])
-        assert end.supervisor.node_events.node_stages == {"local": [0], "spare": [1]}
+        assert end.supervisor.node_stages == {"local": [0], "spare": [1]}
         # The node that returns has no stages any more.
         again = await end.dial("node1", 1)
         await until(lambda: again.is_welcome)
@@ -186,14 +186,14 @@ async def test_machines_that_lose_each_other_twice_are_no_neighbours() -> None:
         agent.send(EdgeLost(1, 0, "no route"))
         await until(lambda: len(agent.assignments) == 2)
         await until(lambda: end.supervisor.state == "ready")
-        assert end.supervisor.node_events.node_stages == {"local": [0], "node1": [1]}
+        assert end.supervisor.node_stages == {"local": [0], "node1": [1]}
         spare = await end.dial("spare", is_spare=True)
         await until(lambda: spare.is_welcome)
         running = asyncio.create_task(generate(end.supervisor, PROMPT, 200))
         await until(lambda: end.supervisor.client.stats.running)
         agent.send(EdgeLost(2, 0, "no route"))
         assert await running == ([expected(200)], [""])
-        assert end.supervisor.node_events.node_stages == {"local": [0], "spare": [1]}
+        assert end.supervisor.node_stages == {"local": [0], "spare": [1]}
         # The other node is a spare now, and takes the stages in turn.
         await until(lambda: not agent.workers)
         assert not agent.lost
@@ -309,7 +309,9 @@ async def test_workers_of_a_silent_machine_are_not_watched() -> None:
     frozen: list[int] = []
     nodes: Any = Nodes()
     recovery: Any = SimpleNamespace(state=RecoveryState.READY, is_exiting=lambda sender: False)
-    watch = LivenessWatch(recovery, nodes, 0.1, lambda sender, cause: frozen.append(sender))
+    watch = LivenessWatch(
+        recovery, nodes, 0.1, lambda sender, cause: frozen.append(sender), nodes.is_silent
+    )
     watch.watch(make_placement(1, [(0, 1)], [Slot(5)]))
     await asyncio.sleep(0.6)
     assert not frozen

@@ -10,7 +10,7 @@ from gllm.engine.interface import EngineUnavailableError, ProfileError
 from gllm.messages.codec import AnyMessage
 from gllm.messages.control import CommandDone, ResetPrefixCache
 from gllm.messages.sampling import SequenceSamplingParams
-from gllm.runtime.head.commands import CommandRunner
+from gllm.runtime.head.supervisor import CommandRunner
 from tests.support.engines.local_workers import local_engine, local_supervisor
 
 

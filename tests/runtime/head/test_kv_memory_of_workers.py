@@ -16,7 +16,7 @@ from gllm.messages.codec import AnyMessage
 from gllm.messages.kv_layout import KvLayout, find_moves
 from gllm.messages.lifecycle import StageReady
 from gllm.options.field_types import FieldError
-from gllm.runtime.head.report_handler import ReportHandler
+from gllm.runtime.head.event_receiver import EventReceiver
 from gllm.runtime.worker.kv_cache import map_zeros
 from gllm.transport.kv.pages import KvPages
 from tests.support.engines.local_workers import LocalWorkers, local_engine
@@ -33,14 +33,14 @@ SECONDS = 60.0
 def layouts(monkeypatch: pytest.MonkeyPatch) -> dict[int, KvLayout | None]:
     """Layouts that workers have reported, by sender."""
     reported: dict[int, KvLayout | None] = {}
-    on_message = ReportHandler.on_message
+    on_message = EventReceiver.on_message
 
-    def record(self: ReportHandler, sender: int, message: AnyMessage) -> None:
+    def record(self: EventReceiver, sender: int, message: AnyMessage) -> None:
         if isinstance(message, StageReady):
             reported[sender] = message.kv_layout
         on_message(self, sender, message)
 
-    monkeypatch.setattr(ReportHandler, "on_message", record)
+    monkeypatch.setattr(EventReceiver, "on_message", record)
     return reported
 
 

@@ -20,7 +20,7 @@ from gllm.messages.sampling import SequenceSamplingParams
 from gllm.observability.logs import DEFAULT_LOG_CONFIG
 from gllm.recovery import records
 from gllm.recovery.partition import StageCosts
-from gllm.runtime.head import death_handler, liveness_watch
+from gllm.runtime.head import event_receiver, liveness_watch
 from gllm.runtime.head.layer_planner import LayerPlanner
 from gllm.runtime.head.supervisor import EngineError, Supervisor
 from tests.support.engines.kv_driver import KvFollower
@@ -310,7 +310,7 @@ async def test_a_reported_failure_is_recovered() -> None:
 
 
 async def test_a_broken_session_is_recovered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(death_handler, "LOST_SECONDS", 0.05)
+    monkeypatch.setattr(event_receiver, "LOST_SECONDS", 0.05)
     async with running() as (supervisor, node):
         task = asyncio.create_task(generate(supervisor, [1], 100))
         await until(lambda: supervisor.client.stats.running)

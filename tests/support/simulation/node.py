@@ -79,8 +79,15 @@ class SimulatedNode(Node):
                 self._assign(worker, probe)
 
     def prepare(
-        self, placement: Placement, config: EngineConfig, folder: Path, change: int
+        self,
+        placement: Placement,
+        config: EngineConfig,
+        folder: Path,
+        change: int,
+        node: str | None = None,
     ) -> None:
+        if node not in (None, self.node_name):
+            return
         for place in placement.workers_on(self.node_name):
             if (worker := self.workers.get(place.sender)) is not None:
                 own = Assignment(placement, place.sender, config, "", None, None, change=change)

@@ -1,0 +1,575 @@
+"""What arrives at the head process, turned into events for the recovery.
+
+Reports of workers, exits of their processes and ends of their sessions, messages of the agents of
+other machines, nodes that join and nodes that are lost. `Supervisor` executes what follows.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from gllm.messages.codec import AnyMessage, decode_for_head
+from gllm.messages.control import CommandDone
+from gllm.messages.handoff import FirstChunkComputed, KvPushStarted
+from gllm.messages.kv_cache import KvCacheEvents
+from gllm.messages.kv_transfer import KvMoverStuck, KvTransferTotals
+from gllm.messages.lifecycle import (
+    GenerationClosed,
+    Heartbeat,
+    Hello,
+    LayersPrepared,
+    LoadProgress,
+    StageFailed,
+    StageLoaded,
+    StageReady,
+)
+from gllm.messages.measurement import StageMeasured
+from gllm.messages.nodes import (
+    AssignmentFailed,
+    EdgeLost,
+    EdgeOpened,
+    StageFrame,
+    WorkerExited,
+    WorkerFrame,
+    WorkerSessionLost,
+    WorkerStacks,
+)
+from gllm.messages.reports import BubbleReport, StageUtilization, StepCostReport
+from gllm.messages.requests import EngineOutputs
+from gllm.recovery.actions import Action, GiveUp, KillWorker
+from gllm.recovery.placement import LOCAL_NODE, Placement
+from gllm.recovery.records import RecoveryState
+from gllm.runtime.head.agent_session import AgentSession
+from gllm.runtime.head.deaths import WorkerDeath
+from gllm.runtime.head.edge_gate import REPEAT_SECONDS
+from gllm.runtime.head.layer_planner import format_layers
+from gllm.runtime.head.liveness_watch import LivenessWatch
+from gllm.runtime.head.machine_speeds import Machine
+from gllm.runtime.head.node_admission import configured_threads
+from gllm.runtime.head.node_group import NodeGroup
+from gllm.runtime.head.remote_node import RemoteNode
+from gllm.runtime.messaging.session import SessionError
+
+if TYPE_CHECKING:
+    from gllm.runtime.head.cluster_head import ClusterHead
+    from gllm.runtime.head.node_hub import NodeHub
+    from gllm.runtime.head.supervisor import Supervisor
+
+log = logging.getLogger(__name__)
+
+REPORT_SECONDS = 0.05
+"""Time after an exit in which the last messages of the process may still arrive."""
+LOST_SECONDS = 1.0
+"""Time after the end of a session in which the exit of its process may still be reported."""
+
+
+class EventReceiver:
+    """Reports what happens to workers and machines to the recovery of a supervisor."""
+
+    _group: NodeGroup
+    """Machines of the engine; set if there are several."""
+    _hub: "NodeHub"
+    """Sessions with the agents; set if there are several machines."""
+
+    def __init__(
+        self,
+        supervisor: "Supervisor",
+        on_progress: Callable[[int, int], None],
+        cluster: "ClusterHead | None",
+    ) -> None:
+        """Create the receiver of an engine that starts, on the running event loop.
+
+        Args:
+            supervisor: has the recovery, the requests and the connections; executes actions.
+            on_progress: called while weights are first loaded, with the bytes loaded and in total.
+            cluster: other machines; None for this one alone.
+        """
+        self._supervisor = supervisor
+        self._recovery = supervisor.recovery
+        self._client = supervisor.client
+        self._deaths = supervisor.deaths
+        self._channels = supervisor.channels
+        self._nodes = supervisor.nodes
+        self._execute = supervisor.execute
+        self._on_progress = on_progress
+        self._cluster = cluster
+        if cluster is not None:
+            assert supervisor.group is not None
+            self._hub, self._group = cluster.hub, supervisor.group
+        self._loading: dict[int, LoadProgress] = {}
+        """Latest progress of each worker that loads."""
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+        """By worker: the handling of its exit, or of the end of its session without an exit."""
+        self._liveness: LivenessWatch | None = None
+        """None if frozen workers are left alone."""
+        if supervisor.config.max_restarts:
+            self._liveness = LivenessWatch(
+                self._recovery,
+                self._nodes,
+                supervisor.config.freeze_timeout,
+                self._on_frozen,
+                None if cluster is None else self._group.is_silent,
+            )
+
+    def begin_generation(self, placement: Placement) -> None:
+        """Expect the reports of a generation's workers."""
+        self._loading.clear()
+        if self._liveness is not None:
+            self._liveness.watch(placement)
+
+    def close(self) -> None:
+        """Watch the workers no longer."""
+        if self._liveness is not None:
+            self._liveness.close()
+
+    # Reports of workers.
+
+    def on_messages(self, messages: list[tuple[int, AnyMessage]]) -> None:
+        """Handle messages of workers, with their senders."""
+        try:
+            for sender, message in messages:
+                self.on_message(sender, message)
+        except Exception as error:
+            # The other messages are lost, so their requests would wait forever.
+            log.exception("a message of the workers could not be handled")
+            cause = f"a message could not be handled: {type(error).__name__}: {error}"
+            self._supervisor.die(cause)
+
+    def on_message(self, sender: int, message: AnyMessage) -> None:
+        """Handle a message of a worker."""
+        match message:
+            case EngineOutputs():
+                self._client.on_report(message)
+                if message.outcome.num_step_tokens:
+                    self._recovery.on_step_committed()
+            case StageUtilization() | BubbleReport() | StepCostReport():
+                self._client.on_report(message)
+                if isinstance(message, StageUtilization):
+                    self._on_utilization(message)
+            case KvCacheEvents():
+                self._supervisor.kv_events.on_events(message)
+            case KvPushStarted() | FirstChunkComputed():
+                self._supervisor.kv_mover.on_prefill(message)
+            case KvTransferTotals():
+                self._supervisor.kv_mover.totals += message
+            case KvMoverStuck():
+                self._supervisor.kv_mover.restart()
+            case Heartbeat():
+                self._deaths.heartbeats[sender] = message
+                if self._liveness is not None:
+                    self._liveness.on_heartbeat(sender, message)
+            case CommandDone():
+                self._supervisor.commands.on_done(message)
+            case LoadProgress():
+                self._recovery.on_progress(sender, time.monotonic())
+                if not self._recovery.has_been_ready:
+                    self._loading[sender] = message
+                    parts = self._loading.values()
+                    done = sum(part.done_bytes for part in parts)
+                    self._on_progress(done, sum(part.total_bytes for part in parts))
+            case StageFailed(cause=cause):
+                place = self._recovery.name_of(sender) or "a standby worker"
+                cause = f"{place} failed: {cause}"
+                self._on_death(sender, "failed", cause, self._recovery.on_failed)
+            case _:
+                self._execute(self._report_phase(sender, message, time.monotonic()))
+
+    def _report_phase(self, sender: int, message: AnyMessage, now: float) -> list[Action]:
+        """Report the end of a phase of a worker; return the actions that follow."""
+        match message:
+            case Hello():
+                self._channels.on_connected(sender)
+                return self._recovery.on_connected(sender, now)
+            case StageMeasured():
+                self._supervisor.planner.on_measured(message)
+                return self._recovery.on_measured(sender, now, message.keeps_weights)
+            case LayersPrepared(change, num_bytes, reason, is_failed):
+                place = self._recovery.name_of(sender) or f"the new worker {sender}"
+                outcome = reason or f"{num_bytes / 2**20:.1f} MiB read"
+                log.info("planned change %d: %s has prepared: %s", change, place, outcome)
+                error = f"{place} cannot load its layers: {reason}" if is_failed else ""
+                return self._recovery.on_prepared(sender, change, now, error)
+            case StageLoaded():
+                self._supervisor.loaded[sender] = message
+                return self._recovery.on_loaded(sender, now, message.keeps_weights)
+            case StageReady(kv_layout=layout):
+                self._supervisor.kv_mover.add_layout(sender, layout)
+                return self._recovery.on_ready(sender, now)
+            case GenerationClosed():
+                return self._recovery.on_closed(sender, now)
+        return []
+
+    def _on_utilization(self, message: StageUtilization) -> None:
+        """Begin a generation with other layers if they have been faster for long enough."""
+        if self._recovery.state is not RecoveryState.READY or message.rank:
+            return
+        now = time.monotonic()
+        better = self._supervisor.planner.on_totals(
+            message.stage, message.num_steps, message.busy_seconds, now
+        )
+        if better is not None:
+            cause = f"the layers are divided anew: {format_layers(better.layers)}"
+            bounds = [(part.start, part.stop) for part in better.layers]
+            self._execute(self._recovery.change_layers(bounds, cause, now))
+
+    # Deaths of workers.
+
+    def on_exit(self, sender: int, description: str) -> None:
+        """Handle the exit of a process, after its last messages."""
+        self._forget_timer(sender)
+        delay = 0.0 if self._recovery.is_exiting(sender) else REPORT_SECONDS
+        stacks, now = self._read_stacks(sender), time.monotonic()
+        self._timers[sender] = asyncio.get_running_loop().call_later(
+            delay, self._on_reaped, sender, description, stacks, now
+        )
+
+    def on_session_lost(self, sender: int, cause: str) -> None:
+        """Wait for the exit of a worker whose session has ended; if there is none, replace it."""
+        if sender in self._timers or self._recovery.is_exiting(sender):
+            # Its exit is known already, or follows.
+            return
+        place = self._recovery.name_of(sender)
+        worker = "a standby worker" if place is None else f"the worker of {place}"
+        cause = f"the connection to {worker} was lost: {cause}"
+        self._timers[sender] = asyncio.get_running_loop().call_later(
+            LOST_SECONDS, self._on_lost, sender, cause
+        )
+
+    def on_warm_up_failed(self, driver: int, error: str) -> None:
+        """Handle the error of a generation's first step, which its driver has reported."""
+        cause = f"the warm-up step failed: {error}"
+        self._on_death(driver, "failed", cause, self._recovery.on_failed)
+
+    def _on_frozen(self, sender: int, cause: str) -> None:
+        self._on_death(sender, "frozen", cause, self._recovery.on_lost)
+
+    def _on_lost(self, sender: int, cause: str) -> None:
+        del self._timers[sender]
+        self._on_death(sender, "lost", cause, self._recovery.on_lost)
+
+    def _forget_timer(self, sender: int) -> None:
+        if (timer := self._timers.pop(sender, None)) is not None:
+            timer.cancel()
+
+    def _on_reaped(self, sender: int, description: str, stacks: str, now: float) -> None:
+        """Handle the exit of a process whose last messages have arrived."""
+        del self._timers[sender]
+        self._channels.forget(sender)
+        if self._cluster is not None:
+            self._group.forget(sender)
+        place, is_exiting = self._recovery.name_of(sender), self._recovery.is_exiting(sender)
+        if place is not None and not is_exiting:
+            cause = f"the worker of {place} ({description})"
+            self._on_death(sender, "killed", cause, self._recovery.on_exit, stacks, now)
+            return
+        if not (is_exiting or self._recovery.is_over):
+            log.warning("a standby worker has ended: %s", description)
+        self._deaths.heartbeats.pop(sender, None)
+        self._execute(self._recovery.on_exit(sender, description, now))
+
+    def _on_death(
+        self,
+        sender: int,
+        kind: str,
+        cause: str,
+        report: Callable[[int, str, float, bool], list[Action]],
+        stacks: str = "",
+        now: float | None = None,
+    ) -> None:
+        """Handle the unplanned death of a worker.
+
+        Args:
+            sender: the worker.
+            kind: killed, failed, frozen or lost.
+            cause: description for logs and errors.
+            report: method of the recovery for this event.
+            stacks: stacks that the process has written.
+            now: time at which it was noticed; by default now.
+        """
+        recovery = self._recovery
+        if recovery.is_over or recovery.is_exiting(sender):
+            return
+        now = time.monotonic() if now is None else now
+        place = recovery.name_of(sender)
+        if place is None:
+            log.warning("a standby worker has died: %s", cause)
+            self._execute(report(sender, cause, now, False))
+            return
+        was_ready = recovery.state is RecoveryState.READY
+        num_requests, generation = self._client.num_requests, recovery.generation
+        suspects = self._supervisor.read_suspects() if was_ready else set()
+        is_poison = was_ready and self._client.on_death(suspects)
+        stacks = stacks or self._read_stacks(sender)
+        death = WorkerDeath(sender, place, kind, cause, now, stacks)
+        actions = report(sender, cause, now, is_poison)
+        if was_ready and not _ends_engine(actions):
+            self._deaths.begin_recovery(kind, cause)
+        evidence = self._deaths.keep_evidence(death, generation, num_requests, suspects)
+        self._execute(actions)
+        if not recovery.is_over:
+            log.warning(
+                "%s; requests: %d, sequences being computed: %d%s; evidence: %s",
+                cause,
+                num_requests,
+                len(suspects),
+                ", one of which has caused it and was ended" if is_poison else "",
+                evidence,
+                extra={"about": sender},
+            )
+
+    def _read_stacks(self, sender: int) -> str:
+        """Return the stacks that a process has written; empty if they cannot be read."""
+        try:
+            return self._nodes.read_stacks(sender)
+        except Exception:
+            log.exception("the stacks of a worker could not be read")
+            return ""
+
+    # Other machines: NodeListener, and edges between machines.
+
+    def add_members(self) -> None:
+        """Add the nodes with which the engine starts."""
+        for session in self._hub.sessions.values():
+            self._group.add(RemoteNode(session))
+        self._hub.listener = self
+
+    def add_spares(self, members: Sequence[str]) -> None:
+        """Report the other nodes that have joined, after the start of the engine.
+
+        members: nodes with which it starts; some may have been lost since they joined.
+        """
+        for name, session in list(self._hub.sessions.items()):
+            if name not in members:
+                self._on_joined(session, [], session.join.is_spare)
+        for name in members:
+            if name not in self._hub.sessions:
+                self._on_node_gone(name, f"node {name} was lost", is_death=False)
+
+    def on_node_joined(self, session: AgentSession) -> None:
+        """See NodeListener."""
+        join, name = session.join, session.name
+        self._group.add(RemoteNode(session))
+        workers = join.workers if join.run == self._hub.run else []
+        capacity = session.capacity(self._num_workers)
+        # The agent keeps these and kills the others by itself. It has to know it, and the routes to
+        # them have to exist, before they may be assigned stages.
+        wanted = self._recovery.wanted_workers(name, capacity, workers)
+        for sender in wanted:
+            self._group.place(sender, name)
+            self._channels.expect_remote(sender, session.send)
+            self._channels.on_connected(sender)
+        self._hub.welcome(session, wanted)
+        assert self._cluster is not None
+        session.send(self._cluster.published_state)
+        self._on_joined(session, wanted, join.is_spare)
+
+    def on_node_message(self, session: AgentSession, message: AnyMessage) -> None:
+        """See NodeListener."""
+        remote = self._group.remotes.get(session.name)
+        if remote is None or remote.session is not session:
+            self._channels.drop()
+            return
+        edges = self._supervisor.edges
+        match message:
+            case WorkerFrame():
+                self._on_worker_frame(remote, message)
+            case StageFrame() if message.sender in remote.workers and self._group.proxies:
+                self._group.proxies.on_frame(message)
+            case WorkerExited(sender, description, stacks) if sender in remote.workers:
+                remote.on_exited(sender, description, stacks)
+            case WorkerStacks(sender, stacks):
+                remote.on_stacks(sender, stacks)
+            case WorkerSessionLost(sender, cause) if sender in remote.workers:
+                self.on_session_lost(sender, cause)
+            case AssignmentFailed(generation, cause) if self._is_preparing(generation):
+                log.warning(
+                    "the layers of generation %d are loaded later: node %s: %s",
+                    generation,
+                    session.name,
+                    cause,
+                )
+                now = time.monotonic()
+                self._execute(self._recovery.on_preparation_failed(generation, now))
+            case AssignmentFailed(generation, cause) if (
+                session.name in self._supervisor.node_stages
+            ):
+                cause = f"node {session.name} could not assign the stages: {cause}"
+                self._on_generation_failed(generation, cause)
+            case EdgeOpened(generation, edge) if edges.has_end(edge, session.name):
+                self._supervisor.on_edge_opened(generation, edge)
+            case EdgeLost(generation, edge, cause) if edges.has_end(edge, session.name):
+                self.on_edge_lost(generation, edge, cause)
+            case _:
+                # About a worker or an edge that is gone, or is none of this node.
+                self._channels.drop()
+
+    def on_node_lost(
+        self, session: AgentSession, cause: str, is_death: bool, has_left: bool
+    ) -> None:
+        """See NodeListener."""
+        remote = self._group.remotes.get(session.name)
+        if remote is None or remote.session is not session:
+            return
+        self._group.remove(remote)
+        node = f"node {session.name} ({session.address})"
+        if has_left:
+            self._on_node_left(session.name, f"{node} has left: {cause}")
+        else:
+            self._on_node_gone(session.name, f"{node} was lost: {cause}", is_death)
+
+    def on_edge_lost(self, generation: int, edge: int, cause: str) -> None:
+        """Handle an edge between nodes that stays disconnected: the generation ends."""
+        lost = self._supervisor.edges.on_lost(generation, edge, time.monotonic())
+        if lost is None:
+            return
+        pair, is_repeated = lost
+        name = pair[0] if pair[1] == LOCAL_NODE else pair[1]
+        head = self._group.local_peer.node
+        source, target = (head if node == LOCAL_NODE else node for node in pair)
+        cause = f"the data connection from node {source} to node {target} was lost: {cause}"
+        if is_repeated:
+            log.warning(
+                "nodes %s and %s have lost their data connection twice within %g seconds: check "
+                "the network between them",
+                source,
+                target,
+                REPEAT_SECONDS,
+            )
+        if not (is_repeated and self._exchange(name, cause)):
+            self._on_generation_failed(generation, cause)
+
+    @property
+    def _num_workers(self) -> int:
+        """Workers of the engine at its start."""
+        return sum(self._supervisor.config.stage_degrees)
+
+    def _on_worker_frame(self, remote: RemoteNode, frame: WorkerFrame) -> None:
+        """Handle a worker's message; one that it may not send ends the session of its node."""
+        if frame.sender not in remote.workers:
+            self._channels.drop()
+            return
+        if not self._channels.accepts(frame):
+            return
+        try:
+            message = decode_for_head(frame.payload)
+        except Exception as error:
+            raise SessionError(f"no message that a worker may send: {error}") from error
+        if isinstance(message, Hello) and message.sender != frame.sender:
+            raise SessionError(f"worker {frame.sender} sent the Hello of {message.sender}")
+        self.on_messages([(frame.sender, message)])
+
+    def _on_joined(self, session: AgentSession, workers: Sequence[int], is_spare: bool) -> None:
+        """Report a node that has joined or returned.
+
+        Args:
+            session: of its agent.
+            workers: living workers of an earlier session that it keeps; their instances are closed.
+            is_spare: True if it shall get stages only when others are lost.
+        """
+        name, join = session.name, session.join
+        threads = configured_threads(self._hub.facts.config, join.config)
+        self._supervisor.planner.add_machine(name, Machine(join.facts, threads))
+        capacity, now = session.capacity(self._num_workers), time.monotonic()
+        actions = self._recovery.on_node_joined(name, capacity, workers, now, is_spare)
+        # The agent has been told which workers it keeps, and nothing awaits the others' exits.
+        unwanted = set(workers).difference(self._recovery.workers_on(name))
+        self._execute(
+            [
+                action
+                for action in actions
+                if not (isinstance(action, KillWorker) and action.sender in unwanted)
+            ]
+        )
+
+    def _on_node_gone(self, node: str, cause: str, is_death: bool) -> None:
+        """Report the loss of a node.
+
+        Args:
+            node: its name.
+            cause: complete description, which names the node.
+            is_death: True if its agent has died, so that a running request may be to blame.
+        """
+        if self._recovery.is_over:
+            return
+        was_ready = self._is_serving(node)
+        suspects = self._supervisor.read_suspects() if was_ready and is_death else set()
+        is_poison = bool(suspects) and self._client.on_death(suspects)
+        self._forget_workers(node)
+        now = time.monotonic()
+        actions = self._recovery.on_node_lost(node, cause, now, is_death, is_poison)
+        self._end_generation(actions, cause, was_ready)
+        if node in self._recovery.vacant_nodes:
+            seconds = self._recovery.return_until - now
+            log.info("the stages of node %s wait for it, for at most %.1f s", node, seconds)
+        if is_poison:
+            log.warning("a request that was computed on node %s has caused this and ends", node)
+
+    def _on_node_left(self, node: str, cause: str) -> None:
+        """Report a node that has ended its membership by itself."""
+        if self._recovery.is_over:
+            return
+        was_ready = self._is_serving(node)
+        self._forget_workers(node)
+        actions = self._recovery.on_node_left(node, cause, time.monotonic())
+        self._end_generation(actions, cause, was_ready)
+
+    def _on_generation_failed(self, generation: int, cause: str) -> None:
+        """Report a generation whose workers on different nodes cannot reach each other."""
+        if self._recovery.is_over or generation != self._recovery.generation:
+            return
+        was_ready = self._recovery.state is RecoveryState.READY
+        actions = self._recovery.on_generation_failed(generation, cause, time.monotonic())
+        self._end_generation(actions, cause, was_ready, "link")
+
+    def _exchange(self, name: str, cause: str) -> bool:
+        """Give the stages of a node that is not lost to spares; return False if there are none.
+
+        It becomes a spare itself. Its workers end, because the spare's are other ones.
+        """
+        session = self._hub.sessions.get(name)
+        if session is None or not set(self._hub.membership.spares) - {name}:
+            return False
+        log.warning("a spare node takes the stages of node %s", name)
+        remote = self._group.remotes[name]
+        for sender in sorted(remote.workers):
+            remote.kill(sender)
+        self._group.remove(remote)
+        self._group.add(RemoteNode(session))
+        self._on_node_left(name, cause)
+        # Not one that gets stages again as soon as possible.
+        self._on_joined(session, [], is_spare=True)
+        return True
+
+    def _is_preparing(self, generation: int) -> bool:
+        """Return True if a generation is that of a planned change, which is being prepared."""
+        is_ready = self._recovery.state is RecoveryState.READY
+        return is_ready and generation == self._recovery.generation + 1
+
+    def _is_serving(self, node: str) -> bool:
+        """Return True if the engine is ready, and a node has stages."""
+        is_ready = self._recovery.state is RecoveryState.READY
+        return is_ready and node in self._supervisor.node_stages
+
+    def _forget_workers(self, node: str) -> None:
+        """Drop all that is under way with the workers of a node."""
+        for sender in self._recovery.workers_on(node):
+            self._channels.forget(sender)
+            self._forget_timer(sender)
+            self._deaths.heartbeats.pop(sender, None)
+
+    def _end_generation(
+        self, actions: list[Action], cause: str, was_ready: bool, kind: str = "node"
+    ) -> None:
+        """Log the end of a generation and execute what follows."""
+        num_requests = self._client.num_requests
+        if was_ready and not _ends_engine(actions):
+            self._deaths.begin_recovery(kind, cause)
+        self._execute(actions)
+        if not self._recovery.is_over:
+            log.warning("%s; requests: %d", cause, num_requests)
+
+
+def _ends_engine(actions: list[Action]) -> bool:
+    return any(isinstance(action, GiveUp) for action in actions)
