@@ -28,6 +28,7 @@ from gllm.frontend.sse import STREAM_HEADERS
 from gllm.messages.base import WireMessage
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
 from gllm.messages.sampling import SampleDetails
+from gllm.recovery.records import RecoveryState
 from gllm.scheduler.plan import FinishedSequence, FirstToken, SchedulerStats, StepOutput
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -52,7 +53,8 @@ class EndlessPipeline:
         self._left: dict[int, int] = {}
         self._begun: set[int] = set()
         self._work = asyncio.Event()
-        engine._supervisor.recovery._generations.on_ready()
+        recovery = engine._supervisor.recovery
+        recovery.state, recovery.has_been_ready = RecoveryState.READY, True
         self._client.attach(self.send)
 
     def send(self, message: WireMessage) -> None:

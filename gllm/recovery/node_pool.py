@@ -10,6 +10,10 @@ from dataclasses import dataclass
 
 from gllm.recovery.placement import LOCAL_NODE
 
+MIN_RETURN_SECONDS = 10.0
+"""Shortest wait for a lost node: a manager starts a process again within this time, and a machine
+that returns in time costs one pause instead of two."""
+
 
 @dataclass(frozen=True, slots=True)
 class Vacancy:
@@ -49,20 +53,20 @@ class NodePool:
         self._degrees = list(degrees)
         if len(self.stage_nodes) != len(self._degrees) or self.stage_nodes[0] != LOCAL_NODE:
             raise ValueError(f"stage 0 has to be on the head's node: {self.stage_nodes}")
-        self._capacities = {node: self._num_ranks(node) for node in self.stage_nodes}
+        self.capacities = {node: self._num_ranks(node) for node in self.stage_nodes}
         """Workers that each living node can have, in the order of joining."""
 
     @property
     def alive(self) -> list[str]:
         """Names of the living nodes, the head's first."""
-        return list(self._capacities)
+        return list(self.capacities)
 
     @property
     def spares(self) -> list[str]:
         """Names of the living nodes without stages that may get some, in the order of joining."""
         return [
             node
-            for node in self._capacities
+            for node in self.capacities
             if not self.stages_on(node) and node not in self.excluded
         ]
 
@@ -94,7 +98,7 @@ class NodePool:
 
     def is_alive(self, node: str) -> bool:
         """Return True if a node has joined and was not lost since."""
-        return node in self._capacities
+        return node in self.capacities
 
     def remove(
         self, node: str, workers: Mapping[int, int], cause: str, now: float, return_seconds: float
@@ -108,7 +112,7 @@ class NodePool:
             now: time in seconds.
             return_seconds: time for which its stages wait for it.
         """
-        del self._capacities[node]
+        del self.capacities[node]
         stages = self.stages_on(node)
         if stages:
             until = now + return_seconds
@@ -127,7 +131,7 @@ class NodePool:
             node: its name.
             capacity: workers that it can have.
         """
-        self._capacities[node] = capacity
+        self.capacities[node] = capacity
         return self.vacancies.pop(node) if self._can_return(node, capacity) else None
 
     def wanted_workers(self, node: str, capacity: int, workers: Sequence[int]) -> dict[int, int]:
@@ -168,7 +172,7 @@ class NodePool:
         Raises:
             ValueError: one is not, or the first stage is not on the head's node.
         """
-        if not set(stage_nodes) <= self._capacities.keys() or stage_nodes[0] != LOCAL_NODE:
+        if not set(stage_nodes) <= self.capacities.keys() or stage_nodes[0] != LOCAL_NODE:
             raise ValueError(f"stages are on lost nodes, or stage 0 is remote: {stage_nodes}")
         self.vacancies.clear()
         self.stage_nodes, self._degrees = list(stage_nodes), list(degrees)
@@ -187,12 +191,12 @@ class NodePool:
             now: time in seconds.
         """
         for node in set(self.stage_nodes).difference(stage_nodes):
-            self._capacities[node] = 0
+            self.capacities[node] = 0
         self.stage_nodes, self._degrees = list(stage_nodes), list(degrees)
         self.vacancies.clear()
         for node in dict.fromkeys(stage_nodes):
             stages = [stage for stage, own in enumerate(stage_nodes) if own == node]
-            if self._capacities.get(node, 0) < self._count_ranks(stages):
+            if self.capacities.get(node, 0) < self._count_ranks(stages):
                 self.vacancies[node] = Vacancy(node, stages, {}, cause, now, now)
 
     def choose_spares(
@@ -207,7 +211,7 @@ class NodePool:
             without: nodes that get none.
         """
         spares = [node for node in self.spares if node not in without]
-        capacities = {node: self._capacities[node] for node in spares}
+        capacities = {node: self.capacities[node] for node in spares}
         needed = self._count_ranks(stages)
         if enough := [node for node, capacity in capacities.items() if capacity >= needed]:
             return [min(enough, key=lambda node: capacities[node])] * len(stages)
@@ -232,7 +236,7 @@ class NodePool:
         """
         waiting, filled = list(degrees), []
         for node in nodes:
-            capacity = self._capacities[node]
+            capacity = self.capacities[node]
             own = []
             for degree in list(waiting):
                 if degree <= capacity:
@@ -244,11 +248,11 @@ class NodePool:
 
     def fit(self, nodes: Sequence[str], degree: int) -> list[str]:
         """Return the nodes that have the capacity for a stage of a degree."""
-        return [node for node in nodes if self._capacities[node] >= degree]
+        return [node for node in nodes if self.capacities[node] >= degree]
 
     def discard(self, node: str) -> None:
         """Handle the end of a living node that has no stages."""
-        del self._capacities[node]
+        del self.capacities[node]
 
     def stages_on(self, node: str) -> list[int]:
         """Return the stages that a living node has."""
@@ -281,3 +285,29 @@ def _stage_keys(nodes: Sequence[str]) -> Iterator[tuple[str, int]]:
     for node in nodes:
         yield node, counts[node]
         counts[node] += 1
+
+
+def choose_return_seconds(predicted_seconds: float, seconds_left: float) -> float:
+    """Return the time for which the stages of a lost node wait for it.
+
+    Nobody knows whether the node returns. A wait of the time that other stages would cost is at
+    most twice as long as the best decision in hindsight (Karlin, Manasse, Rudolph and Sleator,
+    "Competitive Snoopy Caching", Algorithmica 3, 1988).
+
+    Args:
+        predicted_seconds: time until the engine would serve without the node: its layers are
+            loaded, and the running requests are computed again.
+        seconds_left: time until the running requests are rejected; infinite if there is no limit.
+    """
+    wanted = max(predicted_seconds, MIN_RETURN_SECONDS)
+    if predicted_seconds <= seconds_left < wanted + predicted_seconds:
+        # The other nodes can still answer the requests.
+        return seconds_left - predicted_seconds
+    return wanted
+
+
+def predict_reload_seconds(
+    seconds_per_layer: float, num_lost_layers: int, num_stages_left: int
+) -> float:
+    """Return the time in which the other stages load the layers of lost ones, all at once."""
+    return seconds_per_layer * math.ceil(num_lost_layers / num_stages_left)

@@ -15,13 +15,16 @@ from gllm.recovery.actions import Action, DismissNode, PrepareLayers
 from gllm.recovery.node_layout import NodeShape
 from gllm.recovery.node_pool import NodePool, match_stages
 from gllm.recovery.placement import LOCAL_NODE, Slot, make_placement, place_names
-from gllm.recovery.records import RecoveryLimits, RecoveryState, RetryRecord
+from gllm.recovery.records import RecoveryLimits, RecoveryState, RetryRecord, WorkerRecord
 from gllm.recovery.stages import Stages
 from gllm.recovery.worker_pool import WorkerPool
 
 Extend = Callable[[NodeShape, Sequence[str], Sequence[int], bool], NodeShape | None]
 """Return a shape with further stages, given the present one, the node and the degree of each new
 stage, and whether it has to be faster; None if it is not, or if a node has too little memory."""
+
+FindCostliest = Callable[[Sequence[int]], int]
+"""Return the costliest of some stages."""
 
 
 @dataclass
@@ -95,6 +98,13 @@ class PlannedChanges:
     def coming_nodes(self) -> Collection[str]:
         """Nodes that have stages after the change that is being prepared."""
         return () if self._change is None else self._change.shape.nodes
+
+    @property
+    def is_idle(self) -> bool:
+        """True if nothing can change: no change is due, and no other machine can get stages."""
+        is_single = len(self._nodes.capacities) == 1 and not self.draining
+        is_due = self._requested is not None or self._change is not None
+        return is_single and not is_due and not self._attempts.num_failures
 
     @property
     def next_time(self) -> float:
@@ -322,3 +332,77 @@ def _list_nodes(nodes: set[str]) -> str:
     """Return names of nodes in words."""
     names = ", ".join(sorted(nodes))
     return f"node {names}" if len(nodes) == 1 else f"nodes {names}"
+
+
+class SparePreloads:
+    """Lets standby workers of spares load the layers of the costliest stage."""
+
+    def __init__(
+        self, stages: Stages, nodes: NodePool, pool: WorkerPool, numbers: Iterator[int]
+    ) -> None:
+        """Create the state of spares that hold nothing.
+
+        Args:
+            stages: stages of the engine.
+            nodes: its nodes, spares included.
+            pool: its workers.
+            numbers: numbers of preparations.
+        """
+        self._stages = stages
+        self._nodes = nodes
+        self._pool = pool
+        self._numbers = numbers
+        self._loads: dict[int, tuple[int, tuple[int, int], int]] = {}
+        """Rank, layers and degree that each standby worker of a spare loads or has loaded."""
+
+    def advance(
+        self,
+        generation: int,
+        excluded: Collection[str],
+        find_costliest: FindCostliest | None,
+        now: float,
+    ) -> list[Action]:
+        """Start the missing standby workers, and let those of spares load.
+
+        Args:
+            generation: number of the current generation.
+            excluded: spares that get stages by a planned change.
+            find_costliest: chooses the stage; None if spares hold no layers.
+            now: time in seconds.
+        """
+        stage_nodes = enumerate(self._nodes.living_nodes)
+        stages = [stage for stage, node in stage_nodes if node != LOCAL_NODE]
+        if find_costliest is None or not stages:
+            return [*self._pool.fill_standbys(now)]
+        stage = find_costliest(stages)
+        degree = self._stages.degrees[stage]
+        idle = [node for node in self._nodes.spares if node not in excluded]
+        spares = self._nodes.fit(idle, degree)
+        self._pool.num_preloading = dict.fromkeys(spares, degree)
+        actions: list[Action] = [*self._pool.fill_standbys(now)]
+        for node in spares:
+            workers = self._pool.standbys_on(node)[:degree]
+            if len(workers) == degree and self._note_loads(workers, stage):
+                actions.append(self._prepare(node, workers, stage, generation))
+        return actions
+
+    def _note_loads(self, workers: Sequence[WorkerRecord], stage: int) -> bool:
+        """Note that workers load the layers of a stage; return False if they have them already."""
+        layers = self._stages.layers[stage]
+        loads = [(rank, layers, len(workers)) for rank in range(len(workers))]
+        if [self._loads.get(worker.sender) for worker in workers] == loads:
+            return False
+        self._loads |= {worker.sender: load for worker, load in zip(workers, loads, strict=True)}
+        return True
+
+    def _prepare(
+        self, node: str, workers: Sequence[WorkerRecord], stage: int, generation: int
+    ) -> Action:
+        """Let workers of a node load a stage, as if they had its places."""
+        degrees = self._stages.degrees
+        slots = [Slot(worker.sender, worker.node) for worker in self._pool.placed]
+        begin = sum(degrees[:stage])
+        slots[begin : begin + degrees[stage]] = [Slot(worker.sender, node) for worker in workers]
+        placement = make_placement(generation, self._stages.layers, slots, degrees)
+        cause = f"spare node {node} holds the layers of stage {stage}"
+        return PrepareLayers(next(self._numbers), placement, cause, node)

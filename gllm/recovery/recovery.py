@@ -10,9 +10,9 @@ their memory suffices; otherwise they wait on. An engine that has never been rea
 `join_seconds` of this, because whoever started it wants to know; later it waits for ever, with the
 parked requests rejected after `recovery_timeout`.
 
-`Recovery` handles the events. Its parts keep the state: `NodePool` the nodes, `WorkerPool` the
-processes and their deadlines, `Stages` the stages, `Generations` the phase of the current
-generation, `PlannedChanges` and `SparePreloads` what is prepared while the engine serves.
+`Recovery` handles the events, and has the phase of the current generation. Its parts keep the rest:
+`NodePool` the nodes, `WorkerPool` the processes and their deadlines, `Stages` the stages,
+`PlannedChanges` and `SparePreloads` what is prepared while the engine serves.
 """
 
 import math
@@ -22,18 +22,35 @@ from random import Random
 
 from gllm.recovery.actions import (
     Action,
+    AssignGeneration,
     AttachClient,
     BeginChange,
     ChangeShape,
+    ChooseLayers,
+    DetachClient,
     GiveUp,
+    InitializeCaches,
+    MeasureWorkers,
+    RejectParked,
+    WarmUp,
 )
-from gllm.recovery.generations import Generations
 from gllm.recovery.node_layout import NodeShape
-from gllm.recovery.node_pool import NodePool
+from gllm.recovery.node_pool import NodePool, choose_return_seconds, predict_reload_seconds
 from gllm.recovery.placement import LOCAL_NODE, Placement, PlaceName
-from gllm.recovery.planned_changes import Extend, PlannedChange, PlannedChanges
-from gllm.recovery.records import Activity, RecoveryLimits, RecoveryState, WorkerRecord
-from gllm.recovery.spare_preloads import FindCostliest, SparePreloads
+from gllm.recovery.planned_changes import (
+    Extend,
+    FindCostliest,
+    PlannedChange,
+    PlannedChanges,
+    SparePreloads,
+)
+from gllm.recovery.records import (
+    Activity,
+    RecoveryLimits,
+    RecoveryState,
+    RetryRecord,
+    WorkerRecord,
+)
 from gllm.recovery.stages import Recut, Stages
 from gllm.recovery.worker_pool import WorkerPool
 
@@ -68,6 +85,17 @@ class Recovery:
         Raises:
             ValueError: stage 0 is not on the head's node.
         """
+        self.state = RecoveryState.NEW
+        self.generation = 0
+        """Number of the current generation; 0 before the first."""
+        self.placement: Placement | None = None
+        """Placement of the current generation; None before the first."""
+        self.recovering_since: float | None = None
+        """Time of the death that the engine recovers from; None if it never was ready, or is."""
+        self.has_been_ready = False
+        """True if a generation has served."""
+        self.is_overdue = False
+        """True if this recovery has taken longer than the timeout: requests are rejected."""
         self.extend: Extend | None = None
         """Gives stages to nodes that join; None if they are spares only."""
         self.find_costliest: FindCostliest | None = None
@@ -78,6 +106,18 @@ class Recovery:
         self.predict_recompute: Callable[[], float] | None = None
         """Returns the seconds in which the running requests would be computed again; None if nobody
         knows."""
+        self._was_poisoned = False
+        """True if a request ended the last generation."""
+        self._assignments = RetryRecord()
+        """Generations that could not be assigned since the engine was ready."""
+        self._connections = RetryRecord()
+        """Generations whose workers could not reach each other since the engine was ready."""
+        self._loading_since = 0.0
+        """Time at which the current generation began to load."""
+        self._seconds_per_layer = 0.0
+        """Longest time in which a generation has loaded, over the layers of its largest stage."""
+        self._has_begun_measuring = self._has_chosen_layers = False
+        """Actions of the state MEASURING that have been returned."""
         self._first_layers = list(layers)
         self._first_degrees = [1] * len(layers) if degrees is None else list(degrees)
         self._limits = limits
@@ -106,47 +146,15 @@ class Recovery:
         self._pool = WorkerPool(places, limits, jitter)
         stages = Stages(self._first_layers, degrees, self._nodes, self._pool, self._recut)
         self._stages = stages
-        self._generations = Generations(
-            stages, self._nodes, self._pool, limits, jitter, should_measure
-        )
+        self._should_measure = should_measure
         numbers = count(1)
         self._changes = PlannedChanges(stages, self._nodes, self._pool, limits, jitter, numbers)
         self._preloads = SparePreloads(stages, self._nodes, self._pool, numbers)
 
     @property
-    def state(self) -> RecoveryState:
-        """State of the engine's life."""
-        return self._generations.state
-
-    @property
     def is_over(self) -> bool:
         """True if the engine has given up or was stopped."""
         return self.state is RecoveryState.DEAD
-
-    @property
-    def has_been_ready(self) -> bool:
-        """True if a generation has served."""
-        return self._generations.has_been_ready
-
-    @property
-    def generation(self) -> int:
-        """Number of the current generation; 0 before the first."""
-        return self._generations.number
-
-    @property
-    def placement(self) -> Placement | None:
-        """Placement of the current generation; None before the first."""
-        return self._generations.placement
-
-    @property
-    def recovering_since(self) -> float | None:
-        """Time of the death that the engine recovers from; None if it never was ready, or is."""
-        return self._generations.recovering_since
-
-    @property
-    def is_overdue(self) -> bool:
-        """True if this recovery has taken longer than the timeout: requests are rejected."""
-        return self._generations.is_overdue
 
     @property
     def layers(self) -> list[tuple[int, int]]:
@@ -193,10 +201,23 @@ class Recovery:
         """Time at which `on_timer` has to be called; infinity if only events are awaited."""
         if self.state is RecoveryState.NEW or self.is_over:
             return math.inf
-        changes: tuple[float, ...] = ()
-        if self.state is RecoveryState.READY:
-            changes = self._pool.standby_time, self._changes.next_time
-        return min([*self._generations.deadlines(), *self._pool.deadlines, *changes])
+        times = [worker.deadline for worker in self._pool.workers.values()]
+        if self.recovering_since is not None and not self.is_overdue:
+            times.append(self.recovering_since + self._limits.recovery_timeout)
+        if self._nodes.vacancies:
+            times.append(self._join_time)
+        if self.state is RecoveryState.FORMING:
+            times += self._pool.respawn_times
+            if self._nodes.vacancies:
+                times.append(self._stages.recut_time)
+            if self._pool.is_formed:
+                times.append(max(self._assignments.retry_at, self._connections.retry_at))
+        elif self.state is RecoveryState.READY:
+            if self._has_standbys:
+                times.append(self._pool.standby_time)
+            if not self._changes.is_idle:
+                times.append(self._changes.next_time)
+        return min(times, default=math.inf)
 
     @property
     def senders(self) -> list[int]:
@@ -220,12 +241,12 @@ class Recovery:
         """Start the engine."""
         if self.state is not RecoveryState.NEW:
             return []
-        self._generations.start()
+        self.state = RecoveryState.FORMING
         return self._advance(now)
 
     def stop(self) -> None:
         """End the engine's life without an action; nothing follows."""
-        self._generations.stop()
+        self.state = RecoveryState.DEAD
 
     def on_exit(self, sender: int, cause: str, now: float, is_poison: bool = False) -> list[Action]:
         """Handle the exit of a process that is reaped.
@@ -283,11 +304,12 @@ class Recovery:
         """Assign a generation again after a delay, because no worker has got the assignment."""
         if generation != self.generation or self.state is not RecoveryState.LOADING:
             return []
-        self._generations.withdraw_assignment()
+        self.state = RecoveryState.FORMING
+        self._pool.rest()
         cause = f"the stages could not be assigned: {cause}"
         if self._stages.is_trial:
             return self._revert_change(cause, now)
-        if not self._generations.count_failed_assignment(now):
+        if not self._count_failure(self._assignments, now):
             return self._give_up(cause)
         return []
 
@@ -297,12 +319,12 @@ class Recovery:
         It is tried again after a delay: for ever if the engine has been ready, because networks
         return; otherwise as often as an assignment.
         """
-        has_instances = self._generations.has_instances
-        if generation != self.generation or not has_instances or self.is_over:
+        has_no_instances = self.state in (RecoveryState.FORMING, RecoveryState.MEASURING)
+        if generation != self.generation or has_no_instances or self.is_over:
             return []
         if self._stages.is_trial:
             return self._revert_change(cause, now)
-        if not self._generations.count_failed_connection(now):
+        if not (self._count_failure(self._connections, now) or self.has_been_ready):
             return self._give_up(f"the stages could not be connected: {cause}")
         return [*self._leave(cause, now), *self._advance(now)]
 
@@ -321,7 +343,7 @@ class Recovery:
 
         keeps_weights: False if the process has to end to free the memory of the measurement.
         """
-        if worker := self._generations.finish_phase(sender, RecoveryState.MEASURING):
+        if self.state is RecoveryState.MEASURING and (worker := self._pool.finish_phase(sender)):
             worker.keeps_weights = keeps_weights
         return self._advance(now)
 
@@ -334,9 +356,11 @@ class Recovery:
         """
         if self.is_over or len(layers) != len(self._stages.layers):
             return []
-        if self._generations.is_choosing_layers:
+        if self.state is RecoveryState.MEASURING and self._has_chosen_layers:
             self._stages.layers = list(layers)
-            return [*self._generations.end_measuring(), *self._advance(now)]
+            self._should_measure = False
+            self.state = RecoveryState.FORMING
+            return [*self._pool.end_measuring(), *self._advance(now)]
         if self.state is not RecoveryState.READY or list(layers) == self._stages.layers:
             return []
         self._changes.request(NodeShape(list(layers), self.degrees, self.stage_nodes), cause)
@@ -353,13 +377,14 @@ class Recovery:
 
         keeps_weights: False if the process has to end to free the memory of its instance.
         """
-        if worker := self._generations.finish_phase(sender, RecoveryState.LOADING):
+        if self.state is RecoveryState.LOADING and (worker := self._pool.finish_phase(sender)):
             worker.keeps_weights = keeps_weights
         return self._advance(now)
 
     def on_ready(self, sender: int, now: float) -> list[Action]:
         """Handle the report that a worker has its KV cache."""
-        self._generations.finish_phase(sender, RecoveryState.INITIALIZING)
+        if self.state is RecoveryState.INITIALIZING:
+            self._pool.finish_phase(sender)
         return self._advance(now)
 
     def on_closed(self, sender: int, now: float) -> list[Action]:
@@ -374,7 +399,11 @@ class Recovery:
         """Handle the first token of the generation, which the warm-up request requested."""
         if self.state is not RecoveryState.WARMING:
             return []
-        self._generations.on_ready()
+        self.state = RecoveryState.READY
+        self.has_been_ready = True
+        self.recovering_since, self.is_overdue = None, False
+        self._assignments, self._connections = RetryRecord(), RetryRecord()
+        self._pool.end_phases()
         self._stages.confirm()
         return [AttachClient(self.generation), *self._advance(now)]
 
@@ -394,9 +423,14 @@ class Recovery:
                 actions += self._on_late(worker, now)
             if actions and isinstance(actions[-1], GiveUp):
                 return actions
-        if self._generations.join_time <= now:
-            return [*actions, *self._give_up(self._generations.describe_vacancy())]
-        actions += self._generations.reject_parked(now)
+        if self._join_time <= now:
+            return [*actions, *self._give_up(self._describe_vacancy())]
+        if self.recovering_since is not None and not self.is_overdue:
+            seconds = self._limits.recovery_timeout
+            if self.recovering_since + seconds <= now:
+                self.is_overdue = True
+                cause = f"the engine did not recover within {seconds:g} seconds"
+                actions.append(RejectParked(cause))
         return [*actions, *self._advance(now)]
 
     def on_node_lost(
@@ -504,24 +538,127 @@ class Recovery:
         cause = f"{self.state} took longer than {self._limits.phase_seconds:g} seconds"
         return self.on_lost(worker.sender, cause, now)
 
+    @property
+    def _join_time(self) -> float:
+        """Time at which an engine that has never been ready no longer waits for a lost node."""
+        vacancy = self._nodes.oldest_vacancy
+        if self.has_been_ready or vacancy is None:
+            return math.inf
+        return vacancy.since + self._limits.join_seconds
+
+    @property
+    def _has_standbys(self) -> bool:
+        """True if workers without a place may be started."""
+        return bool(self._limits.num_standbys or self._limits.spare_preloads)
+
+    def _describe_vacancy(self) -> str:
+        """Return the reason for which the engine cannot start without a lost node."""
+        vacancy = self._nodes.oldest_vacancy
+        assert vacancy is not None
+        return (
+            f"{vacancy.cause}; node {vacancy.node} did not return within "
+            f"{self._limits.join_seconds:g} seconds, no spare node took its stages, and the other "
+            "nodes cannot hold them"
+        )
+
+    def _return_seconds(self, node: str, now: float) -> float:
+        """Return the time for which the stages of a node that is being lost wait for it."""
+        stages = self._nodes.stages_on(node)
+        if self._limits.node_return_seconds is not None or not stages:
+            return self._limits.node_return_seconds or 0.0
+        seconds = predict_reload_seconds(
+            self._seconds_per_layer,
+            self._stages.count_layers(stages),
+            # The first stage is never lost.
+            len(self._stages.layers) - len(stages),
+        )
+        if self.predict_recompute is not None:
+            seconds += self.predict_recompute()
+        since = now if self.recovering_since is None else self.recovering_since
+        left = math.inf if self.is_overdue else since + self._limits.recovery_timeout - now
+        return choose_return_seconds(seconds, left)
+
+    def _count_failure(self, record: RetryRecord, now: float) -> bool:
+        """Count a failed generation, and delay the next; return False if it was one too many."""
+        # Not tried again at once, because the obstacle is still there.
+        record.on_failure(now, self._jitter, num_earlier=1)
+        return record.num_failures <= self._limits.max_restarts
+
     def _advance(self, now: float) -> list[Action]:
-        """Do everything that the current state permits; return the actions."""
-        if self.state is not RecoveryState.READY:
-            return self._generations.advance(now)
-        # Only now, because the imports of a standby worker would slow down a recovery.
-        actions = self._changes.dismiss_drained()
-        find_costliest = self.find_costliest if self._limits.spare_preloads else None
-        coming = self._changes.coming_nodes
-        actions += self._preloads.advance(self.generation, coming, find_costliest, now)
-        actions += self._changes.prepare(self.generation, self.extend, self.uses_joined_nodes, now)
-        if change := self._changes.pop_due(now):
-            actions += self._begin_change(change, now)
+        """Begin the phase that the workers permit, or prepare a change; return the actions."""
+        actions: list[Action] = []
+        match self.state:
+            case RecoveryState.READY:
+                return self._prepare_change(now)
+            case RecoveryState.FORMING:
+                if self._nodes.vacancies:
+                    actions += self._stages.fill_vacancies(now)
+                actions += self._pool.fill_places(now)
+                retry_at = max(self._assignments.retry_at, self._connections.retry_at)
+                if retry_at <= now and self._pool.is_formed:
+                    actions += self._measure(now) if self._should_measure else self._assign(now)
+            case RecoveryState.MEASURING:
+                actions += self._measure(now)
+            case RecoveryState.LOADING if self._pool.is_phase_finished:
+                largest = max(end - begin for begin, end in self._stages.layers)
+                seconds = (now - self._loading_since) / largest
+                # Generations whose workers keep weights load less.
+                self._seconds_per_layer = max(self._seconds_per_layer, seconds)
+                actions.append(InitializeCaches(self.generation))
+                self._begin_phase(RecoveryState.INITIALIZING, now)
+            case RecoveryState.INITIALIZING if self._pool.is_phase_finished:
+                actions.append(WarmUp(self.generation))
+                self._begin_phase(RecoveryState.WARMING, now)
+        return actions
+
+    def _begin_phase(self, state: RecoveryState, now: float) -> None:
+        self.state = state
+        for worker in self._pool.placed:
+            worker.begin_phase(now, self._limits)
+
+    def _measure(self, now: float) -> list[Action]:
+        """Let all workers measure at once, when none imports its modules any more."""
+        if self.state is not RecoveryState.MEASURING:
+            self._begin_phase(RecoveryState.MEASURING, now)
+            self._has_begun_measuring = self._has_chosen_layers = False
+        if self._pool.is_connected and not self._has_begun_measuring:
+            self._has_begun_measuring = True
+            return [MeasureWorkers(self._stages.make_placement(self.generation + 1))]
+        if self._pool.is_phase_finished and not self._has_chosen_layers:
+            self._has_chosen_layers = True
+            return [ChooseLayers()]
+        return []
+
+    def _assign(self, now: float) -> list[Action]:
+        """Begin the next generation; every place has a worker without an instance."""
+        self.generation += 1
+        self.placement = self._stages.make_placement(self.generation)
+        self._loading_since = now
+        self._begin_phase(RecoveryState.LOADING, now)
+        return [AssignGeneration(self.placement)]
+
+    def _prepare_change(self, now: float) -> list[Action]:
+        """Prepare what the next generation needs, while the present one serves."""
+        actions: list[Action] = []
+        changes, is_idle = self._changes, self._changes.is_idle
+        if not is_idle:
+            actions += changes.dismiss_drained()
+        if self._has_standbys:
+            # Only now, because the imports of a standby worker would slow down a recovery.
+            find_costliest = self.find_costliest if self._limits.spare_preloads else None
+            actions += self._preloads.advance(
+                self.generation, changes.coming_nodes, find_costliest, now
+            )
+        if not is_idle:
+            actions += changes.prepare(self.generation, self.extend, self.uses_joined_nodes, now)
+            if change := changes.pop_due(now):
+                actions += self._begin_change(change, now)
         return actions
 
     def _begin_change(self, change: PlannedChange, now: float) -> list[Action]:
         """End the generation, and give the next one the stages of a change."""
         actions: list[Action] = [BeginChange(change.kind, change.cause)]
-        actions += self._generations.leave(change.cause, now)
+        actions += self._end_generation(change.cause, now)
         kills = self._stages.try_shape(change.shape)
         self._pool.seat(change.reserved)
         return [*actions, ChangeShape(change.shape), *kills, *self._advance(now)]
@@ -534,8 +671,27 @@ class Recovery:
 
     def _leave(self, cause: str, now: float, is_poison: bool = False) -> list[Action]:
         """End the current generation by itself, and the preparation of a change with it."""
-        leave = self._generations.leave(cause, now, is_poison)
-        return [*leave, *self._changes.end_preparation()]
+        leave = self._end_generation(cause, now, is_poison)
+        return leave if self._changes.is_idle else [*leave, *self._changes.end_preparation()]
+
+    def _end_generation(self, cause: str, now: float, is_poison: bool = False) -> list[Action]:
+        """Stop serving and begin a recovery, after a worker died or for a planned change.
+
+        Args:
+            cause: reason, for logs and the status page.
+            now: time in seconds.
+            is_poison: True if a request has crashed a worker.
+
+        Returns:
+            Actions for the supervisor: detach the clients, close the stages of all workers.
+        """
+        self._was_poisoned = is_poison
+        actions: list[Action] = []
+        if self.state is RecoveryState.READY:
+            self.recovering_since = now
+            actions.append(DetachClient(cause))
+        self.state = RecoveryState.FORMING
+        return [*actions, *self._pool.close_instances(self.generation, now)]
 
     def _on_death(
         self, place: int, activity: Activity, cause: str, now: float, is_poison: bool
@@ -549,14 +705,15 @@ class Recovery:
             now: time in seconds.
             is_poison: True if a request has caused it.
         """
-        # No request has been computed by the new stages, and the ones before served.
-        is_new = self._stages.is_new(self._stages.node_of(place))
-        is_trial = self._stages.is_trial and activity is Activity.ASSIGNED
-        if is_trial or (is_new and activity is not Activity.CLOSING):
+        is_closing, is_trial = activity is Activity.CLOSING, self._stages.is_trial
+        if (is_trial and activity is Activity.ASSIGNED) or (
+            is_trial and not is_closing and self._stages.is_new(self._stages.node_of(place))
+        ):
+            # No request has been computed by the new stages, and the ones before served.
             return self._revert_change(cause, now)
-        if activity is Activity.CLOSING:
+        if is_closing:
             # The ranks of a stage compute a request together, so it may kill several of them.
-            is_poison = is_poison or self._generations.was_poisoned
+            is_poison = is_poison or self._was_poisoned
         if not is_poison and not self._pool.count_death(place):
             return self._give_up(self._pool.describe_restarts(cause))
         self._pool.delay_respawn(place, now)
@@ -580,7 +737,7 @@ class Recovery:
         may_return = may_return and node not in self.draining
         wait = 0.0
         if may_return:
-            wait = self._generations.return_seconds(node, self.predict_recompute, now)
+            wait = self._return_seconds(node, now)
         stages, gone = self._stages.remove_node(node, cause, now, wait)
         actions = self._changes.on_node_gone(node)
         if not stages or self.state is RecoveryState.NEW:
@@ -589,7 +746,7 @@ class Recovery:
             return [*actions, *self._revert_change(cause, now)]
         # What fits is known better than at an earlier loss, which may have been before the start.
         self._stages.allow_recut()
-        was_poisoned = self._generations.was_poisoned
+        was_poisoned = self._was_poisoned
         is_counted = is_death and not is_poison
         if is_counted and not self._pool.count_deaths(gone, was_poisoned, now):
             return self._give_up(self._pool.describe_restarts(cause))
@@ -598,5 +755,5 @@ class Recovery:
         return [*actions, *self._advance(now)]
 
     def _give_up(self, cause: str) -> list[Action]:
-        self._generations.stop()
+        self.state = RecoveryState.DEAD
         return [GiveUp(cause)]

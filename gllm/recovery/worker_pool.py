@@ -85,11 +85,6 @@ class WorkerPool:
             self.places[worker.place].sender = None
         return worker
 
-    def begin_phase(self, now: float) -> None:
-        """Note that all workers with a place have to answer to a new phase."""
-        for worker in self.placed:
-            worker.begin_phase(now, self._limits)
-
     def finish_phase(self, sender: int) -> WorkerRecord | None:
         """Note a worker's answer to the current phase; return None if it has no part in it."""
         worker = self.workers.get(sender)
@@ -205,11 +200,6 @@ class WorkerPool:
             self._has_deaths = False
             for place in self.places:
                 place.num_deaths = 0
-
-    @property
-    def deadlines(self) -> Iterator[float]:
-        """Times at which workers have to have answered."""
-        return (worker.deadline for worker in self.workers.values())
 
     @property
     def respawn_times(self) -> Iterator[float]:

@@ -15,10 +15,9 @@ from gllm.router.handoffs import Handoffs, PairChooser
 from gllm.router.output_checks import drop_stale, split_refused
 from gllm.routing.disaggregation.policy import EnginePair
 from gllm.routing.handoff import HandoffLimits
-from gllm.runtime.head.delivery import SubmittedChoice, deliver
 from gllm.runtime.head.journal import JournalEntry
 from gllm.runtime.head.request_client import RequestClient, SendFunction
-from gllm.runtime.head.request_stream import RequestStream
+from gllm.runtime.head.request_stream import RequestStream, SubmittedChoice, deliver
 from gllm.runtime.head.suspects import SuspectTracker
 
 log = logging.getLogger(__name__)

@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gllm.messages.handoff import HandoffCommand
-from gllm.runtime.head.delivery import SubmittedChoice
 from gllm.runtime.head.request_client import SendFunction
-from gllm.runtime.head.request_stream import RequestStream
+from gllm.runtime.head.request_stream import RequestStream, SubmittedChoice
 
 ChooseEngine = Callable[[RequestStream, frozenset[str]], str | None]
 """Function that chooses one of the named engines for a request; None: none, the request is parked.

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gllm.recovery.actions import ChangeShape
-from gllm.recovery.generations import (
+from gllm.recovery.node_pool import (
     MIN_RETURN_SECONDS,
     choose_return_seconds,
     predict_reload_seconds,

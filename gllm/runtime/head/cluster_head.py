@@ -20,12 +20,11 @@ from gllm.recovery.join_check import JoinFacts
 from gllm.recovery.node_layout import distribute_stages
 from gllm.recovery.placement import LOCAL_NODE
 from gllm.recovery.records import RecoveryState
+from gllm.runtime.head.agent_session import report_head, report_node
+from gllm.runtime.head.layer_planner import Machine
 from gllm.runtime.head.link_process import LinkProcess
-from gllm.runtime.head.link_times import LinkTimesReporter, collect_link_times
-from gllm.runtime.head.machine_speeds import Machine
-from gllm.runtime.head.node_admission import configured_threads, resolve_hub
-from gllm.runtime.head.node_hub import NodeHub
-from gllm.runtime.head.node_reports import report_head, report_node
+from gllm.runtime.head.node_edges import LinkTimesReporter, collect_link_times
+from gllm.runtime.head.node_hub import NodeHub, configured_threads, resolve_hub
 from gllm.runtime.messaging.certificates import NodeCertificate, create_certificate
 from gllm.runtime.node.machine import MachineMonitor, read_facts
 from gllm.runtime.worker.driver_proxies import DriverProxies

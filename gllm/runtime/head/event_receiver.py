@@ -43,13 +43,11 @@ from gllm.recovery.placement import LOCAL_NODE, Placement
 from gllm.recovery.records import RecoveryState
 from gllm.runtime.head.agent_session import AgentSession
 from gllm.runtime.head.deaths import WorkerDeath
-from gllm.runtime.head.edge_gate import REPEAT_SECONDS
-from gllm.runtime.head.layer_planner import format_layers
+from gllm.runtime.head.layer_planner import Machine, format_layers
 from gllm.runtime.head.liveness_watch import LivenessWatch
-from gllm.runtime.head.machine_speeds import Machine
-from gllm.runtime.head.node_admission import configured_threads
-from gllm.runtime.head.node_group import NodeGroup
-from gllm.runtime.head.remote_node import RemoteNode
+from gllm.runtime.head.node_edges import REPEAT_SECONDS
+from gllm.runtime.head.node_group import NodeGroup, RemoteNode
+from gllm.runtime.head.node_hub import configured_threads
 from gllm.runtime.messaging.session import SessionError
 
 if TYPE_CHECKING:

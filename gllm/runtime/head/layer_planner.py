@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from gllm.config.engine import EngineConfig
 from gllm.messages.lifecycle import StageLoaded
 from gllm.messages.measurement import StageMeasured
+from gllm.messages.nodes import NodeFacts
 from gllm.recovery.balance import BalanceLimits, BetterCut, Rebalancer
 from gllm.recovery.node_layout import NodeShape, extend_layers, recut_layers
 from gllm.recovery.node_pool import match_stages
 from gllm.recovery.partition import StageCosts, StageMemory, cut_layers, slowest_cost
 from gllm.recovery.placement import LOCAL_NODE
-from gllm.runtime.head.machine_speeds import Machine, may_differ_in_speed
 from gllm.runtime.worker.device import find_gpu_models
 from gllm.runtime.worker.probe_cache import ProbeCache
 
@@ -29,6 +29,44 @@ HOST_MEMORY_SHARE = 0.9
 
 Bounds = list[tuple[int, int]]
 """First layer of each stage and first layer after it."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Machine with workers."""
+
+    facts: NodeFacts
+    threads: int | None = None
+    """Compute threads per worker; None for an equal share of the cores."""
+
+
+def may_differ_in_speed(
+    stage_nodes: Sequence[str],
+    degrees: Sequence[int],
+    machines: Mapping[str, Machine],
+    uses_gpus: bool,
+) -> bool:
+    """Return True if workers of different machines may have different speeds.
+
+    Args:
+        stage_nodes: name of the node of each stage.
+        degrees: number of ranks of each stage.
+        machines: by the name of the node; a missing one is not compared.
+        uses_gpus: False if all workers compute on the CPU.
+    """
+    num_workers: Counter[str] = Counter()
+    for node, degree in zip(stage_nodes, degrees, strict=True):
+        num_workers[node] += degree
+    kinds = set()
+    for node, number in num_workers.items():
+        if (machine := machines.get(node)) is None:
+            continue
+        facts = machine.facts
+        devices = sorted(set(facts.devices)) if uses_gpus else []
+        # Workers on GPUs do not share the cores by their number.
+        threads = 0 if devices else machine.threads or facts.num_cores // number
+        kinds.add((tuple(devices), facts.num_cores, threads))
+    return len(kinds) > 1
 
 
 @dataclass(frozen=True)

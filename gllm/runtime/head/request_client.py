@@ -14,9 +14,8 @@ from gllm.messages.handoff import KvHandoff
 from gllm.messages.requests import AbortSequences, ErrorKind, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.options.slo import Slo
-from gllm.runtime.head.delivery import SubmittedChoice
 from gllm.runtime.head.journal import JournalEntry
-from gllm.runtime.head.request_stream import RequestStream
+from gllm.runtime.head.request_stream import RequestStream, SubmittedChoice
 from gllm.runtime.head.suspects import PoisonList
 from gllm.scheduler.plan import FinishedSequence
 

@@ -59,18 +59,16 @@ from gllm.runtime.head.assignment import (
 from gllm.runtime.head.client import EngineClient
 from gllm.runtime.head.cluster_head import ClusterHead
 from gllm.runtime.head.deaths import DeathLog
-from gllm.runtime.head.edge_gate import EdgeGate
-from gllm.runtime.head.engine_error import EngineError as EngineError
+from gllm.runtime.head.deaths import EngineError as EngineError
 from gllm.runtime.head.event_receiver import EventReceiver
-from gllm.runtime.head.head_socket import HeadSocket
 from gllm.runtime.head.kv_events import KvEventSource
 from gllm.runtime.head.kv_memory import count_placement_blocks, limit_blocks
 from gllm.runtime.head.kv_mover import EngineKvMover
-from gllm.runtime.head.layer_planner import LayerPlanner
-from gllm.runtime.head.machine_speeds import Machine
+from gllm.runtime.head.layer_planner import LayerPlanner, Machine
 from gllm.runtime.head.node import Node
+from gllm.runtime.head.node_edges import EdgeGate
 from gllm.runtime.head.node_group import NodeGroup
-from gllm.runtime.head.worker_channels import WorkerChannels
+from gllm.runtime.head.worker_channels import HeadSocket, WorkerChannels
 from gllm.runtime.messaging.bus import Hub
 
 log = logging.getLogger(__name__)

@@ -35,9 +35,8 @@ from gllm.recovery.join_check import apply_own_fields
 from gllm.recovery.placement import Placement
 from gllm.runtime.driver.driver_relay import DriverRelay
 from gllm.runtime.head.assignment import NodeAssignment, WorkerIdentity, decode_node_assignment
-from gllm.runtime.head.head_socket import HeadSocket
 from gllm.runtime.head.node import Node
-from gllm.runtime.head.worker_channels import PROCESS_GENERATION
+from gllm.runtime.head.worker_channels import PROCESS_GENERATION, HeadSocket
 from gllm.runtime.messaging.bus import Hub
 from gllm.runtime.messaging.session import ANY_GENERATION
 from gllm.runtime.node.agent_state import AgentConfig

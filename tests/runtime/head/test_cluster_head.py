@@ -31,7 +31,7 @@ from gllm.recovery.liveness import ProcessSample
 from gllm.recovery.placement import Slot, make_placement
 from gllm.recovery.records import RecoveryState
 from gllm.runtime.head.liveness_watch import LivenessWatch
-from gllm.runtime.head.remote_node import RemoteNode
+from gllm.runtime.head.node_group import RemoteNode
 from gllm.runtime.head.supervisor import EngineError
 from gllm.transport.link.commands import LinkPeer
 from tests.runtime.head.test_supervisor import generate

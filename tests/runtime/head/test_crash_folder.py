@@ -6,12 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gllm.runtime.head.crash_folder import CrashFolder
+from gllm.runtime.head.deaths import CrashFolder
 
 PROCESS = """
 import os, signal, sys
 from pathlib import Path
-from gllm.runtime.head.crash_folder import CrashFolder
+from gllm.runtime.head.deaths import CrashFolder
 
 crashes = CrashFolder(None, Path(sys.argv[1]))
 print(crashes.record("stage-1", {"Cause": "it died"}), flush=True)

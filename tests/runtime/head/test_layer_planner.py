@@ -13,8 +13,7 @@ from gllm.messages.nodes import NodeFacts
 from gllm.recovery.balance import BalanceLimits
 from gllm.recovery.node_layout import NodeShape
 from gllm.recovery.partition import StageCosts
-from gllm.runtime.head.layer_planner import LayerPlanner
-from gllm.runtime.head.machine_speeds import Machine
+from gllm.runtime.head.layer_planner import LayerPlanner, Machine
 from gllm.runtime.worker.probe_cache import ProbeCache
 
 COSTS = StageCosts((1.0,) * 12)

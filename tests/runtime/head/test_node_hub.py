@@ -27,9 +27,8 @@ from gllm.messages.nodes import (
 from gllm.messages.requests import SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.recovery.membership import NodeStatus
-from gllm.runtime.head.engine_error import EngineError
-from gllm.runtime.head.node_admission import node_hub_address
-from gllm.runtime.head.node_hub import NODE_RUN, NodeHub, NodeHubTimes
+from gllm.runtime.head.deaths import EngineError
+from gllm.runtime.head.node_hub import NODE_RUN, NodeHub, NodeHubTimes, node_hub_address
 from gllm.runtime.messaging.bus_socket import NEW_KEYS
 from gllm.runtime.messaging.security import SecretFile, add_secret, create_secret_file, drop_secret
 from gllm.runtime.messaging.session import HEADER

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gllm.messages.reports import BubbleReport, StageUtilization
-from gllm.runtime.head.report_totals import ReportTotals
+from gllm.runtime.head.client import ReportTotals
 from gllm.scheduler.plan import SchedulerStats
 
 GAUGES = (

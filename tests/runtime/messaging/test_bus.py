@@ -16,7 +16,7 @@ from gllm.messages.codec import AnyMessage, decode_for_head, decode_for_worker, 
 from gllm.messages.lifecycle import Hello, InitializeCache, Shutdown, StageFailed, StageReady
 from gllm.messages.requests import AbortSequences, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams as Spec
-from gllm.runtime.head.head_socket import HeadSocket
+from gllm.runtime.head.worker_channels import HeadSocket
 from gllm.runtime.messaging.bus import Hub
 from gllm.runtime.messaging.bus_socket import CLOSED
 from gllm.runtime.messaging.session import HEADER, MAX_FRAME_BYTES, SessionSender

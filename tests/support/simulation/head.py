@@ -33,7 +33,7 @@ _NUMBERS = count(1)
 
 
 class HubAddress:
-    """Address of the hub of the workers of a head or an agent: gllm.runtime.head.head_socket."""
+    """Address of the hub of the workers of a head or an agent, in place of HeadSocket."""
 
     def __init__(self, hub: Any) -> None:
         self.connecting: set[int] = set()
