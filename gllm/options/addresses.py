@@ -1,6 +1,9 @@
 """Host names and addresses: their text form, and those that only this machine can reach."""
 
+import asyncio
 import ipaddress
+import socket
+from collections.abc import Awaitable, Callable
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -47,3 +50,14 @@ def parse_host_port(text: str) -> tuple[str, int]:
 def format_host_port(host: str, port: int) -> str:
     """Return HOST:PORT, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+Resolve = Callable[[str, int], Awaitable[list[str]]]
+"""Returns the addresses of a host and port as HOST:PORT with a numeric host; raises OSError."""
+
+
+async def resolve_host(host: str, port: int) -> list[str]:
+    """Return the addresses of a host in the system's order of preference. See Resolve."""
+    loop = asyncio.get_running_loop()
+    infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(format_host_port(str(info[4][0]), port) for info in infos))

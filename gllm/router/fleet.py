@@ -37,8 +37,7 @@ from gllm.routing.policy import RoutingPolicy
 from gllm.routing.policy_registry import make_policy
 from gllm.routing.prefix_index import PrefixIndex
 from gllm.runtime.head.request_client import SendFunction
-from gllm.runtime.messaging.engine_link import EngineLink
-from gllm.runtime.messaging.fleet_links import FleetLinks
+from gllm.runtime.messaging.fleet_links import EngineLink, FleetLinks
 from gllm.runtime.messaging.link_config import make_router_links
 
 log = logging.getLogger(__name__)

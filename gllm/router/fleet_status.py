@@ -8,7 +8,7 @@ from gllm.engine.interface import EngineUnavailableError
 from gllm.router.client import FleetClient
 from gllm.router.engine_record import EngineRecord
 from gllm.routing.health import FleetHealth
-from gllm.runtime.messaging.engine_link import EngineLink
+from gllm.runtime.messaging.fleet_links import EngineLink
 from gllm.scheduler.plan import SchedulerStats
 
 COUNTERS = (

@@ -15,7 +15,7 @@ import pytest
 
 from gllm.messages.codec import AnyMessage
 from gllm.routing.handoff import Handoff, HandoffState
-from gllm.runtime.messaging.connection import PeerConnection
+from gllm.runtime.messaging.connection_pool import PeerConnection
 from gllm.runtime.messaging.fleet_links import FleetLinks
 from tests.support.servers.fleet import EngineProcess
 from tests.support.servers.kv_rig import KvRouter, generate

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gllm.recovery.dial_direction import source_dials
+from gllm.recovery.placement import source_dials
 
 
 @pytest.mark.parametrize(

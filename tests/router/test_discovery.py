@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gllm.options.addresses import resolve_host
 from gllm.runtime.messaging.backoff import MAX_SECONDS, Backoff
 from gllm.runtime.messaging.discovery.dns import DnsDiscovery
 from gllm.runtime.messaging.discovery.registry import make_discovery
 from gllm.runtime.messaging.discovery.static import StaticDiscovery
-from gllm.runtime.messaging.host_names import resolve_host
 from gllm.runtime.messaging.link_config import format_host_port, parse_host_port, parse_hub_address
 from tests.support.routing.links import Links, announcement, until
 

@@ -10,10 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from gllm.messages.base import WireMessage
 from gllm.messages.fleet import EngineReport, GreetEngine, NoticeToEngine, RefuseEngine
 from gllm.messages.requests import EngineOutputs
-from gllm.runtime.messaging.connection import PeerConnection
-from gllm.runtime.messaging.connection_pool import ConnectionPool
-from gllm.runtime.messaging.engine_link import EngineLink
-from gllm.runtime.messaging.fleet_links import FleetLinks
+from gllm.runtime.messaging.connection_pool import ConnectionPool, PeerConnection
+from gllm.runtime.messaging.fleet_links import EngineLink, FleetLinks
 from gllm.runtime.messaging.link_config import FleetLinkConfig
 from gllm.scheduler.plan import SchedulerStats, StepOutput
 from tests.support.examples import num_examples

@@ -19,8 +19,7 @@ from gllm.messages.codec import AnyMessage, encode
 from gllm.messages.fleet import EngineReport, GreetEngine, RouterHeartbeat
 from gllm.messages.requests import EngineOutputs, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
-from gllm.runtime.messaging.connection import PeerConnection
-from gllm.runtime.messaging.connection_pool import ConnectionPool
+from gllm.runtime.messaging.connection_pool import ConnectionPool, PeerConnection
 from gllm.runtime.messaging.link_config import FleetLinkConfig
 from gllm.runtime.messaging.security import add_secret, create_secret_file, drop_secret
 from gllm.runtime.messaging.session import SessionError, SessionReceiver, SessionSender

@@ -23,10 +23,9 @@ from gllm.messages.nodes import (
     WelcomeNode,
 )
 from gllm.messages.services import DrainServiceNode, EndServiceProcess, StartServiceProcess
-from gllm.runtime.messaging.host_names import Resolve, resolve_host
+from gllm.options.addresses import Resolve, resolve_host
 from gllm.runtime.node.agent_state import AgentConfig, AgentStatus
-from gllm.runtime.node.head_dialer import HeadDialer
-from gllm.runtime.node.head_session import NodeReading
+from gllm.runtime.node.head_session import HeadDialer, NodeReading
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,7 @@ from gllm.messages.fleet import OLDEST_PROTOCOL, PROTOCOL, AnnounceEngine
 from gllm.models.identity import hash_model, hash_numerics
 from gllm.options.version import __version__
 from gllm.runtime.head.supervisor import Supervisor
-from gllm.runtime.messaging.identity import default_engine_name, new_run
-from gllm.runtime.messaging.link_config import FleetLinkConfig
+from gllm.runtime.messaging.link_config import FleetLinkConfig, default_engine_name, new_run
 
 
 class EngineAnnouncer:

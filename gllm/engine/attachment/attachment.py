@@ -25,11 +25,9 @@ from gllm.messages.fleet import (
     is_compatible,
 )
 from gllm.messages.handoff import FirstChunkComputed, KvPushStarted
-from gllm.runtime.messaging.connection import PeerConnection
-from gllm.runtime.messaging.connection_pool import ConnectionPool
-from gllm.runtime.messaging.host_names import Resolve, resolve_host
-from gllm.runtime.messaging.identity import is_valid_name
-from gllm.runtime.messaging.link_config import FleetLinkConfig
+from gllm.options.addresses import Resolve, resolve_host
+from gllm.runtime.messaging.connection_pool import ConnectionPool, PeerConnection
+from gllm.runtime.messaging.link_config import FleetLinkConfig, is_valid_name
 
 log = logging.getLogger(__name__)
 

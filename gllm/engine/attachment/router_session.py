@@ -32,7 +32,7 @@ from gllm.messages.requests import (
 from gllm.messages.sampling import SampleDetails, TokenLogprobs
 from gllm.runtime.head.journal import JournalEntry
 from gllm.runtime.head.request_stream import RequestStream, TokenDelta
-from gllm.runtime.messaging.connection import PeerConnection
+from gllm.runtime.messaging.connection_pool import PeerConnection
 from gllm.scheduler.plan import FinishedSequence, FirstToken, StepOutput
 
 

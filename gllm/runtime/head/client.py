@@ -1,7 +1,8 @@
 """Client of the driver in the parent process: requests out, token deltas back to their readers.
 
 While no driver is attached the running requests are parked; the next driver gets them again with
-the tokens that were delivered.
+the tokens that were delivered. Each generation has a new scheduler and new stage instances, whose
+counters start at zero; the totals add them up, so that no counter decreases over a recovery.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Deaths of workers: their causes in words, their counts, and the evidence that is kept."""
+"""Deaths of workers: their causes in words, their counts, and the files with their evidence."""
 
 import fcntl
 import logging

@@ -1,4 +1,4 @@
-"""What arrives at the head process, turned into events for the recovery.
+"""Receiver of all that arrives at the head process; it turns it into events for the recovery.
 
 Reports of workers, exits of their processes and ends of their sessions, messages of the agents of
 other machines, nodes that join and nodes that are lost. `Supervisor` executes what follows.

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Protocol
 
 from gllm.config.engine import EngineConfig
-from gllm.recovery.dial_direction import source_dials
 from gllm.recovery.liveness import ProcessSample
-from gllm.recovery.placement import LOCAL_NODE, EdgeSpec, Placement, WorkerPlacement
+from gllm.recovery.placement import LOCAL_NODE, EdgeSpec, Placement, WorkerPlacement, source_dials
 from gllm.runtime.head.assignment import (
     KvMoverConnection,
     NodeAssignment,

@@ -1,4 +1,7 @@
-"""Edges between nodes: the engine starts a generation when all of them are connected."""
+"""Edges between nodes: the wait until all of them are connected, and the times of their links.
+
+This module imports no torch.
+"""
 
 import asyncio
 from collections import deque

@@ -1,4 +1,4 @@
-"""All nodes of an engine as one: each worker is handled by the node on which it runs."""
+"""Nodes of other machines, and all nodes of an engine as one: each worker is handled by its node."""
 
 import time
 from pathlib import Path
@@ -8,9 +8,8 @@ from msgspec.structs import replace
 from gllm.config.engine import EngineConfig
 from gllm.messages.nodes import AssignStages, DumpStacks, EndWorker, GenerationReady, StartWorker
 from gllm.options.addresses import format_host_port
-from gllm.recovery.dial_direction import source_dials
 from gllm.recovery.liveness import ProcessSample
-from gllm.recovery.placement import LOCAL_NODE, Placement
+from gllm.recovery.placement import LOCAL_NODE, Placement, source_dials
 from gllm.runtime.head.agent_session import AgentSession
 from gllm.runtime.head.assignment import (
     KvMoverConnection,

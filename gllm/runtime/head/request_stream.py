@@ -1,4 +1,4 @@
-"""Output of a request on its way to the reader."""
+"""Output of a request on its way from a step's output to the reader."""
 
 import asyncio
 from collections.abc import Callable, Mapping

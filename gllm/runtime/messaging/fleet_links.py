@@ -5,7 +5,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage, decode_for_router
 from gllm.messages.fleet import (
     OLDEST_PROTOCOL,
@@ -19,17 +21,78 @@ from gllm.messages.fleet import (
     RouterHeartbeat,
     is_compatible,
 )
-from gllm.runtime.messaging.connection import PeerConnection
-from gllm.runtime.messaging.connection_pool import ConnectionPool
-from gllm.runtime.messaging.engine_link import EngineLink, Refusal
-from gllm.runtime.messaging.host_names import Resolve, resolve_host
-from gllm.runtime.messaging.identity import is_valid_name, new_run
-from gllm.runtime.messaging.link_config import FleetLinkConfig
+from gllm.options.addresses import Resolve, resolve_host
+from gllm.runtime.messaging.connection_pool import ConnectionPool, PeerConnection
+from gllm.runtime.messaging.link_config import FleetLinkConfig, is_valid_name, new_run
 
 log = logging.getLogger(__name__)
 
 MAX_REFUSALS = 32
 """Refusals that are kept to be shown."""
+
+
+class Refusal(NamedTuple):
+    """An engine whose session was refused."""
+
+    address: str
+    name: str
+    """Empty if the engine did not announce itself."""
+    cause: str
+    time: float
+    """time.time() of the refusal."""
+
+
+class EngineLink:
+    """One attached engine, from its first report to the end of its session."""
+
+    def __init__(
+        self,
+        connection: PeerConnection,
+        announce: AnnounceEngine,
+        report: EngineReport,
+        refuse: Callable[["EngineLink", str], None],
+    ) -> None:
+        self.announce = announce
+        """The latest announcement."""
+        self.report = report
+        """The latest report."""
+        self.attached_at = time.monotonic()
+        """Time of the monotonic clock."""
+        self.connection = connection
+        self._refuse = refuse
+
+    @property
+    def name(self) -> str:
+        """Name of the engine, unique among the attached ones."""
+        return self.announce.name
+
+    @property
+    def address(self) -> str:
+        """Address of the engine."""
+        return self.connection.address
+
+    @property
+    def last_heard(self) -> float:
+        """Time of the latest message, of the monotonic clock."""
+        return self.connection.last_heard
+
+    @property
+    def is_attached(self) -> bool:
+        """True until the session ends."""
+        return self.connection.is_open
+
+    @property
+    def is_leaving(self) -> bool:
+        """True if the engine drains, so that the end of its session is planned."""
+        return self.report.state == "draining"
+
+    def send(self, message: WireMessage) -> None:
+        """Queue a message; it is dropped if the session has ended."""
+        self.connection.send(message)
+
+    def refuse(self, cause: str) -> None:
+        """End the session and tell the engine why; `on_lost` is not called."""
+        self._refuse(self, cause)
 
 
 @dataclass(eq=False)

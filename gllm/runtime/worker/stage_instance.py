@@ -5,6 +5,7 @@ over.
 """
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
@@ -16,20 +17,20 @@ from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage, decode_from_kv_mover, encode
 from gllm.messages.kv_transfer import KvMoverGone, KvReport
 from gllm.messages.lifecycle import Hello, InitializeCache, LoadProgress, StageReady
-from gllm.messages.reports import StageTimes
+from gllm.messages.reports import StageTimes, StageUtilization
 from gllm.messages.steps import GrammarReady, RegisterSequences, RunStep, StepDone
 from gllm.observability.step_log import StepLogWriter
+from gllm.recovery.placement import WorkerPlacement
 from gllm.runtime.driver.driver import Driver
 from gllm.runtime.driver.driver_pacing import DriverPacing
 from gllm.runtime.driver.driver_setup import create_scheduler
 from gllm.runtime.driver.plan_record import PlanRecord
 from gllm.runtime.head.assignment import StageAssignment
 from gllm.runtime.messaging.spoke import Spoke
-from gllm.runtime.messaging.threads import run_in_thread
+from gllm.runtime.worker.backend import DeviceBackend
 from gllm.runtime.worker.executor import Executor
 from gllm.runtime.worker.stage import StageRunner
 from gllm.runtime.worker.stage_loader import StageLoader
-from gllm.runtime.worker.stage_reports import StageReporter
 from gllm.runtime.worker.stage_resources import StageResources
 from gllm.runtime.worker.stage_sessions import StageSessions
 from gllm.scheduler.config import SchedulerConfig
@@ -38,6 +39,94 @@ from gllm.transport.descriptors import DescriptorChannel, DescriptorError
 
 TURN_SECONDS = 1.0
 """Time after which a driver takes a turn without a message while leases run."""
+
+
+REPORT_SECONDS = 0.5
+"""Interval between two reports."""
+
+
+class StageReporter:
+    """Sends reports as long as the worker has steps."""
+
+    def __init__(
+        self,
+        place: WorkerPlacement,
+        runner: StageRunner,
+        backend: DeviceBackend,
+        send_to_parent: Callable[[StageUtilization], None],
+        send_to_driver: Callable[[StageTimes], None],
+    ) -> None:
+        """Create a reporter; `schedule` has to be called with each step.
+
+        Args:
+            place: of the worker; step times are those of the ranks 0.
+            runner: counts and times the steps.
+            backend: counts the host's time and compilations.
+            send_to_parent: sends totals.
+            send_to_driver: sends step times.
+        """
+        self._place, self._runner, self._backend = place, runner, backend
+        self._send_to_parent, self._send_to_driver = send_to_parent, send_to_driver
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
+
+    def schedule(self) -> None:
+        """Report in half a second, unless a report is scheduled already."""
+        if self._timer is None and not self._is_closed:
+            self._timer = self._loop.call_later(REPORT_SECONDS, self._report)
+
+    def close(self) -> None:
+        """Report nothing any more."""
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _report(self) -> None:
+        self._timer = None
+        runner, backend = self._runner, self._backend
+        self._send_to_parent(
+            StageUtilization(
+                self._place.stage,
+                runner.num_steps,
+                runner.busy_seconds,
+                backend.host_seconds,
+                backend.num_compilations,
+                self._place.rank,
+            )
+        )
+        times = StageTimes(self._place.stage, *runner.pop_step_times())
+        if not self._place.rank:
+            self._send_to_driver(times)
+        if runner.is_busy or times.steps:
+            # Once more after the last step, so that bubbles are known up to its end.
+            self.schedule()
+
+
+async def run_in_thread(function: Callable[[], None]) -> None:
+    """Run a function on a thread that ends with it.
+
+    OpenMP gives every thread that forks its own helpers and keeps them as long as the thread lives;
+    with more of them than cores it does not spin at barriers, and the compute thread's steps take a
+    tenth longer.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:
+            complete = partial(done.set_exception, error)
+        else:
+            complete = partial(done.set_result, None)
+        # The caller may have stopped waiting, and the loop may have been closed.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(lambda: done.cancelled() or complete())
+
+    name = getattr(function, "__name__", "run_in_thread")
+    threading.Thread(target=run, name=name, daemon=True).start()
+    await done
 
 
 class StageInstance:

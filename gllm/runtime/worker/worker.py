@@ -7,19 +7,24 @@ two generations the process keeps the weights.
 import asyncio
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import setproctitle
 import uvloop
 import zmq
 
 from gllm.messages.codec import AnyMessage, decode_for_worker
-from gllm.messages.control import StartProfile, StopProfile
+from gllm.messages.control import CommandDone, StartProfile, StopProfile
 from gllm.messages.lifecycle import (
     CloseGeneration,
     GenerationClosed,
     Heartbeat,
+    LayersPrepared,
     Shutdown,
     StageFailed,
 )
@@ -36,16 +41,124 @@ from gllm.runtime.head.assignment import (
 )
 from gllm.runtime.messaging.session import SessionError
 from gllm.runtime.messaging.spoke import Spoke
-from gllm.runtime.messaging.threads import run_in_thread
-from gllm.runtime.worker.preparation import prepare_layers
+from gllm.runtime.worker.executor import WeightMemoryError
 from gllm.runtime.worker.probe import ProbeCancelledError, StageProbe
-from gllm.runtime.worker.profiler import TorchProfiler
 from gllm.runtime.worker.stage import format_error
-from gllm.runtime.worker.stage_instance import StageInstance
+from gllm.runtime.worker.stage_instance import StageInstance, run_in_thread
 from gllm.runtime.worker.stage_loader import StageLoader
 from gllm.transport.descriptors import DescriptorChannel, DescriptorError
 
+if TYPE_CHECKING:
+    from torch.profiler import profile
+
 log = logging.getLogger(__name__)
+
+
+NICENESS = 10
+"""Priority of the thread that loads, so that steps go on undisturbed."""
+
+
+def prepare_layers(
+    assignment: StageAssignment,
+    earlier: StageLoader | None,
+    running: StageLoader | None,
+    head: Spoke,
+) -> StageLoader:
+    """Load the layers of a stage on a thread; LayersPrepared follows.
+
+    The worker goes on if they cannot be loaded. Layers for which the memory does not suffice now
+    are loaded when the stage begins; another error is reported, so that it does not begin.
+
+    Args:
+        assignment: with the number of the change.
+        earlier: layers that were prepared for another change; None for none.
+        running: loader of the present instance, whose layers are shared; None without one.
+        head: session with the parent.
+    """
+    loop = asyncio.get_running_loop()
+    num_bytes = 0
+
+    def on_progress(done_bytes: int, total_bytes: int) -> None:
+        nonlocal num_bytes
+        if running is not None and not done_bytes:
+            # Of this thread alone, which computes nothing.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        num_bytes = done_bytes
+
+    def report(cause: str, is_failed: bool = False) -> None:
+        read_bytes = 0 if cause else num_bytes
+        message = LayersPrepared(assignment.change, read_bytes, cause, is_failed)
+        with suppress(RuntimeError):  # The loop has been closed.
+            loop.call_soon_threadsafe(head.send, message)
+
+    def on_error(error: BaseException) -> None:
+        if isinstance(error, WeightMemoryError):
+            log.warning("the layers of the next generation are loaded later: %s", error)
+            report(str(error))
+        else:
+            log.error("the layers of the next generation cannot be loaded", exc_info=error)
+            report(format_error(error), is_failed=True)
+
+    loader = StageLoader(assignment, on_progress, [] if earlier is None else [earlier], running)
+    on_loaded: Callable[[], None] = lambda: report("")  # noqa: E731
+    loader.start(on_loaded, on_error)
+    return loader
+
+
+class TorchProfiler:
+    """Recorder of all threads of this process; it reports each finished command."""
+
+    def __init__(self, place: PlaceName, frontend: Spoke) -> None:
+        self._place = place
+        self._frontend = frontend
+        self._profile: profile | None = None
+        self._folder = ""
+        self._last_command: asyncio.Task[None] | None = None
+
+    def handle(self, command: StartProfile | StopProfile) -> None:
+        """Run a command after the previous ones and report its end to the frontend."""
+        loop = asyncio.get_running_loop()
+        self._last_command = loop.create_task(self._run(command, self._last_command))
+
+    async def _run(
+        self, command: StartProfile | StopProfile, previous: "asyncio.Task[None] | None"
+    ) -> None:
+        if previous is not None:
+            await previous
+        error = ""
+        try:
+            if isinstance(command, StartProfile):
+                await asyncio.to_thread(self._start, command.folder)
+            else:
+                await asyncio.to_thread(self._stop)
+        except Exception as failure:
+            log.exception("the profile failed")
+            error = f"{type(failure).__name__}: {failure}"
+        self._frontend.send(CommandDone(command.command_id, self._place.stage, error))
+
+    def _start(self, folder: str) -> None:
+        """Start recording; the file goes to `folder`."""
+        from torch._C._profiler import _ExperimentalConfig
+        from torch.profiler import profile
+
+        if self._profile is not None:
+            raise RuntimeError("a profile is being recorded")
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        # Without this option only the thread that starts the profile is recorded.
+        recording = profile(experimental_config=_ExperimentalConfig(profile_all_threads=True))
+        recording.start()
+        self._profile, self._folder = recording, folder
+
+    def _stop(self) -> None:
+        """Stop recording and write the file."""
+        recording, self._profile = self._profile, None
+        if recording is None:
+            raise RuntimeError("no profile is being recorded")
+        recording.stop()
+        timestamp = time.strftime("%Y%m%d-%H%M%S")
+        path = Path(self._folder, f"stage-{self._place.label}-{timestamp}.json")
+        recording.export_chrome_trace(str(path))
+        log.info("profile written to %s", path)
 
 
 class Worker:

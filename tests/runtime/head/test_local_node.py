@@ -15,7 +15,7 @@ from gllm.observability.logs import LogConfig
 from gllm.runtime.head.assignment import WorkerIdentity
 from gllm.runtime.head.local_node import LocalNode
 from gllm.runtime.messaging.bus import Hub
-from gllm.runtime.messaging.threads import run_in_thread
+from gllm.runtime.worker.stage_instance import run_in_thread
 from tests.support.servers.server import alive
 
 SECONDS = 60.0

@@ -21,12 +21,13 @@ from gllm.recovery.placement import Slot, make_placement
 from gllm.runtime.head.assignment import StageAssignment
 from gllm.runtime.worker.cpu.executor import CpuExecutor
 from gllm.runtime.worker.device import set_num_threads
-from gllm.runtime.worker.layer_probe import LayerProbe, StepSizes
 from gllm.runtime.worker.probe import (
     DECODES_PER_CHUNK,
     MAX_KINDS,
+    LayerProbe,
     ProbeCancelledError,
     StageProbe,
+    StepSizes,
     find_kinds,
 )
 from gllm.runtime.worker.probe_cache import ProbeCache, create_key

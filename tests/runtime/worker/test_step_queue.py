@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from gllm.runtime.worker.stage import StageRunner
-from gllm.runtime.worker.step_queue import (
+from gllm.runtime.worker.stage import (
     OneLaneQueue,
     PreparedStep,
+    StageRunner,
     TwoLaneQueue,
     create_step_queue,
 )

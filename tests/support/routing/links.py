@@ -13,11 +13,10 @@ from gllm.messages.fleet import OLDEST_PROTOCOL, PROTOCOL, AnnounceEngine, Engin
 from gllm.messages.handoff import HandoffCommand
 from gllm.messages.requests import EngineOutputs, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
+from gllm.options.addresses import Resolve, resolve_host
 from gllm.runtime.head.client import EngineClient
 from gllm.runtime.head.kv_events import KvEventSource
-from gllm.runtime.messaging.engine_link import EngineLink
-from gllm.runtime.messaging.fleet_links import FleetLinks
-from gllm.runtime.messaging.host_names import Resolve, resolve_host
+from gllm.runtime.messaging.fleet_links import EngineLink, FleetLinks
 from gllm.runtime.messaging.link_config import FleetLinkConfig
 from tests.support.engines.fake_driver import FakeDriver
 

@@ -7,7 +7,7 @@ from typing import Any
 from gllm.messages.base import WireMessage
 from gllm.messages.fleet import AnnounceEngine, EngineReport, GreetEngine
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
-from gllm.runtime.messaging.engine_link import EngineLink
+from gllm.runtime.messaging.fleet_links import EngineLink
 from gllm.scheduler.plan import FinishedSequence, FirstToken, SchedulerStats, StepOutput
 
 ANNOUNCE = AnnounceEngine(

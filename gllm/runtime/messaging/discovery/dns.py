@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from gllm.runtime.messaging.host_names import Resolve
+from gllm.options.addresses import Resolve
 from gllm.runtime.messaging.link_config import format_host_port, parse_host_port
 
 log = logging.getLogger(__name__)

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
+from gllm.options.addresses import Resolve, resolve_host
 from gllm.runtime.messaging.discovery.dns import DnsDiscovery
 from gllm.runtime.messaging.discovery.static import StaticDiscovery
-from gllm.runtime.messaging.host_names import Resolve, resolve_host
 from gllm.runtime.messaging.link_config import RESOLVE_SECONDS
 
 
