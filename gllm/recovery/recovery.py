@@ -121,6 +121,8 @@ class Recovery:
         self._first_layers = list(layers)
         self._first_degrees = [1] * len(layers) if degrees is None else list(degrees)
         self._limits = limits
+        self._has_standbys = bool(limits.num_standbys or limits.spare_preloads)
+        """True if workers without a place may be started."""
         self._jitter = jitter
         self._recut = recut
         self._create_parts(nodes or [LOCAL_NODE] * len(layers), should_measure)
@@ -403,7 +405,8 @@ class Recovery:
         self.has_been_ready = True
         self.recovering_since, self.is_overdue = None, False
         self._assignments, self._connections = RetryRecord(), RetryRecord()
-        self._pool.end_phases()
+        for worker in self._pool.placed:
+            worker.deadline = math.inf
         self._stages.confirm()
         return [AttachClient(self.generation), *self._advance(now)]
 
@@ -546,11 +549,6 @@ class Recovery:
             return math.inf
         return vacancy.since + self._limits.join_seconds
 
-    @property
-    def _has_standbys(self) -> bool:
-        """True if workers without a place may be started."""
-        return bool(self._limits.num_standbys or self._limits.spare_preloads)
-
     def _describe_vacancy(self) -> str:
         """Return the reason for which the engine cannot start without a lost node."""
         vacancy = self._nodes.oldest_vacancy
@@ -658,7 +656,7 @@ class Recovery:
     def _begin_change(self, change: PlannedChange, now: float) -> list[Action]:
         """End the generation, and give the next one the stages of a change."""
         actions: list[Action] = [BeginChange(change.kind, change.cause)]
-        actions += self._end_generation(change.cause, now)
+        actions += self._leave(change.cause, now)
         kills = self._stages.try_shape(change.shape)
         self._pool.seat(change.reserved)
         return [*actions, ChangeShape(change.shape), *kills, *self._advance(now)]
@@ -670,12 +668,9 @@ class Recovery:
         return [*actions, *self._advance(now)]
 
     def _leave(self, cause: str, now: float, is_poison: bool = False) -> list[Action]:
-        """End the current generation by itself, and the preparation of a change with it."""
-        leave = self._end_generation(cause, now, is_poison)
-        return leave if self._changes.is_idle else [*leave, *self._changes.end_preparation()]
-
-    def _end_generation(self, cause: str, now: float, is_poison: bool = False) -> list[Action]:
         """Stop serving and begin a recovery, after a worker died or for a planned change.
+
+        The preparation of a change that has not begun ends with it.
 
         Args:
             cause: reason, for logs and the status page.
@@ -691,7 +686,10 @@ class Recovery:
             self.recovering_since = now
             actions.append(DetachClient(cause))
         self.state = RecoveryState.FORMING
-        return [*actions, *self._pool.close_instances(self.generation, now)]
+        actions += self._pool.close_instances(self.generation, now)
+        if self._changes.is_preparing:
+            actions += self._changes.end_preparation()
+        return actions
 
     def _on_death(
         self, place: int, activity: Activity, cause: str, now: float, is_poison: bool

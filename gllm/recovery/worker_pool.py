@@ -93,11 +93,6 @@ class WorkerPool:
         worker.has_finished_phase, worker.deadline = True, math.inf
         return worker
 
-    def end_phases(self) -> None:
-        """Note that the workers with a place have finished all phases, so that none can be late."""
-        for worker in self.placed:
-            worker.deadline = math.inf
-
     def rest(self) -> None:
         """Note that no worker with a place has an instance."""
         for worker in self.placed:

@@ -17,7 +17,7 @@ from gllm.routing.disaggregation.policy import EnginePair
 from gllm.routing.handoff import HandoffLimits
 from gllm.runtime.head.journal import JournalEntry
 from gllm.runtime.head.request_client import RequestClient, SendFunction
-from gllm.runtime.head.request_stream import RequestStream, SubmittedChoice, deliver
+from gllm.runtime.head.request_stream import RequestStream, deliver
 from gllm.runtime.head.suspects import SuspectTracker
 
 log = logging.getLogger(__name__)
@@ -441,9 +441,6 @@ class FleetClient(RequestClient):
         # Others wait for the next `dispatch_parked`, so that engines do not pass them around.
         first = [stream for stream in streams if stream.entry.num_refusals == 1]
         self._submit_each(first, avoid=engine.name)
-
-    def _choices_of(self, stream: RequestStream) -> dict[int, SubmittedChoice]:
-        return self._engines[stream.entry.engine].choices
 
     def _on_removed(self, stream: RequestStream) -> None:
         self._parked.pop(stream, None)

@@ -1,4 +1,4 @@
-"""Session of the head with the agent of another node, the reports on it, and the receiver of its events."""
+"""Session of the head with the agent of another node, the receiver of its events, and reports."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence

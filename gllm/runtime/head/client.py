@@ -44,7 +44,8 @@ class EngineClient(RequestClient):
         """By wire id, of submitted requests."""
         self._last_progress = self._clock()
         """Time of the last finished step."""
-        self._totals = ReportTotals()
+        self.totals = ReportTotals()
+        """Reports, added up over all generations."""
         self._is_reporting = False
         """False from the end of a scheduler to the start of the next one."""
         self._suspects: SuspectTracker[RequestStream] = SuspectTracker()
@@ -67,7 +68,7 @@ class EngineClient(RequestClient):
     @property
     def stats(self) -> SchedulerStats:
         """State of the scheduler, with counters over all generations; parked choices wait."""
-        stats = self._totals.stats
+        stats = self.totals.stats
         if self._send is not None and not self._is_isolating:
             return stats
         parked = [each.entry for each in self._streams if each.entry.is_parked]
@@ -75,26 +76,6 @@ class EngineClient(RequestClient):
             waiting=stats.waiting + sum(len(entry.alive) for entry in parked),
             waiting_tokens=stats.waiting_tokens + sum(each.num_prefill_tokens for each in parked),
         )
-
-    @property
-    def stage_loads(self) -> dict[int, StageUtilization]:
-        """Totals of rank 0 of each stage over all generations."""
-        return self._totals.stage_loads
-
-    @property
-    def rank_loads(self) -> dict[tuple[int, int], StageUtilization]:
-        """Totals of each rank of each stage over all generations, by stage and rank."""
-        return self._totals.rank_loads
-
-    @property
-    def bubbles(self) -> BubbleReport:
-        """Idle time over all generations."""
-        return self._totals.bubbles
-
-    @property
-    def output_lengths(self) -> dict[int, list[int]]:
-        """Lengths of the last outputs by class, with which the next scheduler begins."""
-        return self._totals.output_lengths
 
     def set_stats_listener(self, listener: Callable[[], None]) -> None:
         """Call a function after each report of `stats`."""
@@ -134,7 +115,7 @@ class EngineClient(RequestClient):
         self._suspects.stop_isolation()
         self._is_isolating = self._is_reporting = False
         self._retired.clear()
-        self._totals.next_generation()
+        self.totals.next_generation()
         self._notify()
 
     def on_death(self, seqs: Collection[int]) -> bool:
@@ -180,7 +161,7 @@ class EngineClient(RequestClient):
         elif isinstance(message, StepCostReport):
             self.coefficients = message.coefficients
         else:
-            self._totals.on_report(message)
+            self.totals.on_report(message)
 
     def fail_all(self, cause: str) -> None:
         """End every request with an error, because the engine has died."""
@@ -192,9 +173,6 @@ class EngineClient(RequestClient):
             self._submit_to_driver(stream, self._send)
         else:
             self._check_encoding(stream)
-
-    def _choices_of(self, stream: RequestStream) -> dict[int, SubmittedChoice]:
-        return self._choices
 
     def _on_removed(self, stream: RequestStream) -> None:
         self._suspects.clear(stream)
@@ -256,7 +234,7 @@ class EngineClient(RequestClient):
         tokens, stats = message.outcome.num_step_tokens, message.stats
         if tokens or message.outcome.finished:
             self._last_progress = self._clock()
-        self._totals.on_stats(stats)
+        self.totals.latest_stats = stats
         if self._on_stats is not None:
             self._on_stats()
         if tokens:
@@ -277,7 +255,9 @@ class EngineClient(RequestClient):
             target = self._choices.get(end.seq)
             if target is not None and end.finish_reason in ("stop", "length"):
                 entry = target.stream.entry
-                self._totals.record_output(entry.max_tokens, len(entry.outputs[target.choice]))
+                self.totals.output_lengths.record(
+                    entry.max_tokens, len(entry.outputs[target.choice])
+                )
 
     def _clear_suspects(self, seqs: list[int]) -> None:
         """Forget the deaths of requests that have a new token."""
@@ -290,18 +270,20 @@ class ReportTotals:
     """Latest reports of the running generation plus the final counters of the earlier ones."""
 
     def __init__(self) -> None:
-        self._stats = SchedulerStats()
+        self.latest_stats = SchedulerStats()
+        """Latest report of the running generation's scheduler."""
         self._past_stats = SchedulerStats()
         self._ranks: dict[tuple[int, int], StageUtilization] = {}
         self._past_ranks: dict[tuple[int, int], StageUtilization] = {}
         self._bubbles = BubbleReport()
         self._past_bubbles = BubbleReport()
-        self._output_lengths = OutputLengthPredictor(prior=0)
+        self.output_lengths = OutputLengthPredictor(prior=0)
+        """Lengths of the last outputs by class, with which the next scheduler begins."""
 
     @property
     def stats(self) -> SchedulerStats:
         """Gauges of the running generation, and counters of all generations."""
-        return _add_stats(self._past_stats, self._stats)
+        return _add_stats(self._past_stats, self.latest_stats)
 
     @property
     def rank_loads(self) -> dict[tuple[int, int], StageUtilization]:
@@ -321,19 +303,6 @@ class ReportTotals:
         """Idle time of the stages while work was available; recoveries are left out."""
         return _add_bubbles(self._past_bubbles, self._bubbles)
 
-    @property
-    def output_lengths(self) -> dict[int, list[int]]:
-        """Lengths of the last outputs by class, with which the next scheduler begins."""
-        return self._output_lengths.recent_lengths
-
-    def record_output(self, max_tokens: int, length: int) -> None:
-        """Note the length of an output that has ended by itself."""
-        self._output_lengths.record(max_tokens, length)
-
-    def on_stats(self, stats: SchedulerStats) -> None:
-        """Store the scheduler's latest statistics."""
-        self._stats = stats
-
     def on_report(self, report: StageUtilization | BubbleReport) -> None:
         """Store a report of a rank or of the driver."""
         if isinstance(report, BubbleReport):
@@ -345,7 +314,7 @@ class ReportTotals:
         """Keep the counters of the generation that has ended; its gauges become zero."""
         stats, ranks, bubbles = self.stats, self.rank_loads, self.bubbles
         self._past_stats, self._past_ranks, self._past_bubbles = stats, ranks, bubbles
-        self._stats, self._ranks, self._bubbles = SchedulerStats(), {}, BubbleReport()
+        self.latest_stats, self._ranks, self._bubbles = SchedulerStats(), {}, BubbleReport()
 
 
 def _add_stats(past: SchedulerStats, present: SchedulerStats) -> SchedulerStats:

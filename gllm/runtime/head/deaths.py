@@ -263,11 +263,11 @@ def read_memory_kills(path: Path = KERNEL_LOG) -> str:
         with suppress(OSError):
             while record := os.read(descriptor, _RECORD_BYTES):
                 text = record.decode("utf-8", "replace")
-                lines += [line for line in text.splitlines() if _is_about_memory(line)]
+                lines += [
+                    line
+                    for line in text.splitlines()
+                    if any(mark in line for mark in _MEMORY_MARKS)
+                ]
     finally:
         os.close(descriptor)
     return "\n".join(lines[-MAX_KERNEL_LINES:])
-
-
-def _is_about_memory(line: str) -> bool:
-    return any(mark in line for mark in _MEMORY_MARKS)

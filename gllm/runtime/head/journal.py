@@ -145,10 +145,16 @@ class JournalEntry:
         """
         choices = sorted(self.alive)
         outputs = [self.outputs[choice].copy() for choice in choices]
+        sampling = self.sampling
+        # Without details of the prompt that were delivered.
+        if self.prompt_logprobs_sent:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        if self.embedding_sent:
+            sampling = msgspec.structs.replace(sampling, embeds=False)
         return SubmitRequest(
             first_seq,
             self.prompt.tolist() if isinstance(self.prompt, array) else self.prompt,
-            self._remaining_sampling(),
+            sampling,
             self.max_tokens,
             self.stop_ids,
             len(choices),
@@ -169,12 +175,3 @@ class JournalEntry:
         self.num_attempts += 1
         self.kv_source = None
         self.seqs = {choice: first_seq + i for i, choice in enumerate(sorted(self.alive))}
-
-    def _remaining_sampling(self) -> SequenceSamplingParams:
-        """Return the parameters without details of the prompt that were delivered."""
-        sampling = self.sampling
-        if self.prompt_logprobs_sent:
-            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
-        if self.embedding_sent:
-            sampling = msgspec.structs.replace(sampling, embeds=False)
-        return sampling

@@ -117,8 +117,8 @@ class LayerPlanner:
         """Name of the node of each stage."""
         self._machines: dict[str, Machine] = {}
         """Machines at the start, by the name of the node; empty for this one alone."""
-        self._node_memory: NodeMemory | None = None
-        """None before the first generation is ready."""
+        self._served: tuple[list[StageLoaded], list[str], list[int]] | None = None
+        """Reports, and node and degree of each stage, of the last generation that was ready."""
 
     @property
     def layers(self) -> list[range]:
@@ -220,8 +220,7 @@ class LayerPlanner:
             shape: present stages.
             survivors: names of the nodes that are left.
         """
-        memory = self._node_memory
-        if memory is None:
+        if (memory := self._measure_nodes()) is None:
             return None
         return recut_layers(
             shape, survivors, self._costs, memory.needs, memory.node_limits, memory.stage_limits
@@ -254,8 +253,7 @@ class LayerPlanner:
             should_gain: return None unless the slowest stage gets faster by the least gain of a
                 rebalancing.
         """
-        memory = self._node_memory
-        if memory is None:
+        if (memory := self._measure_nodes()) is None:
             return None
         limits = dict(memory.node_limits)
         for node in nodes:
@@ -277,14 +275,20 @@ class LayerPlanner:
 
         loaded: reports of the generation's workers.
         """
-        self._node_memory = self._measure_nodes(loaded)
+        self._served = list(loaded), list(self._nodes), list(self._degrees)
         if self._memory is None:
             self._memory = self._estimate_memory(loaded)
             self._rebalancer = Rebalancer(self._costs, self._memory, self._limits)
         self._rebalancer.begin(self._layers)
 
-    def _measure_nodes(self, loaded: Sequence[StageLoaded]) -> NodeMemory:
-        """Return what all layers need, and the memory of each node and stage."""
+    def _measure_nodes(self) -> NodeMemory | None:
+        """Return what all layers need, and the memory of each node and stage.
+
+        As of the last generation that was ready; None before the first.
+        """
+        if self._served is None:
+            return None
+        loaded, nodes, degrees = self._served
         scheduler, max_model_len = self._config.scheduler, self._config.max_model_len or 0
         num_blocks = -(-max_model_len // scheduler.block_size)
         num_layers = len(self._weights.layers)
@@ -293,16 +297,16 @@ class LayerPlanner:
         sequence = num_blocks * sum(each.block_bytes for each in loaded) / num_layers
         needs = replace(weights, layers=tuple(each + sequence for each in weights.layers))
         node_limits: dict[str, float] = {}
-        for node in dict.fromkeys(self._nodes):
-            own = [each for each in loaded if self._nodes[each.stage] == node]
+        for node in dict.fromkeys(nodes):
+            own = [each for each in loaded if nodes[each.stage] == node]
             free = [x.host_available_bytes for x in own if x.host_available_bytes is not None]
             if free:
                 used = sum(each.weight_bytes for each in own)
                 node_limits[node] = HOST_MEMORY_SHARE * (min(free) + used)
-        stage_limits = [math.inf] * len(self._layers)
+        stage_limits = [math.inf] * len(degrees)
         for each in loaded:
             if each.available_bytes is not None:
-                limit = (each.weight_bytes + each.available_bytes) * self._degrees[each.stage]
+                limit = (each.weight_bytes + each.available_bytes) * degrees[each.stage]
                 stage_limits[each.stage] = min(stage_limits[each.stage], limit)
         return NodeMemory(needs, node_limits, stage_limits)
 

@@ -106,7 +106,11 @@ class LinkProcess:
         return await self._child.listen()
 
     def open(self, command: OpenLinkEdge, edge: Edge) -> None:
-        """See RemoteEdges."""
+        """Connect this machine's end of an edge; the caller closes its descriptors afterwards.
+
+        Raises:
+            OSError: the system has no process or descriptor left.
+        """
         key = command.generation, command.edge
         descriptors: list[int] = []
         try:
@@ -121,7 +125,7 @@ class LinkProcess:
             self._child.send(command, descriptors)
 
     def close_edges(self, generation: int) -> None:
-        """See RemoteEdges."""
+        """Close the edges of a generation and of all earlier ones."""
         ended = [key for key in self._edges if key[0] <= generation]
         self._close_descriptors(ended)
         if ended and self._child.is_running:

@@ -48,11 +48,6 @@ class WorkerProcess:
     stacks: int
     """Descriptor of the file to which the process writes its stacks, for example in a crash."""
 
-    def read_stacks(self) -> str:
-        """Return the stacks that the process has written."""
-        begin = max(0, os.fstat(self.stacks).st_size - MAX_STACKS_BYTES)
-        return os.pread(self.stacks, MAX_STACKS_BYTES, begin).decode(errors="replace")
-
     def close(self) -> None:
         """Close the parent's ends; the process has been reaped."""
         self.process.unwatch()
@@ -142,7 +137,11 @@ class LocalNode(Node):
 
     def read_stacks(self, sender: int) -> str:
         """See Node."""
-        return self.workers[sender].read_stacks() if sender in self.workers else ""
+        if sender not in self.workers:
+            return ""
+        stacks = self.workers[sender].stacks
+        begin = max(0, os.fstat(stacks).st_size - MAX_STACKS_BYTES)
+        return os.pread(stacks, MAX_STACKS_BYTES, begin).decode(errors="replace")
 
     async def stop(self) -> None:
         """See Node."""

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from gllm.config.engine import EngineConfig
 from gllm.recovery.liveness import ProcessSample
-from gllm.recovery.placement import LOCAL_NODE, EdgeSpec, Placement, WorkerPlacement, source_dials
+from gllm.recovery.placement import LOCAL_NODE, EdgeSpec, Placement, source_dials
 from gllm.runtime.head.assignment import (
     KvMoverConnection,
     NodeAssignment,
@@ -34,11 +34,7 @@ class RemoteEdges(Protocol):
     """Connects the edges between a worker of this machine and one of another machine."""
 
     def open(self, command: OpenLinkEdge, edge: Edge) -> None:
-        """Connect this machine's end of an edge; the caller closes its descriptors afterwards.
-
-        Raises:
-            OSError: the system has no process or descriptor left.
-        """
+        """Connect this machine's end of an edge; see LinkProcess."""
 
     def close_edges(self, generation: int) -> None:
         """Close the edges of a generation and of all earlier ones."""
@@ -182,7 +178,8 @@ class Node(ABC):
             if assignment.config.kv_transfer is not None:
                 self._create_kv_memory(placement)
             for worker in placement.workers_on(self.node_name):
-                has_driver = (worker.stage, worker.rank) == (0, 0)
+                place = worker.stage, worker.rank
+                has_driver = place == (0, 0)
                 self._send(
                     StageAssignment(
                         placement,
@@ -190,8 +187,15 @@ class Node(ABC):
                         assignment.config,
                         str(folder),
                         self.driver_address,
-                        next((edge for spec, edge in edges if _is_target(worker, spec)), None),
-                        [edge for spec, edge in edges if _is_source(worker, spec)],
+                        next(
+                            (
+                                edge
+                                for spec, edge in edges
+                                if (spec.target, spec.target_rank) == place
+                            ),
+                            None,
+                        ),
+                        [edge for spec, edge in edges if (spec.source, spec.source_rank) == place],
                         regions.get(worker.stage),
                         plan_record if has_driver else None,
                         self.kv_memory.get(worker.sender),
@@ -294,11 +298,3 @@ def _peer_of(assignment: NodeAssignment, node: str) -> LinkPeer:
         return assignment.peers[node]
     except KeyError:
         raise ValueError(f"the assignment has no address of node {node!r}") from None
-
-
-def _is_target(worker: WorkerPlacement, edge: EdgeSpec) -> bool:
-    return (worker.stage, worker.rank) == (edge.target, edge.target_rank)
-
-
-def _is_source(worker: WorkerPlacement, edge: EdgeSpec) -> bool:
-    return (worker.stage, worker.rank) == (edge.source, edge.source_rank)

@@ -1,4 +1,4 @@
-"""Nodes of other machines, and all nodes of an engine as one: each worker is handled by its node."""
+"""Nodes of other machines, and all nodes of an engine as one that hands each worker to its node."""
 
 import time
 from pathlib import Path

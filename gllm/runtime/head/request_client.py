@@ -25,10 +25,6 @@ SendFunction = Callable[[SubmitRequest | AbortSequences], None]
 """Function that sends a message to a scheduler's process."""
 
 
-def _ignore(entry: JournalEntry) -> None:
-    """Do nothing with a request."""
-
-
 class RequestClient(ABC):
     """Requests that were submitted and have not ended; subclasses choose who computes them."""
 
@@ -40,9 +36,9 @@ class RequestClient(ABC):
         self._clock = clock or time.monotonic
         self.num_resumed_requests = 0
         """Requests that were submitted again, each time counted."""
-        self.on_submitted: Callable[[JournalEntry], None] = _ignore
+        self.on_submitted: Callable[[JournalEntry], None] | None = None
         """Called with each new request, once."""
-        self.on_ended: Callable[[JournalEntry], None] = _ignore
+        self.on_ended: Callable[[JournalEntry], None] | None = None
         """Called with each request whose choices have all ended, perhaps more than once."""
         self._next_seq = 0
         """Wire ids are never used again, not even for another scheduler."""
@@ -116,7 +112,8 @@ class RequestClient(ABC):
         entry.pack_prompt()
         self._streams[stream] = None
         self._num_requests += 1
-        self.on_submitted(entry)
+        if self.on_submitted is not None:
+            self.on_submitted(entry)
         return stream
 
     def abort(self, stream: RequestStream, choices: Iterable[int]) -> None:
@@ -163,10 +160,6 @@ class RequestClient(ABC):
         """
 
     @abstractmethod
-    def _choices_of(self, stream: RequestStream) -> dict[int, SubmittedChoice]:
-        """Return the table that has the submitted choices of a request."""
-
-    @abstractmethod
     def _abort_seqs(self, stream: RequestStream, seqs: list[int]) -> None:
         """Abort sequences of a request where it was submitted."""
 
@@ -188,6 +181,7 @@ class RequestClient(ABC):
         # First, because encoding may raise.
         send(entry.submission(seq, self._clock(), stream.request_id))
         entry.on_submitted(seq)
+        stream.submitted_to = choices
         self._next_seq += len(entry.seqs)
         for choice, seq in entry.seqs.items():
             choices[seq] = SubmittedChoice(stream, choice, entry.outputs[choice].append)
@@ -207,15 +201,14 @@ class RequestClient(ABC):
         """Remove choices that run; return their wire ids, none of a parked request."""
         entry = stream.entry
         seqs = [entry.seqs.pop(choice) for choice in choices if choice in entry.seqs]
-        if seqs:
-            submitted = self._choices_of(stream)
-            for seq in seqs:
-                del submitted[seq]
+        for seq in seqs:
+            del stream.submitted_to[seq]
         entry.alive.difference_update(choices)
         if not entry.alive:
             self._streams.pop(stream, None)
             self._on_removed(stream)
-            self.on_ended(entry)
+            if self.on_ended is not None:
+                self.on_ended(entry)
         return seqs
 
     def _end(

@@ -42,7 +42,15 @@ def _no_listener() -> None:
 class RequestStream:
     """Output of one request's choices, by index; a slow reader gets larger deltas."""
 
-    __slots__ = ("_listener", "_pending", "deltas", "entry", "num_resumptions", "request_id")
+    __slots__ = (
+        "_listener",
+        "_pending",
+        "deltas",
+        "entry",
+        "num_resumptions",
+        "request_id",
+        "submitted_to",
+    )
 
     def __init__(
         self, entry: JournalEntry, request_id: str, pending: "list[RequestStream]"
@@ -61,6 +69,8 @@ class RequestStream:
         """Number of recoveries after which the request was submitted again."""
         self._listener: Callable[[], None] = _no_listener
         self._pending = pending
+        self.submitted_to: dict[int, SubmittedChoice] = {}
+        """Running choices by wire id of the scheduler that has the request, or had it last."""
         self.deltas: dict[int, TokenDelta] = {}
         """Output that was not read, by choice."""
 

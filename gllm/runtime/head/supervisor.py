@@ -535,7 +535,7 @@ class Supervisor:
                 NodeAssignment(placement, self.config, self.deaths.cause, self.client.num_requests),
                 self._folder,
                 self._plan_record,
-                self.client.output_lengths,
+                self.client.totals.output_lengths.recent_lengths,
             )
         except (OSError, ValueError) as error:
             log.warning("the stages could not be assigned: %s", error)
@@ -624,7 +624,9 @@ class Supervisor:
     def _warm_up(self, generation: int) -> None:
         """Generate one token."""
         self.nodes.on_generation_ready()
-        self.kv_mover.open(generation, self.senders, self.nodes.kv_memory)
+        assert self.recovery.placement is not None
+        senders = self.recovery.placement.senders
+        self.kv_mover.open(generation, senders, self.nodes.kv_memory)
         loop = asyncio.get_running_loop()
         # Before the first request, so that token ids of all blocks are known.
         self.kv_events.attach(self.send_to_driver)
@@ -640,14 +642,15 @@ class Supervisor:
 
     def _on_warm(self, generation: int, error: str) -> None:
         """Handle the end of a warm-up request; `error` is empty on success."""
-        if generation != self.generation or self.recovery.state is not RecoveryState.WARMING:
+        recovery = self.recovery
+        if generation != recovery.generation or recovery.state is not RecoveryState.WARMING:
             return
         if error:
             self._receiver.on_warm_up_failed(self.senders[0], error)
             return
-        since, num_resumed = self.recovering_since, self.client.num_resumed_requests
+        since, num_resumed = recovery.recovering_since, self.client.num_resumed_requests
         self.planner.begin_generation([*self.loaded.values()])
-        self.execute(self.recovery.on_warm(time.monotonic()))
+        self.execute(recovery.on_warm(time.monotonic()))
         if since is not None:
             log.info(
                 "the engine is ready again after %.2f s, in generation %d; requests resumed: %d",

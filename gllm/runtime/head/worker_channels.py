@@ -41,10 +41,6 @@ class HeadSocket:
             self._descriptor = self._bind()
         return f"ipc:///proc/{os.getpid()}/fd/{self._descriptor}"
 
-    def on_connected(self, sender: int) -> None:
-        """Note that a worker has connected, or is no longer expected."""
-        self.connecting.discard(sender)
-
     def close(self) -> None:
         """Close the descriptor of the address."""
         if self._descriptor is not None:
@@ -111,7 +107,7 @@ class WorkerChannels:
 
     def on_connected(self, sender: int) -> None:
         """Note that a worker has connected, or is no longer expected."""
-        self._socket.on_connected(sender)
+        self._socket.connecting.discard(sender)
 
     def send(self, sender: int, message: WireMessage) -> None:
         """Queue a message; it is dropped if the worker is gone."""
@@ -136,7 +132,7 @@ class WorkerChannels:
 
     def forget(self, sender: int) -> None:
         """Drop all further messages of a worker, which is gone."""
-        self._socket.on_connected(sender)
+        self._socket.connecting.discard(sender)
         if self._routes.pop(sender, None) is None:
             self._hub.forget(sender)
 

@@ -271,22 +271,17 @@ class Hub(BusSocket):
             self._num_stale += 1
         else:
             try:
-                message = self._decode_frame(session, frame.bytes, is_whole)
+                if not is_whole:
+                    raise SessionError("a frame of several parts")
+                message = session.receiver.receive(frame.bytes)
+                if type(message) is Hello:
+                    raise SessionError("a second Hello")
             except SessionError as error:
                 self.num_malformed += 1
                 ended.append((session, str(error)))
             else:
                 if message is not None:
                     messages.append((session.sender, message))
-
-    @staticmethod
-    def _decode_frame(session: _Session, frame: bytes, is_whole: bool) -> AnyMessage | None:
-        if not is_whole:
-            raise SessionError("a frame of several parts")
-        message = session.receiver.receive(frame)
-        if type(message) is Hello:
-            raise SessionError("a second Hello")
-        return message
 
     def _begin(
         self,
@@ -308,7 +303,9 @@ class Hub(BusSocket):
         elif not isinstance(hello, Hello):
             self.num_malformed += 1
             self._refuse(descriptor, "its first message is no Hello")
-        elif cause := self._cause_to_refuse(hello.sender):
+        elif hello.sender not in self._expected and (
+            cause := self._cause_to_refuse_guest(hello.sender)
+        ):
             self.num_refused += 1
             self._refuse(descriptor, cause)
         else:
@@ -323,10 +320,8 @@ class Hub(BusSocket):
             for payload, generation in self._expected.pop(hello.sender, ()):
                 self._send(hello.sender, payload, generation)
 
-    def _cause_to_refuse(self, sender: int) -> str:
-        """Return the cause for which a sender may not begin a session; empty if it may."""
-        if sender in self._expected:
-            return ""
+    def _cause_to_refuse_guest(self, sender: int) -> str:
+        """Return the cause for which a guest may not begin a session; empty if it may."""
         if sender in self._by_sender:
             return "the sender has a session"
         if not self._max_guests:

@@ -316,7 +316,7 @@ class AgentWorkers:
         for sender, message in messages:
             match message:
                 case Hello() if self._socket is not None:
-                    self._socket.on_connected(sender)
+                    self._socket.connecting.discard(sender)
                 case GenerationClosed() | StageMeasured():
                     self._busy.discard(sender)
                     self._has_changed.set()
@@ -359,4 +359,4 @@ class AgentWorkers:
         if self._hub is not None:
             self._hub.forget(sender)
         if self._socket is not None:
-            self._socket.on_connected(sender)
+            self._socket.connecting.discard(sender)

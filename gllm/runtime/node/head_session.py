@@ -1,4 +1,4 @@
-"""Session of an agent with the head, and the attempts to keep one: dialling, heartbeats, the end."""
+"""Session of an agent with the head, from dialling to its end, and the attempts to keep one."""
 
 import asyncio
 import logging

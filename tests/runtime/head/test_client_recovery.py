@@ -93,12 +93,13 @@ def test_lengths_of_outputs_that_ended_outlive_the_driver(rig: Rig) -> None:
     error = FinishedSequence(3, "error", error="not finite")
     rig.client.on_report(EngineOutputs(StepOutput([], [], [], [error]), BUSY))
     assert failed.pop_deltas()[0].end == error
-    assert rig.client.output_lengths == {4: [2]}
+    assert rig.client.totals.output_lengths.recent_lengths == {4: [2]}
     rig.die()
     rig.attach()
     rig.report((4, 12), ends=(4,))
     assert not whole.alive
-    assert rig.client.output_lengths == {4: [2, 3]}, "the whole output counts, not its last part"
+    # The whole output counts, not its last part.
+    assert rig.client.totals.output_lengths.recent_lengths == {4: [2, 3]}
 
 
 def test_a_request_without_output_goes_as_it_was(rig: Rig) -> None:
@@ -209,14 +210,14 @@ def test_totals_continue_over_generations(rig: Rig) -> None:
     parked = SchedulerStats(waiting=3, steps=7, prefix_hits=4, waiting_tokens=1)
     assert client.stats == parked
     assert client.coefficients == StepCostCoefficients(token=2.0), "a new driver has none yet"
-    assert client.stage_loads == {0: StageUtilization(0, 7, 1.5)}
+    assert client.totals.stage_loads == {0: StageUtilization(0, 7, 1.5)}
     rig.attach()
     rig.report(stats=SchedulerStats(running=3, steps=1))
     client.on_report(StageUtilization(0, 1, 0.25))
     client.on_report(BubbleReport([0.5, 0.25], 1.0))
     assert client.stats == SchedulerStats(running=3, steps=8, prefix_hits=4)
-    assert client.stage_loads == {0: StageUtilization(0, 8, 1.75)}
-    assert client.bubbles == BubbleReport([1.0, 0.5], 3.0)
+    assert client.totals.stage_loads == {0: StageUtilization(0, 8, 1.75)}
+    assert client.totals.bubbles == BubbleReport([1.0, 0.5], 3.0)
 
 
 def test_a_warm_up_runs_before_parked_requests_and_is_not_resumed() -> None:

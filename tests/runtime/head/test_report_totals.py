@@ -56,7 +56,7 @@ def test_counters_are_sums_over_all_generations(
         all_steps[stage] = all_steps.get(stage, 0) + numbers[0]
         work_seconds += numbers[1]
         seconds = [float(work_seconds)] * (stage + 1)
-        totals.on_stats(stats)
+        totals.latest_stats = stats
         totals.on_report(StageUtilization(stage, steps[stage], float(steps[stage]), 1.0, 2))
         totals.on_report(BubbleReport(seconds, work_seconds))
         assert totals.stats.running == stage

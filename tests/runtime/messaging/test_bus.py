@@ -118,8 +118,7 @@ async def test_workers_connect_to_a_head_whose_socket_has_no_name(
     for sender in (1, 2):
         wires.spoke(sender)[0].send(StageReady(sender))
     await until(lambda: wires.stages(1) == [1] and wires.stages(2) == [2])
-    head.on_connected(1)
-    assert head.connecting == {2}
+    assert head.connecting == {1, 2}
     head.close()
 
 

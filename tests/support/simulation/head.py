@@ -46,9 +46,6 @@ class HubAddress:
         self.connecting.add(sender)
         return self._address
 
-    def on_connected(self, sender: int) -> None:
-        self.connecting.discard(sender)
-
     def close(self) -> None:
         """Nothing is left."""
 
