@@ -124,7 +124,7 @@ class PipelineBackend:
         """See Backend."""
         return {
             "state": self.supervisor.state,
-            "layers": [len(layers) for layers in self.supervisor.layers],
+            "layers": [len(layers) for layers in self.supervisor.planner.layers],
             "kv_blocks": self.supervisor.num_blocks,
             "kv_bytes": self.supervisor.kv_bytes,
             "config": msgspec.to_builtins(self._config),

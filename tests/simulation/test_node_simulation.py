@@ -67,7 +67,7 @@ def test_layers_are_cut_anew_over_the_machines_left() -> None:
     scenario = play(node_strikes=((20.0, "power", 0, 500.0),))
     check_served(scenario)
     assert scenario.nodes_used == [BEFORE, ["local", "local", "node-2"]]
-    assert len(scenario.supervisor.layers) == 3
+    assert len(scenario.supervisor.planner.layers) == 3
     assert scenario.num_served_deaths == scenario.num_start_deaths + 1
 
 

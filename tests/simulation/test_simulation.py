@@ -108,7 +108,7 @@ def test_a_slow_stage_gets_fewer_layers_and_no_request_notices(layers: str) -> N
     scenario.world.slowness = (1.0,)
     scenario.play()
     assert not scenario.faults
-    first, last = scenario.supervisor.layers
+    first, last = scenario.supervisor.planner.layers
     assert len(first) == 6
     assert len(last) == 2
     changes = scenario.supervisor.deaths.recoveries
@@ -154,7 +154,7 @@ def test_a_death_during_a_change_of_layers_costs_no_request(moment: str) -> None
     scenario.play()
     assert scenario.faults.total() == 1
     assert scenario.supervisor.deaths.recoveries["rebalanced"] >= 1
-    assert [len(part) for part in scenario.supervisor.layers] == [6, 2]
+    assert [len(part) for part in scenario.supervisor.planner.layers] == [6, 2]
     ends = {end for reader in scenario.readers for end, _ in reader.ends.values()}
     assert ends <= {"stop", "length", "abort"}
 

@@ -53,7 +53,7 @@ class EngineAnnouncer:
         supervisor, model = self._supervisor, self._model
         num_blocks = supervisor.num_blocks
         block_size = self._config.scheduler.block_size
-        num_stages = len(supervisor.layers)
+        num_stages = len(supervisor.planner.layers)
         # Only sizes that do not depend on the number of blocks are read.
         limits = self._resolve(
             num_stages, max(num_blocks, -(-model.max_model_len // block_size)), model.max_model_len

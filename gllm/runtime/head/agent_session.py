@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage
 from gllm.messages.node_report import NodeReport
@@ -167,22 +169,22 @@ def report_node(
     if session is None:
         return report
     facts = session.join.facts
-    is_open = session.is_open
-    return NodeReport(
-        record.name,
-        state,
-        rank=record.rank,
+    report = replace(
+        report,
         host_name=facts.host_name,
         system=facts.system,
         version=facts.version,
         address=session.address,
         devices=facts.devices,
+    )
+    if not session.is_open:
         # Of a node that is lost nothing is known.
-        load=session.heartbeat.load if is_open else NodeLoad(),
-        stages=sorted(stages.get(record.name, [])) if is_open else [],
-        round_trip_seconds=session.clock_offset.round_trip_seconds if is_open else None,
-        clock_offset_seconds=session.clock_offset.seconds if is_open else None,
-        links=list(session.heartbeat.links) if is_open else [],
-        last_cause=record.last_cause,
-        num_losses=record.num_losses,
+        return report
+    return replace(
+        report,
+        load=session.heartbeat.load,
+        stages=sorted(stages.get(record.name, [])),
+        round_trip_seconds=session.clock_offset.round_trip_seconds,
+        clock_offset_seconds=session.clock_offset.seconds,
+        links=list(session.heartbeat.links),
     )

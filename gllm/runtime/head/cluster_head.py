@@ -140,7 +140,7 @@ class ClusterHead:
         receiver.add_members()
 
         def read_link_times() -> LinkTimes | None:
-            placement = supervisor.placement
+            placement = supervisor.recovery.placement
             if supervisor.recovery.state is not RecoveryState.READY or placement is None:
                 return None
             if not placement.has_remote_edges:

@@ -222,16 +222,6 @@ class Supervisor:
         return "sleeping" if self._is_sleeping else "ready"
 
     @property
-    def layers(self) -> list[range]:
-        """Layers of each stage."""
-        return self.planner.layers
-
-    @property
-    def generation(self) -> int:
-        """Number of the present generation; 0 before the first."""
-        return self.recovery.generation
-
-    @property
     def recovering_since(self) -> float | None:
         """Time at which the running recovery began; None if none runs."""
         return None if self.recovery.is_over else self.recovery.recovering_since
@@ -251,22 +241,19 @@ class Supervisor:
         """See StageLoaded, for all stages; known once they are loaded."""
         reports = [self.loaded.get(sender) for sender in self.senders]
         executors = (report.numerics for report in reports if report is not None)
-        return describe_numerics(executors, list(map(len, self.layers)), self.recovery.degrees)
-
-    @property
-    def placement(self) -> Placement | None:
-        """Workers, layers and nodes of the present generation; None before the first."""
-        return self.recovery.placement
+        return describe_numerics(
+            executors, list(map(len, self.planner.layers)), self.recovery.degrees
+        )
 
     @property
     def senders(self) -> list[int]:
         """Workers of the present generation, by stage, then by rank."""
-        return [] if self.placement is None else self.placement.senders
+        return [] if self.recovery.placement is None else self.recovery.placement.senders
 
     @property
     def node_stages(self) -> dict[str, list[int]]:
         """Stages of each node in the present generation, by its name."""
-        return {} if self.placement is None else self.placement.node_stages
+        return {} if self.recovery.placement is None else self.recovery.placement.node_stages
 
     @property
     def num_stale_frames(self) -> int:
@@ -661,7 +648,7 @@ class Supervisor:
 
     def _notify_changed(self) -> None:
         if self._cluster is not None:
-            self._cluster.publish_state(self.state, self.state_cause, self.generation)
+            self._cluster.publish_state(self.state, self.state_cause, self.recovery.generation)
         self._has_changed.set()
         for listener in self._change_listeners:
             listener()

@@ -316,11 +316,11 @@ class Agent:
             case StartWorker():
                 workers.start(message)
             case EndWorker(sender):
-                workers.kill(sender)
+                self._node.kill(sender)
             case DumpStacks(sender):
                 workers.dump_stacks(sender)
             case AssignStages():
                 assert self._folder is not None, "the model was found"
                 workers.assign(message, self._folder)
             case GenerationReady(generation) if generation == workers.generation:
-                workers.on_generation_ready()
+                self._node.on_generation_ready()

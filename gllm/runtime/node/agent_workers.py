@@ -152,10 +152,6 @@ class AgentWorkers:
         else:
             self.living.add(sender)
 
-    def kill(self, sender: int) -> None:
-        """Kill a worker; its exit is reported."""
-        self._node.kill(sender)
-
     def dump_stacks(self, sender: int) -> None:
         """Let a worker write its stacks; report them soon after."""
         self._node.dump_stacks(sender)
@@ -186,10 +182,6 @@ class AgentWorkers:
         except (OSError, ValueError, msgspec.DecodeError, zmq.ZMQError) as error:
             log.warning("the stages of generation %d cannot begin: %s", command.generation, error)
             self._send(AssignmentFailed(command.generation, str(error)))
-
-    def on_generation_ready(self) -> None:
-        """Remove the address of the driver's stand-in: nothing else may connect."""
-        self._node.on_generation_ready()
 
     def deliver(self, frame: WorkerFrame) -> None:
         """Send a message of the head to its worker, which checks and decodes it."""

@@ -345,36 +345,32 @@ class Worker:
         )
 
 
-class ParentChannel:
-    """The messages of the parent that have descriptors, on the event loop."""
-
-    def __init__(self, channel: DescriptorChannel, worker: Worker) -> None:
-        """Deliver assignments to a worker, which fails when the parent has exited."""
-        self._channel = channel
-        self._worker = worker
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(channel.fileno(), self._read)
-
-    def _read(self) -> None:
-        try:
-            message = decode_parent_message(*self._channel.receive())
-            if isinstance(message, WorkerIdentity):
-                raise DescriptorError("a worker has one identity")
-            if isinstance(message, KvMoverConnection):
-                self._worker.connect_kv_mover(message)
-            else:
-                self._worker.assign(message)
-        except Exception as error:
-            self._loop.remove_reader(self._channel.fileno())
-            self._worker.fail(error)
-
-
 async def serve(
     identity: WorkerIdentity, channel: DescriptorChannel, on_assigned: Callable[[PlaceName], None]
 ) -> bool:
-    """Run a worker until it is shut down; return True if it did not fail."""
-    worker = Worker(identity, on_assigned)
-    ParentChannel(channel, worker)
+    """Run a worker until it is shut down; return True if it did not fail.
+
+    Args:
+        identity: of the worker.
+        channel: to the parent, whose messages with descriptors are assignments.
+        on_assigned: called with the place of each assignment.
+    """
+    worker, loop = Worker(identity, on_assigned), asyncio.get_running_loop()
+
+    def read() -> None:
+        try:
+            message = decode_parent_message(*channel.receive())
+            if isinstance(message, WorkerIdentity):
+                raise DescriptorError("a worker has one identity")
+            if isinstance(message, KvMoverConnection):
+                worker.connect_kv_mover(message)
+            else:
+                worker.assign(message)
+        except Exception as error:
+            loop.remove_reader(channel.fileno())
+            worker.fail(error)
+
+    loop.add_reader(channel.fileno(), read)
     await worker.run()
     return not worker.has_failed
 

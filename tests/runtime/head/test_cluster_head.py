@@ -211,7 +211,7 @@ async def test_an_assignment_that_fails_on_an_agent_is_repeated() -> None:
         agent.opens_edges = True
         agent.send(AssignmentFailed(1, "no descriptor is left"))
         await starting
-        assert end.supervisor.generation == 2
+        assert end.supervisor.recovery.generation == 2
 
 
 async def test_a_remote_worker_that_exits_is_replaced_on_its_machine() -> None:
@@ -262,7 +262,7 @@ async def test_stale_and_foreign_frames_change_nothing() -> None:
         await until(lambda: end.supervisor.num_stale_frames >= before + 10)
         assert end.supervisor.num_stale_frames == before + 10
         assert end.supervisor.state == "ready"
-        assert end.supervisor.generation == 1
+        assert end.supervisor.recovery.generation == 1
         assert not first.lost
 
 
@@ -284,7 +284,7 @@ async def test_a_worker_frame_that_no_worker_may_send_ends_the_session(payload: 
         assert end.cluster.hub.num_malformed == 1
         await end.dial("node1", 1)
         await until(lambda: end.supervisor.state == "ready")
-        assert end.supervisor.generation == 2
+        assert end.supervisor.recovery.generation == 2
 
 
 class Nodes:

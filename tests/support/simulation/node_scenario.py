@@ -102,7 +102,7 @@ class NodeScenario(Scenario):
         await self.supervisor.start(Path("demo"), self.node, DEFAULT_LOG_CONFIG, cluster)
 
     def _on_change(self) -> None:
-        placement = self.supervisor.placement
+        placement = self.supervisor.recovery.placement
         if placement is not None and placement.generation > len(self.nodes_used):
             nodes = {worker.stage: worker.node for worker in placement.workers}
             self.nodes_used.append(list(nodes.values()))

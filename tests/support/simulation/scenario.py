@@ -149,7 +149,7 @@ class Scenario:
         await self.supervisor.stop()
         await self._wait_for_machines()
         assert not self._workers(), "processes are left"
-        bounds = [0, *(part.stop for part in self.supervisor.layers)]
+        bounds = [0, *(part.stop for part in self.supervisor.planner.layers)]
         assert bounds[-1] == LAYERS_PER_STAGE * len(self.degrees)
         assert bounds == sorted(set(bounds)), "a stage has no layer"
 
@@ -327,7 +327,7 @@ class Scenario:
         ]
         return (
             f"{self.supervisor.state}, {self.supervisor.state_cause}, "
-            f"{self.supervisor.placement}, waiting: {waiting}, faults: {self.faults}"
+            f"{self.supervisor.recovery.placement}, waiting: {waiting}, faults: {self.faults}"
         )
 
     # Setup.
