@@ -7,8 +7,9 @@ preparation ends it; the change is prepared again when the engine is ready.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from random import Random
 
 from gllm.recovery.actions import Action, DismissNode, PrepareLayers
@@ -48,7 +49,11 @@ class PlannedChange:
 
 
 class PlannedChanges:
-    """Chooses planned changes, and prepares one at a time."""
+    """Planned changes, of which one at a time is prepared, and the layers that spares hold.
+
+    Standby workers of spares load the layers of the costliest stage, so that one can serve soon
+    after the loss of another node.
+    """
 
     def __init__(
         self,
@@ -57,7 +62,6 @@ class PlannedChanges:
         pool: WorkerPool,
         limits: RecoveryLimits,
         jitter: Random,
-        numbers: Iterator[int],
     ) -> None:
         """Create the state of an engine without a planned change.
 
@@ -67,7 +71,6 @@ class PlannedChanges:
             pool: its workers.
             limits: limits of a recovery.
             jitter: source of the random part of backoffs.
-            numbers: numbers of preparations.
         """
         self.draining: set[str] = set()
         """Nodes that get no stages any more, and are dismissed once they have none."""
@@ -78,7 +81,7 @@ class PlannedChanges:
         self._pool = pool
         self._limits = limits
         self._jitter = jitter
-        self._numbers = numbers
+        self._numbers = count(1)
         self._change: PlannedChange | None = None
         self._requested: tuple[NodeShape, str] | None = None
         """Other layers, and their cause."""
@@ -86,6 +89,8 @@ class PlannedChanges:
         """Nodes that joined to get stages, not as spares."""
         self._unused: set[str] = set()
         """Nodes to which the present stages are not extended, by the last attempt."""
+        self._loads: dict[int, tuple[int, tuple[int, int], int]] = {}
+        """Rank, layers and degree that each standby worker of a spare loads or has loaded."""
         self._attempts = RetryRecord()
         """Preparations that were ended by the death of a worker without a stage."""
 
@@ -231,6 +236,32 @@ class PlannedChanges:
         self._change = PlannedChange(next(self._numbers), kind, shape, cause, deadline)
         return self._start_preparation(self._change, generation)
 
+    def fill_standbys(
+        self, generation: int, find_costliest: FindCostliest | None, now: float
+    ) -> list[Action]:
+        """Start the missing standby workers, and let those of spares load.
+
+        Args:
+            generation: number of the current generation.
+            find_costliest: chooses the stage; None if spares hold no layers.
+            now: time in seconds.
+        """
+        stage_nodes = enumerate(self._nodes.living_nodes)
+        stages = [stage for stage, node in stage_nodes if node != LOCAL_NODE]
+        if find_costliest is None or not stages:
+            return [*self._pool.fill_standbys(now)]
+        stage = find_costliest(stages)
+        degree = self._stages.degrees[stage]
+        idle = [node for node in self._nodes.spares if node not in self.coming_nodes]
+        spares = self._nodes.fit(idle, degree)
+        self._pool.num_preloading = dict.fromkeys(spares, degree)
+        actions: list[Action] = [*self._pool.fill_standbys(now)]
+        for node in spares:
+            workers = self._pool.standbys_on(node)[:degree]
+            if len(workers) == degree and self._note_loads(workers, stage):
+                actions.append(self._preload(node, workers, stage, generation))
+        return actions
+
     def pop_due(self, now: float) -> PlannedChange | None:
         """Remove and return the change if it is prepared or late; None otherwise."""
         change = self._change
@@ -262,6 +293,27 @@ class PlannedChanges:
         placement = make_placement(generation + 1, shape.layers, slots, shape.degrees)
         change.outstanding = set(placement.senders)
         return [*actions, PrepareLayers(change.number, placement, change.cause)]
+
+    def _note_loads(self, workers: Sequence[WorkerRecord], stage: int) -> bool:
+        """Note that workers load the layers of a stage; return False if they have them already."""
+        layers = self._stages.layers[stage]
+        loads = [(rank, layers, len(workers)) for rank in range(len(workers))]
+        if [self._loads.get(worker.sender) for worker in workers] == loads:
+            return False
+        self._loads |= {worker.sender: load for worker, load in zip(workers, loads, strict=True)}
+        return True
+
+    def _preload(
+        self, node: str, workers: Sequence[WorkerRecord], stage: int, generation: int
+    ) -> Action:
+        """Let workers of a node load a stage, as if they had its places."""
+        degrees = self._stages.degrees
+        slots = [Slot(worker.sender, worker.node) for worker in self._pool.placed]
+        begin = sum(degrees[:stage])
+        slots[begin : begin + degrees[stage]] = [Slot(worker.sender, node) for worker in workers]
+        placement = make_placement(generation, self._stages.layers, slots, degrees)
+        cause = f"spare node {node} holds the layers of stage {stage}"
+        return PrepareLayers(next(self._numbers), placement, cause, node)
 
     def _drop_change(self, change: PlannedChange, reason: str) -> None:
         """Do not attempt a change again."""
@@ -325,9 +377,9 @@ def _extend_to(
     added: node and degree of each further stage.
     """
     # Fewer new stages may fit where all of them do not.
-    for count in range(len(added), 0, -1):
-        nodes = [node for node, _ in added[:count]]
-        degrees = [degree for _, degree in added[:count]]
+    for number in range(len(added), 0, -1):
+        nodes = [node for node, _ in added[:number]]
+        degrees = [degree for _, degree in added[:number]]
         if extended := extend(shape, nodes, degrees, should_gain):
             return extended
     return None
@@ -337,77 +389,3 @@ def _list_nodes(nodes: set[str]) -> str:
     """Return names of nodes in words."""
     names = ", ".join(sorted(nodes))
     return f"node {names}" if len(nodes) == 1 else f"nodes {names}"
-
-
-class SparePreloads:
-    """Lets standby workers of spares load the layers of the costliest stage."""
-
-    def __init__(
-        self, stages: Stages, nodes: NodePool, pool: WorkerPool, numbers: Iterator[int]
-    ) -> None:
-        """Create the state of spares that hold nothing.
-
-        Args:
-            stages: stages of the engine.
-            nodes: its nodes, spares included.
-            pool: its workers.
-            numbers: numbers of preparations.
-        """
-        self._stages = stages
-        self._nodes = nodes
-        self._pool = pool
-        self._numbers = numbers
-        self._loads: dict[int, tuple[int, tuple[int, int], int]] = {}
-        """Rank, layers and degree that each standby worker of a spare loads or has loaded."""
-
-    def advance(
-        self,
-        generation: int,
-        excluded: Collection[str],
-        find_costliest: FindCostliest | None,
-        now: float,
-    ) -> list[Action]:
-        """Start the missing standby workers, and let those of spares load.
-
-        Args:
-            generation: number of the current generation.
-            excluded: spares that get stages by a planned change.
-            find_costliest: chooses the stage; None if spares hold no layers.
-            now: time in seconds.
-        """
-        stage_nodes = enumerate(self._nodes.living_nodes)
-        stages = [stage for stage, node in stage_nodes if node != LOCAL_NODE]
-        if find_costliest is None or not stages:
-            return [*self._pool.fill_standbys(now)]
-        stage = find_costliest(stages)
-        degree = self._stages.degrees[stage]
-        idle = [node for node in self._nodes.spares if node not in excluded]
-        spares = self._nodes.fit(idle, degree)
-        self._pool.num_preloading = dict.fromkeys(spares, degree)
-        actions: list[Action] = [*self._pool.fill_standbys(now)]
-        for node in spares:
-            workers = self._pool.standbys_on(node)[:degree]
-            if len(workers) == degree and self._note_loads(workers, stage):
-                actions.append(self._prepare(node, workers, stage, generation))
-        return actions
-
-    def _note_loads(self, workers: Sequence[WorkerRecord], stage: int) -> bool:
-        """Note that workers load the layers of a stage; return False if they have them already."""
-        layers = self._stages.layers[stage]
-        loads = [(rank, layers, len(workers)) for rank in range(len(workers))]
-        if [self._loads.get(worker.sender) for worker in workers] == loads:
-            return False
-        self._loads |= {worker.sender: load for worker, load in zip(workers, loads, strict=True)}
-        return True
-
-    def _prepare(
-        self, node: str, workers: Sequence[WorkerRecord], stage: int, generation: int
-    ) -> Action:
-        """Let workers of a node load a stage, as if they had its places."""
-        degrees = self._stages.degrees
-        slots = [Slot(worker.sender, worker.node) for worker in self._pool.placed]
-        begin = sum(degrees[:stage])
-        slots[begin : begin + degrees[stage]] = [Slot(worker.sender, node) for worker in workers]
-        placement = make_placement(generation, self._stages.layers, slots, degrees)
-        cause = f"spare node {node} holds the layers of stage {stage}"
-        return PrepareLayers(next(self._numbers), placement, cause, node)

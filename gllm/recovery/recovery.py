@@ -12,12 +12,11 @@ parked requests rejected after `recovery_timeout`.
 
 `Recovery` handles the events, and has the phase of the current generation. Its parts keep the rest:
 `NodePool` the nodes, `WorkerPool` the processes and their deadlines, `Stages` the stages,
-`PlannedChanges` and `SparePreloads` what is prepared while the engine serves.
+`PlannedChanges` what is prepared while the engine serves.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import count
 from random import Random
 
 from gllm.recovery.actions import (
@@ -42,7 +41,6 @@ from gllm.recovery.planned_changes import (
     FindCostliest,
     PlannedChange,
     PlannedChanges,
-    SparePreloads,
 )
 from gllm.recovery.records import (
     Activity,
@@ -149,9 +147,7 @@ class Recovery:
         stages = Stages(self._first_layers, degrees, self._nodes, self._pool, self._recut)
         self._stages = stages
         self._should_measure = should_measure
-        numbers = count(1)
-        self._changes = PlannedChanges(stages, self._nodes, self._pool, limits, jitter, numbers)
-        self._preloads = SparePreloads(stages, self._nodes, self._pool, numbers)
+        self._changes = PlannedChanges(stages, self._nodes, self._pool, limits, jitter)
 
     @property
     def is_over(self) -> bool:
@@ -644,9 +640,7 @@ class Recovery:
         if self._has_standbys:
             # Only now, because the imports of a standby worker would slow down a recovery.
             find_costliest = self.find_costliest if self._limits.spare_preloads else None
-            actions += self._preloads.advance(
-                self.generation, changes.coming_nodes, find_costliest, now
-            )
+            actions += changes.fill_standbys(self.generation, find_costliest, now)
         if not is_idle:
             actions += changes.prepare(self.generation, self.extend, self.uses_joined_nodes, now)
             if change := changes.pop_due(now):

@@ -27,12 +27,12 @@ SILENT_SECONDS = 2.5
 """Time without a heartbeat after which the state of a node's workers is unknown."""
 
 
-class RemoteNode(Node):
+class RemoteNode:
     """Workers of a machine whose agent has a session with the head."""
 
     def __init__(self, session: AgentSession) -> None:
         """Create the node of a session."""
-        super().__init__(node_name=session.name)
+        self.node_name = session.name
         self.session = session
         self.workers: set[int] = set()
         """Senders of the workers that were started and have not exited."""
@@ -95,22 +95,10 @@ class RemoteNode(Node):
         self.workers.discard(sender)
         self._stacks.pop(sender, None)
 
-    def assign(
-        self,
-        assignment: NodeAssignment,
-        folder: Path,
-        plan_record: int | None = None,
-        output_lengths: dict[int, list[int]] | None = None,
-    ) -> None:
-        """See Node; the agent knows its own folder of the model, and the driver is elsewhere."""
+    def assign(self, assignment: NodeAssignment) -> None:
+        """Send the agent its part; it knows its own folder of the model."""
         generation = assignment.placement.generation
         self.session.send(AssignStages(generation, encode_node_assignment(assignment)))
-
-    async def stop(self) -> None:
-        """Wait for nothing: the agent ends its workers."""
-
-    def _send(self, assignment: StageAssignment) -> None:
-        raise AssertionError("the agent sends the assignments of its workers")
 
 
 class NodeGroup(Node):
@@ -237,7 +225,7 @@ class NodeGroup(Node):
         self.local.measure(placement, config, folder)
         assignment = NodeAssignment(placement, config, is_probe=True)
         for remote in self._remotes_of(placement):
-            remote.assign(assignment, folder)
+            remote.assign(assignment)
 
     def prepare(
         self,
@@ -252,7 +240,7 @@ class NodeGroup(Node):
         assignment = NodeAssignment(placement, config, change=change)
         for remote in self._remotes_of(placement):
             if node in (None, remote.node_name):
-                remote.assign(assignment, folder)
+                remote.assign(assignment)
 
     def assign(
         self,
@@ -283,7 +271,7 @@ class NodeGroup(Node):
             }
             self.proxies.begin(placement.generation, self.local.driver_address, sends)
         for remote in self._assigned:
-            remote.assign(assignment, folder)
+            remote.assign(assignment)
 
     def on_generation_ready(self) -> None:
         """See Node."""
@@ -303,5 +291,5 @@ class NodeGroup(Node):
         names = dict.fromkeys(worker.node for worker in placement.workers)
         return [self.remotes[name] for name in names if name in self.remotes]
 
-    def _node_of(self, sender: int) -> Node:
+    def _node_of(self, sender: int) -> Node | RemoteNode:
         return self._nodes.get(sender, self.local)

@@ -29,7 +29,6 @@ from gllm.models.attention import LayerCache, head_shape
 from gllm.models.config import ModelConfig
 from gllm.models.loader import Checkpoint, Weights
 from gllm.models.shard import shard, unsupported_shard_reason
-from gllm.models.spec import ModelSpec
 from gllm.models.stage import HeldParts, ModelStage, estimate_bytes, hold_parts
 from gllm.options.field_types import FieldError
 from gllm.runtime.worker.batch import Batch, BatchConfig, BlockTables, build_inputs, plan_windows
@@ -56,24 +55,77 @@ from gllm.transport.kv.progress import LayerProgress
 log = logging.getLogger(__name__)
 
 
-class StageWeights:
-    """Loaded part of a model; `BaseExecutor` computes with it."""
+class BaseExecutor(ABC):
+    """Model part and KV cache of one stage; subclasses compute and sample."""
 
-    model: ModelSpec
-    layers: range
-    dtype: torch.dtype
-    device: torch.device
-    has_sampler: bool
-    weight_bytes: int = 0
-    _rank: int
-    _num_ranks: int
-    _quantization: str
-    _max_model_len: int
-    _eos_ids: Sequence[int]
+    is_asynchronous = False
+    keeps_weights = True
+    weight_bytes = 0
     _stage: ModelStage
     _folder: Path | None = None
     """Folder of the loaded weights."""
     _grammars: GuideFactory | None = None
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        engine_config: EngineConfig,
+        num_stages: int,
+        layers: range,
+        device: torch.device,
+        rank: int = 0,
+        num_ranks: int = 1,
+        gpu_capability: tuple[int, int] | None = None,
+    ) -> None:
+        """Choose dtypes and the attention backend.
+
+        Args:
+            model_config: of the whole model.
+            engine_config: of the engine.
+            num_stages: stages of the pipeline.
+            layers: indices of the stage's layers.
+            device: that computes.
+            rank: index among the workers of the stage.
+            num_ranks: workers of the stage, which compute its layers together.
+            gpu_capability: compute capability of the GPU; None on a CPU.
+
+        Raises:
+            FieldError: weights, KV cache or attention cannot be as configured, or the ranks cannot
+                share the model.
+        """
+        if (reason := unsupported_shard_reason(model_config.model, num_ranks)) is not None:
+            raise FieldError("tensor_parallel_size", reason)
+        self.model = shard(model_config.model, rank, num_ranks)
+        self._whole_model = model_config.model
+        self._rank, self._num_ranks = rank, num_ranks
+        self._groups: StageGroups | None = None
+        self.layers = layers
+        self._layer_specs = self.model.layers[layers.start : layers.stop]
+        self._max_model_len = engine_config.max_model_len or self.model.context_length
+        self.is_first = layers.start == 0
+        self.is_last = layers.stop == self.model.num_layers
+        self.has_sampler = self.is_last and rank == 0
+        self.dtype = choose_compute_dtype(engine_config.dtype, model_config.dtype, device.type)
+        check_quantization(engine_config.quantization, device.type)
+        self._quantization = engine_config.quantization
+        self.device = device
+        self._gpu_capability = gpu_capability
+        self.cache_dtype = choose_cache_dtype(
+            engine_config.kv_cache_dtype, self.dtype, gpu_capability
+        )
+        block_size = engine_config.scheduler.block_size
+        self.block_bytes = block_bytes(self._layer_specs, block_size, self.cache_dtype)
+        self._attention = self._choose_attention_backend(engine_config, gpu_capability)
+        self.backend = self._attention.name
+        self._mirror = BlockTableReplica()
+        self._tables = BlockTables()
+        self._states: dict[int, SamplingState] = {}
+        """Sampling state by sequence, on the ranks of the last stage."""
+        self._keeps_last_tokens = num_stages == 1
+        """True if plans may have placeholders for tokens that the previous step samples."""
+        self._eos_ids = model_config.eos_ids
+        self._progress: LayerProgress | None = None
+        self._counts_each_layer = engine_config.scheduler.kv_push == "layer"
 
     def load(
         self,
@@ -159,7 +211,7 @@ class StageWeights:
             folder,
         )
 
-    def _take_grammars(self, sources: Sequence["StageWeights"]) -> None:
+    def _take_grammars(self, sources: Sequence["BaseExecutor"]) -> None:
         """Take the compiled grammars of a closed executor."""
         for each in sources:
             if each._grammars is not None:
@@ -174,74 +226,6 @@ class StageWeights:
         if self._grammars is not None:
             self._grammars.close()
             self._grammars = None
-
-
-class BaseExecutor(StageWeights, ABC):
-    """Model part and KV cache of one stage; subclasses compute and sample."""
-
-    is_asynchronous = False
-    keeps_weights = True
-
-    def __init__(
-        self,
-        model_config: ModelConfig,
-        engine_config: EngineConfig,
-        num_stages: int,
-        layers: range,
-        device: torch.device,
-        rank: int = 0,
-        num_ranks: int = 1,
-        gpu_capability: tuple[int, int] | None = None,
-    ) -> None:
-        """Choose dtypes and the attention backend.
-
-        Args:
-            model_config: of the whole model.
-            engine_config: of the engine.
-            num_stages: stages of the pipeline.
-            layers: indices of the stage's layers.
-            device: that computes.
-            rank: index among the workers of the stage.
-            num_ranks: workers of the stage, which compute its layers together.
-            gpu_capability: compute capability of the GPU; None on a CPU.
-
-        Raises:
-            FieldError: weights, KV cache or attention cannot be as configured, or the ranks cannot
-                share the model.
-        """
-        if (reason := unsupported_shard_reason(model_config.model, num_ranks)) is not None:
-            raise FieldError("tensor_parallel_size", reason)
-        self.model = shard(model_config.model, rank, num_ranks)
-        self._whole_model = model_config.model
-        self._rank, self._num_ranks = rank, num_ranks
-        self._groups: StageGroups | None = None
-        self.layers = layers
-        self._layer_specs = self.model.layers[layers.start : layers.stop]
-        self._max_model_len = engine_config.max_model_len or self.model.context_length
-        self.is_first = layers.start == 0
-        self.is_last = layers.stop == self.model.num_layers
-        self.has_sampler = self.is_last and rank == 0
-        self.dtype = choose_compute_dtype(engine_config.dtype, model_config.dtype, device.type)
-        check_quantization(engine_config.quantization, device.type)
-        self._quantization = engine_config.quantization
-        self.device = device
-        self._gpu_capability = gpu_capability
-        self.cache_dtype = choose_cache_dtype(
-            engine_config.kv_cache_dtype, self.dtype, gpu_capability
-        )
-        block_size = engine_config.scheduler.block_size
-        self.block_bytes = block_bytes(self._layer_specs, block_size, self.cache_dtype)
-        self._attention = self._choose_attention_backend(engine_config, gpu_capability)
-        self.backend = self._attention.name
-        self._mirror = BlockTableReplica()
-        self._tables = BlockTables()
-        self._states: dict[int, SamplingState] = {}
-        """Sampling state by sequence, on the ranks of the last stage."""
-        self._keeps_last_tokens = num_stages == 1
-        """True if plans may have placeholders for tokens that the previous step samples."""
-        self._eos_ids = model_config.eos_ids
-        self._progress: LayerProgress | None = None
-        self._counts_each_layer = engine_config.scheduler.kv_push == "layer"
 
     @property
     def numerics(self) -> str:
@@ -466,6 +450,6 @@ class BaseExecutor(StageWeights, ABC):
         return
 
 
-def _find_loaded(executors: Sequence[object]) -> list[StageWeights]:
+def _find_loaded(executors: Sequence[object]) -> list[BaseExecutor]:
     """Return the executors that have weights."""
-    return [each for each in executors if isinstance(each, StageWeights) and each._folder]
+    return [each for each in executors if isinstance(each, BaseExecutor) and each._folder]

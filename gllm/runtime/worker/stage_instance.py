@@ -20,14 +20,12 @@ from gllm.messages.lifecycle import Hello, InitializeCache, LoadProgress, StageR
 from gllm.messages.reports import StageTimes, StageUtilization
 from gllm.messages.steps import GrammarReady, RegisterSequences, RunStep, StepDone
 from gllm.observability.step_log import StepLogWriter
-from gllm.recovery.placement import WorkerPlacement
 from gllm.runtime.driver.driver import Driver
 from gllm.runtime.driver.driver_pacing import DriverPacing
 from gllm.runtime.driver.driver_setup import create_scheduler
 from gllm.runtime.driver.plan_record import PlanRecord
 from gllm.runtime.head.assignment import StageAssignment
 from gllm.runtime.messaging.spoke import Spoke
-from gllm.runtime.worker.backend import DeviceBackend
 from gllm.runtime.worker.executor import Executor
 from gllm.runtime.worker.stage import StageRunner
 from gllm.runtime.worker.stage_loader import StageLoader
@@ -43,64 +41,6 @@ TURN_SECONDS = 1.0
 
 REPORT_SECONDS = 0.5
 """Interval between two reports."""
-
-
-class StageReporter:
-    """Sends reports as long as the worker has steps."""
-
-    def __init__(
-        self,
-        place: WorkerPlacement,
-        runner: StageRunner,
-        backend: DeviceBackend,
-        send_to_parent: Callable[[StageUtilization], None],
-        send_to_driver: Callable[[StageTimes], None],
-    ) -> None:
-        """Create a reporter; `schedule` has to be called with each step.
-
-        Args:
-            place: of the worker; step times are those of the ranks 0.
-            runner: counts and times the steps.
-            backend: counts the host's time and compilations.
-            send_to_parent: sends totals.
-            send_to_driver: sends step times.
-        """
-        self._place, self._runner, self._backend = place, runner, backend
-        self._send_to_parent, self._send_to_driver = send_to_parent, send_to_driver
-        self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
-        self._is_closed = False
-
-    def schedule(self) -> None:
-        """Report in half a second, unless a report is scheduled already."""
-        if self._timer is None and not self._is_closed:
-            self._timer = self._loop.call_later(REPORT_SECONDS, self._report)
-
-    def close(self) -> None:
-        """Report nothing any more."""
-        self._is_closed = True
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _report(self) -> None:
-        self._timer = None
-        runner, backend = self._runner, self._backend
-        self._send_to_parent(
-            StageUtilization(
-                self._place.stage,
-                runner.num_steps,
-                runner.busy_seconds,
-                backend.host_seconds,
-                backend.num_compilations,
-                self._place.rank,
-            )
-        )
-        times = StageTimes(self._place.stage, *runner.pop_step_times())
-        if not self._place.rank:
-            self._send_to_driver(times)
-        if runner.is_busy or times.steps:
-            # Once more after the last step, so that bubbles are known up to its end.
-            self.schedule()
 
 
 async def run_in_thread(function: Callable[[], None]) -> None:
@@ -166,7 +106,8 @@ class StageInstance:
             prepared,
         )
         self._sessions = StageSessions(assignment, context, run, self.handle, self._fail)
-        self._reporter: StageReporter | None = None
+        self._report_timer: asyncio.TimerHandle | None = None
+        """Next report of the totals and step times."""
         self._driver: Driver | None = None
         self._kv_mover: DescriptorChannel | None = None
         """Channel from the driver to the KV mover, which reads it as long as it runs."""
@@ -264,12 +205,11 @@ class StageInstance:
         """End the sessions and the driver; nothing is handled or reported any more."""
         self._is_closed = True
         self._resources.cancel()
-        if self._reporter is not None:
-            self._reporter.close()
         self._driver = None
         self._close_kv_mover()
-        if self._turn_timer is not None:
-            self._turn_timer.cancel()
+        for timer in (self._turn_timer, self._report_timer):
+            if timer is not None:
+                timer.cancel()
         for file in (self._step_log, self._plan_record):
             if file is not None:
                 file.close()
@@ -283,10 +223,7 @@ class StageInstance:
         await run_in_thread(partial(self._resources.allocate, num_blocks, config.block_size))
         if self._is_closed:
             return
-        runner = self._resources.start_threads(self._on_result, self._on_thread_error)
-        self._reporter = StageReporter(
-            assignment.place, runner, self._resources.backend, self._send, self._on_step_times
-        )
+        self._resources.start_threads(self._on_result, self._on_thread_error)
         if not assignment.has_driver:
             self._sessions.connect()
             self._send(StageReady(assignment.stage, self._resources.kv_layout))
@@ -352,8 +289,7 @@ class StageInstance:
         match message:
             case RunStep(plan):
                 self._running.run_plan(plan)
-                assert self._reporter is not None
-                self._reporter.schedule()
+                self._schedule_report()
             case RegisterSequences():
                 self._running.register(message)
             case InitializeCache(num_blocks):
@@ -377,11 +313,33 @@ class StageInstance:
         if not self._is_closed:
             self._sessions.send_to_driver(result)
 
-    def _on_step_times(self, times: StageTimes) -> None:
-        """Send step times to the driver, and write what is in the step log so far."""
-        self._sessions.send_to_driver(times)
-        if self._step_log is not None:
-            self._step_log.flush()
+    def _schedule_report(self) -> None:
+        """Report in half a second, unless a report is scheduled already."""
+        if self._report_timer is None and not self._is_closed:
+            self._report_timer = self._loop.call_later(REPORT_SECONDS, self._report)
+
+    def _report(self) -> None:
+        """Send totals to the parent; send step times to the driver, from the ranks 0."""
+        self._report_timer = None
+        place, runner, backend = self.assignment.place, self._running, self._resources.backend
+        self._send(
+            StageUtilization(
+                place.stage,
+                runner.num_steps,
+                runner.busy_seconds,
+                backend.host_seconds,
+                backend.num_compilations,
+                place.rank,
+            )
+        )
+        times = StageTimes(place.stage, *runner.pop_step_times())
+        if not place.rank:
+            self._sessions.send_to_driver(times)
+            if self._step_log is not None:
+                self._step_log.flush()
+        if runner.is_busy or times.steps:
+            # Once more after the last step, so that bubbles are known up to its end.
+            self._schedule_report()
 
     def _send_progress(self, done_bytes: int, total_bytes: int) -> None:
         self._send(LoadProgress(self.assignment.stage, done_bytes, total_bytes))
