@@ -5,7 +5,8 @@ neighbours, so that activations cross the network as seldom as possible.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -214,3 +215,25 @@ def _part_of(costs: StageCosts, layers: range) -> StageCosts:
         costs.head if is_last else 0.0,
         costs.step,
     )
+
+
+def match_stages(old: Sequence[str], new: Sequence[str]) -> dict[int, int]:
+    """Return the new stage of each old one that remains, after a change of the stages.
+
+    The first stage of a node remains its first one, and so on.
+
+    Args:
+        old: node of each stage before.
+        new: node of each stage after.
+    """
+    after = {key: stage for stage, key in enumerate(_stage_keys(new))}
+    keys = enumerate(_stage_keys(old))
+    return {stage: after[key] for stage, key in keys if key in after}
+
+
+def _stage_keys(nodes: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Yield the node of each stage, and the index of the stage among those of the node."""
+    counts: Counter[str] = Counter()
+    for node in nodes:
+        yield node, counts[node]
+        counts[node] += 1

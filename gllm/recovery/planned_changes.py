@@ -13,8 +13,7 @@ from itertools import count
 from random import Random
 
 from gllm.recovery.actions import Action, DismissNode, PrepareLayers
-from gllm.recovery.node_layout import NodeShape
-from gllm.recovery.node_pool import NodePool, match_stages
+from gllm.recovery.node_layout import NodeShape, match_stages
 from gllm.recovery.placement import LOCAL_NODE, Slot, make_placement, place_names
 from gllm.recovery.records import RecoveryLimits, RecoveryState, RetryRecord, WorkerRecord
 from gllm.recovery.stages import Stages
@@ -58,7 +57,6 @@ class PlannedChanges:
     def __init__(
         self,
         stages: Stages,
-        nodes: NodePool,
         pool: WorkerPool,
         limits: RecoveryLimits,
         jitter: Random,
@@ -66,8 +64,7 @@ class PlannedChanges:
         """Create the state of an engine without a planned change.
 
         Args:
-            stages: stages of the engine.
-            nodes: its nodes.
+            stages: stages and nodes of the engine.
             pool: its workers.
             limits: limits of a recovery.
             jitter: source of the random part of backoffs.
@@ -77,7 +74,6 @@ class PlannedChanges:
         self.drain_errors: dict[str, str] = {}
         """Reason for which a drain was ended, by node."""
         self._stages = stages
-        self._nodes = nodes
         self._pool = pool
         self._limits = limits
         self._jitter = jitter
@@ -112,7 +108,7 @@ class PlannedChanges:
     @property
     def is_idle(self) -> bool:
         """True if nothing can change: no change is due, and no other machine can get stages."""
-        is_single = len(self._nodes.capacities) == 1 and not self.draining
+        is_single = len(self._stages.capacities) == 1 and not self.draining
         is_due = self._requested is not None or self._change is not None
         return is_single and not is_due and not self._attempts.num_failures
 
@@ -136,30 +132,30 @@ class PlannedChanges:
         if state is not RecoveryState.READY:
             return f"the engine is {state}, and not ready"
         leaving = {*self.draining, node}
-        if self._nodes.stages_on(node) and self._stages.find_shape_without(leaving) is None:
+        if self._stages.stages_on(node) and self._stages.find_shape_without(leaving) is None:
             return f"the other nodes have no memory for the layers of node {node}"
         return ""
 
     def drain(self, node: str) -> list[Action]:
         """Let the stages of a living node move to other ones; then dismiss it."""
         self.draining.add(node)
-        self._nodes.excluded = frozenset(self.draining)
+        self._stages.excluded = frozenset(self.draining)
         self.drain_errors.pop(node, None)
         self._attempts = RetryRecord()
         return self.end_preparation()
 
     def end_drains(self, reason: str) -> None:
         """End the drains of nodes that still have stages."""
-        for node in [each for each in self.draining if self._nodes.stages_on(each)]:
+        for node in [each for each in self.draining if self._stages.stages_on(each)]:
             self.draining.discard(node)
             self.drain_errors[node] = reason
-        self._nodes.excluded = frozenset(self.draining)
+        self._stages.excluded = frozenset(self.draining)
 
     def dismiss_drained(self) -> list[Action]:
         """Dismiss the draining nodes that have no stages, with their standby workers."""
         actions: list[Action] = []
         for node in sorted(self.draining):
-            is_empty = self._nodes.is_alive(node) and not self._nodes.stages_on(node)
+            is_empty = self._stages.is_alive(node) and not self._stages.stages_on(node)
             if is_empty and node not in self.coming_nodes:
                 self._stages.discard_node(node)
                 self._forget_node(node)
@@ -246,14 +242,14 @@ class PlannedChanges:
             find_costliest: chooses the stage; None if spares hold no layers.
             now: time in seconds.
         """
-        stage_nodes = enumerate(self._nodes.living_nodes)
+        stage_nodes = enumerate(self._stages.living_nodes)
         stages = [stage for stage, node in stage_nodes if node != LOCAL_NODE]
         if find_costliest is None or not stages:
             return [*self._pool.fill_standbys(now)]
         stage = find_costliest(stages)
         degree = self._stages.degrees[stage]
-        idle = [node for node in self._nodes.spares if node not in self.coming_nodes]
-        spares = self._nodes.fit(idle, degree)
+        idle = [node for node in self._stages.spares if node not in self.coming_nodes]
+        spares = self._stages.fit(idle, degree)
         self._pool.num_preloading = dict.fromkeys(spares, degree)
         actions: list[Action] = [*self._pool.fill_standbys(now)]
         for node in spares:
@@ -275,7 +271,7 @@ class PlannedChanges:
     def _start_preparation(self, change: PlannedChange, generation: int) -> list[Action]:
         """Reserve the workers of new places, and let all workers of the change load."""
         names, shape = self._stages.names, change.shape
-        stages = match_stages(self._nodes.living_nodes, shape.nodes)
+        stages = match_stages(self._stages.living_nodes, shape.nodes)
         old = {stages[name.stage]: name.stage for name in names if name.stage in stages}
         workers = {
             (name.stage, name.rank): worker
@@ -318,7 +314,7 @@ class PlannedChanges:
     def _drop_change(self, change: PlannedChange, reason: str) -> None:
         """Do not attempt a change again."""
         self._requested = None
-        self._unused |= set(change.shape.nodes).difference(self._nodes.living_nodes)
+        self._unused |= set(change.shape.nodes).difference(self._stages.living_nodes)
         if change.kind == "drained":
             self.end_drains(reason)
 
@@ -326,11 +322,11 @@ class PlannedChanges:
         self.draining.discard(node)
         self.drain_errors.pop(node, None)
         self._eager.discard(node)
-        self._nodes.excluded = frozenset(self.draining)
+        self._stages.excluded = frozenset(self.draining)
 
     def _find_drain(self) -> tuple[str, NodeShape, str] | None:
         """Return the change by which draining nodes lose their stages."""
-        leaving = {node for node in self.draining if self._nodes.stages_on(node)}
+        leaving = {node for node in self.draining if self._stages.stages_on(node)}
         if not leaving:
             return None
         shape = self._stages.find_shape_without(leaving)
@@ -344,7 +340,7 @@ class PlannedChanges:
         if self._requested is None:
             return None
         shape, cause = self._requested
-        if (shape.nodes, shape.degrees) != (self._nodes.living_nodes, self._stages.degrees):
+        if (shape.nodes, shape.degrees) != (self._stages.living_nodes, self._stages.degrees):
             self._requested = None
             return None
         return "rebalanced", shape, cause
@@ -353,19 +349,19 @@ class PlannedChanges:
         self, extend: Extend, uses_joined_nodes: bool
     ) -> tuple[str, NodeShape, str] | None:
         """Return the change by which nodes without stages get some."""
-        nodes = [node for node in self._nodes.spares if node not in self._unused]
+        nodes = [node for node in self._stages.spares if node not in self._unused]
         if not nodes:
             return None
         if lost := self._stages.lost_degrees:
-            added = self._nodes.fill_nodes(nodes, lost)
+            added = self._stages.fill_nodes(nodes, lost)
         else:
             eager = [node for node in nodes if uses_joined_nodes and node in self._eager]
-            added = self._nodes.fill_nodes(eager, [self._stages.degrees[-1]] * len(eager))
+            added = self._stages.fill_nodes(eager, [self._stages.degrees[-1]] * len(eager))
         shape = _extend_to(self._stages.shape, added, extend, should_gain=not lost)
         if shape is None:
             self._unused |= set(nodes)
             return None
-        new = set(shape.nodes).difference(self._nodes.living_nodes)
+        new = set(shape.nodes).difference(self._stages.living_nodes)
         return "joined", shape, f"{_list_nodes(new)} joined"
 
 

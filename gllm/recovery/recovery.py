@@ -11,8 +11,8 @@ their memory suffices; otherwise they wait on. An engine that has never been rea
 parked requests rejected after `recovery_timeout`.
 
 `Recovery` handles the events, and has the phase of the current generation. Its parts keep the rest:
-`NodePool` the nodes, `WorkerPool` the processes and their deadlines, `Stages` the stages,
-`PlannedChanges` what is prepared while the engine serves.
+`Stages` the stages and the nodes, `WorkerPool` the processes and their deadlines, `PlannedChanges`
+what is prepared while the engine serves.
 """
 
 import math
@@ -34,7 +34,6 @@ from gllm.recovery.actions import (
     WarmUp,
 )
 from gllm.recovery.node_layout import NodeShape
-from gllm.recovery.node_pool import NodePool, choose_return_seconds, predict_reload_seconds
 from gllm.recovery.placement import LOCAL_NODE, Placement, PlaceName
 from gllm.recovery.planned_changes import (
     Extend,
@@ -49,7 +48,7 @@ from gllm.recovery.records import (
     RetryRecord,
     WorkerRecord,
 )
-from gllm.recovery.stages import Recut, Stages
+from gllm.recovery.stages import Recut, Stages, choose_return_seconds, predict_reload_seconds
 from gllm.recovery.worker_pool import WorkerPool
 
 
@@ -141,13 +140,11 @@ class Recovery:
     def _create_parts(self, nodes: Sequence[str], should_measure: bool) -> None:
         """Create the parts of an engine that has not started."""
         limits, jitter, degrees = self._limits, self._jitter, self._first_degrees
-        self._nodes = NodePool(nodes, degrees)
         places = [node for node, degree in zip(nodes, degrees, strict=True) for _ in range(degree)]
         self._pool = WorkerPool(places, limits, jitter)
-        stages = Stages(self._first_layers, degrees, self._nodes, self._pool, self._recut)
-        self._stages = stages
+        self._stages = Stages(self._first_layers, degrees, nodes, self._pool, self._recut)
         self._should_measure = should_measure
-        self._changes = PlannedChanges(stages, self._nodes, self._pool, limits, jitter)
+        self._changes = PlannedChanges(self._stages, self._pool, limits, jitter)
 
     @property
     def is_over(self) -> bool:
@@ -167,17 +164,17 @@ class Recovery:
     @property
     def stage_nodes(self) -> list[str]:
         """Name of the node of each stage; empty while its node is lost."""
-        return self._nodes.living_nodes
+        return self._stages.living_nodes
 
     @property
     def vacant_nodes(self) -> list[str]:
         """Names of the lost nodes whose stages wait for a node."""
-        return list(self._nodes.vacancies)
+        return list(self._stages.vacancies)
 
     @property
     def return_until(self) -> float:
         """Time until which the lost nodes are awaited; infinity if none is lost."""
-        return self._nodes.return_until
+        return self._stages.return_until
 
     @property
     def change_kind(self) -> str:
@@ -202,11 +199,11 @@ class Recovery:
         times = [worker.deadline for worker in self._pool.workers.values()]
         if self.recovering_since is not None and not self.is_overdue:
             times.append(self.recovering_since + self._limits.recovery_timeout)
-        if self._nodes.vacancies:
+        if self._stages.vacancies:
             times.append(self._join_time)
         if self.state is RecoveryState.FORMING:
             times += self._pool.respawn_times
-            if self._nodes.vacancies:
+            if self._stages.vacancies:
                 times.append(self._stages.recut_time)
             if self._pool.is_formed:
                 times.append(max(self._assignments.retry_at, self._connections.retry_at))
@@ -455,7 +452,7 @@ class Recovery:
 
     def wanted_workers(self, node: str, capacity: int, workers: Sequence[int]) -> list[int]:
         """Return the workers that a node keeps when it joins; see `on_node_joined`."""
-        return list(self._nodes.wanted_workers(node, capacity, workers))
+        return list(self._stages.wanted_workers(node, capacity, workers))
 
     def on_node_joined(
         self,
@@ -480,7 +477,7 @@ class Recovery:
         Returns:
             Actions, among them kills of the workers that are not wanted.
         """
-        if self.is_over or self._nodes.is_alive(node):
+        if self.is_over or self._stages.is_alive(node):
             return []
         kills = self._stages.add_node(node, capacity, workers)
         self._changes.on_node_joined(node, is_spare)
@@ -506,7 +503,7 @@ class Recovery:
 
         A node that is drained already stays so. `refuse_drain` has to permit it.
         """
-        if self.is_over or not self._nodes.is_alive(node) or node in self.draining:
+        if self.is_over or not self._stages.is_alive(node) or node in self.draining:
             return []
         return [*self._changes.drain(node), *self._advance(now)]
 
@@ -540,14 +537,14 @@ class Recovery:
     @property
     def _join_time(self) -> float:
         """Time at which an engine that has never been ready no longer waits for a lost node."""
-        vacancy = self._nodes.oldest_vacancy
+        vacancy = self._stages.oldest_vacancy
         if self.has_been_ready or vacancy is None:
             return math.inf
         return vacancy.since + self._limits.join_seconds
 
     def _describe_vacancy(self) -> str:
         """Return the reason for which the engine cannot start without a lost node."""
-        vacancy = self._nodes.oldest_vacancy
+        vacancy = self._stages.oldest_vacancy
         assert vacancy is not None
         return (
             f"{vacancy.cause}; node {vacancy.node} did not return within "
@@ -557,7 +554,7 @@ class Recovery:
 
     def _return_seconds(self, node: str, now: float) -> float:
         """Return the time for which the stages of a node that is being lost wait for it."""
-        stages = self._nodes.stages_on(node)
+        stages = self._stages.stages_on(node)
         if self._limits.node_return_seconds is not None or not stages:
             return self._limits.node_return_seconds or 0.0
         seconds = predict_reload_seconds(
@@ -585,7 +582,7 @@ class Recovery:
             case RecoveryState.READY:
                 return self._prepare_change(now)
             case RecoveryState.FORMING:
-                if self._nodes.vacancies:
+                if self._stages.vacancies:
                     actions += self._stages.fill_vacancies(now)
                 actions += self._pool.fill_places(now)
                 retry_at = max(self._assignments.retry_at, self._connections.retry_at)
@@ -723,7 +720,7 @@ class Recovery:
         may_return: bool,
     ) -> list[Action]:
         """Forget a node and its workers, and leave the generation if it had stages."""
-        if self.is_over or node == LOCAL_NODE or not self._nodes.is_alive(node):
+        if self.is_over or node == LOCAL_NODE or not self._stages.is_alive(node):
             return []
         # Nothing waits for a node that was to be dismissed.
         may_return = may_return and node not in self.draining

@@ -1,4 +1,4 @@
-"""Stages of an engine: the layers, ranks and node of each, and their changes.
+"""Stages of an engine: the layers, ranks and node of each, the nodes, and their changes.
 
 A change of the stages keeps the workers whose stage remains on its node. The stages before a change
 are remembered until the new ones have served, because the new nodes may prove too small.
@@ -7,60 +7,135 @@ are remembered until the new ones have served, because the new nodes may prove t
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from gllm.recovery.actions import Action, ChangeShape, KillWorker
-from gllm.recovery.node_layout import NodeShape
-from gllm.recovery.node_pool import NodePool, match_stages
-from gllm.recovery.placement import Placement, Slot, make_placement, place_names
+from gllm.recovery.node_layout import NodeShape, match_stages
+from gllm.recovery.placement import LOCAL_NODE, Placement, Slot, make_placement, place_names
 from gllm.recovery.records import WorkerRecord
 from gllm.recovery.worker_pool import WorkerPool
+
+MIN_RETURN_SECONDS = 10.0
+"""Shortest wait for a lost node: a manager starts a process again within this time, and a machine
+that returns in time costs one pause instead of two."""
+
 
 Recut = Callable[[NodeShape, Sequence[str]], NodeShape | None]
 """Return the stages on some of the nodes of a shape, which have to hold all layers; None if these
 do not fit. The node of a vacant stage of the shape is an empty string."""
 
 
+@dataclass(frozen=True, slots=True)
+class Vacancy:
+    """Stages whose node is lost."""
+
+    node: str
+    """The lost node."""
+    stages: list[int]
+    workers: Mapping[int, int]
+    """Place of each worker process of the node that may return with it, by sender."""
+    cause: str
+    since: float
+    """Time of the loss."""
+    return_until: float
+    """Time until which only the same node or a spare gets the stages."""
+
+
 class Stages:
-    """The stages from the next generation on, with the pools of their nodes and workers."""
+    """The stages from the next generation on, and the living nodes."""
 
     def __init__(
         self,
         layers: Sequence[tuple[int, int]],
         degrees: Sequence[int],
-        nodes: NodePool,
+        nodes: Sequence[str],
         pool: WorkerPool,
         recut: Recut | None,
     ) -> None:
-        """Create the stages of an engine that has not started.
+        """Create the stages of an engine that has not started, and whose nodes are all alive.
 
         Args:
             layers: first layer of each stage and first layer after it.
             degrees: number of ranks of each stage.
-            nodes: nodes of the stages.
+            nodes: name of the node of each stage.
             pool: workers of the stages.
             recut: divides the layers over the nodes that are left after a loss; None if they
                 always wait for the lost ones.
+
+        Raises:
+            ValueError: the first stage is not on the head's node.
         """
         self.layers = list(layers)
         self.degrees = list(degrees)
         self.names = place_names(self.degrees)
         """Stage and rank of each place."""
+        self.stage_nodes = list(nodes)
+        """Name of the node of each stage; of a vacant stage, the lost one."""
+        self.vacancies: dict[str, Vacancy] = {}
+        """By the name of the lost node."""
+        self.excluded: frozenset[str] = frozenset()
+        """Nodes that get no further stages."""
         self.is_trial = False
         """True if the stages result from a planned change, and have not served yet."""
         self._first_degrees = list(degrees)
         """Degrees of the stages with which the engine starts."""
-        self._nodes = nodes
         self._pool = pool
         self._recut = recut
         self._rejected_survivors: list[str] = []
         """Nodes on which the layers do not fit, by the last attempt."""
         self._former: NodeShape | None = None
         """Stages that served last, if other nodes have got some since."""
+        if len(self.stage_nodes) != len(self.degrees) or self.stage_nodes[0] != LOCAL_NODE:
+            raise ValueError(f"stage 0 has to be on the head's node: {self.stage_nodes}")
+        self.capacities = {
+            node: self._count_ranks(self.stages_on(node)) for node in self.stage_nodes
+        }
+        """Workers that each living node can have, in the order of joining."""
 
     @property
     def shape(self) -> NodeShape:
         """The stages; the node of a vacant one is an empty string."""
-        return NodeShape(list(self.layers), list(self.degrees), self._nodes.living_nodes)
+        return NodeShape(list(self.layers), list(self.degrees), self.living_nodes)
+
+    @property
+    def alive(self) -> list[str]:
+        """Names of the living nodes, the head's first."""
+        return list(self.capacities)
+
+    @property
+    def spares(self) -> list[str]:
+        """Names of the living nodes without stages that may get some, in the order of joining."""
+        return [
+            node
+            for node in self.capacities
+            if not self.stages_on(node) and node not in self.excluded
+        ]
+
+    @property
+    def survivors(self) -> list[str]:
+        """Names of the living nodes with stages, in the order of their stages."""
+        return [node for node in dict.fromkeys(self.living_nodes) if node]
+
+    @property
+    def living_nodes(self) -> list[str]:
+        """Name of the node of each stage; empty for a vacant stage."""
+        vacant = self.vacant_stages
+        return ["" if i in vacant else node for i, node in enumerate(self.stage_nodes)]
+
+    @property
+    def vacant_stages(self) -> set[int]:
+        """Stages whose node is lost."""
+        return {stage for vacancy in self.vacancies.values() for stage in vacancy.stages}
+
+    @property
+    def return_until(self) -> float:
+        """Time until which lost nodes are awaited before the layers are cut anew."""
+        return max((each.return_until for each in self.vacancies.values()), default=math.inf)
+
+    @property
+    def oldest_vacancy(self) -> Vacancy | None:
+        """The stages that have waited longest for a node; None if there are none."""
+        return min(self.vacancies.values(), key=lambda each: each.since, default=None)
 
     @property
     def has_former(self) -> bool:
@@ -78,9 +153,13 @@ class Stages:
     @property
     def recut_time(self) -> float:
         """Time at which the layers are cut over the nodes left; infinity if they are not."""
-        if self._recut is None or self._nodes.survivors == self._rejected_survivors:
+        if self._recut is None or self.survivors == self._rejected_survivors:
             return math.inf
-        return self._nodes.return_until
+        return self.return_until
+
+    def is_alive(self, node: str) -> bool:
+        """Return True if a node has joined and was not lost since."""
+        return node in self.capacities
 
     def is_new(self, node: str) -> bool:
         """Return True if a node has got its first stages by a change that has not served yet."""
@@ -88,7 +167,7 @@ class Stages:
 
     def node_of(self, place: int) -> str:
         """Return the name of the node of a place; of a vacant place, the lost one."""
-        return self._nodes.stage_nodes[self.names[place].stage]
+        return self.stage_nodes[self.names[place].stage]
 
     def count_layers(self, stages: Sequence[int]) -> int:
         """Return the number of layers of some stages."""
@@ -99,16 +178,42 @@ class Stages:
         slots = [Slot(worker.sender, worker.node) for worker in self._pool.placed]
         return make_placement(generation, self.layers, slots, self.degrees)
 
+    def stages_on(self, node: str) -> list[int]:
+        """Return the stages that a living node has."""
+        return [i for i, own in enumerate(self.living_nodes) if own == node]
+
+    def wanted_workers(self, node: str, capacity: int, workers: Sequence[int]) -> dict[int, int]:
+        """Return the place of each worker that a node keeps if it joins; see `add_node`.
+
+        workers: living workers of its earlier session.
+        """
+        if not self._can_return(node, capacity):
+            return {}
+        places = self.vacancies[node].workers
+        return {sender: places[sender] for sender in workers if sender in places}
+
     def fill_vacancies(self, now: float) -> list[Action]:
-        """Give the stages of lost nodes to spares, or cut the layers over the nodes left."""
+        """Give the stages of lost nodes to spares, or cut the layers over the nodes left.
+
+        Spares get the stages of a lost node if they can have all of them.
+        """
         actions: list[Action] = []
-        former = NodeShape(list(self.layers), list(self.degrees), list(self._nodes.stage_nodes))
-        if moved := self._nodes.fill_vacancies():
+        former = NodeShape(list(self.layers), list(self.degrees), list(self.stage_nodes))
+        moved: list[int] = []
+        for vacancy in sorted(self.vacancies.values(), key=lambda vacancy: vacancy.stages):
+            nodes = self.choose_spares(vacancy.stages)
+            if nodes is None:
+                continue
+            del self.vacancies[vacancy.node]
+            for stage, node in zip(vacancy.stages, nodes, strict=True):
+                self.stage_nodes[stage] = node
+            moved += vacancy.stages
+        if moved:
             self._move_places(moved)
             actions.append(ChangeShape(self.shape))
         if self.recut_time <= now:
             assert self._recut is not None
-            survivors = self._nodes.survivors
+            survivors = self.survivors
             shape = self._recut(self.shape, survivors)
             if shape is None:
                 self._rejected_survivors = survivors
@@ -132,19 +237,27 @@ class Stages:
         self._former, self.is_trial = None, False
 
     def restore(self, cause: str, now: float) -> list[Action]:
-        """Return to the stages that served last, because the present ones cannot.
+        """Return to the stages that served last, because the memory of the present ones is short.
 
-        The stages of lost nodes wait for these again, or for nodes that have not been tried.
+        The stages of lost nodes wait for these again, or for nodes that have not been tried. Nodes
+        that had no stages then get none any more, until they join again.
         """
         shape, self._former, self.is_trial = self._former, None, False
         assert shape is not None, "the stages are those that served last"
-        before = self._nodes.living_nodes
-        self._nodes.restore(shape.nodes, shape.degrees, cause, now)
-        kills = self._replace_places(shape, match_stages(before, self._nodes.living_nodes))
+        before = self.living_nodes
+        for node in set(self.stage_nodes).difference(shape.nodes):
+            self.capacities[node] = 0
+        self.stage_nodes, self.degrees = list(shape.nodes), list(shape.degrees)
+        self.vacancies.clear()
+        for node in dict.fromkeys(shape.nodes):
+            stages = [stage for stage, own in enumerate(shape.nodes) if own == node]
+            if self.capacities.get(node, 0) < self._count_ranks(stages):
+                self.vacancies[node] = Vacancy(node, stages, {}, cause, now, now)
+        kills = self._replace_places(shape, match_stages(before, self.living_nodes))
         for place, name in enumerate(self.names):
-            if name.stage in self._nodes.vacant_stages:
+            if name.stage in self.vacant_stages:
                 self._pool.vacate(place)
-        self._rejected_survivors = self._nodes.survivors
+        self._rejected_survivors = self.survivors
         return [ChangeShape(self.shape), *kills]
 
     def add_node(self, node: str, capacity: int, workers: Sequence[int]) -> list[KillWorker]:
@@ -158,12 +271,13 @@ class Stages:
         Returns:
             The kills of the workers that are not wanted.
         """
-        wanted = self._nodes.wanted_workers(node, capacity, workers)
-        if vacancy := self._nodes.add(node, capacity):
-            self._move_places(vacancy.stages)
+        wanted = self.wanted_workers(node, capacity, workers)
+        self.capacities[node] = capacity
+        if self._can_return(node, capacity):
+            self._move_places(self.vacancies.pop(node).stages)
             for sender, place in wanted.items():
                 self._pool.restore(sender, place)
-        self._pool.standby_nodes = self._nodes.alive
+        self._pool.standby_nodes = self.alive
         cause = "its stage has got another worker"
         return [KillWorker(sender, cause) for sender in workers if sender not in wanted]
 
@@ -186,39 +300,102 @@ class Stages:
         gone = self._pool.remove_node(node)
         workers = {worker.sender: worker.place for worker in gone if worker.place is not None}
         returning = {worker.sender: workers[worker.sender] for worker in gone if worker.may_return}
-        stages = self._nodes.remove(node, returning, cause, now, return_seconds)
-        self._pool.standby_nodes = self._nodes.alive
+        del self.capacities[node]
+        stages = self.stages_on(node)
+        if stages:
+            all_stages, since = stages, now
+            # One that has returned with too little capacity may have got other stages since.
+            if earlier := self.vacancies.get(node):
+                all_stages, since = sorted([*earlier.stages, *stages]), earlier.since
+            self.vacancies[node] = Vacancy(
+                node, all_stages, returning, cause, since, now + return_seconds
+            )
+        self._pool.standby_nodes = self.alive
         return stages, gone
 
     def discard_node(self, node: str) -> None:
         """Remove a living node that has no stages, with its standby workers."""
         self._pool.remove_node(node)
-        self._nodes.discard(node)
-        self._pool.standby_nodes = self._nodes.alive
+        del self.capacities[node]
+        self._pool.standby_nodes = self.alive
+
+    def choose_spares(
+        self, stages: Sequence[int], without: Collection[str] = ()
+    ) -> list[str] | None:
+        """Return the spare for each of some stages; None if the spares cannot have all of them.
+
+        The smallest spare that can have all is best; else several spares share the stages.
+
+        Args:
+            stages: indices of the stages.
+            without: nodes that get none.
+        """
+        spares = [node for node in self.spares if node not in without]
+        capacities = {node: self.capacities[node] for node in spares}
+        needed = self._count_ranks(stages)
+        if enough := [node for node, capacity in capacities.items() if capacity >= needed]:
+            return [min(enough, key=lambda node: capacities[node])] * len(stages)
+        largest_first = iter(sorted(capacities, key=lambda node: -capacities[node]))
+        nodes: list[str] = []
+        node = next(largest_first, None)
+        for stage in stages:
+            while node is not None and capacities[node] < self.degrees[stage]:
+                node = next(largest_first, None)
+            if node is None:
+                return None
+            capacities[node] -= self.degrees[stage]
+            nodes.append(node)
+        return nodes
+
+    def fill_nodes(self, nodes: Sequence[str], degrees: Sequence[int]) -> list[tuple[str, int]]:
+        """Return the node and the degree of further stages, as far as nodes have the capacity.
+
+        Args:
+            nodes: without stages.
+            degrees: of the stages.
+        """
+        waiting, filled = list(degrees), []
+        for node in nodes:
+            capacity = self.capacities[node]
+            own = []
+            for degree in list(waiting):
+                if degree <= capacity:
+                    waiting.remove(degree)
+                    own.append((node, degree))
+                    capacity -= degree
+            filled += own
+        return filled
+
+    def fit(self, nodes: Sequence[str], degree: int) -> list[str]:
+        """Return the nodes that have the capacity for a stage of a degree."""
+        return [node for node in nodes if self.capacities[node] >= degree]
 
     def find_shape_without(self, leaving: Collection[str]) -> NodeShape | None:
         """Return the stages without some nodes: on spares, or cut anew over the other nodes."""
         shape = self.shape
         stages = [stage for stage, node in enumerate(shape.nodes) if node in leaving]
-        spares = self._nodes.choose_spares(stages, leaving)
+        spares = self.choose_spares(stages, leaving)
         if spares is not None:
             nodes = list(shape.nodes)
             for stage, node in zip(stages, spares, strict=True):
                 nodes[stage] = node
             return NodeShape(shape.layers, shape.degrees, nodes)
-        survivors = [node for node in self._nodes.survivors if node not in leaving]
+        survivors = [node for node in self.survivors if node not in leaving]
         return None if self._recut is None else self._recut(shape, survivors)
 
     def _move_places(self, stages: Collection[int]) -> None:
         """Note the living nodes of places of some stages that were vacant."""
         for place, name in enumerate(self.names):
             if name.stage in stages:
-                self._pool.move_place(place, self._nodes.stage_nodes[name.stage])
+                self._pool.move_place(place, self.stage_nodes[name.stage])
 
     def _replace(self, shape: NodeShape) -> list[KillWorker]:
         """Replace the stages; workers of the same stage of a node remain, others are killed."""
-        stages = match_stages(self._nodes.living_nodes, shape.nodes)
-        self._nodes.reshape(shape.nodes, shape.degrees)
+        stages = match_stages(self.living_nodes, shape.nodes)
+        if not set(shape.nodes) <= self.capacities.keys() or shape.nodes[0] != LOCAL_NODE:
+            raise ValueError(f"stages are on lost nodes, or stage 0 is remote: {shape.nodes}")
+        self.vacancies.clear()
+        self.stage_nodes = list(shape.nodes)
         return self._replace_places(shape, stages)
 
     def _replace_places(self, shape: NodeShape, stages: Mapping[int, int]) -> list[KillWorker]:
@@ -237,3 +414,37 @@ class Stages:
         }
         nodes = [self.node_of(place) for place in range(len(self.names))]
         return self._pool.reshape(nodes, moves)
+
+    def _can_return(self, node: str, capacity: int) -> bool:
+        """Return True if a node that joins gets its former stages."""
+        vacancy = self.vacancies.get(node)
+        return vacancy is not None and self._count_ranks(vacancy.stages) <= capacity
+
+    def _count_ranks(self, stages: Sequence[int]) -> int:
+        return sum(self.degrees[stage] for stage in stages)
+
+
+def choose_return_seconds(predicted_seconds: float, seconds_left: float) -> float:
+    """Return the time for which the stages of a lost node wait for it.
+
+    Nobody knows whether the node returns. A wait of the time that other stages would cost is at
+    most twice as long as the best decision in hindsight (Karlin, Manasse, Rudolph and Sleator,
+    "Competitive Snoopy Caching", Algorithmica 3, 1988).
+
+    Args:
+        predicted_seconds: time until the engine would serve without the node: its layers are
+            loaded, and the running requests are computed again.
+        seconds_left: time until the running requests are rejected; infinite if there is no limit.
+    """
+    wanted = max(predicted_seconds, MIN_RETURN_SECONDS)
+    if predicted_seconds <= seconds_left < wanted + predicted_seconds:
+        # The other nodes can still answer the requests.
+        return seconds_left - predicted_seconds
+    return wanted
+
+
+def predict_reload_seconds(
+    seconds_per_layer: float, num_lost_layers: int, num_stages_left: int
+) -> float:
+    """Return the time in which the other stages load the layers of lost ones, all at once."""
+    return seconds_per_layer * math.ceil(num_lost_layers / num_stages_left)

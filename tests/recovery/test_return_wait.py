@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gllm.recovery.actions import ChangeShape
-from gllm.recovery.node_pool import (
+from gllm.recovery.placement import LOCAL_NODE
+from gllm.recovery.records import RecoveryLimits
+from gllm.recovery.stages import (
     MIN_RETURN_SECONDS,
     choose_return_seconds,
     predict_reload_seconds,
 )
-from gllm.recovery.placement import LOCAL_NODE
-from gllm.recovery.records import RecoveryLimits
 from tests.support.recovery.node_world import NodeWorld
 
 SECONDS = st.floats(0, 1000)

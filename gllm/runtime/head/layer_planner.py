@@ -15,8 +15,7 @@ from gllm.messages.lifecycle import StageLoaded
 from gllm.messages.measurement import StageMeasured
 from gllm.messages.nodes import NodeFacts
 from gllm.recovery.balance import BalanceLimits, BetterCut, Rebalancer
-from gllm.recovery.node_layout import NodeShape, extend_layers, recut_layers
-from gllm.recovery.node_pool import match_stages
+from gllm.recovery.node_layout import NodeShape, extend_layers, match_stages, recut_layers
 from gllm.recovery.partition import StageCosts, StageMemory, cut_layers, slowest_cost
 from gllm.recovery.placement import LOCAL_NODE
 from gllm.runtime.worker.device import find_gpu_models
