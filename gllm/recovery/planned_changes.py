@@ -101,11 +101,6 @@ class PlannedChanges:
         return () if self._change is None else self._change.shape.nodes
 
     @property
-    def is_preparing(self) -> bool:
-        """True if a change is being prepared."""
-        return self._change is not None
-
-    @property
     def is_idle(self) -> bool:
         """True if nothing can change: no change is due, and no other machine can get stages."""
         is_single = len(self._stages.capacities) == 1 and not self.draining

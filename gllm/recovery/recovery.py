@@ -430,7 +430,13 @@ class Recovery:
         return [*actions, *self._advance(now)]
 
     def on_node_lost(
-        self, node: str, cause: str, now: float, is_death: bool, is_poison: bool = False
+        self,
+        node: str,
+        cause: str,
+        now: float,
+        is_death: bool = False,
+        is_poison: bool = False,
+        has_left: bool = False,
     ) -> list[Action]:
         """Handle the loss of a node: its workers are gone, whatever they do there.
 
@@ -439,16 +445,30 @@ class Recovery:
             cause: description of the loss.
             now: time in seconds.
             is_death: True if the node's agent has died, which counts as a death of its places;
-                False if the node is silent or its connection was lost.
+                False if the node is silent, its connection was lost, or it has left.
             is_poison: True if a request is known to have caused the death.
+            has_left: True if the node has ended its membership by itself: nothing waits for it.
         """
-        return self._remove_node(node, cause, now, is_death, is_poison, may_return=True)
-
-    def on_node_left(self, node: str, cause: str, now: float) -> list[Action]:
-        """Handle a node that has ended its membership by itself, so that nothing waits for it."""
-        return self._remove_node(
-            node, cause, now, is_death=False, is_poison=False, may_return=False
-        )
+        if self.is_over or node == LOCAL_NODE or not self._stages.is_alive(node):
+            return []
+        # Nothing waits for a node that was to be dismissed.
+        may_return = not has_left and node not in self.draining
+        wait = self._return_seconds(node, now) if may_return else 0.0
+        stages, gone = self._stages.remove_node(node, cause, now, wait)
+        actions = self._changes.on_node_gone(node)
+        if not stages or self.state is RecoveryState.NEW:
+            return [*actions, *self._advance(now)]
+        if self._stages.is_new(node) and self.state is not RecoveryState.READY:
+            return [*actions, *self._revert_change(cause, now)]
+        # What fits is known better than at an earlier loss, which may have been before the start.
+        self._stages.allow_recut()
+        was_poisoned = self._was_poisoned
+        is_counted = is_death and not is_poison
+        if is_counted and not self._pool.count_deaths(gone, was_poisoned, now):
+            return self._give_up(self._pool.describe_restarts(cause))
+        if self.state is not RecoveryState.FORMING:
+            actions += self._leave(cause, now, is_poison)
+        return [*actions, *self._advance(now)]
 
     def wanted_workers(self, node: str, capacity: int, workers: Sequence[int]) -> list[int]:
         """Return the workers that a node keeps when it joins; see `on_node_joined`."""
@@ -678,7 +698,7 @@ class Recovery:
             actions.append(DetachClient(cause))
         self.state = RecoveryState.FORMING
         actions += self._pool.close_instances(self.generation, now)
-        if self._changes.is_preparing:
+        if self._changes.kind:
             actions += self._changes.end_preparation()
         return actions
 
@@ -709,39 +729,6 @@ class Recovery:
         if self.state is RecoveryState.FORMING:
             return []
         return self._leave(cause, now, is_poison)
-
-    def _remove_node(
-        self,
-        node: str,
-        cause: str,
-        now: float,
-        is_death: bool,
-        is_poison: bool,
-        may_return: bool,
-    ) -> list[Action]:
-        """Forget a node and its workers, and leave the generation if it had stages."""
-        if self.is_over or node == LOCAL_NODE or not self._stages.is_alive(node):
-            return []
-        # Nothing waits for a node that was to be dismissed.
-        may_return = may_return and node not in self.draining
-        wait = 0.0
-        if may_return:
-            wait = self._return_seconds(node, now)
-        stages, gone = self._stages.remove_node(node, cause, now, wait)
-        actions = self._changes.on_node_gone(node)
-        if not stages or self.state is RecoveryState.NEW:
-            return [*actions, *self._advance(now)]
-        if self._stages.is_new(node) and self.state is not RecoveryState.READY:
-            return [*actions, *self._revert_change(cause, now)]
-        # What fits is known better than at an earlier loss, which may have been before the start.
-        self._stages.allow_recut()
-        was_poisoned = self._was_poisoned
-        is_counted = is_death and not is_poison
-        if is_counted and not self._pool.count_deaths(gone, was_poisoned, now):
-            return self._give_up(self._pool.describe_restarts(cause))
-        if self.state is not RecoveryState.FORMING:
-            actions += self._leave(cause, now, is_poison)
-        return [*actions, *self._advance(now)]
 
     def _give_up(self, cause: str) -> list[Action]:
         self.state = RecoveryState.DEAD

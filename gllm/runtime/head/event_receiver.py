@@ -343,7 +343,7 @@ class EventReceiver:
                 self._on_joined(session, [], session.join.is_spare)
         for name in members:
             if name not in self._hub.sessions:
-                self._on_node_gone(name, f"node {name} was lost", is_death=False)
+                self._on_node_gone(name, f"node {name} was lost")
 
     def on_node_joined(self, session: AgentSession) -> None:
         """See NodeListener."""
@@ -413,7 +413,7 @@ class EventReceiver:
         self._group.remove(remote)
         node = f"node {session.name} ({session.address})"
         if has_left:
-            self._on_node_left(session.name, f"{node} has left: {cause}")
+            self._on_node_gone(session.name, f"{node} has left: {cause}", has_left=True)
         else:
             self._on_node_gone(session.name, f"{node} was lost: {cause}", is_death)
 
@@ -481,37 +481,35 @@ class EventReceiver:
             ]
         )
 
-    def _on_node_gone(self, node: str, cause: str, is_death: bool) -> None:
+    def _on_node_gone(
+        self, node: str, cause: str, is_death: bool = False, has_left: bool = False
+    ) -> None:
         """Report the loss of a node.
 
         Args:
             node: its name.
             cause: complete description, which names the node.
             is_death: True if its agent has died, so that a running request may be to blame.
+            has_left: True if it has ended its membership by itself.
         """
         if self._recovery.is_over:
             return
-        was_ready = self._is_serving(node)
+        is_ready = self._recovery.state is RecoveryState.READY
+        was_ready = is_ready and node in self._supervisor.node_stages
         suspects = self._supervisor.read_suspects() if was_ready and is_death else set()
         is_poison = bool(suspects) and self._client.on_death(suspects)
-        self._forget_workers(node)
+        for sender in self._recovery.workers_on(node):
+            self._channels.forget(sender)
+            self._forget_timer(sender)
+            self._deaths.heartbeats.pop(sender, None)
         now = time.monotonic()
-        actions = self._recovery.on_node_lost(node, cause, now, is_death, is_poison)
+        actions = self._recovery.on_node_lost(node, cause, now, is_death, is_poison, has_left)
         self._end_generation(actions, cause, was_ready)
-        if node in self._recovery.vacant_nodes:
+        if node in self._recovery.vacant_nodes and not has_left:
             seconds = self._recovery.return_until - now
             log.info("the stages of node %s wait for it, for at most %.1f s", node, seconds)
         if is_poison:
             log.warning("a request that was computed on node %s has caused this and ends", node)
-
-    def _on_node_left(self, node: str, cause: str) -> None:
-        """Report a node that has ended its membership by itself."""
-        if self._recovery.is_over:
-            return
-        was_ready = self._is_serving(node)
-        self._forget_workers(node)
-        actions = self._recovery.on_node_left(node, cause, time.monotonic())
-        self._end_generation(actions, cause, was_ready)
 
     def _on_generation_failed(self, generation: int, cause: str) -> None:
         """Report a generation whose workers on different nodes cannot reach each other."""
@@ -535,7 +533,7 @@ class EventReceiver:
             remote.kill(sender)
         self._group.remove(remote)
         self._group.add(RemoteNode(session))
-        self._on_node_left(name, cause)
+        self._on_node_gone(name, cause, has_left=True)
         # Not one that gets stages again as soon as possible.
         self._on_joined(session, [], is_spare=True)
         return True
@@ -544,18 +542,6 @@ class EventReceiver:
         """Return True if a generation is that of a planned change, which is being prepared."""
         is_ready = self._recovery.state is RecoveryState.READY
         return is_ready and generation == self._recovery.generation + 1
-
-    def _is_serving(self, node: str) -> bool:
-        """Return True if the engine is ready, and a node has stages."""
-        is_ready = self._recovery.state is RecoveryState.READY
-        return is_ready and node in self._supervisor.node_stages
-
-    def _forget_workers(self, node: str) -> None:
-        """Drop all that is under way with the workers of a node."""
-        for sender in self._recovery.workers_on(node):
-            self._channels.forget(sender)
-            self._forget_timer(sender)
-            self._deaths.heartbeats.pop(sender, None)
 
     def _end_generation(
         self, actions: list[Action], cause: str, was_ready: bool, kind: str = "node"

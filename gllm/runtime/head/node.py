@@ -121,8 +121,9 @@ class Node(ABC):
             folder: of the model.
         """
         for worker in placement.workers_on(self.node_name):
-            sender = worker.sender
-            self._send(StageAssignment(placement, sender, config, str(folder), "", is_probe=True))
+            self._send(
+                StageAssignment(placement, worker.sender, config, str(folder), "", is_probe=True)
+            )
 
     def prepare(
         self,

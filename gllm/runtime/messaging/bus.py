@@ -10,7 +10,6 @@ import errno
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import NamedTuple
 
 import zmq
 
@@ -398,18 +397,3 @@ class Hub(BusSocket):
         self._num_guests -= session.is_guest
         del self._by_sender[session.sender]
         self._num_stale += session.receiver.num_dropped
-
-
-class Peer(NamedTuple):
-    """One sender of a hub, as the receiver of messages."""
-
-    hub: Hub
-    sender: int
-
-    def send(self, message: WireMessage) -> None:
-        """Queue a message."""
-        self.hub.send(self.sender, message)
-
-    def send_encoded(self, payload: bytes) -> None:
-        """Queue an encoded message of the current generation."""
-        self.hub.send_encoded((self.sender,), payload)

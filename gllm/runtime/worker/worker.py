@@ -219,7 +219,8 @@ class Worker:
         assignment: its descriptors belong to the instance.
         """
         if assignment.change:
-            self._prepare(assignment)
+            running = None if self.instance is None else self.instance.loader
+            self._prepared = prepare_layers(assignment, self._prepared, running, self._head)
             return
         if self._is_assigned or self._closing is not None or self._probing is not None:
             self.fail(RuntimeError("a stage was assigned before the last one was closed"))
@@ -253,11 +254,6 @@ class Worker:
             instance.connect_kv_mover(channel)
         else:
             channel.close()
-
-    def _prepare(self, assignment: StageAssignment) -> None:
-        """Load the layers of a planned change on a thread, beside the present stage."""
-        running = None if self.instance is None else self.instance.loader
-        self._prepared = prepare_layers(assignment, self._prepared, running, self._head)
 
     async def _measure(self, probe: StageProbe) -> None:
         """Measure on a thread and report StageMeasured."""

@@ -239,7 +239,7 @@ class NodeWorld(World):
         self.lost.add(node)
         if node not in self.recovery.vacant_nodes:
             self.vacant_since[node] = self.now
-        self.run(self.recovery.on_node_left(node, f"{node} has left", self.now))
+        self.run(self.recovery.on_node_lost(node, f"{node} has left", self.now, has_left=True))
 
     def _on_gone(self, node: str) -> None:
         """Note that the stages before a planned change are not those of living nodes any more."""
