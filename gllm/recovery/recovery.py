@@ -115,35 +115,16 @@ class Recovery:
         """Longest time in which a generation has loaded, over the layers of its largest stage."""
         self._has_begun_measuring = self._has_chosen_layers = False
         """Actions of the state MEASURING that have been returned."""
-        self._first_layers = list(layers)
-        self._first_degrees = [1] * len(layers) if degrees is None else list(degrees)
         self._limits = limits
         self._has_standbys = bool(limits.num_standbys or limits.spare_preloads)
         """True if workers without a place may be started."""
         self._jitter = jitter
-        self._recut = recut
-        self._create_parts(nodes or [LOCAL_NODE] * len(layers), should_measure)
-
-    def set_nodes(self, nodes: Sequence[str], should_measure: bool) -> None:
-        """Set the nodes of the stages, before the start.
-
-        Args:
-            nodes: name of the node of each stage.
-            should_measure: see `__init__`.
-
-        Raises:
-            ValueError: stage 0 is not on the head's node.
-        """
-        assert self.state is RecoveryState.NEW, "the engine has started"
-        self._create_parts(nodes, should_measure)
-
-    def _create_parts(self, nodes: Sequence[str], should_measure: bool) -> None:
-        """Create the parts of an engine that has not started."""
-        limits, jitter, degrees = self._limits, self._jitter, self._first_degrees
+        self._should_measure = should_measure
+        degrees = [1] * len(layers) if degrees is None else degrees
+        nodes = nodes or [LOCAL_NODE] * len(layers)
         places = [node for node, degree in zip(nodes, degrees, strict=True) for _ in range(degree)]
         self._pool = WorkerPool(places, limits, jitter)
-        self._stages = Stages(self._first_layers, degrees, nodes, self._pool, self._recut)
-        self._should_measure = should_measure
+        self._stages = Stages(layers, degrees, nodes, self._pool, recut)
         self._changes = PlannedChanges(self._stages, self._pool, limits, jitter)
 
     @property

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 
 from gllm.options.addresses import resolve_host
 from gllm.runtime.messaging.backoff import MAX_SECONDS, Backoff
-from gllm.runtime.messaging.discovery.dns import DnsDiscovery
-from gllm.runtime.messaging.discovery.registry import make_discovery
-from gllm.runtime.messaging.discovery.static import StaticDiscovery
+from gllm.runtime.messaging.discovery import Discovery
 from gllm.runtime.messaging.link_config import format_host_port, parse_host_port, parse_hub_address
 from tests.support.routing.links import Links, announcement, until
 
@@ -46,7 +44,7 @@ def test_texts_that_are_no_addresses(text: str) -> None:
     with pytest.raises(ValueError, match="HOST:PORT"):
         parse_host_port(text)
     with pytest.raises(ValueError, match="HOST:PORT"):
-        make_discovery(text)
+        Discovery(text)
 
 
 def test_addresses_of_hubs() -> None:
@@ -59,10 +57,10 @@ def test_addresses_of_hubs() -> None:
 
 
 def test_kinds_of_entries() -> None:
-    assert isinstance(make_discovery("dns:engines:29700"), DnsDiscovery)
+    assert Discovery("dns:engines:29700").has_many
     # A host of the name of a scheme.
-    assert isinstance(make_discovery("dns:29700"), StaticDiscovery)
-    assert isinstance(make_discovery("[::1]:29700"), StaticDiscovery)
+    assert not Discovery("dns:29700").has_many
+    assert not Discovery("[::1]:29700").has_many
 
 
 async def test_hosts_are_resolved() -> None:
@@ -75,7 +73,7 @@ async def test_hosts_are_resolved() -> None:
 async def test_names_are_resolved_again() -> None:
     names = Names("10.0.0.1", "10.0.0.2")
     found: list[frozenset[str]] = []
-    watch = asyncio.create_task(DnsDiscovery("x:7", names.resolve, 0.001).watch(found.append))
+    watch = asyncio.create_task(Discovery("dns:x:7", names.resolve, 0.001).watch(found.append))
     await until(lambda: found)
     names.error = OSError("no such name")
     questions = names.num_questions

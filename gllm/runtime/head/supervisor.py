@@ -164,8 +164,18 @@ class Supervisor:
         self.died = asyncio.Event()
         """Set when the engine is dead."""
         self.deaths = DeathLog(config.crash_folder)
-        self.recovery = make_recovery(config, planner, nodes)
-        self.recovery.predict_recompute = self.client.predict_recompute_seconds
+        self._limits = RecoveryLimits(
+            config.max_restarts,
+            config.recovery_timeout,
+            # Without restarts nothing could use a standby worker.
+            config.standby_workers if config.max_restarts else 0,
+            spare_preloads=nodes is not None and nodes.spare_preloads,
+            # On one machine nothing waits for another one.
+            node_return_seconds=0.0 if nodes is None else nodes.node_return_timeout,
+            join_seconds=0.0 if nodes is None else nodes.join_timeout,
+        )
+        self._jitter = Random(secrets.randbits(64))
+        self.recovery = self._create_recovery()
         self.group: NodeGroup | None = None
         """All machines by name; None for this one alone."""
         self.commands = CommandRunner()
@@ -309,7 +319,7 @@ class Supervisor:
     def set_nodes(self, nodes: Sequence[str], machines: Mapping[str, Machine]) -> None:
         """Set the name of each stage's node, the first one the head's; and the machines by name."""
         self.planner.set_nodes(nodes, machines)
-        self.recovery.set_nodes(nodes, self.planner.should_measure)
+        self.recovery = self._create_recovery(nodes)
 
     def add_change_listener(self, listener: Callable[[], None]) -> None:
         """Call a function after each event that may change the state."""
@@ -424,6 +434,27 @@ class Supervisor:
         """Handle an edge between machines that is connected; the last one lets the stages start."""
         if self.edges.on_opened(generation, edge):
             self._initialize_if_connected()
+
+    def _create_recovery(self, nodes: Sequence[str] | None = None) -> Recovery:
+        """Return the recovery of an engine that has not started.
+
+        nodes: name of the node of each stage; None for this machine.
+        """
+        planner = self.planner
+        recovery = Recovery(
+            planner.bounds,
+            self._limits,
+            self._jitter,
+            self.config.stage_degrees,
+            planner.should_measure,
+            nodes,
+            planner.recut,
+        )
+        recovery.extend = planner.extend
+        recovery.find_costliest = planner.find_costliest
+        recovery.uses_joined_nodes = self.config.rebalance
+        recovery.predict_recompute = self.client.predict_recompute_seconds
+        return recovery
 
     def _on_timer(self) -> None:
         actions = self.recovery.on_timer(time.monotonic())
@@ -652,45 +683,3 @@ class Supervisor:
         self._has_changed.set()
         for listener in self._change_listeners:
             listener()
-
-
-def make_recovery(
-    config: EngineConfig, planner: LayerPlanner, nodes: NodesConfig | None
-) -> Recovery:
-    """Return the recovery of an engine that has not started.
-
-    Args:
-        config: of the engine.
-        planner: divides the layers among the stages.
-        nodes: its machines; None for this one alone.
-    """
-    recovery = Recovery(
-        planner.bounds,
-        make_recovery_limits(config, nodes),
-        Random(secrets.randbits(64)),
-        config.stage_degrees,
-        planner.should_measure,
-        recut=planner.recut,
-    )
-    recovery.extend = planner.extend
-    recovery.find_costliest = planner.find_costliest
-    recovery.uses_joined_nodes = config.rebalance
-    return recovery
-
-
-def make_recovery_limits(config: EngineConfig, nodes: NodesConfig | None) -> RecoveryLimits:
-    """Return the limits of an engine's recovery.
-
-    Args:
-        config: of the engine.
-        nodes: its machines; None for this one alone, where nothing waits for another one.
-    """
-    return RecoveryLimits(
-        config.max_restarts,
-        config.recovery_timeout,
-        # Without restarts nothing could use a standby worker.
-        config.standby_workers if config.max_restarts else 0,
-        spare_preloads=nodes is not None and nodes.spare_preloads,
-        node_return_seconds=0.0 if nodes is None else nodes.node_return_timeout,
-        join_seconds=0.0 if nodes is None else nodes.join_timeout,
-    )

@@ -22,7 +22,7 @@ from gllm.runtime.messaging.authenticator import Authenticator
 from gllm.runtime.messaging.backoff import Backoff
 from gllm.runtime.messaging.bus import Hub
 from gllm.runtime.messaging.bus_socket import Decode
-from gllm.runtime.messaging.discovery.registry import make_discovery
+from gllm.runtime.messaging.discovery import Discovery
 from gllm.runtime.messaging.link_config import FleetLinkConfig, parse_host_port, parse_hub_address
 from gllm.runtime.messaging.security import SecretFile, check_dialed_address, check_hub_address
 from gllm.runtime.messaging.spoke import Spoke
@@ -204,7 +204,7 @@ class ConnectionPool:
         self._secret = None if path is None else SecretFile(path)
         self._bind_address = self._check_hub()
         self._discoveries = [
-            make_discovery(entry, resolve, config.resolve_seconds) for entry in config.dial
+            Discovery(entry, resolve, config.resolve_seconds) for entry in config.dial
         ]
         for discovery in self._discoveries:
             # Each address is checked again once it is known.

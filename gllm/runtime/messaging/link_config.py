@@ -23,7 +23,7 @@ class FleetLinkConfig:
     hub: str | None = None
     """Address of the hub, PORT or HOST:PORT; None for no hub."""
     dial: tuple[str, ...] = ()
-    """Peers to dial, as `gllm.runtime.messaging.discovery.registry` reads them."""
+    """Peers to dial, as `gllm.runtime.messaging.discovery` reads them."""
     node_secret_file: str | None = None
     """File of the secret that all members share; None without encryption, on loopback only."""
     peer_timeout: float = 5.0

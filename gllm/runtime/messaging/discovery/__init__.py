@@ -1,1 +1,0 @@
-"""Discovery of the peers to dial, one file per kind; registry.py has their table."""
