@@ -323,6 +323,23 @@ async def test_a_broken_session_is_recovered(monkeypatch: pytest.MonkeyPatch) ->
         assert supervisor.deaths.recoveries == {"lost": 1}
 
 
+async def test_an_exit_ends_the_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session of a process ends with it; its death is handled once."""
+    waited: list[int] = []
+    monkeypatch.setattr(event_receiver, "LOST_SECONDS", 0.3)
+    monkeypatch.setattr(
+        event_receiver.EventReceiver, "_on_lost", lambda self, sender, cause: waited.append(sender)
+    )
+    async with running() as (supervisor, node):
+        node.worker_of(1).disconnect()
+        await asyncio.sleep(0.1)
+        node.crash(1)
+        await until(lambda: supervisor.recovery.generation == 2 and supervisor.state == "ready")
+        await asyncio.sleep(0.4)
+        assert supervisor.deaths.recoveries == {"killed": 1}
+        assert not waited
+
+
 async def test_a_frozen_worker_is_replaced(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
