@@ -187,7 +187,7 @@ class FleetClient(RequestClient):
         if not is_planned:
             self._count_death(owners, cause)
         elif self._reserved == engine:
-            self._suspects.stop_isolation()
+            self._suspects.isolated = None
         self.dispatch_parked()
         self._notify()
 
@@ -436,7 +436,7 @@ class FleetClient(RequestClient):
             # Choices that it did not give back; it does not mind the others.
             engine.send(AbortSequences(seqs))
             if self._suspects.isolated is stream:
-                self._suspects.stop_isolation()
+                self._suspects.isolated = None
             stream.entry.num_refusals += 1
         # Others wait for the next `dispatch_parked`, so that engines do not pass them around.
         first = [stream for stream in streams if stream.entry.num_refusals == 1]

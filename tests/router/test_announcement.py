@@ -30,7 +30,7 @@ def announce(
     supervisor = SimpleNamespace(
         num_blocks=num_blocks,
         numerics=numerics,
-        layers=[range(2), range(2, 4)],
+        planner=SimpleNamespace(layers=[range(2), range(2, 4)]),
         kv_mover=SimpleNamespace(
             endpoint=endpoint,
             bytes_per_token=96 if endpoint else 0,

@@ -219,6 +219,8 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True):
 class KvMoverConnection(msgspec.Struct, frozen=True, tag=True):
     """Channel from the driver of a generation to the KV mover, which has started."""
 
+    sender: int
+    """Worker with the driver."""
     generation: int
     descriptor: int
     """Descriptor of the driver's end of a DescriptorChannel."""
@@ -269,7 +271,9 @@ def decode_parent_message(payload: bytes, descriptors: Sequence[int]) -> ParentM
     if isinstance(message, WorkerIdentity):
         return message
     if isinstance(message, KvMoverConnection):
-        return KvMoverConnection(message.generation, received[message.descriptor])
+        return KvMoverConnection(
+            message.sender, message.generation, received[message.descriptor]
+        )
 
     def receive(descriptors: list[int]) -> list[int]:
         return [received[each] for each in descriptors]

@@ -112,7 +112,7 @@ class EngineClient(RequestClient):
             if stream not in self._streams:
                 self._end(stream, stream.alive, "error", cause)
         self._choices.clear()
-        self._suspects.stop_isolation()
+        self._suspects.isolated = None
         self._is_isolating = self._is_reporting = False
         self._retired.clear()
         self.totals.next_generation()
@@ -283,15 +283,34 @@ class ReportTotals:
     @property
     def stats(self) -> SchedulerStats:
         """Gauges of the running generation, and counters of all generations."""
-        return _add_stats(self._past_stats, self.latest_stats)
+        past, present = self._past_stats, self.latest_stats
+        return present._replace(
+            steps=past.steps + present.steps,
+            preemptions=past.preemptions + present.preemptions,
+            prefix_queries=past.prefix_queries + present.prefix_queries,
+            prefix_hits=past.prefix_hits + present.prefix_hits,
+            prefill_tokens=past.prefill_tokens + present.prefill_tokens,
+            decode_tokens=past.decode_tokens + present.decode_tokens,
+            fetched_tokens=past.fetched_tokens + present.fetched_tokens,
+            failed_fetches=past.failed_fetches + present.failed_fetches,
+        )
 
     @property
     def rank_loads(self) -> dict[tuple[int, int], StageUtilization]:
         """Work done by each rank of each stage, by stage index and rank."""
-        places = sorted({*self._past_ranks, *self._ranks})
-        nothing = {place: StageUtilization(place[0], 0, 0.0, rank=place[1]) for place in places}
-        past, present = {**nothing, **self._past_ranks}, {**nothing, **self._ranks}
-        return {place: _add_utilization(past[place], present[place]) for place in places}
+        loads = {}
+        for stage, rank in sorted({*self._past_ranks, *self._ranks}):
+            nothing = StageUtilization(stage, 0, 0.0, rank=rank)
+            past = self._past_ranks.get((stage, rank), nothing)
+            present = self._ranks.get((stage, rank), nothing)
+            loads[stage, rank] = msgspec.structs.replace(
+                present,
+                num_steps=past.num_steps + present.num_steps,
+                busy_seconds=past.busy_seconds + present.busy_seconds,
+                host_seconds=past.host_seconds + present.host_seconds,
+                num_compilations=past.num_compilations + present.num_compilations,
+            )
+        return loads
 
     @property
     def stage_loads(self) -> dict[int, StageUtilization]:
@@ -301,7 +320,9 @@ class ReportTotals:
     @property
     def bubbles(self) -> BubbleReport:
         """Idle time of the stages while work was available; recoveries are left out."""
-        return _add_bubbles(self._past_bubbles, self._bubbles)
+        past, present = self._past_bubbles, self._bubbles
+        seconds = zip_longest(past.seconds, present.seconds, fillvalue=0.0)
+        return BubbleReport(list(map(sum, seconds)), past.work_seconds + present.work_seconds)
 
     def on_report(self, report: StageUtilization | BubbleReport) -> None:
         """Store a report of a rank or of the driver."""
@@ -315,34 +336,3 @@ class ReportTotals:
         stats, ranks, bubbles = self.stats, self.rank_loads, self.bubbles
         self._past_stats, self._past_ranks, self._past_bubbles = stats, ranks, bubbles
         self.latest_stats, self._ranks, self._bubbles = SchedulerStats(), {}, BubbleReport()
-
-
-def _add_stats(past: SchedulerStats, present: SchedulerStats) -> SchedulerStats:
-    """Return the present gauges and the sums of the counters."""
-    return present._replace(
-        steps=past.steps + present.steps,
-        preemptions=past.preemptions + present.preemptions,
-        prefix_queries=past.prefix_queries + present.prefix_queries,
-        prefix_hits=past.prefix_hits + present.prefix_hits,
-        prefill_tokens=past.prefill_tokens + present.prefill_tokens,
-        decode_tokens=past.decode_tokens + present.decode_tokens,
-        fetched_tokens=past.fetched_tokens + present.fetched_tokens,
-        failed_fetches=past.failed_fetches + present.failed_fetches,
-    )
-
-
-def _add_utilization(past: StageUtilization, present: StageUtilization) -> StageUtilization:
-    return msgspec.structs.replace(
-        present,
-        num_steps=past.num_steps + present.num_steps,
-        busy_seconds=past.busy_seconds + present.busy_seconds,
-        host_seconds=past.host_seconds + present.host_seconds,
-        num_compilations=past.num_compilations + present.num_compilations,
-    )
-
-
-def _add_bubbles(past: BubbleReport, present: BubbleReport) -> BubbleReport:
-    seconds = zip_longest(past.seconds, present.seconds, fillvalue=0.0)
-    return BubbleReport(
-        [before + now for before, now in seconds], past.work_seconds + present.work_seconds
-    )

@@ -178,7 +178,7 @@ class EventReceiver:
         """Report the end of a phase of a worker; return the actions that follow."""
         match message:
             case Hello():
-                self._channels.on_connected(sender)
+                self._channels.connecting.discard(sender)
                 return self._recovery.on_connected(sender, now)
             case StageMeasured():
                 self._supervisor.planner.on_measured(message)
@@ -302,7 +302,7 @@ class EventReceiver:
         stacks = stacks or self._read_stacks(sender)
         death = WorkerDeath(sender, place, kind, cause, now, stacks)
         actions = report(sender, cause, now, is_poison)
-        if was_ready and not _ends_engine(actions):
+        if was_ready and not any(isinstance(action, GiveUp) for action in actions):
             self._deaths.begin_recovery(kind, cause)
         evidence = self._deaths.keep_evidence(death, generation, num_requests, suspects)
         self._execute(actions)
@@ -357,7 +357,7 @@ class EventReceiver:
         for sender in wanted:
             self._group.place(sender, name)
             self._channels.expect_remote(sender, session.send)
-            self._channels.on_connected(sender)
+            self._channels.connecting.discard(sender)
         self._hub.welcome(session, wanted)
         assert self._cluster is not None
         session.send(self._cluster.published_state)
@@ -548,12 +548,8 @@ class EventReceiver:
     ) -> None:
         """Log the end of a generation and execute what follows."""
         num_requests = self._client.num_requests
-        if was_ready and not _ends_engine(actions):
+        if was_ready and not any(isinstance(action, GiveUp) for action in actions):
             self._deaths.begin_recovery(kind, cause)
         self._execute(actions)
         if not self._recovery.is_over:
             log.warning("%s; requests: %d", cause, num_requests)
-
-
-def _ends_engine(actions: list[Action]) -> bool:
-    return any(isinstance(action, GiveUp) for action in actions)

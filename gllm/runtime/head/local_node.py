@@ -22,7 +22,6 @@ from gllm.recovery.placement import LOCAL_NODE
 from gllm.runtime.head.assignment import (
     KvMoverConnection,
     ParentMessage,
-    StageAssignment,
     WorkerIdentity,
     encode_parent_message,
 )
@@ -110,7 +109,7 @@ class LocalNode(Node):
         sender = identity.sender
         self.workers[sender] = worker
         worker.process.watch(partial(self._on_worker_exit, sender))
-        self._send_message(sender, identity)
+        self._send(identity)
 
     def kill(self, sender: int) -> None:
         """See Node."""
@@ -166,17 +165,15 @@ class LocalNode(Node):
         self.close_kv_memory()
         self.on_generation_ready()
 
-    def _send(self, assignment: StageAssignment) -> None:
-        if assignment.sender in self.workers:
-            self._send_message(assignment.sender, assignment)
+    def connect_kv_mover(self, connection: KvMoverConnection) -> None:
+        """Give the driver its end of a channel to the KV mover."""
+        self._send(connection)
 
-    def connect_kv_mover(self, sender: int, connection: KvMoverConnection) -> None:
-        """See Node."""
-        if sender in self.workers:
-            self._send_message(sender, connection)
-
-    def _send_message(self, sender: int, message: ParentMessage) -> None:
-        """Send a message; a worker that does not receive it is killed."""
+    def _send(self, message: ParentMessage) -> None:
+        """Send a worker a message; one that does not receive it is killed."""
+        sender = message.sender
+        if sender not in self.workers:
+            return
         try:
             self.workers[sender].channel.send(*encode_parent_message(message))
         except DescriptorError as error:

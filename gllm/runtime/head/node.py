@@ -99,7 +99,7 @@ class Node(ABC):
     def _send(self, assignment: StageAssignment) -> None:
         """Send a worker its assignment; the descriptors in it are closed afterwards."""
 
-    def connect_kv_mover(self, sender: int, connection: KvMoverConnection) -> None:
+    def connect_kv_mover(self, connection: KvMoverConnection) -> None:
         """Give the driver its end of a channel to the KV mover; its descriptor stays the caller's.
 
         Raises:

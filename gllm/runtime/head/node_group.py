@@ -135,9 +135,9 @@ class NodeGroup(Node):
         self._on_exit = on_exit
         self.local.watch(on_exit)
 
-    def connect_kv_mover(self, sender: int, connection: KvMoverConnection) -> None:
+    def connect_kv_mover(self, connection: KvMoverConnection) -> None:
         """Give the driver, which runs on this machine, its end of a channel to the KV mover."""
-        self.local.connect_kv_mover(sender, connection)
+        self.local.connect_kv_mover(connection)
 
     def add(self, remote: RemoteNode) -> None:
         """Add the node of an agent that has joined."""

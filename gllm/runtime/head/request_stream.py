@@ -45,6 +45,7 @@ class RequestStream:
     __slots__ = (
         "_listener",
         "_pending",
+        "alive",
         "deltas",
         "entry",
         "num_resumptions",
@@ -64,6 +65,8 @@ class RequestStream:
                 gets its first delta.
         """
         self.entry = entry
+        self.alive = entry.alive
+        """Choices that have not ended, in the journal."""
         self.request_id = request_id
         self.num_resumptions = 0
         """Number of recoveries after which the request was submitted again."""
@@ -73,11 +76,6 @@ class RequestStream:
         """Running choices by wire id of the scheduler that has the request, or had it last."""
         self.deltas: dict[int, TokenDelta] = {}
         """Output that was not read, by choice."""
-
-    @property
-    def alive(self) -> set[int]:
-        """Choices that have not ended."""
-        return self.entry.alive
 
     def delta(self, choice: int) -> TokenDelta:
         """Return the delta to which new output of a choice is added."""

@@ -382,7 +382,7 @@ class Supervisor:
         """Give the present driver its end of a channel to the KV mover."""
         assert self.recovery.placement is not None
         driver = self.recovery.placement.workers[0].sender
-        self.nodes.connect_kv_mover(driver, KvMoverConnection(generation, descriptor))
+        self.nodes.connect_kv_mover(KvMoverConnection(driver, generation, descriptor))
 
     def read_suspects(self) -> set[int]:
         """Return the wire ids of the sequences with rows in uncommitted plans."""
@@ -468,7 +468,7 @@ class Supervisor:
         """Let all workers end; `stop` waits for them."""
         for sender in self.recovery.senders:
             # A process that has not connected yet has nothing to finish.
-            if self.channels.is_connecting(sender):
+            if sender in self.channels.connecting:
                 self.nodes.kill(sender)
             else:
                 self.channels.send(sender, Shutdown())

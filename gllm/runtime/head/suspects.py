@@ -36,7 +36,7 @@ class SuspectTracker(Generic[Request]):
             suspect_deaths: deaths after which a request runs alone.
         """
         self.isolated: Request | None = None
-        """Suspect that runs alone and has got no token since."""
+        """Suspect that runs alone and has got no token since; None ends that."""
         self._suspect_deaths = suspect_deaths
         self._isolated_seqs: frozenset[int] = frozenset()
         self._deaths: list[set[Request]] = []
@@ -70,10 +70,6 @@ class SuspectTracker(Generic[Request]):
         if computed:
             self._deaths.append(computed)
         return None
-
-    def stop_isolation(self) -> None:
-        """Record that no suspect runs alone any more; deaths stay counted."""
-        self.isolated = None
 
     def clear(self, request: Request) -> None:
         """Forget the deaths of a request because it has a new token or has ended."""

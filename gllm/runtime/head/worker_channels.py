@@ -69,6 +69,8 @@ class WorkerChannels:
         """
         self._hub = hub
         self._socket = socket
+        self.connecting = socket.connecting
+        """Workers that were started and have not connected."""
         self._routes: dict[int, Callable[[WorkerFrame], None]] = {}
         """Functions that send to the agents of workers on other machines, by worker."""
         self._generation = ANY_GENERATION
@@ -99,15 +101,7 @@ class WorkerChannels:
             send: sends a frame to the worker's agent.
         """
         self._routes[sender] = send
-        self._socket.connecting.add(sender)
-
-    def is_connecting(self, sender: int) -> bool:
-        """Return True if a worker was started and has not connected."""
-        return sender in self._socket.connecting
-
-    def on_connected(self, sender: int) -> None:
-        """Note that a worker has connected, or is no longer expected."""
-        self._socket.connecting.discard(sender)
+        self.connecting.add(sender)
 
     def send(self, sender: int, message: WireMessage) -> None:
         """Queue a message; it is dropped if the worker is gone."""
@@ -132,7 +126,7 @@ class WorkerChannels:
 
     def forget(self, sender: int) -> None:
         """Drop all further messages of a worker, which is gone."""
-        self._socket.connecting.discard(sender)
+        self.connecting.discard(sender)
         if self._routes.pop(sender, None) is None:
             self._hub.forget(sender)
 

@@ -222,7 +222,8 @@ class Hub(BusSocket):
         except zmq.Again:
             # The peer receives nothing.
             self._disconnect(session)
-            self._close_connection(session)
+            if session.connection is not None:
+                session.connection.close()
         except zmq.ZMQError as error:
             if error.errno != errno.EHOSTUNREACH:
                 raise
@@ -250,7 +251,8 @@ class Hub(BusSocket):
             for session, cause in ended:
                 if not session.has_ended:
                     self._end(session)
-                    self._close_connection(session)
+                    if session.connection is not None:
+                        session.connection.close()
                     self._on_lost(session.sender, cause)
 
     def _receive(
@@ -330,14 +332,14 @@ class Hub(BusSocket):
 
     def _refuse(self, descriptor: int, cause: str) -> None:
         self._read_events()
-        self._connections.refuse(self._connections.get(descriptor), cause)
+        self._connections.refuse(self._connections.open.get(descriptor), cause)
 
     def _attach(self, session: _Session, descriptor: int) -> None:
         """Find a session's connection among the open ones, to learn of its end."""
         # The event of this connection's beginning may wait, and so may its end and the beginning
         # of another one with the same descriptor.
         self._read_events()
-        connection = self._connections.get(descriptor)
+        connection = self._connections.open.get(descriptor)
         if connection is None:
             self._disconnect(session)
             return
@@ -355,10 +357,6 @@ class Hub(BusSocket):
 
     def _on_event(self, event: int, value: int) -> None:
         self._connections.on_event(event, value)
-
-    def _close_connection(self, session: _Session) -> None:
-        if session.connection is not None:
-            session.connection.close()
 
     def _bind_anew(self) -> None:
         """Require the new node secret, which ends all connections."""

@@ -104,7 +104,7 @@ class HubConnections:
         self.has_strangers = False
         """True if anyone may connect: those without a session are limited and counted."""
         self._refused = refused
-        self._open: dict[int, HubConnection] = {}
+        self.open: dict[int, HubConnection] = {}
         self._strangers: dict[HubConnection, None] = {}
         """Those without a session, the oldest one first."""
         self._failure = ""
@@ -113,11 +113,7 @@ class HubConnections:
     @property
     def num_open(self) -> int:
         """Open connections, with and without a session."""
-        return len(self._open)
-
-    def get(self, descriptor: int) -> HubConnection | None:
-        """Return the open connection with a descriptor."""
-        return self._open.get(descriptor)
+        return len(self.open)
 
     def attach(self, connection: HubConnection, on_closed: Callable[[], None]) -> None:
         """Set the function to call when a connection has ended, which belongs to a session now."""
@@ -144,19 +140,19 @@ class HubConnections:
             self._failure = handshake_failure(event, value)
         else:
             failure, self._failure = self._failure, ""
-            if connection := self._open.pop(value, None):
+            if connection := self.open.pop(value, None):
                 self._end(connection, failure or NO_HELLO)
 
     def end_all(self, cause: str) -> None:
         """End all connections, which ZeroMQ has closed without an event."""
-        for connection in self._open.values():
+        for connection in self.open.values():
             self._end(connection, cause)
-        self._open.clear()
+        self.open.clear()
 
     def _add(self, descriptor: int) -> None:
-        if previous := self._open.pop(descriptor, None):
+        if previous := self.open.pop(descriptor, None):
             self._end(previous, NO_HELLO)
-        connection = self._open[descriptor] = HubConnection(descriptor)
+        connection = self.open[descriptor] = HubConnection(descriptor)
         if not self.has_strangers:
             return
         self._strangers[connection] = None

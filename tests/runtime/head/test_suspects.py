@@ -96,7 +96,7 @@ def test_isolation_ends_with_the_generation_and_deaths_stay_counted() -> None:
     tracker.on_death([1], OWNERS)
     tracker.on_death([1], OWNERS)
     tracker.isolate("a", [4])
-    tracker.stop_isolation()
+    tracker.isolated = None
     assert tracker.isolated is None
     assert tracker.num_deaths("a") == 2
     assert tracker.on_death([4], {4: "a"}) is None

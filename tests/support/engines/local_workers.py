@@ -112,11 +112,11 @@ class LocalWorkers(Node):
             assert isinstance(message, StageAssignment)
             self.workers[assignment.sender].assign(message)
 
-    def connect_kv_mover(self, sender: int, connection: KvMoverConnection) -> None:
+    def connect_kv_mover(self, connection: KvMoverConnection) -> None:
         payload, (descriptor,) = encode_parent_message(connection)
         message = decode_parent_message(payload, [os.dup(descriptor)])
         assert isinstance(message, KvMoverConnection)
-        self.workers[sender].connect_kv_mover(message)
+        self.workers[message.sender].connect_kv_mover(message)
 
     def sender_of(self, stage: int) -> int:
         """Return the sender of the worker of a stage, of its first rank that has one."""
