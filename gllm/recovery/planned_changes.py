@@ -141,7 +141,7 @@ class PlannedChanges:
 
     def end_drains(self, reason: str) -> None:
         """End the drains of nodes that still have stages."""
-        for node in [each for each in self.draining if self._stages.stages_on(each)]:
+        for node in [leaving for leaving in self.draining if self._stages.stages_on(leaving)]:
             self.draining.discard(node)
             self.drain_errors[node] = reason
         self._stages.excluded = frozenset(self.draining)

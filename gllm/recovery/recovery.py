@@ -202,7 +202,7 @@ class Recovery:
 
     def workers_on(self, node: str) -> list[int]:
         """Return the processes of a node that have not exited."""
-        return [each.sender for each in self._pool.workers.values() if each.node == node]
+        return [worker.sender for worker in self._pool.workers.values() if worker.node == node]
 
     def name_of(self, sender: int) -> PlaceName | None:
         """Return the place of a worker that has not exited; None for a standby worker."""

@@ -130,12 +130,12 @@ class Stages:
     @property
     def return_until(self) -> float:
         """Time until which lost nodes are awaited before the layers are cut anew."""
-        return max((each.return_until for each in self.vacancies.values()), default=math.inf)
+        return max((vacancy.return_until for vacancy in self.vacancies.values()), default=math.inf)
 
     @property
     def oldest_vacancy(self) -> Vacancy | None:
         """The stages that have waited longest for a node; None if there are none."""
-        return min(self.vacancies.values(), key=lambda each: each.since, default=None)
+        return min(self.vacancies.values(), key=lambda vacancy: vacancy.since, default=None)
 
     @property
     def has_former(self) -> bool:

@@ -85,7 +85,7 @@ class AgentSession:
     def sample(self, sender: int) -> ProcessSample | None:
         """Return the state of a worker in the latest heartbeat; None if it has none."""
         samples = self.heartbeat.samples
-        found = next((each for each in samples if each.sender == sender), None)
+        found = next((sample for sample in samples if sample.sender == sender), None)
         return None if found is None else ProcessSample(found.is_stopped, found.cpu_seconds)
 
 

@@ -129,7 +129,7 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True):
     @property
     def place(self) -> WorkerPlacement:
         """Place of the worker."""
-        return next(each for each in self.placement.workers if each.sender == self.sender)
+        return next(worker for worker in self.placement.workers if worker.sender == self.sender)
 
     @property
     def stage(self) -> int:
@@ -206,9 +206,13 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True):
         """All descriptors: of the edges, the region, the plan record, then the KV cache."""
         incoming = [] if self.incoming is None else [self.incoming]
         region = [] if self.region is None else [self.region]
-        own = [each for each in (self.plan_record, self.kv_memory) if each is not None]
+        own = [
+            descriptor
+            for descriptor in (self.plan_record, self.kv_memory)
+            if descriptor is not None
+        ]
         shared: list[Edge | Region] = [*incoming, *self.outgoing, *region]
-        return [*(each for files in shared for each in files.descriptors), *own]
+        return [*(descriptor for files in shared for descriptor in files.descriptors), *own]
 
     def close_descriptors(self) -> None:
         """Close all descriptors in this process."""
@@ -276,7 +280,7 @@ def decode_parent_message(payload: bytes, descriptors: Sequence[int]) -> ParentM
         )
 
     def receive(descriptors: list[int]) -> list[int]:
-        return [received[each] for each in descriptors]
+        return [received[number] for number in descriptors]
 
     replace = msgspec.structs.replace
     incoming, region = message.incoming, message.region

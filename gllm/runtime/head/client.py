@@ -58,7 +58,8 @@ class EngineClient(RequestClient):
     @property
     def stalled_seconds(self) -> float:
         """Seconds since the last finished step, while a driver has requests; else 0."""
-        return self._clock() - self._last_progress if self._choices else 0.0
+        since = max(self._last_progress, self._busy_since)
+        return self._clock() - since if self._choices else 0.0
 
     @property
     def is_attached(self) -> bool:
@@ -71,10 +72,10 @@ class EngineClient(RequestClient):
         stats = self.totals.stats
         if self._send is not None and not self._is_isolating:
             return stats
-        parked = [each.entry for each in self._streams if each.entry.is_parked]
+        parked = [stream.entry for stream in self._streams if stream.entry.is_parked]
         return stats._replace(
             waiting=stats.waiting + sum(len(entry.alive) for entry in parked),
-            waiting_tokens=stats.waiting_tokens + sum(each.num_prefill_tokens for each in parked),
+            waiting_tokens=stats.waiting_tokens + sum(entry.num_prefill_tokens for entry in parked),
         )
 
     def set_stats_listener(self, listener: Callable[[], None]) -> None:
@@ -147,7 +148,7 @@ class EngineClient(RequestClient):
         greedy = SequenceSamplingParams(temperature=0)
         entry = JournalEntry([0], greedy, 1, [], 1, 0, "", arrival=self._clock())
         stream = RequestStream(entry, "", self._pending)
-        self._submit_to_driver(stream, send)
+        self._submit(stream, send, self._choices)
         return stream
 
     def on_report(
@@ -170,26 +171,19 @@ class EngineClient(RequestClient):
 
     def _dispatch(self, stream: RequestStream) -> None:
         if self._send is not None and not self._is_isolating:
-            self._submit_to_driver(stream, self._send)
+            self._submit(stream, self._send, self._choices)
         else:
             self._check_encoding(stream)
 
     def _on_removed(self, stream: RequestStream) -> None:
         self._suspects.clear(stream)
 
-    def _submit_to_driver(self, stream: RequestStream, send: SendFunction) -> None:
-        """Send a request's living choices to a driver."""
-        was_idle = not self._choices
-        self._submit(stream, send, self._choices)
-        if was_idle:
-            self._last_progress = self._clock()
-
     def _submit_parked(self) -> None:
         """Submit all parked requests."""
         assert self._send is not None
         for stream in list(self._streams):
             if stream.entry.is_parked:
-                self._submit_to_driver(stream, self._send)
+                self._submit(stream, self._send, self._choices)
 
     def _continue_isolation(self, is_idle: bool) -> None:
         """Let the next suspect run alone, or all requests if there is none.
@@ -209,8 +203,8 @@ class EngineClient(RequestClient):
         if is_idle:
             self._retired.clear()
             # Who is to blame has seldom come far, and nobody waits any more once it is found.
-            suspect = min(suspects, key=lambda each: each.entry.num_output_tokens)
-            self._submit_to_driver(suspect, self._send)
+            suspect = min(suspects, key=lambda stream: stream.entry.num_output_tokens)
+            self._submit(suspect, self._send, self._choices)
             self._suspects.isolate(suspect, suspect.entry.seqs.values())
 
     def _park(self, stream: RequestStream) -> None:

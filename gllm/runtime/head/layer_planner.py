@@ -264,8 +264,8 @@ class LayerPlanner:
         if extended is None or not should_gain:
             return extended
         before, after = (
-            slowest_cost(costs[: len(each.layers)], [range(*bounds) for bounds in each.layers])
-            for each in (shape, extended)
+            slowest_cost(costs[: len(stages.layers)], [range(*bounds) for bounds in stages.layers])
+            for stages in (shape, extended)
         )
         return extended if before / after - 1 > self._limits.min_gain else None
 
@@ -291,22 +291,22 @@ class LayerPlanner:
         scheduler, max_model_len = self._config.scheduler, self._config.max_model_len or 0
         num_blocks = -(-max_model_len // scheduler.block_size)
         num_layers = len(self._weights.layers)
-        scale = sum(each.weight_bytes for each in loaded) / self._weights.cost_of(0, num_layers)
+        scale = sum(report.weight_bytes for report in loaded) / self._weights.cost_of(0, num_layers)
         weights = self._weights.scale(scale)
-        sequence = num_blocks * sum(each.block_bytes for each in loaded) / num_layers
-        needs = replace(weights, layers=tuple(each + sequence for each in weights.layers))
+        sequence = num_blocks * sum(report.block_bytes for report in loaded) / num_layers
+        needs = replace(weights, layers=tuple(weight + sequence for weight in weights.layers))
         node_limits: dict[str, float] = {}
         for node in dict.fromkeys(nodes):
-            own = [each for each in loaded if nodes[each.stage] == node]
+            own = [report for report in loaded if nodes[report.stage] == node]
             free = [x.host_available_bytes for x in own if x.host_available_bytes is not None]
             if free:
-                used = sum(each.weight_bytes for each in own)
+                used = sum(report.weight_bytes for report in own)
                 node_limits[node] = HOST_MEMORY_SHARE * (min(free) + used)
         stage_limits = [math.inf] * len(degrees)
-        for each in loaded:
-            if each.available_bytes is not None:
-                limit = (each.weight_bytes + each.available_bytes) * degrees[each.stage]
-                stage_limits[each.stage] = min(stage_limits[each.stage], limit)
+        for report in loaded:
+            if report.available_bytes is not None:
+                limit = (report.weight_bytes + report.available_bytes) * degrees[report.stage]
+                stage_limits[report.stage] = min(stage_limits[report.stage], limit)
         return NodeMemory(needs, node_limits, stage_limits)
 
     def _estimate_memory(self, loaded: Sequence[StageLoaded]) -> list[StageMemory] | None:
@@ -366,12 +366,12 @@ def format_layers(layers: Sequence[range]) -> str:
 
 def _join_costs(ranks: Sequence[StageMeasured]) -> StageCosts:
     """Return the costs of a stage: its ranks wait for the slowest one."""
-    layers = zip(*(each.layer_seconds for each in ranks), strict=True)
+    layers = zip(*(rank.layer_seconds for rank in ranks), strict=True)
     return StageCosts(
         tuple(map(max, layers)),
         0.0,
-        max(each.head_seconds for each in ranks),
-        max(each.step_seconds for each in ranks),
+        max(rank.head_seconds for rank in ranks),
+        max(rank.step_seconds for rank in ranks),
     )
 
 

@@ -220,7 +220,7 @@ class Node(ABC):
             ValueError: the nodes of an edge cannot reach each other.
         """
         placement = assignment.placement
-        nodes = {(each.stage, each.rank): each.node for each in placement.workers}
+        nodes = {(worker.stage, worker.rank): worker.node for worker in placement.workers}
         edges: list[tuple[EdgeSpec, Edge]] = []
         for spec in placement.edges:
             source = nodes[spec.source, spec.source_rank]

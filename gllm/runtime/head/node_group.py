@@ -254,7 +254,7 @@ class NodeGroup(Node):
         self._check_nodes(placement)
         if self.remotes:
             peers = {LOCAL_NODE: self.local_peer}
-            peers |= {name: each.peer for name, each in self.remotes.items()}
+            peers |= {name: remote.peer for name, remote in self.remotes.items()}
             names = {worker.node for worker in placement.workers}
             peers = {name: peers[name] for name in sorted(names)}
             for source, target in remote_edges(placement).values():

@@ -47,6 +47,8 @@ class RequestClient(ABC):
         self._pending: list[RequestStream] = []
         """Streams with new output whose listeners have not been notified."""
         self._num_requests = 0
+        self._busy_since = 0.0
+        """Time of the last submission to a scheduler that had no request."""
         self._poison = PoisonList()
 
     @property
@@ -123,7 +125,9 @@ class RequestClient(ABC):
     def abort_request(self, request_id: str | None) -> int:
         """End the requests of an id, or all for None, with reason `abort`; return their number."""
         streams = [
-            each for each in self._streams if request_id is None or each.request_id == request_id
+            stream
+            for stream in self._streams
+            if request_id is None or stream.request_id == request_id
         ]
         self.abort_streams(streams)
         return len(streams)
@@ -141,7 +145,7 @@ class RequestClient(ABC):
 
     def reject_parked(self, cause: str) -> None:
         """End the parked requests with an error, because nobody could compute them in time."""
-        for stream in [each for each in self._streams if each.entry.is_parked]:
+        for stream in [parked for parked in self._streams if parked.entry.is_parked]:
             self._end(stream, stream.alive, "error", cause, "unavailable")
         self._notify()
 
@@ -177,9 +181,11 @@ class RequestClient(ABC):
             send: sends to the scheduler.
             choices: table of the choices that this scheduler has, by wire id.
         """
-        entry, seq = stream.entry, self._next_seq
+        entry, seq, now = stream.entry, self._next_seq, self._clock()
         # First, because encoding may raise.
-        send(entry.submission(seq, self._clock(), stream.request_id))
+        send(entry.submission(seq, now, stream.request_id))
+        if not choices:
+            self._busy_since = now
         entry.on_submitted(seq)
         stream.submitted_to = choices
         self._next_seq += len(entry.seqs)
