@@ -41,7 +41,7 @@ from gllm.runtime.head.agent_session import AgentSession, NodeListener
 from gllm.runtime.head.deaths import EngineError
 from gllm.runtime.messaging.authenticator import RELOAD_SECONDS, Authenticator
 from gllm.runtime.messaging.bus import Hub
-from gllm.runtime.messaging.bus_socket import CLOSED, Decode
+from gllm.runtime.messaging.bus_socket import CLOSED
 from gllm.runtime.messaging.security import SecretFile, check_hub_address
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,8 @@ class NodeHub:
             config: of the nodes.
             secret_file: file of the node secret; None without encryption, on loopback only.
             run: number of this start of the head process.
-            facts: of the head, which the agents have to share; see NodeAdmission.
+            facts: of the head, which the agents have to share; those of a master have an empty
+                model.
             name: of the head's own node, which no agent may have.
             recovery_timeout: time in seconds after which agents without a head end.
             times: intervals and limits.
@@ -119,7 +120,9 @@ class NodeHub:
         check_hub_address(self._bind_address, self._secret is not None)
         self._recovery_timeout = recovery_timeout
         self._times = times
-        self._admission = NodeAdmission(facts, name)
+        self._name = name
+        self._is_master = not facts.model
+        """True for the master of a cluster, not the head of an engine."""
         self.membership = Membership(
             config.nnodes, config.node_timeout, config.join_timeout, config.max_spares
         )
@@ -163,7 +166,8 @@ class NodeHub:
         if self._secret is not None:
             authenticator = Authenticator(self._context, self._secret, self._times.reload_seconds)
         max_guests = self.config.nnodes + self.config.max_spares + _EXTRA_GUESTS
-        hub = Hub(self._context, NODE_RUN, self._admission.decode, authenticator, max_guests)
+        decode = decode_for_master if self._is_master else decode_for_node_hub
+        hub = Hub(self._context, NODE_RUN, decode, authenticator, max_guests)
         self._hub = hub
         hub.refused.on_refused = self.membership.on_refused
         try:
@@ -318,16 +322,43 @@ class NodeHub:
                     log.exception("a message of node %s could not be handled", session.name)
                     self.on_violation(session, f"its message could not be handled: {error}")
 
+    def _answer_of(self, join: JoinCluster) -> RefuseNode | None:
+        """Return the answer to a join that only asks what is here; None for any other."""
+        if join.protocol == PROBE_PROTOCOL:
+            return RefuseNode(describe_facts(self.facts))
+        if self._is_master and not join.runs_services:
+            cause = "it is the master of a cluster, which runs services: use `gllm node --join`"
+            return RefuseNode(cause, is_master=True)
+        return None
+
+    def _difference(self, join: JoinCluster) -> str:
+        """Return the differences that forbid a node to join, with the fixes; empty for none."""
+        name = join.name
+        if not (0 < len(name) <= MAX_NAME_LENGTH and name.isprintable()):
+            return f"the name of a node has 1 to {MAX_NAME_LENGTH} printable characters"
+        if name in (self._name, LOCAL_NODE):
+            return f"{name} is the head's node: give each machine a --node-name of its own"
+        if join.runs_services and not self._is_master:
+            return "it is the head of an engine now, not the master of a cluster: join again"
+        node = JoinFacts(
+            join.protocol,
+            join.facts.version,
+            _model_of(join.config),
+            join.model_hash,
+            join.config,
+        )
+        return "; ".join(find_differences(self.facts, node))
+
     def _join(self, sender: int, join: JoinCluster, now: float) -> None:
         """Compare a node with the head, and accept or refuse it."""
         assert self._hub is not None
-        if (answer := self._admission.answer_of(join)) is not None:
+        if (answer := self._answer_of(join)) is not None:
             self._hub.send(sender, answer)
             self._hub.forget(sender)
             return
         send: Callable[[WireMessage], None] = partial(self._hub.send, sender)
         session = AgentSession(sender, join, self._hub.address_of(sender), send)
-        cause = self._admission.difference(join)
+        cause = self._difference(join)
         cause = cause or self.membership.unsupported_reason(join.rank, join.name)
         is_final = bool(cause)
         earlier = self.sessions.get(join.name)
@@ -475,53 +506,6 @@ def configured_threads(head_config: bytes, own_config: bytes = b"") -> int | Non
     except (msgspec.DecodeError, AttributeError):
         # Without a rank a node's configuration is not compared, and may be anything.
         return None
-
-
-class NodeAdmission:
-    """Compares nodes with the head of an engine, or with the master of a cluster."""
-
-    def __init__(self, facts: JoinFacts, head_name: str) -> None:
-        """Create the comparison.
-
-        Args:
-            facts: of the head; those of a master have an empty model.
-            head_name: name of the head's node, which no other node may have.
-        """
-        self._facts = facts
-        self._head_name = head_name
-        self._is_master = not facts.model
-
-    @property
-    def decode(self) -> Decode:
-        """Decoder of the messages that nodes may send."""
-        return decode_for_master if self._is_master else decode_for_node_hub
-
-    def answer_of(self, join: JoinCluster) -> RefuseNode | None:
-        """Return the answer to a join that only asks what is here; None for any other."""
-        if join.protocol == PROBE_PROTOCOL:
-            return RefuseNode(describe_facts(self._facts))
-        if self._is_master and not join.runs_services:
-            cause = "it is the master of a cluster, which runs services: use `gllm node --join`"
-            return RefuseNode(cause, is_master=True)
-        return None
-
-    def difference(self, join: JoinCluster) -> str:
-        """Return the differences that forbid a node to join, with the fixes; empty for none."""
-        name = join.name
-        if not (0 < len(name) <= MAX_NAME_LENGTH and name.isprintable()):
-            return f"the name of a node has 1 to {MAX_NAME_LENGTH} printable characters"
-        if name in (self._head_name, LOCAL_NODE):
-            return f"{name} is the head's node: give each machine a --node-name of its own"
-        if join.runs_services and not self._is_master:
-            return "it is the head of an engine now, not the master of a cluster: join again"
-        node = JoinFacts(
-            join.protocol,
-            join.facts.version,
-            _model_of(join.config),
-            join.model_hash,
-            join.config,
-        )
-        return "; ".join(find_differences(self._facts, node))
 
 
 class _Threads(msgspec.Struct):
