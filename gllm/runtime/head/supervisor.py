@@ -206,7 +206,8 @@ class Supervisor:
         self._is_executing = False
         self._cluster: ClusterHead | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        """None before `start`."""
+        self._has_connections = False
+        """True once `start` has created the channels and nodes."""
         self._timer: asyncio.TimerHandle | None = None
         """Calls the recovery at its next deadline."""
         self._start_error: Exception | None = None
@@ -269,7 +270,7 @@ class Supervisor:
     def num_stale_frames(self) -> int:
         """Messages of earlier generations that arrived late and were dropped."""
         num_proxied = 0 if self.group is None else self.group.num_stale
-        return 0 if self._context is None else self.channels.num_stale + num_proxied
+        return self.channels.num_stale + num_proxied if self._has_connections else 0
 
     async def start(
         self, folder: Path, node: Node, logs: LogConfig, cluster: ClusterHead | None = None
@@ -297,6 +298,7 @@ class Supervisor:
         self.group = None if cluster is None else NodeGroup(node)
         self.nodes = self.group or node
         receiver = self._receiver = EventReceiver(self, self._on_progress, cluster)
+        self._has_connections = True
         self.channels.start(receiver.on_messages, receiver.on_session_lost)
         self.nodes.watch(receiver.on_exit)
         if cluster is not None:
@@ -339,12 +341,13 @@ class Supervisor:
             return
         self._is_stopped = True
         self.die(STOPPED)
-        if self._context is not None:
+        if self._has_connections:
             await self.nodes.stop()
         if self._cluster is not None:
             await self._cluster.stop(self.cause, is_failure=self.cause != STOPPED)
-        if self._context is not None:
+        if self._has_connections:
             self.channels.close()
+        if self._context is not None:
             self._context.term()
         self._actions.clear()
         self.kv_mover.close()
@@ -424,7 +427,7 @@ class Supervisor:
             self._timer.cancel()
         self.client.fail_all(cause)
         self._detach_driver(cause)
-        if self._context is not None:
+        if self._has_connections:
             self._receiver.close()
             self._end_workers()
         self.died.set()
