@@ -128,6 +128,9 @@ class History:
         if link.transport:
             position = self.rng.randrange(len(link.transport))
             sent = link.transport[position]
+            if not sent.frame:
+                # It was torn before, to nothing.
+                return
             cut = self.rng.randrange(1, len(sent.frame) + 1)
             link.transport[position] = Sent(sent.frame[:-cut], TORN, sent.generation, None)
 
