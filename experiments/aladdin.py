@@ -24,9 +24,9 @@ from experiments.base import ExperimentOptions, ExperimentResult
 from experiments.claims import ExpectedChange, ExpectedFigure, ExpectedLimit, PaperClaim
 from experiments.parallel import map_parallel
 from gllm.observability.latency import percentile
-from gllm.plan.scaling.fleet_size import FleetOutcome
-from gllm.plan.scaling.service_plan import mean_context
-from gllm.plan.scaling.worker_type import best_worker, rate_workers
+from gllm.plan.scale.fleet_size import FleetOutcome
+from gllm.plan.scale.service_plan import mean_context
+from gllm.plan.scale.worker_type import best_worker, rate_workers
 from gllm.routing.scaling.autoscaler import ScaleRule, fit_scale_rule
 from gllm.sim.metrics.plots import plot_bars
 from gllm.sim.metrics.report import format_table

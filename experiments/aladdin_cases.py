@@ -6,16 +6,17 @@ from itertools import product
 
 from experiments.linear_costs import LinearCostModel
 from gllm.options.slo import Slo
-from gllm.plan.scaling.fleet_size import (
+from gllm.plan.scale.fleet_size import (
     FleetCase,
     FleetOutcome,
     WorkerSpec,
     least_fleet,
     simulate_fleet,
 )
-from gllm.plan.scaling.latency_fit import FittedLatency, fit_latency
-from gllm.plan.scaling.service_plan import describe_worker
+from gllm.plan.scale.latency_fit import FittedLatency, fit_latency
+from gllm.plan.scale.service_plan import describe_worker
 from gllm.routing.placement import SPLIT_DECODE_CONSTRAINTS, PlacedRequest, peak_kv_tokens
+from gllm.sim.costs.base import CostModel, DecodeOnlyCostModel
 from gllm.sim.costs.forest import ForestCostModel
 from gllm.sim.hardware.shapes import MODELS
 
@@ -45,7 +46,9 @@ def measured_worker(has_prefill: bool = True) -> WorkerSpec:
         has_prefill: False if another engine computes the prompts.
     """
     model = measured_fit().model
-    cost = LinearCostModel(model, has_prefill)
+    cost: CostModel = LinearCostModel(model)
+    if not has_prefill:
+        cost = DecodeOnlyCostModel(cost)
     return WorkerSpec(MODEL, MODELS[MODEL].layers, cost, model, KV_TOKENS, 2)
 
 

@@ -11,7 +11,7 @@ from experiments.base import ExperimentOptions
 from experiments.claims import ExpectedLimit, PaperClaim
 from experiments.parallel import map_parallel
 from experiments.rebalanced_cluster import RebalancedRun, simulate_rebalanced
-from gllm.plan.scaling.fleet_size import fleet_deployments, measure_fleet, simulate_fleet
+from gllm.plan.scale.fleet_size import fleet_deployments, measure_fleet, simulate_fleet
 from gllm.sim.metrics.report import format_table
 
 FLEETS = {"sharegpt-like": (5, 6), "azure-conv": (10, 12)}

@@ -37,9 +37,10 @@ from experiments.distserve_workloads import (
     PaperWorkload,
 )
 from experiments.parallel import map_parallel
-from gllm.plan.goodput.engines import DISTSERVE_COSTS, Parallelism
-from gllm.plan.goodput.measurement import GoodputTask, RunTask, run_task
-from gllm.plan.goodput.systems import System
+from gllm.options.slo import Slo
+from gllm.plan.goodput.engines import DISTSERVE_COSTS
+from gllm.plan.goodput.systems import GoodputTask, RunTask, System, run_task
+from gllm.plan.layout import Parallelism
 from gllm.sim.metrics.plots import plot_grid
 
 REFERENCE = 'arXiv 2401.09670 ("DistServe", OSDI\'24)'
@@ -111,7 +112,7 @@ def measure_motivation(options: ExperimentOptions) -> dict[str, dict[str, float]
     goodputs: dict[str, dict[str, float]] = {}
     for title, lengths in MOTIVATION_LENGTHS.items():
         tasks = [
-            GoodputTask(system, lengths, *MOTIVATION_SLO, options.requests, phase)
+            GoodputTask(system, lengths, Slo(*MOTIVATION_SLO), options.requests, phase)
             for system, phase in systems.values()
         ]
         rates = measure_goodputs(tasks, options)
@@ -129,7 +130,7 @@ def _tighten(options: ExperimentOptions) -> list[TightLimit]:
     limits = []
     for tpot in TPOT_LIMITS:
         tasks = [
-            GoodputTask(system, workload.lengths, workload.ttft, tpot, options.requests)
+            GoodputTask(system, workload.lengths, Slo(workload.ttft, tpot), options.requests)
             for system in systems
         ]
         best: dict[str, tuple[str, float]] = {}

@@ -14,8 +14,8 @@ from experiments.distserve_decode import decode_claims, decode_points
 from experiments.distserve_study import SHARES, Study, WorkloadResult
 from experiments.distserve_tables import BREAKDOWN_SHARE, SYSTEMS
 from experiments.distserve_workloads import TABLE_2
+from gllm.options.slo import TARGET_ATTAINMENT
 from gllm.plan.goodput.systems import PARTS
-from gllm.sim.goodput import TARGET_ATTAINMENT
 from gllm.sim.metrics.plots import ChartPanel
 
 

@@ -9,8 +9,9 @@ from typing import NamedTuple
 from experiments.base import ExperimentOptions
 from experiments.parallel import map_parallel
 from experiments.queueing import mean_latency, tensor_parallel_crossover
-from gllm.plan.goodput.engines import DISTSERVE_COSTS, Parallelism, make_engine
+from gllm.plan.goodput.engines import DISTSERVE_COSTS, make_engine
 from gllm.plan.goodput.systems import System, run_phase
+from gllm.plan.layout import Parallelism
 from gllm.scheduler.stage_work import StageWork
 
 MODEL = "opt-13b"

@@ -15,6 +15,7 @@ from experiments.base import ExperimentOptions, ExperimentResult
 from experiments.claims import PaperClaim
 from experiments.parallel import map_parallel
 from gllm.scheduler.config import SchedulerConfig
+from gllm.sim.costs.base import CostModel, DecodeOnlyCostModel
 from gllm.sim.costs.distserve import DistServeCostModel, read_coefficients, read_kv_capacity
 from gllm.sim.data_tables import TableRow, read_table
 from gllm.sim.deployment import Deployment, simulate
@@ -143,9 +144,11 @@ def _engine(system: str, tp: int, pp: int, has_prefill: bool = True) -> Deployme
     )  # fmt: skip
     layers = split_layers_evenly(MODELS[MODEL].layers, pp)
     blocks = read_kv_capacity(MODEL, tp, pp) // config.block_size
-    cost = DistServeCostModel(
-        read_coefficients(system, MODEL, tp), pp, has_prefill, extrapolates_context=True
+    cost: CostModel = DistServeCostModel(
+        read_coefficients(system, MODEL, tp), pp, extrapolates_context=True
     )
+    if not has_prefill:
+        cost = DecodeOnlyCostModel(cost)
     return Deployment(MODEL, layers, cost, config.resolve(pp, blocks, MAX_MODEL_LEN))
 
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 from experiments.base import ExperimentOptions
 from experiments.distserve_workloads import HIGH_CANDIDATES, PaperWorkload
 from experiments.parallel import map_parallel
+from gllm.options.slo import Slo
 from gllm.plan.goodput.engines import DISTSERVE_COSTS
-from gllm.plan.goodput.measurement import PHASE_TARGET, GoodputTask, measure_goodput
 from gllm.plan.goodput.placement import PhaseGoodput, count_engines
-from gllm.plan.goodput.systems import System
+from gllm.plan.goodput.systems import PHASE_TARGET, GoodputTask, System, measure_goodput
 
 MAX_ENGINES = 3
 """Engines per phase of Algorithm 1's placement: further ones repeat the pattern."""
@@ -19,8 +19,8 @@ def make_task(
     workload: PaperWorkload, system: System, options: ExperimentOptions, seed: int = 0
 ) -> GoodputTask:
     """Return the search for the goodput of a system with a workload and its limits."""
-    limits = workload.ttft, workload.tpot
-    return GoodputTask(system, workload.lengths, *limits, options.requests, seed=seed)
+    slo = Slo(workload.ttft, workload.tpot)
+    return GoodputTask(system, workload.lengths, slo, options.requests, seed=seed)
 
 
 def measure_goodputs(tasks: Sequence[GoodputTask], options: ExperimentOptions) -> list[float]:
@@ -44,17 +44,16 @@ def place_high_affinity(
         The system, and the engine of each phase.
     """
     candidates = HIGH_CANDIDATES[workload.model]
-    limits = workload.ttft, workload.tpot
+    slo = Slo(workload.ttft, workload.tpot, attainment=PHASE_TARGET)
     phases: list[PhaseGoodput] = []
     for phase in ("prefill", "decode"):
         tasks = [
             GoodputTask(
                 System("phase", workload.model, DISTSERVE_COSTS, each),
                 workload.lengths,
-                *limits,
+                slo,
                 options.requests,
                 phase,
-                PHASE_TARGET,
             )
             for each in candidates
         ]

@@ -1,17 +1,25 @@
 """Figures of DistServe's evaluation."""
 
 from dataclasses import dataclass, field
+from math import ceil
 
 from experiments.distserve_queue import QueuePoint
 from experiments.distserve_workloads import PaperWorkload
+from gllm.options.slo import TARGET_ATTAINMENT
 from gllm.plan.goodput.placement import PhaseGoodput
 from gllm.plan.goodput.systems import Outcome, System
-from gllm.sim.goodput import TARGET_ATTAINMENT
 
 SHARES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
 """Rates per GPU as shares of DistServe's goodput per GPU."""
 SCALE_SHARE = 0.5
 """Share at which the limits are scaled."""
+
+
+def least_scale(outcome: Outcome, ttft: float, tpot: float, target: float) -> float:
+    """Return the least scale of both limits at which a share of the requests meets them."""
+    pairs = zip(outcome.ttft, outcome.tpot, strict=True)
+    scales = sorted(max(first / ttft, each / tpot) for first, each in pairs)
+    return scales[ceil(target * len(scales)) - 1]
 
 
 @dataclass
@@ -44,7 +52,7 @@ class WorkloadResult:
         """Return by how much tighter the limits can be than a base's, at SCALE_SHARE."""
         limits = self.workload.ttft, self.workload.tpot
         scales = [
-            self.outcomes[each, SCALE_SHARE].least_scale(*limits, TARGET_ATTAINMENT)
+            least_scale(self.outcomes[each, SCALE_SHARE], *limits, TARGET_ATTAINMENT)
             for each in (name, base)
             if (each, SCALE_SHARE) in self.outcomes
         ]

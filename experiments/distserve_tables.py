@@ -22,10 +22,9 @@ from experiments.distserve_workloads import (
     TABLE_2_RATES,
     TABLE_2_SIMULATED,
 )
+from gllm.options.slo import TARGET_ATTAINMENT
 from gllm.plan.goodput.engines import MAX_BATCHED_TOKENS, MAX_SEQS
-from gllm.plan.goodput.measurement import MIN_SECONDS
-from gllm.plan.goodput.systems import PARTS, Outcome, System
-from gllm.sim.goodput import TARGET_ATTAINMENT
+from gllm.plan.goodput.systems import MIN_SECONDS, PARTS, Outcome, System
 from gllm.sim.metrics.report import format_table
 
 BREAKDOWN_SHARE = 0.75

@@ -6,8 +6,9 @@ OPT-66B as in its artifact, OPT-175B as in the paper.
 
 from dataclasses import dataclass
 
-from gllm.plan.goodput.engines import DISTSERVE_COSTS, VLLM_COSTS, Parallelism
+from gllm.plan.goodput.engines import DISTSERVE_COSTS, VLLM_COSTS
 from gllm.plan.goodput.systems import System
+from gllm.plan.layout import Parallelism
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from functools import cache
 from itertools import product
 from typing import NamedTuple
 
-from gllm.plan.hetero.cluster import Group
 from gllm.plan.hetero.evaluation import EvaluatedPlan, PlanEvaluator, make_partition
 from gllm.plan.hetero.replicas import Phase, Replica, ReplicaPlanner
+from gllm.plan.nodes import Group
 
 MAX_COLOCATED_DEVICES = 12
 """Largest number of devices of a colocated replica."""
@@ -78,7 +78,7 @@ def best_uniform(planner: ReplicaPlanner) -> EvaluatedPlan:
     Raises:
         ValueError: The cluster has several machines.
     """
-    if len(planner.cluster.machines) != 1:
+    if len(planner.cluster.nodes) != 1:
         raise ValueError("equal replicas need a cluster of one machine: choose hom or hom4")
     (total,) = planner.cluster.all_devices
     evaluator = PlanEvaluator(planner)

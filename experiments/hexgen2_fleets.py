@@ -2,7 +2,6 @@
 
 from random import Random
 
-from gllm.plan.hetero.planner import PlanProblem
 from gllm.plan.hetero.replicas import Replica
 from gllm.plan.hetero.simulation import (
     SimulatedFleet,
@@ -11,6 +10,7 @@ from gllm.plan.hetero.simulation import (
     max_model_len_of,
 )
 from gllm.plan.hetero.workload import sample_workload
+from gllm.plan.problem import ServiceProblem
 from gllm.routing.policy import RoutingPolicy
 from gllm.routing.smooth_round_robin import SmoothRoundRobin
 from gllm.routing.state import RoutingRequest
@@ -35,7 +35,7 @@ class WeightedTurns(RoutingPolicy):
 
 
 def colocated_fleet(
-    problem: PlanProblem, replicas: list[Replica], policy: str = "vllm"
+    problem: ServiceProblem, replicas: list[Replica], policy: str = "vllm"
 ) -> SimulatedFleet:
     """Return replicas that run both phases, each with its share of the requests."""
     most = max_model_len_of(problem, replicas)

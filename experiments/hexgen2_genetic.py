@@ -7,9 +7,10 @@ parents.
 
 from random import Random
 
+from gllm.plan.budget import SearchBudget
 from gllm.plan.hetero.evaluation import EvaluatedPlan, Partition, PlanEvaluator, make_partition
 from gllm.plan.hetero.moves import NeighbourFinder
-from gllm.plan.hetero.search import RefinementBudget, SearchResult, SearchStep
+from gllm.plan.hetero.search import SearchResult, SearchStep
 
 POPULATION = 16
 MUTATION_SHARE = 0.5
@@ -21,26 +22,27 @@ class GeneticSearch:
 
     Args:
         evaluator: A new evaluator.
-        budget: Limits; restarts do not apply.
+        budget: Limits.
         seed: Seed of all random choices.
     """
 
-    def __init__(self, evaluator: PlanEvaluator, budget: RefinementBudget, seed: int = 0) -> None:
+    def __init__(self, evaluator: PlanEvaluator, budget: SearchBudget, seed: int = 0) -> None:
         self._evaluator, self._budget = evaluator, budget
         self._rng = Random(seed)
 
     def run(self, partition: Partition) -> SearchResult:
         """Return the best plan that is found from mutations of a first partition."""
-        self._budget.start()
         first = best = self._evaluator.evaluate(partition)
+        self._budget.end_evaluation()
         steps = [SearchStep(1, first.score.flow)]
         population = [first]
-        while not self._budget.is_spent(self._evaluator):
+        while not self._budget.refusal():
             if len(population) < POPULATION:
                 child = self._mutate(partition)
             else:
                 child = self._breed(population)
             plan = self._evaluator.evaluate(child)
+            self._budget.end_evaluation()
             if plan.score.beats(best.score):
                 best = plan
                 steps.append(SearchStep(self._evaluator.num_evaluations, plan.score.flow))

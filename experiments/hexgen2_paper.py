@@ -14,9 +14,9 @@ from experiments.hexgen2_simulated import (
     OnlineOutcome,
     SimulatedCell,
 )
-from gllm.plan.data_files import read_data
 from gllm.plan.hetero.replicas import PipelineCredit
 from gllm.plan.hetero.workload import CLASSES
+from gllm.plan.nodes import read_data
 from gllm.sim.metrics.report import format_table
 
 ONLINE = "online"

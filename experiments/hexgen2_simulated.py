@@ -8,8 +8,7 @@ from experiments.hexgen2_baselines import best_colocated, best_uniform
 from experiments.hexgen2_cases import LLAMA
 from experiments.hexgen2_fleets import colocated_fleet, simulate_online
 from gllm.observability.latency import percentile
-from gllm.plan.hetero.cluster import named_cluster
-from gllm.plan.hetero.planner import PlanProblem, plan_replicas
+from gllm.plan.hetero.planner import make_planner, plan_replicas
 from gllm.plan.hetero.replicas import Phase
 from gllm.plan.hetero.simulation import (
     SimulatedFleet,
@@ -17,6 +16,9 @@ from gllm.plan.hetero.simulation import (
     plan_fleet,
     simulate_throughput,
 )
+from gllm.plan.hetero.workload import mean_lengths
+from gllm.plan.nodes import named_cluster
+from gllm.plan.problem import ServiceProblem
 from gllm.sim.metrics.run_record import ServedRequest
 
 ONLINE_WORKLOAD = "azure-conv"
@@ -42,7 +44,7 @@ class SimulatedCell(NamedTuple):
 def simulate_cell(cell: tuple[str, str, str]) -> SimulatedCell:
     """Simulate both for a model, a cluster and a workload."""
     model, cluster, workload = cell
-    problem = PlanProblem(named_cluster(cluster), model, workload)
+    problem = ServiceProblem(model, workload, named_cluster(cluster))
     plan, colocated = _fleets(problem, is_uniform=False)
     return SimulatedCell(
         simulate_throughput(plan, workload), simulate_throughput(colocated, workload)
@@ -63,8 +65,8 @@ class ChunkedOutcome(NamedTuple):
 
 def compare_chunking(workload: str) -> ChunkedOutcome:
     """Simulate colocated engines of setting 1 with and without chunked prefill."""
-    problem = PlanProblem(named_cluster("het1"), LLAMA, workload)
-    planner = problem.make_planner()
+    problem = ServiceProblem(LLAMA, workload, named_cluster("het1"))
+    planner = make_planner(problem)
     peaks: dict[str, list[float]] = {"vllm": [], "sarathi": []}
     for limit in STAGE_LIMITS:
         replicas = best_colocated(planner, limit).replicas
@@ -89,13 +91,13 @@ class OnlineOutcome(NamedTuple):
 def serve_online(system: str) -> OnlineOutcome:
     """Simulate a system of Table 3 with conversations of all lengths."""
     is_uniform = not system.startswith("hexgen")
-    problem = PlanProblem(named_cluster("hom" if is_uniform else "het1"), LLAMA, ONLINE_WORKLOAD)
+    problem = ServiceProblem(LLAMA, ONLINE_WORKLOAD, named_cluster("hom" if is_uniform else "het1"))
     plan, colocated = _fleets(problem, is_uniform)
     fleet = plan if system in ("hexgen-2", "distserve") else colocated
     peak = simulate_throughput(fleet, ONLINE_WORKLOAD)
     rate = ONLINE_SHARE * min(peak.simulated, peak.estimate)
     served = simulate_online(fleet, ONLINE_WORKLOAD, rate, NUM_ONLINE)
-    output = problem.lengths.output
+    output = mean_lengths(problem.workload).output
     return OnlineOutcome(
         output * min(peak.simulated, peak.estimate), _finished_tokens(served), _mean_latency(served)
     )
@@ -118,8 +120,8 @@ def compare_deadlines(workload: str) -> DeadlineOutcome:
 
     A scale of 1 is the time of the request alone on 8 x H100 with tensor parallelism.
     """
-    problem = PlanProblem(named_cluster("het1"), LLAMA, workload)
-    planner = problem.make_planner()
+    problem = ServiceProblem(LLAMA, workload, named_cluster("het1"))
+    planner = make_planner(problem)
     plan = plan_fleet(problem, planner, plan_replicas(problem, planner).best)
     colocated, short = (
         colocated_fleet(problem, best_colocated(planner, limit).replicas) for limit in STAGE_LIMITS
@@ -141,9 +143,9 @@ def _scale(served: ServedRequest, prompt_seconds: float, output_seconds: float) 
     return math.inf if served.line.e2el is None else served.line.e2el / alone
 
 
-def _fleets(problem: PlanProblem, is_uniform: bool) -> tuple[SimulatedFleet, SimulatedFleet]:
+def _fleets(problem: ServiceProblem, is_uniform: bool) -> tuple[SimulatedFleet, SimulatedFleet]:
     """Return the plan, of equal replicas for each phase if asked, and the colocated optimum."""
-    planner = problem.make_planner()
+    planner = make_planner(problem)
     plan = best_uniform(planner) if is_uniform else plan_replicas(problem, planner).best
     colocated = best_colocated(planner).replicas
     return plan_fleet(problem, planner, plan), colocated_fleet(problem, colocated)
@@ -151,14 +153,14 @@ def _fleets(problem: PlanProblem, is_uniform: bool) -> tuple[SimulatedFleet, Sim
 
 def _alone(workload: str) -> tuple[float, float]:
     """Return the seconds per prompt token and per output token of a request alone on 8 x H100."""
-    problem = PlanProblem(named_cluster("hom"), LLAMA, workload)
-    planner = problem.make_planner()
+    problem = ServiceProblem(LLAMA, workload, named_cluster("hom"))
+    planner = make_planner(problem)
     layouts = planner.candidates(problem.cluster.all_devices, Phase.MIXED)
     stages = next(each.stages for each in layouts if len(each.stages) == 1)
-    costs, lengths = planner.costs, problem.lengths
+    costs, lengths = planner.costs, mean_lengths(problem.workload)
     prompts = costs.prompts_per_batch * lengths.prompt
-    prefill, decode = costs.prefill_seconds(stages), costs.decode_seconds(stages, 1)
-    return sum(prefill) / prompts, sum(decode) / lengths.output
+    prefill, decode = costs.prefill(stages), costs.decode(stages, 1)
+    return sum(prefill.stages) / prompts, sum(decode.stages) / lengths.output
 
 
 def _settled(served: list[ServedRequest]) -> list[ServedRequest]:

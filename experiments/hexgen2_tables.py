@@ -12,6 +12,12 @@ from gllm.sim.metrics.plots import plot_bars
 from gllm.sim.metrics.report import format_table
 
 
+def flow_after(search: SearchResult, num_evaluations: int) -> float:
+    """Return the best flow of a search after a number of evaluations, requests per second."""
+    known = [step.flow for step in search.steps if step.num_evaluations <= num_evaluations]
+    return max(known, default=0.0)
+
+
 def throughput_table(cells: Mapping[Cell, CellOutcome], settings: Sequence[str]) -> str:
     """Return tokens per second of plans and baselines."""
     rows = []
@@ -72,7 +78,7 @@ def count_wins(
 ) -> int:
     """Return the seeds in which the guided search has no less flow than a rival."""
     return sum(
-        mine.flow_after(num_evaluations) >= rival.flow_after(num_evaluations) * (1 - 1e-9)
+        flow_after(mine, num_evaluations) >= flow_after(rival, num_evaluations) * (1 - 1e-9)
         for mine, rival in zip(guided, rivals, strict=True)
     )
 
@@ -84,7 +90,7 @@ def search_table(results: Mapping[str, Sequence[SearchResult]]) -> str:
     for name, runs in results.items():
         row = [name]
         for count in CHECKPOINTS:
-            flows = [run.flow_after(count) for run in runs]
+            flows = [flow_after(run, count) for run in runs]
             wins = count_wins(guided, runs, count)
             row.append(f"{sum(flows) / len(flows):.2f}")
             row.append("-" if name == "guided" else f"{wins} of {len(flows)}")

@@ -15,18 +15,15 @@ class LinearCostModel(CostModel):
 
     Args:
         model: Coefficients in seconds.
-        has_prefill: False for an engine that gets its prompts' KV cache from another one: a prompt
-            takes no time.
     """
 
-    def __init__(self, model: LatencyModel, has_prefill: bool = True) -> None:
+    def __init__(self, model: LatencyModel) -> None:
         self._model = model
-        self._has_prefill = has_prefill
 
     def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
         """Return the time of a micro-batch."""
         model, num_decodes = self._model, work.num_decodes
-        num_prefill_tokens = work.num_tokens - num_decodes if self._has_prefill else 0
+        num_prefill_tokens = work.num_tokens - num_decodes
         seconds = 0.0
         if num_prefill_tokens:
             seconds += model.prefill_seconds(num_prefill_tokens)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from experiments.claims import ExpectedLimit, PaperClaim
 from gllm.observability.latency import collect_latencies, percentile, slo_attainment
+from gllm.options.slo import Slo
 from gllm.sim.compare import RunComparison
 from gllm.sim.metrics.report import format_table, show_value
 
@@ -44,9 +45,9 @@ def compare_attainment(comparison: RunComparison) -> AttainmentComparison:
         for run in (comparison.real, comparison.predicted, comparison.at_speed)
     )
     latencies = collect_latencies(at_speed)
-    limits = [percentile(latencies[name], LIMIT_PERCENT) for name in ("ttft", "tpot")]
-    shares = [slo_attainment(lines, *limits) for lines in (real, predicted, at_speed)]
-    return AttainmentComparison(*limits, *shares)
+    ttft, tpot = (percentile(latencies[name], LIMIT_PERCENT) for name in ("ttft", "tpot"))
+    shares = [slo_attainment(lines, Slo(ttft, tpot)) for lines in (real, predicted, at_speed)]
+    return AttainmentComparison(ttft, tpot, *shares)
 
 
 def attainment_section(attainments: Mapping[str, AttainmentComparison]) -> str:

@@ -19,6 +19,7 @@ from experiments.trials import (
     run_trials,
     summarize_trial,
 )
+from gllm.options.slo import Slo
 from gllm.sim.metrics.plots import ChartPanel, plot_grid
 from gllm.sim.metrics.report import format_table, show_value
 
@@ -39,11 +40,11 @@ Curves = dict[tuple[HardwareSetting, str, str], Curve]
 """By setting, workload and policy."""
 
 
-def measure_slo_limits(trial: SimulationTrial) -> tuple[float, float]:
+def measure_slo_limits(trial: SimulationTrial) -> Slo:
     """Return TTFT and TPOT limits in seconds: multiples of the 90th percentile without load."""
     requests = min(trial.requests, MAX_LOW_RATE_REQUESTS)
     figures = summarize_trial(replace(trial, rate=LOW_RATE, requests=requests))
-    return TTFT_TIMES * figures["ttft"]["p90"], TPOT_TIMES * figures["tpot"]["p90"]
+    return Slo(TTFT_TIMES * figures["ttft"]["p90"], TPOT_TIMES * figures["tpot"]["p90"])
 
 
 def interpolate_rate(curve: Curve, target: float) -> float:
@@ -108,8 +109,7 @@ def run(options: ExperimentOptions) -> ExperimentResult:
 def _table(bases: list[SimulationTrial], curves: Curves) -> str:
     rows = []
     for base in bases:
-        assert base.slo is not None
-        shown = [f"{seconds * 1e3:.0f}" for seconds in base.slo]
+        shown = [f"{seconds * 1e3:.0f}" for seconds in base.slo.request_limits.values()]
         for policy in POLICIES:
             curve = curves[base.setting, base.workload, policy]
             rate = show_value(interpolate_rate(curve, TARGET))

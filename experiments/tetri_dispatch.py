@@ -12,7 +12,6 @@ from experiments.claims import ExpectedLimit, PaperClaim
 from gllm.routing.disaggregation.pair_loads import HEAVY_TOKENS
 from gllm.routing.disaggregation.policy import PairPolicy, PairRequest
 from gllm.routing.disaggregation.policy_registry import make_pair_policy
-from gllm.routing.length_prediction import OracleLengthPredictor
 from gllm.routing.state import EngineSnapshot
 from gllm.sim.metrics.report import format_table
 from gllm.sim.workloads.lengths import sample_lengths
@@ -41,10 +40,9 @@ def dispatch_with(policy: PairPolicy, num_engines: int, kinds: Sequence[bool]) -
         EngineSnapshot(f"decode-{index}", role="decode", num_blocks=10**6)
         for index in range(num_engines)
     ]
-    predictor = OracleLengthPredictor()
     counts = dict.fromkeys((engine.name for engine in engines), 0)
     for key, is_heavy in enumerate(kinds):
-        output = predictor.predict(HEAVY_TOKENS * 2 if is_heavy else HEAVY_TOKENS // 2)
+        output = HEAVY_TOKENS * 2 if is_heavy else HEAVY_TOKENS // 2
         request = PairRequest(key, 100, output)
         policy.choose(request, engines, 0.0)
         name = policy.choose_decode(request, engines, 0.0)

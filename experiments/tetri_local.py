@@ -11,14 +11,15 @@ from statistics import fmean
 from experiments.claims import ExpectedChange, ExpectedLimit, PaperClaim, relative_change
 from experiments.parallel import map_parallel
 from gllm.routing.disaggregation.policy_registry import make_pair_policy
-from gllm.routing.length_prediction import NoisyLengthPredictor, OracleLengthPredictor
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.cluster.handoffs import KvNetwork
 from gllm.sim.cluster.paired import simulate_pairs
+from gllm.sim.costs.base import CostModel, DecodeOnlyCostModel
 from gllm.sim.costs.distserve import DistServeCostModel, read_coefficients
 from gllm.sim.deployment import Deployment, simulate
 from gllm.sim.hardware.devices import NetworkLink
 from gllm.sim.metrics.report import format_table
+from gllm.sim.workloads.length_predictions import NoisyLengthPredictor
 from gllm.sim.workloads.lengths import sample_lengths
 from gllm.sim.workloads.requests import WorkloadRequest
 
@@ -78,9 +79,11 @@ class AdmissionOutcome:
 
 def make_engine(config: SchedulerConfig, blocks: int, has_prefill: bool = True) -> Deployment:
     """Return an engine of one A100 with a number of KV blocks."""
-    cost = DistServeCostModel(
-        read_coefficients("distserve", MODEL, 1), 1, has_prefill, extrapolates_context=True
+    cost: CostModel = DistServeCostModel(
+        read_coefficients("distserve", MODEL, 1), 1, extrapolates_context=True
     )
+    if not has_prefill:
+        cost = DecodeOnlyCostModel(cost)
     return Deployment(MODEL, [1], cost, config.resolve(1, blocks, MAX_MODEL_LEN))
 
 
@@ -127,8 +130,7 @@ def admit_decodes(case: AdmissionCase) -> AdmissionOutcome:
     )
     config = replace(ample, kv_admission=case.rule)
     rng = Random(case.seed)
-    exact = case.predictor == "exact"
-    predictor = OracleLengthPredictor() if exact else NoisyLengthPredictor(rng)
+    predict_length = None if case.predictor == "exact" else NoisyLengthPredictor(rng).predict
     run = simulate_pairs(
         {
             "prefill": make_engine(ample, AMPLE_BLOCKS, has_prefill=False),
@@ -138,7 +140,7 @@ def admit_decodes(case: AdmissionCase) -> AdmissionOutcome:
         jobs,
         make_pair_policy("tetri", rng),
         KvNetwork(NetworkLink(1e15, 0.0), 1),
-        predict_length=predictor.predict,
+        predict_length=predict_length,
     )
     requests = run.cluster.requests.values()
     jcts = [served.line.e2el for served in requests]

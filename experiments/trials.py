@@ -10,6 +10,7 @@ from typing import Any
 
 from experiments.base import ExperimentOptions
 from experiments.parallel import map_parallel
+from gllm.options.slo import NO_SLO, Slo
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.capacity import CAPACITY_RULES, RateTrial, find_capacity
 from gllm.sim.deployment import roofline_deployment, simulate
@@ -74,8 +75,7 @@ class SimulationTrial:
     arrivals: str = "poisson"
     seed: int = 0
     options: tuple[tuple[str, Any], ...] = ()
-    slo: tuple[float, float] | None = None
-    """TTFT and TPOT limits, seconds."""
+    slo: Slo = NO_SLO
     kv_share: float = 1.0
     """Share of the KV cache that fits on the devices, 0..1."""
 
@@ -105,7 +105,7 @@ TrialSimulator = Callable[[SimulationTrial], RunRecord]
 
 def summarize_trial(trial: SimulationTrial) -> dict[str, Any]:
     """Return the figures of a trial, as `summarize_run` returns them."""
-    return summarize_run(simulate_trial(trial), *(trial.slo or (None, None)))
+    return summarize_run(simulate_trial(trial), trial.slo)
 
 
 def run_trials(

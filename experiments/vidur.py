@@ -25,8 +25,9 @@ from experiments.vidur_searches import (
     run_capacity,
     run_search,
 )
-from gllm.plan.design_problem import AssessedDesign
-from gllm.plan.engine_designs import EngineDesign
+from gllm.plan.layout import Parallelism
+from gllm.plan.search.designs import EngineDesign
+from gllm.plan.search.objectives import AssessedDesign
 from gllm.sim.metrics.plots import plot_bars
 from gllm.sim.metrics.report import format_table, show_value
 
@@ -35,9 +36,9 @@ BIG = "llama-2-70b"
 TBT_LIMITS = (0.12, 0.14)
 """Limits of TBT P99 in seconds between which the paper's cost falls by 1.85 times."""
 PUBLISHED = {
-    (BIG, "chat-1m"): EngineDesign("H100", 2, 2, "sarathi", 512, 256),
-    (BIG, "bwb-4k"): EngineDesign("A100-80G", 2, 2, "sarathi", 512, 64),
-    ("qwen-72b", "bwb-4k"): EngineDesign("H100", 1, 4, "sarathi", 512, 128),
+    (BIG, "chat-1m"): EngineDesign("H100", Parallelism(2, 2), "sarathi", 512, 256),
+    (BIG, "bwb-4k"): EngineDesign("A100-80G", Parallelism(2, 2), "sarathi", 512, 64),
+    ("qwen-72b", "bwb-4k"): EngineDesign("H100", Parallelism(4, 1), "sarathi", 512, 128),
 }
 """Optima of the paper. For 70B and BWB it states batch 64 and A100 only; the other fields are those
 of its optimum for Chat-1M. For Qwen-72B the caption says Arxiv-4K, the text BWB-4K."""

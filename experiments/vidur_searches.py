@@ -3,14 +3,15 @@
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from gllm.options.slo import parse_slo
 from gllm.plan.best_first import BestFirstOutcome
 from gllm.plan.budget import SearchBudget
 from gllm.plan.capacity import PLAN_RULES
-from gllm.plan.design_problem import AssessedDesign, DesignProblem
-from gllm.plan.design_search import DesignPlanner, simulate_design
-from gllm.plan.engine_designs import DesignSpace, EngineDesign, parse_policies
-from gllm.plan.latency_limits import parse_limits
 from gllm.plan.prices import PRICE_TABLES
+from gllm.plan.problem import ServiceProblem
+from gllm.plan.search.designs import DesignSpace, EngineDesign, parse_policies
+from gllm.plan.search.objectives import AssessedDesign
+from gllm.plan.search.planner import DesignPlanner, simulate_design
 from gllm.sim.options import SimulationConfig
 
 MODELS = ("llama-2-7b", "internlm-20b", "llama-2-70b", "qwen-72b")
@@ -75,28 +76,29 @@ class VidurCapacityTask:
     """False: closed forms only."""
 
 
-def make_problem(model: str, workload: str, slo: str, requests: int) -> DesignProblem:
-    """Return the task of a search by QPS per dollar."""
+def make_planner(model: str, workload: str, slo: str, requests: int) -> DesignPlanner:
+    """Return a search by QPS per dollar."""
     config = SimulationConfig(
         profile=f"vidur:{model}",
-        workload=workload,
-        requests=requests,
         max_request_tokens=MAX_TOKENS,
         max_model_len=MAX_TOKENS,
     )
-    return DesignProblem(
-        config,
-        "qps-per-dollar",
-        parse_limits(slo),
-        max_devices=MAX_GPUS,
+    problem = ServiceProblem(
+        config.model,
+        workload,
+        limits=parse_slo(slo),
+        objective="qps-per-dollar",
+        bounds={"devices": MAX_GPUS},
         prices=PRICE_TABLES["vidur"],
-        rule=RULE,
+        num_requests=requests,
+        seed=config.seed,
     )
+    return DesignPlanner(problem, config, RULE)
 
 
 def run_search(task: VidurSearchTask) -> VidurSearchFigures:
     """Return the best design of a task."""
-    planner = DesignPlanner(make_problem(task.model, task.workload, task.slo, task.requests))
+    planner = make_planner(task.model, task.workload, task.slo, task.requests)
     designs = list(task.space.designs(MAX_GPUS))
     is_closed = not task.num_simulated
     budget = SearchBudget(max_evaluations=None if is_closed else task.num_simulated)
@@ -114,10 +116,10 @@ def run_search(task: VidurSearchTask) -> VidurSearchFigures:
 
 def run_capacity(task: VidurCapacityTask) -> AssessedDesign:
     """Return the figures of one design."""
-    problem = make_problem(task.model, task.workload, task.slo, task.requests)
-    planner = DesignPlanner(problem)
+    planner = make_planner(task.model, task.workload, task.slo, task.requests)
     estimate = planner.estimate(task.design)
     if not task.is_simulated:
         return estimate
     start = estimate.capacity or 1.0
-    return simulate_design(problem, (task.design, start, planner.rule_of(task.design)))
+    candidate = task.design, start, planner.rule_of(task.design)
+    return simulate_design(planner.problem, planner.config, candidate)

@@ -5,8 +5,13 @@ from dataclasses import replace
 from math import ceil
 from pathlib import Path
 
-from gllm.observability.latency import RequestTimeline, collect_latencies, percentile
-from gllm.plan.latency_limits import LatencyLimits
+from gllm.observability.latency import (
+    RequestTimeline,
+    collect_latencies,
+    percentile,
+    slo_attainment,
+)
+from gllm.options.slo import Slo
 from gllm.plan.serving_plan import ServingPlan
 from gllm.sim.configured import simulate_requests
 from gllm.sim.options import SimulationConfig, build_deployment, build_workload
@@ -54,7 +59,7 @@ def simulate_plan(
     return [each.line for each in served.values()]
 
 
-def choose_limits(timelines: Sequence[RequestTimeline], tpot: float) -> LatencyLimits:
+def choose_limits(timelines: Sequence[RequestTimeline], tpot: float) -> Slo:
     """Return the lowest limit of TTFT, a whole percentile, with which TARGET_ATTAINMENT is kept.
 
     TPOT keeps the limit of the search: it hardly varies, so that any percentile of it would turn an
@@ -71,22 +76,20 @@ def choose_limits(timelines: Sequence[RequestTimeline], tpot: float) -> LatencyL
     ttfts = collect_latencies(timelines)["ttft"]
     for percent in range(round(100 * TARGET_ATTAINMENT), 101):
         ttft = ceil(percentile(ttfts, percent) / ROUNDING_SECONDS) * ROUNDING_SECONDS
-        limits = LatencyLimits(ttft=round(ttft, 6), tpot=tpot)
-        if limits.attained(timelines) >= TARGET_ATTAINMENT:
+        limits = Slo(round(ttft, 6), tpot)
+        if slo_attainment(timelines, limits) >= TARGET_ATTAINMENT:
             break
-    check_attainment(limits.attained(timelines))
+    check_attainment(slo_attainment(timelines, limits))
     return limits
 
 
-def shifted_attainments(
-    timelines: Sequence[RequestTimeline], limits: LatencyLimits
-) -> tuple[float, float]:
+def shifted_attainments(timelines: Sequence[RequestTimeline], limits: Slo) -> tuple[float, float]:
     """Return the attainments (0..1) if all latencies were longer, and shorter, by SHIFT."""
     longer, shorter = (
-        replace(limits, ttft=(limits.ttft or 0) / factor, tpot=(limits.tpot or 0) / factor)
+        Slo((limits.ttft_seconds or 0) / factor, (limits.tpot_seconds or 0) / factor)
         for factor in (1 + SHIFT, 1 - SHIFT)
     )
-    return longer.attained(timelines), shorter.attained(timelines)
+    return slo_attainment(timelines, longer), slo_attainment(timelines, shorter)
 
 
 def check_attainment(attainment: float | None) -> None:

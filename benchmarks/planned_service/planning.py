@@ -16,7 +16,8 @@ from benchmarks.planned_service.limits import (
     shifted_attainments,
     simulate_plan,
 )
-from gllm.plan.serving_plan import ServingPlan, read_plan
+from gllm.observability.latency import slo_attainment
+from gllm.plan.serving_plan import LatencyGoals, ServingPlan, read_plan
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.costs.profile import CostProfile, read_profile, write_profile
 
@@ -147,16 +148,16 @@ async def search_plan(profile: Path, num_requests: int, folder: Path) -> Planned
     assert fleet.expected.capacity is not None, "and the capacity"
     lines = await asyncio.to_thread(simulate_plan, fleet, profile, WORKLOAD, num_requests)
     limits = choose_limits(lines, TPOT_SECONDS)
-    attainment = limits.attained(lines)
+    attainment = slo_attainment(lines, limits)
     plan = msgspec.structs.replace(
         fleet,
-        slo=msgspec.structs.replace(fleet.slo, ttft=limits.ttft, tpot=limits.tpot),
+        slo=LatencyGoals(limits.ttft_seconds, limits.tpot_seconds),
         expected=msgspec.structs.replace(fleet.expected, attainment=attainment),
     )
     if len(plan.engines) != NUM_ENGINES:
         raise RuntimeError(f"the plan has {len(plan.engines)} engines: {path.read_text()}")
     command = fleet.expected.by.replace(f"{folder}/", "")
-    text = f"ttft={limits.ttft:g},tpot={limits.tpot:g}"
+    text = f"ttft={limits.ttft_seconds:g},tpot={limits.tpot_seconds:g}"
     shifted = shifted_attainments(lines, limits)
     return PlannedService(plan, command, fleet.expected.capacity, text, shifted)
 

@@ -23,7 +23,7 @@ from gllm.options.flags import (
 from gllm.sim.capacity import CAPACITY_RULES, Capacity, find_capacity
 from gllm.sim.compare import compare_with_profile, comparison_table
 from gllm.sim.configured import (
-    ConfiguredSimulation,
+    SimulationAtRate,
     SimulationResult,
     build_simulation,
     run_simulation,
@@ -120,10 +120,10 @@ def _search_capacity(config: SimulationConfig, jobs: int, output: str | None) ->
         raise ValueError(
             f"--capacity needs arrivals at a rate, not {config.arrivals}: choose --arrivals poisson"
         )
-    simulation = ConfiguredSimulation(config)
+    rule = CAPACITY_RULES[config.capacity or "sustained"]
+    simulation = SimulationAtRate(config, rule)
     first = simulation.at_rate(config.rate)
     print(*describe_simulation(first, *build_simulation(first)), sep="\n", end="\n\n", flush=True)
-    rule = CAPACITY_RULES[config.capacity or "sustained"]
     with show_progress("simulation", name="capacity", stays=False) as bar:
         capacity = find_capacity(simulation, config.rate, rule, jobs, lambda *_: bar.update())
     rows = [

@@ -17,8 +17,7 @@ import msgspec
 
 from gllm.observability.logs import LogConfig, configure_logging
 from gllm.options.flags import FlagParser, FlagType, input_file, number_type
-from gllm.plan.emit.base import IMAGE, EmitOptions
-from gllm.plan.emit.registry import EMITTERS, emit_manifests
+from gllm.plan.emit.registry import EMITTERS, IMAGE, EmitOptions, emit_manifests
 from gllm.plan.processes import (
     LaunchOptions,
     ProcessSpec,

@@ -81,7 +81,7 @@ class RequestMetrics:
 
     def _count_objectives(self, line: RequestTimeline) -> None:
         """Count which objectives a choice has met; one without output has missed that of TTFT."""
-        ttft, tpot = self._slo
+        ttft, tpot = self._slo.ttft_seconds, self._slo.tpot_seconds
         if ttft is not None:
             self._metrics.count_objective("ttft", line.ttft is not None and line.ttft <= ttft)
         if tpot is not None and line.tpot is not None:

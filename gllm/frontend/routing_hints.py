@@ -50,7 +50,7 @@ def read_routing_hints(
     slo = slo.with_defaults(Slo(_seconds(headers, TTFT_HEADERS), _seconds(headers, TPOT_HEADERS)))
     slo = slo.with_defaults(default_slo)
     session = fields.prompt_cache_key or _first(headers, SESSION_HEADERS)[1]
-    return RoutingHints(slo if any(slo) else None, session[:MAX_SESSION_CHARACTERS])
+    return RoutingHints(slo or None, session[:MAX_SESSION_CHARACTERS])
 
 
 def _first(headers: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, str]:

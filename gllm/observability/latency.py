@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from gllm.options.slo import Slo
+
 
 @dataclass(slots=True)
 class RequestTimeline:
@@ -74,17 +76,13 @@ def collect_latencies(timelines: Sequence[RequestTimeline]) -> dict[str, list[fl
     }
 
 
-def slo_attainment(
-    timelines: Iterable[RequestTimeline],
-    ttft: float | None = None,
-    tpot: float | None = None,
-    e2el: float | None = None,
-) -> float:
-    """Return the share (0..1) of requests within all limits, in seconds.
+def slo_attainment(timelines: Iterable[RequestTimeline], slo: Slo) -> float:
+    """Return the share (0..1) of requests that keep an objective's limits of each request.
 
     A request without output misses every limit of TTFT and E2EL. A request with a single token has
     no TPOT and meets every limit of it. The share is 0 if there are no requests.
     """
+    ttft, tpot, e2el = slo[:3]
     met = [
         (ttft is None or (line.ttft is not None and line.ttft <= ttft))
         and (tpot is None or line.tpot is None or line.tpot <= tpot)
@@ -92,3 +90,15 @@ def slo_attainment(
         for line in timelines
     ]
     return sum(met) / len(met) if met else 0.0
+
+
+def keeps_slo(timelines: Sequence[RequestTimeline], slo: Slo) -> bool:
+    """Return True if a run keeps all limits; a percentile of no values does."""
+    if slo.request_limits and slo_attainment(timelines, slo) < slo.attainment:
+        return False
+    latencies = collect_latencies(timelines) if slo.percentiles else {}
+    return all(
+        not latencies[limit.metric]
+        or percentile(latencies[limit.metric], limit.percent) <= limit.limit
+        for limit in slo.percentiles
+    )

@@ -1,24 +1,163 @@
-"""Service-level objective of a request: limits of its latencies."""
+"""Service-level objectives: latency limits of each request or of percentiles, and their texts.
 
+`gllm.observability.latency` has the latencies, and the share of requests that are within limits.
+"""
+
+import math
 from typing import NamedTuple
+
+METRICS = {
+    "ttft": "ttft", "tpot": "tpot", "atgt": "tpot", "tbt": "itl", "itl": "itl", "e2el": "e2el",
+}  # fmt: skip
+"""Metrics by their names in a text; `tbt` is Vidur's and Splitwise's word, `atgt` Aladdin's."""
+EXAMPLE = "ttft:p90=2,tbt:p99=0.2, or ttft=2,tpot=0.1"
+TARGET_ATTAINMENT = 0.9
+"""Default share of the requests that have to keep the limits of each request."""
+
+
+class PercentileLimit(NamedTuple):
+    """Limit of a percentile of a latency over a run."""
+
+    metric: str
+    """ttft, tpot, itl or e2el; of slowdowns a field of RequestLatencies."""
+    percent: float
+    """0..100."""
+    limit: float
+    """Seconds, or a multiple of the latency of the same request on an idle machine."""
 
 
 class Slo(NamedTuple):
-    """Largest latencies of a request, in seconds; None: no objective."""
+    """Largest latencies in seconds; None: no limit. True if there is a limit."""
 
     ttft_seconds: float | None = None
-    """Time to the first token, from the request's arrival."""
+    """Limit of each request: time to the first token, from the request's arrival."""
     tpot_seconds: float | None = None
-    """Mean time per output token after the first."""
+    """Limit of each request: mean time per output token after the first."""
+    e2el_seconds: float | None = None
+    """Limit of each request: time to the last token, from the request's arrival."""
+    percentiles: tuple[PercentileLimit, ...] = ()
+    """Limits of a whole run, in seconds."""
+    attainment: float = TARGET_ATTAINMENT
+    """Share of the requests of a run that have to keep the limits of each request, 0..1."""
+
+    def __bool__(self) -> bool:
+        """Return True if there is a limit."""
+        return bool(self.percentiles or self.request_limits)
+
+    @property
+    def request_limits(self) -> dict[str, float]:
+        """Limits of each request in seconds, by metric."""
+        values = zip(("ttft", "tpot", "e2el"), self[:3], strict=True)
+        return {metric: seconds for metric, seconds in values if seconds is not None}
 
     def with_defaults(self, defaults: "Slo") -> "Slo":
-        """Return this objective with missing limits replaced by those of `defaults`."""
-        ttft, tpot = self
-        return Slo(
-            defaults.ttft_seconds if ttft is None else ttft,
-            defaults.tpot_seconds if tpot is None else tpot,
-        )
+        """Return this objective, with the limits of each request of another where it has none."""
+        pairs = zip(self[:3], defaults[:3], strict=True)
+        ttft, tpot, e2el = (default if own is None else own for own, default in pairs)
+        return self._replace(ttft_seconds=ttft, tpot_seconds=tpot, e2el_seconds=e2el)
+
+    def limit_of(self, metric: str) -> tuple[float, float] | None:
+        """Return the tightest limit of a metric in seconds, with its percentile; None: no limit.
+
+        A limit of each request is that of the percentile which the attainment names.
+        """
+        limits = [
+            (seconds, percent) for name, percent, seconds in self.percentiles if name == metric
+        ]
+        if metric in self.request_limits:
+            limits.append((self.request_limits[metric], 100 * self.attainment))
+        return min(limits, default=None)
+
+    def require(self, *metrics: str) -> tuple[float, ...]:
+        """Return the limits of each request for some metrics in seconds.
+
+        Raises:
+            ValueError: One of them is missing, or there are other limits.
+        """
+        limits = self.request_limits
+        if self.percentiles or set(limits) != set(metrics):
+            raise ValueError(
+                f"--slo: limit {' and '.join(metrics)} of each request and nothing else, as in "
+                f"{','.join(f'{metric}=0.2' for metric in metrics)}"
+            )
+        return tuple(limits[metric] for metric in metrics)
 
 
 NO_SLO = Slo()
 """Objective without limits."""
+
+
+def parse_slo(text: str, attainment: float = TARGET_ATTAINMENT) -> Slo:
+    """Return the limits of a text such as `ttft:p90=2,tbt:p99=0.2`, `ttft=2,tpot=0.1`, `ttft:200`.
+
+    `METRIC=SECONDS` limits each request, as `METRIC:MILLISECONDS` does, the form of vLLM's
+    benchmark. `METRIC:pPERCENT=SECONDS` limits a percentile of a run.
+
+    Args:
+        text: Limits, separated by commas; empty: none.
+        attainment: Share of requests, 0..1.
+
+    Raises:
+        ValueError: A metric is unknown or limited twice, or a number is out of range.
+    """
+    percentiles: dict[tuple[str, float], PercentileLimit] = {}
+    per_request: dict[str, float] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        key, has_seconds, number = part.partition("=")
+        name, has_colon, suffix = key.strip().partition(":")
+        metric = METRICS.get(name, "")
+        is_percentile = bool(has_seconds and suffix.startswith("p"))
+        percent = _number(suffix[1:]) if is_percentile else 50.0
+        seconds = _number(number) if has_seconds else _number(suffix) / 1e3
+        is_form = is_percentile or not (has_seconds and has_colon)
+        is_new = metric not in per_request
+        if is_percentile:
+            is_new = (metric, percent) not in percentiles
+        if not (metric and is_form and is_new and 0 < seconds < math.inf and 0 < percent <= 100):
+            raise ValueError(
+                f"--slo {text}: {part!r} has to be METRIC=SECONDS, METRIC:MILLISECONDS or "
+                f"METRIC:pPERCENT=SECONDS, each once, with one of {', '.join(METRICS)}, as in "
+                f"{EXAMPLE}"
+            )
+        if is_percentile:
+            percentiles[metric, percent] = PercentileLimit(metric, percent, seconds)
+        elif metric == "itl":
+            raise ValueError(
+                f"--slo {text}: {part!r}: a request has many gaps between tokens: limit a "
+                f"percentile, {name}:p99={seconds:g}, or tpot={seconds:g}"
+            )
+        else:
+            per_request[metric] = seconds
+    if not 0 < attainment <= 1:
+        raise ValueError(f"--attainment {attainment}: give a share above 0 and at most 1")
+    ttft, tpot, e2el = map(per_request.get, ("ttft", "tpot", "e2el"))
+    return Slo(ttft, tpot, e2el, tuple(percentiles.values()), attainment)
+
+
+def parse_class_slos(text: str) -> dict[str, Slo]:
+    """Return the limits of each class of a text such as `chat:0.5:0.05,batch:30:`.
+
+    Each class has the limits of TTFT and TPOT in seconds; an empty one is no limit of the class.
+
+    Raises:
+        ValueError: A class lacks a name, occurs twice, or has a limit that is no number above 0.
+    """
+    limits: dict[str, Slo] = {}
+    for part in text.split(","):
+        name, *numbers = (word.strip() for word in part.split(":"))
+        values = [_number(number) if number else None for number in numbers]
+        is_valid = all(value is None or 0 < value < math.inf for value in values)
+        if not name or name in limits or len(values) != 2 or not is_valid:
+            raise ValueError(
+                f"--slo-limits {text}: {part!r} has to be NAME:TTFT:TPOT with limits in seconds, "
+                "each name once, as in chat:0.5:0.05,batch:30:"
+            )
+        limits[name] = Slo(values[0], values[1])
+    return limits
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

@@ -4,22 +4,18 @@ from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
-from gllm.observability.latency import RequestTimeline, collect_latencies, percentile
+from gllm.options.slo import NO_SLO, Slo
 from gllm.plan.budget import SearchBudget
-from gllm.plan.latency_limits import NO_LIMITS, LatencyLimits
 from gllm.sim.capacity import (
     CAPACITY_RULES,
     CapacityRule,
     RateTrial,
     TrialObserver,
     find_capacity,
-    make_rate_trial,
 )
-from gllm.sim.configured import simulate_requests, simulate_trial
+from gllm.sim.configured import RunFigures, SimulationAtRate
 from gllm.sim.costs.base import CostRangeError
-from gllm.sim.deployment import Deployment
-from gllm.sim.metrics.delays import scheduling_delays
-from gllm.sim.options import SimulationConfig, build_deployment, build_workload
+from gllm.sim.options import SimulationConfig
 
 PLAN_RULES = {
     "sustained": CAPACITY_RULES["sustained"],
@@ -48,19 +44,6 @@ def extend_rule(rule: CapacityRule, request_seconds: float) -> CapacityRule:
     return rule if least <= rule.min_seconds else replace(rule, min_seconds=least)
 
 
-class RunFigures(NamedTuple):
-    """Latencies of a run in seconds; None without a value."""
-
-    ttft_p50: float | None
-    ttft_p90: float | None
-    tpot_p50: float | None
-    itl_p99: float | None
-    attainment: float
-    """Share of the requests that keep the limits of each request, 0..1."""
-    is_within: bool
-    """True if the run keeps all limits."""
-
-
 class ConfigurationCapacity(NamedTuple):
     """Result of a search."""
 
@@ -74,74 +57,11 @@ class ConfigurationCapacity(NamedTuple):
     """Reason of a rate of 0, or of an early end of the search."""
 
 
-def measure_figures(timelines: list[RequestTimeline], limits: LatencyLimits) -> RunFigures:
-    """Return the figures of a run."""
-    latencies = collect_latencies(timelines)
-
-    def at(name: str, percent: float) -> float | None:
-        return percentile(latencies[name], percent) if latencies[name] else None
-
-    return RunFigures(
-        at("ttft", 50),
-        at("ttft", 90),
-        at("tpot", 50),
-        at("itl", 99),
-        limits.attained(timelines),
-        limits.are_kept(timelines),
-    )
-
-
-class LimitedRun:
-    """Simulation of a configuration at any rate. A run beyond a limit has infinite delays.
-
-    Args:
-        config: Deployment, number of engines and workload.
-        rule: States the number of requests that a rate needs.
-        limits: Latency limits.
-        stops_early: End runs whose scheduling delays can no longer be within the rule's limit; they
-            have no figures.
-    """
-
-    def __init__(
-        self,
-        config: SimulationConfig,
-        rule: CapacityRule,
-        limits: LatencyLimits,
-        stops_early: bool = False,
-    ) -> None:
-        self._config, self._rule, self._limits = config, rule, limits
-        self._stops_early = stops_early
-        self._deployment: Deployment | None = None
-        self.figures: dict[float, RunFigures] = {}
-        """Figures of the runs in this process, by rate."""
-
-    def __call__(self, rate: float) -> RateTrial:
-        """Return the scheduling delays at a rate in requests per second."""
-        num_requests = self._rule.num_requests(rate, self._config.requests)
-        config = replace(self._config, rate=rate, requests=num_requests)
-        jobs = build_workload(config)
-        longest = max(job.num_prompt_tokens + job.num_output_tokens for job in jobs)
-        deployment = self._deployment
-        if deployment is None or longest > deployment.scheduler.max_model_len:
-            # Profiles take seconds to be fitted.
-            deployment = self._deployment = build_deployment(config, longest)
-        if self._stops_early:
-            trial, requests = simulate_trial(config, deployment, jobs, self._rule)
-            if not self._rule.is_bounded(trial):
-                return trial
-        else:
-            requests = simulate_requests(config, deployment, jobs)
-            trial = make_rate_trial(scheduling_delays(requests.values()))
-        figures = measure_figures([each.line for each in requests.values()], self._limits)
-        self.figures[rate] = figures
-        return trial if figures.is_within else trial._replace(p99_delay_seconds=inf)
-
-
 def measure_capacity(
     config: SimulationConfig,
     start_rate: float,
     rule: CapacityRule = PLAN_RULES["sustained"],
-    limits: LatencyLimits = NO_LIMITS,
+    limits: Slo = NO_SLO,
     jobs: int = 1,
     on_trial: TrialObserver = lambda rate, trial: None,
     budget: SearchBudget | None = None,
@@ -161,7 +81,7 @@ def measure_capacity(
         ValueError: The options are invalid.
         OSError: The profile cannot be read.
     """
-    run = LimitedRun(config, rule, limits, stops_early=True)
+    run = SimulationAtRate(config, rule, limits)
     trials: list[tuple[float, RateTrial]] = []
 
     def observe(rate: float, trial: RateTrial) -> None:

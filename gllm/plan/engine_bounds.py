@@ -11,16 +11,17 @@ Estimates: see `operating_point`.
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import count
 from math import ceil, floor, inf
 from statistics import fmean
 
-from gllm.plan.latency_limits import NO_LIMITS, LatencyLimits
+from gllm.options.slo import NO_SLO, Slo
+from gllm.plan.engine_times import EngineTimes, decode_work, make_work, prefill_work
 from gllm.plan.operating_point import MAX_DELAY_SECONDS, OperatingPoint
 from gllm.plan.workload_moments import WorkloadMoments
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import CostRangeError
 from gllm.sim.deployment import Deployment
+from gllm.sim.monotone_search import bisect_last
 
 BOUND_SLACK = 1.1
 """Factor on the bound, because micro-batches are rounded to whole tokens, a run's lengths differ
@@ -28,8 +29,8 @@ from the mean, and measured times are not convex everywhere."""
 SIZES_PER_OCTAVE = 8
 """Sizes of micro-batches between a number of tokens and its double; from 128 tokens on, among them
 are all multiples of 16 up to 256, of 32 up to 512 and so on, so the ends of tiles are met."""
-NUM_HALVINGS = 8
-"""Bisections between the rates of two sizes."""
+NUM_STEPS = 256
+"""Rates between those of two sizes."""
 LONG_REQUEST_PERCENT = 90.0
 """Percentile of the output lengths that a long request has."""
 
@@ -44,7 +45,8 @@ class EngineBounds:
 
     def __init__(self, deployment: Deployment, moments: WorkloadMoments) -> None:
         self._cost = deployment.cost
-        self._stages = range(len(deployment.layers))
+        self._num_stages = len(deployment.layers)
+        self._engine = EngineTimes(deployment.cost, self._num_stages)
         self._moments = moments
         config = deployment.scheduler
         assert config.max_num_batched_tokens is not None, "the configuration is resolved"
@@ -78,7 +80,7 @@ class EngineBounds:
         num_requests: int,
         min_seconds: float,
         delay_seconds: float,
-        limits: LatencyLimits = NO_LIMITS,
+        limits: Slo = NO_SLO,
     ) -> float:
         """Return the rate per second that no run with bounded delays can exceed.
 
@@ -125,7 +127,7 @@ class EngineBounds:
         highest, least, size = 0.0, 0.0, 1
         while size <= self._max_seqs:
             next_size = size + max(1, (1 << size.bit_length() - 1) // SIZES_PER_OCTAVE)
-            work = _make_work(size, size * (self._moments.prompts[0] + 1), [], size)
+            work = decode_work(size, self._moments.prompts[0] + 1)
             try:
                 least = self._least_gap(work)
             except CostRangeError:
@@ -133,45 +135,49 @@ class EngineBounds:
                 return highest if least > seconds else inf
             if least <= seconds:
                 # Sizes up to the next one may be within the limit, too.
-                highest = max(highest, (next_size - 1) / max(self._stage_times(work)))
+                highest = max(highest, (next_size - 1) / max(self._engine.stages(work)))
             size = next_size
         return highest
 
-    def _step_shares(
-        self, limits: LatencyLimits, num_requests: int
-    ) -> Iterator[tuple[float, float]]:
+    def _step_shares(self, limits: Slo, num_requests: int) -> Iterator[tuple[float, float]]:
         """Yield each limit of TPOT and TBT in seconds, with the share of decode steps it binds."""
         steps = self._moments.steps
-        for each in limits.percentiles:
+        for limit in limits.percentiles:
             num_values = num_requests
-            if each.metric == "itl":
+            if limit.metric == "itl":
                 num_values = max(1, int(num_requests * self._moments.decode_steps))
             # A percentile is interpolated between two values: the upper one may be any.
-            share = each.percent / 100 - 1 / num_values
-            if each.metric == "tpot" and share > 0:
+            share = limit.percent / 100 - 1 / num_values
+            if limit.metric == "tpot" and share > 0:
                 share = _least_sum_share(steps, share)
-            if each.metric in ("tpot", "itl") and share > 0:
-                yield each.seconds, share
-        if limits.tpot is not None and (share := _least_sum_share(steps, limits.attainment)) > 0:
-            yield limits.tpot, share
+            if limit.metric in ("tpot", "itl") and share > 0:
+                yield limit.limit, share
+        if (
+            limits.tpot_seconds is not None
+            and (share := _least_sum_share(steps, limits.attainment)) > 0
+        ):
+            yield limits.tpot_seconds, share
 
     def best_point(
-        self, limits: LatencyLimits, max_delay_seconds: float = MAX_DELAY_SECONDS
+        self, limits: Slo, max_delay_seconds: float = MAX_DELAY_SECONDS
     ) -> OperatingPoint | None:
         """Return the estimates at the highest rate within limits; None: no rate, or unknown."""
-        kept = [each for each in self._points if each.keeps(limits, max_delay_seconds)]
+        kept = [point for point in self._points if point.keeps(limits, max_delay_seconds)]
         best = max(kept, key=lambda point: point.rate, default=None)
         if best is None:
             return None
-        higher = [each.rate for each in self._points if each.rate > best.rate]
-        low, high = best.rate, min(higher, default=best.rate)
-        for _ in range(NUM_HALVINGS):
-            point = self.point_at((low + high) / 2)
-            if point and point.keeps(limits, max_delay_seconds):
-                low, best = point.rate, point
-            else:
-                high = (low + high) / 2
-        return best
+        higher = [point.rate for point in self._points if point.rate > best.rate]
+        step = (min(higher, default=best.rate) - best.rate) / NUM_STEPS
+        points = {0: best}
+
+        def keeps(index: int, *_: int) -> bool:
+            point = self.point_at(points[0].rate + index * step)
+            if point is None or not point.keeps(limits, max_delay_seconds):
+                return False
+            points[index] = point
+            return True
+
+        return points[bisect_last(keeps, 0, NUM_STEPS)]
 
     def point_at(self, rate: float) -> OperatingPoint | None:
         """Return the estimates at a rate per second; None: the rate is too high, or unknown."""
@@ -188,7 +194,7 @@ class EngineBounds:
 
         Micro-batches in flight share the sequences evenly.
         """
-        sizes = self._sizes(self._token_limit, self._max_seqs / len(self._stages))
+        sizes = self._sizes(self._token_limit, self._max_seqs / self._num_stages)
         points: list[OperatingPoint] = []
         try:
             prefill = self._prefill_seconds(max(1, round(self._moments.prompt_tokens)))
@@ -210,9 +216,7 @@ class EngineBounds:
             for point in points
         ]
 
-    def missed_limit(
-        self, limits: LatencyLimits, max_delay_seconds: float = MAX_DELAY_SECONDS
-    ) -> str:
+    def missed_limit(self, limits: Slo, max_delay_seconds: float = MAX_DELAY_SECONDS) -> str:
         """Return the reason why there is no rate within limits; empty: there may be one."""
         if not self._points:
             return self._unknown_reason
@@ -220,7 +224,7 @@ class EngineBounds:
 
     def request_seconds(
         self,
-        limits: LatencyLimits = NO_LIMITS,
+        limits: Slo = NO_SLO,
         max_delay_seconds: float = MAX_DELAY_SECONDS,
         percent: float = LONG_REQUEST_PERCENT,
     ) -> float:
@@ -231,7 +235,7 @@ class EngineBounds:
             max_delay_seconds: Limit of the scheduling delay.
             percent: Percentile (0..100) of the output lengths; the prompt is a mean one.
         """
-        point = self.best_point(limits, max_delay_seconds) or self.best_point(NO_LIMITS)
+        point = self.best_point(limits, max_delay_seconds) or self.best_point(NO_SLO)
         steps = self._moments.step_percentile(percent)
         if point is None:
             return steps * self.least_token_seconds()
@@ -240,23 +244,22 @@ class EngineBounds:
     def least_first_token_seconds(self, percent: float) -> float:
         """Return a time that this percentile of the TTFT is not below."""
         tokens = self._moments.prompt_percentile(percent)
-        work = _make_work(0, 0, [(0, tokens)], 1)
         try:
-            return max(self._cost.stage_seconds(stage, work) for stage in self._stages)
+            return max(self._engine.stages(prefill_work([tokens])))
         except CostRangeError:
             return 0.0
 
     def least_token_seconds(self) -> float:
         """Return a time that no gap between two tokens of a request is below."""
         try:
-            return self._least_gap(_make_work(1, self._moments.prompts[0] + 1, [], 1))
+            return self._least_gap(decode_work(1, self._moments.prompts[0] + 1))
         except CostRangeError:
             return 0.0
 
     def _least_gap(self, work: StageWork) -> float:
         """Return a time that no gap before a token of a micro-batch is below."""
         seconds = self._pass_seconds(work)
-        if len(self._stages) == 1:
+        if self._num_stages == 1:
             # The result of a single stage returns while the stage computes the next step.
             seconds -= self._cost.return_seconds(work)
         return seconds
@@ -290,7 +293,7 @@ class EngineBounds:
         """Return the micro-batch of this many tokens, and its seconds on each stage."""
         if size not in self._times:
             work = self._work(size)
-            self._times[size] = work, self._stage_times(work)
+            self._times[size] = work, self._engine.stages(work)
         return self._times[size]
 
     def _point(self, size: int, prefill_seconds: float) -> OperatingPoint:
@@ -300,28 +303,21 @@ class EngineBounds:
         room = max(0, self._chunk_tokens - work.num_decodes)
         if room > sum(tokens for _, tokens in work.prefill_chunks):
             context = work.num_decode_context_tokens
-            full = _make_work(work.num_decodes, context, self._chunks(room), work.num_sampled_rows)
+            full = make_work(work.num_decodes, context, self._chunks(room), work.num_sampled_rows)
             chunk = self._pass_seconds(full)
         rate = size / self._request_tokens / max(max(times), step / len(times))
-        on_stage = max(self._stage_times(full)) if len(times) > 1 else 0.0
+        on_stage = max(self._engine.stages(full)) if len(times) > 1 else 0.0
         return OperatingPoint(rate, inf, prefill_seconds, step, chunk, chunk_stage_seconds=on_stage)
 
     def _prefill_seconds(self, tokens: int) -> float:
         chunks = []
         for start in range(0, tokens, self._max_tokens):
             chunks.append((start, min(self._max_tokens, tokens - start)))
-        return sum(self._pass_seconds(_make_work(0, 0, [chunk], 1)) for chunk in chunks)
+        return sum(self._pass_seconds(make_work(0, 0, [chunk], 1)) for chunk in chunks)
 
     def _pass_seconds(self, work: StageWork) -> float:
         """Return the time of a micro-batch on all stages one after the other, with transfers."""
-        total = sum(self._stage_times(work)) + self._cost.return_seconds(work)
-        for stage in self._stages[:-1]:
-            transfer = self._cost.activation_transfer(stage, work)
-            total += transfer.occupancy_seconds + transfer.propagation_seconds
-        return total
-
-    def _stage_times(self, work: StageWork) -> list[float]:
-        return [self._cost.stage_seconds(stage, work) for stage in self._stages]
+        return self._engine.total(work) + self._cost.return_seconds(work)
 
     def _work(self, size: int) -> StageWork:
         """Return the micro-batch of this many tokens, but at least one of each kind."""
@@ -330,7 +326,7 @@ class EngineBounds:
         num_decodes = max(1, round(share * moments.decode_steps)) if moments.decode_steps else 0
         chunks = self._chunks(max(1, size - num_decodes))
         context = round(num_decodes * moments.mean_context_tokens)
-        return _make_work(num_decodes, context, chunks, num_decodes + max(1, round(share)))
+        return make_work(num_decodes, context, chunks, num_decodes + max(1, round(share)))
 
     def _chunks(self, tokens: int) -> list[tuple[int, int]]:
         """Return prefill chunks that together have as many query-key pairs as in the mean."""
@@ -370,14 +366,3 @@ def _least_sum_share(values: Sequence[int], share: float) -> float:
         share: Of the number of values, 0..1.
     """
     return sum(values[: floor(share * len(values))]) / sum(values)
-
-
-_steps = count(1)
-
-
-def _make_work(
-    num_decodes: int, context: int, chunks: list[tuple[int, int]], num_sampled: int
-) -> StageWork:
-    """Return a micro-batch; steps differ because cost models keep results by step."""
-    num_tokens = num_decodes + sum(tokens for _, tokens in chunks)
-    return StageWork(next(_steps), num_tokens, tuple(chunks), num_decodes, context, num_sampled)

@@ -8,7 +8,7 @@ where sequences, not tokens, limit the micro-batches: each sequence is a server.
 from math import log, sqrt
 from typing import NamedTuple
 
-from gllm.plan.latency_limits import LatencyLimits
+from gllm.options.slo import Slo
 
 DELAY_PERCENT = 99.0
 """Percentile of the scheduling delay that every capacity limits, as in CAPACITY_RULES."""
@@ -79,16 +79,14 @@ class OperatingPoint(NamedTuple):
             rate=rate, step_seconds=step, chunk_seconds=chunk, chunk_stage_seconds=chunk_stage
         )
 
-    def keeps(self, limits: LatencyLimits, max_delay_seconds: float = MAX_DELAY_SECONDS) -> bool:
+    def keeps(self, limits: Slo, max_delay_seconds: float = MAX_DELAY_SECONDS) -> bool:
         """Return True if the estimates are within the limits and the scheduling delay is bounded.
 
         Limits of `e2el` are not estimated.
         """
         return not self.missed_limit(limits, max_delay_seconds)
 
-    def missed_limit(
-        self, limits: LatencyLimits, max_delay_seconds: float = MAX_DELAY_SECONDS
-    ) -> str:
+    def missed_limit(self, limits: Slo, max_delay_seconds: float = MAX_DELAY_SECONDS) -> str:
         """Return the first limit that the estimates miss, with the estimate; empty: none."""
         for metric, name in NAMES.items():
             limit = limits.limit_of(metric)

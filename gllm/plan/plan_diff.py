@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from gllm.observability.latency import RequestTimeline, collect_latencies, slo_attainment
 from gllm.observability.step_log import AddEvent, CommitEvent, StartEvent, StepLogEvent
+from gllm.options.slo import Slo
 from gllm.plan.serving_plan import ExpectedFigures, PlanError, ServingPlan
 from gllm.sim.metrics.report import format_table, show_value
 from gllm.sim.metrics.run_record import build_run_record
@@ -151,8 +152,11 @@ def measure_attainment(
     if (goals.ttft is None and goals.tpot is None) or not arriving or not ending:
         return None
     if all(engine.role == "mixed" for engine in plan.engines.values()):
-        return slo_attainment(arriving, goals.ttft, goals.tpot)
-    shares = slo_attainment(arriving, ttft=goals.ttft), slo_attainment(ending, tpot=goals.tpot)
+        return slo_attainment(arriving, Slo(goals.ttft, goals.tpot))
+    shares = (
+        slo_attainment(arriving, Slo(goals.ttft)),
+        slo_attainment(ending, Slo(tpot_seconds=goals.tpot)),
+    )
     return max(0.0, sum(shares) - 1)
 
 

@@ -5,14 +5,13 @@ from pathlib import Path
 
 import msgspec
 
-from gllm.plan.flags import find_flag
 from gllm.plan.plan_change import FLOW_PRESET
+from gllm.plan.processes import find_flag
 from gllm.plan.serving_plan import PlanError, ServingPlan
+from gllm.plan.strategies import STRATEGIES
 
 DETECTION_FLAG = "detect_shifts"
 """Flag of a router that detects shifts, with underscores."""
-SEARCHES = {"search": True, "goodput": True, "hetero": False}
-"""Planners of `gllm plan` that choose the engines of a workload; True if they take --rate."""
 RATE_FLAGS = ("--rate", "--rat", "--ra")
 """Flag of the rate, and its abbreviations that no other flag has."""
 
@@ -70,7 +69,7 @@ def check_replannable(plan: ServingPlan) -> None:
             "`gllm plan search`, whose routers have no flows"
         )
     words = _planner_words(plan)
-    takes_rate = SEARCHES[words[1]]
+    takes_rate = STRATEGIES[words[1]].takes_rate
     if takes_rate and "--config" in words and not _has_rate(words):
         raise PlanError(
             "expected.by: --config may have the rate: pass --rate on the command line of the "
@@ -85,8 +84,9 @@ def _planner_words(plan: ServingPlan) -> list[str]:
         words = shlex.split(by)
     except ValueError as error:
         raise PlanError(f"expected.by: {error}") from None
-    if words[:2] != ["gllm", "plan"] or len(words) < 3 or words[2] not in SEARCHES:
-        names = ", ".join(f"`gllm plan {name}`" for name in SEARCHES)
+    repeatable = [name for name, strategy in STRATEGIES.items() if strategy.is_repeatable]
+    if words[:2] != ["gllm", "plan"] or len(words) < 3 or words[2] not in repeatable:
+        names = ", ".join(f"`gllm plan {name}`" for name in repeatable)
         raise PlanError(
             f"expected.by: {by!r}: --replan repeats the search that made the plan: make it by one "
             f"of {names}"

@@ -11,7 +11,6 @@ from gllm.options.slo import Slo
 from gllm.router.engine_record import EngineRecord
 from gllm.routing.disaggregation.policy import EnginePair, PairPolicy, PairRequest
 from gllm.routing.health import FleetHealth
-from gllm.routing.length_prediction import PredictedLength
 from gllm.routing.policies.predict import predict_all
 from gllm.routing.policy import RoutingPolicy
 from gllm.routing.prefix_index import PromptBlockHashes
@@ -248,4 +247,4 @@ class PairDispatcher:
         """Return the request for the policy."""
         entry = stream.entry
         length = self._dispatcher.predict_output(entry)
-        return PairRequest(stream, len(entry.prompt), PredictedLength(length, length + 1))
+        return PairRequest(stream, len(entry.prompt), max(1, length))

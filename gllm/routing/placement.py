@@ -212,7 +212,7 @@ def admits_prefill(
         slacks: T_dec l_out - t_dec in seconds, of each ongoing request; not read without T_dec.
         rules: Limits.
     """
-    ttft, tpot = rules.slo
+    ttft, tpot = rules.slo.ttft_seconds, rules.slo.tpot_seconds
     seconds = model.prefill_seconds(num_new_tokens)
     if "c" in rules.constraints and ttft is not None and seconds > ttft:
         return False

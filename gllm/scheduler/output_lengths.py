@@ -1,7 +1,7 @@
-"""Predict output lengths from the outputs of finished sequences.
+"""Predict output lengths from the outputs of finished sequences of the same class.
 
-Requests with a similar `max_tokens` (the same power of two) tend to come from the same client.
-Each such class therefore has its own history.
+Requests with a similar `max_tokens` (the same power of two) tend to come from the same client, so
+that is the class here. `gllm.routing.output_by_prompt` has classes by the prompt's length.
 """
 
 from bisect import bisect_right, insort
@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping
 from itertools import accumulate
 
 OutputLengths = Mapping[int, Iterable[int]]
-"""Lengths of the last outputs in tokens, the oldest first, by class: the number of bits of
-`max_tokens`."""
+"""Lengths of the last outputs in tokens, the oldest first, by class."""
 
 HISTORY_LENGTH = 64
 """Number of finished sequences in the history of a class."""
@@ -25,6 +24,8 @@ class OutputHistory:
         self._sorted: list[int] = []
         self._sums: list[int] = []
         """Sums of the 0, 1, 2, ... longest lengths; empty if they have to be recomputed."""
+        self._means: dict[int, float] = {}
+        """Means above a length that were computed since the last record."""
 
     def record(self, length: int) -> None:
         """Add the output length of a finished sequence; drop the oldest if the window is full."""
@@ -33,17 +34,66 @@ class OutputHistory:
         self.recent.append(length)
         insort(self._sorted, length)
         self._sums = []
+        self._means.clear()
 
     def mean_above(self, length: int) -> float:
         """Return the mean of all lengths greater than `length`; 0 if there are none."""
+        mean = self._means.get(length)
+        if mean is None:
+            mean = self._means[length] = self._compute_mean(length)
+        return mean
+
+    def _compute_mean(self, length: int) -> float:
         count = len(self._sorted) - bisect_right(self._sorted, length)
         if not self._sums:
             self._sums = [0, *accumulate(reversed(self._sorted))]
         return self._sums[count] / count if count else 0.0
 
 
-class OutputLengthPredictor:
-    """Predictor of output lengths, from those of finished sequences.
+class OutputClasses:
+    """Histories of output lengths by class of requests.
+
+    A request's class follows from its size in tokens: by default the number of bits of its
+    `max_tokens`.
+
+    Args:
+        recent: lengths to begin with, `recent_lengths` of an earlier predictor.
+    """
+
+    history_length = HISTORY_LENGTH
+
+    def __init__(self, recent: OutputLengths | None = None) -> None:
+        self.histories: dict[int, OutputHistory] = {}
+        for key, lengths in (recent or {}).items():
+            history = self.histories[key] = OutputHistory(self.history_length)
+            for length in lengths:
+                history.record(length)
+
+    @staticmethod
+    def class_of(num_tokens: int) -> int:
+        """Return the class of a request by its size in tokens."""
+        return num_tokens.bit_length()
+
+    @property
+    def recent_lengths(self) -> dict[int, list[int]]:
+        """Lengths of the last outputs by class: all that the predictions depend on."""
+        return {key: list(history.recent) for key, history in self.histories.items()}
+
+    def record(self, num_tokens: int, length: int) -> None:
+        """Add a request that finished after `length` output tokens, neither aborted nor failed.
+
+        Args:
+            num_tokens: size of the request, which determines its class.
+            length: number of its output tokens.
+        """
+        key = self.class_of(num_tokens)
+        if key not in self.histories:
+            self.histories[key] = OutputHistory(self.history_length)
+        self.histories[key].record(length)
+
+
+class OutputLengthPredictor(OutputClasses):
+    """Predictor of output lengths by `max_tokens`.
 
     Args:
         prior: expected output tokens of a request whose class has no history.
@@ -51,25 +101,12 @@ class OutputLengthPredictor:
     """
 
     def __init__(self, prior: int, recent: OutputLengths | None = None) -> None:
+        super().__init__(recent)
         self._prior = prior
-        self._histories: dict[int, OutputHistory] = {}
-        for key, lengths in (recent or {}).items():
-            history = self._histories[key] = OutputHistory()
-            for length in lengths:
-                history.record(length)
-
-    @property
-    def recent_lengths(self) -> dict[int, list[int]]:
-        """Lengths of the last outputs by class: all that the predictions depend on."""
-        return {key: list(history.recent) for key, history in self._histories.items()}
-
-    def record(self, max_tokens: int, length: int) -> None:
-        """Add a sequence that finished after `length` output tokens, neither aborted nor failed."""
-        self._histories.setdefault(max_tokens.bit_length(), OutputHistory()).record(length)
 
     def has_history(self, max_tokens: int) -> bool:
         """Return True if outputs of the class of a limit have been recorded."""
-        return max_tokens.bit_length() in self._histories
+        return self.class_of(max_tokens) in self.histories
 
     def predict(self, max_tokens: int, generated: int) -> int:
         """Return the expected final length of an output, in tokens; at most `max_tokens`.
@@ -81,7 +118,7 @@ class OutputLengthPredictor:
             max_tokens: limit of the request, which determines its class.
             generated: output tokens so far.
         """
-        history = self._histories.get(max_tokens.bit_length())
+        history = self.histories.get(self.class_of(max_tokens))
         if history is not None:
             expected = round(history.mean_above(generated))
         else:

@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from gllm.observability.latency import percentile
+from gllm.sim.monotone_search import bisect_last, find_last
 
 RATE_STEP = 1.025
 """Ratio of neighbouring rates of the search: the capacity is exact to 2.5 %."""
@@ -196,77 +197,42 @@ def find_capacity(
         raise ValueError(f"start_rate is {start_rate}, but must be above 0 requests per second")
     with ExitStack() as stack:
         executor = stack.enter_context(ProcessPoolExecutor(jobs)) if jobs > 1 else None
-        trials = _RateTrials(run, executor, rule, on_trial, refusal)
-        stack.callback(trials.cancel)
-        if rule.is_bisection:
-            return _bisect_as_vidur(trials, start_rate, rule)
-        search = _SustainedRateSearch(trials, start_rate, rule)
+        search = _CapacitySearch(run, start_rate, rule, executor, on_trial, refusal)
+        stack.callback(search.cancel)
+        note = ""
         try:
-            best = search.descend(search.highest_bounded())
-            num_before = len(trials.trials)
-            rate, note = search.rate(search.confirm(best)), ""
-        except SearchEndedError as error:
-            rate, num_before, note = search.best_so_far(str(error)), len(trials.trials), str(error)
-        num_confirmations = len(trials.trials) - num_before
-        return Capacity(rate, tuple(trials.trials.items()), num_confirmations, note)
-
-
-def _bisect_as_vidur(trials: "_RateTrials", start_rate: float, rule: CapacityRule) -> Capacity:
-    """Return the capacity by the bisection of Vidur's capacity_search.py."""
-    low, high, best, least_failed = 0.0, 2 * start_rate, 0.0, inf
-    last_rate, limit, note = 0.0, rule.max_p99_delay_seconds, ""
-    while len(trials.trials) < rule.max_trials:
-        rate = (low + high) / 2
-        if abs(high - low) < (rule.rate_step - 1) * last_rate:
-            break
-        try:
-            trial = trials.get(rate, (low + rate) / 2, (rate + high) / 2)
+            rate = search.bisect_as_vidur() if rule.is_bisection else search.search_grid()
         except SearchEndedError as error:
             note = str(error)
-            break
-        last_rate = rate
-        if rule.is_sustained(trial):
-            best = low = rate
-            # The shorter the delays, the farther away is the capacity.
-            delay = trial.p99_delay_seconds
-            if delay < limit / 8:
-                high = min(4 * high, least_failed)
-            elif delay < limit / 4 or rate > 0.8 * high:
-                high = min(2 * high, least_failed)
-        else:
-            high = rate
-            least_failed = min(least_failed, rate)
-    if note and not best:
-        raise ValueError(note)
-    if not best:
-        raise ValueError(f"no rate from {last_rate:.3g} requests per second up is sustained")
-    return Capacity(best, tuple(trials.trials.items()), note=note)
+            rate = search.highest_sustained(note)
+        return Capacity(rate, tuple(search.trials.items()), search.num_confirmations, note)
 
 
-class _RateTrials:
-    """Trials by request rate, each simulated once.
+class _CapacitySearch:
+    """Trials by request rate, each simulated once, and the searches over them.
 
-    With an executor, rates that the search may need next are simulated at the same time. Only
-    trials that it looks at count, so the result does not depend on the number of processes.
+    With an executor, rates that a search may need next are simulated at the same time. Only trials
+    that it looks at count, so the result does not depend on the number of processes.
+
+    Indices of the grid are rates: start_rate x 1.025 ** index.
     """
 
     def __init__(
         self,
         run: RunAtRate,
-        executor: Executor | None,
+        start_rate: float,
         rule: CapacityRule,
+        executor: Executor | None,
         on_trial: TrialObserver,
         refusal: Refusal,
     ) -> None:
-        self._run = run
-        self._rule = rule
-        self._refusal = refusal
-        self._on_trial = on_trial
-        self._executor = executor
+        self._run, self._start_rate, self._rule = run, start_rate, rule
+        self._executor, self._on_trial, self._refusal = executor, on_trial, refusal
         self._futures: dict[float, Future[RateTrial]] = {}
         self.trials: dict[float, RateTrial] = {}
+        self.num_confirmations = 0
 
-    def get(self, rate: float, *next_rates: float) -> RateTrial:
+    def _get(self, rate: float, *next_rates: float) -> RateTrial:
         """Return the trial of a rate.
 
         Args:
@@ -283,9 +249,9 @@ class _RateTrials:
             if self._executor is None:
                 trial = self._run(rate)
             else:
-                for each in (rate, *next_rates):
-                    if each not in self._futures:
-                        self._futures[each] = self._executor.submit(self._run, each)
+                for needed in (rate, *next_rates):
+                    if needed not in self._futures:
+                        self._futures[needed] = self._executor.submit(self._run, needed)
                 trial = self._futures[rate].result()
             self._rule.check_length(trial)
             self.trials[rate] = trial
@@ -297,95 +263,99 @@ class _RateTrials:
         for future in self._futures.values():
             future.cancel()
 
+    def highest_sustained(self, reason: str) -> float:
+        """Return the highest rate that is known to be sustained; ValueError(reason) if none is."""
+        sustained = [rate for rate, trial in self.trials.items() if self._rule.is_sustained(trial)]
+        if not sustained:
+            raise ValueError(reason)
+        return max(sustained)
 
-class _SustainedRateSearch:
-    """Search for the highest sustained rate from above.
+    def bisect_as_vidur(self) -> float:
+        """Return the capacity by the bisection of Vidur's capacity_search.py."""
+        low, high, least_failed = 0.0, 2 * self._start_rate, inf
+        last_rate, limit = 0.0, self._rule.max_p99_delay_seconds
+        while (
+            len(self.trials) < self._rule.max_trials
+            and high - low >= (self._rule.rate_step - 1) * last_rate
+        ):
+            last_rate = rate = (low + high) / 2
+            trial = self._get(rate, (low + rate) / 2, (rate + high) / 2)
+            if self._rule.is_sustained(trial):
+                low = rate
+                # The shorter the delays, the farther away is the capacity.
+                delay = trial.p99_delay_seconds
+                if delay < limit / 8:
+                    high = min(4 * high, least_failed)
+                elif delay < limit / 4 or rate > 0.8 * high:
+                    high = min(2 * high, least_failed)
+            else:
+                high = rate
+                least_failed = min(least_failed, rate)
+        return self.highest_sustained(
+            f"no rate from {last_rate:.3g} requests per second up is sustained"
+        )
 
-    The 99th percentile separates the rates into low and high ones but for anomalies, so a bisection
-    finds where that is. Growth of the delays depends on chance as well, so from there down the
-    rates are tried one by one. An index is a rate: start_rate x 1.025 ** index.
-    """
+    def search_grid(self) -> float:
+        """Return the highest sustained rate of the grid, from above.
 
-    def __init__(self, trials: _RateTrials, start_rate: float, rule: CapacityRule) -> None:
-        self._trials = trials
-        self._start_rate = start_rate
-        self._rule = rule
+        The 99th percentile separates the rates into low and high ones but for anomalies, so a
+        bisection finds where that is. Growth of the delays depends on chance as well, so from there
+        down the rates are tried one by one.
+        """
+        best = self._descend(self._highest_bounded())
+        num_before = len(self.trials)
+        best = self._confirm(best)
+        self.num_confirmations = len(self.trials) - num_before
+        return self._rate(best)
 
-    def rate(self, index: int) -> float:
+    def _rate(self, index: int) -> float:
         """Return the rate of an index in requests per second."""
         return self._start_rate * RATE_STEP**index
 
-    def _get_trial(self, index: int, *next_indices: int) -> RateTrial:
-        return self._trials.get(self.rate(index), *map(self.rate, next_indices))
+    def _is_bounded(self, *indices: int) -> bool:
+        return self._rule.is_bounded(self._get(*map(self._rate, indices)))
 
-    def _is_bounded(self, index: int, *next_indices: int) -> bool:
-        return self._rule.is_bounded(self._get_trial(index, *next_indices))
+    def _is_sustained(self, *indices: int) -> bool:
+        return self._rule.is_sustained(self._get(*map(self._rate, indices)))
 
-    def _is_sustained(self, index: int, *next_indices: int) -> bool:
-        return self._rule.is_sustained(self._get_trial(index, *next_indices))
-
-    def best_so_far(self, reason: str) -> float:
-        """Return the highest rate that is known to be sustained; ValueError(reason) if none is."""
-        known = self._trials.trials
-        best = max((each for each in known if self._rule.is_sustained(known[each])), default=None)
-        if best is None:
-            raise ValueError(reason)
-        return best
-
-    def highest_bounded(self) -> int:
+    def _highest_bounded(self) -> int:
         """Return a rate with bounded delays whose next higher one has unbounded ones."""
-        step, index = FIRST_STEP, 0
-        direction = 1 if self._is_bounded(0, FIRST_STEP, -FIRST_STEP) else -1
-        while True:
-            following = index + direction * step
-            # The bisection of an interval of 2^n rates takes n more trials.
-            self._check_budget(following, step.bit_length())
-            is_bounded = self._is_bounded(following, following + direction * 2 * step)
-            if is_bounded != (direction > 0):
-                break
-            index, step = following, 2 * step
-        low, high = sorted((index, following))
-        return self._bisect(low, high, self._is_bounded)
+        # A bisection between the last two steps takes as many trials as there were steps.
+        num_doublings = (self._rule.max_trials - 1 - FIRST_STEP.bit_length()) // 2
+        reach = FIRST_STEP * (2 ** (num_doublings + 1) - 1)
+        index = find_last(self._is_bounded, 0, FIRST_STEP, -reach, reach)
+        if index is None or index == reach:
+            raise self._no_capacity(-reach if index is None else reach)
+        return index
 
-    def descend(self, index: int) -> int:
+    def _descend(self, index: int) -> int:
         """Return the first sustained rate at or below a rate."""
         step, num_single_steps = 1, 0
         following = index
         while not self._is_sustained(following, following - 1):
             index = following
-            self._check_budget(index, step.bit_length())
+            if len(self.trials) + step.bit_length() > self._rule.max_trials:
+                raise self._no_capacity(index)
             num_single_steps += 1
             if num_single_steps > MAX_SINGLE_STEPS:
                 step *= 2
             following = index - step
         if following < index - 1:
-            return self._bisect(following, index, self._is_sustained)
+            return bisect_last(self._is_sustained, following, index)
         return following
 
-    def confirm(self, index: int) -> int:
+    def _confirm(self, index: int) -> int:
         """Return the first rate at or above a sustained one after which none of the next is."""
         ahead = range(1, self._rule.num_confirmations + 1)
         while True:
-            higher = [index + each for each in ahead]
-            sustained = [each for each in higher if self._is_sustained(each, *higher)]
+            higher = [index + offset for offset in ahead]
+            sustained = [offset for offset in higher if self._is_sustained(offset, *higher)]
             if not sustained:
                 return index
             index = max(sustained)
 
-    def _bisect(self, low: int, high: int, holds: Callable[..., bool]) -> int:
-        """Return a rate where a condition holds and does not at the next one, as at the ends."""
-        while high - low > 1:
-            middle = (low + high) // 2
-            if holds(middle, (middle + high) // 2, (low + middle) // 2):
-                low = middle
-            else:
-                high = middle
-        return low
-
-    def _check_budget(self, index: int, num_reserved: int) -> None:
-        """Raise ValueError if the trials before the confirmations will be too many."""
-        if len(self._trials.trials) + num_reserved > self._rule.max_trials:
-            raise ValueError(
-                f"{len(self._trials.trials)} simulations found no capacity near "
-                f"{self.rate(index):.3g} requests per second: start at another rate"
-            )
+    def _no_capacity(self, index: int) -> ValueError:
+        return ValueError(
+            f"{len(self.trials)} simulations found no capacity near "
+            f"{self._rate(index):.3g} requests per second: start at another rate"
+        )

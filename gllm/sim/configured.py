@@ -2,16 +2,23 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gllm.observability.latency import (
+    RequestTimeline,
+    collect_latencies,
+    keeps_slo,
+    percentile,
+    slo_attainment,
+)
 from gllm.observability.step_log import StepLogEvent, StepLogWriter
-from gllm.options.slo import Slo
+from gllm.options.slo import NO_SLO, Slo, parse_class_slos
 from gllm.scheduler.kv_admission import RESERVING_ADMISSIONS
 from gllm.sim.capacity import (
-    CAPACITY_RULES,
     CapacityRule,
     RateTrial,
     make_rate_trial,
@@ -20,7 +27,6 @@ from gllm.sim.capacity import (
 from gllm.sim.cluster.cluster import ClusterRun, LogOpener, simulate_cluster
 from gllm.sim.cluster.router import make_router
 from gllm.sim.deployment import Deployment, simulate
-from gllm.sim.metrics.attainment import class_attainment, parse_slo_limits
 from gllm.sim.metrics.delays import (
     LongDelays,
     RunLoad,
@@ -28,7 +34,7 @@ from gllm.sim.metrics.delays import (
     measure_rate_trial,
     scheduling_delays,
 )
-from gllm.sim.metrics.report import summarize_cluster, summarize_run
+from gllm.sim.metrics.report import class_attainment, summarize_cluster, summarize_run
 from gllm.sim.metrics.run_record import RunRecord, ServedRequest
 from gllm.sim.options import SimulationConfig, build_deployment, build_workload
 from gllm.sim.workloads.classes import parse_shares
@@ -104,8 +110,7 @@ def run_simulation(
             requests, result = _run_cluster(config, deployment, jobs, open_log)
     summary, load = result.summary, result.load
     classes = {index: job.slo_class for index, job in enumerate(jobs)}
-    slo = Slo(config.slo_ttft, config.slo_tpot)
-    if attainment := class_attainment(requests, classes, limits, slo):
+    if attainment := class_attainment(requests, classes, limits, config.slo):
         summary["slo_classes"] = attainment
     summary["below_range"] = result.below_range
     if load:
@@ -120,7 +125,7 @@ def run_simulation(
 
 def _read_slo_limits(config: SimulationConfig) -> dict[str, Slo]:
     """Return the limits of each SLO class; ValueError if a class is not one of the workload."""
-    limits = parse_slo_limits(config.slo_limits) if config.slo_limits else {}
+    limits = parse_class_slos(config.slo_limits) if config.slo_limits else {}
     classes = parse_shares(config.slo_classes) if config.slo_classes else {}
     for name in limits:
         if name not in classes:
@@ -153,7 +158,7 @@ def _run_engine(
     run = simulate(deployment, jobs, open_log("") if open_log else None)
     # Figures by operator are predictions too, which are not to be counted.
     below_range = dict(deployment.cost.num_below_range)
-    summary = summarize_run(run, config.slo_ttft, config.slo_tpot, deployment)
+    summary = summarize_run(run, config.slo, deployment)
     load = measure_load(list(run.requests.values()), summary["steady_requests_per_second"])
     return run.requests, SimulationResult(run, summary, {}, load, below_range)
 
@@ -168,7 +173,7 @@ def _run_cluster(
     run = _simulate_engines(config, deployment, jobs, open_log)
     below_range = dict(deployment.cost.num_below_range)
     deployments = dict.fromkeys(run.engines, deployment)
-    summary = summarize_cluster(run, deployments, config.slo_ttft, config.slo_tpot)
+    summary = summarize_cluster(run, deployments, config.slo)
     start = next(iter(run.engines.values())).record.start
     return run.requests, SimulationResult(RunRecord(start, run.requests), *summary, below_range)
 
@@ -214,24 +219,81 @@ def simulate_trial(
     return measure_rate_trial(run), run.requests
 
 
-@dataclass(frozen=True)
-class ConfiguredSimulation:
-    """Simulation of a configuration at any request rate; the number of requests grows with it."""
+class RunFigures(NamedTuple):
+    """Latencies of a run in seconds; None without a value."""
 
-    config: SimulationConfig
+    ttft_p50: float | None
+    ttft_p90: float | None
+    tpot_p50: float | None
+    itl_p99: float | None
+    attainment: float
+    """Share of the requests that keep the limits of each request, 0..1."""
+    is_within: bool
+    """True if the run keeps all limits."""
+
+
+def measure_figures(timelines: list[RequestTimeline], limits: Slo) -> RunFigures:
+    """Return the figures of a run."""
+    latencies = collect_latencies(timelines)
+
+    def at(name: str, percent: float) -> float | None:
+        return percentile(latencies[name], percent) if latencies[name] else None
+
+    return RunFigures(
+        at("ttft", 50),
+        at("ttft", 90),
+        at("tpot", 50),
+        at("itl", 99),
+        slo_attainment(timelines, limits),
+        keeps_slo(timelines, limits),
+    )
+
+
+class SimulationAtRate:
+    """Simulation of a configuration at any request rate. A run beyond a limit has infinite delays.
+
+    Args:
+        config: Deployment, number of engines and workload.
+        rule: States the number of requests that a rate needs.
+        limits: Latency limits.
+        stops_early: End runs whose scheduling delays can no longer be within the rule's limit; they
+            have no figures.
+    """
+
+    def __init__(
+        self,
+        config: SimulationConfig,
+        rule: CapacityRule,
+        limits: Slo = NO_SLO,
+        stops_early: bool = True,
+    ) -> None:
+        self._config, self._rule, self._limits = config, rule, limits
+        self._stops_early = stops_early
+        self._deployment: Deployment | None = None
+        self.figures: dict[float, RunFigures] = {}
+        """Figures of the runs in this process, by rate."""
+
+    def at_rate(self, rate: float) -> SimulationConfig:
+        """Return the configuration with another rate and the number of requests that it needs."""
+        requests = self._rule.num_requests(rate, self._config.requests)
+        return replace(self._config, rate=rate, requests=requests)
 
     def __call__(self, rate: float) -> RateTrial:
         """Return the scheduling delays at a rate in requests per second."""
         config = self.at_rate(rate)
-        deployment, jobs = build_simulation(config)
-        return simulate_trial(config, deployment, jobs, self.rule)[0]
-
-    @property
-    def rule(self) -> CapacityRule:
-        """Return the rule of the search."""
-        return CAPACITY_RULES[self.config.capacity or "sustained"]
-
-    def at_rate(self, rate: float) -> SimulationConfig:
-        """Return the configuration with another rate and the number of requests that it needs."""
-        requests = self.rule.num_requests(rate, self.config.requests)
-        return replace(self.config, rate=rate, requests=requests)
+        jobs = build_workload(config)
+        longest = max(job.num_prompt_tokens + job.num_output_tokens for job in jobs)
+        deployment = self._deployment
+        if deployment is None or longest > deployment.scheduler.max_model_len:
+            # Profiles take seconds to be fitted.
+            deployment = self._deployment = build_deployment(config, longest)
+        if self._stops_early:
+            trial, requests = simulate_trial(config, deployment, jobs, self._rule)
+            if not self._rule.is_bounded(trial):
+                return trial
+        else:
+            requests = simulate_requests(config, deployment, jobs)
+            trial = make_rate_trial(scheduling_delays(requests.values()))
+        figures = measure_figures([served.line for served in requests.values()], self._limits)
+        self.figures[rate] = figures
+        return trial if figures.is_within else trial._replace(p99_delay_seconds=inf)

@@ -6,7 +6,7 @@ from gllm.pacing.depth import LinkSeconds
 from gllm.pacing.pacer import PathSeconds, PipelinePacer
 from gllm.scheduler.plan import StepOutput, StepPlan, StepTime
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.costs.base import CostModel, TransferCost
+from gllm.sim.costs.base import CostModel
 from gllm.sim.event_loop import REPORT
 from gllm.sim.metrics.run_record import DepthChange
 from gllm.sim.observer import PipelineObserver
@@ -104,19 +104,15 @@ def read_paths(cost: CostModel, num_stages: int) -> PathSeconds:
         one, many = (cost.activation_transfer(stage, work) for work in (small, large))
         added = many.occupancy_seconds - one.occupancy_seconds
         per_token = added / (large.num_tokens - small.num_tokens)
-        links.append(LinkSeconds(_total_seconds(one) - per_token, per_token))
+        links.append(LinkSeconds(one.total_seconds - per_token, per_token))
     before = cost.plan_seconds(small)
     latencies = [
-        before + _total_seconds(cost.plan_transfer(stage, small)) for stage in range(num_stages)
+        before + cost.plan_transfer(stage, small).total_seconds for stage in range(num_stages)
     ]
-    way_back = cost.return_seconds(small) + _total_seconds(cost.return_transfer(small))
+    way_back = cost.return_seconds(small) + cost.return_transfer(small).total_seconds
     return PathSeconds(links, latencies, way_back)
 
 
 def _probe_work(num_tokens: int) -> StageWork:
     """Return the work of decodes with little context."""
     return StageWork(0, num_tokens, (), num_tokens, num_tokens, num_tokens)
-
-
-def _total_seconds(transfer: TransferCost) -> float:
-    return transfer.occupancy_seconds + transfer.propagation_seconds

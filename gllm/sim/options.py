@@ -7,6 +7,7 @@ from gllm.options.degrees import as_degrees
 from gllm.options.field_types import convert_fields
 from gllm.options.flags import parse_counts
 from gllm.options.options import INT32_MAX, MAX_TIMEOUT_SECONDS, option
+from gllm.options.slo import Slo
 from gllm.scheduler.config import TCP_DEPTH, SchedulerConfig
 from gllm.sim.capacity import CAPACITY_RULES
 from gllm.sim.cluster.router import ROUTER_NAMES
@@ -152,6 +153,11 @@ class SimulationConfig:
         choices=tuple(CAPACITY_RULES),
     )
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    @property
+    def slo(self) -> Slo:
+        """Limits of each request."""
+        return Slo(self.slo_ttft, self.slo_tpot)
 
     def __post_init__(self) -> None:
         """Check types and ranges.

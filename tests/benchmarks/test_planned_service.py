@@ -20,7 +20,7 @@ from benchmarks.planned_service.page import (
 )
 from benchmarks.planned_service.planning import merge_profiles, policy_of, select_engines
 from benchmarks.planned_service.rounds import measure_steady_rate
-from gllm.observability.latency import RequestTimeline
+from gllm.observability.latency import RequestTimeline, slo_attainment
 from gllm.plan.serving_plan import EnginePlan, NodePlan, RouterPlan, ServingPlan, StagePlan
 from gllm.scheduler.config import SchedulerConfig
 from tests.sim.test_fitted import profile
@@ -91,9 +91,9 @@ def test_the_limit_of_ttft_is_the_percentile_that_most_requests_keep() -> None:
         *make_lines([0.001 * index for index in range(91, 101)], 0.2),
     ]
     limits = choose_limits(lines, 0.1)
-    assert limits.tpot == 0.1
-    assert limits.ttft == pytest.approx(0.081, abs=0.001)
-    attained = limits.attained(lines)
+    assert limits.tpot_seconds == 0.1
+    assert limits.ttft_seconds == pytest.approx(0.081, abs=0.001)
+    attained = slo_attainment(lines, limits)
     assert 0.8 <= attained < 0.82
     longer, shorter = shifted_attainments(lines, limits)
     assert longer == pytest.approx(attained - 0.01)

@@ -82,10 +82,10 @@ def test_shorter_runs_need_fewer_requests(tmp_path: Path) -> None:
     def num_requests(*flags: str) -> int:
         values = make_parser().parse_args([*argv, *flags])
         config = config_from_flags(SimulationConfig, values, EXCLUDED)
-        problem, space = build_problem(values, config, [])
+        _, space, rule = build_problem(values, config)
         assert len(space.policies) == 3
         assert space.max_num_seqs == (64, 128, 256)
-        return problem.rule.num_requests(50.0, 200)
+        return rule.num_requests(50.0, 200)
 
     assert num_requests() == 3000
     assert num_requests("--run-seconds", "20") == 1000

@@ -9,7 +9,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from gllm.commands.plan import search
+from gllm.commands.plan.command import main
 from gllm.deploy.logged_process import LocalProcess
 from gllm.deploy.server_client import ServerClient
 from gllm.deploy.up.engine_manager import EngineManager
@@ -54,7 +54,7 @@ def make_plan(folder: Path) -> ServingPlan:
     argv = ["--profile", str(folder / "profile.json"), "--cores", "2", "--checkpoint", "demo"]
     argv += ["--pp", "1", "--policies", "sarathi:512", "--max-num-seqs", "16", "--closed-form"]
     argv += ["--workload", "fixed:{},{}".format(*LENGTHS), "--rate", str(RATE), "--jobs", "1"]
-    assert search.main([*argv, "--output", str(path)]) == 0
+    assert main(["search", *argv, "--output", str(path)]) == 0
     plan = read_plan(path)
     ports = free_ports("router", "hub")
     flags = {"hub": ports["hub"], "detect-shifts": True, "shift-window": WINDOW}

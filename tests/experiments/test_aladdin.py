@@ -6,7 +6,7 @@ from experiments.aladdin_cases import FleetRunTask, FleetSearchTask, example_pea
 from experiments.aladdin_misses import MissTask, find_misses, is_delayed_by_earlier
 from experiments.aladdin_rebalancing import RebalancingTask, compare_fleet, run_rebalanced
 from gllm.observability.latency import RequestTimeline
-from gllm.plan.scaling.fleet_size import FleetOutcome
+from gllm.plan.scale.fleet_size import FleetOutcome
 from gllm.sim.metrics.run_record import ServedRequest
 
 

@@ -16,19 +16,22 @@ from experiments.distserve_queue import (
 )
 from experiments.distserve_search import place_for_rate
 from experiments.distserve_seeds import measure_seeds, seeds_table
-from experiments.distserve_study import WorkloadResult
+from experiments.distserve_study import WorkloadResult, least_scale
 from experiments.distserve_workloads import MOTIVATION, MOTIVATION_SLO, WORKLOADS
-from gllm.plan.goodput.engines import DISTSERVE_COSTS, Parallelism
-from gllm.plan.goodput.measurement import PHASE_TARGET, GoodputTask, measure_goodput
+from gllm.options.slo import TARGET_ATTAINMENT, Slo
+from gllm.plan.goodput.engines import DISTSERVE_COSTS
 from gllm.plan.goodput.placement import PhaseGoodput
 from gllm.plan.goodput.systems import (
     PARTS,
+    PHASE_TARGET,
+    GoodputTask,
     Outcome,
     System,
+    measure_goodput,
     run_phase,
     run_system,
 )
-from gllm.sim.goodput import TARGET_ATTAINMENT
+from gllm.plan.layout import Parallelism
 
 FIXED = "fixed:512,64"
 OPTIONS = ExperimentOptions(requests=8, quick=True, progress=False, jobs=1)
@@ -91,8 +94,8 @@ def test_attainment_of_one_limit_or_both() -> None:
     assert outcome.attainment(0.2, 0.1) == pytest.approx(1 / 3)
     assert outcome.attainment(0.2, None) == outcome.attainment(None, 0.1) == pytest.approx(2 / 3)
     assert outcome.attainment(0.2, 0.1, scale=2) == 1
-    assert outcome.least_scale(0.2, 0.1, 1.0) == pytest.approx(2)
-    assert outcome.least_scale(0.2, 0.1, 0.6) == pytest.approx(1.5)
+    assert least_scale(outcome, 0.2, 0.1, 1.0) == pytest.approx(2)
+    assert least_scale(outcome, 0.2, 0.1, 0.6) == pytest.approx(1.5)
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=str)
@@ -134,7 +137,7 @@ def test_goodputs_by_seed_are_those_of_searches_with_these_seeds() -> None:
     result.add_goodput(workload.distserve, 1.0)
     by_seed = measure_seeds(result, OPTIONS, ("DistServe",), range(3))
     limits = workload.ttft, workload.tpot
-    task = GoodputTask(workload.distserve, workload.lengths, *limits, OPTIONS.requests, seed=2)
+    task = GoodputTask(workload.distserve, workload.lengths, Slo(*limits), OPTIONS.requests, seed=2)
     assert by_seed["DistServe"][2] == measure_goodput(task) / workload.distserve.num_gpus
     assert len(set(by_seed["DistServe"])) > 1
     assert "| 1.00 to 1.00 " in seeds_table(result, by_seed)

@@ -33,8 +33,7 @@ from gllm.observability import progress
 from gllm.observability.latency import RequestTimeline
 from gllm.observability.step_log import StartEvent, StepLogEvent
 from gllm.plan.hetero import simulation
-from gllm.plan.hetero.planner import PlanProblem
-from gllm.plan.hetero.search import RefinementBudget
+from gllm.plan.hetero.planner import plan_replicas
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepTime
 from gllm.scheduler.stage_work import StageWork
@@ -49,14 +48,15 @@ from tests.support.sim.requests import to_scheduler_requests
 PAGES = Path(__file__).parents[2] / "experiments" / "pages"
 MEASURED = ("replay", "link-encoding", "kv-theta", "prediction")
 SIMULATED = [name for name in EXPERIMENTS if name not in MEASURED]
+QUICK_SEARCH = partial(plan_replicas, max_vain_restarts=1)
 SMALL: dict[str, list[tuple[ModuleType, str, object]]] = {
     "hexgen2": [
         (hexgen2_simulated, "NUM_ONLINE", 60),
         (hexgen2_simulated, "NUM_TIMED", 60),
         (simulation, "MIN_REQUESTS", 40),
         (simulation, "WINDOW", (0.5, 0.75)),
-        (hexgen2_cases, "PlanProblem", partial(PlanProblem, budget=RefinementBudget(kicks=1))),
-        (hexgen2_simulated, "PlanProblem", partial(PlanProblem, budget=RefinementBudget(kicks=1))),
+        (hexgen2_cases, "plan_replicas", QUICK_SEARCH),
+        (hexgen2_simulated, "plan_replicas", QUICK_SEARCH),
         *(
             (module, "CHECKPOINTS", (25, 50, 100))
             for module in (hexgen2_cases, hexgen2_claims, hexgen2_tables)

@@ -7,12 +7,13 @@ import pytest
 
 from experiments.hexgen2_baselines import best_colocated, best_uniform
 from experiments.hexgen2_fleets import colocated_fleet, simulate_online
-from gllm.plan.hetero.cluster import build_cluster, named_cluster
 from gllm.plan.hetero.evaluation import PlanEvaluator, make_partition
-from gllm.plan.hetero.planner import PlanProblem, plan_replicas
+from gllm.plan.hetero.planner import make_planner, plan_replicas
 from gllm.plan.hetero.replicas import Phase
 from gllm.plan.hetero.simulation import plan_fleet, simulate_throughput
 from gllm.plan.hetero.workload import CLASSES
+from gllm.plan.nodes import build_cluster, named_cluster
+from gllm.plan.problem import ServiceProblem
 from tests.support.sim.hetero_oracle import all_partitions
 
 
@@ -30,14 +31,14 @@ def test_unlike_devices_serve_more_apart_than_together(
     """In at least 75 % of the cells (H10)."""
     wins = []
     for cluster, workload in product(clusters, workloads):
-        plan = plan_replicas(PlanProblem(named_cluster(cluster), "llama-2-70b", workload))
+        plan = plan_replicas(ServiceProblem("llama-2-70b", workload, named_cluster(cluster)))
         wins.append(plan.best.score.flow >= best_colocated(plan.planner).capacity)
     assert sum(wins) / len(wins) >= 0.75
 
 
 def test_equal_replicas_are_among_the_plans() -> None:
-    problem = PlanProblem(named_cluster("hom4"), "opt-30b", "LPHD")
-    planner = problem.make_planner()
+    problem = ServiceProblem("opt-30b", "LPHD", named_cluster("hom4"))
+    planner = make_planner(problem)
     uniform, best = best_uniform(planner), plan_replicas(problem, planner).best
     assert 0 < uniform.score.flow <= best.score.flow * (1 + 1e-9)
     groups = {phase: {group for p, group in uniform.partition if p is phase} for phase in Phase}
@@ -47,7 +48,7 @@ def test_equal_replicas_are_among_the_plans() -> None:
 @pytest.mark.parametrize("num_devices", [2, 3, 5])
 def test_equal_replicas_are_the_best_of_all(num_devices: int) -> None:
     cluster = build_cluster({"h100": num_devices})
-    planner = PlanProblem(cluster, "llama-2-13b", "HPLD").make_planner()
+    planner = make_planner(ServiceProblem("llama-2-13b", "HPLD", cluster))
     evaluator = PlanEvaluator(planner)
     flows = [
         evaluator.evaluate(partition).score.flow
@@ -58,8 +59,8 @@ def test_equal_replicas_are_the_best_of_all(num_devices: int) -> None:
 
 
 def test_colocated_division_is_the_best_of_all() -> None:
-    problem = PlanProblem(named_cluster("hom4"), "opt-30b", "HPHD")
-    planner = problem.make_planner()
+    problem = ServiceProblem("opt-30b", "HPHD", named_cluster("hom4"))
+    planner = make_planner(problem)
     plan = best_colocated(planner)
     totals = [0.0]
     for sizes in ((4,), (3, 1), (2, 2), (2, 1, 1), (1, 1, 1, 1)):
@@ -70,8 +71,8 @@ def test_colocated_division_is_the_best_of_all() -> None:
 
 
 def test_colocated_engines_without_stages_serve_their_estimate() -> None:
-    problem = PlanProblem(named_cluster("hom4"), "opt-30b", "HPLD")
-    planner = problem.make_planner()
+    problem = ServiceProblem("opt-30b", "HPLD", named_cluster("hom4"))
+    planner = make_planner(problem)
     plan = best_colocated(planner, max_stages=1)
     assert all(len(each.stages) == 1 for each in plan.replicas)
     assert plan.capacity <= best_colocated(planner).capacity * (1 + 1e-9)
@@ -81,7 +82,7 @@ def test_colocated_engines_without_stages_serve_their_estimate() -> None:
 
 
 def test_online_load_is_served_at_its_rate() -> None:
-    problem = PlanProblem(named_cluster("case-e"), "opt-30b", "HPHD")
+    problem = ServiceProblem("opt-30b", "HPHD", named_cluster("case-e"))
     plan = plan_replicas(problem)
     fleet = plan_fleet(problem, plan.planner, plan.best)
     served = simulate_online(fleet, problem.workload, 0.5 * fleet.estimate, 300)

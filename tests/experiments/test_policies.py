@@ -8,7 +8,7 @@ import pytest
 from gllm.commands.simulate import main as simulate
 from gllm.observability.step_log import read_step_log
 from gllm.options.flags import FlagParser, add_flags
-from gllm.plan.engine_designs import parse_policies
+from gllm.plan.search.designs import parse_policies
 from gllm.scheduler.config import POLICY_NAMES, SchedulerConfig
 from gllm.scheduler.policy import SchedulerLoad, SchedulingPolicy
 from gllm.scheduler.policy_entry import BASELINE_ENTRIES, POLICY_METHODS, load_policy

@@ -13,7 +13,7 @@ from experiments.vidur_searches import (
     run_capacity,
     run_search,
 )
-from gllm.plan.design_problem import AssessedDesign
+from gllm.plan.search.objectives import AssessedDesign
 
 MODEL = "llama-2-70b"
 H100S = replace(SPACE, devices=("H100",))

@@ -17,6 +17,7 @@ from gllm.config.engine import EngineConfig
 from gllm.config.server import ServerConfig
 from gllm.options.flags import FlagParser, FlagType, number_type, parse_bytes
 from gllm.options.options import INT32_MAX, Range, describe_range
+from gllm.plan.strategies import STRATEGIES
 from tests.support.examples import num_examples
 
 PARSERS = {
@@ -32,10 +33,7 @@ PARSERS = {
     "node": ("gllm.commands.node", "make_parser"),
     "doctor": ("gllm.commands.doctor", "make_parser"),
 }
-PLANNERS = {
-    f"plan {name}": (f"gllm.commands.plan.{name}", "make_parser")
-    for name in ("goodput", "pools", "capacity", "search", "scale", "hetero")
-}
+PLANNERS = {f"plan {name}": (f"gllm.commands.plan.{name}", "make_parser") for name in STRATEGIES}
 NAMES = {"experiment": ["slo"], "node": ["--join", "head"]}
 """Positional arguments that a command needs."""
 

@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.linear_costs import LinearCostModel
-from gllm.observability.latency import percentile
+from gllm.observability.latency import keeps_slo, percentile
+from gllm.options.slo import NO_SLO, parse_slo
 from gllm.plan.capacity import PLAN_RULES, measure_capacity
 from gllm.plan.engine_bounds import EngineBounds
-from gllm.plan.engine_designs import EngineDesign
-from gllm.plan.latency_limits import NO_LIMITS, parse_limits
+from gllm.plan.layout import Parallelism
 from gllm.plan.operating_point import OperatingPoint
+from gllm.plan.search.designs import EngineDesign
 from gllm.plan.workload_moments import measure_workload
 from gllm.routing.placement import LatencyModel
 from gllm.scheduler.config import SchedulerConfig
@@ -38,8 +39,7 @@ workloads = st.builds(
 designs = st.builds(
     EngineDesign,
     st.just("H200"),
-    st.sampled_from((1, 2, 4)),
-    st.sampled_from((1, 2)),
+    st.builds(Parallelism, st.sampled_from((1, 2)), st.sampled_from((1, 2, 4))),
     st.sampled_from(("sarathi", "vllm", "throttle")),
     st.sampled_from((None, 512)),
     st.sampled_from((8, 64)),
@@ -107,7 +107,7 @@ def test_no_rate_above_the_bound_is_within_limits_of_the_time_between_tokens(
 ) -> None:
     scheduler = SchedulerConfig(policy=policy, max_num_batched_tokens=tokens, max_num_seqs=seqs)
     deployment, bounds = build_with_row_costs(stages, scheduler, workload)
-    limits = parse_limits(f"{metric}={slack * bounds.least_token_seconds():.6g}")
+    limits = parse_slo(f"{metric}={slack * bounds.least_token_seconds():.6g}")
     highest = bounds.max_rate_of_run(1, LONG_SECONDS, DELAY_SECONDS, limits)
     assert 0 < highest <= bounds.max_rate_of_run(1, LONG_SECONDS, DELAY_SECONDS)
     rate = 1.01 * highest
@@ -115,7 +115,7 @@ def test_no_rate_above_the_bound_is_within_limits_of_the_time_between_tokens(
     served = simulate(deployment, build_workload(config)).requests.values()
     trial = make_rate_trial(scheduling_delays(served))
     is_bounded = trial.p99_delay_seconds <= DELAY_SECONDS
-    assert not (is_bounded and limits.are_kept([each.line for each in served]))
+    assert not (is_bounded and keeps_slo([each.line for each in served], limits))
 
 
 def test_a_tight_limit_of_the_time_between_tokens_lowers_the_bound_several_times() -> None:
@@ -125,7 +125,7 @@ def test_a_tight_limit_of_the_time_between_tokens_lowers_the_bound_several_times
     loose = bounds.max_rate_of_run(1, 3600.0, DELAY_SECONDS)
     rates = []
     for slack in (1.01, 1.5, 5.0):
-        limits = parse_limits(f"tbt:p99={slack * bounds.least_token_seconds()}")
+        limits = parse_slo(f"tbt:p99={slack * bounds.least_token_seconds()}")
         rates.append(bounds.max_rate_of_run(1, 3600.0, DELAY_SECONDS, limits))
     assert rates == sorted(rates)
     assert rates[0] < loose / 5
@@ -136,8 +136,7 @@ def test_a_tight_limit_of_the_time_between_tokens_lowers_the_bound_several_times
 measured_designs = st.builds(
     EngineDesign,
     st.sampled_from(("H100", "A100-80G")),
-    st.sampled_from((1, 2, 4)),
-    st.sampled_from((1, 2)),
+    st.builds(Parallelism, st.sampled_from((1, 2)), st.sampled_from((1, 2, 4))),
     st.sampled_from(("sarathi", "vllm", "throttle", "orca+")),
     st.sampled_from((256, 512, 2048)),
     st.sampled_from((4, 16, 64, 256)),
@@ -149,7 +148,7 @@ output_workloads = st.builds(
 )
 
 
-TILED = EngineDesign("H100", 2, 2, "sarathi", 512, 256)
+TILED = EngineDesign("H100", Parallelism(2, 2), "sarathi", 512, 256)
 """Engine whose largest micro-batch is not the fastest: 512 tokens take 39 ms, 549 take 57 ms."""
 TILED_WORKLOAD = "uniform:400,900,100,300"
 
@@ -189,7 +188,7 @@ def test_no_saturated_throughput_is_above_the_bound_where_a_smaller_micro_batch_
 def test_the_estimate_is_the_capacity_of_the_best_micro_batch() -> None:
     ends, bounds = saturate(TILED, TILED_WORKLOAD, "llama-2-70b", 800)
     throughput = 400 / (ends[600] - ends[200])
-    point = bounds.best_point(NO_LIMITS)
+    point = bounds.best_point(NO_SLO)
     assert point is not None
     assert point.rate == pytest.approx(throughput, rel=0.1)
 
@@ -207,7 +206,7 @@ def test_no_latency_is_below_its_bound(design: EngineDesign, workload: str) -> N
 
 
 def test_estimates_of_latencies_rise_with_the_rate() -> None:
-    design = EngineDesign("H200", 2, 1, "sarathi", 512, 64)
+    design = EngineDesign("H200", Parallelism(1, 2), "sarathi", 512, 64)
     _, bounds = build(design, "uniform:64,464,4,8")
     top = bounds.max_rate()
     points = [point for share in (0.2, 0.5, 0.8) if (point := bounds.point_at(share * top))]
@@ -238,9 +237,11 @@ def test_a_returning_result_of_a_single_stage_delays_no_token() -> None:
 
 
 def test_the_duration_of_a_long_request_is_that_of_the_simulation() -> None:
-    config, bounds = build(EngineDesign("H200", 1, 1, "sarathi", 512, 64), "uniform:64,464,100,300")
+    config, bounds = build(
+        EngineDesign("H200", Parallelism(1, 1), "sarathi", 512, 64), "uniform:64,464,100,300"
+    )
     expected = bounds.request_seconds()
-    point = bounds.best_point(NO_LIMITS)
+    point = bounds.best_point(NO_SLO)
     assert point is not None
     jobs = build_workload(replace(config, rate=0.9 * point.rate, requests=400))
     served = simulate(build_deployment(config, 8192), jobs).requests.values()
@@ -249,7 +250,7 @@ def test_the_duration_of_a_long_request_is_that_of_the_simulation() -> None:
 
 
 def test_longer_outputs_need_longer_runs() -> None:
-    design = EngineDesign("H200", 1, 1, "sarathi", 512, 64)
+    design = EngineDesign("H200", Parallelism(1, 1), "sarathi", 512, 64)
     durations = [
         build(design, f"fixed:500,{tokens}")[1].request_seconds() for tokens in (2, 20, 200)
     ]
@@ -258,16 +259,18 @@ def test_longer_outputs_need_longer_runs() -> None:
 
 
 def test_tighter_limits_lower_the_estimated_capacity() -> None:
-    _, bounds = build(EngineDesign("H200", 2, 1, "sarathi", 512, 64), "uniform:64,464,4,8")
+    _, bounds = build(
+        EngineDesign("H200", Parallelism(1, 2), "sarathi", 512, 64), "uniform:64,464,4,8"
+    )
     rates = []
     for text in ("", "ttft:p90=0.4", "ttft:p90=0.2"):
-        point = bounds.best_point(parse_limits(text) if text else NO_LIMITS)
+        point = bounds.best_point(parse_slo(text) if text else NO_SLO)
         assert point is not None
         rates.append(point.rate)
-        assert point.keeps(parse_limits(text))
+        assert point.keeps(parse_slo(text))
     assert rates == sorted(rates, reverse=True)
     assert rates[0] > rates[-1]
-    assert bounds.best_point(parse_limits("tpot=0.0001")) is None
+    assert bounds.best_point(parse_slo("tpot=0.0001")) is None
 
 
 def test_decodes_of_a_pipeline_wait_for_prompts_on_the_stage_before_them() -> None:
@@ -287,14 +290,16 @@ def test_decodes_of_a_pipeline_wait_for_prompts_on_the_stage_before_them() -> No
     assert point.itl(96) == pytest.approx(0.12)
     assert point.itl(98) == pytest.approx(0.12 + 0.03 / 2)
     assert point.itl(100) == pytest.approx(0.15)
-    assert not point.keeps(parse_limits("tbt:p99=0.14"))
-    assert point.keeps(parse_limits("tbt:p96=0.121"))
+    assert not point.keeps(parse_slo("tbt:p99=0.14"))
+    assert point.keeps(parse_slo("tbt:p96=0.121"))
     assert make_point(0.0).itl(99) == 0.12
 
 
 @pytest.mark.parametrize("requests", [10, 1000])
 def test_the_bound_of_a_run_is_above_that_of_a_steady_state(requests: int) -> None:
-    _, bounds = build(EngineDesign("H200", 1, 1, "vllm", None, 8), "uniform:64,464,4,8")
+    _, bounds = build(
+        EngineDesign("H200", Parallelism(1, 1), "vllm", None, 8), "uniform:64,464,4,8"
+    )
     steady = bounds.max_rate()
     for min_seconds in (0.0, 60.0):
         assert bounds.max_rate_of_run(requests, min_seconds, 5.0) > steady

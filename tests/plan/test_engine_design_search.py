@@ -1,6 +1,8 @@
 """Searches for designs: the best of an exhaustive evaluation and Pareto sets (V13), objectives."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from math import inf, nan
 
@@ -8,52 +10,67 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gllm.commands.plan.search_report import pareto_set
+from gllm.options.slo import parse_slo
 from gllm.plan.budget import SearchBudget
 from gllm.plan.capacity import PLAN_RULES
-from gllm.plan.design_problem import DesignProblem, check_problem
-from gllm.plan.design_search import LONG_PROMPT, LONG_STEP, DesignPlanner
-from gllm.plan.engine_designs import (
-    CORE,
+from gllm.plan.layout import Parallelism
+from gllm.plan.nodes import CORE
+from gllm.plan.prices import PRICE_TABLES
+from gllm.plan.problem import ServiceProblem
+from gllm.plan.search.designs import (
     DesignSpace,
     EngineDesign,
     parse_devices,
     parse_policies,
 )
-from gllm.plan.fleet_forecast import forecast_closed, forecast_fleet
-from gllm.plan.latency_limits import parse_limits
-from gllm.plan.objectives import OBJECTIVES, FleetFacts
-from gllm.plan.pareto import pareto_set
-from gllm.plan.prices import PRICE_TABLES
+from gllm.plan.search.objectives import OBJECTIVES, check_problem
+from gllm.plan.search.planner import (
+    LONG_PROMPT,
+    LONG_STEP,
+    DesignPlanner,
+    forecast_closed,
+    forecast_fleet,
+)
+from gllm.sim.capacity import CapacityRule
 from gllm.sim.options import SimulationConfig
 from tests.support.examples import num_examples
 
 SHORT_RULE = replace(
     PLAN_RULES["vidur"], min_seconds=8.0, rate_step=1.05, max_p99_delay_seconds=0.5
 )
+CONFIG = SimulationConfig(model="qwen2.5-32b", workload="fixed:3000,3", link="nvlink")
 SPACE = DesignSpace(
     ("A100-80G", "H100"), (1, 2), (1, 2), parse_policies("vllm,sarathi:512,orca+"), (8,)
 )
 
 
-def make_problem(requests: int = 10, **fields: object) -> DesignProblem:
-    config = SimulationConfig(
-        model="qwen2.5-32b", workload="fixed:3000,3", requests=requests, link="nvlink"
-    )
-    problem = DesignProblem(
-        config,
-        "qps-per-dollar",
-        parse_limits("ttft:p90=2,tbt:p99=1"),
+def make_planner(
+    requests: int = 10,
+    config: SimulationConfig = CONFIG,
+    rule: CapacityRule = SHORT_RULE,
+    **fields: object,
+) -> DesignPlanner:
+    """Return a search of at most 16 devices by QPS per dollar, with some fields replaced."""
+    problem = ServiceProblem(
+        config.model,
+        config.workload,
+        limits=parse_slo("ttft:p90=2,tbt:p99=1"),
+        objective="qps-per-dollar",
+        bounds={"devices": 16},
         prices=PRICE_TABLES["vidur"],
-        rule=SHORT_RULE,
+        num_requests=requests,
     )
-    return replace(problem, **fields)  # type: ignore[arg-type]
+    return DesignPlanner(replace(problem, **fields), config, rule)  # type: ignore[arg-type]
 
 
-def compare_with_exhaustive(problem: DesignProblem, space: DesignSpace) -> tuple[int, int]:
+def compare_with_exhaustive(
+    make: Callable[[], DesignPlanner], space: DesignSpace
+) -> tuple[int, int]:
     """Return the numbers of designs that were simulated, by the search and exhaustively."""
     designs = list(space.designs(16))
-    found = DesignPlanner(problem).search(designs, SearchBudget())
-    everything = DesignPlanner(problem).search(designs, SearchBudget(), is_exhaustive=True)
+    found = make().search(designs, SearchBudget())
+    everything = make().search(designs, SearchBudget(), is_exhaustive=True)
     assert found.best
     assert everything.best
     assert len(everything.evaluated) == len(designs)
@@ -70,8 +87,8 @@ def test_the_search_finds_the_best_of_an_exhaustive_evaluation(
     objective: str, rate: float | None
 ) -> None:
     space = replace(SPACE, stages=(1,), policies=parse_policies("sarathi:512"))
-    problem = make_problem(objective_name=objective, rate=rate)
-    num_simulated, num_all = compare_with_exhaustive(problem, space)
+    make = partial(make_planner, objective=objective, rate=rate)
+    num_simulated, num_all = compare_with_exhaustive(make, space)
     assert num_all == 4
     assert num_simulated < num_all or rate is None
 
@@ -81,14 +98,15 @@ def test_the_search_finds_the_best_of_an_exhaustive_evaluation(
 def test_the_search_finds_the_best_of_24_designs(objective: str) -> None:
     """It is that of an exhaustive evaluation (V13)."""
     rate = 6.0 if OBJECTIVES[objective].needs_rate else None
-    problem = make_problem(100, objective_name=objective, rate=rate)
-    assert compare_with_exhaustive(problem, SPACE)[1] == 24
+    make = partial(make_planner, 100, objective=objective, rate=rate)
+    assert compare_with_exhaustive(make, SPACE)[1] == 24
 
 
 def test_makespan_of_an_offline_workload() -> None:
-    problem = make_problem(64, objective_name="makespan", max_devices=4)
-    designs = [EngineDesign("H100", *cut, "sarathi", 512, 32) for cut in ((1, 1), (2, 1), (1, 4))]
-    outcome = DesignPlanner(problem).search(designs, SearchBudget(), is_exhaustive=True)
+    planner = make_planner(64, objective="makespan", bounds={"devices": 4})
+    cuts = Parallelism(1), Parallelism(1, 2), Parallelism(4)
+    designs = [EngineDesign("H100", cut, "sarathi", 512, 32) for cut in cuts]
+    outcome = planner.search(designs, SearchBudget(), is_exhaustive=True)
     engines = {design: result.num_engines for design, result in outcome.evaluated}
     assert [engines[design] for design in designs] == [4, 2, 1]
     assert outcome.best
@@ -96,11 +114,9 @@ def test_makespan_of_an_offline_workload() -> None:
 
 
 def test_closed_forms_alone_are_near_the_simulation() -> None:
-    problem = make_problem(
-        60, limits=parse_limits(""), rule=replace(PLAN_RULES["vidur"], min_seconds=30.0)
-    )
-    design = EngineDesign("H100", 1, 1, "sarathi", 512, 32)
-    planner = DesignPlanner(problem)
+    rule = replace(PLAN_RULES["vidur"], min_seconds=30.0)
+    planner = make_planner(60, rule=rule, limits=parse_slo(""))
+    design = EngineDesign("H100", Parallelism(1, 1), "sarathi", 512, 32)
     simulated = planner.search([design], SearchBudget())
     estimated = planner.search([design], SearchBudget(), uses_closed_forms=True)
     assert simulated.best
@@ -109,9 +125,10 @@ def test_closed_forms_alone_are_near_the_simulation() -> None:
 
 
 def test_engines_are_counted_for_a_rate() -> None:
-    problem = make_problem(rate=12.0, objective_name="cost", max_devices=8)
-    planner = DesignPlanner(problem)
-    outcome = planner.search([EngineDesign("H100", 1, 1, "sarathi", 512, 32)], SearchBudget())
+    planner = make_planner(rate=12.0, objective="cost", bounds={"devices": 8})
+    outcome = planner.search(
+        [EngineDesign("H100", Parallelism(1, 1), "sarathi", 512, 32)], SearchBudget()
+    )
     assert outcome.best
     best = outcome.best[1]
     assert best.num_engines == -(-12 // best.capacity)
@@ -125,47 +142,63 @@ def test_engines_are_counted_for_a_rate() -> None:
 
 
 def test_hopeless_designs_are_named() -> None:
-    design = EngineDesign("H100", 1, 1, "sarathi", 512, 32)
+    design = EngineDesign("H100", Parallelism(1, 1), "sarathi", 512, 32)
     for text, reason in (("ttft:p90=0.001", LONG_PROMPT), ("tbt:p99=0.0001", LONG_STEP)):
-        planner = DesignPlanner(make_problem(limits=parse_limits(text)))
+        planner = make_planner(limits=parse_slo(text))
         assert planner.bound(design).reason == reason
-    slow = DesignPlanner(make_problem(rate=1e6))
+    slow = make_planner(rate=1e6)
     assert "too slow" in slow.bound(design).reason
 
 
 def test_a_model_that_fits_nowhere_names_the_binding_constraint() -> None:
     config = SimulationConfig(model="llama-2-70b", workload="fixed:100,10")
-    designs = [EngineDesign("L20", 1, ranks, "sarathi", None, 8) for ranks in (1, 2)]
-    planner = DesignPlanner(make_problem(config=config))
+    designs = [EngineDesign("L20", Parallelism(ranks, 1), "sarathi", None, 8) for ranks in (1, 2)]
+    planner = make_planner(config=config)
     with pytest.raises(ValueError, match=r"largest is 2 x L20.*69.0 on each device of stage 0"):
         planner.search(designs, SearchBudget())
     long = replace(config, workload="fixed:60000,2000", model="qwen2.5-32b")
-    planner = DesignPlanner(make_problem(config=long))
+    planner = make_planner(config=long)
     with pytest.raises(ValueError, match=r"KV cache has .* max_model_len 62000"):
-        planner.search([EngineDesign("A100-80G", 1, 1, "sarathi", None, 8)], SearchBudget())
+        planner.search(
+            [EngineDesign("A100-80G", Parallelism(1, 1), "sarathi", None, 8)], SearchBudget()
+        )
     with pytest.raises(ValueError, match="no design is within --max-devices"):
         planner.search([], SearchBudget())
 
 
 def test_objectives_need_their_facts() -> None:
     with pytest.raises(ValueError, match="--objective cost needs a rate"):
-        check_problem(make_problem(objective_name="cost"), ["H100"])
+        check_problem(make_planner(objective="cost", devices=("H100",)).problem)
     with pytest.raises(ValueError, match="needs a price of L20: add --prices"):
-        check_problem(make_problem(), ["L20"])
+        check_problem(make_planner(devices=("L20",)).problem)
     with pytest.raises(ValueError, match="power of a core"):
-        check_problem(make_problem(objective_name="power", rate=1.0), [CORE])
-    check_problem(make_problem(), ["H100", "A100-80G"])
+        check_problem(make_planner(objective="power", rate=1.0, devices=(CORE,)).problem)
+    check_problem(
+        make_planner(
+            devices=(
+                "H100",
+                "A100-80G",
+            )
+        ).problem
+    )
 
 
 def test_scores_of_objectives() -> None:
-    facts = FleetFacts(2, 4, price=8.0, power=1400, rate=10.0, num_requests=120)
-    assert OBJECTIVES["qps-per-dollar"].score(4.0, facts) == 0.5
-    assert OBJECTIVES["goodput-per-gpu"].score(4.0, facts) == 2.0
-    assert OBJECTIVES["cost"].score(4.0, facts) == -24.0
-    assert OBJECTIVES["power"].score(5.0, facts) == -2800.0
-    assert OBJECTIVES["makespan"].score(3.0, facts) == -10.0
-    assert OBJECTIVES["cost"].score(2.0, facts) == -inf
-    assert OBJECTIVES["cost"].score(0.0, facts) == OBJECTIVES["cost"].score(nan, facts) == -inf
+    problem = ServiceProblem(
+        "", "", rate=10.0, bounds={"devices": 8}, prices={"H100": 4.0}, num_requests=120
+    )
+    design = EngineDesign("H100", Parallelism(2), "vllm", None, 8)
+
+    def score(name: str, capacity: float) -> float:
+        return OBJECTIVES[name].score(capacity, problem, design)
+
+    assert score("qps-per-dollar", 4.0) == 0.5
+    assert score("goodput-per-gpu", 4.0) == 2.0
+    assert score("cost", 4.0) == -24.0
+    assert score("power", 5.0) == -2800.0
+    assert score("makespan", 3.0) == -10.0
+    assert score("cost", 2.0) == -inf
+    assert score("cost", 0.0) == score("cost", nan) == -inf
 
 
 costs = st.lists(st.tuples(*[st.integers(0, 4).map(float)] * 3), max_size=12)
@@ -189,7 +222,7 @@ def test_the_pareto_set_is_that_of_all_pairs(items: list[tuple[float, ...]]) -> 
 def test_the_space_is_the_product_of_its_values() -> None:
     designs = list(SPACE.designs(2))
     cuts = {(1, 1), (1, 2), (2, 1)}
-    assert {(design.stages, design.ranks) for design in designs} == cuts
+    assert {(design.parallelism.pp, design.parallelism.tp) for design in designs} == cuts
     assert len(designs) == len(set(designs)) == 2 * 3 * 3
     assert all(design.num_devices <= 2 for design in designs)
     assert len({str(design) for design in designs}) == len(designs)

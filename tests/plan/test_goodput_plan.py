@@ -1,6 +1,7 @@
 """Goodput planner: DistServe's algorithms against brute force, constraints, layout, command."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -10,73 +11,100 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from gllm.commands.plan.command import main
+from gllm.options.slo import Slo
 from gllm.plan.budget import SearchBudget
-from gllm.plan.goodput.engines import DISTSERVE_COSTS, EngineCosts, Parallelism, make_engine
-from gllm.plan.goodput.layout import place_engines, place_units
-from gllm.plan.goodput.measured_batches import fit_batches, parse_batches
-from gllm.plan.goodput.measurement import GoodputTask
+from gllm.plan.goodput import systems
+from gllm.plan.goodput.engines import (
+    DISTSERVE_COSTS,
+    EngineCosts,
+    fit_batches,
+    make_engine,
+    parse_batches,
+)
 from gllm.plan.goodput.placement import (
-    GpuCluster,
     PhaseGoodput,
     count_engines,
     count_for_cluster,
     engine_choices,
+    place_units,
     unit_choices,
 )
-from gllm.plan.goodput.planner import PHASES, GoodputPlanner, UnservableError, bound_phase
-from gllm.plan.goodput.problem import GoodputProblem
-from gllm.plan.serving_plan import StagePlan, read_plan
+from gllm.plan.goodput.planner import NUM_BOUND_REQUESTS, PHASES, GoodputPlanner, bound_phase
+from gllm.plan.goodput.systems import NUM_STEPS, GoodputTask, Outcome, System, measure_goodput
+from gllm.plan.layout import Parallelism, PlannedEngine, Stages, lay_out, place_engines
+from gllm.plan.nodes import DeviceCluster, equal_nodes
+from gllm.plan.problem import ServiceProblem
+from gllm.plan.serving_plan import ExpectedFigures, RouterPlan, check_plan, read_plan
+from gllm.plan.strategies import UnservableError
 from gllm.sim.costs.distserve import read_coefficients
 from gllm.sim.deployment import ModelFitError
 from gllm.sim.hardware.shapes import MODELS
+from gllm.sim.workloads.requests import make_workload
 from tests.support.examples import num_examples
 
-CLUSTERS = st.builds(GpuCluster, st.integers(1, 4), st.sampled_from((1, 2, 3, 4, 8)))
+CLUSTERS = st.builds(equal_nodes, st.integers(1, 4), st.sampled_from((1, 2, 3, 4, 8)))
 SHAPES = st.sampled_from([(40, 40), (72, 64), (96, 96), (12, 24)])
 """Heads and layers."""
 FIXED = "fixed:512,64"
-EIGHT = GpuCluster(1, 8)
+EIGHT = equal_nodes(1, 8)
 
 
-def make_problem(**fields: object) -> GoodputProblem:
+def make_problem(**fields: object) -> ServiceProblem:
     """Return a problem on eight GPUs with short simulations, with some fields replaced."""
-    given_fields = {
-        "model": "opt-13b",
-        "costs": DISTSERVE_COSTS,
-        "cluster": EIGHT,
-        "lengths": FIXED,
-        "ttft": 0.2,
-        "tpot": 0.1,
-        "target": 0.9,
-        "num_requests": 8,
-        **fields,
-    }
-    return GoodputProblem(**given_fields)  # type: ignore[arg-type]
+    problem = ServiceProblem("opt-13b", FIXED, EIGHT, limits=make_limits(), num_requests=8)
+    return replace(problem, **fields)  # type: ignore[arg-type]
 
 
-def layer_nodes(stages: list[StagePlan]) -> list[str]:
+def make_limits(ttft: float = 0.2, tpot: float = 0.1) -> Slo:
+    return Slo(ttft, tpot, attainment=0.9)
+
+
+@pytest.mark.parametrize("first_rate", [0.5, 4.0, 300.0])
+@pytest.mark.parametrize("threshold", [0.4, 17.0, 90.0])
+def test_the_goodput_is_just_below_the_first_rate_that_fails(
+    monkeypatch: pytest.MonkeyPatch, threshold: float, first_rate: float
+) -> None:
+    def run_system(system: System, lengths: str, rate: float, *_: int) -> Outcome:
+        return Outcome((0.1 if rate <= threshold else 0.3,), (0.0,))
+
+    monkeypatch.setattr(systems, "run_system", run_system)
+    system = System("", "opt-13b", DISTSERVE_COSTS, Parallelism(1))
+    task = GoodputTask(system, FIXED, Slo(0.2, 0.1), 8, first_rate=first_rate)
+    assert threshold - first_rate / NUM_STEPS <= measure_goodput(task) <= threshold
+    assert measure_goodput(task._replace(slo=Slo(0.05, 0.1))) == 0
+    assert measure_goodput(task._replace(slo=Slo(0.5, 0.1), most_rate=threshold)) <= threshold
+    with pytest.raises(ValueError, match="tighter limits"):
+        measure_goodput(task._replace(slo=Slo(0.5, 0.1)))
+
+
+def layer_nodes(stages: Stages) -> list[int]:
     """Return the node of each layer."""
-    return [stage.node for stage in stages for _ in range(stage.layers)]
+    return [stage.devices[0] for stage in stages for _ in range(stage.layers)]
 
 
 @given(CLUSTERS, SHAPES)
 @settings(max_examples=num_examples(25, 200))
 def test_units_keep_both_phases_of_a_layer_on_one_node(
-    cluster: GpuCluster, shape: tuple[int, int]
+    cluster: DeviceCluster, shape: tuple[int, int]
 ) -> None:
     heads, layers = shape
     for unit in unit_choices(cluster, heads, layers):
-        assert unit.num_gpus <= unit.num_nodes * cluster.gpus_per_node
-        count = (cluster.num_nodes // unit.num_nodes) * (
-            cluster.gpus_per_node // unit.gpus_per_node
+        assert unit.num_gpus <= unit.num_nodes * cluster.devices_per_node
+        count = (len(cluster.nodes) // unit.num_nodes) * (
+            cluster.devices_per_node // unit.gpus_per_node
         )
-        used: set[tuple[str, int]] = set()
-        for prefill, decode in place_units(cluster, unit, count, layers):
-            assert layer_nodes(prefill) == layer_nodes(decode)
-            for stage in (*prefill, *decode):
-                devices = {(stage.node, device) for device in stage.devices}
-                assert not devices & used
-                used |= devices
+        engines = []
+        for index, pair in enumerate(place_units(cluster, unit, count, layers)):
+            assert layer_nodes(pair[0]) == layer_nodes(pair[1])
+            engines += [
+                PlannedEngine(f"{phase}-{index}", stages, phase)
+                for phase, stages in zip(PHASES, pair, strict=True)
+            ]
+        figures = ExpectedFigures("test", 1.0)
+        plan = lay_out(make_problem(), cluster, engines, RouterPlan(""), figures)
+        # No two stages share a device, and every node has the devices of its stages.
+        check_plan(plan)
+        assert sum(engine.num_devices for engine in plan.engines.values()) == count * unit.num_gpus
         with pytest.raises(ValueError, match="add nodes"):
             place_units(cluster, unit, count + 1, layers)
 
@@ -84,22 +112,22 @@ def test_units_keep_both_phases_of_a_layer_on_one_node(
 @given(CLUSTERS, SHAPES)
 @settings(max_examples=num_examples(25, 200))
 def test_engine_choices_are_all_that_a_cluster_holds(
-    cluster: GpuCluster, shape: tuple[int, int]
+    cluster: DeviceCluster, shape: tuple[int, int]
 ) -> None:
     heads, layers = shape
     expected = {
         Parallelism(tp, pp)
-        for tp in range(1, cluster.gpus_per_node + 1)
-        for pp in range(1, cluster.num_gpus + 1)
+        for tp in range(1, cluster.devices_per_node + 1)
+        for pp in range(1, cluster.num_devices + 1)
         if heads % tp == 0
         and layers % pp == 0
-        and pp <= cluster.num_nodes * (cluster.gpus_per_node // tp)
+        and pp <= len(cluster.nodes) * (cluster.devices_per_node // tp)
     }
     choices = list(engine_choices(cluster, heads, layers))
     assert len(choices) == len(set(choices))
     assert set(choices) == expected
     for engine in choices:
-        (stages,) = place_engines(cluster, [engine], layers)
+        (stages,) = place_engines(cluster, [(engine, engine.split_layers(layers))])
         assert len(stages) == engine.pp
         assert all(len(stage.devices) == engine.tp for stage in stages)
 
@@ -107,15 +135,14 @@ def test_engine_choices_are_all_that_a_cluster_holds(
 class FakeMeasurement:
     """Goodputs below the planner's bounds by random factors; both phases attain less than one."""
 
-    def __init__(self, seed: int, problem: GoodputProblem) -> None:
-        self.seed = seed
-        self.problem = problem
-        self.limits = problem.limits
+    def __init__(self, seed: int, problem: ServiceProblem, costs: EngineCosts) -> None:
+        self.seed, self.problem, self.costs = seed, problem, costs
+        self.jobs = make_workload(problem.workload, NUM_BOUND_REQUESTS, seed=problem.seed)
         self.num_calls = 0
 
     def phase(self, phase: str, engine: Parallelism) -> float:
         """Return the goodput of one phase."""
-        bound = bound_phase(self.problem, self.limits, phase, engine)
+        bound = bound_phase(self.problem, self.costs, self.jobs, phase, engine)
         # Not so small that a cluster cannot serve the rate of a test.
         return bound.score * Random(f"{self.seed} {phase} {engine}").uniform(0.2, 1.0)
 
@@ -137,15 +164,15 @@ SMALL_DEVICES = EngineCosts("roofline", "A100-40G")
 
 
 def make_planner(
-    seed: int, cluster: GpuCluster, model: str
+    seed: int, cluster: DeviceCluster, model: str
 ) -> tuple[GoodputPlanner, FakeMeasurement]:
     """Return a planner whose simulations are replaced."""
-    problem = make_problem(cluster=cluster, ttft=10.0, tpot=10.0, model=model, costs=SMALL_DEVICES)
-    measure = FakeMeasurement(seed, problem)
-    return GoodputPlanner(problem, SearchBudget(), measure), measure
+    problem = make_problem(cluster=cluster, limits=make_limits(10.0, 10.0), model=model)
+    measure = FakeMeasurement(seed, problem, SMALL_DEVICES)
+    return GoodputPlanner(problem, SMALL_DEVICES, SearchBudget(), measure), measure
 
 
-SMALL = st.sampled_from([GpuCluster(1, 8), GpuCluster(2, 4), GpuCluster(4, 2), GpuCluster(1, 3)])
+SMALL = st.sampled_from([equal_nodes(*sizes) for sizes in ((1, 8), (2, 4), (4, 2), (1, 3))])
 
 
 SIZES = st.sampled_from(("opt-13b", "opt-66b"))
@@ -163,9 +190,9 @@ def fits(model: str, engine: Parallelism) -> bool:
 
 
 @given(st.integers(0, 10**6), SMALL, SIZES)
-@example(0, GpuCluster(1, 8), "opt-66b")
+@example(0, equal_nodes(1, 8), "opt-66b")
 @settings(max_examples=num_examples(3, 60), deadline=None)
-def test_units_are_those_of_a_brute_force(seed: int, cluster: GpuCluster, model: str) -> None:
+def test_units_are_those_of_a_brute_force(seed: int, cluster: DeviceCluster, model: str) -> None:
     """No unit is returned that memory cannot hold (D6)."""
     planner, measure = make_planner(seed, cluster, model)
     shape = MODELS[model]
@@ -185,9 +212,9 @@ def test_units_are_those_of_a_brute_force(seed: int, cluster: GpuCluster, model:
 
 
 @given(st.integers(0, 10**6), SMALL, SIZES)
-@example(0, GpuCluster(1, 8), "opt-66b")
+@example(0, equal_nodes(1, 8), "opt-66b")
 @settings(max_examples=num_examples(3, 60), deadline=None)
-def test_phases_are_those_of_a_brute_force(seed: int, cluster: GpuCluster, model: str) -> None:
+def test_phases_are_those_of_a_brute_force(seed: int, cluster: DeviceCluster, model: str) -> None:
     """No engine is returned that memory cannot hold (D6)."""
     planner, measure = make_planner(seed, cluster, model)
     shape = MODELS[model]
@@ -199,7 +226,7 @@ def test_phases_are_those_of_a_brute_force(seed: int, cluster: GpuCluster, model
         for phase in PHASES
     }
     engines = [max(values[phase], key=values[phase].__getitem__) for phase in PHASES]
-    assume(sum(engine.num_gpus for engine in engines) <= cluster.num_gpus)
+    assume(sum(engine.num_gpus for engine in engines) <= cluster.num_devices)
     plan = planner.place_apart(rate=1e-3)
     assert [plan.system.prefill, plan.system.decode] == engines
 
@@ -233,26 +260,27 @@ LONG = EngineCosts("distserve", max_model_len=2_000_000)
 
 
 @pytest.mark.parametrize(
-    ("fields", "constraint"),
+    ("fields", "costs", "constraint"),
     [
-        ({"model": "opt-66b", "costs": L20, "cluster": GpuCluster(1, 2)}, "GPU memory"),
-        ({"model": "opt-13b", "ttft": 0.01}, "TTFT"),
-        ({"model": "opt-13b", "tpot": 0.005}, "TPOT"),
-        ({"costs": LONG, "lengths": "fixed:1000000,64"}, "KV cache"),
+        ({"model": "opt-66b", "cluster": equal_nodes(1, 2)}, L20, "GPU memory"),
+        ({"limits": make_limits(ttft=0.01)}, DISTSERVE_COSTS, "TTFT"),
+        ({"limits": make_limits(tpot=0.005)}, DISTSERVE_COSTS, "TPOT"),
+        ({"workload": "fixed:1000000,64"}, LONG, "KV cache"),
     ],
 )
 @pytest.mark.parametrize("name", ["place_together", "place_apart"])
 def test_the_constraint_that_binds_is_named(
-    fields: dict[str, object], constraint: str, name: str
+    fields: dict[str, object], costs: EngineCosts, constraint: str, name: str
 ) -> None:
-    problem = make_problem(**{"cluster": GpuCluster(1, 4), **fields})
-    place: Callable[[float | None], object] = getattr(GoodputPlanner(problem, SearchBudget()), name)
+    problem = make_problem(**{"cluster": equal_nodes(1, 4), **fields})
+    planner = GoodputPlanner(problem, costs, SearchBudget())
+    place: Callable[[float | None], object] = getattr(planner, name)
     with pytest.raises(UnservableError, match=f"{constraint} binds"):
         place(1.0)
 
 
 def test_a_spent_budget_and_too_high_a_rate_are_refused() -> None:
-    planner = GoodputPlanner(make_problem(), SearchBudget(max_evaluations=0))
+    planner = GoodputPlanner(make_problem(), DISTSERVE_COSTS, SearchBudget(max_evaluations=0))
     with pytest.raises(UnservableError, match="raise --budget"):
         planner.place_together(1.0)
     planner, _ = make_planner(1, EIGHT, "opt-13b")

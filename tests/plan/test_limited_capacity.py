@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gllm.options.slo import NO_SLO, Slo, parse_slo
 from gllm.plan.budget import SearchBudget
 from gllm.plan.capacity import (
     PLAN_RULES,
     REQUESTS_PER_RUN,
-    LimitedRun,
     extend_rule,
     measure_capacity,
 )
-from gllm.plan.latency_limits import NO_LIMITS, LatencyLimits, parse_limits
+from gllm.sim.configured import SimulationAtRate
 from gllm.sim.options import SimulationConfig
 from tests.support.full_cases import full_but
 
@@ -30,14 +30,14 @@ RULE = replace(PLAN_RULES["vidur"], min_seconds=10.0, max_p99_delay_seconds=1.0)
 
 
 @pytest.mark.parametrize(
-    "limits", [pytest.param(NO_LIMITS, marks=pytest.mark.full), parse_limits("ttft:p90=0.6")]
+    "limits", [pytest.param(NO_SLO, marks=pytest.mark.full), parse_slo("ttft:p90=0.6")]
 )
-def test_the_capacity_within_limits_is_that_of_a_fine_grid(limits: LatencyLimits) -> None:
+def test_the_capacity_within_limits_is_that_of_a_fine_grid(limits: Slo) -> None:
     capacity = measure_capacity(CONFIG, 2.0, RULE, limits)
     assert len(capacity.trials) <= RULE.max_trials
     assert capacity.figures
     assert capacity.figures.is_within
-    run = LimitedRun(CONFIG, RULE, limits)
+    run = SimulationAtRate(CONFIG, RULE, limits, stops_early=False)
     grid = [capacity.rate * (1 + step / 100) for step in range(6)]
     sustained = [RULE.is_sustained(run(rate)) for rate in grid]
     assert sustained[0]
@@ -48,7 +48,7 @@ def test_the_capacity_within_limits_is_that_of_a_fine_grid(limits: LatencyLimits
 @pytest.mark.full
 def test_limits_lower_the_capacity() -> None:
     rates = [
-        measure_capacity(CONFIG, 2.0, RULE, parse_limits(text)).rate
+        measure_capacity(CONFIG, 2.0, RULE, parse_slo(text)).rate
         for text in ("", "ttft:p90=0.6", "ttft:p90=0.01")
     ]
     assert rates[0] > rates[1] > rates[2] == 0
@@ -89,7 +89,7 @@ def test_a_budget_of_seconds_expects_an_evaluation_as_long_as_the_longest() -> N
 
 def test_processes_do_not_change_the_capacity() -> None:
     rule = replace(PLAN_RULES["sustained"], min_seconds=0.0, usual_requests=60, min_requests=60)
-    limits = parse_limits("ttft=0.8", 0.8)
+    limits = parse_slo("ttft=0.8", 0.8)
     one, two = (measure_capacity(CONFIG, 2.0, rule, limits, jobs) for jobs in (1, 2))
     assert one.rate == two.rate > 0
     assert one.figures == two.figures

@@ -1,5 +1,6 @@
 """Planner of prompt and token pools: exhaustive optima, binding SLOs, layout, command."""
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -9,18 +10,18 @@ from hypothesis import strategies as st
 
 from gllm.commands.plan.command import main
 from gllm.plan.budget import SearchBudget
-from gllm.plan.pools.clusters import RATE_STEP, ClusterPoint, SampleSize, fluid_rate
+from gllm.plan.pools.clusters import MODEL, RATE_STEP, ClusterPoint, fluid_rate
 from gllm.plan.pools.design_search import BUDGETS, MAX_DOUBLINGS
-from gllm.plan.pools.layout import lay_out_pools
 from gllm.plan.pools.planner import (
     MIN_BORDER,
     THROUGHPUT,
-    PoolGoals,
     PoolPlan,
     PoolSearch,
     best_plan,
     border_limit,
+    lay_out_pools,
 )
+from gllm.plan.problem import ServiceProblem
 from gllm.plan.serving_plan import check_plan, read_plan
 from gllm.sim.hardware.machines import ClusterDesign, machine_pair, read_machine_types
 from gllm.sim.metrics.slowdowns import SloMargin
@@ -29,6 +30,12 @@ from tests.support.examples import num_examples
 NAMES = st.sampled_from(("AA", "HH", "HA", "HHcap"))
 H100_POWER = 40 * read_machine_types()["DGX-H100"].power
 """Power of the paper's forty machines, in DGX-A100s."""
+
+
+def make_problem(workload: str, **fields: object) -> ServiceProblem:
+    """Return the problem of the most throughput of the paper's model, some fields replaced."""
+    problem = ServiceProblem(MODEL, workload, objective=THROUGHPUT, num_requests=8)
+    return replace(problem, **fields)  # type: ignore[arg-type]
 
 
 class FluidSlos:
@@ -52,11 +59,11 @@ def test_throughput_is_that_of_an_exhaustive_search(
     name: str, prompt_rate: float, token_rate: float, scale: int
 ) -> None:
     slos = FluidSlos(prompt_rate, token_rate)
-    goals = PoolGoals("code", THROUGHPUT, "power", 14.0 * scale, scale=scale)
-    plan = PoolSearch(goals, SearchBudget(), slos).plan(name)
+    problem = make_problem("code", bounds={"power": 14.0 * scale})
+    plan = PoolSearch(problem, SearchBudget(), slos, scale).plan(name)
     assert plan is not None
     assert plan.is_complete
-    assert plan.cluster.power <= goals.limit + 1e-9
+    assert plan.cluster.power <= problem.bounds["power"] + 1e-9
     pair = machine_pair(name)
     grid = [ClusterDesign(*pair, p, t) for p in range(1, 15) for t in range(1, 15)]
     best = max(slos.throughput(each) for each in grid if each.power <= 14.0 + 1e-9)
@@ -70,16 +77,16 @@ def test_the_least_of_a_quantity_is_that_of_an_exhaustive_search(
     name: str, objective: str, prompt_rate: float, token_rate: float
 ) -> None:
     slos = FluidSlos(prompt_rate, token_rate)
-    goals = PoolGoals("conversation", objective, rate=6.0)
-    plan = PoolSearch(goals, SearchBudget(), slos).plan(name)
+    problem = make_problem("conversation", objective=objective, rate=6.0)
+    plan = PoolSearch(problem, SearchBudget(), slos).plan(name)
     pair = machine_pair(name)
 
     def serves(cluster: ClusterDesign) -> bool:
         # Clusters that the closed form of the real machines refuses are not simulated.
-        real = fluid_rate(cluster, goals.workload, goals.model)
+        real = fluid_rate(cluster, problem.workload, problem.model)
         return min(slos.throughput(cluster), real) >= 6.0
 
-    most = border_limit(pair, 6.0, goals.workload, goals.model)
+    most = border_limit(pair, 6.0, problem.workload, problem.model)
     for _ in range(MAX_DOUBLINGS):
         if not serves(ClusterDesign(*pair, *most)):
             most = 2 * most[0], 2 * most[1]
@@ -97,20 +104,20 @@ def test_the_least_of_a_quantity_is_that_of_an_exhaustive_search(
 def test_forty_h100_and_seventy_a100_are_searched_at_a_fifth() -> None:
     slos = FluidSlos(1.0, 3.7)
     for name, machines in (("HH", 40), ("AA", 70)):
-        goals = PoolGoals("code", THROUGHPUT, "power", H100_POWER, scale=5)
-        plan = PoolSearch(goals, SearchBudget(), slos).plan(name)
+        problem = make_problem("code", bounds={"power": H100_POWER})
+        plan = PoolSearch(problem, SearchBudget(), slos, scale=5).plan(name)
         assert plan is not None
         assert plan.cluster.num_machines == machines
         assert plan.num_points <= 8
 
 
 def test_a_spent_budget_leaves_the_best_cluster_so_far() -> None:
-    goals = PoolGoals("code", THROUGHPUT, "machines", 20)
+    problem = make_problem("code", bounds={"machines": 20})
     slos = FluidSlos(1.0, 1.0)
-    plan = PoolSearch(goals, SearchBudget(max_evaluations=2), slos).plan("HH")
+    plan = PoolSearch(problem, SearchBudget(max_evaluations=2), slos).plan("HH")
     assert plan is not None
     assert (plan.num_points, plan.is_complete) == (2, False)
-    assert PoolSearch(goals, SearchBudget(max_evaluations=0), slos).plan("HH") is None
+    assert PoolSearch(problem, SearchBudget(max_evaluations=0), slos).plan("HH") is None
 
 
 def test_the_best_of_several_designs() -> None:
@@ -122,9 +129,9 @@ def test_the_best_of_several_designs() -> None:
 
 
 def test_every_machine_is_a_node_with_one_engine() -> None:
-    goals = PoolGoals("conversation", THROUGHPUT, model="llama-2-70b")
+    problem = make_problem("conversation", model="llama-2-70b")
     plan = PoolPlan("HA", ClusterDesign(*machine_pair("HA"), 3, 2), 7.0, 4, True)
-    serving = lay_out_pools(plan, goals, "meta-llama/Llama-2-70b-hf", "gllm plan pools")
+    serving = lay_out_pools(plan, problem, "gllm plan pools", "meta-llama/Llama-2-70b-hf")
     check_plan(serving)
     roles = [engine.role for engine in serving.engines.values()]
     assert roles == ["prefill"] * 3 + ["decode"] * 2
@@ -153,7 +160,7 @@ def test_the_command_writes_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_the_slo_that_binds_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     # Decodes of BLOOM-176B on H100s keep no limit of a DGX-A100 if requests arrive all at once.
     search = PoolSearch(
-        PoolGoals("code", THROUGHPUT, "machines", 2, size=SampleSize(8, 0)),
+        make_problem("code", bounds={"machines": 2}),
         SearchBudget(),
         lambda point: [SloMargin("ttft", 99, 9.0, 6.0)],
     )

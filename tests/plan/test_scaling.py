@@ -7,18 +7,19 @@ from random import Random
 import pytest
 
 from experiments.linear_costs import LinearCostModel
-from gllm.commands.plan.scale import main as plan_scale
+from gllm.commands.plan.command import main
 from gllm.observability.latency import RequestTimeline
 from gllm.options.slo import Slo
-from gllm.plan.scaling.fleet_size import (
+from gllm.plan.engine_times import EngineTimes, decode_work
+from gllm.plan.scale.fleet_size import (
     FleetCase,
     WorkerSpec,
     least_fleet,
     measure_fleet,
     simulate_fleet,
 )
-from gllm.plan.scaling.latency_fit import fit_latency
-from gllm.plan.scaling.worker_type import best_worker, decode_seconds, rate_workers
+from gllm.plan.scale.latency_fit import fit_latency
+from gllm.plan.scale.worker_type import best_worker, rate_workers
 from gllm.plan.serving_plan import read_plan
 from gllm.routing.placement import (
     LatencyModel,
@@ -104,8 +105,9 @@ def test_worker_type_has_the_highest_throughput_per_gpu() -> None:
     cost = roofline_deployment(
         "llama-2-70b", "A100-80G", 1, 4096, degrees=(best.num_gpus,), rank_link="nvlink"
     ).cost
-    assert decode_seconds(cost, best.slo_batch, 850) <= 0.075
-    assert decode_seconds(cost, best.slo_batch + 1, 850) > 0.075
+    times = EngineTimes(cost)
+    assert times.total(decode_work(best.slo_batch, 850)) <= 0.075
+    assert times.total(decode_work(best.slo_batch + 1, 850)) > 0.075
     with pytest.raises(ValueError, match="does not fit"):
         rate_workers("llama-2-70b", "V100", 0.075, 850, degrees=(1, 2))
 
@@ -161,7 +163,7 @@ FLAGS = ["--slo", "ttft=1.6,atgt=0.075", "--trace", "fixed:400,40", "--seconds",
 def test_command_writes_a_plan_that_scales(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     file = tmp_path / "plan.yaml"
     flags = ["--rate", "4", "--gpus", "4", "--startup-seconds", "90", "--output", str(file)]
-    assert plan_scale([*FLAGS, *flags]) == 0
+    assert main(["scale", *FLAGS, *flags]) == 0
     plan = read_plan(file)
     text = capsys.readouterr().out
     assert f"{len(plan.engines)} for 4 requests per second" in text
@@ -184,7 +186,7 @@ def test_command_writes_a_plan_that_scales(tmp_path: Path, capsys: pytest.Captur
     [
         (["--rate", "4", "--gpus", "4", "--max-dollars", "5"], 1, "beyond --max-dollars: 0 eng"),
         (["--rate", "4", "--gpus", "4", "--budget", "1e-6"], 1, "is spent: raise --budget"),
-        (["--rate", "4", "--slo", "ttft=1"], 2, "limit of each request for both"),
+        (["--rate", "4", "--slo", "ttft=1"], 2, "limit ttft and tpot of each request"),
         (["--rate", "4", "--slo", "ttft=1,atgt=0.001"], 2, "loosen tpot"),
         (["--rate", "4", "--gpus", "1"], 2, "does not fit"),
         (["--rate", "4", "--trace", "nothing"], 2, "nothing"),
@@ -194,6 +196,6 @@ def test_command_writes_a_plan_that_scales(tmp_path: Path, capsys: pytest.Captur
 def test_command_names_what_cannot_be_planned(
     capsys: pytest.CaptureFixture, flags: list[str], status: int, text: str
 ) -> None:
-    assert plan_scale([*FLAGS, *flags]) == status
+    assert main(["scale", *FLAGS, *flags]) == status
     captured = capsys.readouterr()
     assert text in captured.out + captured.err

@@ -5,7 +5,7 @@ import pytest
 from experiments.distserve_runs import RealRun, read_real_runs, simulate_run
 from gllm.commands.simulate import main
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.costs.base import CostRangeError
+from gllm.sim.costs.base import CostRangeError, DecodeOnlyCostModel
 from gllm.sim.costs.distserve import (
     DistServeCostModel,
     read_coefficients,
@@ -60,7 +60,7 @@ def test_chunks_add_up_to_the_prompt_and_both_phases_read_the_weights_once() -> 
 
 
 def test_an_engine_whose_prompts_come_with_their_cache_only_decodes() -> None:
-    cost = DistServeCostModel(read_coefficients("distserve", "opt-13b", 1), has_prefill=False)
+    cost = DecodeOnlyCostModel(DistServeCostModel(read_coefficients("distserve", "opt-13b", 1)))
     assert cost.stage_seconds(0, PREFILL) == 0
     assert cost.stage_seconds(0, DECODE) > 0.02
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from gllm.observability.latency import RequestTimeline
-from gllm.options.slo import Slo
+from gllm.options.slo import Slo, parse_class_slos
 from gllm.scheduler.plan import StepTime
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.cluster.cluster import simulate_cluster
@@ -14,7 +14,6 @@ from gllm.sim.cluster.router import DeferredRouter, PolicyRouter, make_router
 from gllm.sim.costs.base import CostModel
 from gllm.sim.deployment import Deployment, roofline_deployment, simulate
 from gllm.sim.description import describe_below_range, describe_load
-from gllm.sim.metrics.attainment import class_attainment, parse_slo_limits
 from gllm.sim.metrics.batch_figures import measure_micro_batches, operator_shares, summarize_batches
 from gllm.sim.metrics.delays import (
     RunLoad,
@@ -25,6 +24,7 @@ from gllm.sim.metrics.delays import (
 )
 from gllm.sim.metrics.micro_batch_table import MicroBatch
 from gllm.sim.metrics.report import (
+    class_attainment,
     format_engine_table,
     format_metrics_table,
     summarize_cluster,
@@ -187,10 +187,10 @@ def test_attainment_by_class() -> None:
 
 def test_limits_of_classes() -> None:
     limits = {"a": Slo(0.5, None), "b": Slo(None, 0.1)}
-    assert parse_slo_limits("a:0.5:, b::0.1") == limits
+    assert parse_class_slos("a:0.5:, b::0.1") == limits
     for text in ("a", "a:1", "a:1:1:1", ":1:1", "a:0:1", "a:nan:1", "a:x:1", "a:1:,a:1:"):
         with pytest.raises(ValueError, match="has to be NAME:TTFT:TPOT"):
-            parse_slo_limits(text)
+            parse_class_slos(text)
 
 
 @pytest.fixture(scope="module")
@@ -218,9 +218,9 @@ def test_totals_of_a_cluster(deployment: Deployment) -> None:
     jobs = make_workload("uniform:50,900,5,40", 60, 6.0)
     deployments = {"a": deployment, "b": deployment}
     run = simulate_cluster(deployments, jobs, make_router("round-robin", 0))
-    total, engines, load = summarize_cluster(run, deployments, slo_ttft=0.5)
+    total, engines, load = summarize_cluster(run, deployments, Slo(0.5))
     parts = [simulate(deployment, jobs[index::2]) for index in range(2)]
-    summaries = [summarize_run(part, 0.5, None, deployment) for part in parts]
+    summaries = [summarize_run(part, Slo(0.5), deployment) for part in parts]
     for figures, part in zip(engines.values(), summaries, strict=True):
         assert figures["ttft"] == pytest.approx(part["ttft"])
         assert figures["kv_usage"] == pytest.approx(part["kv_usage"])

@@ -21,8 +21,8 @@ from gllm.observability.step_log import (
     StepLogWriter,
     read_step_log,
 )
-from gllm.plan.capacity import LimitedRun, measure_capacity
-from gllm.plan.latency_limits import NO_LIMITS, parse_limits
+from gllm.options.slo import NO_SLO, Slo, parse_slo
+from gllm.plan.capacity import measure_capacity
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import (
     ON_DEVICE,
@@ -37,7 +37,12 @@ from gllm.sim.capacity import CAPACITY_RULES, CapacityRule
 from gllm.sim.cluster.cluster import SimulatedCluster, simulate_cluster
 from gllm.sim.cluster.generation import EngineGeneration
 from gllm.sim.cluster.router import make_router
-from gllm.sim.configured import build_simulation, simulate_requests, simulate_trial
+from gllm.sim.configured import (
+    SimulationAtRate,
+    build_simulation,
+    simulate_requests,
+    simulate_trial,
+)
 from gllm.sim.costs.base import ConstantCostModel
 from gllm.sim.costs.roofline import LayerRoofline
 from gllm.sim.deployment import Deployment, roofline_deployment, simulate
@@ -194,7 +199,7 @@ def test_intervals_have_no_gaps_and_end_at_the_limits(run: RunRecord) -> None:
 
 
 def test_a_summary_in_numbers(run: RunRecord) -> None:
-    summary = summarize_run(run, slo_ttft=6.0)
+    summary = summarize_run(run, Slo(6.0))
     assert summary["requests"] == summary["finished"] == 2
     assert summary["output_tokens_per_second"] == 5 / 15
     assert summary["total_tokens_per_second"] == (5 + 10) / 15
@@ -419,9 +424,9 @@ def assert_equal(recorded: RunRecord, read: RunRecord) -> None:
     assert list(recorded.iterate_intervals()) == list(read.iterate_intervals())
     assert recorded.stage_usages() == read.stage_usages()
     if read.end > read.begin:  # Otherwise rates are not numbers.
-        figures = summarize_run(recorded, 1.0, 0.5)
+        figures = summarize_run(recorded, Slo(1.0, 0.5))
         assert figures.pop("kv_usage")["max"] > 0, "a log does not have it"
-        assert figures == summarize_run(read, 1.0, 0.5)
+        assert figures == summarize_run(read, Slo(1.0, 0.5))
 
 
 requests = st.lists(
@@ -669,12 +674,12 @@ def test_a_bounded_run_is_not_changed() -> None:
 
 @pytest.mark.parametrize("text", [pytest.param("", marks=pytest.mark.full), "ttft:p90=0.6"])
 def test_the_capacity_is_that_of_whole_runs(text: str) -> None:
-    limits = parse_limits(text) if text else NO_LIMITS
+    limits = parse_slo(text) if text else NO_SLO
     rule = replace(
         CAPACITY_RULES["vidur"], min_seconds=20.0, max_p99_delay_seconds=1.0, rate_step=1.1
     )
     capacity = measure_capacity(CONFIG, 5.0, rule, limits)
-    whole = LimitedRun(CONFIG, rule, limits)
+    whole = SimulationAtRate(CONFIG, rule, limits, stops_early=False)
     for rate, trial in capacity.trials:
         assert rule.is_sustained(trial) == rule.is_sustained(whole(rate))
     assert capacity.figures == whole.figures[capacity.rate]

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gllm.scheduler.stage_work import StageWork
+from gllm.sim.costs.base import DecodeOnlyCostModel
 from gllm.sim.costs.splitwise import (
     MIXED_FACTOR,
     PiecewiseLinear,
@@ -58,7 +59,7 @@ def test_a_machine_without_prefill_takes_no_time_for_prompts() -> None:
     work = StageWork(0, 1000, ((0, 990),), 10, 5000, 11)
     whole = SplitwiseCostModel(profile).stage_seconds(0, work)
     assert whole == pytest.approx(profile.iteration_seconds(990, 10))
-    tokens_only = SplitwiseCostModel(profile, has_prefill=False).stage_seconds(0, work)
+    tokens_only = DecodeOnlyCostModel(SplitwiseCostModel(profile)).stage_seconds(0, work)
     assert tokens_only == pytest.approx(profile.token_seconds(10))
 
 

@@ -49,18 +49,6 @@ def parse_metric_names(text: str) -> tuple[str, ...]:
     return names
 
 
-def parse_slo(text: str) -> tuple[str, float]:
-    """Parse a latency limit in milliseconds such as 'ttft:200'.
-
-    Raises:
-        ValueError: The latency is unknown or the limit is not a positive number.
-    """
-    name, _, limit = text.partition(":")
-    if name not in ("ttft", "tpot", "e2el") or not 0 < float(limit or 0) < math.inf:
-        raise ValueError(f"{text} does not have the form ttft:200, tpot:50 or e2el:3000")
-    return name, float(limit)
-
-
 @dataclass(frozen=True)
 class LoadConfig:
     """Lengths and number of the requests."""

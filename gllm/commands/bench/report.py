@@ -15,6 +15,7 @@ from gllm.observability.latency import (
     percentile,
     slo_attainment,
 )
+from gllm.options.slo import NO_SLO, Slo
 from gllm.sim.metrics.plots import ChartPanel, Series, plot_distributions, plot_grid
 
 BINS = 30
@@ -35,7 +36,7 @@ def summarize(
     outcomes: Sequence[RequestResult],
     seconds: float,
     percents: Sequence[float] = (99.0,),
-    slo: dict[str, float] | None = None,
+    slo: Slo = NO_SLO,
 ) -> dict[str, Any]:
     """Return the figures by the keys of the JSON file; latencies exclude failed requests.
 
@@ -43,7 +44,7 @@ def summarize(
         outcomes: Results of all requests.
         seconds: Duration of the load.
         percents: Percentiles of each latency.
-        slo: Limits in milliseconds by latency (ttft, tpot, e2el), for goodput.
+        slo: Limits of each request, for goodput.
     """
     done = [outcome for outcome in outcomes if not outcome.failure]
     lines = [outcome.timeline for outcome in done]
@@ -63,8 +64,7 @@ def summarize(
         "max_concurrent_requests": max_overlap((o.timeline.arrival, o.end) for o in outcomes),
     }
     if slo:
-        limits = {name: limit / 1e3 for name, limit in slo.items()}
-        figures["request_goodput"] = slo_attainment(lines, **limits) * len(lines) / span
+        figures["request_goodput"] = slo_attainment(lines, slo) * len(lines) / span
     for name, values in collect_latencies(lines).items():
         figures |= _spread(name, [value * 1e3 for value in values], percents)
     return figures

@@ -10,6 +10,7 @@ import math
 import os
 import sys
 from datetime import UTC, datetime
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,10 @@ from gllm.commands.bench.client import (
     wait_until_ready,
 )
 from gllm.commands.bench.load import plan_load, warmup_requests
-from gllm.commands.bench.options import ServeConfig, parse_slo
+from gllm.commands.bench.options import ServeConfig
 from gllm.commands.bench.report import details, failure_lines, report_lines, summarize
 from gllm.options.flags import FlagParser, FlagType, add_flags, config_from_flags
+from gllm.options.slo import NO_SLO, Slo, parse_slo
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -41,10 +43,11 @@ def make_parser() -> argparse.ArgumentParser:
         "--goodput",
         "--slo",
         nargs="+",
-        type=FlagType(parse_slo),
+        type=FlagType(_parse_limit),
         default=[],
         metavar="LATENCY:MS",
-        help="latency limits for goodput, such as ttft:200 tpot:50 e2el:3000",
+        help="latency limits for goodput, such as ttft:200 tpot:50 e2el:3000, in milliseconds; or "
+        "ttft=0.2, in seconds",
     )
     return parser
 
@@ -56,7 +59,9 @@ def main(argv: list[str]) -> int:
         config = config_from_flags(ServeConfig, values)
         if config.plot:
             _check_plots()
-        return uvloop.run(_benchmark(config, dict(values.goodput)))
+        # The last limit of a latency counts.
+        slo = reduce(lambda earlier, later: later.with_defaults(earlier), values.goodput, NO_SLO)
+        return uvloop.run(_benchmark(config, slo))
     except TargetServerError as error:
         print(f"gllm bench serve: {error}", file=sys.stderr)
         return 1
@@ -76,7 +81,14 @@ def _check_plots() -> None:
         raise ImportError("--plot needs matplotlib: pip install gllm[sim]") from error
 
 
-async def _benchmark(config: ServeConfig, slo: dict[str, float]) -> int:
+def _parse_limit(text: str) -> Slo:
+    slo = parse_slo(text)
+    if slo.percentiles:
+        raise ValueError(f"{text}: goodput counts requests: limit each one, as in ttft:200")
+    return slo
+
+
+async def _benchmark(config: ServeConfig, slo: Slo) -> int:
     base_url = config.base_url.rstrip("/").removesuffix("/v1")
     url = base_url + config.endpoint
     api_key = config.api_key or os.environ.get("OPENAI_API_KEY")
@@ -100,7 +112,7 @@ async def _benchmark(config: ServeConfig, slo: dict[str, float]) -> int:
     return _report(config, served.name, measured, slo)
 
 
-def _report(config: ServeConfig, model: str, measured: LoadResult, slo: dict[str, float]) -> int:
+def _report(config: ServeConfig, model: str, measured: LoadResult, slo: Slo) -> int:
     """Print and write the result of a load; return the exit status."""
     outcomes = [measured.outcomes[index] for index in sorted(measured.outcomes)]
     percents = config.metric_percentiles
@@ -140,7 +152,7 @@ def _report(config: ServeConfig, model: str, measured: LoadResult, slo: dict[str
 
 
 def result_document(
-    config: ServeConfig, model: str, slo: dict[str, float], figures: dict[str, Any], now: datetime
+    config: ServeConfig, model: str, slo: Slo, figures: dict[str, Any], now: datetime
 ) -> dict[str, Any]:
     """Return the JSON document: the options without the API key, then the figures."""
     options = dataclasses.asdict(config)
@@ -154,7 +166,9 @@ def result_document(
         "request_rate": rate,
         "burstiness": config.burstiness,
         "max_concurrency": config.max_concurrency,
-        "goodput_slo_ms": slo,
+        "goodput_slo_ms": {
+            metric: round(seconds * 1e3, 6) for metric, seconds in slo.request_limits.items()
+        },
         "configuration": options | {"request_rate": rate},
         **figures,
     }

@@ -2,36 +2,30 @@
 
 import argparse
 import os
-import shlex
-import sys
+from collections.abc import Callable
 from math import inf
-from pathlib import Path
 from typing import Any
 
-from gllm.commands.plan.flags import add_budget_flag
+from gllm.commands.plan.flags import add_budget_flag, add_output_flags, add_slo_flags
 from gllm.observability.progress import show_progress
 from gllm.options.flags import (
     FlagParser,
-    FlagType,
     add_flags,
     config_from_flags,
     number_type,
-    output_file,
 )
+from gllm.options.slo import EXAMPLE, NO_SLO, Slo, parse_slo
 from gllm.plan.budget import SearchBudget
 from gllm.plan.capacity import PLAN_RULES, ConfigurationCapacity, extend_rule, measure_capacity
 from gllm.plan.engine_bounds import EngineBounds
-from gllm.plan.engine_designs import design_of
-from gllm.plan.fleet_forecast import FleetForecast
-from gllm.plan.fleet_layout import ServiceFacts, assume_nodes, lay_out_fleet
-from gllm.plan.latency_limits import EXAMPLE, NO_LIMITS, LatencyLimits, parse_limits
-from gllm.plan.serving_plan import write_plan
+from gllm.plan.problem import ServiceProblem
+from gllm.plan.search.designs import design_of
+from gllm.plan.search.planner import FleetForecast, lay_out_fleet
+from gllm.plan.serving_plan import ServingPlan
 from gllm.plan.workload_moments import measure_workload
 from gllm.sim.capacity import CapacityRule
 from gllm.sim.configured import build_simulation
 from gllm.sim.costs.profile import read_profile
-from gllm.sim.deployment import Deployment
-from gllm.sim.goodput import TARGET_ATTAINMENT
 from gllm.sim.metrics.report import format_table, show_value
 from gllm.sim.options import SimulationConfig
 from gllm.sim.profiled import is_measured_here
@@ -49,31 +43,13 @@ def make_parser() -> argparse.ArgumentParser:
     add_flags(parser, SimulationConfig, EXCLUDED, takes_entries=True)
     add_limit_flags(parser, "sustained")
     add_budget_flag(parser, "until the capacity is found")
-    parser.add_argument(
-        "--output",
-        metavar="FILE",
-        type=FlagType(output_file),
-        help="write the configuration as a plan for `gllm up`",
-    )
-    parser.add_argument(
-        "--checkpoint",
-        metavar="MODEL",
-        help="folder or hub name of the model in the plan; default: that of the profile",
-    )
+    add_output_flags(parser, "that of the profile")
     return parser
 
 
 def add_limit_flags(parser: argparse.ArgumentParser, rule: str) -> None:
     """Add the flags of limits and of the search for a capacity."""
-    parser.add_argument(
-        "--slo", default="", metavar="LIMITS", help=f"latency limits in seconds, such as {EXAMPLE}"
-    )
-    parser.add_argument(
-        "--attainment",
-        type=number_type(float, gt=0, le=1),
-        default=TARGET_ATTAINMENT,
-        help="share of requests that keep the limits without a percentile (default 0.9)",
-    )
+    add_slo_flags(parser, f"latency limits in seconds, such as {EXAMPLE}", "")
     parser.add_argument(
         "--rule",
         choices=tuple(PLAN_RULES),
@@ -91,51 +67,59 @@ def add_limit_flags(parser: argparse.ArgumentParser, rule: str) -> None:
     )
 
 
-def main(argv: list[str]) -> int:
-    """Run `gllm plan capacity` and return the exit status."""
-    values = make_parser().parse_args(argv)
-    try:
-        config = config_from_flags(SimulationConfig, values, EXCLUDED)
-        if config.arrivals in ("static", "replay"):
-            raise ValueError(
-                f"--arrivals {config.arrivals}: a capacity needs arrivals at a rate: choose poisson"
-            )
-        limits = parse_limits(values.slo, values.attainment)
-        deployment, jobs = build_simulation(config)
-        bounds = EngineBounds(deployment, measure_workload(jobs))
-        start = _start_rate(config, bounds, limits)
-        rule = extend_rule(PLAN_RULES[values.rule], bounds.request_seconds(limits))
-        with show_progress("simulation", name="capacity", stays=False) as bar:
-            capacity = measure_capacity(
-                config,
-                start,
-                rule,
-                limits,
-                values.jobs,
-                lambda *_: bar.update(),
-                SearchBudget(values.budget),
-            )
-        print(_format_trials(capacity, rule))
-        print(_format_capacity(capacity, values.rule, values.slo))
-        if values.output and capacity.rate:
-            command = shlex.join(["gllm", "plan", "capacity", *argv])
-            facts = ServiceFacts(
-                values.checkpoint or deployment.model,
-                deployment.layers,
-                config.scheduler,
-                config.routing_policy,
-                config.workload,
-                limits,
-                command,
-                engine_flags(config),
-            )
-            _write_plan(config, deployment, capacity, facts, Path(values.output))
-    except BrokenPipeError:
-        raise  # The reader of the table has gone, which is no error: see gllm/__main__.py.
-    except (ValueError, OSError) as error:
-        print(f"gllm plan capacity: {error}", file=sys.stderr)
-        return 2
-    return 0 if capacity.rate else 1
+def plan(values: argparse.Namespace, command: str) -> Callable[[], ServingPlan] | None:
+    """Search for the capacity, print it, and return the layout of the configuration's plan.
+
+    None: no rate is within the limits.
+
+    Raises:
+        ValueError: Options are invalid, or contradict each other.
+        OSError: The profile cannot be read.
+    """
+    config = config_from_flags(SimulationConfig, values, EXCLUDED)
+    if config.arrivals in ("static", "replay"):
+        raise ValueError(
+            f"--arrivals {config.arrivals}: a capacity needs arrivals at a rate: choose poisson"
+        )
+    limits = parse_slo(values.slo, values.attainment)
+    deployment, jobs = build_simulation(config)
+    bounds = EngineBounds(deployment, measure_workload(jobs))
+    start = _start_rate(config, bounds, limits)
+    rule = extend_rule(PLAN_RULES[values.rule], bounds.request_seconds(limits))
+    with show_progress("simulation", name="capacity", stays=False) as bar:
+        capacity = measure_capacity(
+            config,
+            start,
+            rule,
+            limits,
+            values.jobs,
+            lambda *_: bar.update(),
+            SearchBudget(values.budget),
+        )
+    print(_format_trials(capacity, rule))
+    print(_format_capacity(capacity, values.rule, values.slo))
+    figures = capacity.figures
+    if not capacity.rate or figures is None:
+        return None
+    forecast = FleetForecast(
+        config.engines,
+        capacity.rate,
+        capacity.rate,
+        figures.attainment,
+        figures.ttft_p50,
+        figures.tpot_p50,
+        True,
+    )
+    return lambda: lay_out_fleet(
+        ServiceProblem(config.model, config.workload, limits=limits),
+        design_of(config, deployment),
+        deployment,
+        config,
+        forecast,
+        command,
+        values.checkpoint,
+        engine_flags(config),
+    )
 
 
 def engine_flags(config: SimulationConfig) -> dict[str, Any]:
@@ -151,8 +135,8 @@ def engine_flags(config: SimulationConfig) -> dict[str, Any]:
     return flags
 
 
-def _start_rate(config: SimulationConfig, bounds: EngineBounds, limits: LatencyLimits) -> float:
-    point = bounds.best_point(limits) or bounds.best_point(NO_LIMITS)
+def _start_rate(config: SimulationConfig, bounds: EngineBounds, limits: Slo) -> float:
+    point = bounds.best_point(limits) or bounds.best_point(NO_SLO)
     return START_SHARE * point.rate * config.engines if point else config.rate
 
 
@@ -185,28 +169,3 @@ def _format_capacity(capacity: ConfigurationCapacity, rule: str, slo: str) -> st
     ]
     note = f"\n{capacity.note}: the capacity may be higher" if capacity.note else ""
     return "\n" + format_table(["", limits], rows) + note
-
-
-def _write_plan(
-    config: SimulationConfig,
-    deployment: Deployment,
-    capacity: ConfigurationCapacity,
-    facts: ServiceFacts,
-    path: Path,
-) -> None:
-    """Write the configuration as a plan at its capacity."""
-    design = design_of(config, deployment)
-    figures = capacity.figures
-    assert figures is not None, "there is a capacity"
-    forecast = FleetForecast(
-        config.engines,
-        capacity.rate,
-        capacity.rate,
-        figures.attainment,
-        figures.ttft_p50,
-        figures.tpot_p50,
-        True,
-    )
-    nodes = assume_nodes(design.device, config.engines * design.num_devices)
-    write_plan(lay_out_fleet(design, forecast, nodes, facts, {}), path)
-    print(f"wrote {path}")

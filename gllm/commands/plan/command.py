@@ -1,22 +1,57 @@
 """`gllm plan NAME`: find machines, parallelism and routes for a model and a workload."""
 
-from gllm.commands.sub_commands import run_sub_command
+import importlib
+import shlex
+import sys
+from pathlib import Path
 
-PLANNERS: dict[str, str] = {
-    "goodput": "engines of prefill and of decode with the highest goodput per GPU",
-    "pools": "prompt and token machines for a budget of power or cost, or for a rate",
-    "capacity": "highest request rate of a configuration within latency limits",
-    "search": "devices, parallelism, policy and batch size that serve a workload best",
-    "scale": "GPUs per engine, and engines by request rate, within an SLO (Aladdin)",
-    "hetero": "prefill and decode replicas on unlike devices (HexGen-2)",
-}
-"""Descriptions by name; the name is also the module in gllm.commands.plan."""
+from gllm.plan.serving_plan import write_plan
+from gllm.plan.strategies import STRATEGIES, UnservableError
 
 REPORTS = {"diff": "compare what a plan expects with the step logs of its engines"}
-"""Descriptions of the commands that read plans, by name."""
+"""Commands that read plans: descriptions by the name of their module, which has `main`."""
+
+
+def usage() -> str:
+    """Return the help text."""
+    texts = {name: strategy.description for name, strategy in STRATEGIES.items()}
+    lines = [f"  {name:12}{text}" for name, text in {**texts, **REPORTS}.items()]
+    end = "`gllm plan NAME --help` lists the arguments of a planner."
+    return "\n".join(["usage: gllm plan NAME [ARGUMENTS]", "", *lines, "", end])
 
 
 def main(argv: list[str]) -> int:
     """Run a planner and return its exit status."""
-    end = "`gllm plan NAME --help` lists the arguments of a planner."
-    return run_sub_command("plan", "planner", {**PLANNERS, **REPORTS}, argv, end)
+    name = argv[0] if argv else "--help"
+    if name in ("-h", "--help"):
+        print(usage())
+        return 0
+    if name in REPORTS:
+        return int(importlib.import_module(f"gllm.commands.plan.{name}").main(argv[1:]))
+    if name in STRATEGIES:
+        return run_strategy(name, argv[1:])
+    print(f"gllm plan: unknown planner {name!r}\n\n{usage()}", file=sys.stderr)
+    return 2
+
+
+def run_strategy(name: str, argv: list[str]) -> int:
+    """Run a strategy and write its plan to `--output`.
+
+    Returns:
+        The exit status: 1 if nothing serves the workload, 2 for invalid input.
+    """
+    strategy = importlib.import_module(f"gllm.commands.plan.{name}")
+    values = strategy.make_parser().parse_args(argv)
+    try:
+        lay_out = strategy.plan(values, shlex.join(["gllm", "plan", name, *argv]))
+        if lay_out is None:
+            return 1
+        if values.output:
+            write_plan(lay_out(), Path(values.output))
+            print(f"wrote {values.output}")
+    except BrokenPipeError:
+        raise  # The reader of the table has gone, which is no error: see gllm/__main__.py.
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        print(f"gllm plan {name}: {error}", file=sys.stderr)
+        return 1 if isinstance(error, UnservableError) else 2
+    return 0

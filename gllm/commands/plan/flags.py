@@ -3,6 +3,25 @@
 import argparse
 
 from gllm.options.flags import FlagType, number_type, output_file
+from gllm.options.slo import TARGET_ATTAINMENT
+
+
+def add_slo_flags(
+    parser: argparse.ArgumentParser,
+    help_text: str,
+    default: str | None = None,
+    attainment: float = TARGET_ATTAINMENT,
+) -> None:
+    """Add `--slo LIMITS`, which is required without a default, and `--attainment SHARE`."""
+    parser.add_argument(
+        "--slo", default=default, required=default is None, metavar="LIMITS", help=help_text
+    )
+    parser.add_argument(
+        "--attainment",
+        type=number_type(float, gt=0, le=1),
+        default=attainment,
+        help="share of requests that keep the limits of each request (default %(default)s)",
+    )
 
 
 def add_budget_flag(parser: argparse.ArgumentParser, default: str) -> None:
@@ -40,10 +59,20 @@ def add_plan_flags(parser: argparse.ArgumentParser, num_requests: int) -> None:
         help="seed of lengths and arrivals",
     )
     add_budget_flag(parser, "until nothing better can be found")
+    add_output_flags(parser)
+
+
+def add_output_flags(parser: argparse.ArgumentParser, model: str = "--model") -> None:
+    """Add `--checkpoint` and `--output`.
+
+    Args:
+        parser: Parser of a planner.
+        model: Model of the plan without `--checkpoint`, for the help.
+    """
     parser.add_argument(
         "--checkpoint",
         metavar="MODEL",
-        help="folder or hub name of the model in the plan; default: --model",
+        help=f"folder or hub name of the model in the plan; default: {model}",
     )
     parser.add_argument(
         "--output",

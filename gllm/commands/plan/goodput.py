@@ -1,28 +1,17 @@
 """`gllm plan goodput`: prefill and decode engines with the highest goodput per GPU."""
 
 import argparse
-import shlex
-import sys
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 
-from gllm.commands.plan.flags import add_plan_flags
+from gllm.commands.plan.flags import add_plan_flags, add_slo_flags
 from gllm.options.flags import FlagParser, FlagType, input_file, number_type
+from gllm.options.slo import parse_slo
 from gllm.plan.budget import SearchBudget
 from gllm.plan.goodput.engines import COST_KINDS, MAX_MODEL_LEN, EngineCosts
-from gllm.plan.goodput.layout import lay_out
-from gllm.plan.goodput.placement import GpuCluster
-from gllm.plan.goodput.planner import (
-    GoodputPlan,
-    GoodputPlanner,
-    PhaseSearch,
-    UnitSearch,
-    UnservableError,
-)
-from gllm.plan.goodput.problem import GoodputProblem
-from gllm.plan.latency_limits import parse_limits
-from gllm.plan.serving_plan import write_plan
-from gllm.sim.goodput import TARGET_ATTAINMENT
+from gllm.plan.goodput.planner import GoodputPlan, GoodputPlanner, PhaseSearch, UnitSearch
+from gllm.plan.nodes import equal_nodes
+from gllm.plan.problem import ServiceProblem
+from gllm.plan.serving_plan import ServingPlan
 from gllm.sim.hardware.devices import DEVICES, LINKS
 from gllm.sim.hardware.shapes import MODELS
 from gllm.sim.metrics.report import format_table
@@ -103,86 +92,66 @@ def _add_problem_flags(parser: argparse.ArgumentParser) -> None:
         default=MAX_MODEL_LEN,
         help="longest prompt + output (default %(default)s)",
     )
-    parser.add_argument(
-        "--slo",
-        default="ttft=0.2,tpot=0.1",
-        metavar="LIMITS",
-        help="limits of every request in seconds: ttft and tpot (default %(default)s)",
-    )
-    parser.add_argument(
-        "--attainment",
-        type=number_type(float, gt=0, le=1),
-        default=TARGET_ATTAINMENT,
-        help="share of requests that keep both limits (default %(default)s)",
+    add_slo_flags(
+        parser,
+        "limits of every request in seconds: ttft and tpot (default %(default)s)",
+        "ttft=0.2,tpot=0.1",
     )
 
 
-def main(argv: list[str]) -> int:
-    """Run `gllm plan goodput` and return the exit status: 1 if nothing serves the workload."""
-    values = make_parser().parse_args(argv)
-    try:
-        problem = make_problem(values)
-        planner = GoodputPlanner(problem, SearchBudget(values.budget))
-        place = planner.place_together if values.placement == "together" else planner.place_apart
-        plan = place(values.rate)
-        print(format_plan(plan, problem))
-        if values.output:
-            command = shlex.join(["gllm", "plan", "goodput", *argv])
-            serving = lay_out(plan, problem, values.checkpoint or values.model, command)
-            write_plan(serving, Path(values.output))
-            print(f"wrote {values.output}")
-    except BrokenPipeError:
-        raise  # The reader of the table has gone, which is no error: see gllm/__main__.py.
-    except UnservableError as error:
-        print(f"gllm plan goodput: {error}", file=sys.stderr)
-        return 1
-    except (ValueError, OSError) as error:
-        print(f"gllm plan goodput: {error}", file=sys.stderr)
-        return 2
-    return 0
+def plan(values: argparse.Namespace, command: str) -> Callable[[], ServingPlan]:
+    """Search for engines, print them, and return the layout of their plan.
+
+    Raises:
+        UnservableError: Nothing serves the workload.
+        ValueError: Flags do not fit each other.
+    """
+    problem = make_problem(values)
+    costs = EngineCosts(values.costs, values.device, values.batches or "", values.max_model_len)
+    planner = GoodputPlanner(problem, costs, SearchBudget(values.budget), network=values.network)
+    place = planner.place_together if values.placement == "together" else planner.place_apart
+    best = place(values.rate)
+    print(format_plan(best, problem))
+    return lambda: planner.lay_out(best, command, values.checkpoint)
 
 
-def make_problem(values: argparse.Namespace) -> GoodputProblem:
+def make_problem(values: argparse.Namespace) -> ServiceProblem:
     """Return the problem that the flags state.
 
     Raises:
         ValueError: Limits are missing, or flags do not fit each other.
     """
-    limits = parse_limits(values.slo, values.attainment)
-    if limits.percentiles or limits.ttft is None or limits.tpot is None or limits.e2el is not None:
-        raise ValueError(f"--slo {values.slo}: limit ttft and tpot, as in ttft=0.2,tpot=0.1")
+    limits = parse_slo(values.slo, values.attainment)
+    limits.require("ttft", "tpot")
     if (values.costs == "batches") != bool(values.batches):
         raise ValueError("--costs batches and --batches FILE belong together: give both or none")
-    costs = EngineCosts(values.costs, values.device, values.batches or "", values.max_model_len)
-    return GoodputProblem(
+    return ServiceProblem(
         values.model,
-        costs,
-        GpuCluster(values.nodes, values.gpus_per_node),
         values.workload,
-        limits.ttft,
-        limits.tpot,
-        limits.attainment,
-        values.requests,
-        values.network,
-        values.seed,
+        equal_nodes(values.nodes, values.gpus_per_node, values.device),
+        limits=limits,
+        num_requests=values.requests,
+        seed=values.seed,
     )
 
 
-def format_plan(plan: GoodputPlan, problem: GoodputProblem) -> str:
+def format_plan(plan: GoodputPlan, problem: ServiceProblem) -> str:
     """Return the searches as tables, and the chosen engines."""
     parts = [_search_table(title, search) for title, search in plan.searches.items()]
     parts.append(
         f"{plan.system.placement}: {plan.system.num_gpus} GPUs, "
         f"{plan.per_gpu:.3f} requests/s per GPU\n"
         f"at {plan.rate:.2f} requests/s {100 * plan.attainment:.1f} % of the requests are within "
-        f"both limits (goal: {100 * problem.target:g} %), simulated"
+        f"both limits (goal: {100 * problem.limits.attainment:g} %), simulated"
     )
     return "\n\n".join(parts)
 
 
 def _search_table(title: str, search: PhaseSearch | UnitSearch) -> str:
     """Return the best candidates of a search, and how many others there were."""
-    ranked = sorted(((value, str(design)) for design, value in search.evaluated), reverse=True)
+    ranked = sorted(
+        ((value, str(candidate)) for candidate, value in search.evaluated), reverse=True
+    )
     rows = [[name, f"{value:.3f}" if value else "no better"] for value, name in ranked]
     others: Mapping[str, int] = search.pruned + search.left_out
     lines = [format_table([title, "goodput, requests/s per GPU"], rows[:NUM_SHOWN])]

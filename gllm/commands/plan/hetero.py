@@ -2,31 +2,30 @@
 
 import argparse
 import shlex
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from gllm.options.flags import FlagParser, FlagType, number_type, output_file
+from gllm.commands.plan.flags import add_output_flags
+from gllm.options.flags import FlagParser, number_type
 from gllm.options.options import INT32_MAX
-from gllm.plan.hetero.cluster import (
-    DeviceCluster,
-    cluster_names,
-    named_cluster,
-    read_cluster,
+from gllm.plan.budget import SearchBudget
+from gllm.plan.hetero.planner import (
+    COSTS,
+    HeteroPlan,
+    make_planner,
+    make_serving_plan,
+    plan_replicas,
 )
-from gllm.plan.hetero.drawing import (
-    describe_hetero_search,
-    draw_placement,
-    draw_routes,
-    replica_table,
-)
-from gllm.plan.hetero.planner import COSTS, HeteroPlan, PlanProblem, plan_replicas
-from gllm.plan.hetero.replicas import PipelineCredit
-from gllm.plan.hetero.search import RefinementBudget
-from gllm.plan.hetero.serving import make_serving_plan
+from gllm.plan.hetero.replicas import Phase, PipelineCredit
+from gllm.plan.hetero.search import MAX_EVALUATIONS
 from gllm.plan.hetero.simulation import simulate_plan
 from gllm.plan.hetero.workload import CLASSES
-from gllm.plan.serving_plan import write_plan
+from gllm.plan.nodes import DeviceCluster, cluster_names, named_cluster, read_cluster
+from gllm.plan.prices import PRICE_TABLES
+from gllm.plan.problem import ServiceProblem
+from gllm.plan.serving_plan import ServingPlan
 from gllm.sim.hardware.shapes import MODELS
+from gllm.sim.metrics.report import format_table
 
 CLUSTER_HELP = """\
 a cluster file, with Gbit/s in one direction and latencies in microseconds:
@@ -81,13 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="seed of the search and of simulations (default 0)",
     )  # fmt: skip
     parser.add_argument("--simulate", action="store_true", help="simulate the plan's throughput")
-    parser.add_argument("--output", type=FlagType(output_file), help="file for the plan, as YAML")
-    parser.add_argument(
-        "--checkpoint",
-        default="",
-        metavar="MODEL",
-        help="folder or hub name of the model in the plan; default: the value of --model",
-    )
+    add_output_flags(parser)
     return parser
 
 
@@ -127,32 +120,101 @@ def show_plan(plan: HeteroPlan) -> str:
     )
 
 
-def main(argv: list[str]) -> int:
-    """Run the planner and return its exit status."""
-    values = make_parser().parse_args(argv)
-    budget = RefinementBudget()
-    if values.budget is not None:
-        budget.seconds = values.budget
-    try:
-        problem = PlanProblem(
-            find_cluster(values.cluster),
-            values.model,
-            values.workload,
-            values.costs,
-            PipelineCredit(values.credit),
-            values.seed,
-            budget,
+def plan(values: argparse.Namespace, command: str) -> Callable[[], ServingPlan]:
+    """Search for replicas, print them, and return the layout of their plan.
+
+    Raises:
+        ValueError: A name is unknown, or no two replicas fit.
+        OSError: The cluster file cannot be read.
+    """
+    budget = SearchBudget(values.budget, MAX_EVALUATIONS)
+    problem = ServiceProblem(
+        values.model,
+        values.workload,
+        find_cluster(values.cluster),
+        prices=PRICE_TABLES["hexgen-2"],
+        seed=values.seed,
+    )
+    planner = make_planner(problem, values.costs, PipelineCredit(values.credit))
+    best = plan_replicas(problem, planner, budget)
+    print(show_plan(best))
+    if values.simulate:
+        run = simulate_plan(best, values.seed)
+        print(f"\nsimulated: {run.simulated:.3g} requests/s, {run.error:+.0%} of the estimate")
+
+    def lay_out() -> ServingPlan:
+        print()
+        return make_serving_plan(best, format_plan_command(values), values.checkpoint)
+
+    return lay_out
+
+
+def replica_table(plan: HeteroPlan) -> str:
+    """Return a row for each replica: devices, parallelism, layers, capacity and flow."""
+    rows = []
+    for name, (replica, flow) in plan.best.engines().items():
+        rows.append(
+            [
+                name,
+                str(replica.phase),
+                plan.problem.cluster.describe(replica.group),
+                replica.degrees,
+                ",".join(str(stage.layers) for stage in replica.stages),
+                f"{replica.latency:.3g}",
+                "-" if replica.phase is Phase.PREFILL else str(replica.batch),
+                f"{replica.capacity:.3g}",
+                f"{flow:.3g}",
+                f"{flow / replica.capacity:.0%}",
+            ]
         )
-        plan = plan_replicas(problem)
-        print(show_plan(plan))
-        if values.simulate:
-            run = simulate_plan(plan, values.seed)
-            print(f"\nsimulated: {run.simulated:.3g} requests/s, {run.error:+.0%} of the estimate")
-        if values.output:
-            serving = make_serving_plan(plan, format_plan_command(values), values.checkpoint)
-            write_plan(serving, Path(values.output))
-            print(f"\nwrote {values.output}")
-    except (ValueError, OSError) as error:
-        print(f"gllm plan hetero: {error}", file=sys.stderr)
-        return 2
-    return 0
+    header = [
+        "engine", "phase", "devices", "parallelism", "layers", "latency s", "batch", "capacity /s",
+        "flow /s", "used",
+    ]  # fmt: skip
+    return format_table(header, rows)
+
+
+def draw_placement(plan: HeteroPlan) -> str:
+    """Return a line for each machine: the engine and stage on each of its devices."""
+    cluster = plan.problem.cluster
+    cells: list[list[str]] = [[] for _ in cluster.nodes]
+    for name, (replica, _) in plan.best.engines().items():
+        for number, stage in enumerate(replica.stages):
+            for place in stage.devices:
+                cells[place].append(f"{name}.{number}")
+    width = max((len(cell) for row in cells for cell in row), default=0)
+    name_width = max(len(node.name) for node in cluster.nodes)
+    lines = []
+    for node, row in zip(cluster.nodes, cells, strict=True):
+        row += ["idle"] * (node.num_devices - len(row))
+        boxes = " ".join(f"[{cell:^{max(width, 4)}}]" for cell in row)
+        lines.append(f"{node.name:{name_width}}  {node.device:9} {boxes}")
+    return "\n".join(lines)
+
+
+def draw_routes(plan: HeteroPlan) -> str:
+    """Return a line for each prefill engine: the share of each decode engine."""
+    lines = []
+    for source, targets in plan.best.routes().items():
+        total = sum(targets.values())
+        shares = ", ".join(f"{name} {flow / total:.0%}" for name, flow in targets.items())
+        lines.append(f"{source} {total:.3g}/s -> {shares}")
+    return "\n".join(lines)
+
+
+def describe_hetero_search(plan: HeteroPlan) -> str:
+    """Return how the plan was found, and what the search left out."""
+    search = plan.search
+    text = (
+        f"first partition {search.first.score.flow:.3g}/s, best {search.best.score.flow:.3g}/s "
+        f"after {search.num_evaluations} partitions ({search.num_flows} maximum flows, "
+        f"{search.num_kicks} restarts)"
+    )
+    if search.is_complete:
+        text += "; no single change improves the first local optimum. "
+    else:
+        text += "; the budget ended before every change of the first local optimum was tried. "
+    return text + (
+        "Left out: groups whose ranks span machines, unequal shares of layers beside those by "
+        "memory, and partitions beyond the restarts."
+    )

@@ -1,19 +1,17 @@
 """`gllm plan pools`: prompt and token machines for a budget of power or cost, or for a rate."""
 
 import argparse
-import shlex
-import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 from gllm.commands.plan.flags import add_plan_flags
 from gllm.options.flags import FlagParser, number_type
 from gllm.plan.budget import SearchBudget
-from gllm.plan.pools.clusters import MIN_SECONDS, MODEL, PROFILES, WORKLOADS, SampleSize
+from gllm.plan.pools.clusters import MIN_SECONDS, MODEL, PROFILES, WORKLOADS
 from gllm.plan.pools.design_search import BUDGETS
-from gllm.plan.pools.layout import lay_out_pools
-from gllm.plan.pools.planner import THROUGHPUT, PoolGoals, PoolPlan, PoolSearch, best_plan
-from gllm.plan.serving_plan import write_plan
+from gllm.plan.pools.planner import THROUGHPUT, PoolPlan, PoolSearch, best_plan, lay_out_pools
+from gllm.plan.problem import ServiceProblem
+from gllm.plan.serving_plan import ServingPlan
+from gllm.plan.strategies import UnservableError
 from gllm.sim.metrics.report import format_table
 
 DESIGNS = ("AA", "HH", "HA", "HHcap")
@@ -74,30 +72,22 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str]) -> int:
-    """Run `gllm plan pools` and return the exit status: 1 if no cluster serves the workload."""
-    values = make_parser().parse_args(argv)
-    try:
-        goals = make_goals(values)
-        search = PoolSearch(goals, SearchBudget(values.budget))
-        plans = [plan for name in _design_names(values.designs) if (plan := search.plan(name))]
-        if not plans:
-            print(f"gllm plan pools: {_explain(search)}", file=sys.stderr)
-            return 1
-        print(format_plans(plans, goals))
-        best = best_plan(plans, goals.objective)
-        print(f"\n{best.name}, {best.cluster}: best for {goals.objective}")
-        if values.output:
-            command = shlex.join(["gllm", "plan", "pools", *argv])
-            checkpoint = values.checkpoint or values.model
-            write_plan(lay_out_pools(best, goals, checkpoint, command), Path(values.output))
-            print(f"wrote {values.output}")
-    except BrokenPipeError:
-        raise  # The reader of the table has gone, which is no error: see gllm/__main__.py.
-    except (ValueError, OSError) as error:
-        print(f"gllm plan pools: {error}", file=sys.stderr)
-        return 2
-    return 0
+def plan(values: argparse.Namespace, command: str) -> Callable[[], ServingPlan]:
+    """Search for clusters, print them, and return the layout of the best one.
+
+    Raises:
+        UnservableError: No cluster serves the workload.
+        ValueError: Flags do not fit each other.
+    """
+    problem = make_problem(values)
+    search = PoolSearch(problem, SearchBudget(values.budget), scale=values.scale)
+    plans = [found for name in _design_names(values.designs) if (found := search.plan(name))]
+    if not plans:
+        raise UnservableError(_explain(search))
+    print(format_plans(plans, problem, values.scale))
+    best = best_plan(plans, problem.objective)
+    print(f"\n{best.name}, {best.cluster}: best for {problem.objective}")
+    return lambda: lay_out_pools(best, problem, command, values.checkpoint)
 
 
 def _design_names(text: str) -> list[str]:
@@ -107,34 +97,33 @@ def _design_names(text: str) -> list[str]:
     return names
 
 
-def make_goals(values: argparse.Namespace) -> PoolGoals:
-    """Return the goals that the flags state.
+def make_problem(values: argparse.Namespace) -> ServiceProblem:
+    """Return the problem that the flags state.
 
     Raises:
         ValueError: The objective lacks its limit or its rate, or has more than it needs.
     """
     limits = {name: getattr(values, f"max_{name}") for name in BUDGETS}
-    limited = [name for name, limit in limits.items() if limit is not None]
+    bounds = {name: limit for name, limit in limits.items() if limit is not None}
     flags = ", ".join(f"--max-{name}" for name in BUDGETS)
-    size = SampleSize(values.requests, values.seconds)
-    goals = PoolGoals(
+    if values.objective == THROUGHPUT:
+        if len(bounds) != 1 or values.rate is not None:
+            raise ValueError(f"--objective throughput needs one of {flags}, and no --rate")
+    elif bounds or values.rate is None:
+        raise ValueError(f"--objective {values.objective} needs --rate, and none of {flags}")
+    return ServiceProblem(
+        values.model,
         values.workload,
-        values.objective,
-        model=values.model,
-        scale=values.scale,
-        size=size,
+        rate=values.rate,
+        objective=values.objective,
+        bounds=bounds,
+        num_requests=values.requests,
+        min_seconds=values.seconds,
         seed=values.seed,
     )
-    if values.objective == THROUGHPUT:
-        if len(limited) != 1 or values.rate is not None:
-            raise ValueError(f"--objective throughput needs one of {flags}, and no --rate")
-        return goals._replace(constraint=limited[0], limit=limits[limited[0]])
-    if limited or values.rate is None:
-        raise ValueError(f"--objective {values.objective} needs --rate, and none of {flags}")
-    return goals._replace(rate=values.rate)
 
 
-def format_plans(plans: Sequence[PoolPlan], goals: PoolGoals) -> str:
+def format_plans(plans: Sequence[PoolPlan], problem: ServiceProblem, scale: int) -> str:
     """Return the best cluster of each design as a table."""
     rows = [
         [
@@ -150,9 +139,9 @@ def format_plans(plans: Sequence[PoolPlan], goals: PoolGoals) -> str:
         for plan in plans
     ]
     header = ["design", "cluster", "requests/s", "power", "cost", "$/h", "machines", "points"]
-    scale = f"1/{goals.scale} of the size" if goals.scale > 1 else "full size"
+    size = f"1/{scale} of the size" if scale > 1 else "full size"
     return (
-        f"{goals.model}, {goals.workload}, simulated at {scale} within nine SLOs\n\n"
+        f"{problem.model}, {problem.workload}, simulated at {size} within nine SLOs\n\n"
         f"{format_table(header, rows)}"
     )
 

@@ -1,26 +1,25 @@
 """`gllm plan scale`: GPUs per engine, and engines by request rate, within an SLO (Aladdin)."""
 
 import argparse
-import shlex
-import sys
-from pathlib import Path
+from collections.abc import Callable
 
-from gllm.commands.plan.flags import add_budget_flag
+from gllm.commands.plan.flags import add_budget_flag, add_output_flags, add_slo_flags
 from gllm.observability.progress import show_progress
-from gllm.options.flags import FlagParser, FlagType, number_type, output_file
+from gllm.options.flags import FlagParser, number_type
 from gllm.options.options import MAX_TIMEOUT_SECONDS
+from gllm.options.slo import parse_slo
 from gllm.plan.budget import SearchBudget
-from gllm.plan.latency_limits import parse_limits
 from gllm.plan.prices import DEFAULT_PRICES, parse_prices
-from gllm.plan.scaling.service_plan import (
+from gllm.plan.problem import ServiceProblem
+from gllm.plan.scale.service_plan import (
     BASELINE,
     ScaleResult,
-    ScaleTask,
     affordable_workers,
     plan_scale,
     to_serving_plan,
 )
-from gllm.plan.serving_plan import write_plan
+from gllm.plan.serving_plan import ServingPlan
+from gllm.plan.strategies import UnservableError
 from gllm.sim.capacity import SearchEndedError
 from gllm.sim.hardware.devices import DEVICES, LINKS
 from gllm.sim.hardware.shapes import MODELS
@@ -32,11 +31,12 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the flags of the command."""
     parser = FlagParser(prog="gllm plan scale", description=__doc__.splitlines()[0])
     positive = number_type(float, gt=0)
-    parser.add_argument(
-        "--slo", required=True, metavar="LIMITS",
-        help="limits of each request in seconds: ttft=1.6,atgt=0.075 (atgt: mean time per token "
-        "after the first, also tpot)",
-    )  # fmt: skip
+    add_slo_flags(
+        parser,
+        "limits of each request in seconds: ttft=1.6,atgt=0.075 (atgt: mean time per token after "
+        "the first, also tpot)",
+        attainment=0.99,
+    )
     parser.add_argument("--trace", required=True, metavar="WORKLOAD", help=WORKLOAD_HELP)
     parser.add_argument("--rate", required=True, type=positive, help="requests per second")
     parser.add_argument(
@@ -55,10 +55,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--gpus", type=number_type(int, ge=1, le=64),
         help="GPUs per engine; default: those with the most tokens per second and GPU",
-    )  # fmt: skip
-    parser.add_argument(
-        "--attainment", type=number_type(float, gt=0, le=1), default=0.99,
-        help="share of requests that keep both limits (default 0.99)",
     )  # fmt: skip
     parser.add_argument(
         "--max-dollars", metavar="DOLLARS", type=positive,
@@ -81,54 +77,53 @@ def make_parser() -> argparse.ArgumentParser:
         "--seed", type=number_type(int, ge=0, le=2**31), default=0,
         help="seed of lengths and arrivals (default 0)",
     )  # fmt: skip
-    parser.add_argument("--checkpoint", metavar="MODEL", help="model in the plan")
-    parser.add_argument(
-        "--output", metavar="FILE", type=FlagType(output_file), help="write a plan for `gllm up`"
-    )
+    add_output_flags(parser)
     return parser
 
 
-def main(argv: list[str]) -> int:
-    """Run `gllm plan scale`; return 0, 1 if a limit is too small, or 2 for invalid input."""
-    values = make_parser().parse_args(argv)
+def plan(values: argparse.Namespace, command: str) -> Callable[[], ServingPlan] | None:
+    """Search for engines by rate, print them, and return the layout of their plan.
+
+    None: more engines are needed than `--max-dollars` allows.
+
+    Raises:
+        UnservableError: The budget of the search is spent.
+        ValueError: Input is invalid, or no engine meets the limits.
+    """
+    limits = parse_slo(values.slo, values.attainment)
+    problem = ServiceProblem(
+        values.model,
+        values.trace,
+        devices=(values.device,),
+        rate=values.rate,
+        limits=limits,
+        prices=parse_prices(values.prices),
+        min_seconds=values.seconds,
+        seed=values.seed,
+    )
+    price = problem.prices.get(values.device)
     try:
-        limits = parse_limits(values.slo.replace("atgt", "tpot"), values.attainment)
-        price = parse_prices(values.prices).get(values.device)
-        task = ScaleTask(
-            values.model, values.device, values.trace, values.rate, limits, values.rank_link,
-            values.gpus, values.seconds, values.seed,
-        )  # fmt: skip
         with show_progress("simulation", name="scale", stays=False) as bar:
-            result = plan_scale(task, bar.update, SearchBudget(values.budget))
-        most = affordable_workers(price, result.worker.num_gpus, values.max_dollars)
-        print(_format(task, result, price))
-        count = result.num_workers(task.rate)
-        if count > most:
-            rate = (most - result.rule.c5) / result.rule.k5 if result.rule.k5 else 0.0
-            print(
-                f"beyond --max-dollars: {most:g} engines serve about {max(0.0, rate):.3g} "
-                "requests per second"
+            result = plan_scale(
+                problem, values.gpus, values.rank_link, bar.update, SearchBudget(values.budget)
             )
-            return 1
-        if values.output:
-            plan = to_serving_plan(
-                task, result, shlex.join(["gllm", "plan", "scale", *argv]), values.checkpoint,
-                price, values.startup_seconds,
-            )  # fmt: skip
-            write_plan(plan, Path(values.output))
-            print(f"wrote {values.output}")
-    except BrokenPipeError:
-        raise  # The reader of the table has gone, which is no error: see gllm/__main__.py.
     except SearchEndedError as error:
-        print(f"gllm plan scale: {error}: raise --budget, or lower --seconds", file=sys.stderr)
-        return 1
-    except (ValueError, OSError, ModuleNotFoundError) as error:
-        print(f"gllm plan scale: {error}", file=sys.stderr)
-        return 2
-    return 0
+        raise UnservableError(f"{error}: raise --budget, or lower --seconds") from None
+    most = affordable_workers(price, result.worker.num_gpus, values.max_dollars)
+    print(_format(result, values.rate, price))
+    if result.num_workers(values.rate) > most:
+        rate = (most - result.rule.c5) / result.rule.k5 if result.rule.k5 else 0.0
+        print(
+            f"beyond --max-dollars: {most:g} engines serve about {max(0.0, rate):.3g} requests per "
+            "second"
+        )
+        return None
+    return lambda: to_serving_plan(
+        problem, result, command, values.checkpoint, values.startup_seconds
+    )
 
 
-def _format(task: ScaleTask, result: ScaleResult, price: float | None) -> str:
+def _format(result: ScaleResult, rate: float, price: float | None) -> str:
     """Return the tables of worker types and of fleets, and the rule."""
     gpus = result.worker.num_gpus
     types = [
@@ -152,8 +147,8 @@ def _format(task: ScaleTask, result: ScaleResult, price: float | None) -> str:
     fit, rule = result.fit, result.rule
     return (
         f"{text}\n\n{format_table(fleet_header, rows)}\n\n"
-        f"engines = ceil({rule.k5:.3g} rate {rule.c5:+.3g}): {result.num_workers(task.rate)} for "
-        f"{task.rate:g} requests per second\n"
+        f"engines = ceil({rule.k5:.3g} rate {rule.c5:+.3g}): {result.num_workers(rate)} for "
+        f"{rate:g} requests per second\n"
         f"linear latencies: largest error {fit.prefill_max_error:.1%} of prefills, "
         f"{fit.decode_max_error:.1%} of decodes"
     )

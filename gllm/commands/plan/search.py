@@ -5,14 +5,14 @@ The results are printed as tables and drawn.
 """
 
 import argparse
-import shlex
 import sys
-from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from gllm.commands.plan.capacity import add_limit_flags, engine_flags
+from gllm.commands.plan.flags import add_output_flags
+from gllm.commands.plan.search_report import describe_search, format_forecast, plot_search
 from gllm.observability.progress import show_progress
 from gllm.options.flags import (
     FlagParser,
@@ -23,35 +23,20 @@ from gllm.options.flags import (
     output_file,
     parse_counts,
 )
-from gllm.plan.best_first import BestFirstOutcome
+from gllm.options.slo import parse_slo
 from gllm.plan.budget import SearchBudget
 from gllm.plan.capacity import PLAN_RULES
-from gllm.plan.design_problem import MAKESPAN, AssessedDesign, DesignProblem, check_problem
-from gllm.plan.design_search import DesignPlanner
-from gllm.plan.engine_designs import CORE, DesignSpace, EngineDesign, parse_devices, parse_policies
-from gllm.plan.fleet_forecast import FleetForecast, forecast_closed, forecast_fleet
-from gllm.plan.fleet_layout import (
-    FleetNode,
-    ServiceFacts,
-    assume_nodes,
-    lay_out_fleet,
-    parse_nodes,
-)
-from gllm.plan.latency_limits import parse_limits
-from gllm.plan.measured_policies import cap_policies
-from gllm.plan.objectives import OBJECTIVES
-from gllm.plan.pareto import pareto_set
+from gllm.plan.nodes import CORE, NO_NODES, DeviceCluster, parse_nodes
 from gllm.plan.prices import DEFAULT_PRICES, PRICE_TABLES, parse_prices
-from gllm.plan.serving_plan import write_plan
+from gllm.plan.problem import ServiceProblem
+from gllm.plan.search.designs import DesignSpace, cap_policies, parse_devices, parse_policies
+from gllm.plan.search.objectives import MAKESPAN, OBJECTIVES, check_problem
+from gllm.plan.search.planner import DesignPlanner, forecast_closed, forecast_fleet, lay_out_fleet
+from gllm.plan.serving_plan import ServingPlan
+from gllm.sim.capacity import CapacityRule
 from gllm.sim.costs.profile import read_profile
-from gllm.sim.metrics.plots import plot_scatter
-from gllm.sim.metrics.report import format_table, show_value
 from gllm.sim.options import SimulationConfig
 from gllm.sim.profiled import VIDUR_MODEL, is_measured_here
-
-Outcome = BestFirstOutcome[EngineDesign, AssessedDesign]
-NUM_ROWS = 20
-"""Most designs in a table."""
 
 EXCLUDED = (
     "rate", "capacity", "slo_ttft", "slo_tpot", "slo_limits", "device", "layers", "engines",
@@ -125,7 +110,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--exhaustive", action="store_true", help="simulate all designs that fit, within --budget"
     )
-    _add_output_flags(parser)
+    add_output_flags(parser, "the profile's, or --model")
+    parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        type=FlagType(output_file),
+        help="write a picture of the designs and the Pareto set, .svg or .png",
+    )
     return parser
 
 
@@ -167,38 +158,20 @@ def _add_space_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_output_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--checkpoint",
-        metavar="MODEL",
-        help="folder or hub name of the model in the plan; default: the profile's, or --model",
-    )
-    for name, text in (
-        ("--output", "write the best design as a plan for `gllm up`"),
-        ("--plot", "write a picture of the designs and the Pareto set, .svg or .png"),
-    ):
-        parser.add_argument(name, metavar="FILE", type=FlagType(output_file), help=text)
+def plan(values: argparse.Namespace, command: str) -> Callable[[], ServingPlan] | None:
+    """Search for a design, print the designs, and return the layout of the best one's fleet.
 
+    None: no design serves the workload within the limits.
 
-def main(argv: list[str]) -> int:
-    """Run `gllm plan search` and return the exit status."""
-    values = make_parser().parse_args(argv)
-    try:
-        return _search(values, shlex.join(["gllm", "plan", "search", *argv]))
-    except BrokenPipeError:
-        raise  # The reader of the table has gone, which is no error: see gllm/__main__.py.
-    except (ValueError, OSError) as error:
-        print(f"gllm plan search: {error}", file=sys.stderr)
-        return 2
-
-
-def _search(values: argparse.Namespace, command: str) -> int:
+    Raises:
+        ValueError: Flags contradict each other, or no design fits.
+        OSError: A file cannot be read or written.
+    """
     config: SimulationConfig = config_from_flags(SimulationConfig, values, EXCLUDED)
-    nodes = parse_nodes(values.nodes) if values.nodes else []
-    problem, space = build_problem(values, config, nodes)
-    check_problem(problem, space.devices)
-    planner = DesignPlanner(problem)
-    designs = list(space.designs(problem.max_devices))
+    problem, space, rule = build_problem(values, config)
+    check_problem(problem)
+    planner = DesignPlanner(problem, config, rule)
+    designs = list(space.designs(int(problem.bounds["devices"])))
     usual = NUM_SIMULATED_LOCAL if space.devices == (CORE,) else NUM_SIMULATED
     limit = None if values.closed_form or values.exhaustive else values.simulate or usual
     budget = SearchBudget(values.budget, limit)
@@ -214,7 +187,7 @@ def _search(values: argparse.Namespace, command: str) -> int:
     print(describe_search(outcome, problem, len(designs), values.closed_form))
     if outcome.best is None:
         print("no design serves the workload within the limits")
-        return 1
+        return None
     best = outcome.best[1]
     if values.closed_form:
         forecast = forecast_closed(planner, best)
@@ -224,21 +197,28 @@ def _search(values: argparse.Namespace, command: str) -> int:
     if values.plot:
         plot_search(outcome, problem, Path(values.plot))
         print(f"wrote {values.plot}")
-    if values.output:
-        facts = _service_facts(values, planner, best, command)
-        _write_plan(best, forecast, nodes, facts, problem, Path(values.output))
-        print(f"wrote {values.output}")
-    return 0
+    chosen = best.design.configure(planner.config)
+    return lambda: lay_out_fleet(
+        problem,
+        best.design,
+        planner.deployment_of(best.design),
+        chosen,
+        forecast,
+        command,
+        values.checkpoint,
+        engine_flags(chosen),
+    )
 
 
 def build_problem(
-    values: argparse.Namespace, config: SimulationConfig, nodes: list[FleetNode]
-) -> tuple[DesignProblem, DesignSpace]:
-    """Return the task and the space of a search.
+    values: argparse.Namespace, config: SimulationConfig
+) -> tuple[ServiceProblem, DesignSpace, CapacityRule]:
+    """Return the task, the space and the rule of a search.
 
     Raises:
         ValueError: Flags contradict each other.
     """
+    cluster = parse_nodes(values.nodes) if values.nodes else NO_NODES
     is_local = config.profile is not None and not config.profile.startswith(VIDUR_MODEL)
     if is_local != (values.cores is not None):
         raise ValueError(
@@ -252,24 +232,31 @@ def build_problem(
             f"--arrivals {config.arrivals}: a search needs arrivals at a rate: choose poisson, or "
             "--objective makespan"
         )
-    devices = (CORE,) if is_local else _devices(values, nodes)
+    devices = (CORE,) if is_local else _devices(values, cluster)
     most = values.max_devices or values.cores or DEFAULT_MAX_DEVICES
-    if nodes and not values.max_devices:
-        most = max(sum(n.num_devices for n in nodes if n.device == device) for device in devices)
+    if cluster.nodes and not values.max_devices:
+        most = max(
+            sum(node.num_devices for node in cluster.nodes if node.device == device)
+            for device in devices
+        )
     ranks = values.tensor_parallel_size or ((1,) if is_local else DEFAULT_DEGREES)
     rule = PLAN_RULES[values.rule]
     if values.run_seconds:
         rule = replace(rule, min_seconds=values.run_seconds)
     prices = parse_prices(values.prices)
     is_priced = all(device in prices for device in devices)
-    problem = DesignProblem(
-        config,
-        values.objective or ("qps-per-dollar" if is_priced else "goodput-per-gpu"),
-        parse_limits(values.slo, values.attainment),
+    problem = ServiceProblem(
+        config.model,
+        config.workload,
+        cluster,
+        devices,
         values.rate,
-        most,
+        parse_slo(values.slo, values.attainment),
+        values.objective or ("qps-per-dollar" if is_priced else "goodput-per-gpu"),
+        {"devices": most},
         prices,
-        rule,
+        config.requests,
+        seed=config.seed,
     )
     policies = parse_policies(values.policies or (LOCAL_POLICIES if is_local else DEFAULT_POLICIES))
     if is_local and config.profile and is_measured_here(config.profile):
@@ -283,7 +270,7 @@ def build_problem(
         policies,
         values.max_num_seqs or _usual_batches(config, is_local),
     )
-    return problem, space
+    return problem, space, rule
 
 
 def _usual_batches(config: SimulationConfig, is_local: bool) -> tuple[int, ...]:
@@ -294,136 +281,10 @@ def _usual_batches(config: SimulationConfig, is_local: bool) -> tuple[int, ...]:
     return tuple(size for size in DEFAULT_BATCHES if size <= most) or (most,)
 
 
-def _devices(values: argparse.Namespace, nodes: list[FleetNode]) -> tuple[str, ...]:
-    present = tuple(dict.fromkeys(node.device for node in nodes))
+def _devices(values: argparse.Namespace, cluster: DeviceCluster) -> tuple[str, ...]:
+    present = tuple(dict.fromkeys(node.device for node in cluster.nodes))
     devices = parse_devices(values.devices) if values.devices else present or DEFAULT_DEVICES
-    for device in devices if nodes else ():
+    for device in devices if cluster.nodes else ():
         if device not in present:
             raise ValueError(f"--devices {device}: none of --nodes has it: {', '.join(present)}")
     return devices
-
-
-def _service_facts(
-    values: argparse.Namespace, planner: DesignPlanner, best: AssessedDesign, command: str
-) -> ServiceFacts:
-    problem = planner.problem
-    config = best.design.configure(problem.config)
-    deployment = planner.deployment_of(best.design)
-    flags: dict[str, Any] = engine_flags(config)
-    return ServiceFacts(
-        values.checkpoint or deployment.model,
-        deployment.layers,
-        config.scheduler,
-        config.routing_policy,
-        config.workload,
-        problem.limits,
-        command,
-        flags,
-    )
-
-
-def _write_plan(
-    best: AssessedDesign,
-    forecast: FleetForecast,
-    nodes: list[FleetNode],
-    facts: ServiceFacts,
-    problem: DesignProblem,
-    path: Path,
-) -> None:
-    design = best.design
-    usable = nodes or assume_nodes(design.device, forecast.num_engines * design.num_devices)
-    write_plan(lay_out_fleet(design, forecast, usable, facts, dict(problem.prices)), path)
-
-
-def describe_search(
-    outcome: Outcome, problem: DesignProblem, num_designs: int, is_closed: bool
-) -> str:
-    """Return the designs as a table, best first, and an account of all others."""
-    results = sorted((result for _, result in outcome.evaluated), key=lambda result: -result.score)
-    front = find_pareto_set(outcome)
-    shown = results[:NUM_ROWS] + [result for result in front if result not in results[:NUM_ROWS]]
-    rows = [_row(result, result in front) for result in shown]
-    header = ["design", "requests/s", "engines", problem.objective.unit]
-    table = format_table([*header, "TTFT p90, s", "TPOT p50, s", "TBT p99, s", "Pareto"], rows)
-    word = "estimated" if is_closed else "simulated"
-    lines = [table, "", f"{len(results)} of {num_designs} designs {word}"]
-    lines += _count_lines("ruled out by closed forms", outcome.pruned)
-    lines += _count_lines("left out", outcome.left_out)
-    failures = Counter(result.note for result in results if result.note)
-    lines += _count_lines(f"{word} without a capacity", failures)
-    return "\n".join(lines)
-
-
-def find_pareto_set(outcome: Outcome) -> list[AssessedDesign]:
-    """Return the designs that no other one exceeds in objective, TTFT p90 and TBT p99 at once."""
-    served = [result for _, result in outcome.evaluated if result.num_engines and not result.note]
-
-    def costs(result: AssessedDesign) -> tuple[float, ...]:
-        latencies = result.latencies
-        return (-result.score, latencies.ttft_p90 or 0.0, latencies.itl_p99 or 0.0)
-
-    return pareto_set(served, costs)
-
-
-def format_forecast(best: AssessedDesign, forecast: FleetForecast) -> str:
-    """Return the best design and its predicted figures as text."""
-    engines = f"{forecast.num_engines} engine{'s' * (forecast.num_engines > 1)}"
-    figures = [
-        f"capacity {show_value(forecast.capacity)}/s",
-        *(
-            f"{name} {show_value(value, factor)} {unit}"
-            for name, value, factor, unit in (
-                ("TTFT p50", forecast.ttft_p50, 1.0, "s"),
-                ("TPOT p50", forecast.tpot_p50, 1.0, "s"),
-                ("within the limits", forecast.attainment, 100.0, "%"),
-            )
-            if value is not None
-        ),
-    ]
-    lines = [
-        f"\nbest: {engines} of {best.design}",
-        f"at {show_value(forecast.rate)} requests/s: {', '.join(figures)}",
-    ]
-    if not forecast.is_within:
-        lines.append("this misses the limits: the fleet has no further devices, or no --rate")
-    return "\n".join(lines)
-
-
-def plot_search(outcome: Outcome, problem: DesignProblem, path: Path) -> None:
-    """Plot the objective over the TTFT; see `plot_scatter` for errors."""
-
-    def point(result: AssessedDesign) -> tuple[float, float]:
-        return result.latencies.ttft_p90 or 0.0, result.value
-
-    groups: dict[str, list[tuple[float, float]]] = {}
-    for design, result in outcome.evaluated:
-        if result.num_engines and not result.note:
-            groups.setdefault(design.device or "cores", []).append(point(result))
-    front = sorted(point(result) for result in find_pareto_set(outcome))
-    plot_scatter(
-        groups,
-        front,
-        "Pareto set (with TBT)",
-        path,
-        "TTFT p90 at the capacity, s",
-        problem.objective.unit,
-        f"{problem.objective_name}, {problem.config.workload}",
-    )
-
-
-def _row(result: AssessedDesign, is_optimal: bool) -> list[str]:
-    has_value = result.num_engines > 0
-    return [
-        str(result.design),
-        show_value(result.capacity),
-        str(result.num_engines) if has_value else "",
-        show_value(result.value) if has_value else "",
-        *(show_value(latency) for latency in result.latencies),
-        "yes" if is_optimal else "",
-    ]
-
-
-def _count_lines(title: str, counts: Counter[str]) -> list[str]:
-    if not counts:
-        return []
-    return [f"{title}:", *(f"  {count:5} {reason}" for reason, count in counts.most_common())]

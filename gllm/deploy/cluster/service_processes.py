@@ -27,8 +27,7 @@ from gllm.messages.services import (
     StartServiceProcess,
 )
 from gllm.options.addresses import format_host_port
-from gllm.plan.flags import ENGINE_CONFIGS, render_flags
-from gllm.plan.processes import ProcessSpec
+from gllm.plan.processes import ENGINE_CONFIGS, ProcessSpec, render_flags
 
 log = logging.getLogger(__name__)
 

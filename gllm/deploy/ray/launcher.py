@@ -26,7 +26,7 @@ from gllm.observability.child_process import ChildProcess
 from gllm.observability.logs import DEFAULT_LOG_CONFIG, LogConfig
 from gllm.options.addresses import format_host_port
 from gllm.options.degrees import expand_degrees
-from gllm.plan.flags import render_flags
+from gllm.plan.processes import render_flags
 from gllm.runtime.messaging.backoff import Backoff
 
 STOP_SECONDS = 15.0

@@ -16,14 +16,14 @@ from gllm.deploy.ray.actors import INVALID_STATUS, ChildActor
 from gllm.deploy.ray.ray_cluster import RayCluster
 from gllm.deploy.server_client import ServerClient
 from gllm.options.addresses import format_host_port
-from gllm.plan.emit.base import replace_flags, with_hosts
-from gllm.plan.flags import find_flag
+from gllm.plan.emit.registry import replace_flags, with_hosts
 from gllm.plan.processes import (
     ROUTER_NAME,
     LaunchOptions,
     ProcessSpec,
     commands_for,
     engine_ports,
+    find_flag,
     scaling_router_url,
 )
 from gllm.plan.serving_plan import EnginePlan, PlanError, ServingPlan

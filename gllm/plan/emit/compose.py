@@ -5,7 +5,7 @@ Services use the network of their machine, so that addresses and ports are those
 
 from typing import Any
 
-from gllm.plan.emit.base import SECRET_NAME, EmitOptions, replace_flags, stop_seconds, to_yaml
+from gllm.plan.emit.registry import SECRET_NAME, EmitOptions, replace_flags, stop_seconds, to_yaml
 from gllm.plan.processes import LaunchOptions, ProcessSpec, commands_for, crosses_machines
 from gllm.plan.serving_plan import ServingPlan
 

@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from gllm.config.nodes import DEFAULT_DATA_PORT, DEFAULT_HEAD_PORT
-from gllm.plan.emit.base import (
+from gllm.plan.emit.registry import (
     PAUSE_SECONDS,
     SECRET_NAME,
     EmitOptions,
@@ -17,6 +17,7 @@ from gllm.plan.emit.base import (
     kubernetes_service,
     pod_spec,
     replace_flags,
+    request_gpus,
     stop_seconds,
     to_yaml,
 )
@@ -230,9 +231,8 @@ def _placement(nodes: list[str], labels: dict[str, str]) -> dict[str, Any]:
 def _add_devices(pod: dict[str, Any], engine: EnginePlan, node: str) -> None:
     """Request the GPUs of an engine's stages on a node."""
     num_devices = sum(len(stage.devices) for stage in engine.stages_of(node))
-    if num_devices:
-        (container,) = pod["spec"]["containers"]
-        container["resources"] = {"limits": {"nvidia.com/gpu": num_devices}}
+    (container,) = pod["spec"]["containers"]
+    request_gpus(container, num_devices)
 
 
 def _field_variable(name: str, path: str) -> dict[str, Any]:

@@ -4,12 +4,13 @@ from typing import Any
 
 import msgspec
 
-from gllm.plan.emit.base import (
+from gllm.plan.emit.registry import (
     SECRET_NAME,
     EmitOptions,
     kubernetes_object,
     kubernetes_service,
     pod_spec,
+    request_gpus,
     to_yaml,
 )
 from gllm.plan.processes import LaunchOptions, commands_for
@@ -92,8 +93,7 @@ def _pod(role: str, num_devices: int, port: int | None, options: EmitOptions) ->
     }
     if port is not None:
         container["ports"] = [{"name": "http", "containerPort": port}]
-    if num_devices:
-        container["resources"] = {"limits": {"nvidia.com/gpu": num_devices}}
+    request_gpus(container, num_devices)
     return {
         "metadata": {"labels": {"app": NAME, "role": role}},
         "spec": pod_spec(container, plan={"configMap": {"name": f"{NAME}-plan"}}),

@@ -1,10 +1,101 @@
-"""Registry of emitters by name."""
+"""Registry of emitters of manifests by name, and the parts that they share."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from gllm.plan.emit.base import EmitOptions
+import msgspec
+
 from gllm.plan.serving_plan import PlanError, ServingPlan
+
+PAUSE_SECONDS = 5
+"""Time before SIGTERM for a cluster to send new connections elsewhere."""
+STOP_SECONDS = 10
+"""Time beyond --shutdown-timeout and the pause until a process is killed."""
+IMAGE = "registry.example.com/gllm:0.1.0"
+"""Default image; deploy/ has Dockerfiles for it."""
+SECRET_NAME = "gllm-node"
+"""Name of the secret object that has the node secret."""
+
+
+@dataclass(frozen=True)
+class EmitOptions:
+    """Options of the manifests."""
+
+    image: str = IMAGE
+    """Container image with gllm."""
+    node_secret_file: str = "~/gllm-secret"
+    """Path of the node secret on machines without a secret store."""
+
+
+def replace_flags(arguments: Sequence[str], values: Mapping[str, str | None]) -> list[str]:
+    """Return a command line with other values of some flags.
+
+    Args:
+        arguments: flags of the form `--name=value`.
+        values: value by flag; None removes the flag. Flags that are not there are appended.
+    """
+    kept = [text for text in arguments if text.partition("=")[0] not in values]
+    return kept + [f"{flag}={value}" for flag, value in values.items() if value is not None]
+
+
+def with_hosts(plan: ServingPlan, hosts: Mapping[str, str]) -> ServingPlan:
+    """Return a plan whose nodes have other hosts, by their names."""
+    nodes = {
+        name: msgspec.structs.replace(node, host=hosts.get(name, node.host))
+        for name, node in plan.nodes.items()
+    }
+    return msgspec.structs.replace(plan, nodes=nodes)
+
+
+def stop_seconds(shutdown_seconds: float) -> int:
+    """Return the time that a process gets from the pause before SIGTERM until SIGKILL."""
+    return PAUSE_SECONDS + int(shutdown_seconds) + STOP_SECONDS
+
+
+def kubernetes_object(
+    api_version: str, kind: str, name: str, spec: dict[str, Any]
+) -> dict[str, Any]:
+    """Return an object of Kubernetes."""
+    return {"apiVersion": api_version, "kind": kind, "metadata": {"name": name}, "spec": spec}
+
+
+def kubernetes_service(
+    name: str, labels: Mapping[str, str], port: int, target: str
+) -> dict[str, Any]:
+    """Return a Service for the pods with some labels; `target` is the name of their port."""
+    ports = [{"name": target, "port": port, "targetPort": target}]
+    return kubernetes_object("v1", "Service", name, {"selector": labels, "ports": ports})
+
+
+def pod_spec(container: dict[str, Any], **volumes: dict[str, Any]) -> dict[str, Any]:
+    """Return the spec of a pod that has the node secret; `volumes` are further ones by name."""
+    secret = {"secretName": SECRET_NAME, "defaultMode": 0o440}  # The group may read it.
+    volumes["node-secret"] = {"secret": secret}
+    return {
+        "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000},
+        "containers": [container],
+        "volumes": [{"name": name, **volume} for name, volume in volumes.items()],
+    }
+
+
+def request_gpus(container: dict[str, Any], count: int) -> None:
+    """Request a number of GPUs for a container."""
+    if count:
+        container["resources"] = {"limits": {"nvidia.com/gpu": count}}
+
+
+def to_yaml(documents: Sequence[Any], comment: str) -> str:
+    """Return YAML documents below a comment.
+
+    Args:
+        documents: of dicts, lists and scalars.
+        comment: lines of text without a comment sign.
+    """
+    head = "".join(f"# {line}\n" for line in comment.splitlines())
+    return head + "---\n".join(msgspec.yaml.encode(document).decode() for document in documents)
+
 
 EMITTERS = {
     "compose": "docker compose: a file for each machine",

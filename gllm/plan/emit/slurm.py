@@ -7,7 +7,7 @@ import shlex
 
 import msgspec
 
-from gllm.plan.emit.base import EmitOptions, with_hosts
+from gllm.plan.emit.registry import EmitOptions, with_hosts
 from gllm.plan.processes import LaunchOptions, commands_for, crosses_machines
 from gllm.plan.serving_plan import NodePlan, PlanError, ServingPlan
 

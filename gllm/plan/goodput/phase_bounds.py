@@ -8,10 +8,10 @@ of TPOT.
 from collections.abc import Sequence
 from math import ceil
 from statistics import fmean
-from typing import NamedTuple
 
+from gllm.options.slo import Slo
 from gllm.plan.best_first import CandidateBound
-from gllm.scheduler.stage_work import StageWork
+from gllm.plan.engine_times import EngineTimes, prefill_work
 from gllm.sim.deployment import Deployment
 from gllm.sim.workloads.requests import WorkloadRequest
 
@@ -21,65 +21,26 @@ CONSTRAINTS = ("GPU memory", "KV cache", "TTFT", "TPOT")
 """Constraints in the order in which an engine has to meet them."""
 
 
-class EngineTimes(NamedTuple):
-    """Times of one micro-batch in seconds."""
-
-    total: float
-    """All stages and the links between them."""
-    slowest: float
-    """The slowest stage."""
-
-
-class PhaseLimits(NamedTuple):
-    """Requests, and the limits that a share of them has to keep."""
-
-    jobs: Sequence[WorkloadRequest]
-    ttft: float
-    """Seconds."""
-    tpot: float
-    """Seconds."""
-    target: float
-    """Share of the requests, 0..1."""
-
-
-def measure_times(engine: Deployment, work: StageWork) -> EngineTimes:
-    """Return the times of a micro-batch on an engine."""
-    stages = [engine.cost.stage_seconds(stage, work) for stage in range(len(engine.layers))]
-    total = sum(stages)
-    for stage in range(len(stages) - 1):
-        transfer = engine.cost.activation_transfer(stage, work)
-        total += transfer.occupancy_seconds + transfer.propagation_seconds
-    return EngineTimes(total, max(stages))
-
-
-def prefill_work(prompts: Sequence[int]) -> StageWork:
-    """Return the work of whole prompts, by their tokens."""
-    return StageWork(0, sum(prompts), tuple((0, n) for n in prompts), 0, 0, len(prompts))
-
-
-def decode_work(batch: int, context: float) -> StageWork:
-    """Return the work of a decode step of a batch with a mean context in tokens."""
-    return StageWork(0, batch, (), batch, round(batch * context), batch)
-
-
-def bound_prefill(engine: Deployment, limits: PhaseLimits) -> CandidateBound:
+def bound_prefill(engine: Deployment, jobs: Sequence[WorkloadRequest], slo: Slo) -> CandidateBound:
     """Return the bound and the estimate of a prefill engine's goodput, requests per second.
 
     The bound is the throughput with all requests at once. The estimate is the rate at which the
     longest prompt that has to keep the limit of TTFT just keeps it after the mean wait: that of the
     M/G/1 queue, which is the M/D/1 queue for prompts of one length.
     """
-    if reason := _refuse_cache(engine, limits.jobs):
+    if reason := _refuse_cache(engine, jobs):
         return CandidateBound(0.0, 0.0, reason)
-    prompts = [job.num_prompt_tokens for job in limits.jobs]
-    slow = sorted(prompts)[ceil(limits.target * len(prompts)) - 1]
-    wait = limits.ttft - measure_times(engine, prefill_work([slow])).total
+    times = EngineTimes(engine.cost, len(engine.layers))
+    ttft, _ = slo.require("ttft", "tpot")
+    prompts = [job.num_prompt_tokens for job in jobs]
+    slow = sorted(prompts)[ceil(slo.attainment * len(prompts)) - 1]
+    wait = ttft - times.total(prefill_work([slow]))
     if wait < 0:
         return CandidateBound(0.0, 0.0, CONSTRAINTS[2])
     batches = _pack(prompts, engine.scheduler.prefill_batch_tokens or max(prompts))
-    services = [measure_times(engine, prefill_work(batch)).slowest for batch in batches]
+    services = [max(times.stages(prefill_work(batch))) for batch in batches]
     saturated = len(prompts) / sum(services)
-    mean, square = fmean(services), fmean(each**2 for each in services)
+    mean, square = fmean(services), fmean(seconds**2 for seconds in services)
     per_batch = len(prompts) / len(batches)
     expected = per_batch * 2 * wait / (square + 2 * wait * mean)
     return CandidateBound(SLACK * saturated, min(expected, saturated))
@@ -96,25 +57,21 @@ def _pack(prompts: Sequence[int], limit: int) -> list[list[int]]:
     return batches
 
 
-def bound_decode(engine: Deployment, limits: PhaseLimits) -> CandidateBound:
+def bound_decode(engine: Deployment, jobs: Sequence[WorkloadRequest], slo: Slo) -> CandidateBound:
     """Return the bound and the estimate of a decode engine's goodput, requests per second."""
-    if reason := _refuse_cache(engine, limits.jobs):
+    if reason := _refuse_cache(engine, jobs):
         return CandidateBound(0.0, 0.0, reason)
-    prompt = fmean(job.num_prompt_tokens for job in limits.jobs)
-    output = max(1.0, fmean(job.num_output_tokens for job in limits.jobs) - 1)
+    _, tpot = slo.require("ttft", "tpot")
+    prompt = fmean(job.num_prompt_tokens for job in jobs)
+    output = max(1.0, fmean(job.num_output_tokens for job in jobs) - 1)
     context, stages = prompt + output / 2, len(engine.layers)
     config = engine.scheduler
     capacity = config.num_blocks * config.block_size / (context * stages)
     most = max(1, min(config.max_num_seqs // stages, int(capacity)))
-    rates = []
-    for batch in range(1, most + 1):
-        times = measure_times(engine, decode_work(batch, context))
-        if times.total > limits.tpot:
-            break
-        rates.append(batch / times.slowest / output)
-    if not rates:
+    rate = EngineTimes(engine.cost, stages).decode_rate(context, tpot, most) / output
+    if not rate:
         return CandidateBound(0.0, 0.0, CONSTRAINTS[3])
-    return CandidateBound(SLACK * max(rates), max(rates))
+    return CandidateBound(SLACK * rate, rate)
 
 
 def _refuse_cache(engine: Deployment, jobs: Sequence[WorkloadRequest]) -> str:
@@ -126,5 +83,5 @@ def _refuse_cache(engine: Deployment, jobs: Sequence[WorkloadRequest]) -> str:
 
 def binding_constraint(reasons: Sequence[str]) -> str:
     """Return the constraint that the most successful of several refused engines fails."""
-    known = [each for each in CONSTRAINTS if each in reasons]
+    known = [constraint for constraint in CONSTRAINTS if constraint in reasons]
     return known[-1] if known else CONSTRAINTS[0]

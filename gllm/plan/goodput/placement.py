@@ -12,22 +12,11 @@ from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
-from gllm.plan.goodput.engines import Parallelism
+from gllm.plan.layout import Parallelism, PlannedStage, Stages
+from gllm.plan.nodes import DeviceCluster, equal_nodes
 
 ROUNDING = 1e-9
 """Relative tolerance of a rate that engines serve exactly."""
-
-
-class GpuCluster(NamedTuple):
-    """Nodes with equal numbers of equal GPUs."""
-
-    num_nodes: int
-    gpus_per_node: int
-
-    @property
-    def num_gpus(self) -> int:
-        """Number of GPUs."""
-        return self.num_nodes * self.gpus_per_node
 
 
 class PlacementUnit(NamedTuple):
@@ -70,27 +59,26 @@ class PhaseGoodput:
         return self.rate / self.parallelism.num_gpus
 
 
-def engine_choices(cluster: GpuCluster, heads: int, layers: int) -> Iterator[Parallelism]:
-    """Yield the engines that a cluster holds: ranks of a stage share a node.
+def engine_choices(cluster: DeviceCluster, heads: int, layers: int) -> Iterator[Parallelism]:
+    """Yield the engines that equal nodes hold: ranks of a stage share a node.
 
     Ranks divide the heads and stages the layers, as in DistServe's artifact.
     """
-    for tp in range(1, cluster.gpus_per_node + 1):
-        stages_per_node = cluster.gpus_per_node // tp
-        for pp in range(1, cluster.num_nodes * stages_per_node + 1):
+    for tp in range(1, cluster.devices_per_node + 1):
+        stages_per_node = cluster.devices_per_node // tp
+        for pp in range(1, len(cluster.nodes) * stages_per_node + 1):
             if heads % tp == 0 and layers % pp == 0:
                 yield Parallelism(tp, pp)
 
 
-def unit_choices(cluster: GpuCluster, heads: int, layers: int) -> Iterator[PlacementUnit]:
-    """Yield the units that a cluster holds, the smallest numbers of nodes first."""
-    node = GpuCluster(1, cluster.gpus_per_node)
-    segments = list(engine_choices(node, heads, 0))
-    for num_nodes in range(1, cluster.num_nodes + 1):
-        fitting = [each for each in segments if layers % (num_nodes * each.pp) == 0]
+def unit_choices(cluster: DeviceCluster, heads: int, layers: int) -> Iterator[PlacementUnit]:
+    """Yield the units that equal nodes hold, the smallest numbers of nodes first."""
+    segments = list(engine_choices(equal_nodes(1, cluster.devices_per_node), heads, 0))
+    for num_nodes in range(1, len(cluster.nodes) + 1):
+        fitting = [engine for engine in segments if layers % (num_nodes * engine.pp) == 0]
         for prefill in fitting:
             for decode in fitting:
-                if prefill.num_gpus + decode.num_gpus <= cluster.gpus_per_node:
+                if prefill.num_gpus + decode.num_gpus <= cluster.devices_per_node:
                     yield PlacementUnit(
                         Parallelism(prefill.tp, num_nodes * prefill.pp),
                         Parallelism(decode.tp, num_nodes * decode.pp),
@@ -134,3 +122,30 @@ def count_for_cluster(
             f"{sizes[1]}: add nodes"
         )
     return best[2]
+
+
+def place_units(
+    cluster: DeviceCluster, unit: PlacementUnit, count: int, num_layers: int
+) -> list[tuple[Stages, Stages]]:
+    """Return the stages of the prefill and the decode engine of each unit.
+
+    Stages with the same layers are on one node. Units fill groups of nodes, one after another.
+
+    Raises:
+        ValueError: The nodes do not hold the units.
+    """
+    per_group = cluster.devices_per_node // unit.gpus_per_node
+    if count > per_group * (len(cluster.nodes) // unit.num_nodes):
+        raise ValueError(
+            f"{len(cluster.nodes)} nodes of {cluster.devices_per_node} GPUs do not hold {count} "
+            f"units of {unit}: add nodes"
+        )
+
+    def place(first: int, engine: Parallelism) -> Stages:
+        return tuple(
+            PlannedStage((first + unit.stage_node(engine, stage),) * engine.tp, layers)
+            for stage, layers in enumerate(engine.split_layers(num_layers))
+        )
+
+    firsts = [index // per_group * unit.num_nodes for index in range(count)]
+    return [(place(first, unit.prefill), place(first, unit.decode)) for first in firsts]

@@ -8,36 +8,41 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 from typing import TypeVar
 
 from gllm.plan.best_first import BestFirstOutcome, CandidateBound, search_best
 from gllm.plan.budget import SearchBudget
-from gllm.plan.goodput.engines import Parallelism, make_engine
-from gllm.plan.goodput.measurement import (
-    GoodputTask,
-    RunTask,
-    measure_goodput,
-    run_task,
-)
+from gllm.plan.goodput.engines import EngineCosts, make_engine
 from gllm.plan.goodput.phase_bounds import (
     CONSTRAINTS,
-    PhaseLimits,
     binding_constraint,
     bound_decode,
     bound_prefill,
 )
 from gllm.plan.goodput.placement import (
-    GpuCluster,
     PhaseGoodput,
     PlacementUnit,
     count_engines,
     count_for_cluster,
     engine_choices,
+    place_units,
     unit_choices,
 )
-from gllm.plan.goodput.problem import GoodputProblem
-from gllm.plan.goodput.systems import Outcome, System
-from gllm.sim.hardware.shapes import MODELS
+from gllm.plan.goodput.systems import (
+    PHASE_TARGET,
+    GoodputTask,
+    Outcome,
+    RunTask,
+    System,
+    measure_goodput,
+    run_task,
+)
+from gllm.plan.layout import Parallelism, PlannedEngine, lay_out, place_engines
+from gllm.plan.problem import ServiceProblem
+from gllm.plan.serving_plan import ExpectedFigures, RouterPlan, ServingPlan
+from gllm.plan.strategies import UnservableError
+from gllm.sim.workloads.requests import WorkloadRequest, make_workload
 
 PHASES = ("prefill", "decode")
 FIXES = {
@@ -50,6 +55,16 @@ FIXES = {
 Candidate = TypeVar("Candidate", Parallelism, PlacementUnit)
 PhaseSearch = BestFirstOutcome[Parallelism, float]
 UnitSearch = BestFirstOutcome[PlacementUnit, float]
+PRESET = "distserve"
+"""Preset of the router, which its engines take as well."""
+NUM_BOUND_REQUESTS = 400
+"""Requests from which closed forms take the lengths."""
+LEAST_RATE = 1e-3
+"""Estimate of a goodput at least, requests per second."""
+FIRST_FACTOR = 1.25
+"""First upper end of a search, per closed-form estimate."""
+NUM_STEPS = 64
+"""Rates from 0 to that end."""
 MAX_ADDED = 4
 """Engines that are added at most where a plan's simulated attainment misses the target."""
 
@@ -73,17 +88,15 @@ class GoodputPlan:
     """By phase, or `unit`."""
 
 
-class UnservableError(ValueError):
-    """No engine of a cluster serves a workload within the limits."""
-
-
 class GoodputPlanner:
     """Search for the placement of a problem; goodputs of phases are measured once.
 
     Args:
-        problem: Model, cluster, workload and limits.
+        problem: Model, workload, limits of each request, and equal nodes.
+        costs: Source of the step times of engines.
         budget: Of all simulations together.
         measure: Goodput of a task in requests per second.
+        network: Name of the link from prefill to decode engines.
 
     Raises:
         ValueError: The workload is unknown, or has a request that is longer than the context.
@@ -91,21 +104,23 @@ class GoodputPlanner:
 
     def __init__(
         self,
-        problem: GoodputProblem,
+        problem: ServiceProblem,
+        costs: EngineCosts,
         budget: SearchBudget,
         measure: Callable[[GoodputTask], float] = measure_goodput,
+        network: str = "nvlink",
     ) -> None:
-        self.problem = problem
-        self._budget = budget
-        self._measure = measure
-        self._limits = problem.limits
+        self.problem, self.costs = problem, costs
+        self._budget, self._measure, self._network = budget, measure, network
+        self._jobs = make_workload(problem.workload, NUM_BOUND_REQUESTS, seed=problem.seed)
+        self._phase_target = max(problem.limits.attainment, PHASE_TARGET)
         self._bounds: dict[tuple[str, Parallelism], CandidateBound] = {}
         self._rates: dict[GoodputTask, float] = {}
-        longest = max(job.num_prompt_tokens + job.num_output_tokens for job in self._limits.jobs)
-        if longest > problem.costs.max_model_len:
+        longest = max(job.num_prompt_tokens + job.num_output_tokens for job in self._jobs)
+        if longest > costs.max_model_len:
             raise ValueError(
-                f"--workload {problem.lengths} has a request of {longest} tokens, but "
-                f"--max-model-len is {problem.costs.max_model_len}: raise it or choose another "
+                f"--workload {problem.workload} has a request of {longest} tokens, but "
+                f"--max-model-len is {costs.max_model_len}: raise it or choose another "
                 "workload"
             )
 
@@ -116,22 +131,22 @@ class GoodputPlanner:
             UnservableError: No engine of a phase keeps the limits.
             ValueError: The rate needs more GPUs than there are.
         """
-        shape, cluster = MODELS[self.problem.model], self.problem.cluster
+        shape, cluster = self.problem.shape, self.problem.cluster
         choices = list(engine_choices(cluster, shape.heads, shape.layers))
         searches: dict[str, PhaseSearch] = {}
         for phase in PHASES:
-            bounds = [(each, self._per_gpu(phase, each)) for each in choices]
+            bounds = [(engine, self._per_gpu(phase, engine)) for engine in choices]
             searches[phase] = search_best(
                 bounds, partial(self._phase_values, phase), lambda value: value, self._budget
             )
             _require(f"{phase} engine", searches[phase], bounds)
-        prefill, decode = _best_pair(searches, cluster)
+        prefill, decode = _best_pair(searches, cluster.num_devices)
         if rate is None:
-            counts = count_for_cluster(cluster.num_gpus, prefill, decode)
+            counts = count_for_cluster(cluster.num_devices, prefill, decode)
             rate = min(counts[0] * prefill.rate, counts[1] * decode.rate)
         else:
             counts = count_engines(rate, prefill.rate), count_engines(rate, decode.rate)
-        system = self.problem.make_system(prefill.parallelism, decode.parallelism, *counts)
+        system = self._make_system(prefill.parallelism, decode.parallelism, *counts)
         per_gpu = 1 / (1 / prefill.per_gpu + 1 / decode.per_gpu)
         return self._finish(system, None, rate, per_gpu, searches)
 
@@ -142,7 +157,7 @@ class GoodputPlanner:
             UnservableError: No unit keeps the limits.
             ValueError: The rate needs more GPUs than there are.
         """
-        shape, cluster = MODELS[self.problem.model], self.problem.cluster
+        shape, cluster = self.problem.shape, self.problem.cluster
         bounds = [
             (unit, self._bound_unit(unit))
             for unit in unit_choices(cluster, shape.heads, shape.layers)
@@ -159,15 +174,15 @@ class GoodputPlanner:
         unit = _require("unit", search, bounds)
         per_gpu = dict(search.evaluated)[unit]
         goodput = per_gpu * unit.num_gpus
-        groups = cluster.num_nodes // unit.num_nodes
-        most = groups * (cluster.gpus_per_node // unit.gpus_per_node)
+        groups = len(cluster.nodes) // unit.num_nodes
+        most = groups * (cluster.devices_per_node // unit.gpus_per_node)
         count = most if rate is None else count_engines(rate, goodput)
         if count > most:
             raise ValueError(
                 f"--rate {rate:g} needs {count} units of {unit.num_gpus} GPUs, and the cluster "
                 f"holds {most}: add nodes, or lower the rate to {most * goodput:.2f}"
             )
-        system = self.problem.make_system(unit.prefill, unit.decode, count, count)
+        system = self._make_system(unit.prefill, unit.decode, count, count)
         return self._finish(system, unit, rate or count * goodput, per_gpu, {"unit": search})
 
     def _finish(
@@ -184,41 +199,41 @@ class GoodputPlanner:
         further prefill engine and a further decode engine is added while the cluster has GPUs.
         """
         cluster = self.problem.cluster
-        if system.num_gpus > cluster.num_gpus:
+        if system.num_gpus > cluster.num_devices:
             raise ValueError(
                 f"--rate {rate:g} needs {system.placement}, {system.num_gpus} GPUs, and the "
-                f"cluster has {cluster.num_gpus}: add nodes, or lower the rate"
+                f"cluster has {cluster.num_devices}: add nodes, or lower the rate"
             )
         outcome, attained = self._simulate(system, rate)
         for _ in range(MAX_ADDED if unit is None else 0):
-            if attained >= self.problem.target:
+            if attained >= self.problem.limits.attainment:
                 break
             larger = [
                 replace(system, num_prefill=system.num_prefill + 1),
                 replace(system, num_decode=system.num_decode + 1),
             ]
             results = [
-                (each, *self._simulate(each, rate))
-                for each in larger
-                if each.num_gpus <= cluster.num_gpus
+                (candidate, *self._simulate(candidate, rate))
+                for candidate in larger
+                if candidate.num_gpus <= cluster.num_devices
             ]
             if not results:
                 break
-            system, outcome, attained = max(results, key=lambda each: each[2])
+            system, outcome, attained = max(results, key=lambda result: result[2])
         return GoodputPlan(system, unit, rate, per_gpu, outcome, attained, searches)
 
     def _simulate(self, system: System, rate: float) -> tuple[Outcome, float]:
         problem = self.problem
         outcome = run_task(
-            RunTask(system, problem.lengths, rate, problem.num_requests, problem.seed)
+            RunTask(system, problem.workload, rate, problem.num_requests, problem.seed)
         )
-        return outcome, outcome.attainment(problem.ttft, problem.tpot)
+        return outcome, outcome.attainment(*problem.limits.require("ttft", "tpot"))
 
     def _bound(self, phase: str, engine: Parallelism) -> CandidateBound:
         """Return the closed forms of a phase on an engine, which are computed once."""
         key = phase, engine
         if key not in self._bounds:
-            self._bounds[key] = bound_phase(self.problem, self._limits, phase, engine)
+            self._bounds[key] = bound_phase(self.problem, self.costs, self._jobs, phase, engine)
         return self._bounds[key]
 
     def _per_gpu(self, phase: str, engine: Parallelism) -> CandidateBound:
@@ -237,54 +252,137 @@ class GoodputPlanner:
 
     def _phase_rate(self, phase: str, engine: Parallelism, target: float) -> float:
         """Return the goodput of an engine in one phase, requests per second."""
-        problem = self.problem
-        system = System(phase, problem.model, problem.costs, engine)
-        task = problem.make_task(system, phase, target, self._bound(phase, engine))
+        system = System(phase, self.problem.model, self.costs, engine)
+        task = self._make_task(system, phase, target, self._bound(phase, engine))
         if task not in self._rates:
             self._rates[task] = self._measure(task)
         return self._rates[task]
 
     def _phase_values(self, phase: str, engines: Sequence[Parallelism]) -> list[float]:
         """Return goodputs per GPU."""
-        target = self.problem.phase_target
-        return [self._phase_rate(phase, each, target) / each.num_gpus for each in engines]
+        target = self._phase_target
+        return [self._phase_rate(phase, engine, target) / engine.num_gpus for engine in engines]
 
     def _unit_value(self, unit: PlacementUnit, best: float) -> float:
         """Return the goodput per GPU of a unit; 0 if one phase alone is not better than the best.
 
         A unit attains no more than one of its phases does alone.
         """
-        problem = self.problem
+        target = self.problem.limits.attainment
         for phase, engine in zip(PHASES, (unit.prefill, unit.decode), strict=True):
-            if self._phase_rate(phase, engine, problem.target) / unit.num_gpus <= best:
+            if self._phase_rate(phase, engine, target) / unit.num_gpus <= best:
                 return 0.0
         score, expected, _ = self._bound_unit(unit)
         bound = CandidateBound(score * unit.num_gpus, expected * unit.num_gpus)
-        system = problem.make_system(unit.prefill, unit.decode)
-        task = problem.make_task(system, "", problem.target, bound)
+        system = self._make_system(unit.prefill, unit.decode)
+        task = self._make_task(system, "", target, bound)
         return self._measure(task) / unit.num_gpus
+
+    def _make_system(
+        self, prefill: Parallelism, decode: Parallelism, num_prefill: int = 1, num_decode: int = 1
+    ) -> System:
+        """Return a system of prefill and decode engines."""
+        counts = num_prefill, num_decode
+        return System(
+            "plan", self.problem.model, self.costs, prefill, decode, *counts, network=self._network
+        )
+
+    def _make_task(
+        self, system: System, phase: str, target: float, bound: CandidateBound
+    ) -> GoodputTask:
+        """Return the search for the goodput of a system whose bound is in requests per second."""
+        problem = self.problem
+        first_rate = FIRST_FACTOR * max(bound.expected, LEAST_RATE)
+        return GoodputTask(
+            system,
+            problem.workload,
+            problem.limits._replace(attainment=target),
+            problem.num_requests,
+            phase,
+            problem.seed,
+            first_rate=first_rate,
+            num_steps=NUM_STEPS,
+            most_rate=max(bound.score, first_rate),
+        )
+
+    def lay_out(
+        self, plan: GoodputPlan, command: str, checkpoint: str | None = None
+    ) -> ServingPlan:
+        """Return the plan of a service.
+
+        Args:
+            plan: Engines of both phases.
+            command: Command that made the plan.
+            checkpoint: Folder or hub name of the model; None: the name of its shape.
+
+        Raises:
+            ValueError: The engines do not fit the nodes.
+        """
+        problem, system, unit = self.problem, plan.system, plan.unit
+        assert system.decode is not None
+        layers = problem.shape.layers
+        if unit is not None:
+            pairs = place_units(problem.cluster, unit, system.num_prefill, layers)
+            engines = [
+                PlannedEngine(f"{phase}-{index}", stages, phase)
+                for index, pair in enumerate(pairs)
+                for phase, stages in zip(PHASES, pair, strict=True)
+            ]
+        else:
+            counted = [("prefill", index, system.prefill) for index in range(system.num_prefill)]
+            counted += [("decode", index, system.decode) for index in range(system.num_decode)]
+            counted.sort(key=lambda engine: -engine[2].tp)
+            placed = place_engines(
+                problem.cluster,
+                [(engine, engine.split_layers(layers)) for _, _, engine in counted],
+            )
+            engines = [
+                PlannedEngine(f"{phase}-{index}", stages, phase)
+                for (phase, index, _), stages in zip(counted, placed, strict=True)
+            ]
+        # KV caches stay within the nodes of a unit.
+        routes = {f"prefill-{i}": {f"decode-{i}": 1.0} for i in range(system.num_prefill)}
+        outcome = plan.outcome
+        return lay_out(
+            problem,
+            problem.cluster,
+            engines,
+            RouterPlan("", preset=PRESET),
+            ExpectedFigures(
+                command,
+                plan.rate,
+                attainment=plan.attainment,
+                ttft_seconds=median(outcome.ttft),
+                tpot_seconds=median(outcome.tpot),
+            ),
+            checkpoint,
+            routes if unit is not None else {},
+        )
 
 
 def bound_phase(
-    problem: GoodputProblem, limits: PhaseLimits, phase: str, engine: Parallelism
+    problem: ServiceProblem,
+    costs: EngineCosts,
+    jobs: Sequence[WorkloadRequest],
+    phase: str,
+    engine: Parallelism,
 ) -> CandidateBound:
     """Return the closed forms of a phase on an engine, requests per second.
 
     Args:
-        problem: Model and costs.
-        limits: Limits of the problem, and the requests whose lengths count.
+        problem: Model and limits.
+        costs: Source of the step times.
+        jobs: Requests whose lengths count.
         phase: prefill or decode.
         engine: The engine; it may be too small for the model.
     """
     admission = "auto" if phase == "prefill" else "distserve"
     has_prefill = phase == "prefill"
     try:
-        deployment = make_engine(
-            problem.costs, problem.model, engine, "distserve", admission, has_prefill
-        )
+        deployment = make_engine(costs, problem.model, engine, "distserve", admission, has_prefill)
     except ValueError as error:
         return CandidateBound(0.0, 0.0, _reason_of(error))
-    return (bound_prefill if has_prefill else bound_decode)(deployment, limits)
+    return (bound_prefill if has_prefill else bound_decode)(deployment, jobs, problem.limits)
 
 
 def _reason_of(error: ValueError) -> str:
@@ -296,9 +394,9 @@ def _reason_of(error: ValueError) -> str:
 
 
 def _best_pair(
-    searches: Mapping[str, PhaseSearch], cluster: GpuCluster
+    searches: Mapping[str, PhaseSearch], num_gpus: int
 ) -> tuple[PhaseGoodput, PhaseGoodput]:
-    """Return the simulated engines with the fewest GPUs per rate that a cluster holds together.
+    """Return the simulated engines with the fewest GPUs per rate that so many GPUs hold together.
 
     These are the best ones of each phase, unless both together are too large.
 
@@ -306,7 +404,10 @@ def _best_pair(
         UnservableError: No simulated engines fit together.
     """
     prefills, decodes = (
-        [PhaseGoodput(each, value * each.num_gpus) for each, value in searches[phase].evaluated]
+        [
+            PhaseGoodput(engine, value * engine.num_gpus)
+            for engine, value in searches[phase].evaluated
+        ]
         for phase in PHASES
     )
     pairs = [
@@ -315,11 +416,11 @@ def _best_pair(
         for decode in decodes
         if prefill.rate > 0
         and decode.rate > 0
-        and prefill.parallelism.num_gpus + decode.parallelism.num_gpus <= cluster.num_gpus
+        and prefill.parallelism.num_gpus + decode.parallelism.num_gpus <= num_gpus
     ]
     if not pairs:
         raise UnservableError(
-            f"no simulated engine of each phase fit {cluster.num_gpus} GPUs together: add nodes"
+            f"no simulated engine of each phase fit {num_gpus} GPUs together: add nodes"
         )
     return min(pairs, key=lambda pair: 1 / pair[0].per_gpu + 1 / pair[1].per_gpu)
 

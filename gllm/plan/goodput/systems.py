@@ -1,17 +1,19 @@
-"""Simulated systems of a goodput search: separate phases, or engines for both.
+"""Simulated systems of a goodput search, separate phases or engines for both, and their goodput.
 
 Prefill and decode run as one simulated cluster with production's pair policy, holds and fetches.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 from random import Random
 from statistics import fmean
 from typing import NamedTuple
 
 from gllm.observability.latency import RequestTimeline
-from gllm.plan.goodput.engines import EngineCosts, Parallelism, make_engine
+from gllm.options.slo import Slo
+from gllm.plan.goodput.engines import EngineCosts, make_engine
+from gllm.plan.layout import Parallelism
 from gllm.routing.disaggregation.policy_registry import make_pair_policy
 from gllm.routing.policy_registry import make_policy
 from gllm.sim.cluster.cluster import simulate_cluster
@@ -21,6 +23,7 @@ from gllm.sim.cluster.router import PolicyRouter
 from gllm.sim.deployment import simulate
 from gllm.sim.hardware.devices import LINKS
 from gllm.sim.hardware.shapes import MODELS
+from gllm.sim.monotone_search import find_last
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload
 
 SEED = 0
@@ -76,13 +79,6 @@ class Outcome(NamedTuple):
             for first, each in zip(self.ttft, self.tpot, strict=True)
         ]
         return sum(met) / len(met)
-
-    def least_scale(self, ttft: float, tpot: float, target: float) -> float:
-        """Return the least scale of both limits at which a share of the requests meets them."""
-        scales = sorted(
-            max(first / ttft, each / tpot) for first, each in zip(self.ttft, self.tpot, strict=True)
-        )
-        return scales[ceil(target * len(scales)) - 1]
 
 
 PARTS = ("prefill queue", "prefill", "transfer", "decode queue", "decode")
@@ -195,3 +191,90 @@ def _outcome(lines: Sequence[RequestTimeline], handoffs: dict[int, HandoffRecord
         )
     means = tuple(fmean(column) for column in zip(*parts, strict=True))
     return Outcome(ttft, tpot, means, tuple(transfers))
+
+
+NUM_STEPS = 32
+"""Rates from 0 to the first upper end of a search, where a task states no number."""
+MAX_FACTOR = 2**20
+"""Limit of a search, per first upper end."""
+FIRST_RATES = {"opt-13b": 2.0, "opt-66b": 0.5, "opt-175b": 0.2}
+"""Requests per second per GPU at which searches begin, where a task states none."""
+PHASE_TARGET = 0.95
+"""Attainment of each phase alone, so that both together attain 0.9."""
+MIN_SECONDS = 40.0
+"""Shortest time in which requests arrive: queues of overloaded systems need it to grow."""
+MAX_GROWTH = 8
+"""Largest factor by which that raises the number of requests."""
+
+
+class RunTask(NamedTuple):
+    """One simulation."""
+
+    system: System
+    lengths: str
+    rate: float
+    """Requests per second of the whole system."""
+    num_requests: int
+    """Least number; more if they arrive in less than MIN_SECONDS."""
+    seed: int = 0
+
+
+class GoodputTask(NamedTuple):
+    """Search for the goodput of a system, or of one phase alone."""
+
+    system: System
+    lengths: str
+    slo: Slo
+    """Limits of TTFT and TPOT, and the share of requests that has to keep them."""
+    num_requests: int
+    phase: str = ""
+    """prefill or decode; empty for both."""
+    seed: int = 0
+    first_rate: float | None = None
+    """First upper end of the search, requests per second of the whole system."""
+    num_steps: int = NUM_STEPS
+    """Rates from 0 to that end: the precision of the search."""
+    most_rate: float = inf
+    """Rate that no system reaches by closed forms; few requests may attain the target above it."""
+
+
+def run_task(task: RunTask) -> Outcome:
+    """Simulate a system."""
+    num_requests = _count_requests(task.rate, task.num_requests)
+    return run_system(task.system, task.lengths, task.rate, num_requests, task.seed)
+
+
+def _count_requests(rate: float, num_requests: int) -> int:
+    return max(num_requests, min(ceil(rate * MIN_SECONDS), MAX_GROWTH * num_requests))
+
+
+def measure_goodput(task: GoodputTask) -> float:
+    """Return the highest rate of the whole system that attains the target, requests per second.
+
+    Source: simu_prefill and simu_decode of DistServe's artifact (arXiv 2401.09670, section 4.1),
+    here with the joint test of both limits. Attainment is taken to fall with the rate.
+
+    Raises:
+        ValueError: No rate misses the target.
+    """
+    system, lengths, seed = task.system, task.lengths, task.seed
+    step = (task.first_rate or FIRST_RATES[system.model] * system.num_gpus) / task.num_steps
+
+    def attains(index: int, *_: int) -> bool:
+        rate = index * step
+        if not 0 < rate <= task.most_rate:
+            return rate == 0
+        num_requests = _count_requests(rate, task.num_requests)
+        if task.phase:
+            outcome = run_phase(system, task.phase, lengths, rate, num_requests, seed)
+        else:
+            outcome = run_system(system, lengths, rate, num_requests, seed)
+        return outcome.attainment(*task.slo[:2]) >= task.slo.attainment
+
+    most = MAX_FACTOR * task.num_steps
+    index = find_last(attains, task.num_steps, task.num_steps, 0, most)
+    if index is None or index == most:
+        raise ValueError(
+            f"every rate up to {most * step:g} attains {task.slo.attainment}: set tighter limits"
+        )
+    return index * step

@@ -1,58 +1,47 @@
-"""Costs of replicas by Table 1 of HexGen-2: compute, communication, memory and KV transfers.
+"""Times and memory of replicas: by the simulator's roofline, or by Table 1 of HexGen-2.
 
-Times are seconds at the peak rates of the data sheets; with grouped-query attention H_kv takes the
-place of H in the terms of the KV cache. A stage is a set of devices that hold `layers` layers
-together; B is the bytes per element, s_in and s_out are the mean lengths.
+The roofline makes plans and simulations agree. Table 1 is the paper's: peak rates of the data
+sheets, mean lengths, no reads of the KV cache; with grouped-query attention H_kv takes the place of
+H in the terms of the KV cache. A stage is a set of devices that hold `layers` layers together.
 """
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from contextlib import suppress
+from typing import NamedTuple
 
-from gllm.plan.hetero.cluster import DeviceCluster
-from gllm.plan.hetero.stages import PlannedStage, Stages
+from gllm.plan.engine_times import EngineTimes, decode_work, prefill_work
 from gllm.plan.hetero.workload import MeanLengths
-from gllm.sim.hardware.devices import NetworkLink
+from gllm.plan.layout import PlannedStage, Stages
+from gllm.plan.nodes import DeviceCluster
+from gllm.scheduler.stage_work import StageWork
+from gllm.sim.costs.roofline import LayerRooflines, RooflineCostModel
+from gllm.sim.deployment import USABLE_MEMORY_SHARE
+from gllm.sim.hardware.devices import DeviceSpec, NetworkLink
 from gllm.sim.hardware.shapes import BYTES_PER_ELEMENT, ModelShape
+from gllm.sim.hardware.stages import PipelineSpec, StageSpec
 
 SUMS_PER_LAYER = 4
 """Transfers among the ranks per layer: an all-reduce after attention and after the MLP, each a
 scatter and a gather."""
 MAX_BATCH = 512
 """Largest number of requests that a replica decodes at a time."""
+BATCHED_PROMPT_TOKENS = 512
+"""Prompt tokens that a prefill engine computes together: L_m of the policy `distserve`."""
+BLOCK_SIZE = 16
 
 
-class ReplicaCosts(Protocol):
-    """Predicted times of one replica in seconds, and its memory."""
+class PhaseSeconds(NamedTuple):
+    """Seconds of a replica for a batch of prompts, or for all output tokens of a batch."""
 
-    @property
-    def prompts_per_batch(self) -> int:
-        """Return the prompts that a prefill replica computes together."""
-
-    def prefill_seconds(self, stages: Stages) -> list[float]:
-        """Return the time of each stage for the prompts of a batch."""
-
-    def prefill_spread(self, num_stages: int) -> float:
-        """Return the factor by which unlike prompts prolong the turns of a pipeline's stages."""
-
-    def prefill_hops(self, stages: Stages) -> list[float]:
-        """Return the time from each stage but the last to the next one."""
-
-    def decode_seconds(self, stages: Stages, batch: float) -> list[float]:
-        """Return the time of each stage for all output tokens of a batch of requests."""
-
-    def decode_hops(self, stages: Stages, batch: float) -> list[float]:
-        """Return the time of all output tokens from each stage but the last to the next one."""
-
-    def max_batch(self, stages: Stages) -> int:
-        """Return the requests that the memory of every stage holds; 0 if the model does not fit."""
-
-    def kv_seconds(self, prefill: Stages, decode: Stages) -> float:
-        """Return the time of the KV transfer of one request between two replicas."""
+    stages: list[float]
+    hops: list[float]
+    """From each stage but the last to the next one, and back to the first where that counts."""
 
 
-class Table1Costs:
-    """Table 1 of HexGen-2.
+class ReplicaCosts(ABC):
+    """Predicted times of one replica in seconds, and its memory.
 
     Args:
         cluster: Devices and links.
@@ -61,101 +50,86 @@ class Table1Costs:
     """
 
     prompts_per_batch = 1
+    """Prompts that a prefill replica computes together."""
 
     def __init__(self, cluster: DeviceCluster, shape: ModelShape, lengths: MeanLengths) -> None:
-        self._cluster, self._lengths, self._shape = cluster, lengths, shape
-        self._hidden = shape.hidden
-        self._kv_width = shape.kv_heads * shape.head_dim
-        self._bytes = BYTES_PER_ELEMENT
+        self._cluster, self._shape, self._lengths = cluster, shape, lengths
 
-    # Rows of the table.
+    @abstractmethod
+    def prefill(self, stages: Stages) -> PhaseSeconds:
+        """Return the times of a batch of prompts."""
 
-    def prefill_compute(self, stage: PlannedStage, batch: float = 1) -> float:
-        """Return the arithmetic of a batch of prompts on the slowest device."""
-        flops = 24 * batch * self._lengths.prompt * self._hidden**2 * stage.layers
-        return flops / len(stage.devices) / min(self._flops(stage))
+    @abstractmethod
+    def decode(self, stages: Stages, batch: float) -> PhaseSeconds:
+        """Return the times of all output tokens of a batch of requests."""
 
-    def decode_compute(self, stage: PlannedStage, batch: float) -> float:
-        """Return the reads of the weights and the arithmetic of all decode steps of a batch."""
-        output, ranks = self._lengths.output, len(stage.devices)
-        read = 12 * self._hidden**2 * self._bytes * output * stage.layers
-        flops = 24 * batch * output * self._hidden**2 * stage.layers
-        bandwidth = min(self._cluster.machines[each].spec.bandwidth for each in stage.devices)
-        return read / ranks / bandwidth + flops / ranks / min(self._flops(stage))
-
-    def prefill_rank_transfers(self, stage: PlannedStage, batch: float = 1) -> float:
-        """Return the sums over the ranks for a batch of prompts."""
-        size = batch * self._lengths.prompt * self._hidden * self._bytes
-        return self._sums(stage, size) * stage.layers
-
-    def decode_rank_transfers(self, stage: PlannedStage, batch: float) -> float:
-        """Return the sums over the ranks for all decode steps of a batch."""
-        size = batch * self._hidden * self._bytes
-        return self._sums(stage, size) * self._lengths.output * stage.layers
-
-    def prefill_hop(self, stage: PlannedStage, following: PlannedStage, batch: float = 1) -> float:
-        """Return the transfer of a batch of prompts to the next stage, over the best link."""
-        size = batch * self._lengths.prompt * self._hidden * self._bytes
-        return self._best_transfer(stage, following, size)
-
-    def decode_hop(self, stage: PlannedStage, following: PlannedStage, batch: float) -> float:
-        """Return the transfers of all decode steps to the next stage, over the best link."""
-        size = batch * self._hidden * self._bytes
-        return self._best_transfer(stage, following, size) * self._lengths.output
-
-    def device_bytes(self, stage: PlannedStage, batch: float) -> float:
-        """Return the memory that a batch needs on each device of a stage."""
-        tokens = batch * self._lengths.total
-        weights = 12 * self._hidden**2 * self._bytes
-        kv = 2 * tokens * self._kv_width * self._bytes
-        activations = 4 * tokens * self._hidden * self._bytes
-        return (weights + kv) * stage.layers / len(stage.devices) + activations
-
-    # Replicas.
-
-    def prefill_seconds(self, stages: Stages) -> list[float]:
-        """Return arithmetic and sums of each stage for one prompt."""
-        return [self.prefill_compute(each) + self.prefill_rank_transfers(each) for each in stages]
+    @abstractmethod
+    def max_batch(self, stages: Stages) -> int:
+        """Return the requests that the memory of every stage holds; 0 if the model does not fit."""
 
     def prefill_spread(self, num_stages: int) -> float:
-        """Return 1: all prompts are alike."""
+        """Return the factor by which unlike prompts prolong the turns of a pipeline's stages."""
         return 1.0
 
-    def prefill_hops(self, stages: Stages) -> list[float]:
-        """Return the transfers of one prompt between the stages."""
-        return [self.prefill_hop(a, b) for a, b in itertools.pairwise(stages)]
+    def kv_seconds(self, prefill: Stages, decode: Stages) -> float:
+        """Return the time of one request's KV transfer; links of device pairs act in parallel."""
+        layer_bytes = self._lengths.prompt * self._shape.kv_bytes
+        return kv_transfer_seconds(prefill, decode, layer_bytes, self._cluster.link)
 
-    def decode_seconds(self, stages: Stages, batch: float) -> list[float]:
-        """Return the time of each stage for all decode steps of a batch."""
-        return [
-            self.decode_compute(each, batch) + self.decode_rank_transfers(each, batch)
-            for each in stages
-        ]
 
-    def decode_hops(self, stages: Stages, batch: float) -> list[float]:
-        """Return the transfers of all decode steps between the stages."""
-        pairs = itertools.pairwise(stages)
-        return [self.decode_hop(a, b, batch) for a, b in pairs]
+class Table1Costs(ReplicaCosts):
+    """Costs by Table 1 of HexGen-2: all prompts are alike, and computed one by one."""
+
+    def __init__(self, cluster: DeviceCluster, shape: ModelShape, lengths: MeanLengths) -> None:
+        super().__init__(cluster, shape, lengths)
+        self._token_bytes = shape.hidden * BYTES_PER_ELEMENT
+        """Activations of a token."""
+
+    def prefill(self, stages: Stages) -> PhaseSeconds:
+        """Return the times of one prompt."""
+        size = self._lengths.prompt * self._token_bytes
+        return PhaseSeconds(
+            [self.prefill_compute(stage) + self.rank_transfers(stage, size) for stage in stages],
+            self.hops(stages, size),
+        )
+
+    def decode(self, stages: Stages, batch: float) -> PhaseSeconds:
+        """Return the times of all decode steps of a batch."""
+        size, output = batch * self._token_bytes, self._lengths.output
+        return PhaseSeconds(
+            [
+                self.decode_compute(stage, batch) + self.rank_transfers(stage, size) * output
+                for stage in stages
+            ],
+            [seconds * output for seconds in self.hops(stages, size)],
+        )
 
     def max_batch(self, stages: Stages) -> int:
         """Return the largest batch that the memory of every device holds."""
         most = float(MAX_BATCH)
         for stage in stages:
-            memory = min(self._cluster.machines[each].spec.memory for each in stage.devices)
             weights = self.device_bytes(stage, 0)
-            most = min(most, (memory - weights) / (self.device_bytes(stage, 1) - weights))
+            request_bytes = self.device_bytes(stage, 1) - weights
+            most = min(most, (self._least(stage, "memory") - weights) / request_bytes)
         return max(0, int(most))
 
-    def kv_seconds(self, prefill: Stages, decode: Stages) -> float:
-        """Return the time of one request's KV transfer; links of device pairs act in parallel."""
-        layer_bytes = 2 * self._lengths.prompt * self._kv_width * self._bytes
-        return kv_transfer_seconds(prefill, decode, layer_bytes, self._cluster.link)
+    # Rows of the table.
 
-    def _flops(self, stage: PlannedStage) -> list[float]:
-        return [self._cluster.machines[each].spec.flops for each in stage.devices]
+    def prefill_compute(self, stage: PlannedStage) -> float:
+        """Return the arithmetic of a prompt on the slowest device."""
+        flops = 24 * self._lengths.prompt * self._shape.hidden**2 * stage.layers
+        return flops / len(stage.devices) / self._least(stage, "flops")
 
-    def _sums(self, stage: PlannedStage, size: float) -> float:
-        """Return the sums of one layer over the ranks, at the rank with the worst links."""
+    def decode_compute(self, stage: PlannedStage, batch: float) -> float:
+        """Return the reads of the weights and the arithmetic of all decode steps of a batch."""
+        output, ranks = self._lengths.output, len(stage.devices)
+        read = 12 * self._shape.hidden**2 * BYTES_PER_ELEMENT * output * stage.layers
+        flops = 24 * batch * output * self._shape.hidden**2 * stage.layers
+        seconds = read / ranks / self._least(stage, "bandwidth")
+        return seconds + flops / ranks / self._least(stage, "flops")
+
+    def rank_transfers(self, stage: PlannedStage, size: float) -> float:
+        """Return the sums of activations over the ranks, at the rank with the worst links."""
         ranks = len(stage.devices)
         worst = 0.0
         for index, device in enumerate(stage.devices):
@@ -164,13 +138,149 @@ class Table1Costs:
                 for place, other in enumerate(stage.devices)
                 if place != index
             ]
-            total = sum(each.latency + size / (ranks * each.bandwidth) for each in links)
+            total = sum(link.latency + size / (ranks * link.bandwidth) for link in links)
             worst = max(worst, total)
-        return SUMS_PER_LAYER * worst
+        return SUMS_PER_LAYER * worst * stage.layers
 
-    def _best_transfer(self, stage: PlannedStage, following: PlannedStage, size: float) -> float:
-        links = {self._cluster.link(a, b) for a in stage.devices for b in following.devices}
-        return min(each.latency + size / each.bandwidth for each in links)
+    def hops(self, stages: Stages, size: float) -> list[float]:
+        """Return the transfers of activations to the next stage, each over the best link."""
+        return [
+            min(
+                link.latency + size / link.bandwidth
+                for link in {self._cluster.link(a, b) for a in stage.devices for b in other.devices}
+            )
+            for stage, other in itertools.pairwise(stages)
+        ]
+
+    def device_bytes(self, stage: PlannedStage, batch: float) -> float:
+        """Return the memory that a batch needs on each device of a stage."""
+        tokens = batch * self._lengths.total
+        weights = 12 * self._shape.hidden**2 * BYTES_PER_ELEMENT
+        kv = tokens * self._shape.kv_bytes
+        activations = 4 * tokens * self._token_bytes
+        return (weights + kv) * stage.layers / len(stage.devices) + activations
+
+    def _least(self, stage: PlannedStage, field: str) -> float:
+        """Return the least value of a field of DeviceSpec among the devices of a stage."""
+        return min(getattr(self._cluster.nodes[node].spec, field) for node in stage.devices)
+
+
+class RooflineCosts(ReplicaCosts):
+    """Costs by the simulator's roofline."""
+
+    def __init__(self, cluster: DeviceCluster, shape: ModelShape, lengths: MeanLengths) -> None:
+        super().__init__(cluster, shape, lengths)
+        # Prompts of mean length within L_m; a longer one runs alone.
+        self.prompts_per_batch = max(1, int(BATCHED_PROMPT_TOKENS // lengths.prompt))
+        self._prefill_work = prefill_work([round(lengths.prompt)] * self.prompts_per_batch)
+        self._decode_works: dict[int, StageWork] = {}
+        """Decode steps by their number of rows."""
+        self._engines: dict[Stages, tuple[PipelineSpec, RooflineCostModel] | None] = {}
+        """Hardware and times of each layout; None for one that the model's sizes forbid."""
+        self._layers: LayerRooflines = {}
+        """Predictions of a layer by device, which pipelines share."""
+
+    def prefill(self, stages: Stages) -> PhaseSeconds:
+        """Return the times of a batch of prompts of mean length."""
+        times = EngineTimes(self._model(stages), len(stages))
+        return PhaseSeconds(times.stages(self._prefill_work), times.hops(self._prefill_work))
+
+    def decode(self, stages: Stages, batch: float) -> PhaseSeconds:
+        """Return the times of all decode steps, at the mean context, and of the way back."""
+        rows, output = max(1, round(batch)), self._lengths.output
+        if rows not in self._decode_works:
+            self._decode_works[rows] = decode_work(rows, self._lengths.prompt + output / 2)
+        work, model = self._decode_works[rows], self._model(stages)
+        times, way_back = EngineTimes(model, len(stages)), model.return_transfer(work).total_seconds
+        driver = model.plan_seconds(work) + model.return_seconds(work)
+        back = way_back + driver
+        return PhaseSeconds(
+            [output * seconds for seconds in times.stages(work)],
+            [output * seconds for seconds in [*times.hops(work), back]],
+        )
+
+    def prefill_spread(self, num_stages: int) -> float:
+        """Return the expected longest of as many prompts as stages, over the mean.
+
+        A pipeline has one prompt per stage in flight, and each waits for the longest of them.
+        """
+        spread = self._lengths.spread
+        return spread[min(num_stages, len(spread)) - 1] if spread else 1.0
+
+    def max_batch(self, stages: Stages) -> int:
+        """Return the requests of mean length that the KV blocks beside the weights hold."""
+        if stages not in self._engines:
+            self._engines[stages] = None
+            with suppress(ValueError):
+                hardware = build_pipeline(self._cluster, self._shape, stages)
+                model = RooflineCostModel(hardware, layers=self._layers)
+                self._engines[stages] = hardware, model
+        if (engine := self._engines[stages]) is None:
+            return 0
+        try:
+            blocks = min(engine[0].stage_kv_blocks(BLOCK_SIZE, USABLE_MEMORY_SHARE))
+        except ValueError:
+            return 0
+        return max(0, min(MAX_BATCH, int(blocks * BLOCK_SIZE / self._lengths.total)))
+
+    def _model(self, stages: Stages) -> RooflineCostModel:
+        """Return the cost model of a layout. Raises ValueError if the model does not fit it."""
+        if not self.max_batch(stages) or (engine := self._engines[stages]) is None:
+            raise ValueError(f"the model does not fit {stages}")
+        return engine[1]
+
+
+def build_pipeline(cluster: DeviceCluster, shape: ModelShape, stages: Stages) -> PipelineSpec:
+    """Return the hardware of a replica. Ranks on unlike devices run at the slowest one's rates.
+
+    Raises:
+        ValueError: Sizes do not divide.
+    """
+    # Stages of equal devices and layers share their description.
+    specs = {
+        stage: StageSpec(
+            stage.layers,
+            slowest_device(cluster, stage),
+            len(stage.devices),
+            slowest_link(cluster, stage) if len(stage.devices) > 1 else None,
+        )
+        for stage in set(stages)
+    }
+    hops = tuple(best_link(cluster, a, b) for a, b in itertools.pairwise(stages))
+    return PipelineSpec(
+        shape,
+        tuple(specs[stage] for stage in stages),
+        hops,
+        (None, *hops),
+        hops[-1] if hops else None,
+    )
+
+
+def slowest_device(cluster: DeviceCluster, stage: PlannedStage) -> DeviceSpec:
+    """Return a device with the least rate and memory of each kind among a stage's devices."""
+    specs = [cluster.nodes[node].spec for node in set(stage.devices)]
+    launches = [spec.launch_seconds for spec in specs]
+    known = [seconds for seconds in launches if seconds is not None]
+    return DeviceSpec(
+        min(spec.flops for spec in specs),
+        min(spec.bandwidth for spec in specs),
+        min(spec.memory for spec in specs),
+        # A host without a value has the typical one of the cost model, which is between the others.
+        launch_seconds=max(known) if len(known) == len(launches) else None,
+    )
+
+
+def slowest_link(cluster: DeviceCluster, stage: PlannedStage) -> NetworkLink:
+    """Return the link with the least bandwidth between two ranks of a stage."""
+    devices = stage.devices
+    links = [cluster.link(a, b) for i, a in enumerate(devices) for b in devices[i + 1 :]]
+    return min(links, key=lambda link: link.bandwidth)
+
+
+def best_link(cluster: DeviceCluster, stage: PlannedStage, following: PlannedStage) -> NetworkLink:
+    """Return the link with the most bandwidth between two stages."""
+    links = [cluster.link(a, b) for a in stage.devices for b in following.devices]
+    return max(links, key=lambda link: link.bandwidth)
 
 
 def kv_transfer_seconds(

@@ -1,11 +1,102 @@
-"""Value of a partition: its replicas, and the maximum flow through them."""
+"""Value of a partition: its replicas, and the maximum flow of requests through them."""
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
-from gllm.plan.hetero.cluster import Group
-from gllm.plan.hetero.flow import PlanFlow, solve_flow
 from gllm.plan.hetero.replicas import Phase, Replica, ReplicaPlanner
+from gllm.plan.nodes import Group
+
+FLOW_UNIT = 1e-7
+"""Requests per second of one unit of flow; capacities are whole numbers, so flows are exact."""
+SOURCE, SINK = 0, 1
+"""Vertices of the flow network; numbers, so that equal problems have equal flows: the algorithm
+iterates over sets, and the hashes of strings differ between processes."""
+
+
+class PlanFlow(NamedTuple):
+    """Flow through the replicas of a plan, requests per second."""
+
+    value: float
+    prefill: list[float]
+    """Through each prefill replica."""
+    decode: list[float]
+    """Through each decode replica."""
+    routes: dict[tuple[int, int], float]
+    """From a prefill replica to a decode replica, by their positions; only positive ones."""
+    transfers: dict[tuple[int, int], float]
+    """Capacity of each of these ways."""
+
+    def shares(self, prefill: int) -> dict[int, float]:
+        """Return the share of a prefill replica's requests that each decode replica gets."""
+        flows = {d: flow for (p, d), flow in self.routes.items() if p == prefill}
+        total = sum(flows.values())
+        return {d: flow / total for d, flow in flows.items()} if total else {}
+
+
+def _vertex(side: str, index: int) -> int:
+    """Return the number of an end of a replica: its way in or out."""
+    sides = "prefill-in", "prefill-out", "decode-in", "decode-out"
+    return 2 + sides.index(side) + len(sides) * index
+
+
+def build_graph(
+    prefill: Sequence[Replica], decode: Sequence[Replica], planner: ReplicaPlanner
+) -> Any:
+    """Return the flow network: source, both ends of each replica, sink.
+
+    Edges from the source and to the sink carry prompts and tokens, which limit nothing.
+
+    Returns:
+        A networkx.DiGraph with the attribute `capacity` in FLOW_UNITs on each edge.
+    """
+    import networkx
+
+    graph = networkx.DiGraph()
+    graph.add_nodes_from((SOURCE, SINK))
+    for p, replica in enumerate(prefill):
+        capacity = round(replica.capacity / FLOW_UNIT)
+        graph.add_edge(SOURCE, _vertex("prefill-in", p), capacity=capacity)
+        graph.add_edge(_vertex("prefill-in", p), _vertex("prefill-out", p), capacity=capacity)
+    for d, replica in enumerate(decode):
+        capacity = round(replica.capacity / FLOW_UNIT)
+        graph.add_edge(_vertex("decode-in", d), _vertex("decode-out", d), capacity=capacity)
+        graph.add_edge(_vertex("decode-out", d), SINK, capacity=capacity)
+    for p, source in enumerate(prefill):
+        for d, target in enumerate(decode):
+            capacity = round(1 / planner.kv_seconds(source, target) / FLOW_UNIT)
+            graph.add_edge(_vertex("prefill-out", p), _vertex("decode-in", d), capacity=capacity)
+    return graph
+
+
+def solve_flow(
+    prefill: Sequence[Replica], decode: Sequence[Replica], planner: ReplicaPlanner
+) -> PlanFlow:
+    """Return the maximum flow, by the preflow-push algorithm."""
+    from networkx.algorithms.flow import preflow_push
+
+    graph = build_graph(prefill, decode, planner)
+    residual = preflow_push(graph, SOURCE, SINK)
+    flows: dict[tuple[int, int], float] = {}
+    ways: dict[tuple[int, int], float] = {}
+    for p in range(len(prefill)):
+        for d in range(len(decode)):
+            edge = residual[_vertex("prefill-out", p)][_vertex("decode-in", d)]
+            if edge["flow"] > 0:
+                flows[p, d] = edge["flow"] * FLOW_UNIT
+                ways[p, d] = edge["capacity"] * FLOW_UNIT
+
+    def through(side: str, index: int) -> float:
+        edge = residual[_vertex(f"{side}-in", index)][_vertex(f"{side}-out", index)]
+        return float(edge["flow"] * FLOW_UNIT)
+
+    return PlanFlow(
+        residual.graph["flow_value"] * FLOW_UNIT,
+        [through("prefill", index) for index in range(len(prefill))],
+        [through("decode", index) for index in range(len(decode))],
+        flows,
+        ways,
+    )
+
 
 TypedGroup = tuple[Phase, Group]
 """A group of devices and its phase."""
@@ -15,7 +106,7 @@ Partition = tuple[TypedGroup, ...]
 
 def make_partition(groups: Iterable[TypedGroup]) -> Partition:
     """Return a partition without its empty groups, in canonical order."""
-    return tuple(sorted(each for each in groups if any(each[1])))
+    return tuple(sorted(group for group in groups if any(group[1])))
 
 
 class GroupLoad(NamedTuple):
@@ -64,6 +155,24 @@ class EvaluatedPlan(NamedTuple):
     decode: list[Replica]
     flow: PlanFlow
     score: Score
+
+    def engines(self) -> dict[str, tuple[Replica, float]]:
+        """Return each replica and its flow by name: p0, p1, ... for prefill, d0, ... for decode."""
+        return {
+            f"{phase}{index}": pair
+            for phase, replicas, flows in (
+                ("p", self.prefill, self.flow.prefill),
+                ("d", self.decode, self.flow.decode),
+            )
+            for index, pair in enumerate(zip(replicas, flows, strict=True))
+        }
+
+    def routes(self) -> dict[str, dict[str, float]]:
+        """Return the flow from each prefill engine to each decode engine, requests per second."""
+        routes: dict[str, dict[str, float]] = {}
+        for (p, d), flow in sorted(self.flow.routes.items()):
+            routes.setdefault(f"p{p}", {})[f"d{d}"] = flow
+        return routes
 
     def loads(self) -> list[GroupLoad]:
         """Return the load of each group, in the order of the partition."""
@@ -135,5 +244,5 @@ class PlanEvaluator:
         return sides[Phase.PREFILL], sides[Phase.DECODE]
 
     def _bound(self, prefill: list[Replica], decode: list[Replica]) -> Score:
-        capacities = [sum(each.capacity for each in side) for side in (prefill, decode)]
+        capacities = [sum(replica.capacity for replica in side) for side in (prefill, decode)]
         return Score(0.0, min(capacities), max(capacities))

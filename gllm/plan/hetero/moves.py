@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator
 from itertools import combinations, product
 from random import Random
 
-from gllm.plan.hetero.cluster import Group
 from gllm.plan.hetero.evaluation import (
     EvaluatedPlan,
     GroupLoad,
@@ -13,6 +12,7 @@ from gllm.plan.hetero.evaluation import (
     make_partition,
 )
 from gllm.plan.hetero.replicas import Phase
+from gllm.plan.nodes import Group
 
 MAX_SPLITS = 64
 """Ways to split a group in two that are tried; those with the most even halves."""
@@ -129,13 +129,6 @@ def guided_changes(plan: EvaluatedPlan, rng: Random) -> Iterator[Partition]:
 def random_changes(plan: EvaluatedPlan, rng: Random) -> Iterator[Partition]:
     """Yield the neighbours of a plan in random order, without repetition."""
     partitions = list(dict.fromkeys(NeighbourFinder(plan.partition).all_changes()))
-    rng.shuffle(partitions)
-    yield from partitions
-
-
-def random_exchanges(plan: EvaluatedPlan, rng: Random) -> Iterator[Partition]:
-    """Yield swaps, moves and flips in random order: the ablation of HexGen-2 (section 5.4)."""
-    partitions = list(dict.fromkeys(NeighbourFinder(plan.partition).exchanges()))
     rng.shuffle(partitions)
     yield from partitions
 

@@ -7,10 +7,10 @@ groups with fast links between them take different phases.
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from gllm.plan.hetero.cluster import DeviceCluster, Group
 from gllm.plan.hetero.evaluation import Partition, make_partition
 from gllm.plan.hetero.replicas import Phase, ReplicaPlanner
 from gllm.plan.hetero.workload import MeanLengths
+from gllm.plan.nodes import DeviceCluster, Group
 from gllm.sim.hardware.shapes import ModelShape
 
 if TYPE_CHECKING:
@@ -49,9 +49,9 @@ def divide_devices(cluster: DeviceCluster, num_groups: int) -> list[Group]:
     )
     numpy.fill_diagonal(affinity, 0.0)
     labels = _cluster(affinity / affinity.max(), num_groups)
-    memory = numpy.array([cluster.machines[each].spec.memory for each in machines])
+    memory = numpy.array([cluster.nodes[each].spec.memory for each in machines])
     labels = balance_groups(affinity, memory, labels, num_groups)
-    groups = [[0] * len(cluster.machines) for _ in range(num_groups)]
+    groups = [[0] * len(cluster.nodes) for _ in range(num_groups)]
     for machine, label in zip(machines, labels, strict=True):
         groups[label][machine] += 1
     return [tuple(group) for group in groups if any(group)]

@@ -1,18 +1,26 @@
 """Plan of prefill and decode replicas for a model on a cluster of unlike devices."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gllm.plan.hetero.cluster import DeviceCluster
-from gllm.plan.hetero.costs import ReplicaCosts, Table1Costs
+from gllm.plan.budget import SearchBudget
+from gllm.plan.hetero.costs import ReplicaCosts, RooflineCosts, Table1Costs
 from gllm.plan.hetero.evaluation import EvaluatedPlan, PlanEvaluator
 from gllm.plan.hetero.partition import count_groups, first_partition
 from gllm.plan.hetero.replicas import Phase, PipelineCredit, ReplicaPlanner
-from gllm.plan.hetero.roofline_costs import RooflineCosts
-from gllm.plan.hetero.search import LocalSearch, RefinementBudget, SearchResult
+from gllm.plan.hetero.search import (
+    MAX_EVALUATIONS,
+    MAX_VAIN_RESTARTS,
+    LocalSearch,
+    SearchResult,
+)
 from gllm.plan.hetero.workload import MeanLengths, mean_lengths
-from gllm.sim.hardware.shapes import MODELS, ModelShape
+from gllm.plan.layout import PlannedEngine, lay_out
+from gllm.plan.nodes import DeviceCluster
+from gllm.plan.problem import ServiceProblem
+from gllm.plan.serving_plan import ExpectedFigures, RouterPlan, ServingPlan, check_plan
+from gllm.routing.disaggregation.flow import format_routes
+from gllm.sim.hardware.shapes import ModelShape
 from gllm.sim.hardware.stages import look_up
 
 CostsFactory = Callable[[DeviceCluster, ModelShape, MeanLengths], ReplicaCosts]
@@ -20,42 +28,32 @@ COSTS: dict[str, CostsFactory] = {"roofline": RooflineCosts, "table1": Table1Cos
 """Cost models of replicas: the simulator's, and the paper's at peak rates."""
 
 
-@dataclass(frozen=True)
-class PlanProblem:
-    """Input of the planner: cluster, model, workload and rules."""
+def make_planner(
+    problem: ServiceProblem,
+    costs: str = "roofline",
+    credit: PipelineCredit = PipelineCredit.PIPELINED,
+) -> ReplicaPlanner:
+    """Return a planner of the replicas of a problem.
 
-    cluster: DeviceCluster
-    model: str
-    """A name of MODELS."""
-    workload: str
-    """A class of HexGen-2, or a workload of the simulator."""
-    costs: str = "roofline"
-    """A name of COSTS."""
-    credit: PipelineCredit = PipelineCredit.PIPELINED
-    seed: int = 0
-    budget: RefinementBudget = field(default_factory=RefinementBudget)
+    Args:
+        problem: Model, workload and cluster.
+        costs: A name of COSTS.
+        credit: Rule of the capacities.
 
-    @property
-    def shape(self) -> ModelShape:
-        """Return the shape of the model. Raises ValueError for an unknown one."""
-        return look_up("model", self.model, MODELS)
-
-    @property
-    def lengths(self) -> MeanLengths:
-        """Return the mean lengths. Raises ValueError for an unknown workload."""
-        return mean_lengths(self.workload)
-
-    def make_planner(self) -> ReplicaPlanner:
-        """Return a new planner of replicas."""
-        factory = look_up("costs", self.costs, COSTS)
-        costs = factory(self.cluster, self.shape, self.lengths)
-        return ReplicaPlanner(self.cluster, self.shape, costs, self.credit)
+    Raises:
+        ValueError: A name is unknown.
+    """
+    factory = look_up("costs", costs, COSTS)
+    lengths = mean_lengths(problem.workload)
+    return ReplicaPlanner(
+        problem.cluster, problem.shape, factory(problem.cluster, problem.shape, lengths), credit
+    )
 
 
 class HeteroPlan(NamedTuple):
     """Best plan of a search."""
 
-    problem: PlanProblem
+    problem: ServiceProblem
     search: SearchResult
     planner: ReplicaPlanner
 
@@ -67,25 +65,35 @@ class HeteroPlan(NamedTuple):
     @property
     def tokens_per_second(self) -> float:
         """Return the output tokens per second at the maximum flow."""
-        return self.best.score.flow * self.problem.lengths.output
+        return self.best.score.flow * mean_lengths(self.problem.workload).output
 
 
-def plan_replicas(problem: PlanProblem, planner: ReplicaPlanner | None = None) -> HeteroPlan:
+def plan_replicas(
+    problem: ServiceProblem,
+    planner: ReplicaPlanner | None = None,
+    budget: SearchBudget | None = None,
+    max_vain_restarts: int = MAX_VAIN_RESTARTS,
+) -> HeteroPlan:
     """Return the best plan within the budget.
 
     Args:
-        problem: Cluster, model, workload and rules.
+        problem: Model, workload and cluster.
         planner: A planner of the same problem, whose results are used again; default: a new one.
+        budget: Of the search; default: MAX_EVALUATIONS.
+        max_vain_restarts: Restarts without an improvement that end the search.
 
     Raises:
         ValueError: A name is unknown, or no two replicas of the model fit the cluster; the message
             names the constraint that binds.
     """
-    planner = planner or problem.make_planner()
+    planner = planner or make_planner(problem)
     check_fit(problem, planner)
-    num_groups = count_groups(problem.cluster, problem.shape, problem.lengths)
+    num_groups = count_groups(problem.cluster, problem.shape, mean_lengths(problem.workload))
     first = first_partition(planner, num_groups)
-    search = LocalSearch(PlanEvaluator(planner), problem.budget, problem.seed).run(first)
+    budget = budget or SearchBudget(max_evaluations=MAX_EVALUATIONS)
+    search = LocalSearch(
+        PlanEvaluator(planner), budget, problem.seed, max_vain_restarts=max_vain_restarts
+    ).run(first)
     if not search.best.score.flow:
         raise ValueError(
             f"{problem.model}: no division of the cluster into a prefill and a decode replica was "
@@ -95,11 +103,11 @@ def plan_replicas(problem: PlanProblem, planner: ReplicaPlanner | None = None) -
     return HeteroPlan(problem, search, planner)
 
 
-def check_fit(problem: PlanProblem, planner: ReplicaPlanner) -> None:
+def check_fit(problem: ServiceProblem, planner: ReplicaPlanner) -> None:
     """Raise ValueError, which names the binding constraint, if two replicas cannot fit."""
     cluster, shape = problem.cluster, problem.shape
     memory = cluster.memory(cluster.all_devices) / 1e9
-    weights = _weights_gb(problem)
+    weights, lengths = _weights_gb(problem), mean_lengths(problem.workload)
     if memory < weights:
         raise ValueError(
             f"memory: the weights of {problem.model} are {weights:.0f} GB, the cluster's "
@@ -112,8 +120,8 @@ def check_fit(problem: PlanProblem, planner: ReplicaPlanner) -> None:
         raise ValueError(
             f"memory: {problem.model} with {shape.layers} layers and {shape.heads} heads fits no "
             f"cut of all {cluster.num_devices} devices: the weights take {weights:.0f} of "
-            f"{memory:.0f} GB, but a request of {problem.lengths.total:.0f} tokens needs KV cache "
-            "on every stage: add devices"
+            f"{memory:.0f} GB, but a request of {lengths.total:.0f} tokens needs KV cache on every "
+            "stage: add devices"
         )
     if memory < 2 * weights:
         raise ValueError(
@@ -123,5 +131,45 @@ def check_fit(problem: PlanProblem, planner: ReplicaPlanner) -> None:
         )
 
 
-def _weights_gb(problem: PlanProblem) -> float:
+def _weights_gb(problem: ServiceProblem) -> float:
     return problem.shape.parameters * problem.shape.bytes_per_weight / 1e9
+
+
+def make_serving_plan(plan: HeteroPlan, command: str, checkpoint: str | None = None) -> ServingPlan:
+    """Return the plan that `gllm up` starts.
+
+    Args:
+        plan: The replicas. Those that get no flow are left out.
+        command: Command line that repeats the plan.
+        checkpoint: Folder or hub name of the model; None: the name of its shape.
+
+    Raises:
+        PlanError: The plan cannot be served.
+    """
+    routes, flow = plan.best.routes(), plan.best.score.flow
+    engines = [
+        PlannedEngine(
+            name,
+            replica.stages,
+            str(replica.phase),
+            {"preset": "flow"}
+            | ({"max_num_seqs": replica.batch} if replica.phase is Phase.DECODE else {}),
+            {"kv-transfer": True},
+        )
+        for name, (replica, engine_flow) in plan.best.engines().items()
+        if engine_flow > 0
+    ]
+    serving = lay_out(
+        plan.problem,
+        plan.problem.cluster,
+        engines,
+        RouterPlan("", preset="flow", flags={"routes": format_routes(routes)}),
+        ExpectedFigures(command, flow, capacity=flow),
+        checkpoint,
+        {
+            source: {target: share / sum(targets.values()) for target, share in targets.items()}
+            for source, targets in routes.items()
+        },
+    )
+    check_plan(serving)
+    return serving

@@ -5,42 +5,22 @@ groups also merge and split; the first improvement is accepted. After the last o
 on from a randomly changed partition while its budget lasts.
 """
 
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
 
+from gllm.plan.budget import SearchBudget
 from gllm.plan.hetero.evaluation import EvaluatedPlan, Partition, PlanEvaluator, Score
 from gllm.plan.hetero.moves import NeighbourFinder, guided_changes, random_changes
 
 Changes = Callable[[EvaluatedPlan, Random], Iterator[Partition]]
 """Yields the neighbours of a plan in the order in which they are tried."""
+MAX_EVALUATIONS = 20_000
+"""Partitions that a search compares at most."""
+MAX_VAIN_RESTARTS = 24
+"""Random restarts without an improvement, one after the other, that end a search."""
 MAX_KICKED_CHANGES = 2
 """Most random changes with which the search goes on after a local optimum."""
-
-
-@dataclass
-class RefinementBudget:
-    """Limits of a search; it ends at the first one that it reaches."""
-
-    evaluations: int = 20_000
-    """Partitions that are compared."""
-    seconds: float = float("inf")
-    """Time of this process."""
-    kicks: int = 24
-    """Random restarts without an improvement, one after the other."""
-    clock: Callable[[], float] = time.monotonic
-    _end: float | None = field(default=None, init=False)
-
-    def start(self) -> None:
-        """Begin to count the time."""
-        self._end = self.clock() + self.seconds
-
-    def is_spent(self, evaluator: PlanEvaluator) -> bool:
-        """Return True if a limit is reached."""
-        late = self._end is not None and self.clock() >= self._end
-        return late or evaluator.num_evaluations >= self.evaluations
 
 
 class SearchStep(NamedTuple):
@@ -65,45 +45,42 @@ class SearchResult(NamedTuple):
     is_complete: bool
     """True if no change of the best partition improves it; False if the budget ended before."""
 
-    def flow_after(self, num_evaluations: int) -> float:
-        """Return the best flow after a number of evaluations, requests per second."""
-        known = [step.flow for step in self.steps if step.num_evaluations <= num_evaluations]
-        return max(known, default=0.0)
-
 
 class LocalSearch:
     """First-improvement search with restarts.
 
     Args:
         evaluator: A new evaluator.
-        budget: Limits.
+        budget: Time, and partitions that are compared.
         seed: Seed of ties and restarts.
         changes: Neighbours and their order up to the first local optimum, in which also the
             ablations differ.
         restart_changes: Neighbours and their order after restarts.
+        max_vain_restarts: Restarts without an improvement, one after the other, that end it.
     """
 
     def __init__(
         self,
         evaluator: PlanEvaluator,
-        budget: RefinementBudget,
+        budget: SearchBudget,
         seed: int = 0,
         changes: Changes = guided_changes,
         restart_changes: Changes = random_changes,
+        max_vain_restarts: int = MAX_VAIN_RESTARTS,
     ) -> None:
         self._evaluator, self._budget = evaluator, budget
         self._changes, self._restart_changes = changes, restart_changes
+        self._max_vain_restarts = max_vain_restarts
         self._rng = Random(seed)
         self._steps: list[SearchStep] = []
 
     def run(self, partition: Partition) -> SearchResult:
         """Return the best plan that is found from a first partition."""
-        self._budget.start()
-        first = self._evaluator.evaluate(partition)
+        first = self._evaluate(partition)
         self._note(first)
         best, is_complete = self._climb(first, self._changes, None)
         num_kicks = num_vain = 0
-        while num_vain < self._budget.kicks and not self._budget.is_spent(self._evaluator):
+        while num_vain < self._max_vain_restarts and not self._budget.refusal():
             num_kicks += 1
             plan, _ = self._climb(self._kick(best), self._restart_changes, best.score)
             num_vain += 1
@@ -126,9 +103,10 @@ class LocalSearch:
         while True:
             better = None
             for partition in changes(plan, self._rng):
-                if self._budget.is_spent(self._evaluator):
+                if self._budget.refusal():
                     return plan, False
                 better = self._evaluator.evaluate_if_better(partition, plan.score)
+                self._budget.end_evaluation()
                 if better is not None:
                     break
             if better is None:
@@ -142,7 +120,12 @@ class LocalSearch:
         partition = plan.partition
         for _ in range(self._rng.randint(1, MAX_KICKED_CHANGES)):
             partition = self._rng.choice(list(NeighbourFinder(partition).all_changes()))
-        return self._evaluator.evaluate(partition)
+        return self._evaluate(partition)
+
+    def _evaluate(self, partition: Partition) -> EvaluatedPlan:
+        plan = self._evaluator.evaluate(partition)
+        self._budget.end_evaluation()
+        return plan
 
     def _note(self, plan: EvaluatedPlan) -> None:
         if not self._steps or plan.score.flow > self._steps[-1].flow:

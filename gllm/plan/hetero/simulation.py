@@ -4,12 +4,12 @@ from collections.abc import Callable
 from random import Random
 from typing import NamedTuple
 
+from gllm.plan.hetero.costs import BLOCK_SIZE, build_pipeline
 from gllm.plan.hetero.evaluation import EvaluatedPlan
-from gllm.plan.hetero.planner import HeteroPlan, PlanProblem
+from gllm.plan.hetero.planner import HeteroPlan
 from gllm.plan.hetero.replicas import Phase, Replica, ReplicaPlanner
-from gllm.plan.hetero.roofline_costs import BLOCK_SIZE, build_pipeline
-from gllm.plan.hetero.serving import engine_names, named_routes
-from gllm.plan.hetero.workload import sample_workload
+from gllm.plan.hetero.workload import mean_lengths, sample_workload
+from gllm.plan.problem import ServiceProblem
 from gllm.routing.disaggregation.policy_registry import make_pair_policy
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.cluster.cluster import ClusterRun
@@ -83,7 +83,7 @@ class SimulatedFleet(NamedTuple):
 
 
 def build_engine_deployment(
-    problem: PlanProblem, replica: Replica, max_model_len: int, policy: str = "vllm"
+    problem: ServiceProblem, replica: Replica, max_model_len: int, policy: str = "vllm"
 ) -> Deployment:
     """Return an engine on a replica's devices, with the batch of its plan.
 
@@ -119,17 +119,12 @@ def build_engine_deployment(
 
 
 def plan_fleet(
-    problem: PlanProblem, planner: ReplicaPlanner, plan: EvaluatedPlan, seed: int = 0
+    problem: ServiceProblem, planner: ReplicaPlanner, plan: EvaluatedPlan, seed: int = 0
 ) -> SimulatedFleet:
     """Return the engines of a prefill and decode plan; the routes are those of its flow."""
-    sides = {Phase.PREFILL: plan.prefill, Phase.DECODE: plan.decode}
-    routes = named_routes(plan)
+    routes = plan.routes()
     used = {*routes, *(name for targets in routes.values() for name in targets)}
-    replicas = {
-        name: sides[phase][index]
-        for (phase, index), name in engine_names(plan).items()
-        if name in used
-    }
+    replicas = {name: replica for name, (replica, _) in plan.engines().items() if name in used}
     most = max_model_len_of(problem, list(replicas.values()))
     seconds = {
         (p, d): planner.kv_seconds(replicas[p], replicas[d])
@@ -143,7 +138,7 @@ def plan_fleet(
         engines = {
             name: build_engine_deployment(problem, each, most) for name, each in replicas.items()
         }
-        network = PairLinks(seconds, problem.lengths.prompt, kv_bytes)
+        network = PairLinks(seconds, mean_lengths(problem.workload).prompt, kv_bytes)
         policy = make_pair_policy("flow", Random(seed), routes)
         return simulate_pairs(engines, roles, jobs, policy, network).cluster
 
@@ -201,7 +196,7 @@ class _Load(NamedTuple):
         return sum(self.begin <= each < self.end for each in ends) / (self.end - self.begin)
 
 
-def max_model_len_of(problem: PlanProblem, replicas: list[Replica]) -> int:
+def max_model_len_of(problem: ServiceProblem, replicas: list[Replica]) -> int:
     """Return the tokens that every engine can hold."""
     pipelines = [build_pipeline(problem.cluster, problem.shape, each.stages) for each in replicas]
     blocks = [min(each.stage_kv_blocks(BLOCK_SIZE, USABLE_MEMORY_SHARE)) for each in pipelines]

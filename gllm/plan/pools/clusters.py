@@ -11,8 +11,10 @@ from math import ceil, log
 from typing import NamedTuple
 
 from gllm.observability.latency import RequestTimeline
+from gllm.plan.engine_times import EngineTimes, decode_work, prefill_work
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.cluster.paired import busy_seconds, simulate_pool, simulate_split
+from gllm.sim.costs.base import CostModel, DecodeOnlyCostModel
 from gllm.sim.costs.splitwise import SplitwiseCostModel, SplitwiseProfile, read_splitwise_profile
 from gllm.sim.deployment import Deployment
 from gllm.sim.hardware.machines import ClusterDesign, MachineType
@@ -25,6 +27,7 @@ from gllm.sim.metrics.slowdowns import (
     measure_latencies,
     worst_margin,
 )
+from gllm.sim.monotone_search import find_last
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload
 
 MODEL = "bloom-176b"
@@ -44,6 +47,8 @@ PROMPT_BATCH_TOKENS = 2048
 """Prompt tokens of a batch, from which throughput does not rise."""
 ACTIVATION_BYTES = 2
 """Bytes per element of the activations between two machines."""
+MEDIAN_TBT_LIMIT = next(slo.limit for slo in SPLITWISE_SLOS if slo[:2] == ("tbt", 50))
+"""Limit of the slowdown."""
 OVERLAP_FACTOR = 10.0
 """Factor on the bandwidth that stands for transfers under computation, as in splitwise-sim."""
 RATE_STEP = 1.05
@@ -160,12 +165,13 @@ def build_machine(
     )
     blocks = kv_capacity(machine, model, num_stages) // config.block_size
     shape = MODELS[model]
-    cost = SplitwiseCostModel(
+    cost: CostModel = SplitwiseCostModel(
         machine_profile(model, machine.device),
-        has_prefill,
         num_stages,
         shape.hidden * ACTIVATION_BYTES / machine.link.bandwidth,
     )
+    if not has_prefill:
+        cost = DecodeOnlyCostModel(cost)
     layers = [shape.layers // num_stages] * num_stages
     return Deployment(model, layers, cost, config.resolve(num_stages, blocks, MAX_MODEL_LEN))
 
@@ -250,17 +256,16 @@ def fluid_rate(design: ClusterDesign, workload: str, model: str = MODEL) -> floa
 
 def _prompt_rate(machine: MachineType, model: str) -> float:
     """Return the prompt tokens per second of full batches."""
-    seconds = machine_profile(model, machine.device).prompt_seconds(PROMPT_BATCH_TOKENS)
-    return PROMPT_BATCH_TOKENS / seconds
+    times = EngineTimes(SplitwiseCostModel(machine_profile(model, machine.device)))
+    return PROMPT_BATCH_TOKENS / times.total(prefill_work([PROMPT_BATCH_TOKENS]))
 
 
 def _token_rate(machine: MachineType, length: float, model: str) -> float:
-    """Return the output tokens per second of the largest batch within the median TBT's limit."""
-    token_seconds = machine_profile(model, machine.device).token_seconds
-    limit = SPLITWISE_SLOS.tbt.p50 * machine_profile(model, "a100-80gb").token_seconds(1)
+    """Return the output tokens per second of batches within the median TBT's limit."""
+    times = EngineTimes(SplitwiseCostModel(machine_profile(model, machine.device)))
+    limit = MEDIAN_TBT_LIMIT * machine_profile(model, "a100-80gb").token_seconds(1)
     most = max(1, min(MAX_BATCH, int(kv_capacity(machine, model) / length)))
-    batch = max((b for b in range(1, most + 1) if token_seconds(b) <= limit), default=1)
-    return batch / token_seconds(batch)
+    return times.decode_rate(length, limit, most) or 1 / times.total(decode_work(1, length))
 
 
 def highest_rate(point: ClusterPoint) -> tuple[float, int]:
@@ -274,32 +279,16 @@ def highest_rate(point: ClusterPoint) -> tuple[float, int]:
 def search_rate(serves: Callable[[float], bool], start_rate: float) -> tuple[float, int]:
     """Return the highest rate that is served, and the number of calls of `serves`.
 
-    Rates are powers of RATE_STEP. The search begins near a rate, steps until one rate is served and
-    another is not, then bisects. 0 if a MAX_FACTORth of the first rate is not served; the search
-    ends at about MAX_FACTOR times that rate, which few requests may be served at.
+    Rates are powers of RATE_STEP. The search begins near a rate and ends at MAX_FACTOR times that
+    rate, which few requests may be served at. 0 if a MAX_FACTORth of the rate is not served.
     """
     served: dict[int, bool] = {}
 
-    def is_served(index: int) -> bool:
+    def is_served(index: int, *_: int) -> bool:
         if index not in served:
             served[index] = serves(RATE_STEP**index)
         return served[index]
 
-    start = round(log(start_rate) / log(RATE_STEP))
-    reach = round(log(MAX_FACTOR) / log(RATE_STEP))
-    low = high = start
-    step = FIRST_STEP
-    if is_served(start):
-        while is_served(high := low + step):
-            if high > start + reach:
-                return RATE_STEP**high, len(served)
-            low, step = high, 2 * step
-    else:
-        while low > start - reach and not is_served(low := high - step):
-            high, step = low, 2 * step
-        if not is_served(low):
-            return 0.0, len(served)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if is_served(middle) else (low, middle)
-    return RATE_STEP**low, len(served)
+    start, reach = (round(log(value) / log(RATE_STEP)) for value in (start_rate, MAX_FACTOR))
+    index = find_last(is_served, start, FIRST_STEP, start - reach, start + reach)
+    return 0.0 if index is None else RATE_STEP**index, len(served)

@@ -10,6 +10,7 @@ power or cost budget; for cost, power or space it is a throughput.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import NamedTuple
 
 from gllm.sim.hardware.machines import ClusterDesign, MachineType, count_affordable
@@ -35,28 +36,6 @@ class DesignResult(NamedTuple):
     value: float
     """Throughput in requests per second."""
     num_evaluations: int
-
-
-class _Memo:
-    """Evaluations by numbers of machines, each made once."""
-
-    def __init__(
-        self,
-        pair: tuple[MachineType, MachineType],
-        evaluate: Callable[[ClusterDesign], float],
-    ) -> None:
-        self._pair = pair
-        self._evaluate = evaluate
-        self.values: dict[tuple[int, int], float] = {}
-
-    def design(self, num_prompt: int, num_token: int) -> ClusterDesign:
-        return ClusterDesign(*self._pair, num_prompt, num_token)
-
-    def value(self, num_prompt: int, num_token: int) -> float:
-        key = num_prompt, num_token
-        if key not in self.values:
-            self.values[key] = self._evaluate(self.design(*key))
-        return self.values[key]
 
 
 def maximal_designs(
@@ -105,13 +84,13 @@ def maximize_throughput(
             f"a {constraint} budget of {budget:g}: choose a budget for one {pair[0].name} and one "
             f"{pair[1].name} at least"
         )
-    memo = _Memo(pair, evaluate)
+    evaluated = cache(evaluate)
 
     def value(index: int) -> float:
-        return memo.value(designs[index].num_prompt, designs[index].num_token)
+        return evaluated(designs[index])
 
     best = _climb(value, _search_peak(value, len(designs)), len(designs))
-    return DesignResult(designs[best], value(best), len(memo.values))
+    return DesignResult(designs[best], value(best), evaluated.cache_info().currsize)
 
 
 def _search_peak(value: Callable[[int], float], size: int) -> int:
@@ -169,16 +148,17 @@ def find_border(
     Raises:
         ValueError: The largest cluster does not serve the throughput.
     """
-    memo = _Memo(pair, serves)
+    is_served = cache(serves)
     for _ in range(num_doublings):
-        if memo.value(*limit):
+        if is_served(ClusterDesign(*pair, *limit)):
             break
         limit = 2 * limit[0], 2 * limit[1]
     num_prompt, num_token = limit[0], 1
     border = []
     while num_prompt >= 1 and num_token <= limit[1]:
-        if memo.value(num_prompt, num_token):
-            border.append(memo.design(num_prompt, num_token))
+        design = ClusterDesign(*pair, num_prompt, num_token)
+        if is_served(design):
+            border.append(design)
             num_prompt -= 1
         else:
             num_token += 1
@@ -187,7 +167,7 @@ def find_border(
             f"{limit[0]} prompt and {limit[1]} token machines do not serve the throughput: raise "
             "the limit"
         )
-    return border, len(memo.values)
+    return border, is_served.cache_info().currsize
 
 
 def choose_cheapest(border: Sequence[ClusterDesign], objective: str) -> ClusterDesign:

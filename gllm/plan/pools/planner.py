@@ -7,12 +7,15 @@ Source: Patel et al., "Splitwise", ISCA 2024 (arXiv 2311.18677), section on prov
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from gllm.plan.budget import SearchBudget
+from gllm.plan.layout import PlannedEngine, PlannedStage, lay_out
+from gllm.plan.nodes import DeviceCluster, DeviceNode
 from gllm.plan.pools.clusters import (
     MODEL,
+    WORKLOADS,
     ClusterPoint,
     SampleSize,
     fluid_rate,
@@ -20,6 +23,8 @@ from gllm.plan.pools.clusters import (
     simulate_point,
 )
 from gllm.plan.pools.design_search import BUDGETS, choose_cheapest, find_border, maximize_throughput
+from gllm.plan.problem import ServiceProblem
+from gllm.plan.serving_plan import ExpectedFigures, RouterPlan, ServingPlan
 from gllm.sim.capacity import SearchEndedError
 from gllm.sim.hardware.machines import ClusterDesign, MachineType, machine_pair
 from gllm.sim.metrics.slowdowns import SloMargin, worst_margin
@@ -35,29 +40,13 @@ BORDER_FACTOR = 2
 MIN_BORDER = 8
 """Least value of that limit: few machines serve less of the closed form's rate than many."""
 
+PRESET = "splitwise"
+"""Preset of the router, which its engines take as well."""
+DEVICES = {"DGX-A100": "A100-80G", "DGX-H100": "H100", "DGX-H100-cap": "H100"}
+"""Device in the simulator's table by machine type; a power limit is set on the machine."""
+
 SimulatePoint = Callable[[ClusterPoint], list[SloMargin]]
 """Returns the nine slowdowns of a point beside their limits."""
-
-
-class PoolGoals(NamedTuple):
-    """Workload, objective, and the constraint of a search."""
-
-    workload: str
-    """A name of WORKLOADS."""
-    objective: str
-    """THROUGHPUT, or a name of BUDGETS that is minimised at `rate`."""
-    constraint: str = "power"
-    """Name of BUDGETS, for THROUGHPUT."""
-    limit: float = 0.0
-    """Limit of the constraint: power or cost relative to one DGX-A100, or machines."""
-    rate: float = 0.0
-    """Requests per second, for the other objectives."""
-    model: str = MODEL
-    scale: int = 1
-    """Clusters are simulated at this fraction of their size: 5 is a fifth."""
-    size: SampleSize = SampleSize(300)
-    seed: int = 0
-    """Seed of lengths and arrivals."""
 
 
 class PoolPlan(NamedTuple):
@@ -80,14 +69,17 @@ class PoolSearch:
     """Searches of one planner; counts simulations and keeps the worst margins.
 
     Args:
-        goals: Workload, objective and constraint.
+        problem: Model, workload (a name of WORKLOADS) and objective: THROUGHPUT under one bound,
+            relative to one DGX-A100 or in machines, or a name of BUDGETS that is least at a rate.
         budget: Asked before each simulated cluster.
         simulate: Simulates a point.
+        scale: Clusters are simulated at this fraction of their size: 5 is a fifth.
     """
 
-    goals: PoolGoals
+    problem: ServiceProblem
     budget: SearchBudget
     simulate: SimulatePoint = lambda point: simulate_point(point).margins
+    scale: int = 1
     worst: dict[ClusterDesign, SloMargin] = field(default_factory=dict)
     """SLO that binds just above the highest rate, by simulated cluster."""
 
@@ -98,12 +90,12 @@ class PoolSearch:
             ValueError: The design is unknown, or the limit admits no cluster of it.
         """
         pair = machine_pair(name)
-        if self.goals.objective == THROUGHPUT:
+        if self.problem.objective == THROUGHPUT:
             return self._maximize(name, pair)
         return self._minimize(name, pair)
 
     def _maximize(self, name: str, pair: tuple[MachineType, MachineType]) -> PoolPlan | None:
-        goals = self.goals
+        ((constraint, limit),) = self.problem.bounds.items()
         rates: dict[ClusterDesign, float] = {}
 
         def evaluate(design: ClusterDesign) -> float:
@@ -115,25 +107,26 @@ class PoolSearch:
 
         is_complete = True
         try:
-            maximize_throughput(pair, goals.constraint, goals.limit / goals.scale, evaluate)
+            maximize_throughput(pair, constraint, limit / self.scale, evaluate)
         except SearchEndedError:
             is_complete = False
         if not any(rates.values()):
             return None
         best = max(rates, key=lambda design: (rates[design], -design.num_prompt))
-        whole = scale_cluster(best, goals.scale)
-        return PoolPlan(name, whole, rates[best] * goals.scale, len(rates), is_complete)
+        whole = scale_cluster(best, self.scale)
+        return PoolPlan(name, whole, rates[best] * self.scale, len(rates), is_complete)
 
     def _minimize(self, name: str, pair: tuple[MachineType, MachineType]) -> PoolPlan | None:
-        goals = self.goals
-        rate = goals.rate / goals.scale
-        limit = border_limit(pair, rate, goals.workload, goals.model)
+        problem = self.problem
+        assert problem.rate is not None, "these objectives have a rate to serve"
+        rate = problem.rate / self.scale
+        limit = border_limit(pair, rate, problem.workload, problem.model)
         served: list[ClusterDesign] = []
         num_points = 0
 
         def serves(design: ClusterDesign) -> bool:
             nonlocal num_points
-            if fluid_rate(design, goals.workload, goals.model) < rate:
+            if fluid_rate(design, problem.workload, problem.model) < rate:
                 return False
             if self.budget.refusal():
                 raise SearchEndedError
@@ -155,12 +148,10 @@ class PoolSearch:
             return None
         if not served:
             return None
-        best = scale_cluster(choose_cheapest(served, goals.objective), goals.scale)
-        return PoolPlan(name, best, goals.rate, num_points, is_complete)
+        best = scale_cluster(choose_cheapest(served, problem.objective), self.scale)
+        return PoolPlan(name, best, problem.rate, num_points, is_complete)
 
     def _highest_rate(self, design: ClusterDesign) -> float:
-        goals = self.goals
-
         def serves(rate: float) -> bool:
             margins = self.simulate(self._point(design, rate))
             is_served = all(margin.is_met for margin in margins)
@@ -168,18 +159,19 @@ class PoolSearch:
                 self.worst[design] = worst_margin(margins)
             return is_served
 
-        return search_rate(serves, START_SHARE * fluid_rate(design, goals.workload, goals.model))[0]
+        saturated = fluid_rate(design, self.problem.workload, self.problem.model)
+        return search_rate(serves, START_SHARE * saturated)[0]
 
     def _point(self, design: ClusterDesign, rate: float) -> ClusterPoint:
-        goals = self.goals
+        problem = self.problem
         return ClusterPoint(
             design,
-            goals.workload,
+            problem.workload,
             rate,
-            goals.size,
+            SampleSize(problem.num_requests, problem.min_seconds),
             policy=POLICY,
-            seed=goals.seed,
-            model=goals.model,
+            seed=problem.seed,
+            model=problem.model,
         )
 
 
@@ -211,3 +203,42 @@ def best_plan(plans: list[PoolPlan], objective: str) -> PoolPlan:
     if objective == THROUGHPUT:
         return max(plans, key=lambda plan: plan.rate)
     return min(plans, key=lambda plan: BUDGETS[objective](plan.cluster))
+
+
+def lay_out_pools(
+    plan: PoolPlan, problem: ServiceProblem, command: str, checkpoint: str | None = None
+) -> ServingPlan:
+    """Return the plan of a service: one engine of one stage on all devices of each machine.
+
+    Args:
+        plan: Cluster of prompt and token machines.
+        problem: Its model and workload.
+        command: Command that made the plan.
+        checkpoint: Folder or hub name of the model; None: the name of its shape.
+    """
+    cluster = plan.cluster
+    machines = [
+        (f"{role}-{index}", role, machine)
+        for role, machine, count in (
+            ("prefill", cluster.prompt, cluster.num_prompt),
+            ("decode", cluster.token, cluster.num_token),
+        )
+        for index in range(count)
+    ]
+    nodes = tuple(
+        DeviceNode(name, DEVICES[machine.name], machine.num_gpus, price=machine.dollars_per_hour)
+        for name, _, machine in machines
+    )
+    layers = problem.shape.layers
+    engines = [
+        PlannedEngine(name, (PlannedStage((index,) * machine.num_gpus, layers),), role)
+        for index, (name, role, machine) in enumerate(machines)
+    ]
+    return lay_out(
+        replace(problem, workload=WORKLOADS[problem.workload]),
+        DeviceCluster(nodes),
+        engines,
+        RouterPlan("", preset=PRESET),
+        ExpectedFigures(command, plan.rate, capacity=plan.rate),
+        checkpoint,
+    )

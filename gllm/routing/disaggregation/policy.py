@@ -17,7 +17,6 @@ from random import Random
 from typing import ClassVar, NamedTuple
 
 from gllm.routing.disaggregation.pair_loads import PairedRequest, PairLoads
-from gllm.routing.length_prediction import PredictedLength
 from gllm.routing.state import EngineSnapshot
 
 
@@ -37,8 +36,8 @@ class PairRequest(NamedTuple):
     """Unique among the unfinished requests of the caller."""
     num_prompt_tokens: int
     """Tokens to prefill."""
-    output: PredictedLength
-    """Predicted number of output tokens."""
+    num_output_tokens: int
+    """Predicted number, at least 1."""
 
 
 class EnginePair(NamedTuple):
@@ -121,10 +120,14 @@ class PairPolicy(ABC):
 
     def _assign(self, request: PairRequest, pair: EnginePair) -> EnginePair:
         """Count a request as load of its engines, in place of those that it had; return them."""
-        output = request.output.num_tokens
         self.loads.add(
             request.key,
-            PairedRequest(request.num_prompt_tokens, output, pair.prefill, pair.decode or ""),
+            PairedRequest(
+                request.num_prompt_tokens,
+                request.num_output_tokens,
+                pair.prefill,
+                pair.decode or "",
+            ),
         )
         return pair
 

@@ -94,7 +94,7 @@ class SplitwisePairPolicy(PairPolicy):
 
     def _find_decode(self, request: PairRequest, pools: Pools) -> EngineSnapshot | None:
         """Return the best machine of the token pool, else of the mixed pool, if it has room."""
-        num_tokens = request.num_prompt_tokens + request.output.num_tokens
+        num_tokens = request.num_prompt_tokens + request.num_output_tokens
         for pool in (pools.decode, pools.mixed):
             if not pool:
                 continue

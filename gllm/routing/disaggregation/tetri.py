@@ -42,7 +42,7 @@ class TetriPairPolicy(PairPolicy):
     ) -> str | None:
         """Return the better of two random decode engines with enough free KV memory."""
         pool = engines_of("decode", engines)
-        num_tokens = request.num_prompt_tokens + request.output.num_tokens
+        num_tokens = request.num_prompt_tokens + request.num_output_tokens
         fitting = [engine for engine in pool if self._free_tokens(engine) >= num_tokens]
         if fitting:
             pair = self._rng.sample(fitting, min(2, len(fitting)))
@@ -55,7 +55,7 @@ class TetriPairPolicy(PairPolicy):
         self, request: PairRequest, engines: Sequence[EngineSnapshot]
     ) -> str | None:
         """Return the engine with the fewest decodes of the request's kind, then of both kinds."""
-        is_heavy = request.output.num_tokens > HEAVY_TOKENS
+        is_heavy = request.num_output_tokens > HEAVY_TOKENS
 
         def num_alike(engine: EngineSnapshot) -> float:
             load = self.loads.of(engine.name)

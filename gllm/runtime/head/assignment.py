@@ -275,9 +275,7 @@ def decode_parent_message(payload: bytes, descriptors: Sequence[int]) -> ParentM
     if isinstance(message, WorkerIdentity):
         return message
     if isinstance(message, KvMoverConnection):
-        return KvMoverConnection(
-            message.sender, message.generation, received[message.descriptor]
-        )
+        return KvMoverConnection(message.sender, message.generation, received[message.descriptor])
 
     def receive(descriptors: list[int]) -> list[int]:
         return [received[number] for number in descriptors]

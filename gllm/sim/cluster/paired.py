@@ -18,7 +18,6 @@ from gllm.routing.disaggregation.policy import (
     PairRequest,
     RoleChange,
 )
-from gllm.routing.length_prediction import OracleLengthPredictor, PredictedLength
 from gllm.scheduler.kv_holds import HOLD_LEASE_SECONDS
 from gllm.scheduler.kv_transfers import KvFetch
 from gllm.scheduler.sequence import SchedulerRequest
@@ -48,8 +47,8 @@ from gllm.sim.workloads.requests import WorkloadRequest
 TransferSeconds = Callable[[int], float]
 """Returns the visible seconds of a transfer by the tokens of the prompt."""
 
-LengthPredictor = Callable[[int], PredictedLength]
-"""Returns a prediction by the true number of output tokens."""
+LengthPredictor = Callable[[int], int]
+"""Returns the predicted number of output tokens, at least 1, by the true one."""
 
 
 class PairRouter(ClusterRouter):
@@ -64,7 +63,7 @@ class PairRouter(ClusterRouter):
 
     def __init__(self, policy: PairPolicy, predict_length: LengthPredictor | None = None) -> None:
         self._policy = policy
-        self._predict_length = predict_length or OracleLengthPredictor().predict
+        self._predict_length = predict_length or (lambda num_tokens: num_tokens)
         self._pairs: dict[int, EnginePair] = {}
         self.decode_choice = policy.decode_choice
 
@@ -118,7 +117,7 @@ class PairRouter(ClusterRouter):
 
     def predict_output_tokens(self, request: SchedulerRequest) -> int:
         """Return the predicted output length of a request, counted from its prompt."""
-        return max(1, self._predict_length(request.max_tokens).num_tokens)
+        return max(1, self._predict_length(request.max_tokens))
 
     def _describe(self, request: SchedulerRequest) -> PairRequest:
         num_known = len(request.outputs[0]) if request.outputs else 0

@@ -23,6 +23,11 @@ class TransferCost(NamedTuple):
     """Size of the message in bytes; 0 if the cost model has times only."""
 
     @property
+    def total_seconds(self) -> float:
+        """Time from the start of the message until it arrives."""
+        return self.occupancy_seconds + self.propagation_seconds
+
+    @property
     def is_free(self) -> bool:
         """True if the message arrives at once, without a link."""
         return not self.occupancy_seconds and not self.propagation_seconds

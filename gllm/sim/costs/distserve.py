@@ -164,8 +164,6 @@ class DistServeCostModel(MeasuredCostModel):
     Args:
         coefficients: Of the model on the devices of one stage.
         stages: Number of stages.
-        has_prefill: False for an engine that gets its prompts' KV cache from another one: a prefill
-            takes no time.
         extrapolates_context: True to price decode contexts above the measured ones, as DistServe's
             simulator does.
     """
@@ -174,12 +172,10 @@ class DistServeCostModel(MeasuredCostModel):
         self,
         coefficients: DistServeCoefficients,
         stages: int = 1,
-        has_prefill: bool = True,
         extrapolates_context: bool = False,
     ) -> None:
         self._coefficients = coefficients
         self._stages = stages
-        self._has_prefill = has_prefill
         ranges = dict(coefficients.ranges)
         if extrapolates_context:
             ranges.pop(CONTEXT, None)
@@ -192,7 +188,7 @@ class DistServeCostModel(MeasuredCostModel):
             CostRangeError: The micro-batch is above the measured range.
         """
         constants, milliseconds = [], 0.0
-        if work.prefill_chunks and self._has_prefill:
+        if work.prefill_chunks:
             constant, per_token, per_square = self._coefficients.prefill
             constants.append(constant)
             total = sum(tokens for _, tokens in work.prefill_chunks)

@@ -149,8 +149,6 @@ class SplitwiseCostModel(CostModel):
 
     Args:
         profile: Times of the whole model on one machine.
-        has_prefill: False for a machine that gets its prompts' KV cache from another one: a prompt
-            takes no time.
         num_stages: Machines of the engine. Each has an equal share of the layers, and takes that
             share of one machine's time.
         activation_seconds: Time in which the links between two machines carry one token.
@@ -159,18 +157,16 @@ class SplitwiseCostModel(CostModel):
     def __init__(
         self,
         profile: SplitwiseProfile,
-        has_prefill: bool = True,
         num_stages: int = 1,
         activation_seconds: float = 0.0,
     ) -> None:
         self._profile = profile
-        self._has_prefill = has_prefill
         self._num_stages = num_stages
         self._activation_seconds = activation_seconds
 
     def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
         """Return the time of a micro-batch, the same on all stages."""
-        num_prompt_tokens = work.num_tokens - work.num_decodes if self._has_prefill else 0
+        num_prompt_tokens = work.num_tokens - work.num_decodes
         seconds = self._profile.iteration_seconds(num_prompt_tokens, work.num_decodes)
         return seconds / self._num_stages
 

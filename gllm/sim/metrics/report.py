@@ -6,6 +6,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from gllm.observability.latency import slo_attainment
+from gllm.options.slo import NO_SLO, Slo
 from gllm.sim.cluster.cluster import ClusterRun
 from gllm.sim.deployment import Deployment
 from gllm.sim.metrics.batch_figures import (
@@ -21,33 +22,30 @@ from gllm.sim.metrics.statistics import summary_statistics
 
 def summarize_run(
     run: RunRecord,
-    slo_ttft: float | None = None,
-    slo_tpot: float | None = None,
+    slo: Slo = NO_SLO,
     deployment: Deployment | None = None,
 ) -> dict[str, Any]:
     """Return the figures of a run: seconds, tokens, shares in 0..1.
 
     Args:
         run: The run.
-        slo_ttft: Limit of the time to the first token in seconds; None: no limit.
-        slo_tpot: Limit of the mean time per output token in seconds; None: no limit.
+        slo: Limits of each request.
         deployment: What ran, if it was simulated: adds the model FLOP/s utilization and the time by
             class of operators, where the model's shape and its operators are known.
     """
     batches = measure_batches(run, deployment)
-    return summarize_with_batches(run, batches, slo_ttft, slo_tpot, deployment)
+    return summarize_with_batches(run, batches, slo, deployment)
 
 
 def summarize_with_batches(
     run: RunRecord,
     batches: BatchFigures,
-    slo_ttft: float | None,
-    slo_tpot: float | None,
+    slo: Slo,
     deployment: Deployment | None,
 ) -> dict[str, Any]:
     """Return the figures of a run whose micro-batches are measured; see `summarize_run`."""
     uses = run.stage_usages()
-    figures = summarize_requests(list(run.requests.values()), slo_ttft, slo_tpot)
+    figures = summarize_requests(list(run.requests.values()), slo)
     tokens, requests = batches.steady_rates(run.begin, len(run.requests))
     figures["steady_tokens_per_second"] = tokens
     figures["steady_requests_per_second"] = requests
@@ -73,15 +71,12 @@ def measure_batches(run: RunRecord, deployment: Deployment | None) -> BatchFigur
     return measure_micro_batches(run.micro_batches, hardware.model if hardware else None)
 
 
-def summarize_requests(
-    requests: Sequence[ServedRequest], slo_ttft: float | None = None, slo_tpot: float | None = None
-) -> dict[str, Any]:
+def summarize_requests(requests: Sequence[ServedRequest], slo: Slo = NO_SLO) -> dict[str, Any]:
     """Return the figures of requests: seconds, tokens, shares in 0..1.
 
     Args:
         requests: All requests of a run.
-        slo_ttft: Limit of the time to the first token in seconds; None: no limit.
-        slo_tpot: Limit of the mean time per output token in seconds; None: no limit.
+        slo: Limits of each request.
     """
     lines = [served.line for served in requests]
     begin = min((line.arrival for line in lines), default=0.0)
@@ -108,9 +103,39 @@ def summarize_requests(
         "preemptions": sum(request.num_preemptions for request in requests),
         "preempted_seconds": sum(request.preempted_seconds for request in requests),
     }
-    if slo_ttft is not None or slo_tpot is not None:
-        figures["slo_attainment"] = slo_attainment(lines, slo_ttft, slo_tpot)
+    if slo:
+        figures["slo_attainment"] = slo_attainment(lines, slo)
     return figures
+
+
+def class_attainment(
+    requests: Mapping[int, ServedRequest],
+    classes: Mapping[int, str],
+    limits: Mapping[str, Slo],
+    default: Slo = NO_SLO,
+) -> dict[str, dict[str, Any]]:
+    """Return the number of requests and the SLO attainment (0..1) of each class.
+
+    Args:
+        requests: Requests of a run by sequence.
+        classes: Class of each sequence; without one, a request belongs to no class.
+        limits: Limits of the classes.
+        default: Limits where a class has none.
+    """
+    members: dict[str, list[ServedRequest]] = {}
+    for seq, served in requests.items():
+        if name := classes.get(seq):
+            members.setdefault(name, []).append(served)
+    attainment: dict[str, dict[str, Any]] = {}
+    for name, served_requests in sorted(members.items()):
+        slo = limits.get(name, NO_SLO).with_defaults(default)
+        attainment[name] = {
+            "requests": len(served_requests),
+            "slo_ttft": slo.ttft_seconds,
+            "slo_tpot": slo.tpot_seconds,
+            "slo_attainment": slo_attainment((each.line for each in served_requests), slo),
+        }
+    return attainment
 
 
 METRICS_TABLE_ROWS: list[tuple[str, str, float]] = [
@@ -216,26 +241,24 @@ class ClusterSummary(NamedTuple):
 def summarize_cluster(
     run: ClusterRun,
     deployments: Mapping[str, Deployment],
-    slo_ttft: float | None = None,
-    slo_tpot: float | None = None,
+    slo: Slo = NO_SLO,
 ) -> ClusterSummary:
     """Return the figures of a cluster's run.
 
     Args:
         run: The run.
         deployments: What each engine ran, by the name of the engine.
-        slo_ttft: Limit of the time to the first token in seconds; None: no limit.
-        slo_tpot: Limit of the mean time per output token in seconds; None: no limit.
+        slo: Limits of each request.
     """
     requests = list(run.requests.values())
-    total = summarize_requests(requests, slo_ttft, slo_tpot)
+    total = summarize_requests(requests, slo)
     batches = BatchFigures()
     engines = {}
     peak_flops = 0.0
     for name, engine in run.engines.items():
         deployment = deployments.get(name)
         own = measure_batches(engine.record, deployment)
-        engines[name] = summarize_with_batches(engine.record, own, slo_ttft, slo_tpot, deployment)
+        engines[name] = summarize_with_batches(engine.record, own, slo, deployment)
         batches.extend(own)
         peak_flops += (deployment.peak_flops if deployment else None) or 0.0
     for rate in ("steady_tokens_per_second", "steady_requests_per_second"):

@@ -33,6 +33,44 @@ RequestContents = tuple[tuple[int, ...], int, tuple[int, ...], int, str]
 """Fields of a request that every submission repeats."""
 
 
+class ResumedRequestFinder:
+    """The requests that were unfinished when a generation ended.
+
+    Sequence ids are new for each submission, so requests are recognized by contents and arrival.
+    """
+
+    def __init__(self, unfinished: Iterable[AddEvent]) -> None:
+        self._unfinished: dict[RequestContents, list[AddEvent]] = defaultdict(list)
+        for add in unfinished:
+            self._unfinished[_contents(add)].append(add)
+
+    def pop_original(self, add: AddEvent) -> AddEvent | None:
+        """Return the first submission of a request and forget it; None for a new request.
+
+        Among requests of equal contents it is the one that arrived closest to the same time.
+        """
+        if not add.age_seconds:
+            return None
+        candidates = [
+            original for original in self._unfinished[_contents(add)] if add.n <= original.n
+        ]
+        if not candidates:
+            return None
+        arrival = arrival_time(add)
+        original = min(candidates, key=lambda each: abs(arrival_time(each) - arrival))
+        self._unfinished[_contents(add)].remove(original)
+        return original
+
+
+def arrival_time(add: AddEvent) -> float:
+    """Return the time at which a request arrived, which is earlier than the event if it waited."""
+    return add.time - add.age_seconds
+
+
+def _contents(add: AddEvent) -> RequestContents:
+    return tuple(add.prompt), add.max_tokens, tuple(add.stop_ids), add.priority, add.cache_salt
+
+
 @dataclass(slots=True)
 class ServedRequest:
     """A sequence of a run."""
@@ -383,44 +421,6 @@ def _set_num_tokens(line: RequestTimeline, num_tokens: int, now: float) -> None:
         line.num_tokens = num_tokens
     else:
         line.record_output(now, -num_extra)
-
-
-class ResumedRequestFinder:
-    """Requests that were unfinished when a generation ended, by their contents.
-
-    Sequence ids are new for each submission, so requests are recognized by contents and arrival.
-    """
-
-    def __init__(self, unfinished: Iterable[AddEvent]) -> None:
-        self._unfinished: dict[RequestContents, list[AddEvent]] = defaultdict(list)
-        for add in unfinished:
-            self._unfinished[_contents(add)].append(add)
-
-    def pop_original(self, add: AddEvent) -> AddEvent | None:
-        """Return the first submission of a request and forget it; None for a new request.
-
-        Among requests of equal contents it is the one that arrived closest to the same time.
-        """
-        if not add.age_seconds:
-            return None
-        candidates = [
-            original for original in self._unfinished[_contents(add)] if add.n <= original.n
-        ]
-        if not candidates:
-            return None
-        arrival = arrival_time(add)
-        original = min(candidates, key=lambda candidate: abs(arrival_time(candidate) - arrival))
-        self._unfinished[_contents(add)].remove(original)
-        return original
-
-
-def arrival_time(add: AddEvent) -> float:
-    """Return the time at which a request arrived, which is earlier than the event if it waited."""
-    return add.time - add.age_seconds
-
-
-def _contents(add: AddEvent) -> RequestContents:
-    return tuple(add.prompt), add.max_tokens, tuple(add.stop_ids), add.priority, add.cache_salt
 
 
 class StepCosts(NamedTuple):

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from gllm.observability.latency import RequestTimeline
+from gllm.options.slo import PercentileLimit
 from gllm.sim.metrics.statistics import PERCENTS, summary_statistics
 
 
@@ -20,23 +21,16 @@ class RequestLatencies(NamedTuple):
     e2e: float
 
 
-class SlowdownLimits(NamedTuple):
-    """Limits of a latency's slowdown at the percentiles 50, 90 and 99."""
-
-    p50: float
-    p90: float
-    p99: float
-
-
-class NineSlos(NamedTuple):
-    """Limits of TTFT, TBT and E2E latency; the defaults are those of the paper."""
-
-    ttft: SlowdownLimits = SlowdownLimits(2.0, 3.0, 6.0)
-    tbt: SlowdownLimits = SlowdownLimits(1.25, 1.5, 5.0)
-    e2e: SlowdownLimits = SlowdownLimits(1.25, 1.5, 5.0)
-
-
-SPLITWISE_SLOS = NineSlos()
+SPLITWISE_SLOS = tuple(
+    PercentileLimit(metric, percent, limit)
+    for metric, limits in {
+        "ttft": (2.0, 3.0, 6.0),
+        "tbt": (1.25, 1.5, 5.0),
+        "e2e": (1.25, 1.5, 5.0),
+    }.items()
+    for percent, limit in zip(PERCENTS, limits, strict=True)
+)
+"""The paper's limits of the slowdown of each field of RequestLatencies."""
 
 
 class SloMargin(NamedTuple):
@@ -44,7 +38,7 @@ class SloMargin(NamedTuple):
 
     metric: str
     """Field of RequestLatencies."""
-    percent: int
+    percent: float
     slowdown: float
     limit: float
 
@@ -62,24 +56,20 @@ def measure_latencies(line: RequestTimeline) -> RequestLatencies | None:
     return RequestLatencies(ttft, line.tpot, e2e)
 
 
-def check_slos(
-    pairs: Iterable[tuple[RequestLatencies, RequestLatencies]], slos: NineSlos = SPLITWISE_SLOS
-) -> list[SloMargin]:
+def check_slos(pairs: Iterable[tuple[RequestLatencies, RequestLatencies]]) -> list[SloMargin]:
     """Return the nine slowdowns beside their limits; those of a metric without values are 0.
 
     Args:
         pairs: Latencies of each request, and those of the same request on an idle machine.
-        slos: The limits.
     """
     rows = list(pairs)
-    margins = []
-    for metric in RequestLatencies._fields:
-        statistics = summary_statistics(_slowdowns(rows, metric))
-        limits = getattr(slos, metric)
-        for percent, limit in zip(PERCENTS, limits, strict=True):
-            slowdown = statistics.get(f"p{percent}", 0.0)
-            margins.append(SloMargin(metric, percent, slowdown, limit))
-    return margins
+    statistics = {
+        metric: summary_statistics(_slowdowns(rows, metric)) for metric in RequestLatencies._fields
+    }
+    return [
+        SloMargin(metric, percent, statistics[metric].get(f"p{percent:g}", 0.0), limit)
+        for metric, percent, limit in SPLITWISE_SLOS
+    ]
 
 
 def worst_margin(margins: Sequence[SloMargin]) -> SloMargin:

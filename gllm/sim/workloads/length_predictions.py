@@ -1,19 +1,78 @@
 """Predicted output lengths of a workload's requests, as a predictor beside the router gives them.
 
-Source of the predictors: "Inference without Interference" (TetriInfer, arXiv 2401.11181) for
-`oracle` and `noisy`, "Aladdin" (arXiv 2405.06856) for `by-prompt`.
+Sources: "Inference without Interference" (TetriInfer, arXiv 2401.11181), section 3.3.2, for
+`oracle` and `noisy`; "Aladdin" (arXiv 2405.06856) for `by-prompt`.
 """
 
 import math
 from collections.abc import Sequence
 from random import Random
 
-from gllm.routing.length_prediction import NoisyLengthPredictor, OracleLengthPredictor
 from gllm.routing.output_by_prompt import PromptLengthPredictor
 from gllm.sim.workloads.requests import WorkloadRequest
 
 LONGEST_OUTPUT = 2048
 """Longest output in tokens that a noisy prediction names, if the workload has no longer one."""
+PAPER_ACCURACY = {100: 0.589, 200: 0.749, 400: 0.85}
+"""Accuracy of the paper's classifier (fine-tuned OPT-125M) by granularity in tokens."""
+DEFAULT_GRANULARITY = 200
+"""Width of a bin in tokens that the paper chose."""
+
+
+class NoisyLengthPredictor:
+    """Classifier of output lengths that names the right bin with a given probability.
+
+    Bin k has the lengths from k times the granularity up to the next bin.
+
+    Args:
+        rng: Source of the errors.
+        granularity: Width of a bin in tokens.
+        accuracy: Probability of the right bin; default: the paper's for this granularity.
+        max_tokens: Longest output; wrong bins are drawn uniformly from those below it.
+
+    Raises:
+        ValueError: There are no two bins, or the accuracy is unknown or no probability.
+    """
+
+    def __init__(
+        self,
+        rng: Random,
+        granularity: int = DEFAULT_GRANULARITY,
+        accuracy: float | None = None,
+        max_tokens: int = LONGEST_OUTPUT,
+    ) -> None:
+        if granularity < 1:
+            raise ValueError(f"granularity is {granularity}, but has to be at least 1")
+        if max_tokens <= granularity:
+            raise ValueError(
+                f"max_tokens is {max_tokens}, but has to exceed granularity ({granularity}), so "
+                "that there are bins to confuse"
+            )
+        if accuracy is None:
+            if granularity not in PAPER_ACCURACY:
+                raise ValueError(
+                    f"accuracy has to be given for granularity {granularity}: it is known for "
+                    f"{', '.join(map(str, PAPER_ACCURACY))} only"
+                )
+            accuracy = PAPER_ACCURACY[granularity]
+        if not 0 <= accuracy <= 1:
+            raise ValueError(f"accuracy is {accuracy}, but has to be in [0, 1]")
+        self._rng = rng
+        self._granularity = granularity
+        self._accuracy = accuracy
+        self._num_bins = -(-max_tokens // granularity)
+
+    def predict_bin(self, num_output_tokens: int) -> int:
+        """Return the bin of a true length, or a random other one."""
+        index = num_output_tokens // self._granularity
+        if self._rng.random() < self._accuracy:
+            return index
+        wrong = self._rng.randrange(max(self._num_bins, index + 1) - 1)
+        return wrong + (wrong >= index)
+
+    def predict(self, num_output_tokens: int) -> int:
+        """Return the length to plan with by the true one: the bin's lower end, at least 1."""
+        return max(1, self.predict_bin(num_output_tokens) * self._granularity)
 
 
 def predict_lengths(
@@ -35,15 +94,21 @@ def predict_lengths(
     """
     name, separator, text = predictor.partition(":")
     if name == "noisy" and separator:
-        return _predict_by_length(jobs, _make_noisy(jobs, predictor, text, seed))
-    if predictor == "oracle":
-        return _predict_by_length(jobs, OracleLengthPredictor())
-    if predictor == "by-prompt":
-        return _predict_by_prompt(jobs)
-    raise ValueError(
-        f"--length-prediction {predictor}: choose oracle, noisy:ACCURACY such as noisy:0.749, or "
-        "by-prompt"
-    )
+        noisy = _make_noisy(jobs, predictor, text, seed)
+        lengths = [noisy.predict(job.num_output_tokens) for job in jobs]
+    elif predictor == "oracle":
+        lengths = [job.num_output_tokens for job in jobs]
+    elif predictor == "by-prompt":
+        lengths = _predict_by_prompt(jobs)
+    else:
+        raise ValueError(
+            f"--length-prediction {predictor}: choose oracle, noisy:ACCURACY such as noisy:0.749, "
+            "or by-prompt"
+        )
+    return [
+        job._replace(predicted_output_tokens=max(1, length))
+        for job, length in zip(jobs, lengths, strict=True)
+    ]
 
 
 def _make_noisy(
@@ -63,20 +128,9 @@ def _make_noisy(
     return NoisyLengthPredictor(rng, accuracy=accuracy, max_tokens=max(longest + 1, LONGEST_OUTPUT))
 
 
-def _predict_by_length(
-    jobs: Sequence[WorkloadRequest], predictor: OracleLengthPredictor | NoisyLengthPredictor
-) -> list[WorkloadRequest]:
-    return [
-        job._replace(predicted_output_tokens=predictor.predict(job.num_output_tokens).num_tokens)
-        for job in jobs
-    ]
-
-
-def _predict_by_prompt(jobs: Sequence[WorkloadRequest]) -> list[WorkloadRequest]:
-    predictor = PromptLengthPredictor()
-    predicted = []
+def _predict_by_prompt(jobs: Sequence[WorkloadRequest]) -> list[int]:
+    predictor, lengths = PromptLengthPredictor(), []
     for job in jobs:
-        num_tokens = max(1, round(predictor.predict(job.num_prompt_tokens)))
-        predicted.append(job._replace(predicted_output_tokens=num_tokens))
+        lengths.append(round(predictor.predict(job.num_prompt_tokens)))
         predictor.record(job.num_prompt_tokens, job.num_output_tokens)
-    return predicted
+    return lengths

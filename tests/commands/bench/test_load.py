@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gllm.commands.bench.load import PlannedRequest, jobs_of, plan_load, warmup_requests
-from gllm.commands.bench.options import LoadConfig, ServeConfig, parse_percentiles, parse_slo
+from gllm.commands.bench.options import LoadConfig, ServeConfig, parse_percentiles
 from gllm.sim.workloads.traces import load_trace
 
 MANY = 20_000
@@ -165,9 +165,5 @@ def test_a_burst_needs_a_rate() -> None:
 
 def test_values_of_flags() -> None:
     assert parse_percentiles("50,99.9") == (50.0, 99.9)
-    assert parse_slo("tpot:50") == ("tpot", 50.0)
-    for bad in ("tpot", "itl:3", "ttft:0"):
-        with pytest.raises(ValueError, match="does not have the form ttft:200"):
-            parse_slo(bad)
     with pytest.raises(ValueError, match=r"metric_percentiles.*100"):
         ServeConfig(metric_percentiles=parse_percentiles("101"))

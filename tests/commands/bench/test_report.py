@@ -22,6 +22,7 @@ from gllm.commands.bench.report import (
 )
 from gllm.commands.bench.serve import main, result_document
 from gllm.observability.latency import RequestTimeline
+from gllm.options.slo import Slo, parse_slo
 
 
 def outcome(arrival: float, times: list[float], tokens: int, prompt: int = 10) -> RequestResult:
@@ -39,7 +40,7 @@ OUTCOMES = [
     outcome(101.0, [101.4], 1),
     failed("HTTP 503", "full"),
 ]
-FIGURES = summarize(OUTCOMES, 2.0, (50, 99), {"ttft": 450, "tpot": 120, "e2el": 600})
+FIGURES = summarize(OUTCOMES, 2.0, (50, 99), Slo(0.45, 0.12, 0.6))
 
 
 def test_every_line_is_as_scripts_expect_it() -> None:
@@ -90,21 +91,21 @@ def test_lines_without_a_setting_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("slo", "met"),
     [
-        ({"ttft": 400}, 2),
-        ({"ttft": 99}, 0),
-        ({"tpot": 100}, 2),  # One token has no TPOT and meets any.
-        ({"e2el": 1000}, 3),
-        ({"ttft": 500, "tpot": 100, "e2el": 400}, 1),
+        ("ttft:400", 2),
+        ("ttft:99", 0),
+        ("tpot:100", 2),  # One token has no TPOT and meets any.
+        ("e2el:1000", 3),
+        ("ttft:500,tpot:100,e2el:400", 1),
     ],
 )
-def test_goodput_counts_requests_within_all_limits(slo: dict[str, float], met: int) -> None:
+def test_goodput_counts_requests_within_all_limits(slo: str, met: int) -> None:
     outcomes = [
         outcome(0.0, [0.125, 0.25, 0.375], 3),  # TPOT 0.125 s
         outcome(0.0, [0.5, 1.0], 6),  # TPOT 0.1 s
         outcome(0.0, [0.375], 1),
         failed("cut off", ""),
     ]
-    figures = summarize(outcomes, 4.0, slo=slo)
+    figures = summarize(outcomes, 4.0, slo=parse_slo(slo))
     assert figures["request_goodput"] == pytest.approx(met / 4.0)
 
 
@@ -143,7 +144,7 @@ def test_failures_are_counted_and_the_first_are_shown() -> None:
 
 def test_the_file_has_the_known_keys_and_not_the_key_to_the_server() -> None:
     config = ServeConfig(api_key="secret", load=LoadConfig(num_prompts=4))
-    result = result_document(config, "m", {"ttft": 5.0}, FIGURES, datetime(2026, 1, 2, tzinfo=UTC))
+    result = result_document(config, "m", Slo(0.005), FIGURES, datetime(2026, 1, 2, tzinfo=UTC))
     known = {
         "date",
         "backend",
@@ -171,6 +172,7 @@ def test_the_file_has_the_known_keys_and_not_the_key_to_the_server() -> None:
     }
     assert set(result) - known == {"goodput_slo_ms", "configuration"}
     assert known <= set(result)
+    assert result["goodput_slo_ms"] == {"ttft": 5.0}
     assert (result["date"], result["request_rate"]) == ("20260102-000000", "inf")
     text = json.dumps(result, allow_nan=False)
     assert "secret" not in text

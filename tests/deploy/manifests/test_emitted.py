@@ -20,8 +20,7 @@ from gllm.commands.up import main, make_parser
 from gllm.config.node_environment import read_node_place
 from gllm.config.nodes import DEFAULT_HEAD_PORT, NodesConfig
 from gllm.options.flags import config_from_flags
-from gllm.plan.emit.base import PAUSE_SECONDS, EmitOptions
-from gllm.plan.emit.registry import EMITTERS, emit_manifests
+from gllm.plan.emit.registry import EMITTERS, PAUSE_SECONDS, EmitOptions, emit_manifests
 from gllm.plan.serving_plan import (
     EnginePlan,
     NodePlan,

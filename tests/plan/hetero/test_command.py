@@ -7,11 +7,12 @@ import pytest
 
 from gllm.commands.plan.command import main
 from gllm.commands.up import main as up
-from gllm.plan.flags import ROUTER_CONFIGS, render_flags
-from gllm.plan.hetero.cluster import named_cluster, read_cluster
-from gllm.plan.hetero.planner import PlanProblem, plan_replicas
+from gllm.plan.hetero.planner import plan_replicas
 from gllm.plan.hetero.simulation import simulate_plan
 from gllm.plan.hetero.workload import CLASSES, mean_lengths, sample_workload
+from gllm.plan.nodes import named_cluster, read_cluster
+from gllm.plan.problem import ServiceProblem
+from gllm.plan.processes import ROUTER_CONFIGS, render_flags
 from gllm.plan.serving_plan import read_plan
 
 FILE = """
@@ -112,7 +113,7 @@ SETTINGS = ("het1", "het2", "het3", "het4")
     ],
 )
 def test_simulated_throughput_is_near_the_flow(cluster: str, model: str, workload: str) -> None:
-    plan = plan_replicas(PlanProblem(named_cluster(cluster), model, workload))
+    plan = plan_replicas(ServiceProblem(model, workload, named_cluster(cluster)))
     assert abs(simulate_plan(plan).error) <= 0.15
 
 

@@ -2,22 +2,27 @@
 
 import pytest
 
-from gllm.plan.hetero.cluster import DeviceCluster, MachineDevices, build_cluster, named_cluster
-from gllm.plan.hetero.costs import Table1Costs
-from gllm.plan.hetero.replicas import Phase, PipelineCredit, ReplicaPlanner
-from gllm.plan.hetero.roofline_costs import RooflineCosts
-from gllm.plan.hetero.stages import PlannedStage, split_by_memory, stage_layouts
+from gllm.plan.hetero.costs import RooflineCosts, Table1Costs
+from gllm.plan.hetero.replicas import (
+    Phase,
+    PipelineCredit,
+    ReplicaPlanner,
+    split_by_memory,
+    stage_layouts,
+)
 from gllm.plan.hetero.workload import CLASSES, MeanLengths, mean_lengths
+from gllm.plan.layout import PlannedStage
+from gllm.plan.nodes import DeviceCluster, DeviceNode, build_cluster, named_cluster
 from gllm.sim.hardware.devices import NetworkLink
 from gllm.sim.hardware.shapes import MODELS
 
 NVLINK, ETHERNET = NetworkLink(450e9, 5e-6), NetworkLink(9.125e9, 50e-6)
 CLUSTER = DeviceCluster(
-    [
-        MachineDevices("h", "H100", 4, NVLINK),
-        MachineDevices("a", "A100-80G", 4, NetworkLink(300e9, 5e-6)),
-        MachineDevices("l", "L40", 4, NetworkLink(20e9, 10e-6)),
-    ],
+    (
+        DeviceNode("h", "H100", 4, NVLINK),
+        DeviceNode("a", "A100-80G", 4, NetworkLink(300e9, 5e-6)),
+        DeviceNode("l", "L40", 4, NetworkLink(20e9, 10e-6)),
+    ),
     ETHERNET,
 )
 H, A, L = 0, 1, 2
@@ -42,13 +47,15 @@ def test_decode_compute_is_that_of_the_slowest_device() -> None:
 
 def test_sums_over_ranks_are_those_of_the_rank_with_the_worst_links() -> None:
     # A100: 2 * (50e-6 + 1000 * 7168 * 2 / (3 * 9.125e9)) * 4 * 12 layers
-    assert OPT.prefill_rank_transfers(PlannedStage((H, H, A), 12)) == near(0.05507419178)
+    assert OPT.rank_transfers(PlannedStage((H, H, A), 12), 1000 * 7168 * 2) == near(0.05507419178)
 
 
 def test_activations_take_the_best_link_in_each_step() -> None:
     # (50e-6 + 10 * 7168 * 2 / 9.125e9) * 100
-    source, target = PlannedStage((H, A), 24), PlannedStage((L,), 24)
-    assert OPT.decode_hop(source, target, 10) == near(0.006571068493)
+    stages = PlannedStage((H, A), 24), PlannedStage((L,), 24)
+    assert OPT.decode(stages, 10).hops == [near(0.006571068493)]
+    # A stage of one rank has no sums.
+    assert OPT.decode(stages, 10).stages[1] == near(OPT.decode_compute(stages[1], 10))
 
 
 def test_memory_of_each_device() -> None:
@@ -129,7 +136,9 @@ def test_roofline_is_slower_than_peak_rates() -> None:
     shape = MODELS["llama-2-70b"]
     stages = (PlannedStage((H, H), 40), PlannedStage((A, A), 40))
     peak, roofline = (costs(CLUSTER, shape, LENGTHS) for costs in (Table1Costs, RooflineCosts))
-    for a, b in zip(peak.prefill_seconds(stages), roofline.prefill_seconds(stages), strict=True):
+    for a, b in zip(peak.prefill(stages).stages, roofline.prefill(stages).stages, strict=True):
         assert a < b < 4 * a
     assert roofline.max_batch(stages) > 0
     assert roofline.max_batch((PlannedStage((L,), 80),)) == 0
+    with pytest.raises(ValueError, match="does not fit"):
+        roofline.prefill((PlannedStage((L,), 80),))

@@ -6,15 +6,15 @@ from random import Random
 
 import pytest
 
+from experiments.hexgen2_cases import random_exchanges
 from experiments.hexgen2_genetic import GeneticSearch
-from gllm.plan.hetero.cluster import Group, build_cluster, named_cluster
-from gllm.plan.hetero.costs import Table1Costs
+from gllm.plan.budget import SearchBudget
+from gllm.plan.hetero.costs import RooflineCosts, Table1Costs
 from gllm.plan.hetero.evaluation import PlanEvaluator, make_partition
 from gllm.plan.hetero.moves import (
     NeighbourFinder,
     guided_changes,
     random_changes,
-    random_exchanges,
 )
 from gllm.plan.hetero.partition import (
     MAX_BRUTE_FORCE,
@@ -23,11 +23,18 @@ from gllm.plan.hetero.partition import (
     divide_devices,
     first_partition,
 )
-from gllm.plan.hetero.planner import PlanProblem, plan_replicas
+from gllm.plan.hetero.planner import plan_replicas
 from gllm.plan.hetero.replicas import Phase, PipelineCredit, ReplicaPlanner
-from gllm.plan.hetero.roofline_costs import RooflineCosts
-from gllm.plan.hetero.search import LocalSearch, RefinementBudget, SearchResult
+from gllm.plan.hetero.search import (
+    MAX_EVALUATIONS,
+    MAX_VAIN_RESTARTS,
+    Changes,
+    LocalSearch,
+    SearchResult,
+)
 from gllm.plan.hetero.workload import mean_lengths
+from gllm.plan.nodes import Group, build_cluster, named_cluster
+from gllm.plan.problem import ServiceProblem
 from gllm.sim.hardware.shapes import MODELS
 from tests.support.full_cases import full_but
 from tests.support.sim.hetero_oracle import all_partitions, best_flow
@@ -55,9 +62,13 @@ def first_of(planner, model: str, workload: str):
     return first_partition(planner, groups)
 
 
-def search(planner, model: str, workload: str, budget=None, changes=guided_changes) -> SearchResult:
+def search(
+    planner, model: str, workload: str, budget=None, max_vain_restarts: int = MAX_VAIN_RESTARTS
+) -> SearchResult:
     first = first_of(planner, model, workload)
-    return LocalSearch(PlanEvaluator(planner), budget or RefinementBudget(), 0, changes).run(first)
+    budget = budget or SearchBudget(max_evaluations=MAX_EVALUATIONS)
+    local = LocalSearch(PlanEvaluator(planner), budget, max_vain_restarts=max_vain_restarts)
+    return local.run(first)
 
 
 @pytest.mark.parametrize(("counts", "model", "workload"), full_but(QUICK_FIXTURES, FIXTURES))
@@ -89,7 +100,7 @@ def test_oracle_sees_every_partition_once() -> None:
 def test_decode_gets_more_devices_for_long_outputs(cluster: str) -> None:
     model = "opt-30b" if cluster == "case-e" else "llama-2-70b"
     planner = make_planner(named_cluster(cluster), model, "LPHD")
-    result = search(planner, model, "LPHD", RefinementBudget(kicks=0))
+    result = search(planner, model, "LPHD", max_vain_restarts=0)
 
     def num_decode_devices(partition) -> int:
         return sum(sum(group) for phase, group in partition if phase is Phase.DECODE)
@@ -105,11 +116,11 @@ def rival_flows(planner, seed: int, budget: int, model: str, workload: str) -> d
     """Return the flow of each search after as many evaluations."""
     first = first_of(planner, model, workload)
 
-    def limits() -> RefinementBudget:
-        return RefinementBudget(evaluations=budget, kicks=budget)
+    def limits() -> SearchBudget:
+        return SearchBudget(max_evaluations=budget)
 
-    def local(*changes) -> LocalSearch:
-        return LocalSearch(PlanEvaluator(planner), limits(), seed, *changes)
+    def local(first: Changes = guided_changes, later: Changes = random_changes) -> LocalSearch:
+        return LocalSearch(PlanEvaluator(planner), limits(), seed, first, later, budget)
 
     searches: dict[str, LocalSearch | GeneticSearch] = {
         "guided": local(),
@@ -173,13 +184,11 @@ def test_phases_of_many_groups_have_much_bandwidth_between_them() -> None:
 
 def test_budget_ends_the_search_and_is_reported() -> None:
     planner = make_planner(named_cluster("het1"), "llama-2-70b", "HPHD")
-    short = search(planner, "llama-2-70b", "HPHD", RefinementBudget(evaluations=40))
+    short = search(planner, "llama-2-70b", "HPHD", SearchBudget(max_evaluations=40))
     assert not short.is_complete
     assert short.num_evaluations == 40
     ticks = iter(range(1000))
-    late = search(
-        planner, "llama-2-70b", "HPHD", RefinementBudget(seconds=20, clock=lambda: next(ticks))
-    )
+    late = search(planner, "llama-2-70b", "HPHD", SearchBudget(20, clock=lambda: next(ticks)))
     assert not late.is_complete
     assert late.num_evaluations <= 21
 
@@ -199,7 +208,7 @@ def test_large_clusters_need_few_evaluations(
     counts: dict[str, int], num_evaluations: int, num_flows: int
 ) -> None:
     planner = make_planner(build_cluster(counts), "llama-2-70b", "HPHD")
-    result = search(planner, "llama-2-70b", "HPHD", RefinementBudget(kicks=0))
+    result = search(planner, "llama-2-70b", "HPHD", max_vain_restarts=0)
     assert result.is_complete
     assert result.num_evaluations < num_evaluations
     assert result.num_flows < num_flows
@@ -208,11 +217,10 @@ def test_large_clusters_need_few_evaluations(
 @pytest.mark.full
 def test_whole_search_ends_before_its_budget() -> None:
     planner = make_planner(build_cluster(SETTING_1), "llama-2-70b", "HPHD")
-    budget = RefinementBudget()
-    result = search(planner, "llama-2-70b", "HPHD", budget)
+    result = search(planner, "llama-2-70b", "HPHD")
     assert result.is_complete
-    assert result.num_evaluations < budget.evaluations
-    assert result.num_kicks >= budget.kicks
+    assert result.num_evaluations < MAX_EVALUATIONS
+    assert result.num_kicks >= MAX_VAIN_RESTARTS
     # Most partitions are refused by their bound, without a maximum flow.
     assert result.num_flows < 0.1 * result.num_evaluations
 
@@ -221,6 +229,6 @@ def test_whole_search_ends_before_its_budget() -> None:
 @pytest.mark.parametrize(("counts", "cpu_seconds"), [(SETTING_1, 120), (DEVICES_64, 600)])
 def test_plan_is_found_in_time_on_one_core(counts: dict[str, int], cpu_seconds: float) -> None:
     begin = time.process_time()
-    plan = plan_replicas(PlanProblem(build_cluster(counts), "llama-2-70b", "HPHD"))
+    plan = plan_replicas(ServiceProblem("llama-2-70b", "HPHD", build_cluster(counts)))
     assert time.process_time() - begin <= cpu_seconds
     assert plan.best.score.flow > plan.search.first.score.flow

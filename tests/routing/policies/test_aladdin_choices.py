@@ -7,11 +7,7 @@ import pytest
 
 from benchmarks.placement import MODEL, LoadedFleet
 from gllm.options.slo import NO_SLO, Slo
-from gllm.routing.output_by_prompt import (
-    MIN_BUCKET_REQUESTS,
-    PromptLengthPredictor,
-    prompt_bucket,
-)
+from gllm.routing.output_by_prompt import MIN_BUCKET_REQUESTS, PromptLengthPredictor
 from gllm.routing.placement import (
     PlacedRequest,
     PlacementRules,
@@ -137,8 +133,8 @@ def test_predictions_are_those_of_the_recorded_outputs() -> None:
         prompt, generated = rng.randint(1, 3000), rng.randint(0, 400)
         length = rng.randint(1, 300)
         predictor.record(prompt, length)
-        outputs.setdefault(prompt_bucket(prompt), []).append(length)
-        known = outputs.get(prompt_bucket(asked := rng.randint(1, 3000)), [])
+        outputs.setdefault(predictor.class_of(prompt), []).append(length)
+        known = outputs.get(predictor.class_of(asked := rng.randint(1, 3000)), [])
         if len(known) < MIN_BUCKET_REQUESTS:
             known = [each for lengths in outputs.values() for each in lengths]
         mean = sum(known) / len(known)
@@ -152,7 +148,7 @@ def test_a_heartbeat_computes_few_predictions_and_profiles() -> None:
     fleet = LoadedFleet(64, 16, rate=25.0)
     jobs = make_workload("azure-conv", 25, 25.0, seed=2)
     targets = {
-        "predictions": OutputHistory.mean_above,
+        "predictions": OutputHistory._compute_mean,
         "requests": PlacedRequest.__new__,
         "profiles": admits_kv_cache,
     }

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from gllm.plan.scaling.latency_fit import Array, import_optimize
+from gllm.plan.scale.latency_fit import Array, import_optimize
 from gllm.routing.placement import LatencyModel, PlacedRequest, PlacementRules
 
 
@@ -63,7 +63,7 @@ def _constraint_rows(
     Returns:
         Rows, and their limits [constraints].
     """
-    ttft, tpot = rules.slo
+    ttft, tpot = rules.slo[:2]
     rows, limits = [], []
     prompts = np.array([each.num_prompt_tokens for each in requests], np.float64)
     outputs = np.array([each.num_expected_tokens for each in requests], np.float64)

@@ -1,7 +1,6 @@
 """Engines and requests for tests of pair policies."""
 
 from gllm.routing.disaggregation.policy import PairRequest
-from gllm.routing.length_prediction import PredictedLength
 from gllm.routing.state import EngineSnapshot
 from gllm.scheduler.plan import SchedulerStats
 
@@ -36,5 +35,4 @@ def pair_request(
     key: int, num_prompt_tokens: int = 100, num_output_tokens: int = 50
 ) -> PairRequest:
     """Return a request whose output length is known."""
-    output = PredictedLength(num_output_tokens, num_output_tokens + 1)
-    return PairRequest(key, num_prompt_tokens, output)
+    return PairRequest(key, num_prompt_tokens, num_output_tokens)

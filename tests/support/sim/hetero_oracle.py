@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from itertools import product
 
-from gllm.plan.hetero.cluster import Group
 from gllm.plan.hetero.evaluation import Partition, PlanEvaluator, TypedGroup, make_partition
 from gllm.plan.hetero.replicas import Phase
+from gllm.plan.nodes import Group
 
 
 def all_partitions(devices: Group) -> Iterator[Partition]:

@@ -6,24 +6,22 @@ from itertools import product
 from typing import NamedTuple
 
 from gllm.options.options import EntryChoices
-from gllm.scheduler.config import POLICY_NAMES
+from gllm.plan.layout import Parallelism
+from gllm.plan.nodes import CORE
+from gllm.scheduler.config import POLICY_NAMES, SchedulerConfig
 from gllm.scheduler.policy_entry import expand_policy, load_policy
+from gllm.sim.costs.profile import CostProfile
 from gllm.sim.deployment import Deployment
 from gllm.sim.hardware.devices import DEVICES
 from gllm.sim.options import SimulationConfig
 
-CORE = ""
-"""Device of a design whose costs come from a profile of this machine: a core for each stage."""
-
 
 class EngineDesign(NamedTuple):
-    """One engine."""
+    """One engine of equal stages, and how it schedules."""
 
     device: str
     """A name of DEVICES, or CORE."""
-    stages: int
-    ranks: int
-    """Tensor-parallel ranks of each stage."""
+    parallelism: Parallelism
     policy: str
     max_num_batched_tokens: int | None
     """Most tokens per micro-batch; None: the policy's default."""
@@ -32,7 +30,7 @@ class EngineDesign(NamedTuple):
     @property
     def num_devices(self) -> int:
         """Number of devices."""
-        return self.stages * self.ranks
+        return self.parallelism.num_gpus
 
     @property
     def policy_text(self) -> str:
@@ -42,8 +40,8 @@ class EngineDesign(NamedTuple):
 
     def __str__(self) -> str:
         device = f"{self.num_devices} x {self.device or 'core'}"
-        parallelism = f"PP {self.stages}, TP {self.ranks}"
-        return f"{device} ({parallelism}), {self.policy_text}, batch {self.max_num_seqs}"
+        tp, pp = self.parallelism
+        return f"{device} (PP {pp}, TP {tp}), {self.policy_text}, batch {self.max_num_seqs}"
 
     def configure(self, config: SimulationConfig) -> SimulationConfig:
         """Return a configuration with this design."""
@@ -57,8 +55,8 @@ class EngineDesign(NamedTuple):
         return replace(
             config,
             device=self.device if has_device else config.device,
-            pipeline_parallel_size=self.stages,
-            tensor_parallel_size=(self.ranks,) if has_device else None,
+            pipeline_parallel_size=self.parallelism.pp,
+            tensor_parallel_size=(self.parallelism.tp,) if has_device else None,
             scheduler=scheduler,
         )
 
@@ -80,7 +78,7 @@ class DesignSpace:
             self.devices, self.stages, self.ranks, self.policies, self.max_num_seqs
         ):
             if stages * ranks <= max_devices:
-                yield EngineDesign(device, stages, ranks, *policy, seqs)
+                yield EngineDesign(device, Parallelism(ranks, stages), *policy, seqs)
 
 
 def parse_policies(text: str) -> tuple[tuple[str, int | None], ...]:
@@ -131,9 +129,46 @@ def design_of(config: SimulationConfig, deployment: Deployment) -> EngineDesign:
     scheduler = config.scheduler
     return EngineDesign(
         CORE if config.profile else config.device,
-        len(deployment.layers),
-        degrees[0],
+        Parallelism(degrees[0], len(deployment.layers)),
         scheduler.policy,
         scheduler.max_num_batched_tokens,
         scheduler.max_num_seqs,
     )
+
+
+def cap_policies(
+    policies: Sequence[tuple[str, int | None]], config: SchedulerConfig, profile: CostProfile
+) -> tuple[tuple[tuple[str, int | None], ...], list[str]]:
+    """Return policies whose micro-batches the profile has measured, and a note for each change.
+
+    Two policies that become the same count once.
+
+    Args:
+        policies: Names, and tokens per micro-batch; None: the policy's default.
+        config: Other options of the scheduler.
+        profile: The measurement; larger micro-batches than its largest have no costs.
+    """
+    most = max(step.tokens for step in profile.steps)
+    capped, notes = [], []
+    for name, tokens in policies:
+        # Of several stages, `auto` has another policy than of one.
+        usual = max(_max_batched_tokens(config, name, tokens, stages) for stages in (1, 2))
+        if usual <= most:
+            capped.append((name, tokens))
+            continue
+        capped.append((name, most))
+        text = name if tokens is None else f"{name}:{tokens}"
+        notes.append(
+            f"policy {text}: {most} instead of {usual} tokens per micro-batch, the most that the "
+            f"profile has: `gllm profile --max-num-batched-tokens {usual}` measures more"
+        )
+    return tuple(dict.fromkeys(capped)), notes
+
+
+def _max_batched_tokens(
+    config: SchedulerConfig, policy: str, tokens: int | None, stages: int
+) -> int:
+    chosen = replace(config, policy=policy, max_num_batched_tokens=tokens)
+    resolved = chosen.resolve(stages, num_blocks=1, max_model_len=1)
+    assert resolved.max_num_batched_tokens is not None, "the configuration is resolved"
+    return resolved.max_num_batched_tokens

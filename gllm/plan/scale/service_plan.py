@@ -1,26 +1,19 @@
 """Plan of a service that scales by its rate: worker type, number of workers by rate, plan.yaml."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 from statistics import fmean
 from typing import NamedTuple
 
-from gllm.options.slo import Slo
 from gllm.plan.budget import SearchBudget
-from gllm.plan.latency_limits import LatencyLimits
-from gllm.plan.scaling.fleet_size import FleetCase, FleetOutcome, WorkerSpec, least_fleet
-from gllm.plan.scaling.latency_fit import FittedLatency, fit_latency
-from gllm.plan.scaling.worker_type import DEGREES, WorkerType, best_worker, rate_workers
-from gllm.plan.serving_plan import (
-    EnginePlan,
-    ExpectedFigures,
-    LatencyGoals,
-    NodePlan,
-    RouterPlan,
-    ServingPlan,
-    StagePlan,
-)
+from gllm.plan.layout import PlannedEngine, PlannedStage, lay_out
+from gllm.plan.nodes import DeviceCluster, DeviceNode
+from gllm.plan.problem import ServiceProblem
+from gllm.plan.scale.fleet_size import FleetCase, FleetOutcome, WorkerSpec, least_fleet
+from gllm.plan.scale.latency_fit import FittedLatency, fit_latency
+from gllm.plan.scale.worker_type import DEGREES, WorkerType, best_worker, rate_workers
+from gllm.plan.serving_plan import ExpectedFigures, RouterPlan, ServingPlan
 from gllm.routing.scaling.autoscaler import ScaleRule, fit_scale_rule
 from gllm.sim.deployment import roofline_deployment
 from gllm.sim.workloads.requests import make_workload
@@ -32,40 +25,6 @@ BASELINE = "least-tokens"
 MAX_MODEL_LEN = 4096
 NUM_SAMPLES = 1000
 """Requests of which the mean lengths are taken."""
-
-
-@dataclass(frozen=True)
-class ScaleTask:
-    """Model, devices, workload and limits of a plan."""
-
-    model: str
-    """A name of MODELS."""
-    device: str
-    """A name of DEVICES."""
-    workload: str
-    rate: float
-    """Requests per second."""
-    limits: LatencyLimits
-    rank_link: str = "nvlink"
-    num_gpus: int | None = None
-    """GPUs per worker; None: the best number."""
-    seconds: float = 120.0
-    """Time in which the requests of a simulation arrive."""
-    seed: int = 0
-
-    @property
-    def slo(self) -> Slo:
-        """Limits of each request.
-
-        Raises:
-            ValueError: A limit is missing, or is one of a percentile.
-        """
-        ttft, tpot = self.limits.ttft, self.limits.tpot
-        if ttft is None or tpot is None or self.limits.percentiles:
-            raise ValueError(
-                "slo: give a limit of each request for both, as in ttft=1.6,atgt=0.075"
-            )
-        return Slo(ttft, tpot)
 
 
 class ScalePoint(NamedTuple):
@@ -89,7 +48,7 @@ class ScaleResult(NamedTuple):
 
     def num_workers(self, rate: float) -> int:
         """Return the number of workers for a rate: that of the rule, and at least the searched."""
-        searched = [each.placed.num_workers for each in self.points if each.rate >= rate]
+        searched = [point.placed.num_workers for point in self.points if point.rate >= rate]
         return max(1, self.rule.num_engines(rate), min(searched, default=0))
 
 
@@ -97,19 +56,23 @@ def mean_context(workload: str, seed: int = 0) -> float:
     """Return the mean tokens that a request holds over its life: m_r."""
     jobs = make_workload(workload, NUM_SAMPLES, seed=seed)
     return fmean(
-        min(MAX_MODEL_LEN, each.num_prompt_tokens + each.num_output_tokens / 2) for each in jobs
+        min(MAX_MODEL_LEN, job.num_prompt_tokens + job.num_output_tokens / 2) for job in jobs
     )
 
 
 def plan_scale(
-    task: ScaleTask,
+    problem: ServiceProblem,
+    num_gpus: int | None = None,
+    rank_link: str = "nvlink",
     on_outcome: Callable[[], None] = lambda: None,
     budget: SearchBudget | None = None,
 ) -> ScaleResult:
     """Return the worker type and the number of workers at each rate.
 
     Args:
-        task: What is planned.
+        problem: Model, workload, rate and limits, and one kind of devices.
+        num_gpus: GPUs per worker; None: the best number.
+        rank_link: Name of the link between the GPUs of a worker.
         on_outcome: Called after each simulation.
         budget: Asked before each simulation; None: no limit.
 
@@ -117,22 +80,24 @@ def plan_scale(
         ValueError: A name is unknown, the SLO is incomplete, or no worker or fleet meets it.
         SearchEndedError: The budget is spent.
     """
-    tpot = task.slo.tpot_seconds
-    assert tpot is not None
-    context = mean_context(task.workload, task.seed)
-    degrees = DEGREES if task.num_gpus is None else (task.num_gpus,)
-    workers = rate_workers(task.model, task.device, tpot, context, task.rank_link, degrees)
+    (device,), model = problem.devices, problem.model
+    _, tpot = problem.limits.require("ttft", "tpot")
+    assert problem.rate is not None, "workers are counted for a rate"
+    context = mean_context(problem.workload, problem.seed)
+    degrees = DEGREES if num_gpus is None else (num_gpus,)
+    workers = rate_workers(model, device, tpot, context, rank_link, degrees)
     best = best_worker(workers)
     if not best.rate:
         raise ValueError(
-            f"slo: no number of {task.device} decodes {task.model} within {tpot:g} s per token: "
+            f"slo: no number of {device} decodes {model} within {tpot:g} s per token: "
             "loosen tpot or choose another device"
         )
-    worker, fit = describe_worker(task.model, task.device, best.num_gpus, task.rank_link)
+    worker, fit = describe_worker(model, device, best.num_gpus, rank_link)
     points: list[ScalePoint] = []
     for share in RATE_SHARES:
-        points.append(_search_point(task, worker, share * task.rate, points, on_outcome, budget))
-    rule = fit_scale_rule([(each.rate, each.placed.num_workers) for each in points])
+        rate = share * problem.rate
+        points.append(_search_point(problem, worker, rate, points, on_outcome, budget))
+    rule = fit_scale_rule([(point.rate, point.placed.num_workers) for point in points])
     return ScaleResult(workers, worker, fit, points, rule)
 
 
@@ -153,16 +118,19 @@ def describe_worker(
 
 
 def _search_point(
-    task: ScaleTask,
+    problem: ServiceProblem,
     worker: WorkerSpec,
     rate: float,
     earlier: Sequence[ScalePoint],
     on_outcome: Callable[[], None],
     budget: SearchBudget | None,
 ) -> ScalePoint:
-    case = FleetCase(worker, task.workload, rate, task.slo, seed=task.seed, seconds=task.seconds)
+    case = FleetCase(
+        worker, problem.workload, rate, problem.limits, seed=problem.seed,
+        seconds=problem.min_seconds,
+    )  # fmt: skip
     start = earlier[-1].placed.num_workers if earlier else 2
-    attainment = task.limits.attainment
+    attainment = problem.limits.attainment
     placed = least_fleet(case, attainment, start, on_outcome=lambda _: on_outcome(), budget=budget)
     if placed is None:
         raise ValueError(
@@ -180,56 +148,50 @@ def _search_point(
 
 
 def to_serving_plan(
-    task: ScaleTask,
+    problem: ServiceProblem,
     result: ScaleResult,
     command: str,
     checkpoint: str | None = None,
-    price: float | None = None,
     startup_seconds: float | None = None,
-    num_workers: int | None = None,
 ) -> ServingPlan:
-    """Return the plan that `gllm up` starts.
+    """Return the plan that `gllm up` starts: a node for each worker.
 
     Args:
-        task: What was planned.
+        problem: What was planned.
         result: Its outcome.
         command: Command that planned it.
         checkpoint: Folder or hub name of the model; None: the name in the table.
-        price: Dollars per hour of one device; None: unknown.
         startup_seconds: Time from the start of an engine until it serves; None: unknown.
-        num_workers: Workers of the plan; None: those for the rate.
     """
-    gpus, slo = result.worker.num_gpus, task.slo
-    count = num_workers or result.num_workers(task.rate)
-    nodes = {
-        f"node{index}": NodePlan(
-            f"node{index}", [task.device] * gpus, None if price is None else price * gpus
+    assert problem.rate is not None, "workers are counted for a rate"
+    (device,), gpus = problem.devices, result.worker.num_gpus
+    numbers = range(result.num_workers(problem.rate))
+    engines = [
+        PlannedEngine(
+            f"engine{index}",
+            (PlannedStage((index,) * gpus, result.worker.num_layers),),
+            flags={"max-model-len": MAX_MODEL_LEN},
         )
-        for index in range(count)
-    }
-    devices, layers = list(range(gpus)), result.worker.num_layers
-    engines = {
-        f"engine{index}": EnginePlan(
-            [StagePlan(f"node{index}", layers, devices)], flags={"max-model-len": MAX_MODEL_LEN}
-        )
-        for index in range(count)
-    }
-    flags: dict[str, object] = {"scale": f"1:{count}"}
+        for index in numbers
+    ]
+    flags: dict[str, object] = {"scale": f"1:{len(numbers)}"}
     if result.rule.k5:
         flags["scale-engine-rate"] = round(1 / result.rule.k5, 4)
     if startup_seconds is not None:
         flags["scale-startup-seconds"] = startup_seconds
     at_rate = result.points[-1].placed
-    return ServingPlan(
-        checkpoint or task.model,
-        nodes,
+    return lay_out(
+        problem,
+        DeviceCluster(tuple(DeviceNode(f"node{index}", device, gpus) for index in numbers)),
         engines,
-        router=RouterPlan("node0", policy="aladdin", flags=flags),
-        slo=LatencyGoals(slo.ttft_seconds, slo.tpot_seconds),
-        workload=task.workload,
-        expected=ExpectedFigures(
-            command, task.rate, attainment=at_rate.attainment, startup_seconds=startup_seconds
+        RouterPlan("", policy="aladdin", flags=flags),
+        ExpectedFigures(
+            command,
+            problem.rate,
+            attainment=at_rate.attainment,
+            startup_seconds=startup_seconds,
         ),
+        checkpoint,
     )
 
 

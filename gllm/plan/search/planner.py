@@ -10,26 +10,36 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from math import ceil, inf
+from typing import Any, NamedTuple
+
+import msgspec
 
 from gllm.plan.best_first import BestFirstOutcome, CandidateBound, search_best
 from gllm.plan.budget import SearchBudget
-from gllm.plan.capacity import extend_rule, measure_capacity
-from gllm.plan.design_problem import (
+from gllm.plan.capacity import PLAN_RULES, extend_rule, measure_capacity
+from gllm.plan.engine_bounds import EngineBounds
+from gllm.plan.layout import PlannedEngine, lay_out, place_engines
+from gllm.plan.nodes import assume_nodes
+from gllm.plan.problem import ServiceProblem
+from gllm.plan.search.designs import EngineDesign
+from gllm.plan.search.objectives import (
     MAKESPAN,
+    OBJECTIVES,
     TOO_SLOW,
     UNKNOWN,
     AssessedDesign,
-    DesignProblem,
     EngineLatencies,
     assess_capacity,
+    count_engines,
+    max_engines,
 )
-from gllm.plan.engine_bounds import EngineBounds
-from gllm.plan.engine_designs import EngineDesign
+from gllm.plan.serving_plan import ExpectedFigures, RouterPlan, ServingPlan
 from gllm.plan.workload_moments import WorkloadMoments, measure_workload
+from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.capacity import CapacityRule
-from gllm.sim.configured import simulate_requests
+from gllm.sim.configured import SimulationAtRate, simulate_requests
 from gllm.sim.deployment import Deployment, ModelFitError
-from gllm.sim.options import build_deployment, build_workload
+from gllm.sim.options import SimulationConfig, build_deployment, build_workload
 
 LONG_PROMPT = "a prompt alone takes longer than the limit of TTFT"
 LONG_STEP = "a token alone takes longer than the limit of TPOT or TBT"
@@ -50,19 +60,33 @@ class DesignPlanner:
     """Closed forms of all designs of a problem; searches them.
 
     Args:
-        problem: The task.
+        problem: The task; it bounds `devices`.
+        config: Options of the simulations that neither the problem nor a design states.
+        rule: Scheduling delays of a rate that counts.
 
     Raises:
         ValueError: The workload is unknown.
     """
 
-    def __init__(self, problem: DesignProblem) -> None:
-        num_requests = max(problem.config.requests, MOMENT_REQUESTS)
-        if problem.config.arrivals == "replay":
-            num_requests = problem.config.requests
-        jobs = build_workload(replace(problem.config, requests=num_requests))
+    def __init__(
+        self,
+        problem: ServiceProblem,
+        config: SimulationConfig,
+        rule: CapacityRule = PLAN_RULES["vidur"],
+    ) -> None:
+        self.problem, self.rule = problem, rule
+        self.config = replace(
+            config,
+            model=problem.model,
+            workload=problem.workload,
+            requests=problem.num_requests,
+            seed=problem.seed,
+        )
+        num_requests = problem.num_requests
+        if config.arrivals != "replay":
+            num_requests = max(num_requests, MOMENT_REQUESTS)
+        jobs = build_workload(replace(self.config, requests=num_requests))
         self.moments: WorkloadMoments = measure_workload(jobs)
-        self.problem = problem
         self.unfit: list[tuple[EngineDesign, str]] = []
         """Designs that the model does not fit, with the binding constraint."""
         self._bounds: dict[EngineDesign, EngineBounds] = {}
@@ -79,27 +103,27 @@ class DesignPlanner:
             self.unfit.append((design, str(error)))
             return CandidateBound(-inf, -inf, UNSUITABLE)
         reason = self._hopeless_reason(bounds)
-        facts = self.problem.facts(design)
         highest = self._highest_rate(bounds)
-        if not reason and facts.count_engines(highest) > facts.max_engines:
+        num_engines = count_engines(self.problem, design, highest)
+        if not reason and num_engines > max_engines(self.problem, design):
             reason = TOO_SLOW
-        score = self.problem.objective.score(highest, facts)
+        score = OBJECTIVES[self.problem.objective].score(highest, self.problem, design)
         return CandidateBound(score, -inf if reason else self.estimate(design).score, reason)
 
     def estimate(self, design: EngineDesign) -> AssessedDesign:
         """Return the figures of a design by closed forms."""
         if design not in self._estimates:
             bounds = self.bounds_of(design)
-            if self.problem.objective_name == MAKESPAN:
+            if self.problem.objective == MAKESPAN:
                 highest = bounds.max_rate()
                 rate = highest if highest < inf else 0.0
                 self._estimates[design] = assess_capacity(self.problem, design, rate)
             else:
-                rule = self.problem.rule
-                point = bounds.best_point(self.problem.limits, rule.max_p99_delay_seconds)
+                delay = self.rule.max_p99_delay_seconds
+                point = bounds.best_point(self.problem.limits, delay)
                 rate, latencies, note = 0.0, UNKNOWN, ""
                 if point is None:
-                    note = bounds.missed_limit(self.problem.limits, rule.max_p99_delay_seconds)
+                    note = bounds.missed_limit(self.problem.limits, delay)
                 else:
                     rate = point.rate
                     latencies = EngineLatencies(point.ttft(90), point.step_seconds, point.itl(99))
@@ -143,7 +167,7 @@ class DesignPlanner:
                 trials = [
                     (design, self._start_rate(design), self.rule_of(design)) for design in chosen
                 ]
-                results = list(run(partial(simulate_design, self.problem), trials))
+                results = list(run(partial(simulate_design, self.problem, self.config), trials))
                 for result in results:
                     on_result(result)
                 return results
@@ -178,7 +202,7 @@ class DesignPlanner:
 
     def deployment_of(self, design: EngineDesign) -> Deployment:
         """Return a design's engine. Raises ValueError if it does not fit."""
-        config = design.configure(self.problem.config)
+        config = design.configure(self.config)
         return build_deployment(config, self.moments.longest_tokens)
 
     def rule_of(self, design: EngineDesign) -> CapacityRule:
@@ -186,15 +210,14 @@ class DesignPlanner:
         return self._rule(self.bounds_of(design))
 
     def _rule(self, bounds: EngineBounds) -> CapacityRule:
-        rule = self.problem.rule
-        limits, delay = self.problem.limits, rule.max_p99_delay_seconds
-        return extend_rule(rule, bounds.request_seconds(limits, delay))
+        delay = self.rule.max_p99_delay_seconds
+        return extend_rule(self.rule, bounds.request_seconds(self.problem.limits, delay))
 
     def _highest_rate(self, bounds: EngineBounds) -> float:
         """Return requests per second that no run of the problem can sustain within its limits."""
-        if self.problem.objective_name == MAKESPAN:
+        if self.problem.objective == MAKESPAN:
             return bounds.max_rate()
-        rule, requests = self._rule(bounds), self.problem.config.requests
+        rule, requests = self._rule(bounds), self.problem.num_requests
         return bounds.max_rate_of_run(
             requests, rule.min_seconds, rule.max_p99_delay_seconds, self.problem.limits
         )
@@ -225,19 +248,23 @@ class DesignPlanner:
 
 
 def simulate_design(
-    problem: DesignProblem, candidate: tuple[EngineDesign, float, CapacityRule]
+    problem: ServiceProblem,
+    config: SimulationConfig,
+    candidate: tuple[EngineDesign, float, CapacityRule],
 ) -> AssessedDesign:
     """Return the simulated figures of a design.
 
     Args:
         problem: The task.
+        config: That of the planner.
         candidate: The design, the rate per second at which its search begins, and the rule with
             runs that outlast its requests: see `DesignPlanner.rule_of`.
     """
     design, start_rate, rule = candidate
-    config = design.configure(problem.config)
-    if problem.objective_name == MAKESPAN:
-        return assess_capacity(problem, design, _measure_throughput(problem, design))
+    config = design.configure(config)
+    if problem.objective == MAKESPAN:
+        share = ceil(problem.num_requests / max_engines(problem, design))
+        return assess_capacity(problem, design, _measure_throughput(config, share))
     capacity = measure_capacity(config, start_rate, rule, problem.limits)
     found = capacity.figures
     latencies = UNKNOWN
@@ -246,11 +273,135 @@ def simulate_design(
     return assess_capacity(problem, design, capacity.rate, latencies, capacity.note)
 
 
-def _measure_throughput(problem: DesignProblem, design: EngineDesign) -> float:
+def _measure_throughput(config: SimulationConfig, share: int) -> float:
     """Return requests per second of one engine that gets its share of an offline workload."""
-    share = ceil(problem.config.requests / problem.facts(design).max_engines)
-    config = replace(design.configure(problem.config), requests=share, arrivals="static")
+    config = replace(config, requests=share, arrivals="static")
     jobs = build_workload(config)
     longest = max(job.num_prompt_tokens + job.num_output_tokens for job in jobs)
     served = simulate_requests(config, build_deployment(config, longest), jobs)
-    return share / max(each.line.times[-1] for each in served.values())
+    return share / max(request.line.times[-1] for request in served.values())
+
+
+class FleetForecast(NamedTuple):
+    """Expected figures of a fleet at a rate."""
+
+    num_engines: int
+    rate: float
+    """Requests per second."""
+    capacity: float
+    """Requests per second of all engines."""
+    attainment: float | None
+    """Share of requests within the limits, 0..1; None: unknown."""
+    ttft_p50: float | None
+    """Seconds."""
+    tpot_p50: float | None
+    is_within: bool
+    """True if the limits are kept."""
+
+
+def forecast_closed(planner: DesignPlanner, best: AssessedDesign) -> FleetForecast:
+    """Return what closed forms expect of the fleet."""
+    count = best.num_engines
+    rate = planner.problem.rate or best.capacity
+    point = planner.bounds_of(best.design).point_at(rate / count)
+    if point is None:
+        return FleetForecast(count, rate, count * best.capacity, None, None, None, True)
+    figures = point.ttft(), point.step_seconds
+    return FleetForecast(count, rate, count * best.capacity, None, *figures, True)
+
+
+def forecast_fleet(planner: DesignPlanner, best: AssessedDesign, router: str) -> FleetForecast:
+    """Simulate the fleet at the rate; add engines as long as it misses a limit and may have more.
+
+    Args:
+        planner: Closed forms of the task's designs.
+        best: The design.
+        router: Routing policy.
+    """
+    problem = planner.problem
+    rule = planner.rule_of(best.design)
+    rate = problem.rate or best.capacity
+    count = best.num_engines
+    while True:
+        config = replace(
+            best.design.configure(planner.config), engines=count, routing_policy=router
+        )
+        run = SimulationAtRate(config, rule, problem.limits, stops_early=False)
+        is_within = rule.is_sustained(run(rate))
+        if is_within or problem.rate is None or count >= max_engines(problem, best.design):
+            break
+        count += 1
+    figures = run.figures[rate]
+    attainment = figures.attainment if problem.limits else None
+    return FleetForecast(
+        count,
+        rate,
+        count * best.capacity,
+        attainment,
+        figures.ttft_p50,
+        figures.tpot_p50,
+        is_within,
+    )
+
+
+def lay_out_fleet(
+    problem: ServiceProblem,
+    design: EngineDesign,
+    deployment: Deployment,
+    config: SimulationConfig,
+    forecast: FleetForecast,
+    command: str,
+    checkpoint: str | None = None,
+    flags: dict[str, Any] | None = None,
+) -> ServingPlan:
+    """Return the plan of equal engines on the nodes of a problem, or on as many as they need.
+
+    Args:
+        problem: Workload, limits and nodes.
+        design: The engine.
+        deployment: The simulated engine.
+        config: Its options.
+        forecast: Number of engines, and what is expected of them.
+        command: Command that made the plan.
+        checkpoint: Folder or hub name of the model; None: that of the simulated engine.
+        flags: Further flags of the engines.
+
+    Raises:
+        ValueError: The engines do not fit the nodes.
+    """
+    count, cluster = forecast.num_engines, problem.cluster
+    if not cluster.nodes:
+        cluster = assume_nodes(design.device, count * design.num_devices)
+    placed = place_engines(
+        cluster, [(design.parallelism, deployment.layers)] * count, design.device
+    )
+    scheduler = changed_options(config.scheduler)
+    return lay_out(
+        problem,
+        cluster,
+        [
+            PlannedEngine(f"engine-{index}", stages, "mixed", scheduler, flags or {})
+            for index, stages in enumerate(placed)
+        ],
+        RouterPlan("", policy=config.routing_policy),
+        ExpectedFigures(
+            command,
+            forecast.rate,
+            forecast.capacity,
+            forecast.attainment,
+            forecast.ttft_p50,
+            forecast.tpot_p50,
+        ),
+        checkpoint or deployment.model,
+    )
+
+
+def changed_options(config: SchedulerConfig) -> dict[str, Any]:
+    """Return the options that differ from their defaults."""
+    default = msgspec.to_builtins(SchedulerConfig())
+    derived = ("stages", "num_blocks", "max_model_len")
+    return {
+        name: value
+        for name, value in msgspec.to_builtins(config).items()
+        if name not in derived and value != default[name]
+    }

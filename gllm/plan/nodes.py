@@ -1,38 +1,44 @@
-"""Clusters of unlike devices: machines, the devices of each, and the links between them.
+"""Nodes that a service may use: their devices, and the links within and between them.
 
-Devices of one machine are alike and interchangeable, so a group of devices is the number that it
-has of each machine.
+Devices of one node are alike and interchangeable, so a group of devices is the number that it has
+of each node.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from gllm.plan.data_files import read_data
-from gllm.plan.prices import PRICE_TABLES
 from gllm.sim.hardware.devices import DEVICES, DeviceSpec, NetworkLink
 from gllm.sim.hardware.stages import look_up
 
+CORE = ""
+"""Device of a node that is this machine, whose cores serve: one for each stage."""
+DEVICES_PER_NODE = 8
+"""Devices of each node where no nodes are given."""
 Group = tuple[int, ...]
-"""Number of devices of each machine."""
+"""Number of devices of each node."""
 GBIT_BYTES = 1e9 / 8
 """Bytes per gigabit."""
 
 
-class MachineDevices(NamedTuple):
-    """Devices of one machine."""
+class DeviceNode(NamedTuple):
+    """A machine with equal devices."""
 
     name: str
     device: str
-    """Name in the table of devices."""
+    """A name of DEVICES, or CORE."""
     num_devices: int
-    link: NetworkLink
-    """Between two of its devices."""
+    inner_link: NetworkLink | None = None
+    """Between two of its devices; None: unknown."""
     host: str = ""
-    """Address under which the other machines reach it; empty: unknown."""
+    """Address under which the other nodes reach it; empty: its name."""
+    price: float | None = None
+    """US dollars per hour of the whole node; None: that of its devices."""
 
     @property
     def spec(self) -> DeviceSpec:
@@ -40,78 +46,103 @@ class MachineDevices(NamedTuple):
         return DEVICES[self.device]
 
 
+@dataclass(frozen=True)
 class DeviceCluster:
-    """Machines and the links between them.
+    """Nodes and the links between them."""
 
-    Args:
-        machines: The machines, with different names.
-        network: Link between two devices of different machines.
-        between: Links of pairs of machines that differ from `network`, by both indices.
-    """
-
-    def __init__(
-        self,
-        machines: Sequence[MachineDevices],
-        network: NetworkLink,
-        between: Mapping[tuple[int, int], NetworkLink] | None = None,
-    ) -> None:
-        self.machines = tuple(machines)
-        self.network = network
-        self._between = {tuple(sorted(pair)): link for pair, link in (between or {}).items()}
+    nodes: tuple[DeviceNode, ...]
+    """Their names differ."""
+    network: NetworkLink | None = None
+    """Link between two devices of different nodes; None: unknown."""
+    between: Mapping[tuple[int, int], NetworkLink] = field(default_factory=dict)
+    """Links of pairs of nodes that differ from `network`, by both indices, the smaller first."""
 
     @property
     def all_devices(self) -> Group:
         """Return the group of all devices."""
-        return tuple(machine.num_devices for machine in self.machines)
+        return tuple(node.num_devices for node in self.nodes)
 
     @property
     def num_devices(self) -> int:
         """Return the number of devices."""
         return sum(self.all_devices)
 
+    @property
+    def devices_per_node(self) -> int:
+        """Return the number of devices of the smallest node."""
+        return min(self.all_devices)
+
     def link(self, a: int, b: int) -> NetworkLink:
-        """Return the link between a device of machine `a` and another one of machine `b`."""
+        """Return the link between a device of node `a` and another one of node `b`."""
         if a == b:
-            return self.machines[a].link
-        return self._between.get((min(a, b), max(a, b)), self.network)
+            link = self.nodes[a].inner_link
+        else:
+            link = self.between.get((min(a, b), max(a, b)), self.network)
+        assert link is not None, "the links of the cluster are known"
+        return link
 
     def memory(self, group: Group) -> float:
         """Return the bytes of memory of a group."""
-        pairs = zip(group, self.machines, strict=True)
-        return sum(count * machine.spec.memory for count, machine in pairs)
-
-    def price(self, table: str = "hexgen-2") -> float:
-        """Return the US dollars per hour of all devices.
-
-        Args:
-            table: A name of PRICE_TABLES.
-
-        Raises:
-            ValueError: The table is unknown, or has no price of a device.
-        """
-        prices = look_up("prices", table, PRICE_TABLES)
-        return sum(
-            machine.num_devices * look_up("price of device", machine.device, prices)
-            for machine in self.machines
-        )
-
-    def scale_bandwidth(self, factor: float) -> "DeviceCluster":
-        """Return the cluster with the bandwidth of every link multiplied by a factor."""
-
-        def scale(link: NetworkLink) -> NetworkLink:
-            return NetworkLink(link.bandwidth * factor, link.latency, link.node)
-
-        machines = [each._replace(link=scale(each.link)) for each in self.machines]
-        between = {(a, b): scale(link) for (a, b), link in self._between.items()}
-        return DeviceCluster(machines, scale(self.network), between)
+        pairs = zip(group, self.nodes, strict=True)
+        return sum(count * node.spec.memory for count, node in pairs)
 
     def describe(self, group: Group) -> str:
-        """Return a group as text, such as `2 H100 + 1 L40`; devices of several machines add up."""
+        """Return a group as text, such as `2 H100 + 1 L40`; devices of several nodes add up."""
         counts: dict[str, int] = {}
-        for count, machine in zip(group, self.machines, strict=True):
+        for count, node in zip(group, self.nodes, strict=True):
             if count:
-                counts[machine.device] = counts.get(machine.device, 0) + count
+                counts[node.device] = counts.get(node.device, 0) + count
         return " + ".join(f"{count} {device}" for device, count in counts.items())
+
+
+NO_NODES = DeviceCluster(())
+"""DeviceCluster without nodes, where a plan has as many as it needs."""
+
+
+def equal_nodes(count: int, devices_per_node: int, device: str = "A100-80G") -> DeviceCluster:
+    """Return a cluster of nodes `node-0`, `node-1`, ... with equal devices and unknown links."""
+    return DeviceCluster(
+        tuple(DeviceNode(f"node-{index}", device, devices_per_node) for index in range(count))
+    )
+
+
+def assume_nodes(device: str, num_devices: int) -> DeviceCluster:
+    """Return nodes with this many devices in all: of 8 devices each, or this machine's cores."""
+    if device == CORE:
+        return DeviceCluster((DeviceNode("local", CORE, num_devices, host="127.0.0.1"),))
+    counts = [
+        min(DEVICES_PER_NODE, num_devices - first)
+        for first in range(0, num_devices, DEVICES_PER_NODE)
+    ]
+    return DeviceCluster(
+        tuple(DeviceNode(f"node-{i}", device, count) for i, count in enumerate(counts))
+    )
+
+
+def parse_nodes(text: str) -> DeviceCluster:
+    """Return the nodes of a text such as `a=10.0.0.1:8xH100,b=10.0.0.2:4xA100-80G`.
+
+    Raises:
+        ValueError: A node has another form, an unknown device, or a name twice.
+    """
+    nodes: dict[str, DeviceNode] = {}
+    for part in text.split(","):
+        name, _, address = part.strip().partition("=")
+        host, _, devices = address.rpartition(":")
+        count, _, device = devices.partition("x")
+        is_count = count.isascii() and count.isdigit() and int(count) > 0
+        if not (name and host and is_count and name not in nodes and device in DEVICES):
+            raise ValueError(
+                f"--nodes {text}: {part!r} has to be NAME=HOST:COUNTxDEVICE, each name once, with "
+                f"a device of {', '.join(DEVICES)}, as in a=10.0.0.1:8xH100"
+            )
+        nodes[name] = DeviceNode(name, device, int(count), host=host)
+    return DeviceCluster(tuple(nodes.values()))
+
+
+def read_data(name: str) -> str:
+    """Return the text of a file of gllm/plan/data, which ships with the planners."""
+    return (files("gllm.plan") / "data" / name).read_text(encoding="utf-8")
 
 
 class LinkFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -200,8 +231,8 @@ def build_cluster(counts: Mapping[str, int]) -> DeviceCluster:
             share = count // num_machines + (index < count % num_machines)
             label = name if num_machines == 1 else f"{name}-{index}"
             link = shipped.links[kind.link].build()
-            machines.append(MachineDevices(label, kind.device, share, link))
-    return DeviceCluster(machines, shipped.links[shipped.network].build())
+            machines.append(DeviceNode(label, kind.device, share, link))
+    return DeviceCluster(tuple(machines), shipped.links[shipped.network].build())
 
 
 def read_cluster(path: Path) -> DeviceCluster:
@@ -224,13 +255,11 @@ def read_cluster(path: Path) -> DeviceCluster:
         kind = look_up(f"{path}: machines.{name}.link", machine.link, fields.links)
         if machine.count < 1:
             raise ValueError(f"{path}: machines.{name}.count: {machine.count} is below 1")
-        machines.append(
-            MachineDevices(name, machine.device, machine.count, kind.build(), machine.host)
-        )
+        machines.append(DeviceNode(name, machine.device, machine.count, kind.build(), machine.host))
     if not machines:
         raise ValueError(f"{path}: machines: empty: add one at least")
     network = look_up(f"{path}: network", fields.network, fields.links).build()
-    return DeviceCluster(machines, network, _read_pairs(path, fields))
+    return DeviceCluster(tuple(machines), network, _read_pairs(path, fields))
 
 
 def _read_pairs(path: Path, fields: ClusterFields) -> dict[tuple[int, int], NetworkLink]:
@@ -238,6 +267,6 @@ def _read_pairs(path: Path, fields: ClusterFields) -> dict[tuple[int, int], Netw
     pairs = {f"{a}-{b}": (names.index(a), names.index(b)) for a in names for b in names if a != b}
     links = {}
     for name, kind in fields.between.items():
-        pair = look_up(f"{path}: between", name, pairs)
-        links[pair] = look_up(f"{path}: between.{name}", kind, fields.links).build()
+        a, b = look_up(f"{path}: between", name, pairs)
+        links[min(a, b), max(a, b)] = look_up(f"{path}: between.{name}", kind, fields.links).build()
     return links

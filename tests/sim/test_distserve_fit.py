@@ -1,8 +1,6 @@
-"""Goodput search, the fit of DistServe's coefficients, and sizes of KV cache."""
+"""The fit of DistServe's coefficients, and sizes of KV cache."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gllm.sim.costs.distserve import (
     DecodeSample,
@@ -13,28 +11,7 @@ from gllm.sim.costs.distserve import (
     interpolate_coefficients,
     read_coefficients,
 )
-from gllm.sim.goodput import find_goodput
 from gllm.sim.hardware.shapes import MODELS
-
-
-@given(
-    threshold=st.floats(0.05, 90.0),
-    highest=st.floats(0.5, 20.0),
-    precision=st.floats(0.01, 0.5),
-)
-def test_bisection_finds_a_step_from_below(
-    threshold: float, highest: float, precision: float
-) -> None:
-    found = find_goodput(lambda rate: float(rate <= threshold), highest, precision)
-    assert threshold - precision <= found <= threshold
-
-
-def test_no_rate_or_every_rate_attains() -> None:
-    assert find_goodput(lambda rate: 0.5, 4.0, 0.25) == 0
-    with pytest.raises(ValueError, match="tighter limits"):
-        find_goodput(lambda rate: 1.0, 4.0, 0.25)
-    with pytest.raises(ValueError, match="target"):
-        find_goodput(lambda rate: 1.0, 4.0, 0.25, 1.5)
 
 
 def test_512_tokens_of_opt_66b_take_one_and_an_eighth_gibibyte() -> None:

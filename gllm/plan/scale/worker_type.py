@@ -12,8 +12,7 @@ N does not depend on the load.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gllm.scheduler.stage_work import StageWork
-from gllm.sim.costs.base import CostModel
+from gllm.plan.engine_times import EngineTimes, decode_work
 from gllm.sim.deployment import roofline_deployment
 
 DEGREES = (1, 2, 4, 8)
@@ -37,13 +36,6 @@ class WorkerType(NamedTuple):
     def rate(self) -> float:
         """T_max: tokens per second and GPU."""
         return min(self.memory_rate, self.slo_rate)
-
-
-def decode_seconds(cost: CostModel, batch: float, context: float) -> float:
-    """Return the time of a decode step of a batch, each with a context in tokens."""
-    count = max(1, round(batch))
-    total = round(count * context)
-    return cost.stage_seconds(0, StageWork(0, count, (), count, total, count))
 
 
 def rate_workers(
@@ -80,8 +72,9 @@ def rate_workers(
             continue
         capacity = deployment.scheduler.num_blocks * deployment.scheduler.block_size
         batch = capacity / context
-        seconds = decode_seconds(deployment.cost, batch, context)
-        largest = largest_batch(deployment.cost, tpot_seconds, context)
+        times = EngineTimes(deployment.cost)
+        seconds = times.total(decode_work(max(1, round(batch)), context))
+        largest = times.largest_batch(context, tpot_seconds, MAX_BATCH)
         workers.append(
             WorkerType(
                 degree,
@@ -96,18 +89,6 @@ def rate_workers(
     return workers
 
 
-def largest_batch(cost: CostModel, tpot_seconds: float, context: float) -> int:
-    """Return B: the largest batch whose decode step meets a limit; 0 if a single one does not."""
-    low, high = 0, MAX_BATCH
-    while low < high:
-        middle = (low + high + 1) // 2
-        if decode_seconds(cost, middle, context) <= tpot_seconds:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
 def best_worker(workers: Sequence[WorkerType]) -> WorkerType:
     """Return N*: the worker with the highest throughput per GPU; of equal ones the smallest."""
-    return max(workers, key=lambda each: (each.rate, -each.num_gpus))
+    return max(workers, key=lambda worker: (worker.rate, -worker.num_gpus))

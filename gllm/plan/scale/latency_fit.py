@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gllm.plan.engine_times import decode_work, prefill_work
 from gllm.routing.placement import LatencyModel
-from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import CostModel
 
 Array = NDArray[np.float64]
@@ -42,16 +42,15 @@ def fit_latency(cost: CostModel, max_tokens: int = PREFILL_TOKENS[-1]) -> Fitted
         max_tokens: Most prompt tokens of a step.
     """
     prefills = [
-        (tokens, cost.stage_seconds(0, StageWork(0, tokens, ((0, tokens),), 0, 0, 1)))
+        (tokens, cost.stage_seconds(0, prefill_work([tokens])))
         for tokens in PREFILL_TOKENS
         if tokens <= max_tokens
     ]
     decodes = [
-        (batch, batch * context,
-         cost.stage_seconds(0, StageWork(0, batch, (), batch, batch * context, batch)))
+        (batch, batch * context, cost.stage_seconds(0, decode_work(batch, context)))
         for batch in DECODE_BATCHES
         for context in DECODE_CONTEXTS
-    ]  # fmt: skip
+    ]
     return fit_steps(prefills, decodes)
 
 

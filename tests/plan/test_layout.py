@@ -6,38 +6,33 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gllm.plan.engine_designs import CORE, EngineDesign
-from gllm.plan.fleet_forecast import FleetForecast
-from gllm.plan.fleet_layout import (
-    FleetNode,
-    ServiceFacts,
-    assume_nodes,
-    lay_out_fleet,
-    parse_nodes,
-)
-from gllm.plan.latency_limits import parse_limits
+from gllm.options.slo import parse_slo
+from gllm.plan.layout import Parallelism
+from gllm.plan.nodes import CORE, NO_NODES, DeviceCluster, DeviceNode, parse_nodes
+from gllm.plan.problem import ServiceProblem
+from gllm.plan.search.designs import EngineDesign
+from gllm.plan.search.planner import FleetForecast, lay_out_fleet
 from gllm.plan.serving_plan import ServingPlan, check_plan, read_plan, write_plan
-from gllm.scheduler.config import SchedulerConfig
+from gllm.sim.costs.base import ConstantCostModel
+from gllm.sim.deployment import Deployment
 from gllm.sim.hardware.stages import split_layers_evenly
+from gllm.sim.options import SimulationConfig
 from tests.support.examples import num_examples
 
-LIMITS = parse_limits("ttft:p90=2,tpot=0.1")
+LIMITS = parse_slo("ttft:p90=2,tpot=0.1")
 
 
-def lay_out(design: EngineDesign, num_engines: int, nodes: list[FleetNode]) -> ServingPlan:
-    scheduler = SchedulerConfig(policy="sarathi", max_num_batched_tokens=512, max_num_seqs=64)
-    facts = ServiceFacts(
-        "model",
-        split_layers_evenly(32, design.stages),
-        scheduler,
-        "round-robin",
-        "azure-conv",
-        LIMITS,
-        "gllm plan search",
-        {},
-    )
+def lay_out(
+    design: EngineDesign, num_engines: int, cluster: DeviceCluster = NO_NODES
+) -> ServingPlan:
+    config = SimulationConfig(workload="azure-conv", routing_policy="round-robin")
+    config = design.configure(config)
+    resolved = config.scheduler.resolve(design.parallelism.pp, 100, 1000)
+    layers = split_layers_evenly(32, design.parallelism.pp)
+    deployment = Deployment("model", layers, ConstantCostModel(0.0), resolved)
     forecast = FleetForecast(num_engines, 3.0, 4.0, 0.95, 0.5, 0.05, True)
-    return lay_out_fleet(design, forecast, nodes, facts, {"H100": 4.0})
+    problem = ServiceProblem("model", "azure-conv", cluster, limits=LIMITS, prices={"H100": 4.0})
+    return lay_out_fleet(problem, design, deployment, config, forecast, "gllm plan search")
 
 
 @settings(max_examples=num_examples(40, 1000), deadline=None)
@@ -50,14 +45,16 @@ def lay_out(design: EngineDesign, num_engines: int, nodes: list[FleetNode]) -> S
 def test_every_layout_can_be_served(
     stages: int, ranks: int, num_engines: int, sizes: list[int]
 ) -> None:
-    nodes = [FleetNode(f"n{index}", f"h{index}", "H100", n) for index, n in enumerate(sizes)]
-    design = EngineDesign("H100", stages, ranks, "sarathi", 512, 64)
+    cluster = DeviceCluster(
+        tuple(DeviceNode(f"n{index}", "H100", size) for index, size in enumerate(sizes))
+    )
+    design = EngineDesign("H100", Parallelism(ranks, stages), "sarathi", 512, 64)
     has_places = sum(size // ranks for size in sizes) >= stages * num_engines
     if not has_places:
         with pytest.raises(ValueError, match="does not fit the nodes"):
-            lay_out(design, num_engines, nodes)
+            lay_out(design, num_engines, cluster)
         return
-    plan = lay_out(design, num_engines, nodes)
+    plan = lay_out(design, num_engines, cluster)
     check_plan(plan)
     assert [engine.num_devices for engine in plan.engines.values()] == [
         stages * ranks
@@ -67,8 +64,8 @@ def test_every_layout_can_be_served(
 
 
 def test_a_plan_of_this_machine_has_a_core_for_each_stage(tmp_path: Path) -> None:
-    design = EngineDesign(CORE, 1, 1, "sarathi", 512, 64)
-    plan = lay_out(design, 2, assume_nodes(CORE, 2))
+    design = EngineDesign(CORE, Parallelism(1, 1), "sarathi", 512, 64)
+    plan = lay_out(design, 2)
     path = tmp_path / "plan.yaml"
     write_plan(plan, path)
     assert read_plan(path) == plan
@@ -88,17 +85,17 @@ def test_a_plan_of_this_machine_has_a_core_for_each_stage(tmp_path: Path) -> Non
 
 
 def test_nodes_have_prices_and_eight_devices_by_default() -> None:
-    nodes = assume_nodes("H100", 12)
-    assert [node.num_devices for node in nodes] == [8, 4]
-    plan = lay_out(EngineDesign("H100", 1, 4, "sarathi", 512, 64), 3, nodes)
+    plan = lay_out(EngineDesign("H100", Parallelism(4, 1), "sarathi", 512, 64), 3)
+    assert [len(node.devices) for node in plan.nodes.values()] == [8, 4]
     assert {name: node.price for name, node in plan.nodes.items()} == {"node-0": 32, "node-1": 16}
 
 
 def test_only_nodes_with_the_device_are_used() -> None:
-    nodes = parse_nodes("a=10.0.0.1:8xL20, b=host:4xH100")
-    assert nodes[1] == FleetNode("b", "host", "H100", 4)
-    plan = lay_out(EngineDesign("H100", 2, 2, "sarathi", 512, 64), 1, nodes)
+    cluster = parse_nodes("a=10.0.0.1:8xL20, b=host:4xH100")
+    assert cluster.nodes[1] == DeviceNode("b", "H100", 4, host="host")
+    plan = lay_out(EngineDesign("H100", Parallelism(2, 2), "sarathi", 512, 64), 1, cluster)
     assert list(plan.nodes) == ["b"]
+    assert plan.nodes["b"].host == "host"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
 
+from gllm.observability.latency import slo_attainment
 from gllm.options.slo import Slo
 from gllm.plan.budget import SearchBudget
 from gllm.routing.placement import ALL_CONSTRAINTS, LatencyModel, PlacementRules
@@ -16,6 +17,7 @@ from gllm.sim.cluster.cluster import ClusterRun, simulate_cluster
 from gllm.sim.cluster.router import PolicyRouter
 from gllm.sim.costs.base import CostModel
 from gllm.sim.deployment import Deployment
+from gllm.sim.monotone_search import find_last
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload, scale_request
 
 SECONDS = 120.0
@@ -132,17 +134,14 @@ def simulate_fleet(case: FleetCase, num_workers: int) -> FleetOutcome:
 
 def measure_fleet(run: ClusterRun, slo: Slo, num_workers: int) -> FleetOutcome:
     """Return the latencies of a run on a number of workers, and how many keep limits."""
-    ttft, tpot = slo
     lines = [served.line for served in run.requests.values()]
-    is_first = [ttft is None or (each.ttft is not None and each.ttft <= ttft) for each in lines]
-    tpots = [each.tpot or 0.0 for each in lines]
-    is_fast = [tpot is None or each <= tpot for each in tpots]
-    both = sum(a and b for a, b in zip(is_first, is_fast, strict=True))
-    count = len(lines)
     return FleetOutcome(
-        num_workers, both / count, sum(is_first) / count, sum(is_fast) / count,
-        tuple(sorted(tpots)),
-    )  # fmt: skip
+        num_workers,
+        slo_attainment(lines, slo),
+        slo_attainment(lines, Slo(slo.ttft_seconds)),
+        slo_attainment(lines, Slo(None, slo.tpot_seconds)),
+        tuple(sorted(line.tpot or 0.0 for line in lines)),
+    )
 
 
 def least_fleet(
@@ -155,7 +154,7 @@ def least_fleet(
 ) -> FleetOutcome | None:
     """Return the smallest fleet that attains a share of requests; None if none up to a limit does.
 
-    More workers are assumed not to harm: the search doubles the number, then bisects.
+    More workers are assumed not to harm.
 
     Args:
         case: The workload.
@@ -171,21 +170,15 @@ def least_fleet(
     known: dict[int, FleetOutcome] = {}
     budget = budget or SearchBudget()
 
-    def attains(count: int) -> bool:
-        if count not in known:
+    def is_too_small(count: int, *_: int) -> bool:
+        if count and count not in known:
             if reason := budget.refusal():
                 raise SearchEndedError(reason)
             with budget.evaluation():
                 known[count] = simulate_fleet(case, count)
             on_outcome(known[count])
-        return known[count].attainment >= attainment
+        return not count or known[count].attainment < attainment
 
-    low, high = 0, max(1, start)
-    while not attains(high):
-        if high >= max_workers:
-            return None
-        low, high = high, min(max_workers, max(high + 1, 3 * high // 2))
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if attains(middle) else (middle, high)
-    return known[high]
+    start = min(max(1, start), max_workers)
+    largest = find_last(is_too_small, start, max(1, start // 2), 0, max_workers)
+    return None if largest is None or largest == max_workers else known[largest + 1]

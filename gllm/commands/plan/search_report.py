@@ -1,0 +1,133 @@
+"""Tables and picture of `gllm plan search`."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from gllm.plan.best_first import BestFirstOutcome
+from gllm.plan.problem import ServiceProblem
+from gllm.plan.search.designs import EngineDesign
+from gllm.plan.search.objectives import OBJECTIVES, AssessedDesign
+from gllm.plan.search.planner import FleetForecast
+from gllm.sim.metrics.plots import plot_scatter
+from gllm.sim.metrics.report import format_table, show_value
+
+Outcome = BestFirstOutcome[EngineDesign, AssessedDesign]
+NUM_ROWS = 20
+"""Most designs in a table."""
+
+
+def describe_search(
+    outcome: Outcome, problem: ServiceProblem, num_designs: int, is_closed: bool
+) -> str:
+    """Return the designs as a table, best first, and an account of all others."""
+    results = sorted((result for _, result in outcome.evaluated), key=lambda result: -result.score)
+    front = find_pareto_set(outcome)
+    shown = results[:NUM_ROWS] + [result for result in front if result not in results[:NUM_ROWS]]
+    rows = [_row(result, result in front) for result in shown]
+    header = ["design", "requests/s", "engines", OBJECTIVES[problem.objective].unit]
+    table = format_table([*header, "TTFT p90, s", "TPOT p50, s", "TBT p99, s", "Pareto"], rows)
+    word = "estimated" if is_closed else "simulated"
+    lines = [table, "", f"{len(results)} of {num_designs} designs {word}"]
+    lines += _count_lines("ruled out by closed forms", outcome.pruned)
+    lines += _count_lines("left out", outcome.left_out)
+    failures = Counter(result.note for result in results if result.note)
+    lines += _count_lines(f"{word} without a capacity", failures)
+    return "\n".join(lines)
+
+
+def find_pareto_set(outcome: Outcome) -> list[AssessedDesign]:
+    """Return the designs that no other one exceeds in objective, TTFT p90 and TBT p99 at once."""
+    served = [result for _, result in outcome.evaluated if result.num_engines and not result.note]
+
+    def costs(result: AssessedDesign) -> tuple[float, ...]:
+        latencies = result.latencies
+        return (-result.score, latencies.ttft_p90 or 0.0, latencies.itl_p99 or 0.0)
+
+    return pareto_set(served, costs)
+
+
+def format_forecast(best: AssessedDesign, forecast: FleetForecast) -> str:
+    """Return the best design and what is expected of it."""
+    engines = f"{forecast.num_engines} engine{'s' * (forecast.num_engines > 1)}"
+    figures = [
+        f"capacity {show_value(forecast.capacity)}/s",
+        *(
+            f"{name} {show_value(value, factor)} {unit}"
+            for name, value, factor, unit in (
+                ("TTFT p50", forecast.ttft_p50, 1.0, "s"),
+                ("TPOT p50", forecast.tpot_p50, 1.0, "s"),
+                ("within the limits", forecast.attainment, 100.0, "%"),
+            )
+            if value is not None
+        ),
+    ]
+    lines = [
+        f"\nbest: {engines} of {best.design}",
+        f"at {show_value(forecast.rate)} requests/s: {', '.join(figures)}",
+    ]
+    if not forecast.is_within:
+        lines.append("this misses the limits: the fleet has no further devices, or no --rate")
+    return "\n".join(lines)
+
+
+def plot_search(outcome: Outcome, problem: ServiceProblem, path: Path) -> None:
+    """Plot the objective over the TTFT; see `plot_scatter` for errors."""
+
+    def point(result: AssessedDesign) -> tuple[float, float]:
+        return result.latencies.ttft_p90 or 0.0, result.value
+
+    groups: dict[str, list[tuple[float, float]]] = {}
+    for design, result in outcome.evaluated:
+        if result.num_engines and not result.note:
+            groups.setdefault(design.device or "cores", []).append(point(result))
+    front = sorted(point(result) for result in find_pareto_set(outcome))
+    plot_scatter(
+        groups,
+        front,
+        "Pareto set (with TBT)",
+        path,
+        "TTFT p90 at the capacity, s",
+        OBJECTIVES[problem.objective].unit,
+        f"{problem.objective}, {problem.workload}",
+    )
+
+
+def _row(result: AssessedDesign, is_optimal: bool) -> list[str]:
+    has_value = result.num_engines > 0
+    return [
+        str(result.design),
+        show_value(result.capacity),
+        str(result.num_engines) if has_value else "",
+        show_value(result.value) if has_value else "",
+        *(show_value(latency) for latency in result.latencies),
+        "yes" if is_optimal else "",
+    ]
+
+
+def _count_lines(title: str, counts: Counter[str]) -> list[str]:
+    if not counts:
+        return []
+    return [f"{title}:", *(f"  {count:5} {reason}" for reason, count in counts.most_common())]
+
+
+Item = TypeVar("Item")
+
+
+def pareto_set(items: Sequence[Item], costs: Callable[[Item], tuple[float, ...]]) -> list[Item]:
+    """Return the items that no other one dominates, by rising first cost.
+
+    An item dominates another one if none of its costs is higher and one is lower. Of items with
+    equal costs the first is kept.
+
+    Args:
+        items: The candidates.
+        costs: Quantities of an item of which less is better; always as many.
+    """
+    chosen: list[tuple[tuple[float, ...], Item]] = []
+    for cost, item in sorted(((costs(item), item) for item in items), key=lambda pair: pair[0]):
+        # In this order, only an earlier item can dominate.
+        if not any(all(a <= b for a, b in zip(other, cost, strict=True)) for other, _ in chosen):
+            chosen.append((cost, item))
+    return [item for _, item in chosen]

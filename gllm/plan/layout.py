@@ -1,0 +1,182 @@
+"""Layout of engines on nodes, as a ServingPlan that `gllm up` starts: the same for all planners."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from gllm.plan.nodes import CORE, GBIT_BYTES, DeviceCluster
+from gllm.plan.problem import ServiceProblem
+from gllm.plan.serving_plan import (
+    ROLES,
+    EnginePlan,
+    ExpectedFigures,
+    LatencyGoals,
+    LinkPlan,
+    NodePlan,
+    RouterPlan,
+    ServingPlan,
+    StagePlan,
+)
+
+
+class Parallelism(NamedTuple):
+    """Tensor-parallel ranks of each stage, and pipeline stages, of one engine."""
+
+    tp: int
+    pp: int = 1
+
+    @property
+    def num_gpus(self) -> int:
+        """Number of devices."""
+        return self.tp * self.pp
+
+    def split_layers(self, num_layers: int) -> list[int]:
+        """Return the layers of each stage; the stages divide them."""
+        return [num_layers // self.pp] * self.pp
+
+    def __str__(self) -> str:
+        return f"TP {self.tp} PP {self.pp}"
+
+
+class PlannedStage(NamedTuple):
+    """One pipeline stage on nodes."""
+
+    devices: tuple[int, ...]
+    """Index of each rank's node in the cluster. Plans have all ranks of a stage on one node."""
+    layers: int
+
+
+Stages = tuple[PlannedStage, ...]
+
+
+class PlannedEngine(NamedTuple):
+    """An engine on nodes, for a plan."""
+
+    name: str
+    stages: Stages
+    role: str = "mixed"
+    scheduler: Mapping[str, Any] = {}
+    """Fields of SchedulerConfig that differ from their defaults."""
+    flags: Mapping[str, Any] = {}
+    """Further flags of `gllm serve`."""
+
+
+def place_engines(
+    cluster: DeviceCluster,
+    engines: Sequence[tuple[Parallelism, Sequence[int]]],
+    device: str | None = None,
+) -> list[Stages]:
+    """Return the stages of engines, which are placed one after the other.
+
+    The ranks of a stage share a node. An engine's stages are on as few nodes as possible: each one
+    takes the node of the stage before, or else the one with the most free devices. Engines with
+    many ranks per stage find room if they come first.
+
+    Args:
+        cluster: The nodes.
+        engines: Parallelism and layers of each stage.
+        device: Name of the device of the nodes that may be used; None: all nodes.
+
+    Raises:
+        ValueError: The engines do not fit.
+    """
+    free = [node.num_devices if device in (None, node.device) else 0 for node in cluster.nodes]
+    placed = []
+    for parallelism, layers in engines:
+        ranks = parallelism.tp
+        stages: list[PlannedStage] = []
+        for count in layers:
+            able = [index for index, left in enumerate(free) if left >= ranks]
+            if not able:
+                raise ValueError(
+                    f"{parallelism} does not fit the nodes: none has {ranks} free devices for a "
+                    "further stage: add nodes, or lower the rate or the number of ranks"
+                )
+            last = stages[-1].devices[0] if stages else -1
+            node = last if last in able else max(able, key=lambda index: free[index])
+            free[node] -= ranks
+            stages.append(PlannedStage((node,) * ranks, count))
+        placed.append(tuple(stages))
+    return placed
+
+
+def lay_out(
+    problem: ServiceProblem,
+    cluster: DeviceCluster,
+    engines: Sequence[PlannedEngine],
+    router: RouterPlan,
+    expected: ExpectedFigures,
+    checkpoint: str | None = None,
+    routes: Mapping[str, dict[str, float]] | None = None,
+) -> ServingPlan:
+    """Return the plan of a service.
+
+    The engines get the devices of their nodes in their order. The plan lists prefill engines before
+    decode engines, and nodes without engines only if the links of the cluster are known.
+
+    Args:
+        problem: Model, workload, limits, and prices of devices.
+        cluster: Nodes and links.
+        engines: The engines, with different names.
+        router: The router; the plan names its node.
+        expected: Figures that the planner predicts.
+        checkpoint: Folder or hub name of the model; None: the name of its shape.
+        routes: Share of a prefill engine's requests that each decode engine gets.
+    """
+    used = [0] * len(cluster.nodes)
+    plans: dict[str, EnginePlan] = {}
+    for engine in engines:
+        stages = []
+        for stage in engine.stages:
+            index, ranks = stage.devices[0], len(stage.devices)
+            node, first = cluster.nodes[index], used[index]
+            used[index] += ranks
+            devices = [] if node.device == CORE else list(range(first, first + ranks))
+            stages.append(StagePlan(node.name, stage.layers, devices))
+        plans[engine.name] = EnginePlan(
+            stages, engine.role, dict(engine.scheduler), dict(engine.flags)
+        )
+    nodes = {
+        node.name: NodePlan(
+            node.host or node.name,
+            [] if node.device == CORE else [node.device] * node.num_devices,
+            _node_price(problem, cluster, index),
+        )
+        for index, node in enumerate(cluster.nodes)
+        if used[index] or cluster.network
+    }
+    ttft, tpot = problem.limits.limit_of("ttft"), problem.limits.limit_of("tpot")
+    return ServingPlan(
+        checkpoint or problem.model,
+        nodes,
+        dict(sorted(plans.items(), key=lambda item: ROLES.index(item[1].role))),
+        links=_links(cluster),
+        router=msgspec.structs.replace(router, node=next(iter(nodes))),
+        routes=dict(routes or {}),
+        slo=LatencyGoals(ttft and ttft[0], tpot and tpot[0]),
+        workload=problem.workload,
+        expected=expected,
+    )
+
+
+def _node_price(problem: ServiceProblem, cluster: DeviceCluster, index: int) -> float | None:
+    node = cluster.nodes[index]
+    price = problem.prices.get(node.device)
+    if node.price is not None or price is None:
+        return node.price
+    return round(node.num_devices * price, 6)
+
+
+def _links(cluster: DeviceCluster) -> dict[str, LinkPlan]:
+    """Return the links between nodes; none if they are unknown."""
+    if cluster.network is None:
+        return {}
+    links = {}
+    for a, first in enumerate(cluster.nodes):
+        for b in range(a + 1, len(cluster.nodes)):
+            link = cluster.link(a, b)
+            links[f"{first.name}-{cluster.nodes[b].name}"] = LinkPlan(
+                link.bandwidth / GBIT_BYTES, round(link.latency * 1e3, 6)
+            )
+    return links

@@ -1,0 +1,47 @@
+"""Record of a planning problem, the same for all strategies."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gllm.options.slo import NO_SLO, Slo
+from gllm.plan.nodes import NO_NODES, DeviceCluster
+from gllm.sim.hardware.shapes import MODELS, ModelShape
+from gllm.sim.hardware.stages import look_up
+
+
+@dataclass(frozen=True)
+class ServiceProblem:
+    """A model and a workload, and what may serve them. A strategy reads the fields that it needs.
+
+    What only one strategy knows, such as the costs that it compares by, is an argument of its
+    search.
+    """
+
+    model: str
+    """Name of the model's shape."""
+    workload: str
+    """Name of the workload."""
+    cluster: DeviceCluster = NO_NODES
+    """Nodes and links to choose from; empty: as many nodes of `devices` as are needed."""
+    devices: tuple[str, ...] = ()
+    """Kinds of devices to choose from."""
+    rate: float | None = None
+    """Requests per second to serve; None: as many as possible."""
+    limits: Slo = NO_SLO
+    objective: str = ""
+    """Name of the quantity to optimize, where a strategy has several."""
+    bounds: Mapping[str, float] = field(default_factory=dict)
+    """Most of a quantity that the service may take, such as devices, power or machines."""
+    prices: Mapping[str, float] = field(default_factory=dict)
+    """US dollars per hour by device."""
+    num_requests: int = 300
+    """Least number of requests of a simulation."""
+    min_seconds: float = 0.0
+    """Shortest time in which the requests of a simulation arrive."""
+    seed: int = 0
+    """Seed of lengths, arrivals and random choices."""
+
+    @property
+    def shape(self) -> ModelShape:
+        """Return the shape of the model. Raises ValueError for an unknown one."""
+        return look_up("model", self.model, MODELS)

@@ -1,0 +1,1 @@
+"""Search over engine designs: device, parallelism, policy and batch size (Vidur)."""

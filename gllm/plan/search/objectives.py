@@ -1,0 +1,178 @@
+"""Objectives of a search over designs of engines, and the figures of a design."""
+
+from collections.abc import Callable
+from math import ceil, inf
+from typing import NamedTuple
+
+from gllm.plan.problem import ServiceProblem
+from gllm.plan.search.designs import EngineDesign
+from gllm.sim.hardware.devices import DEVICES
+
+MAKESPAN = "makespan"
+"""Objective of an offline workload."""
+TOO_SLOW = "too slow for the rate on the permitted devices"
+"""Reason of a design whose engines are not enough."""
+
+
+def max_engines(problem: ServiceProblem, design: EngineDesign) -> int:
+    """Return the number of engines of a design on the devices that the problem permits."""
+    return int(problem.bounds["devices"]) // design.num_devices
+
+
+def count_engines(problem: ServiceProblem, design: EngineDesign, capacity: float) -> int:
+    """Return the number of engines for the problem's rate, 1 without one.
+
+    Args:
+        problem: Rate, and the bound of `devices`.
+        design: The engine.
+        capacity: Requests per second of one engine; 0: one engine more than permitted.
+    """
+    if problem.rate is None:
+        return 1
+    if not capacity > 0:
+        return max_engines(problem, design) + 1
+    return max(1, ceil(problem.rate / capacity - 1e-9))
+
+
+def engine_price(problem: ServiceProblem, design: EngineDesign) -> float:
+    """Return the US dollars per hour of one engine."""
+    return design.num_devices * problem.prices[design.device]
+
+
+def engine_power(design: EngineDesign) -> float:
+    """Return the power limit of one engine in watts."""
+    power = DEVICES[design.device].power
+    assert power is not None, "the search checks the needs of its objective"
+    return design.num_devices * power
+
+
+class Objective(NamedTuple):
+    """Quantity that a search optimizes."""
+
+    unit: str
+    is_least: bool
+    """True if a smaller value is better."""
+    value: Callable[[float, ServiceProblem, EngineDesign], float]
+    """Value by the capacity of one engine in requests per second."""
+    needs: str = ""
+    """Fact that has to be known: price, power or rate."""
+    needs_rate: bool = False
+
+    def score(self, capacity: float, problem: ServiceProblem, design: EngineDesign) -> float:
+        """Return a score that is better if it is higher; -inf if the fleet cannot serve."""
+        if not capacity > 0:
+            return -inf
+        if count_engines(problem, design, capacity) > max_engines(problem, design):
+            return -inf
+        value = self.value(capacity, problem, design)
+        return -value if self.is_least else value
+
+
+OBJECTIVES = {
+    "qps-per-dollar": Objective(
+        "requests/s per $/h",
+        False,
+        lambda rate, problem, design: rate / engine_price(problem, design),
+        "price",
+    ),
+    "goodput-per-gpu": Objective(
+        "requests/s per device", False, lambda rate, problem, design: rate / design.num_devices
+    ),
+    "cost": Objective(
+        "$/h",
+        True,
+        lambda rate, problem, design: (
+            count_engines(problem, design, rate) * engine_price(problem, design)
+        ),
+        "price",
+        True,
+    ),
+    "power": Objective(
+        "W",
+        True,
+        lambda rate, problem, design: count_engines(problem, design, rate) * engine_power(design),
+        "power",
+        True,
+    ),
+    "makespan": Objective(
+        "s",
+        True,
+        lambda rate, problem, design: problem.num_requests / (rate * max_engines(problem, design)),
+    ),
+}
+"""Objectives by name. `makespan` is of an offline workload on all devices: there the capacity of an
+engine is its throughput with all requests at once."""
+
+
+class EngineLatencies(NamedTuple):
+    """Latencies of an engine at its capacity in seconds; None: unknown."""
+
+    ttft_p90: float | None = None
+    tpot_p50: float | None = None
+    itl_p99: float | None = None
+
+
+UNKNOWN = EngineLatencies()
+
+
+class AssessedDesign(NamedTuple):
+    """A design and its figures, by closed forms or by simulation."""
+
+    design: EngineDesign
+    capacity: float
+    """Requests per second of one engine; 0: none within the limits."""
+    value: float
+    """Value of the objective; NaN without a capacity."""
+    score: float
+    num_engines: int
+    latencies: EngineLatencies = UNKNOWN
+    note: str = ""
+
+
+def check_problem(problem: ServiceProblem) -> None:
+    """Raise ValueError if the objective lacks a fact of a device, or the rate."""
+    name = problem.objective
+    objective = OBJECTIVES[name]
+    if objective.needs_rate and problem.rate is None:
+        raise ValueError(f"--objective {name} needs a rate to serve: add --rate")
+    for device in problem.devices:
+        if objective.needs == "price" and device not in problem.prices:
+            known = device or "this machine's cores"
+            raise ValueError(
+                f"--objective {name} needs a price of {known}: add --prices vidur,"
+                f"{device or 'DEVICE'}=DOLLARS_PER_HOUR, or choose --objective goodput-per-gpu"
+            )
+        spec = DEVICES.get(device)
+        if objective.needs == "power" and (spec is None or spec.power is None):
+            raise ValueError(f"--objective {name}: the power of {device or 'a core'} is unknown")
+
+
+def assess_capacity(
+    problem: ServiceProblem,
+    design: EngineDesign,
+    capacity: float,
+    latencies: EngineLatencies = UNKNOWN,
+    note: str = "",
+) -> AssessedDesign:
+    """Return a design with the value and the score of its capacity in requests per second.
+
+    Args:
+        problem: The task.
+        design: The design.
+        capacity: Requests per second of one engine.
+        latencies: Latencies at that rate.
+        note: Reason of a capacity of 0.
+    """
+    objective = OBJECTIVES[problem.objective]
+    if not capacity > 0:
+        return AssessedDesign(
+            design, 0.0, float("nan"), -inf, 0, note=note or "no rate is in limits"
+        )
+    count = count_engines(problem, design, capacity)
+    if problem.objective == MAKESPAN:
+        count = max_engines(problem, design)
+    score = objective.score(capacity, problem, design)
+    note = TOO_SLOW if score == -inf else note
+    return AssessedDesign(
+        design, capacity, objective.value(capacity, problem, design), score, count, latencies, note
+    )

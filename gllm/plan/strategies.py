@@ -1,0 +1,39 @@
+"""Registry of planning strategies: the searches of `gllm plan`.
+
+A strategy reads a `ServiceProblem` and returns engines that `layout.lay_out` makes a `ServingPlan`
+of. Its module in `gllm.commands.plan` has the name of the strategy and two functions:
+
+- `make_parser()` returns its flags, `--output` among them.
+- `plan(values, command)` prints what the search finds and returns a function that lays out the
+  plan, or None if nothing serves the workload.
+"""
+
+from typing import NamedTuple
+
+
+class Strategy(NamedTuple):
+    """Entry of the registry."""
+
+    description: str
+    is_repeatable: bool = False
+    """True if `gllm up --replan` may repeat it for another workload."""
+    takes_rate: bool = False
+    """True if it has a flag `--rate` that a repetition sets."""
+
+
+STRATEGIES: dict[str, Strategy] = {
+    "goodput": Strategy(
+        "engines of prefill and of decode with the highest goodput per GPU", True, True
+    ),
+    "pools": Strategy("prompt and token machines for a budget of power or cost, or for a rate"),
+    "capacity": Strategy("highest request rate of a configuration within latency limits"),
+    "search": Strategy(
+        "devices, parallelism, policy and batch size that serve a workload best", True, True
+    ),
+    "scale": Strategy("GPUs per engine, and engines by request rate, within an SLO (Aladdin)"),
+    "hetero": Strategy("prefill and decode replicas on unlike devices (HexGen-2)", True),
+}
+
+
+class UnservableError(ValueError):
+    """Nothing that a strategy may choose serves the workload within its limits."""
