@@ -93,7 +93,7 @@ def _run_node(
     import uvloop
 
     from gllm.commands.node_process import NodeProcess, RankOptions
-    from gllm.engine.join_facts import make_join_facts
+    from gllm.engine.preflight import make_join_facts
 
     facts = make_join_facts(engine, plan.folder, plan.max_model_len)
     config = JoinConfig.of_rank(engine, nodes, server, secret_file)

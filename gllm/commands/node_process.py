@@ -21,8 +21,8 @@ from gllm.config.node_environment import parse_head_address
 from gllm.config.nodes import NodesConfig
 from gllm.deploy.cluster.member import ClusterMember
 from gllm.deploy.cluster.service_processes import ServiceMachine
+from gllm.frontend.listening import raise_open_files_limit
 from gllm.frontend.node_app import start_node_server
-from gllm.frontend.open_files import raise_open_files_limit
 from gllm.models.hub import find_local_model
 from gllm.options.addresses import format_host_port
 from gllm.runtime.head.link_process import LinkProcess

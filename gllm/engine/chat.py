@@ -7,8 +7,7 @@ from gllm.config.sampling import SamplingParams
 from gllm.engine.interface import ModelInfo
 from gllm.engine.request_checks import check_request, convert_length_errors, truncate_prompt
 from gllm.text.chat.output_grammar import constrain_output
-from gllm.text.chat.prompt import render_chat
-from gllm.text.chat.request import ChatRequest
+from gllm.text.chat.prompt import ChatRequest, render_chat
 from gllm.text.output.parser import OutputFormat
 from gllm.text.tokenizer import Tokenizer
 

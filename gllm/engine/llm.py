@@ -24,7 +24,7 @@ from gllm.engine.request_checks import check_options, check_request, truncate_pr
 from gllm.messages.sampling import TokenLogprobs
 from gllm.options.field_types import to_str, to_token_ids
 from gllm.text.chat.output_parser import ChatOutputParser
-from gllm.text.chat.request import ChatRequest, ReasoningEffort
+from gllm.text.chat.prompt import ChatRequest, ReasoningEffort
 from gllm.text.chat.tools import parse_tools
 from gllm.text.output.events import ToolCall
 from gllm.text.output.parser import OutputFormat

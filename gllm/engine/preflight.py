@@ -4,16 +4,22 @@ Runs in the parent process, without torch: resolves the model's folder, splits i
 stages, and checks the context length, the size of the KV cache and that ranks can share the model.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
+
 from gllm.config.engine import QUANTIZATION_DEVICES, EngineConfig
+from gllm.messages.nodes import PROTOCOL
 from gllm.models.config import ModelConfig, read_config
 from gllm.models.hub import resolve_model
+from gllm.models.identity import hash_model
 from gllm.models.shard import shard, unsupported_shard_reason
 from gllm.models.spec import ModelSpec
 from gllm.models.split import split_layers
 from gllm.options.flags import output_file
+from gllm.options.version import __version__
+from gllm.recovery.join_check import JoinFacts
 
 KV_ITEM_BYTES = {"fp8": 1, "fp8_e4m3": 1}
 """Bytes of one element of the KV cache by `kv_cache_dtype`; other values have at least 2."""
@@ -110,3 +116,20 @@ def _check_kv_cache(config: EngineConfig, model: ModelSpec, length: int) -> None
             f"{length} needs {needed * block_bytes} at least: raise --kv-cache-memory or lower "
             "--max-model-len"
         )
+
+
+def make_join_facts(config: EngineConfig, folder: Path, max_model_len: int) -> JoinFacts:
+    """Return the facts of this machine, as head or as a machine with a rank.
+
+    Args:
+        config: of the engine.
+        folder: of the model.
+        max_model_len: most tokens of a sequence, which `config` may leave to the model.
+
+    Raises:
+        ModelError: the model's files cannot be read.
+    """
+    resolved = replace(config, max_model_len=max_model_len)
+    return JoinFacts(
+        PROTOCOL, __version__, config.model, hash_model(folder), msgspec.json.encode(resolved)
+    )

@@ -12,8 +12,7 @@ from gllm.messages.sampling import SequenceSamplingParams, TokenLogprobs
 from gllm.runtime.head.request_client import RequestClient
 from gllm.runtime.head.request_stream import RequestStream, TokenDelta
 from gllm.scheduler.plan import FirstToken
-from gllm.text.detokenizer import IncrementalDetokenizer
-from gllm.text.stop_strings import StopStrings
+from gllm.text.detokenizer import IncrementalDetokenizer, StopStrings
 from gllm.text.tokenizer import Tokenizer
 
 BadWords = tuple[tuple[int, ...], ...]

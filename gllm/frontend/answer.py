@@ -24,8 +24,8 @@ from gllm.frontend.context import (
 )
 from gllm.frontend.errors import ApiError, to_api_error
 from gllm.frontend.json_encoding import encode_json_in_pieces
+from gllm.frontend.request_metrics import SUMMARY, RequestSummary
 from gllm.frontend.request_run import PreparedRequest, RequestRun
-from gllm.frontend.request_summary import SUMMARY, RequestSummary
 from gllm.frontend.response_schemas import ResponseSchema
 from gllm.frontend.routing_hints import read_routing_hints
 from gllm.frontend.sse import EventStream, ServerSentEvent

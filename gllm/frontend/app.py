@@ -7,16 +7,15 @@ from aiohttp import web
 
 from gllm.config.server import ServerConfig
 from gllm.engine.interface import EngineInterface
-from gllm.frontend import errors
 from gllm.frontend.connection import ConnectionRunner
 from gllm.frontend.context import CONTEXT, SERVER_CONFIG, ServerContext
 from gllm.frontend.endpoint import register_endpoints
 from gllm.frontend.handoffs import registry
 from gllm.frontend.metrics import Metrics
-from gllm.frontend.middleware import arrival, cors, draining, keys, observe, origin, rate_limit
+from gllm.frontend.middleware import keys, observe, origin, rate_limit
 from gllm.frontend.routes.registry import ENDPOINTS
 
-MIDDLEWARE = (arrival, observe, draining, errors, origin, cors, keys, rate_limit)
+MIDDLEWARE = (observe, origin, keys, rate_limit)
 """Modules whose `install` adds a middleware, outermost first."""
 
 

@@ -1,19 +1,29 @@
 """Prepare chat requests for the engine, for every endpoint with messages."""
 
 import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+from aiohttp import web
 
 from gllm.engine.chat import PreparedChat, prepare_chat
-from gllm.frontend.context import ServerContext
+from gllm.frontend.context import CONTEXT, ServerContext
+from gllm.frontend.fields.base import ModelRequestFields
 from gllm.frontend.fields.chat import ChatCompletionFields, ChatTemplateOptions
-from gllm.frontend.fields.generation import to_sampling_params
+from gllm.frontend.fields.generation import SamplingFields, to_sampling_params
+from gllm.frontend.fields.parsing import (
+    parse_fields,
+    read_fields,
+    rename_error_fields,
+    run_off_loop,
+)
 from gllm.frontend.handoffs.legs import HandoffLeg
 from gllm.frontend.request_run import PreparedRequest
 from gllm.text.chat.output_parser import create_reasoning_counter_factory
-from gllm.text.chat.request import ChatRequest
+from gllm.text.chat.prompt import ChatRequest, render_chat
 from gllm.text.chat.tools import ToolOptions, parse_functions, parse_tools
 
 
@@ -69,3 +79,75 @@ def _tool_options(fields: ChatCompletionFields) -> ToolOptions:
         return parse_functions(fields.functions, fields.function_call)
     use = parse_tools(fields.tools, fields.tool_choice)
     return replace(use, is_single_call=fields.parallel_tool_calls is False)
+
+
+Fields = TypeVar("Fields", bound=ModelRequestFields)
+
+
+@asynccontextmanager
+async def prepare_converted_chat(
+    request: web.Request,
+    schema: type[Fields],
+    as_chat: Callable[[Fields], Mapping[str, Any]],
+    names: Mapping[str, str],
+) -> AsyncIterator[tuple[Fields, PreparedRequest]]:
+    """Yield a request's fields and the prepared request, which is admitted within the block.
+
+    Args:
+        request: The HTTP request.
+        schema: Fields of the API's body.
+        as_chat: Converts the fields to those of chat completions.
+        names: The API's names of the fields of chat completions, for errors.
+
+    Raises:
+        FieldError: The request is invalid.
+        ApiError: The model is not served.
+    """
+    context = request.app[CONTEXT]
+    fields = await read_fields(request, schema)
+    context.check_model(fields.model)
+    chat = await run_off_loop(request, lambda: to_chat_fields(fields, as_chat(fields), names))
+    with context.admit(), rename_error_fields(names):
+        yield fields, await prepare_chat_request(context, chat)
+
+
+async def count_prompt_tokens(
+    request: web.Request,
+    schema: type[Fields],
+    as_chat: Callable[[Fields], Mapping[str, Any]],
+    names: Mapping[str, str],
+) -> int:
+    """Return the number of tokens of a request's prompt.
+
+    Arguments and errors are those of `prepare_converted_chat`.
+    """
+    context = request.app[CONTEXT]
+    fields = await read_fields(request, schema)
+    context.check_accepting()
+    context.check_model(fields.model)
+    chat = await run_off_loop(request, lambda: to_chat_fields(fields, as_chat(fields), names))
+    tokenizer, parsers = context.engine.tokenizer, context.config.output_parsers
+    with rename_error_fields(names):
+        prompt = await asyncio.to_thread(
+            lambda: render_chat(tokenizer, chat_request(chat), parsers)
+        )
+    return len(prompt.token_ids)
+
+
+def to_chat_fields(
+    fields: object, values: Mapping[str, Any], names: Mapping[str, str]
+) -> ChatCompletionFields:
+    """Return fields of chat completions.
+
+    Args:
+        fields: Fields of the other API, from which the sampling fields are copied.
+        values: Converted values of the other fields of chat completions.
+        names: Map from fields of chat completions to the client's fields, for errors.
+
+    Raises:
+        FieldError: A value is invalid; the error names the client's field.
+    """
+    sampling = {name: getattr(fields, name, None) for name in SamplingFields.__struct_fields__}
+    present = {name: value for name, value in {**sampling, **values}.items() if value is not None}
+    with rename_error_fields(names):
+        return parse_fields(present, ChatCompletionFields)

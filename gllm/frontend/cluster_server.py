@@ -9,21 +9,18 @@ from aiohttp import web
 
 from gllm.config.server import ServerConfig
 from gllm.deploy.cluster.master import Master
-from gllm.frontend import errors
 from gllm.frontend.app import make_runner
-from gllm.frontend.cluster_context import CLUSTER
 from gllm.frontend.context import SERVER_CONFIG
 from gllm.frontend.endpoint import register_endpoints
-from gllm.frontend.listening import listen
-from gllm.frontend.middleware import arrival, cors, keys, origin
-from gllm.frontend.open_files import raise_open_files_limit
+from gllm.frontend.listening import listen, raise_open_files_limit, tls_context
+from gllm.frontend.middleware import keys, observe, origin
+from gllm.frontend.routes.cluster import CLUSTER
 from gllm.frontend.routes.cluster_registry import CLUSTER_ENDPOINTS
-from gllm.frontend.tls import tls_context
 from gllm.options.addresses import format_host_port
 
 log = logging.getLogger("gllm")
 
-CLUSTER_MIDDLEWARE = (arrival, errors, origin, cors, keys)
+CLUSTER_MIDDLEWARE = (observe, origin, keys)
 """Modules whose `install` adds a middleware, outermost first."""
 
 

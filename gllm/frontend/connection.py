@@ -1,10 +1,21 @@
 """HTTP connections: limits and timeouts of headers, write timeouts, and errors in our JSON.
 
 Answers the errors that aiohttp finds below the routes, such as bytes that are not HTTP.
+
+requirements.txt pins aiohttp to one version, because no public interface of it tells that a
+connection waits for the headers of a request, lets a runner create connections of another class, or
+changes its shutdown timeout after the start. All uses of private names are in this file:
+
+- `_waiter` of `web.RequestHandler`: future of the task that waits for the next request.
+- `_request_count` of `web.RequestHandler`: requests of the connection so far.
+- `_make_server` of `web.AppRunner`: creates the factory of connections.
+- `_shutdown_timeout` of `web.AppRunner`: seconds that `cleanup` waits for running answers.
+- `_kwargs` and `_loop` of `web.Server`: arguments of a connection's constructor.
 """
 
 import asyncio
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,9 +24,59 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
 from gllm.config.server import ServerConfig
-from gllm.frontend.aiohttp_internals import CustomConnectionRunner, HeaderAwareConnection
 from gllm.frontend.errors import ApiError, error_response, to_api_error
 from gllm.frontend.request_id import current_request_id, request_id
+
+
+class HeaderAwareConnection(web.RequestHandler):
+    """Connection that tells whether it waits for the headers of a request."""
+
+    __slots__ = ()
+
+    @property
+    def is_waiting_for_headers(self) -> bool:
+        """True until the headers of the next request are complete."""
+        # The first bytes can arrive before the task that waits for them has started.
+        waiter = self._waiter
+        return self._request_count == 0 or (waiter is not None and not waiter.done())
+
+
+ConnectionFactory = Callable[..., HeaderAwareConnection]
+"""Creates a connection from its server and the keyword arguments of RequestHandler."""
+
+
+class CustomConnectionRunner(web.AppRunner):
+    """AppRunner whose connections are created by a factory; `options` are those of AppRunner."""
+
+    def __init__(
+        self, app: web.Application, new_connection: ConnectionFactory, **options: Any
+    ) -> None:
+        super().__init__(app, **options)
+        self._new_connection = new_connection
+
+    def set_shutdown_timeout(self, seconds: float) -> None:
+        """Set the time that `cleanup` waits for running answers."""
+        self._shutdown_timeout = seconds
+
+    async def _make_server(self) -> web.Server:
+        server = await super()._make_server()
+        return _ConnectionServer(
+            server.request_handler,
+            request_factory=server.request_factory,
+            handler_cancellation=server.handler_cancellation,
+            new_connection=self._new_connection,
+            **server._kwargs,
+        )
+
+
+class _ConnectionServer(web.Server):
+    """Factory of connections for asyncio."""
+
+    def __call__(self) -> HeaderAwareConnection:
+        options = dict(self._kwargs)
+        new_connection: ConnectionFactory = options.pop("new_connection")
+        return new_connection(self, loop=self._loop, **options)
+
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +220,7 @@ class ConnectionRunner(CustomConnectionRunner):
             max_field_size=MAX_HEADER_BYTES,
             max_headers=MAX_HEADERS,
             keepalive_timeout=config.keep_alive_timeout,
-            # Bodies are decompressed in a thread, within a limit (fields/content_encoding.py).
+            # Bodies are decompressed in a thread, within a limit (fields/parsing.py).
             auto_decompress=False,
         )
 

@@ -1,7 +1,4 @@
-"""Errors of all endpoints in OpenAI's format, and the middleware that answers with them.
-
-Maps exceptions to status codes.
-"""
+"""Errors of all endpoints in OpenAI's format: status codes of exceptions, and their answers."""
 
 import logging
 from collections.abc import Awaitable, Callable
@@ -10,7 +7,6 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from gllm.config.server import ServerConfig
 from gllm.engine.interface import EngineUnavailableError, OverloadedError, PoisonRequestError
 from gllm.engine.request_checks import PromptTooLongError
 from gllm.frontend.request_id import current_request_id
@@ -117,22 +113,6 @@ def _dropped(
     if dropped_reason:
         api_error.headers[DROPPED_REASON_HEADER] = dropped_reason
     return api_error
-
-
-def install(app: web.Application, config: ServerConfig) -> None:
-    """Add the middleware to an application."""
-    app.middlewares.append(error_middleware)
-
-
-@web.middleware
-async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Convert exceptions of the handler to answers."""
-    try:
-        return await handler(request)
-    except ConnectionError:
-        raise  # the client has disconnected
-    except Exception as error:
-        return error_response(to_api_error(error))
 
 
 def error_response(error: ApiError) -> web.Response:

@@ -1,8 +1,10 @@
 """Prometheus metrics of the server: counters of requests, and the engine's own at each scrape."""
 
+import asyncio
+import re
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import accumulate, product
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -15,14 +17,154 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from gllm.engine.interface import EngineInterface, EngineStatus
-from gllm.frontend.kv_metrics import kv_transfer_metrics
-from gllm.frontend.metric_aliases import AdapterCollector, repeat_with_aliases
 from gllm.frontend.node_metrics import NodeCollector
-from gllm.frontend.process_metrics import EventLoopCollector
 from gllm.frontend.router_metrics import RouterCollector
 
 PREFIX = "gllm:"
 """Prefix of all metric names."""
+VLLM_PREFIX = "vllm:"
+"""Prefix of the names under which some metrics are repeated for routers, autoscalers and
+dashboards that read vLLM's; docs/router.md has the table."""
+SAME_NAMES = (
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "cache_config_info",
+    "num_preemptions",
+    "prompt_tokens",
+    "generation_tokens",
+    "iteration_tokens_total",
+    "request_success",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_inference_time_seconds",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+)
+"""Metrics that have the same name after either prefix."""
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    **{name: (name,) for name in SAME_NAMES},
+    # Names of earlier releases, which production-stack and SMG still read.
+    "kv_cache_usage_perc": ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
+    "prefix_cache_queries": ("prefix_cache_queries", "gpu_prefix_cache_queries"),
+    "prefix_cache_hits": ("prefix_cache_hits", "gpu_prefix_cache_hits"),
+    # vLLM's time per output token is that between tokens; the mean of a request has its own name.
+    "inter_token_latency_seconds": ("inter_token_latency_seconds", "time_per_output_token_seconds"),
+    "time_per_output_token_seconds": ("request_time_per_output_token_seconds",),
+}
+"""Names after vLLM's prefix by the name after gllm's."""
+
+
+_BLOCK = re.compile(r"^# HELP gllm:(\w+) .*\n(?:(?!# HELP ).*\n)*", re.MULTILINE)
+"""A metric in Prometheus's text format: its comments and its samples."""
+
+
+def repeat_with_aliases(text: str) -> str:
+    """Return those metrics of a text in Prometheus's format that have vLLM's names, with these.
+
+    Works on the text, because writing the samples again takes as long as writing all of them.
+    """
+    parts = []
+    for block in _BLOCK.finditer(text):
+        name = block[1] if block[1] in ALIASES else block[1].removesuffix("_total")
+        for alias in ALIASES.get(name, ()):
+            # Label values may contain anything, so only the beginnings of lines are changed.
+            pattern = rf"^(# (?:HELP|TYPE) )?{PREFIX}{name}"
+            alias = rf"\g<1>{VLLM_PREFIX}{alias}"
+            parts.append(re.sub(pattern, alias, block[0], flags=re.MULTILINE))
+    return "".join(parts)
+
+
+class AdapterCollector(Collector):
+    """Collector of the metric by which llm-d selects servers with a LoRA adapter: there are none.
+
+    Args:
+        model: Name of the served model.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metric."""
+        labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters", "model_name")
+        text = "LoRA adapters in use; the value is the time of the scrape"
+        gauge = GaugeMetricFamily(VLLM_PREFIX + "lora_requests_info", text, labels=labels)
+        gauge.add_metric(["0", "", "", self._model], time.time())
+        yield gauge
+
+
+class EventLoopCollector(Collector):
+    """Collector of the number of asyncio tasks, read at each scrape on the event loop.
+
+    Args:
+        model: Name of the served model.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the gauge; 0 if the calling thread has no running event loop."""
+        try:
+            num_tasks = len(asyncio.all_tasks())
+        except RuntimeError:
+            num_tasks = 0
+        text = "Tasks of the event loop: one per open connection, and those of the server itself"
+        gauge = GaugeMetricFamily(PREFIX + "event_loop_tasks", text, labels=("model_name",))
+        gauge.add_metric([self._model], num_tasks)
+        yield gauge
+
+
+def kv_transfer_metrics(labels: dict[str, str], status: EngineStatus) -> Iterator[Metric]:
+    """Yield the metrics of an engine's transfers; none if it neither gives nor fetches blocks.
+
+    Args:
+        labels: common labels and their values.
+        status: of the engine.
+    """
+    stats, totals, values = status.stats, status.kv_transfers, [*labels.values()]
+    if totals is None:
+        return
+    fetches = CounterMetricFamily(
+        PREFIX + "kv_fetches",
+        "Fetches of KV blocks from other engines that have ended, by outcome",
+        labels=(*labels, "outcome"),
+    )
+    fetches.add_metric([*values, "complete"], totals.num_fetched)
+    fetches.add_metric([*values, "failed"], totals.num_failed)
+    yield fetches
+    for name, value, text in (
+        ("kv_fetched_bytes", totals.num_bytes, "Bytes of KV blocks that fetches have got"),
+        ("kv_fetch_seconds", totals.seconds, "Seconds of the complete fetches"),
+        ("kv_fetched_tokens", stats.fetched_tokens,
+         "Tokens that were not computed because another engine had their KV blocks"),
+        ("kv_computed_fetches", stats.failed_fetches,
+         "Requests whose prompt was computed in spite of a source: the fetch has failed, or was "
+         "predicted to take longer"),
+        ("kv_served_tickets", totals.num_served,
+         "Requests whose KV blocks other engines were allowed to read"),
+        ("kv_pushed_tickets", totals.num_pushed,
+         "Those of them whose KV blocks could be read while their prompt was computed"),
+    ):  # fmt: skip
+        counter = CounterMetricFamily(PREFIX + name, text, labels=[*labels])
+        counter.add_metric(values, value)
+        yield counter
+    for name, value, text in (
+        ("kv_fetches_running", stats.fetching, "Sequences that wait for KV blocks"),
+        ("kv_held_blocks", stats.held_blocks, "KV blocks that are kept for other engines"),
+    ):
+        gauge = GaugeMetricFamily(PREFIX + name, text, labels=[*labels])
+        gauge.add_metric(values, value)
+        yield gauge
+
+
 FAST_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0)
 """Bucket bounds of latencies per token, in seconds."""
 SLOW_BUCKETS = (

@@ -8,9 +8,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gllm.frontend.link_metrics import PREFIX, link_metrics
 from gllm.frontend.listening import listen
-from gllm.frontend.node_metrics import machine_load
+from gllm.frontend.node_metrics import PREFIX, link_metrics, machine_load
 from gllm.messages.nodes import LinkState, NodeLoad
 
 

@@ -14,9 +14,7 @@ from gllm.config.server import ServerConfig
 from gllm.engine.interface import EngineInterface
 from gllm.frontend.app import make_app, make_runner
 from gllm.frontend.connection import ConnectionRunner
-from gllm.frontend.listening import listen
-from gllm.frontend.open_files import raise_open_files_limit
-from gllm.frontend.tls import tls_context
+from gllm.frontend.listening import listen, raise_open_files_limit, tls_context
 
 log = logging.getLogger("gllm")
 

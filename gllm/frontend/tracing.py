@@ -26,7 +26,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from gllm.frontend.context import REQUEST_ID
-from gllm.frontend.request_summary import SUMMARY, RequestSummary
+from gllm.frontend.request_metrics import SUMMARY, RequestSummary
 from gllm.options.version import __version__
 
 MAX_QUEUED_SPANS = 4096

@@ -12,7 +12,7 @@ import pytest
 import uvloop
 
 from gllm.frontend.connection import MAX_HEADER_BYTES, MAX_HEADERS, MAX_HEADERS_BYTES, MAX_URL_BYTES
-from gllm.frontend.open_files import raise_open_files_limit
+from gllm.frontend.listening import raise_open_files_limit
 from tests.frontend.conftest import CHAT, CHAT_PATH, TEXT_PATH, serving
 from tests.frontend.test_stream import BulkyTokenizer, until
 from tests.support.http.raw import SECONDS, connected, post
@@ -167,7 +167,7 @@ def test_the_limit_on_open_files_is_raised():
     """In a process of its own, as a shell that allows few starts it."""
     lines = (
         "import resource",
-        "from gllm.frontend.open_files import raise_open_files_limit",
+        "from gllm.frontend.listening import raise_open_files_limit",
         "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)",
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))",
         "raise_open_files_limit()",

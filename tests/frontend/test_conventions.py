@@ -8,7 +8,7 @@ from datetime import datetime
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gllm.frontend.metric_aliases import ALIASES, PREFIX, repeat_with_aliases
+from gllm.frontend.metrics import ALIASES, VLLM_PREFIX, repeat_with_aliases
 from gllm.frontend.routes.registry import ENDPOINTS
 from tests.frontend.test_plain_routes import get
 from tests.support.http.endpoint_bodies import EXAMPLES
@@ -119,11 +119,11 @@ async def test_metrics(server):
     families = await scrape(server)
     kinds = {"gauge": GAUGES, "counter": COUNTERS, "histogram": HISTOGRAMS}
     for kind, names in kinds.items():
-        assert {n: families[PREFIX + n].type for n in names} == dict.fromkeys(names, kind)
+        assert {n: families[VLLM_PREFIX + n].type for n in names} == dict.fromkeys(names, kind)
     assert all(
         sample.labels["model_name"] == "fake/model"
         for name, family in families.items()
-        if name.startswith(PREFIX)
+        if name.startswith(VLLM_PREFIX)
         for sample in family.samples
     )
     (cache,) = families["vllm:cache_config_info"].samples

@@ -9,9 +9,9 @@ from aiohttp import web
 
 from gllm.config.server import ServerConfig
 from gllm.frontend.app import make_app, make_runner
+from gllm.frontend.listening import tls_context
 from gllm.frontend.middleware.origin import host_check, host_name
 from gllm.frontend.routes.registry import ENDPOINTS
-from gllm.frontend.tls import tls_context
 from tests.frontend.conftest import CHAT, CHAT_PATH, serving
 from tests.support.http.endpoint_bodies import EXAMPLES
 from tests.support.network.certificates import make_certificate

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gllm.frontend.errors import ApiError
-from gllm.frontend.fields.content_encoding import BodyTooLargeError, decompress
-from gllm.frontend.fields.json_size import split_strings
+from gllm.frontend.fields.parsing import BodyTooLargeError, decompress, split_strings
 from gllm.options.limits import MAX_JSON_NUMBERS, MAX_JSON_VALUES
 from tests.frontend.conftest import CHAT, CHAT_PATH, serving
 from tests.support.examples import num_examples

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from gllm.config.server import ServerConfig
 from gllm.frontend.app import make_app, make_runner
-from gllm.frontend.tls import tls_context
+from gllm.frontend.listening import tls_context
 from tests.frontend.conftest import CHAT, CHAT_PATH
 from tests.support.network.certificates import make_certificate
 

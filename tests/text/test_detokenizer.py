@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gllm.text.detokenizer import IncrementalDetokenizer
-from gllm.text.stop_strings import StopStrings
+from gllm.text.detokenizer import IncrementalDetokenizer, StopStrings
 from gllm.text.tokenizer import Tokenizer
 from tests.support.examples import num_examples
 from tests.support.text import tokenizers as some

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gllm.options.limits import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
-from gllm.text.stop_strings import StopMatcher, StopStrings
+from gllm.text.detokenizer import StopMatcher, StopStrings
 from tests.support.examples import num_examples
 
 

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 
-from gllm.text.token_length import compute_max_token_characters
-from gllm.text.tokenizer import Tokenizer, TooManyTokensError
+from gllm.text.tokenizer import Tokenizer, TooManyTokensError, compute_max_token_characters
 from tests.support.examples import num_examples
 from tests.support.text import tokenizers as some
 

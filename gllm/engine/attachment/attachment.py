@@ -8,8 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from gllm.config.attachment import ROLES
-from gllm.engine.attachment.attached_engine import AttachedEngine
-from gllm.engine.attachment.router_session import RouterSession
+from gllm.engine.attachment.router_session import AttachedEngine, RouterSession
 from gllm.messages.codec import AnyMessage, decode_for_engine
 from gllm.messages.fleet import (
     OLDEST_PROTOCOL,

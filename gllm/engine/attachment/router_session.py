@@ -6,15 +6,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from typing import Protocol
 
 from gllm.config.sampling import MAX_N
-from gllm.engine.attachment.attached_engine import AttachedEngine
 from gllm.messages.codec import AnyMessage
 from gllm.messages.control import CommandDone, ResetPrefixCache
 from gllm.messages.fleet import GreetEngine
 from gllm.messages.handoff import (
     MAX_TICKETS,
     FirstChunkComputed,
+    HandoffCommand,
     KvPushStarted,
     PrefetchKv,
     ReleaseKvHolds,
@@ -30,10 +31,45 @@ from gllm.messages.requests import (
     SubmitRequest,
 )
 from gllm.messages.sampling import SampleDetails, TokenLogprobs
+from gllm.runtime.head.client import EngineClient
 from gllm.runtime.head.journal import JournalEntry
+from gllm.runtime.head.kv_events import KvEventSource
 from gllm.runtime.head.request_stream import RequestStream, TokenDelta
 from gllm.runtime.messaging.connection_pool import PeerConnection
 from gllm.scheduler.plan import FinishedSequence, FirstToken, StepOutput
+
+
+class AttachedEngine(Protocol):
+    """An engine as sessions with routers see it; `gllm.runtime.head.supervisor` implements it."""
+
+    @property
+    def client(self) -> EngineClient:
+        """Running requests and the latest figures."""
+
+    @property
+    def kv_events(self) -> KvEventSource:
+        """Changes of the prefix cache."""
+
+    @property
+    def state(self) -> str:
+        """loading, ready, recovering, sleeping, draining or dead."""
+
+    @property
+    def state_cause(self) -> str:
+        """Reason of the death or of the running recovery; otherwise empty."""
+
+    @property
+    def is_recovery_overdue(self) -> bool:
+        """True if requests no longer wait for the end of the running recovery."""
+
+    async def reset_prefix_cache(self) -> str:
+        """Empty the prefix cache; return the error, empty on success."""
+
+    def send_kv_command(self, message: HandoffCommand) -> None:
+        """Pass a command about KV blocks on; it is dropped while no driver has any."""
+
+    def add_change_listener(self, listener: Callable[[], None]) -> None:
+        """Call a function after each event that may change the state."""
 
 
 @dataclass(slots=True, eq=False)

@@ -8,7 +8,7 @@ from gllm.frontend.fields.base import Int64, doc
 from gllm.frontend.fields.generation import BaseCompletionFields
 from gllm.options.field_types import FieldError
 from gllm.options.limits import MAX_LOGPROBS
-from gllm.text.chat.request import ReasoningEffort
+from gllm.text.chat.prompt import ReasoningEffort
 
 
 class ChatTemplateOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):

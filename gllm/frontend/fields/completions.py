@@ -1,11 +1,19 @@
-"""Request fields of POST /v1/completions, and the forms of a prompt."""
+"""Request fields of POST /v1/completions and POST /v1/embeddings, and the forms of a prompt."""
 
-from typing import Annotated, Any, ClassVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from gllm.frontend.fields.base import Int32, Int64, NonNegativeInt, doc
-from gllm.frontend.fields.generation import BaseCompletionFields
+from gllm.frontend.fields.base import (
+    Int32,
+    Int64,
+    ModelRequestFields,
+    NonNegativeInt,
+    PositiveInt,
+    doc,
+)
+from gllm.frontend.fields.generation import BaseCompletionFields, CacheSalt
 from gllm.options.field_types import FieldError
 from gllm.options.limits import MAX_LOGPROBS
 
@@ -92,3 +100,27 @@ def parse_prompts(
         return msgspec.convert(prompt, list[list[Int32]])
     except msgspec.ValidationError as error:
         raise FieldError(param, f"{rule}: {error}") from error
+
+
+class EmbeddingFields(ModelRequestFields):
+    """POST /v1/embeddings."""
+
+    required_fields: ClassVar[tuple[str, ...]] = ("input",)
+    ignored_fields: ClassVar[Mapping[str, str]] = {"user": "identifies the end user"}
+
+    input: Annotated[Any, doc(PROMPT_FORMS, **PROMPT_SCHEMA)] = None
+    encoding_format: Annotated[
+        Literal["float", "base64"] | None,
+        doc("float (default): lists of numbers; base64: bytes of float32 numbers"),
+    ] = None
+    dimensions: Annotated[
+        PositiveInt | None,
+        doc("return this number of leading components, normalized to length 1"),
+    ] = None
+    priority: Annotated[
+        Int32 | None, doc("requests with smaller values are scheduled first; default 0")
+    ] = None
+    cache_salt: Annotated[
+        CacheSalt | None,
+        doc("requests share prefix cache blocks only with requests of the same salt"),
+    ] = None

@@ -2,6 +2,7 @@
 
 from typing import Annotated, ClassVar
 
+from gllm.config.attachment import ROLES
 from gllm.frontend.fields.base import RequestFields, doc
 from gllm.frontend.fields.generation import RequestId
 from gllm.options.field_types import FieldError
@@ -21,3 +22,40 @@ class AbortFields(RequestFields):
         """Check that exactly one field selects the requests. Raises FieldError."""
         if bool(self.abort_all) == (self.request_id is not None):
             raise FieldError("request_id", "exactly one of request_id and abort_all is required")
+
+
+def check_role(name: str, role: str | None) -> str:
+    """Return a role. Raises FieldError that names the field if there is none of this name."""
+    if role is None or role not in ROLES:
+        raise FieldError(name, f"{name} is {role!r}, but has to be one of {', '.join(ROLES)}")
+    return role
+
+
+class EngineRoleFields(RequestFields):
+    """POST /engines/{name}/role."""
+
+    required_any_of: ClassVar[tuple[str, ...]] = ("role",)
+
+    role: Annotated[str | None, doc("mixed, prefill or decode")] = None
+
+    def validate(self) -> None:
+        """Check the role. Raises FieldError."""
+        check_role("role", self.role)
+
+
+class RoleSwitchFields(RequestFields):
+    """POST /pd_role_switch."""
+
+    required_any_of: ClassVar[tuple[str, ...]] = ("new_role",)
+
+    new_role: Annotated[str | None, doc("prefill, decode or mixed")] = None
+    worker_url: Annotated[
+        str | None, doc("at a router: name or address of the engine, as in /engines")
+    ] = None
+    drain_timeout_secs: Annotated[
+        float | None, doc("ignored: a switch needs no drain, because running requests go on")
+    ] = None
+
+    def validate(self) -> None:
+        """Check the role. Raises FieldError."""
+        check_role("new_role", self.new_role)

@@ -8,7 +8,9 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,16 +20,111 @@ from gllm.frontend.connection import request_timeout_error
 from gllm.frontend.context import SERVER_CONFIG
 from gllm.frontend.errors import ApiError
 from gllm.frontend.fields.base import RequestFields
-from gllm.frontend.fields.content_encoding import (
-    BodyTooLargeError,
-    check_content_encoding,
-    decompress,
-)
-from gllm.frontend.fields.json_size import SMALL_BODY_BYTES, check_json_size
 from gllm.frontend.fields.value_errors import to_field_error
 from gllm.frontend.request_id import current_request_id
 from gllm.options.field_types import FieldError
-from gllm.options.limits import MAX_JSON_DEPTH, MAX_JSON_FIELDS
+from gllm.options.limits import MAX_JSON_DEPTH, MAX_JSON_FIELDS, MAX_JSON_NUMBERS, MAX_JSON_VALUES
+
+SMALL_BODY_BYTES = 2**16
+"""Texts up to this size cannot exceed the limits and are not counted."""
+CHUNK_BYTES = 2**18
+"""Bytes counted at once. Between two chunks other threads can run."""
+
+
+def check_json_size(body: bytes) -> None:
+    """Raise ApiError if a JSON text has more values than any valid request.
+
+    Takes about 10 ns per byte for strings that contain JSON, so call it in a thread.
+    """
+    if len(body) <= SMALL_BODY_BYTES or _is_surely_small(body):
+        return
+    num_values = num_commas = 0
+    for num_strings, other_text in split_strings(body):
+        num_values += num_strings + other_text.count(b"[") + other_text.count(b"{")
+        num_commas += other_text.count(b",")
+        if num_values > MAX_JSON_VALUES:
+            raise _too_many_error(f"{MAX_JSON_VALUES} strings, lists and objects")
+        if num_commas > MAX_JSON_NUMBERS:
+            raise _too_many_error(f"{MAX_JSON_NUMBERS} commas between values")
+
+
+def _is_surely_small(body: bytes) -> bool:
+    """Return True if quotes, brackets and commas are few even if those in strings count."""
+    num_values = body.count(b'"') // 2 + body.count(b"[") + body.count(b"{")
+    return num_values <= MAX_JSON_VALUES and body.count(b",") <= MAX_JSON_NUMBERS
+
+
+def split_strings(body: bytes, chunk_bytes: int = CHUNK_BYTES) -> Iterator[tuple[int, bytes]]:
+    """Yield for each chunk of a JSON text the number of strings and the text outside of strings.
+
+    A string counts for the chunk in which it begins.
+
+    Args:
+        body: JSON text.
+        chunk_bytes: Bytes of a chunk.
+    """
+    is_in_string = False
+    start = 0
+    while start < len(body):
+        chunk = body[start : start + chunk_bytes]
+        if (len(chunk) - len(chunk.rstrip(b"\\"))) % 2 and start + len(chunk) < len(body):
+            chunk = chunk[:-1]  # keep a backslash and the character that it escapes together
+        start += len(chunk)
+        # Without escaped backslashes and quotes, every quote begins or ends a string.
+        parts = chunk.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        yield (len(parts) - is_in_string) // 2, b"".join(parts[is_in_string::2])
+        is_in_string ^= len(parts) % 2 == 0
+
+
+def _too_many_error(limit: str) -> ApiError:
+    message = f"The request body has too many values: at most {limit} are allowed."
+    return ApiError(400, message, code="body_too_complex")
+
+
+GZIP_OR_ZLIB = zlib.MAX_WBITS | 32
+"""Window bits that make zlib detect a gzip or zlib header."""
+WINDOW_BITS = {"gzip": GZIP_OR_ZLIB, "x-gzip": GZIP_OR_ZLIB, "deflate": GZIP_OR_ZLIB}
+"""Window bits of each supported Content-Encoding."""
+
+
+class BodyTooLargeError(Exception):
+    """The decompressed body exceeds the size limit."""
+
+
+def check_content_encoding(encoding: str) -> None:
+    """Raise ApiError (415) if a Content-Encoding is not supported."""
+    if encoding not in WINDOW_BITS:
+        supported = ", ".join(WINDOW_BITS)
+        message = (
+            f"Content-Encoding {encoding!r:.100} is not supported: use {supported} or no encoding"
+        )
+        raise ApiError(415, message, code="unsupported_encoding")
+
+
+def decompress(body: bytes, encoding: str, max_bytes: int) -> bytes:
+    """Return the decompressed body. Holds at most `max_bytes` + 1 of it, and releases the GIL.
+
+    Raises:
+        BodyTooLargeError: The decompressed body has more than `max_bytes`.
+        ApiError: The data is invalid or incomplete.
+    """
+    window_bits = WINDOW_BITS[encoding]
+    if encoding == "deflate" and body[:1] and body[0] & 0xF != zlib.DEFLATED:
+        # Some clients omit the zlib header.
+        window_bits = -zlib.MAX_WBITS
+    decompressor = zlib.decompressobj(window_bits)
+    try:
+        data = decompressor.decompress(body, max_bytes + 1)
+    except zlib.error as error:
+        message = f"The request body is not valid {encoding} data: {error}"
+        raise ApiError(400, message, code="invalid_body") from error
+    if len(data) > max_bytes:
+        raise BodyTooLargeError
+    if not decompressor.eof:
+        message = f"The request body is incomplete: its {encoding} data has no end."
+        raise ApiError(400, message, code="invalid_body")
+    return data
+
 
 log = logging.getLogger(__name__)
 
@@ -129,6 +226,23 @@ def parse_fields(values: dict[str, Any], schema: type[Fields]) -> Fields:
         message = "request %s: unknown fields were ignored: %.500r"
         log.warning(message, current_request_id(), unknown, extra={"about": unknown})
     return fields
+
+
+@contextmanager
+def rename_error_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """Convert errors of fields of chat completions to errors of the client's fields.
+
+    Args:
+        names: Map from fields of chat completions to the client's fields.
+    """
+    try:
+        yield
+    except FieldError as error:
+        name = names.get(error.param, error.param)
+        if name != error.param:
+            error.args = (f"{name}: {error}",)
+            error.param = name
+        raise
 
 
 def parse_json_object(body: bytes) -> dict[str, Any]:

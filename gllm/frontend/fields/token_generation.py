@@ -15,7 +15,6 @@ from gllm.frontend.fields.base import (
     UnsupportedField,
     doc,
 )
-from gllm.frontend.fields.chat_conversion import rename_error_fields
 from gllm.frontend.fields.completions import CompletionFields
 from gllm.frontend.fields.generation import (
     SAMPLING_PARAM_NAMES,
@@ -26,7 +25,7 @@ from gllm.frontend.fields.generation import (
     Session,
     StreamOptions,
 )
-from gllm.frontend.fields.parsing import parse_fields
+from gllm.frontend.fields.parsing import parse_fields, rename_error_fields
 from gllm.frontend.response_schemas import RenderedRequest
 
 SAMPLING_NAMES = frozenset(

@@ -9,7 +9,7 @@ from gllm.frontend.fields.chat import (
     ChatTemplateOptions,
 )
 from gllm.options.field_types import FieldError
-from gllm.text.chat.request import ReasoningEffort
+from gllm.text.chat.prompt import ReasoningEffort
 
 SAME_AS_CHAT = "as in chat completions"
 

@@ -1,4 +1,4 @@
-"""The dialects of hand-offs over HTTP, and the check who may use them."""
+"""The dialects of hand-offs over HTTP, the check who may use them, and GET /kv_handoffs/{room}."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,13 +9,12 @@ from gllm.frontend.context import CONTEXT, ServerContext
 from gllm.frontend.errors import ApiError
 from gllm.frontend.fields.generation import HandoffFields
 from gllm.frontend.handoffs.access import CONTROL_KEY_HEADER, ControlAccess
-from gllm.frontend.handoffs.dialect import HandoffBorder, HandoffDialect
+from gllm.frontend.handoffs.dialect import HandoffBorder, HandoffDialect, HandoffTotals
 from gllm.frontend.handoffs.grant import GrantSealer
 from gllm.frontend.handoffs.legs import HandoffLeg
 from gllm.frontend.handoffs.nixl import NixlDialect
-from gllm.frontend.handoffs.room_client import RoomClient
+from gllm.frontend.handoffs.rooms import PROOF_HEADER, RoomClient
 from gllm.frontend.handoffs.sglang import SglangDialect
-from gllm.frontend.handoffs.totals import HandoffTotals
 
 DIALECTS: tuple[HandoffDialect, ...] = (NixlDialect(), SglangDialect())
 """A new dialect is a line here, and its fields in HandoffFields."""
@@ -83,3 +82,24 @@ def _check_access(request: web.Request, name: str) -> HandoffBorder:
     else:
         return border
     raise ApiError(400, f"{name} is refused: {cause}", param=name, code="handoff_refused")
+
+
+MAX_ROOM_DIGITS = 20
+
+
+async def get_grant(request: web.Request) -> web.Response:
+    """Wait for the prefill of a room, and return what another engine needs to fetch its KV blocks.
+
+    Engines ask each other; the question has to prove that they have the same control key.
+    """
+    border, text = request.app.get(BORDER), request.match_info["room"]
+    is_number = text.isascii() and text.isdigit() and len(text) <= MAX_ROOM_DIGITS
+    proof = request.headers.get(PROOF_HEADER, "")
+    if border is None or not is_number or not border.sealer.check_proof(int(text), proof):
+        # No more is revealed without the key.
+        raise ApiError(404, "There is no such hand-off.", param="room", code="no_handoff")
+    grant = await border.rooms.wait(int(text))
+    if not grant:
+        message = f"The KV blocks of room {int(text)} are not held."
+        raise ApiError(404, message, param="room", code="no_handoff")
+    return web.Response(text=grant)

@@ -1,4 +1,4 @@
-"""Middleware: status line, access log (level debug) and traces of requests.
+"""Outermost middleware: id, headers, errors, access log (level debug), status line and traces.
 
 Neither log nor traces contain prompts or outputs.
 """
@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from gllm.config.server import ServerConfig
-from gllm.frontend.context import ARRIVAL, CONTEXT
+from gllm.frontend.connection import SERVER_NAME
+from gllm.frontend.context import ARRIVAL, CONTEXT, REQUEST_ID
 from gllm.frontend.endpoint import find_endpoint
-from gllm.frontend.errors import Handler
-from gllm.frontend.request_summary import SUMMARY
+from gllm.frontend.errors import Handler, error_response, to_api_error
+from gllm.frontend.request_id import request_id
+from gllm.frontend.request_metrics import SUMMARY
 from gllm.frontend.status_line import StatusLine
+from gllm.observability.logs import LOG_REQUEST_ID
 
 if TYPE_CHECKING:
     from gllm.frontend.tracing import RequestTracer
@@ -30,10 +33,17 @@ TRACER: web.AppKey["RequestTracer"] = web.AppKey("tracer")
 
 
 def install(app: web.Application, config: ServerConfig) -> None:
-    """Add the middleware to an application. Raise ValueError if traces cannot be enabled."""
-    context = app[CONTEXT]
-    app[STATUS_LINE] = StatusLine(context.engine, context.metrics)
+    """Add the middleware to an application. Raise ValueError if traces cannot be enabled.
+
+    An application without an engine, such as that of a cluster's master, has neither status line
+    nor traces.
+    """
     app.middlewares.append(_observe)
+    app.on_response_prepare.append(_set_headers)
+    context = app.get(CONTEXT)
+    if context is None:
+        return
+    app[STATUS_LINE] = StatusLine(context.engine, context.metrics)
     app.on_cleanup.append(_end)
     if not config.otlp_traces_endpoint:
         return
@@ -58,6 +68,10 @@ async def _end(app: web.Application) -> None:
 
 @web.middleware
 async def _observe(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Store a request's arrival and id, answer its errors, and record it."""
+    request[ARRIVAL] = arrival = time.monotonic()
+    request[REQUEST_ID] = current_id = request_id(request.headers.get("X-Request-Id", ""))
+    LOG_REQUEST_ID.set(current_id)
     endpoint = find_endpoint(request)
     path = "" if endpoint is None else endpoint.path
     operation = None if endpoint is None else endpoint.operation
@@ -65,16 +79,33 @@ async def _observe(request: web.Request, handler: Handler) -> web.StreamResponse
         request.app[STATUS_LINE].on_request(asyncio.get_running_loop())
     status = CLIENT_DISCONNECTED_STATUS
     try:
-        response = await handler(request)
+        try:
+            response = await handler(request)
+        except ConnectionError:
+            raise  # the client has disconnected
+        except Exception as error:
+            response = error_response(to_api_error(error))
         status = response.status
         return response
     finally:
-        seconds = time.monotonic() - request[ARRIVAL]
+        seconds = time.monotonic() - arrival
         is_logged = endpoint is None or not endpoint.is_polled
         if is_logged and log.isEnabledFor(logging.DEBUG):
             _log(request, path, status, seconds)
         if operation is not None and TRACER in request.app:
             request.app[TRACER].record_request(request, operation, path, status, seconds)
+
+
+async def _set_headers(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers["Server"] = SERVER_NAME
+    if REQUEST_ID in request:
+        response.headers["X-Request-Id"] = request[REQUEST_ID]
+    context = request.app.get(CONTEXT)
+    if context is not None and context.engine.state == "draining":
+        # So that the client connects to another server.
+        response.force_close()
+        # aiohttp has already set its own headers.
+        response.headers["Connection"] = "close"
 
 
 def _log(request: web.Request, path: str, status: int, seconds: float) -> None:

@@ -1,37 +1,62 @@
-"""Middleware: refuse cross-site requests by `Origin` and DNS rebinding by `Host`, on every path.
+"""Middleware: which pages of browsers may send requests and read answers.
 
-`cors.py` sets the headers that let allowed origins read answers.
-Source: WHATWG Fetch, "Origin header"; W3C Fetch Metadata, "Sec-Fetch-Site".
+Refuses cross-site requests by `Origin` and DNS rebinding by `Host`, on every path. With
+--allowed-origins it answers preflights and sets the headers of cross-origin resource sharing
+(CORS). Cookies and other credentials that browsers add themselves are never allowed; API keys are
+headers.
+Source: WHATWG Fetch, "Origin header" and "CORS protocol"; W3C Fetch Metadata, "Sec-Fetch-Site".
 """
 
+import re
 from collections.abc import Callable
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 from aiohttp import web
 
 from gllm.config.server import ServerConfig
-from gllm.frontend.errors import ApiError, Handler
+from gllm.frontend.errors import DROPPED_REASON_HEADER, ApiError, Handler
 from gllm.options.addresses import is_loopback, parse_ip_address
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
+EXPOSED_HEADERS = ", ".join(
+    (
+        "X-Request-Id",
+        "Retry-After",
+        "WWW-Authenticate",
+        DROPPED_REASON_HEADER,
+        *(f"x-ratelimit-{what}-requests" for what in ("limit", "remaining", "reset")),
+    )
+)
+"""Headers that pages of other origins may read."""
+PREFLIGHT_SECONDS = 600
+"""Time for which browsers cache a preflight's answer."""
+MAX_CACHED_HOSTS = 64
+_HEADERS = re.compile(r"[A-Za-z0-9-]+(?:\s*,\s*[A-Za-z0-9-]+)*", re.ASCII)
+"""List of header names in a preflight."""
 
 
 def install(app: web.Application, config: ServerConfig) -> None:
-    """Add the checks to an application."""
+    """Add the middleware to an application."""
     origins = frozenset(config.allowed_origins)
     is_allowed_host = host_check(config)
+
+    @lru_cache(MAX_CACHED_HOSTS)
+    def refusal(host: str) -> str:
+        """Return why a Host header is refused; empty if it names this server."""
+        name = host_name(host)
+        if name is not None and is_allowed_host(name):
+            return ""
+        return (
+            f"Host {host!r} is not a name of this server: start it with --allowed-hosts "
+            f"{name or 'NAME'} to accept it."
+        )
 
     @web.middleware
     async def check_sender(request: web.Request, handler: Handler) -> web.StreamResponse:
         for host in request.headers.getall("Host", []):
-            name = host_name(host)
-            if name is None or not is_allowed_host(name):
-                raise ApiError(
-                    403,
-                    f"Host {host!r} is not a name of this server: start it with --allowed-hosts "
-                    f"{name or 'NAME'} to accept it.",
-                    code="host_not_allowed",
-                )
+            if message := refusal(host):
+                raise ApiError(403, message, code="host_not_allowed")
         if "*" not in origins:
             for origin in request.headers.getall("Origin", []):
                 if origin not in origins and not is_same_origin(request, origin):
@@ -41,9 +66,45 @@ def install(app: web.Application, config: ServerConfig) -> None:
                         f"--allowed-origins {origin if '://' in origin else 'ORIGIN'} to allow it.",
                         code="origin_not_allowed",
                     )
+        if origins and request.method == "OPTIONS" and allowed_origin(request, origins) is not None:
+            preflight = preflight_answer(request)
+            if preflight is not None:
+                return preflight
         return await handler(request)
 
+    async def set_headers(request: web.Request, response: web.StreamResponse) -> None:
+        if "*" not in origins:
+            response.headers.add("Vary", "Origin")
+        if (origin := allowed_origin(request, origins)) is not None:
+            response.headers["Access-Control-Allow-Origin"] = origin
+            response.headers["Access-Control-Expose-Headers"] = EXPOSED_HEADERS
+
     app.middlewares.append(check_sender)
+    if origins:
+        app.on_response_prepare.append(set_headers)
+
+
+def allowed_origin(request: web.Request, origins: frozenset[str]) -> str | None:
+    """Return the value of Access-Control-Allow-Origin, or None."""
+    if "*" in origins:
+        return "*"
+    origin = request.headers.get("Origin")
+    return origin if origin in origins else None
+
+
+def preflight_answer(request: web.Request) -> web.Response | None:
+    """Return the answer to the preflight of an allowed origin; None if it is no preflight."""
+    if "Access-Control-Request-Method" not in request.headers:
+        return None
+    headers = {
+        "Access-Control-Allow-Methods": "GET, HEAD, POST",
+        "Access-Control-Max-Age": str(PREFLIGHT_SECONDS),
+    }
+    # Allow all headers: clients send their own, which the server ignores.
+    named = request.headers.get("Access-Control-Request-Headers", "").strip()
+    if _HEADERS.fullmatch(named):
+        headers["Access-Control-Allow-Headers"] = named
+    return web.Response(status=204, headers=headers)
 
 
 def host_check(config: ServerConfig) -> Callable[[str], bool]:

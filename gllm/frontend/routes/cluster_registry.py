@@ -4,7 +4,7 @@ from gllm.frontend import cluster_response_schemas as schemas
 from gllm.frontend import server_response_schemas as server_schemas
 from gllm.frontend.endpoint import Endpoint, PathParameter
 from gllm.frontend.fields.services import DeployServiceFields
-from gllm.frontend.routes import cluster_nodes, openapi, services, version
+from gllm.frontend.routes import cluster, server
 
 SERVICE_NAME = PathParameter("name", "name of a service, as in /services")
 NODE_NAME = PathParameter("name", "name of a node, as in /nodes")
@@ -13,7 +13,7 @@ CLUSTER_ENDPOINTS = (
     Endpoint(
         "POST",
         "/services",
-        services.deploy_service,
+        cluster.deploy_service,
         request_schema=DeployServiceFields,
         response_schema=schemas.ServiceResponse,
         is_control=True,
@@ -21,7 +21,7 @@ CLUSTER_ENDPOINTS = (
     Endpoint(
         "GET",
         "/services",
-        services.list_services,
+        cluster.list_services,
         response_schema=schemas.ServiceListResponse,
         is_polled=True,
     ),
@@ -29,14 +29,14 @@ CLUSTER_ENDPOINTS = (
     Endpoint(
         "GET",
         "/services/{name}/key",
-        services.get_service_key,
+        cluster.get_service_key,
         response_schema=schemas.ServiceKeyResponse,
         path_parameters=(SERVICE_NAME,),
     ),
     Endpoint(
         "GET",
         "/services/{name}",
-        services.get_service,
+        cluster.get_service,
         response_schema=schemas.ServiceResponse,
         path_parameters=(SERVICE_NAME,),
         is_polled=True,
@@ -44,21 +44,21 @@ CLUSTER_ENDPOINTS = (
     Endpoint(
         "DELETE",
         "/services/{name}",
-        services.delete_service,
+        cluster.delete_service,
         response_schema=schemas.ServiceDeletionResponse,
         path_parameters=(SERVICE_NAME,),
     ),
     Endpoint(
         "GET",
         "/nodes",
-        cluster_nodes.list_cluster_nodes,
+        cluster.list_cluster_nodes,
         response_schema=schemas.ClusterNodeListResponse,
         is_polled=True,
     ),
     Endpoint(
         "GET",
         "/nodes/{name}",
-        cluster_nodes.get_cluster_node,
+        cluster.get_cluster_node,
         response_schema=schemas.ClusterNodeResponse,
         path_parameters=(NODE_NAME,),
         is_polled=True,
@@ -66,7 +66,7 @@ CLUSTER_ENDPOINTS = (
     Endpoint(
         "POST",
         "/nodes/{name}/drain",
-        cluster_nodes.drain_cluster_node,
+        cluster.drain_cluster_node,
         response_schema=schemas.NodeExitResponse,
         path_parameters=(NODE_NAME,),
         is_control=True,
@@ -74,7 +74,7 @@ CLUSTER_ENDPOINTS = (
     Endpoint(
         "GET",
         "/health",
-        cluster_nodes.get_cluster_health,
+        cluster.get_cluster_health,
         response_schema=server_schemas.HealthResponse,
         is_public=True,
         is_polled=True,
@@ -82,13 +82,11 @@ CLUSTER_ENDPOINTS = (
     Endpoint(
         "GET",
         "/metrics",
-        cluster_nodes.get_cluster_metrics,
+        cluster.get_cluster_metrics,
         content_type="text/plain",
         is_public=True,
         is_polled=True,
     ),
-    Endpoint(
-        "GET", "/version", version.get_version, response_schema=server_schemas.VersionResponse
-    ),
-    Endpoint("GET", "/openapi.json", openapi.get_openapi_document),
+    Endpoint("GET", "/version", server.get_version, response_schema=server_schemas.VersionResponse),
+    Endpoint("GET", "/openapi.json", server.get_openapi_document),
 )

@@ -13,8 +13,7 @@ from gllm.engine.interface import EmbeddingError, EngineInterface
 from gllm.engine.request_checks import check_request, encode_prompt
 from gllm.frontend.context import CONTEXT, REQUEST_ID
 from gllm.frontend.errors import ApiError
-from gllm.frontend.fields.completions import parse_prompts
-from gllm.frontend.fields.embeddings import EmbeddingFields
+from gllm.frontend.fields.completions import EmbeddingFields, parse_prompts
 from gllm.frontend.fields.parsing import read_fields
 from gllm.frontend.json_encoding import encode_json_in_pieces
 from gllm.frontend.response_schemas import EmbeddingData, EmbeddingsResponse, EmbeddingUsage

@@ -1,14 +1,18 @@
 """POST /v1/messages and POST /v1/messages/count_tokens (Anthropic's Messages API)."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from aiohttp import web
+from msgspec import UNSET
 
-from gllm.frontend.answer import send_answer
+from gllm.engine.interface import EngineInterface, OutputDelta
+from gllm.frontend.answer import JsonObject, send_answer
+from gllm.frontend.chat_request import count_prompt_tokens, prepare_converted_chat
+from gllm.frontend.choices import CollectedChoice, UsageCounter
 from gllm.frontend.context import CONTEXT, REQUEST_ID
-from gllm.frontend.converted_chat import count_prompt_tokens, prepare_converted_chat
-from gllm.frontend.errors import to_api_error
+from gllm.frontend.errors import ApiError, to_api_error
 from gllm.frontend.fields.messages import (
     CLIENT_FIELD_NAMES,
     CountTokensFields,
@@ -16,8 +20,16 @@ from gllm.frontend.fields.messages import (
     convert_messages_to_chat,
 )
 from gllm.frontend.json_encoding import json_response
-from gllm.frontend.messages_writer import MessagesWriter
-from gllm.frontend.response_schemas import CountTokensResponse
+from gllm.frontend.output_blocks import BlockSplitter, OutputBlock
+from gllm.frontend.request_run import PreparedRequest
+from gllm.frontend.response_schemas import (
+    CountTokensResponse,
+    MessagesContentBlock,
+    MessagesResponse,
+    MessagesUsage,
+)
+from gllm.frontend.sse import ServerSentEvent
+from gllm.text.chat.output_parser import ChatOutputParser
 
 
 async def create_message(request: web.Request) -> web.StreamResponse:
@@ -56,3 +68,135 @@ def _convert_errors() -> Iterator[None]:
             api_error.message = f"prompt is too long: {api_error.message}"
         api_error.extra_fields = {"type": "error"}
         raise api_error from error
+
+
+DELTA_TYPES = {
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+"""Type of a block's increments and the name of the field with their text, by block kind."""
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+"""The API's stop reasons by finish reason; other finish reasons are used unchanged."""
+
+
+class MessagesWriter:
+    """AnswerWriter of the Messages API.
+
+    Args:
+        engine: The engine, for the model's name.
+        request: The request to answer.
+        default_id: Id of the answer if the request has no `request_id`.
+    """
+
+    def __init__(self, engine: EngineInterface, request: PreparedRequest, default_id: str) -> None:
+        self._head: JsonObject = {
+            "id": f"msg_{request.fields.request_id or default_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": engine.model.name,
+        }
+        self._parser = ChatOutputParser(request.output_format)
+        self._splitter = BlockSplitter(self)
+        self._has_started = False
+        self._stop_fields: JsonObject = {}
+        """`stop_reason` and `stop_sequence` once the output has ended."""
+
+    def start_events(self, usage: UsageCounter) -> list[ServerSentEvent]:
+        """Return no events: `message_start` has the cached tokens, known at the first delta."""
+        return []
+
+    def delta_events(self, delta: OutputDelta, usage: UsageCounter) -> list[ServerSentEvent]:
+        """Return the events of a delta, the first one with `message_start`."""
+        events: list[ServerSentEvent] = []
+        if not self._has_started:
+            self._has_started = True
+            message = MessagesResponse(
+                **self._head, content=[], stop_reason=None, stop_sequence=None,
+                usage=messages_usage(usage),
+            )  # fmt: skip
+            events += [_event("message_start", message=message), _event("ping")]
+        output_events, reason = self._parser.push(delta.index, delta.text, delta.finish_reason)
+        events += self._splitter.push(output_events)
+        if reason is not None:
+            events += self._splitter.finish(reason)
+            self._stop_fields = _stop_fields(reason, delta.stop_reason)
+        return events
+
+    def end_events(self, usage: UsageCounter) -> list[ServerSentEvent]:
+        """Return the stop reason, the token counts and the end of the stream."""
+        end = _event("message_delta", delta=self._stop_fields, usage=messages_usage(usage))
+        return [end, _event("message_stop")]
+
+    def error_events(self, error: ApiError) -> list[ServerSentEvent]:
+        """Return the error as an event."""
+        return [_event("error", **error.body())]
+
+    def build_answer(self, choices: list[CollectedChoice], usage: UsageCounter) -> MessagesResponse:
+        """Return the whole message."""
+        (choice,) = choices
+        self.delta_events(choice.to_delta(), usage)
+        content = [_content_block(block) for block in self._splitter.blocks]
+        return MessagesResponse(
+            **self._head, content=content, **self._stop_fields, usage=messages_usage(usage)
+        )
+
+    def start_block(self, block: OutputBlock) -> list[ServerSentEvent]:
+        """Return the event that starts a content block."""
+        content_block = _content_block(block)
+        return [_event("content_block_start", index=block.index, content_block=content_block)]
+
+    def extend_block(self, block: OutputBlock, text: str) -> list[ServerSentEvent]:
+        """Return the event of a content block's increment."""
+        delta_type, field = DELTA_TYPES[block.kind]
+        delta = {"type": delta_type, field: text}
+        return [_event("content_block_delta", index=block.index, delta=delta)]
+
+    def end_block(self, block: OutputBlock) -> list[ServerSentEvent]:
+        """Return the event that ends a content block."""
+        return [_event("content_block_stop", index=block.index)]
+
+
+def messages_usage(usage: UsageCounter) -> MessagesUsage:
+    """Return the API's `usage`, in which input tokens do not include cached tokens."""
+    reasoning = usage.num_reasoning_tokens
+    return MessagesUsage(
+        input_tokens=usage.num_prompt_tokens - usage.num_cached_tokens,
+        cache_read_input_tokens=usage.num_cached_tokens,
+        cache_creation_input_tokens=0,
+        output_tokens=usage.num_completion_tokens,
+        output_tokens_details=UNSET if reasoning is None else {"thinking_tokens": reasoning},
+    )
+
+
+def _event(event_type: str, **data: object) -> ServerSentEvent:
+    return ServerSentEvent({"type": event_type, **data}, event_type)
+
+
+def _content_block(block: OutputBlock) -> MessagesContentBlock:
+    """Return a content block with the text that has arrived."""
+    match block.kind:
+        case "text":
+            return MessagesContentBlock("text", text=block.text)
+        case "reasoning":
+            return MessagesContentBlock("thinking", thinking=block.text, signature="")
+        case _:
+            return MessagesContentBlock(
+                "tool_use", id=block.call_id, name=block.name, input=_parse_object(block.text)
+            )
+
+
+def _parse_object(text: str) -> JsonObject:
+    """Return a JSON object; an empty one if the text was cut off."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _stop_fields(finish_reason: str, stop: int | str | None) -> JsonObject:
+    """Return `stop_reason` and `stop_sequence` of an output that has ended."""
+    if isinstance(stop, str) and finish_reason == "stop":
+        return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+    return {"stop_reason": STOP_REASONS.get(finish_reason, finish_reason), "stop_sequence": None}

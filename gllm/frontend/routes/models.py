@@ -1,11 +1,28 @@
-"""GET /v1/models and GET /v1/models/{model}."""
+"""The served model and its tokenizer: /v1/models, /tokenize, /detokenize, /tokenizer_info."""
+
+import asyncio
 
 from aiohttp import web
 
+from gllm.config.server import ServerConfig
 from gllm.engine.interface import ModelInfo
+from gllm.frontend.chat_request import chat_request
 from gllm.frontend.context import CONTEXT
-from gllm.frontend.json_encoding import json_response
-from gllm.frontend.server_response_schemas import ModelCard, ModelListResponse
+from gllm.frontend.fields.parsing import read_fields
+from gllm.frontend.fields.tokens import DetokenizeFields, TokenizeFields
+from gllm.frontend.json_encoding import encode_json_in_pieces, json_response
+from gllm.frontend.logprobs import token_text
+from gllm.frontend.server_response_schemas import (
+    DetokenizeResponse,
+    ModelCard,
+    ModelListResponse,
+    TokenizeResponse,
+    TokenizerInfoResponse,
+)
+from gllm.options.field_types import FieldError
+from gllm.options.limits import MAX_TOKENIZE_BYTES, check_size
+from gllm.text.chat.prompt import render_chat
+from gllm.text.tokenizer import Tokenizer
 
 
 async def list_models(request: web.Request) -> web.Response:
@@ -31,4 +48,74 @@ def _model_card(model: ModelInfo) -> ModelCard:
         parent=None,
         max_model_len=model.max_model_len,
         vocab_size=model.vocab_size,
+    )
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    """Return the token ids of a text or of a chat's prompt."""
+    context = request.app[CONTEXT]
+    fields = await read_fields(request, TokenizeFields)
+    context.check_model(fields.model)
+    tokenizer = context.engine.tokenizer
+    max_model_len = context.engine.model.max_model_len
+    body = await asyncio.to_thread(_tokenize_body, tokenizer, fields, context.config, max_model_len)
+    return web.Response(body=body, content_type="application/json")
+
+
+def _tokenize_body(
+    tokenizer: Tokenizer, fields: TokenizeFields, config: ServerConfig, max_model_len: int
+) -> bytes:
+    """Return the body of an answer of /tokenize. Raises FieldError."""
+    token_ids = _encode(tokenizer, fields, config)
+    answer = TokenizeResponse(count=len(token_ids), max_model_len=max_model_len, tokens=token_ids)
+    if fields.return_token_strs:
+        answer.token_strs = [token_text(tokenizer, token_id) for token_id in token_ids]
+    return encode_json_in_pieces(answer)
+
+
+def _encode(tokenizer: Tokenizer, fields: TokenizeFields, config: ServerConfig) -> list[int]:
+    """Return the token ids of the text or of the chat's prompt. Raises FieldError."""
+    if fields.prompt is None:
+        chat = chat_request(fields.to_chat_completion())
+        return render_chat(tokenizer, chat, config.output_parsers).token_ids
+    check_size("prompt", fields.prompt.encode(), MAX_TOKENIZE_BYTES, "bytes in UTF-8")
+    return tokenizer.encode(fields.prompt, fields.add_special_tokens is not False)
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    """Return the text of token ids."""
+    context = request.app[CONTEXT]
+    fields = await read_fields(request, DetokenizeFields)
+    context.check_model(fields.model)
+    token_ids, vocab_size = fields.tokens, context.engine.model.vocab_size
+    assert token_ids is not None  # `tokens` is required.
+    smallest, largest = min(token_ids, default=0), max(token_ids, default=0)
+    if smallest < 0 or largest >= vocab_size:
+        invalid_id = smallest if smallest < 0 else largest
+        message = f"tokens contains {invalid_id}, but token ids have to be in [0, {vocab_size - 1}]"
+        raise FieldError("tokens", message)
+    text = await asyncio.to_thread(context.engine.tokenizer.decode, token_ids, False)
+    return json_response(DetokenizeResponse(prompt=text))
+
+
+async def get_tokenizer_info(request: web.Request) -> web.Response:
+    """Return the tokenizer's special tokens, chat template and context length."""
+    context = request.app[CONTEXT]
+    context.check_accepting()
+    model, tokenizer = context.engine.model, context.engine.tokenizer
+    template = tokenizer.chat_template
+    special_tokens = {} if template is None else template.special_tokens
+    eos_token = special_tokens.get("eos_token")
+    if eos_token is None and model.eos_ids:
+        eos_token = tokenizer.id_to_token(model.eos_ids[0])
+    return json_response(
+        TokenizerInfoResponse(
+            bos_token=special_tokens.get("bos_token"),
+            eos_token=eos_token,
+            pad_token=special_tokens.get("pad_token"),
+            unk_token=special_tokens.get("unk_token"),
+            chat_template=None if template is None else template.source,
+            model_max_length=model.max_model_len,
+            vocab_size=tokenizer.vocab_size,
+        )
     )

@@ -8,38 +8,28 @@ from gllm.frontend import response_schemas as schemas
 from gllm.frontend import server_response_schemas as server_schemas
 from gllm.frontend.endpoint import Endpoint, PathParameter, QueryParameter
 from gllm.frontend.fields.chat import ChatCompletionFields
-from gllm.frontend.fields.completions import CompletionFields
-from gllm.frontend.fields.control import AbortFields
-from gllm.frontend.fields.embeddings import EmbeddingFields
+from gllm.frontend.fields.completions import CompletionFields, EmbeddingFields
+from gllm.frontend.fields.control import AbortFields, EngineRoleFields, RoleSwitchFields
 from gllm.frontend.fields.messages import CountTokensFields, MessagesFields
 from gllm.frontend.fields.responses import CompactFields, InputTokensFields, ResponsesFields
-from gllm.frontend.fields.roles import EngineRoleFields, RoleSwitchFields
 from gllm.frontend.fields.token_generation import GenerateFields
 from gllm.frontend.fields.tokens import DetokenizeFields, TokenizeFields
+from gllm.frontend.handoffs.registry import get_grant
 from gllm.frontend.routes import (
     chat,
     completions,
     control,
     embeddings,
     engines,
-    handoffs,
-    health,
-    loads,
     messages,
-    metrics,
     models,
     nodes,
-    openapi,
     page,
     render,
     responses,
-    roles,
-    server_info,
-    sleep,
+    server,
     token_generation,
-    tokens,
     unsupported,
-    version,
 )
 
 GENERATION_ENDPOINTS = (
@@ -147,21 +137,21 @@ MODEL_ENDPOINTS = (
     Endpoint(
         "POST",
         "/tokenize",
-        tokens.tokenize,
+        models.tokenize,
         request_schema=TokenizeFields,
         response_schema=server_schemas.TokenizeResponse,
     ),
     Endpoint(
         "POST",
         "/detokenize",
-        tokens.detokenize,
+        models.detokenize,
         request_schema=DetokenizeFields,
         response_schema=server_schemas.DetokenizeResponse,
     ),
     Endpoint(
         "GET",
         "/tokenizer_info",
-        tokens.get_tokenizer_info,
+        models.get_tokenizer_info,
         response_schema=server_schemas.TokenizerInfoResponse,
     ),
 )
@@ -170,7 +160,7 @@ SERVER_ENDPOINTS = (
     Endpoint(
         "GET",
         "/health",
-        health.get_health,
+        server.get_health,
         response_schema=server_schemas.HealthResponse,
         is_public=True,
         is_polled=True,
@@ -178,7 +168,7 @@ SERVER_ENDPOINTS = (
     Endpoint(
         "GET",
         "/ready",
-        health.get_readiness,
+        server.get_readiness,
         response_schema=server_schemas.StatusResponse,
         is_public=True,
         is_polled=True,
@@ -186,7 +176,7 @@ SERVER_ENDPOINTS = (
     Endpoint(
         "GET",
         "/health/ready",
-        health.get_readiness,
+        server.get_readiness,
         response_schema=server_schemas.StatusResponse,
         is_public=True,
         is_polled=True,
@@ -194,26 +184,24 @@ SERVER_ENDPOINTS = (
     Endpoint(
         "GET",
         "/metrics",
-        metrics.get_metrics,
+        server.get_metrics,
         content_type="text/plain",
         is_public=True,
         is_polled=True,
     ),
-    Endpoint(
-        "GET", "/version", version.get_version, response_schema=server_schemas.VersionResponse
-    ),
-    Endpoint("GET", "/openapi.json", openapi.get_openapi_document),
+    Endpoint("GET", "/version", server.get_version, response_schema=server_schemas.VersionResponse),
+    Endpoint("GET", "/openapi.json", server.get_openapi_document),
     Endpoint(
         "GET",
         "/server_info",
-        server_info.get_server_info,
+        server.get_server_info,
         response_schema=server_schemas.ServerInfoResponse,
     ),
-    Endpoint("GET", "/load", loads.get_load, response_schema=server_schemas.LoadResponse),
+    Endpoint("GET", "/load", server.get_load, response_schema=server_schemas.LoadResponse),
     Endpoint(
         "GET",
         "/v1/loads",
-        loads.get_loads,
+        server.get_loads,
         response_schema=server_schemas.LoadsResponse,
         query_parameters=(QueryParameter("include", "no effect: an answer always has all fields"),),
         is_polled=True,
@@ -221,21 +209,21 @@ SERVER_ENDPOINTS = (
     Endpoint(
         "POST",
         "/sleep",
-        sleep.sleep,
+        control.sleep,
         response_schema=server_schemas.StatusResponse,
-        query_parameters=sleep.SLEEP_PARAMETERS,
+        query_parameters=control.SLEEP_PARAMETERS,
     ),
     Endpoint(
         "POST",
         "/wake_up",
-        sleep.wake_up,
+        control.wake_up,
         response_schema=server_schemas.StatusResponse,
         query_parameters=(QueryParameter("tags", "no effect: a server wakes up as a whole"),),
     ),
     Endpoint(
         "GET",
         "/is_sleeping",
-        sleep.get_is_sleeping,
+        control.get_is_sleeping,
         response_schema=server_schemas.SleepingResponse,
         is_polled=True,
     ),
@@ -321,7 +309,7 @@ FLEET_ENDPOINTS = (
     Endpoint(
         "POST",
         "/engines/{name}/role",
-        roles.set_engine_role,
+        engines.set_engine_role,
         request_schema=EngineRoleFields,
         response_schema=server_schemas.EngineRoleResponse,
         path_parameters=(ENGINE_NAME,),
@@ -330,7 +318,7 @@ FLEET_ENDPOINTS = (
     Endpoint(
         "GET",
         "/kv_handoffs/{room}",
-        handoffs.get_grant,
+        get_grant,
         content_type="text/plain",
         path_parameters=(PathParameter("room", "`bootstrap_room` of the request"),),
         is_public=True,
@@ -339,7 +327,7 @@ FLEET_ENDPOINTS = (
     Endpoint(
         "POST",
         "/pd_role_switch",
-        roles.switch_role,
+        engines.switch_role,
         request_schema=RoleSwitchFields,
         response_schema=server_schemas.RoleSwitchResponse,
         is_control=True,

@@ -9,9 +9,8 @@ from gllm.frontend.answer import send_answer
 from gllm.frontend.choices import CollectedChoice, UsageCounter
 from gllm.frontend.context import CONTEXT, REQUEST_ID
 from gllm.frontend.errors import ApiError
-from gllm.frontend.fields.chat_conversion import rename_error_fields
 from gllm.frontend.fields.generation import to_sampling_params
-from gllm.frontend.fields.parsing import read_fields, run_off_loop
+from gllm.frontend.fields.parsing import read_fields, rename_error_fields, run_off_loop
 from gllm.frontend.fields.token_generation import (
     CLIENT_FIELD_NAMES,
     GenerateFields,

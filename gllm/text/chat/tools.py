@@ -1,7 +1,7 @@
 """The tools of a chat request and the choice among them: validation and one common form.
 
 Chat templates and tool call parsers see functions alone. A custom tool, whose input is free text,
-is a function with one string argument (`CUSTOM_INPUT_KEY`); `gllm.text.output.custom_input`
+is a function with one string argument (`CUSTOM_INPUT_KEY`); `gllm.text.output.parser`
 converts its arguments back into text. The deprecated `functions` become tools as well.
 """
 

@@ -13,7 +13,7 @@ from gllm.config.engine import EngineConfig
 from gllm.config.nodes import NodesConfig
 from gllm.deploy.doctor.finding import Verdict
 from gllm.deploy.doctor.head_probe import check_answer, probe_head
-from gllm.engine.join_facts import make_join_facts
+from gllm.engine.preflight import make_join_facts
 from gllm.messages.nodes import PROTOCOL
 from gllm.models.hub import DEMO
 from gllm.recovery.join_check import JoinFacts

@@ -31,9 +31,8 @@ from gllm.messages.requests import ErrorKind
 from gllm.messages.sampling import TokenLogprobs
 from gllm.options.slo import Slo
 from gllm.scheduler.plan import SchedulerStats
-from gllm.text.detokenizer import IncrementalDetokenizer
+from gllm.text.detokenizer import IncrementalDetokenizer, StopStrings
 from gllm.text.grammar.sources.structured_output import to_grammar_source
-from gllm.text.stop_strings import StopStrings
 from gllm.text.tokenizer import Tokenizer
 
 

@@ -10,7 +10,7 @@ from jsonschema import Draft202012Validator
 
 from gllm.frontend.endpoint import Endpoint, find_endpoint
 from gllm.frontend.errors import Handler
-from gllm.frontend.fields.content_encoding import decompress
+from gllm.frontend.fields.parsing import decompress
 from gllm.frontend.openapi import build_openapi_document
 from gllm.frontend.routes.registry import ENDPOINTS
 

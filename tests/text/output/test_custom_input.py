@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gllm.text.output.custom_input import CustomToolInputDecoder
+from gllm.text.output.parser import CustomToolInputDecoder
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=40)
 
