@@ -54,8 +54,8 @@ class Endpoint:
     """Fields of an answer in JSON that is not streamed."""
     answers_list: bool = False
     """The answer is a list of objects with these fields."""
-    event_schema: type[msgspec.Struct] | None = None
-    """Fields of a server-sent event."""
+    event_schemas: tuple[type[msgspec.Struct], ...] = ()
+    """Fields of a server-sent event, which is one of these."""
     content_type: str = "application/json"
     """Media type of an answer that is not streamed."""
     path_parameters: tuple[PathParameter, ...] = ()
@@ -84,7 +84,7 @@ class Endpoint:
     @property
     def can_stream(self) -> bool:
         """True if it answers with server-sent events when the client requests them."""
-        return self.event_schema is not None
+        return bool(self.event_schemas)
 
     @property
     def summary(self) -> str:

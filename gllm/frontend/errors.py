@@ -1,15 +1,17 @@
 """Errors of all endpoints in OpenAI's format: status codes of exceptions, and their answers."""
 
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Literal
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET
 
 from gllm.engine.interface import EngineUnavailableError, OverloadedError, PoisonRequestError
 from gllm.engine.request_checks import PromptTooLongError
 from gllm.frontend.request_id import current_request_id
+from gllm.frontend.response_schemas import ErrorObject, ErrorResponse, ErrorType, Unset
 from gllm.options.field_types import FieldError
 
 log = logging.getLogger(__name__)
@@ -18,7 +20,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MAX_MESSAGE_CHARACTERS = 1000
 """Maximum characters of an error message, which may quote the request."""
 
-ERROR_TYPES = {
+ERROR_TYPES: Mapping[int, ErrorType] = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
@@ -58,18 +60,17 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.headers: dict[str, str] = {}
-        self.extra_fields: dict[str, Any] = {}
-        """Fields of the body in addition to `error`, for APIs whose clients expect them."""
+        self.body_type: Literal["error"] | Unset = UNSET
+        """`type` of the body, for APIs whose clients expect it."""
 
-    def body(self) -> dict[str, Any]:
-        """Return the body as JSON values, in which lone surrogates are replaced."""
+    def body(self) -> ErrorResponse:
+        """Return the body, in which lone surrogates are replaced."""
         kind = ERROR_TYPES.get(
-            self.status, ERROR_TYPES[400] if self.status < 500 else ERROR_TYPES[500]
+            self.status, "invalid_request_error" if self.status < 500 else "internal_error"
         )
         param = None if self.param is None else _encodable(self.param)
-        message = _encodable(self.message)
-        error = {"message": message, "type": kind, "param": param, "code": self.code}
-        return {**self.extra_fields, "error": error}
+        error = ErrorObject(_encodable(self.message), kind, param, self.code)
+        return ErrorResponse(type=self.body_type, error=error)
 
 
 def to_api_error(error: Exception) -> ApiError:

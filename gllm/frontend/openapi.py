@@ -5,29 +5,9 @@ from collections.abc import Sequence
 import msgspec
 
 from gllm.frontend.endpoint import Endpoint
-from gllm.frontend.errors import ERROR_TYPES
 from gllm.frontend.fields.base import JsonObject, RequestFields
+from gllm.frontend.response_schemas import ErrorResponse
 from gllm.options.version import __version__
-
-ERROR_SCHEMA: JsonObject = {
-    "type": "object",
-    "required": ["error"],
-    "additionalProperties": False,
-    "properties": {
-        "type": {"const": "error", "description": "only in answers of /v1/messages"},
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"enum": sorted(set(ERROR_TYPES.values()))},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        },
-    },
-}
-"""JSON Schema of the body of an error."""
 
 SECURITY_SCHEMES: JsonObject = {
     "bearer": {"type": "http", "scheme": "bearer"},
@@ -59,14 +39,17 @@ def _schemas(endpoints: Sequence[Endpoint]) -> JsonObject:
     response_schemas = {
         schema
         for endpoint in endpoints
-        for schema in (endpoint.response_schema, endpoint.event_schema)
+        for schema in (endpoint.response_schema, *endpoint.event_schemas)
         if schema is not None
     }
-    types = sorted({*request_schemas, *response_schemas}, key=lambda schema: schema.__name__)
-    _, schemas = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    types = {ErrorResponse, *request_schemas, *response_schemas}
+    _, schemas = msgspec.json.schema_components(
+        sorted(types, key=lambda schema: schema.__name__),
+        ref_template="#/components/schemas/{name}",
+    )
     for fields in request_schemas:
         _add_field_rules(schemas[fields.__name__], fields)
-    return {**schemas, "Error": ERROR_SCHEMA}
+    return schemas
 
 
 def _add_field_rules(schema: JsonObject, fields: type[RequestFields]) -> None:
@@ -103,7 +86,7 @@ def _forbid_null(field_schema: JsonObject) -> None:
 
 def _operation(endpoint: Endpoint, method: str) -> JsonObject:
     """Return the OpenAPI operation of an endpoint and one of its methods."""
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    error = {"application/json": _reference(ErrorResponse)}
     operation: JsonObject = {"summary": endpoint.summary}
     if endpoint.unsupported_reason:
         operation["responses"] = {
@@ -154,7 +137,9 @@ def _responses(endpoint: Endpoint, method: str, error: JsonObject) -> JsonObject
             answer = {"schema": {"type": "array", "items": answer["schema"]}}
         content[endpoint.content_type] = answer
     if endpoint.can_stream:
-        content["text/event-stream"] = _reference(endpoint.event_schema)
+        events: list[type[msgspec.Struct]] = [*endpoint.event_schemas, ErrorResponse]
+        members = [_reference(event)["schema"] for event in events]
+        content["text/event-stream"] = {"schema": {"anyOf": members}}
     return {
         "200": {"description": endpoint.summary, "content": content},
         "4XX": {"description": "the request is invalid or not allowed", "content": error},

@@ -4,7 +4,7 @@ The routes send these structs and /openapi.json describes them. Fields that are 
 default to `UNSET`.
 """
 
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -15,18 +15,44 @@ FinishReason = Literal["stop", "length", "tool_calls", "function_call", "abort"]
 """Reason why a choice ended. `function_call` is for clients that sent `functions`."""
 
 
-def to_finish_reason(reason: str | None) -> FinishReason:
-    """Return the finish reason of a choice that has ended without an error."""
-    return cast("FinishReason", reason)
-
-
-def to_chunk_finish_reason(reason: str | None) -> FinishReason | None:
-    """Return the finish reason of an increment: None unless it is the last one."""
-    return cast("FinishReason | None", reason)
-
-
 class ResponseSchema(msgspec.Struct, forbid_unknown_fields=True):
     """Base of answers: a JSON object with the declared fields and no others."""
+
+
+ErrorType = Literal[
+    "authentication_error",
+    "conflict_error",
+    "internal_error",
+    "invalid_request_error",
+    "method_not_allowed",
+    "not_found_error",
+    "not_implemented_error",
+    "permission_error",
+    "rate_limit_error",
+    "request_timeout",
+    "request_too_large",
+    "unavailable_error",
+]
+"""Kind of an error, by its status code."""
+
+
+class ErrorObject(ResponseSchema):
+    """An error: its message, its kind, the field that caused it, and a code for programs."""
+
+    message: str
+    type: ErrorType
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(ResponseSchema, kw_only=True):
+    """Body of an error, and last event of a stream that fails.
+
+    `type` is only present in answers of /v1/messages.
+    """
+
+    type: Literal["error"] | Unset = UNSET
+    error: ErrorObject
 
 
 class PromptTokensDetails(ResponseSchema):
@@ -280,15 +306,26 @@ class CompletionChunk(ResponseSchema):
 
 ItemType = Literal["message", "reasoning", "function_call", "custom_tool_call"]
 """Type of an output item of /v1/responses."""
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+"""Status of an output item of /v1/responses."""
 ResponsesStatus = Literal["in_progress", "completed", "incomplete", "failed"]
 """Status of a response of /v1/responses."""
+
+
+class ResponsesContentPart(ResponseSchema):
+    """Text of an item of /v1/responses."""
+
+    type: Literal["output_text", "reasoning_text", "input_text"]
+    text: str
+    annotations: list[Any] | Unset = UNSET
+    logprobs: list[TokenLogprob] | Unset = UNSET
 
 
 class ResponsesOutputItem(ResponseSchema):
     """An output item: a message, reasoning or a call of a tool."""
 
     id: str
-    status: str
+    status: ItemStatus
     type: ItemType
     role: Literal["assistant"] | Unset = UNSET
     call_id: str | Unset = UNSET
@@ -296,17 +333,43 @@ class ResponsesOutputItem(ResponseSchema):
     arguments: str | Unset = UNSET
     input: str | Unset = UNSET
     summary: list[Any] | Unset = UNSET
-    content: list[dict[str, Any]] | Unset = UNSET
+    content: list[ResponsesContentPart] | Unset = UNSET
+
+
+class InputTokensDetails(ResponseSchema):
+    """Numbers of input tokens that were read from and written to the prefix cache."""
+
+    cached_tokens: int
+    cache_write_tokens: int
 
 
 class ResponsesUsage(ResponseSchema):
     """Token counts of /v1/responses."""
 
     input_tokens: int
-    input_tokens_details: dict[str, int]
+    input_tokens_details: InputTokensDetails
     output_tokens: int
-    output_tokens_details: dict[str, int]
+    output_tokens_details: CompletionTokensDetails
     total_tokens: int
+
+
+class IncompleteDetails(ResponseSchema):
+    """Reason why a response is incomplete."""
+
+    reason: str
+
+
+class ResponsesText(ResponseSchema):
+    """Format of the text of a response, as requested."""
+
+    format: dict[str, Any]
+
+
+class ResponsesReasoning(ResponseSchema):
+    """Amount of reasoning of a response, as requested."""
+
+    effort: str | None
+    summary: None
 
 
 class ResponsesResponse(ResponseSchema):
@@ -317,8 +380,8 @@ class ResponsesResponse(ResponseSchema):
     created_at: int
     completed_at: int | None
     status: ResponsesStatus
-    error: dict[str, Any] | None
-    incomplete_details: dict[str, str] | None
+    error: ErrorObject | None
+    incomplete_details: IncompleteDetails | None
     model: str
     output: list[ResponsesOutputItem]
     usage: ResponsesUsage | None
@@ -327,8 +390,8 @@ class ResponsesResponse(ResponseSchema):
     temperature: float
     top_p: float
     top_logprobs: int
-    text: dict[str, Any]
-    reasoning: dict[str, Any]
+    text: ResponsesText
+    reasoning: ResponsesReasoning
     tools: list[dict[str, Any]]
     tool_choice: str | dict[str, Any]
     parallel_tool_calls: bool
@@ -340,11 +403,90 @@ class ResponsesResponse(ResponseSchema):
     service_tier: str
 
 
-class ResponsesEvent(msgspec.Struct):
-    """Event of a streamed response; other fields depend on its type."""
+ResponsesStateType = Literal[
+    "response.created",
+    "response.in_progress",
+    "response.completed",
+    "response.incomplete",
+    "response.failed",
+]
+TextDeltaType = Literal[
+    "response.output_text.delta",
+    "response.reasoning_text.delta",
+    "response.function_call_arguments.delta",
+    "response.custom_tool_call_input.delta",
+]
+TextDoneType = Literal[
+    "response.output_text.done",
+    "response.reasoning_text.done",
+    "response.function_call_arguments.done",
+    "response.custom_tool_call_input.done",
+]
 
-    type: str
+
+class ResponsesStateEvent(ResponseSchema):
+    """Event of /v1/responses: the response has a new status."""
+
+    type: ResponsesStateType
     sequence_number: int
+    response: ResponsesResponse
+
+
+class ResponsesItemEvent(ResponseSchema):
+    """Event of /v1/responses: an output item starts or ends."""
+
+    type: Literal["response.output_item.added", "response.output_item.done"]
+    sequence_number: int
+    output_index: int
+    item: ResponsesOutputItem
+
+
+class ResponsesPartEvent(ResponseSchema):
+    """Event of /v1/responses: the text of a message or of reasoning starts or ends."""
+
+    type: Literal["response.content_part.added", "response.content_part.done"]
+    sequence_number: int
+    item_id: str
+    output_index: int
+    content_index: int
+    part: ResponsesContentPart
+
+
+class ResponsesTextDeltaEvent(ResponseSchema, kw_only=True):
+    """Event of /v1/responses: text of an item, or an increment of a call's arguments."""
+
+    type: TextDeltaType
+    sequence_number: int
+    item_id: str
+    output_index: int
+    content_index: int | Unset = UNSET
+    delta: str
+    logprobs: list[TokenLogprob] | Unset = UNSET
+
+
+class ResponsesTextDoneEvent(ResponseSchema):
+    """Event of /v1/responses: the whole text of an item, or the arguments of a call."""
+
+    type: TextDoneType
+    sequence_number: int
+    item_id: str
+    output_index: int
+    content_index: int | Unset = UNSET
+    text: str | Unset = UNSET
+    logprobs: list[TokenLogprob] | Unset = UNSET
+    name: str | Unset = UNSET
+    arguments: str | Unset = UNSET
+    input: str | Unset = UNSET
+
+
+ResponsesEvent = (
+    ResponsesStateEvent
+    | ResponsesItemEvent
+    | ResponsesPartEvent
+    | ResponsesTextDeltaEvent
+    | ResponsesTextDoneEvent
+)
+"""Event of a streamed response."""
 
 
 class MessagesContentBlock(ResponseSchema):
@@ -359,6 +501,12 @@ class MessagesContentBlock(ResponseSchema):
     input: dict[str, Any] | Unset = UNSET
 
 
+class ThinkingTokensDetails(ResponseSchema):
+    """Number of output tokens that are thinking."""
+
+    thinking_tokens: int
+
+
 class MessagesUsage(ResponseSchema):
     """Token counts of /v1/messages."""
 
@@ -366,7 +514,7 @@ class MessagesUsage(ResponseSchema):
     cache_read_input_tokens: int
     cache_creation_input_tokens: int
     output_tokens: int
-    output_tokens_details: dict[str, int] | Unset = UNSET
+    output_tokens_details: ThinkingTokensDetails | Unset = UNSET
 
 
 class MessagesResponse(ResponseSchema):
@@ -382,10 +530,77 @@ class MessagesResponse(ResponseSchema):
     usage: MessagesUsage
 
 
-class MessagesEvent(msgspec.Struct):
-    """Event of a streamed message; other fields depend on its type."""
+class MessagesEvent(ResponseSchema, tag_field="type"):
+    """Event of a streamed message."""
 
-    type: str
+
+class MessageStartEvent(MessagesEvent, tag="message_start"):
+    """Start of a message, without content."""
+
+    message: MessagesResponse
+
+
+class MessagePingEvent(MessagesEvent, tag="ping"):
+    """Sign of life."""
+
+
+class ContentBlockStartEvent(MessagesEvent, tag="content_block_start"):
+    """Start of a content block."""
+
+    index: int
+    content_block: MessagesContentBlock
+
+
+class ContentBlockDelta(ResponseSchema):
+    """Increment of a content block; `partial_json` is of a tool's input."""
+
+    type: Literal["text_delta", "thinking_delta", "input_json_delta"]
+    text: str | Unset = UNSET
+    thinking: str | Unset = UNSET
+    partial_json: str | Unset = UNSET
+
+
+class ContentBlockDeltaEvent(MessagesEvent, tag="content_block_delta"):
+    """Increment of a content block."""
+
+    index: int
+    delta: ContentBlockDelta
+
+
+class ContentBlockStopEvent(MessagesEvent, tag="content_block_stop"):
+    """End of a content block."""
+
+    index: int
+
+
+class MessageStop(ResponseSchema):
+    """Reason why a message ended, and the stop sequence that ended it."""
+
+    stop_reason: str | None
+    stop_sequence: str | None
+
+
+class MessageDeltaEvent(MessagesEvent, tag="message_delta"):
+    """Why the message ended, and its token counts."""
+
+    delta: MessageStop
+    usage: MessagesUsage
+
+
+class MessageStopEvent(MessagesEvent, tag="message_stop"):
+    """End of the stream."""
+
+
+MESSAGES_EVENTS = (
+    MessageStartEvent,
+    MessagePingEvent,
+    ContentBlockStartEvent,
+    ContentBlockDeltaEvent,
+    ContentBlockStopEvent,
+    MessageDeltaEvent,
+    MessageStopEvent,
+)
+"""Events of a streamed message."""
 
 
 class CountTokensResponse(ResponseSchema):
@@ -401,13 +616,24 @@ class InputTokensResponse(ResponseSchema):
     input_tokens: int
 
 
+class CompactionItem(ResponseSchema):
+    """An input item that replaces part of a conversation: a user's message, or the summary."""
+
+    id: str
+    type: Literal["message", "compaction"]
+    role: Literal["user"] | Unset = UNSET
+    status: Literal["completed"] | Unset = UNSET
+    content: list[ResponsesContentPart] | Unset = UNSET
+    encrypted_content: str | Unset = UNSET
+
+
 class CompactionResponse(ResponseSchema):
     """Answer of /v1/responses/compact: input items that replace a conversation."""
 
     id: str
     object: Literal["response.compaction"]
     created_at: int
-    output: list[dict[str, Any]]
+    output: list[CompactionItem]
     usage: ResponsesUsage
 
 

@@ -1,5 +1,7 @@
 """POST /v1/chat/completions."""
 
+from typing import cast
+
 import msgspec
 from aiohttp import web
 from msgspec import UNSET
@@ -26,9 +28,9 @@ from gllm.frontend.response_schemas import (
     ChatToolCall,
     CompletionUsage,
     CustomToolInput,
+    FinishReason,
     FunctionCall,
     Unset,
-    to_finish_reason,
 )
 from gllm.text.chat.output_parser import ChatOutputParser
 from gllm.text.output.events import (
@@ -174,7 +176,7 @@ class ChatChoiceFormat:
             choices.append(ChatChunkChoice(delta.index, message, logprobs, None, token_ids=new_ids))
             new_ids, logprobs = [] if token_ids else UNSET, None
         if finish_reason is not None:
-            reason = to_finish_reason(self._finish_reason(finish_reason))
+            reason = self._finish_reason(finish_reason)
             choices.append(
                 ChatChunkChoice(
                     delta.index, ChatMessageDelta(), logprobs, reason, delta.stop_reason, new_ids
@@ -205,16 +207,16 @@ class ChatChoiceFormat:
             index=choice.index,
             message=message_to_json(message, self._uses_functions),
             logprobs=self._logprobs(choice),
-            finish_reason=to_finish_reason(self._finish_reason(finish_reason)),
+            finish_reason=self._finish_reason(finish_reason),
             stop_reason=choice.stop_reason,
             token_ids=choice.token_ids if token_ids else UNSET,
         )
 
-    def _finish_reason(self, finish_reason: str | None) -> str | None:
-        """Return the finish reason in the terms of the client's API."""
+    def _finish_reason(self, finish_reason: str | None) -> FinishReason:
+        """Return the finish reason of an ended choice in the terms of the client's API."""
         if self._uses_functions and finish_reason == "tool_calls":
             return "function_call"
-        return finish_reason
+        return cast("FinishReason", finish_reason)
 
     def _logprobs(self, output: OutputDelta | CollectedChoice) -> ChatLogprobs | None:
         """Return the log-probabilities of output tokens, if requested."""

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass, replace
+from typing import cast
 
 from aiohttp import web
 from msgspec import UNSET
@@ -29,8 +30,7 @@ from gllm.frontend.response_schemas import (
     CompletionLogprobsObject,
     CompletionResponse,
     CompletionUsage,
-    to_chunk_finish_reason,
-    to_finish_reason,
+    FinishReason,
 )
 from gllm.options.field_types import FieldError
 from gllm.options.limits import MAX_PROMPTS
@@ -194,7 +194,7 @@ class CompletionChoiceFormat:
         has_output = delta.text or delta.logprobs or (token_ids and delta.token_ids)
         if has_output or delta.finish_reason is not None:
             logprobs = self._output_logprobs(delta)
-            reason = to_chunk_finish_reason(delta.finish_reason)
+            reason = cast("FinishReason | None", delta.finish_reason)
             choice = CompletionChoice(delta.index, delta.text, logprobs, reason, delta.stop_reason)
             choice.token_ids = delta.token_ids if token_ids else UNSET
             choices.append(choice)
@@ -224,7 +224,7 @@ class CompletionChoiceFormat:
             logprobs = merge_completion_logprobs(
                 [part for part in (*parts, self._output_logprobs(choice)) if part]
             )
-        reason = to_finish_reason(choice.finish_reason)
+        reason = cast("FinishReason", choice.finish_reason)
         answer = CompletionChoice(choice.index, text, logprobs, reason, choice.stop_reason)
         num_prompt_logprobs = self._fields.prompt_logprobs
         if num_prompt_logprobs is not None:

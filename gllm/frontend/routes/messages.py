@@ -20,13 +20,24 @@ from gllm.frontend.fields.messages import (
     convert_messages_to_chat,
 )
 from gllm.frontend.json_encoding import json_response
-from gllm.frontend.output_blocks import BlockSplitter, OutputBlock
+from gllm.frontend.output_blocks import BlockKind, BlockSplitter, OutputBlock
 from gllm.frontend.request_run import PreparedRequest
 from gllm.frontend.response_schemas import (
+    ContentBlockDelta,
+    ContentBlockDeltaEvent,
+    ContentBlockStartEvent,
+    ContentBlockStopEvent,
     CountTokensResponse,
+    MessageDeltaEvent,
+    MessagePingEvent,
     MessagesContentBlock,
+    MessagesEvent,
     MessagesResponse,
+    MessageStartEvent,
+    MessageStop,
+    MessageStopEvent,
     MessagesUsage,
+    ThinkingTokensDetails,
 )
 from gllm.frontend.sse import ServerSentEvent
 from gllm.text.chat.output_parser import ChatOutputParser
@@ -66,16 +77,10 @@ def _convert_errors() -> Iterator[None]:
         api_error = to_api_error(error)
         if api_error.code == "context_length_exceeded":
             api_error.message = f"prompt is too long: {api_error.message}"
-        api_error.extra_fields = {"type": "error"}
+        api_error.body_type = "error"
         raise api_error from error
 
 
-DELTA_TYPES = {
-    "text": ("text_delta", "text"),
-    "reasoning": ("thinking_delta", "thinking"),
-    "call": ("input_json_delta", "partial_json"),
-}
-"""Type of a block's increments and the name of the field with their text, by block kind."""
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 """The API's stop reasons by finish reason; other finish reasons are used unchanged."""
 
@@ -99,8 +104,8 @@ class MessagesWriter:
         self._parser = ChatOutputParser(request.output_format)
         self._splitter = BlockSplitter(self)
         self._has_started = False
-        self._stop_fields: JsonObject = {}
-        """`stop_reason` and `stop_sequence` once the output has ended."""
+        self._stop = MessageStop(None, None)
+        """Reason of the end, once the output has ended."""
 
     def start_events(self, usage: UsageCounter) -> list[ServerSentEvent]:
         """Return no events: `message_start` has the cached tokens, known at the first delta."""
@@ -115,22 +120,23 @@ class MessagesWriter:
                 **self._head, content=[], stop_reason=None, stop_sequence=None,
                 usage=messages_usage(usage),
             )  # fmt: skip
-            events += [_event("message_start", message=message), _event("ping")]
+            events += [_event(MessageStartEvent(message)), _event(MessagePingEvent())]
         output_events, reason = self._parser.push(delta.index, delta.text, delta.finish_reason)
         events += self._splitter.push(output_events)
         if reason is not None:
             events += self._splitter.finish(reason)
-            self._stop_fields = _stop_fields(reason, delta.stop_reason)
+            self._stop = _message_stop(reason, delta.stop_reason)
         return events
 
     def end_events(self, usage: UsageCounter) -> list[ServerSentEvent]:
         """Return the stop reason, the token counts and the end of the stream."""
-        end = _event("message_delta", delta=self._stop_fields, usage=messages_usage(usage))
-        return [end, _event("message_stop")]
+        end = MessageDeltaEvent(self._stop, messages_usage(usage))
+        return [_event(end), _event(MessageStopEvent())]
 
     def error_events(self, error: ApiError) -> list[ServerSentEvent]:
         """Return the error as an event."""
-        return [_event("error", **error.body())]
+        error.body_type = "error"
+        return [ServerSentEvent(error.body(), "error")]
 
     def build_answer(self, choices: list[CollectedChoice], usage: UsageCounter) -> MessagesResponse:
         """Return the whole message."""
@@ -138,23 +144,24 @@ class MessagesWriter:
         self.delta_events(choice.to_delta(), usage)
         content = [_content_block(block) for block in self._splitter.blocks]
         return MessagesResponse(
-            **self._head, content=content, **self._stop_fields, usage=messages_usage(usage)
+            **self._head,
+            content=content,
+            stop_reason=self._stop.stop_reason,
+            stop_sequence=self._stop.stop_sequence,
+            usage=messages_usage(usage),
         )
 
     def start_block(self, block: OutputBlock) -> list[ServerSentEvent]:
         """Return the event that starts a content block."""
-        content_block = _content_block(block)
-        return [_event("content_block_start", index=block.index, content_block=content_block)]
+        return [_event(ContentBlockStartEvent(block.index, _content_block(block)))]
 
     def extend_block(self, block: OutputBlock, text: str) -> list[ServerSentEvent]:
         """Return the event of a content block's increment."""
-        delta_type, field = DELTA_TYPES[block.kind]
-        delta = {"type": delta_type, field: text}
-        return [_event("content_block_delta", index=block.index, delta=delta)]
+        return [_event(ContentBlockDeltaEvent(block.index, _block_delta(block.kind, text)))]
 
     def end_block(self, block: OutputBlock) -> list[ServerSentEvent]:
         """Return the event that ends a content block."""
-        return [_event("content_block_stop", index=block.index)]
+        return [_event(ContentBlockStopEvent(block.index))]
 
 
 def messages_usage(usage: UsageCounter) -> MessagesUsage:
@@ -165,12 +172,22 @@ def messages_usage(usage: UsageCounter) -> MessagesUsage:
         cache_read_input_tokens=usage.num_cached_tokens,
         cache_creation_input_tokens=0,
         output_tokens=usage.num_completion_tokens,
-        output_tokens_details=UNSET if reasoning is None else {"thinking_tokens": reasoning},
+        output_tokens_details=UNSET if reasoning is None else ThinkingTokensDetails(reasoning),
     )
 
 
-def _event(event_type: str, **data: object) -> ServerSentEvent:
-    return ServerSentEvent({"type": event_type, **data}, event_type)
+def _event(event: MessagesEvent) -> ServerSentEvent:
+    return ServerSentEvent(event, str(event.__struct_config__.tag))
+
+
+def _block_delta(kind: BlockKind, text: str) -> ContentBlockDelta:
+    match kind:
+        case "text":
+            return ContentBlockDelta("text_delta", text=text)
+        case "reasoning":
+            return ContentBlockDelta("thinking_delta", thinking=text)
+        case _:
+            return ContentBlockDelta("input_json_delta", partial_json=text)
 
 
 def _content_block(block: OutputBlock) -> MessagesContentBlock:
@@ -195,8 +212,8 @@ def _parse_object(text: str) -> JsonObject:
     return value if isinstance(value, dict) else {}
 
 
-def _stop_fields(finish_reason: str, stop: int | str | None) -> JsonObject:
-    """Return `stop_reason` and `stop_sequence` of an output that has ended."""
+def _message_stop(finish_reason: str, stop: int | str | None) -> MessageStop:
+    """Return why an output has ended."""
     if isinstance(stop, str) and finish_reason == "stop":
-        return {"stop_reason": "stop_sequence", "stop_sequence": stop}
-    return {"stop_reason": STOP_REASONS.get(finish_reason, finish_reason), "stop_sequence": None}
+        return MessageStop("stop_sequence", stop)
+    return MessageStop(STOP_REASONS.get(finish_reason, finish_reason), None)

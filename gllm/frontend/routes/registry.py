@@ -4,6 +4,8 @@
 generated from the table.
 """
 
+from typing import get_args
+
 from gllm.frontend import response_schemas as schemas
 from gllm.frontend import server_response_schemas as server_schemas
 from gllm.frontend.endpoint import Endpoint, PathParameter, QueryParameter
@@ -39,7 +41,7 @@ GENERATION_ENDPOINTS = (
         chat.create_chat_completion,
         request_schema=ChatCompletionFields,
         response_schema=schemas.ChatCompletionResponse,
-        event_schema=schemas.ChatCompletionChunk,
+        event_schemas=(schemas.ChatCompletionChunk,),
         operation="chat",
     ),
     Endpoint(
@@ -48,7 +50,7 @@ GENERATION_ENDPOINTS = (
         completions.create_completion,
         request_schema=CompletionFields,
         response_schema=schemas.CompletionResponse,
-        event_schema=schemas.CompletionChunk,
+        event_schemas=(schemas.CompletionChunk,),
         operation="text_completion",
     ),
     Endpoint(
@@ -72,7 +74,7 @@ GENERATION_ENDPOINTS = (
         token_generation.generate_tokens,
         request_schema=GenerateFields,
         response_schema=schemas.GenerateResponse,
-        event_schema=schemas.GenerateEvent,
+        event_schemas=(schemas.GenerateEvent,),
         operation="text_completion",
     ),
     Endpoint(
@@ -81,7 +83,7 @@ GENERATION_ENDPOINTS = (
         responses.create_response,
         request_schema=ResponsesFields,
         response_schema=schemas.ResponsesResponse,
-        event_schema=schemas.ResponsesEvent,
+        event_schemas=get_args(schemas.ResponsesEvent),
         operation="chat",
     ),
     Endpoint(
@@ -104,7 +106,7 @@ GENERATION_ENDPOINTS = (
         messages.create_message,
         request_schema=MessagesFields,
         response_schema=schemas.MessagesResponse,
-        event_schema=schemas.MessagesEvent,
+        event_schemas=schemas.MESSAGES_EVENTS,
         operation="chat",
     ),
     Endpoint(

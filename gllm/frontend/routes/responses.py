@@ -2,12 +2,13 @@
 
 import time
 from collections import defaultdict
-from typing import Any
+from typing import Any, Literal
 
 from aiohttp import web
+from msgspec import UNSET
 
 from gllm.engine.interface import EngineInterface, OutputDelta
-from gllm.frontend.answer import JsonObject, send_answer, send_whole_answer
+from gllm.frontend.answer import send_answer, send_whole_answer
 from gllm.frontend.chat_request import count_prompt_tokens, prepare_converted_chat
 from gllm.frontend.choices import CollectedChoice, UsageCounter
 from gllm.frontend.context import CONTEXT, REQUEST_ID
@@ -28,14 +29,31 @@ from gllm.frontend.logprobs import chat_logprobs
 from gllm.frontend.output_blocks import BlockKind, BlockSplitter, OutputBlock
 from gllm.frontend.request_run import PreparedRequest
 from gllm.frontend.response_schemas import (
+    CompactionItem,
     CompactionResponse,
+    CompletionTokensDetails,
+    IncompleteDetails,
+    InputTokensDetails,
     InputTokensResponse,
     ItemType,
+    ResponsesContentPart,
+    ResponsesEvent,
+    ResponsesItemEvent,
     ResponsesOutputItem,
+    ResponsesPartEvent,
+    ResponsesReasoning,
     ResponsesResponse,
+    ResponsesStateEvent,
+    ResponsesStateType,
     ResponsesStatus,
+    ResponsesText,
+    ResponsesTextDeltaEvent,
+    ResponsesTextDoneEvent,
     ResponsesUsage,
+    TextDeltaType,
+    TextDoneType,
     TokenLogprob,
+    Unset,
 )
 from gllm.frontend.sse import ServerSentEvent
 from gllm.text.chat.output_parser import ChatOutputParser
@@ -70,11 +88,8 @@ class CompactionWriter:
     ) -> CompactionResponse:
         """Return the compacted conversation as input items."""
         message, _ = self._parser.parse(choices[0].text, choices[0].finish_reason)
-        item = {
-            "id": f"cmp_{self._id}",
-            "type": "compaction",
-            "encrypted_content": encode_summary(message.content),
-        }
+        summary = encode_summary(message.content)
+        item = CompactionItem(f"cmp_{self._id}", "compaction", encrypted_content=summary)
         return CompactionResponse(
             id=f"resp_{self._id}",
             object="response.compaction",
@@ -83,15 +98,10 @@ class CompactionWriter:
             usage=responses_usage(usage),
         )
 
-    def _user(self, index: int, text: str) -> JsonObject:
+    def _user(self, index: int, text: str) -> CompactionItem:
         """Return a user message as an item."""
-        return {
-            "id": f"msg_{self._id}_{index}",
-            "type": "message",
-            "role": "user",
-            "status": "completed",
-            "content": [{"type": "input_text", "text": text}],
-        }
+        content = [ResponsesContentPart("input_text", text)]
+        return CompactionItem(f"msg_{self._id}_{index}", "message", "user", "completed", content)
 
 
 async def create_response(request: web.Request) -> web.StreamResponse:
@@ -145,13 +155,20 @@ ITEM_TYPES: dict[BlockKind, ItemType] = {
     "custom": "custom_tool_call",
 }
 """Type of an item, by block kind."""
-TEXT_TYPES = {
-    "text": "output_text",
-    "reasoning": "reasoning_text",
-    "call": "function_call_arguments",
-    "custom": "custom_tool_call_input",
+TEXT_DELTA_TYPES: dict[BlockKind, TextDeltaType] = {
+    "text": "response.output_text.delta",
+    "reasoning": "response.reasoning_text.delta",
+    "call": "response.function_call_arguments.delta",
+    "custom": "response.custom_tool_call_input.delta",
 }
-"""The API's name of a block's text, by block kind."""
+"""Type of the event with an increment of a block's text, by block kind."""
+TEXT_DONE_TYPES: dict[BlockKind, TextDoneType] = {
+    "text": "response.output_text.done",
+    "reasoning": "response.reasoning_text.done",
+    "call": "response.function_call_arguments.done",
+    "custom": "response.custom_tool_call_input.done",
+}
+"""Type of the event with the whole text of a block, by block kind."""
 INCOMPLETE_REASONS = {"length": "max_output_tokens", "abort": "abort"}
 """Reason of an incomplete answer, by finish reason."""
 
@@ -192,8 +209,8 @@ class ResponsesWriter:
         """Return the events that announce the response."""
         response = self._response("in_progress", None)
         return [
-            self._event("response.created", response=response),
-            self._event("response.in_progress", response=response),
+            self._state_event("response.created", response),
+            self._state_event("response.in_progress", response),
         ]
 
     def delta_events(self, delta: OutputDelta, usage: UsageCounter) -> list[ServerSentEvent]:
@@ -211,14 +228,18 @@ class ResponsesWriter:
     def end_events(self, usage: UsageCounter) -> list[ServerSentEvent]:
         """Return the event with the whole response."""
         response = self._response(self._final_status, usage)
-        return [self._event(f"response.{self._final_status}", response=response)]
+        return [
+            self._state_event(
+                "response.incomplete" if self._incomplete_reason else "response.completed", response
+            )
+        ]
 
     def error_events(self, error: ApiError) -> list[ServerSentEvent]:
         """Return the end of the open item and the failed response."""
         events = self._splitter.end_block("incomplete")
         response = self._response("failed", None)
-        response.error = error.body()["error"]
-        return [*events, self._event("response.failed", response=response)]
+        response.error = error.body().error
+        return [*events, self._state_event("response.failed", response)]
 
     def build_answer(
         self, choices: list[CollectedChoice], usage: UsageCounter
@@ -230,44 +251,49 @@ class ResponsesWriter:
 
     def start_block(self, block: OutputBlock) -> list[ServerSentEvent]:
         """Return the events that start an output item."""
-        item = self._item(block)
-        events = [self._event("response.output_item.added", output_index=block.index, item=item)]
+        events = [self._item_event("response.output_item.added", block)]
         if not block.is_call:
-            part = self._content_part(block)
-            events.append(self._item_event(block, "response.content_part.added", part=part))
+            events.append(self._part_event("response.content_part.added", block))
         return events
 
     def extend_block(self, block: OutputBlock, text: str) -> list[ServerSentEvent]:
         """Return the event of an item's increment, with its log-probabilities."""
-        logprobs: JsonObject = {}
+        logprobs: list[TokenLogprob] | Unset = UNSET
         if block.kind == "text":
-            logprobs["logprobs"], self._pending_logprobs = self._pending_logprobs, []
-            self._logprobs[block.index] += logprobs["logprobs"]
-        event_type = f"response.{TEXT_TYPES[block.kind]}.delta"
-        return [self._item_event(block, event_type, delta=text, **logprobs)]
+            logprobs, self._pending_logprobs = self._pending_logprobs, []
+            self._logprobs[block.index] += logprobs
+        return [
+            self._event(
+                ResponsesTextDeltaEvent(
+                    type=TEXT_DELTA_TYPES[block.kind],
+                    sequence_number=self._sequence_number,
+                    item_id=self._item_id(block),
+                    output_index=block.index,
+                    content_index=UNSET if block.is_call else 0,
+                    delta=text,
+                    logprobs=logprobs,
+                )
+            )
+        ]
 
     def end_block(self, block: OutputBlock) -> list[ServerSentEvent]:
         """Return the events that end an output item."""
-        done = f"response.{TEXT_TYPES[block.kind]}.done"
         events = []
         if block.kind == "text" and self._pending_logprobs:
             events += self.extend_block(block, "")  # log-probabilities of tokens without text
+        done = ResponsesTextDoneEvent(
+            TEXT_DONE_TYPES[block.kind], self._sequence_number, self._item_id(block), block.index
+        )
+        events.append(self._event(done))
         if block.kind == "call":
-            events += [self._item_event(block, done, name=block.name, arguments=block.text)]
+            done.name, done.arguments = block.name, block.text
         elif block.kind == "custom":
-            events += [self._item_event(block, done, input=block.text)]
+            done.input = block.text
         else:
             part = self._content_part(block)
-            content = {name: value for name, value in part.items() if name in ("text", "logprobs")}
-            events += [
-                self._item_event(block, done, **content),
-                self._item_event(block, "response.content_part.done", part=part),
-            ]
-        item = self._item(block)
-        return [
-            *events,
-            self._event("response.output_item.done", output_index=block.index, item=item),
-        ]
+            done.content_index, done.text, done.logprobs = 0, part.text, part.logprobs
+            events.append(self._part_event("response.content_part.done", block))
+        return [*events, self._item_event("response.output_item.done", block)]
 
     @property
     def _final_status(self) -> ResponsesStatus:
@@ -279,18 +305,32 @@ class ResponsesWriter:
             return []
         return chat_logprobs(self._tokenizer, delta.logprobs, self._params.logprobs).content
 
-    def _event(self, event_type: str, **data: object) -> ServerSentEvent:
-        """Return an event with the next sequence number."""
-        data = {"type": event_type, "sequence_number": self._sequence_number, **data}
+    def _event(self, event: ResponsesEvent) -> ServerSentEvent:
+        """Return an event, which has the present sequence number, and increment the number."""
         self._sequence_number += 1
-        return ServerSentEvent(data, event_type)
+        return ServerSentEvent(event, event.type)
 
-    def _item_event(self, block: OutputBlock, event_type: str, **data: object) -> ServerSentEvent:
-        """Return an event of an output item."""
-        position = {"item_id": self._item_id(block), "output_index": block.index}
-        if not block.is_call:
-            position["content_index"] = 0
-        return self._event(event_type, **position, **data)
+    def _state_event(
+        self, event_type: ResponsesStateType, response: ResponsesResponse
+    ) -> ServerSentEvent:
+        return self._event(ResponsesStateEvent(event_type, self._sequence_number, response))
+
+    def _item_event(
+        self,
+        event_type: Literal["response.output_item.added", "response.output_item.done"],
+        block: OutputBlock,
+    ) -> ServerSentEvent:
+        item = self._item(block)
+        return self._event(ResponsesItemEvent(event_type, self._sequence_number, block.index, item))
+
+    def _part_event(
+        self,
+        event_type: Literal["response.content_part.added", "response.content_part.done"],
+        block: OutputBlock,
+    ) -> ServerSentEvent:
+        number, part = self._sequence_number, self._content_part(block)
+        item_id = self._item_id(block)
+        return self._event(ResponsesPartEvent(event_type, number, item_id, block.index, 0, part))
 
     def _item_id(self, block: OutputBlock) -> str:
         return f"{ID_PREFIXES[block.kind]}_{self._id}_{block.index}"
@@ -312,16 +352,17 @@ class ResponsesWriter:
             item.role = "assistant"
         return item
 
-    def _content_part(self, block: OutputBlock) -> JsonObject:
+    def _content_part(self, block: OutputBlock) -> ResponsesContentPart:
         """Return the content of a text or reasoning block."""
-        part: JsonObject = {"type": TEXT_TYPES[block.kind], "text": block.text}
         if block.kind == "reasoning":
-            return part
-        return {**part, "annotations": [], "logprobs": list(self._logprobs[block.index])}
+            return ResponsesContentPart("reasoning_text", block.text)
+        logprobs = list(self._logprobs[block.index])
+        return ResponsesContentPart("output_text", block.text, [], logprobs)
 
     def _response(self, status: ResponsesStatus, usage: UsageCounter | None) -> ResponsesResponse:
         """Return the response object, with token counts if `usage` is given."""
         fields, reason = self._fields, self._incomplete_reason
+        effort = None if fields.reasoning is None else fields.reasoning.effort
         return ResponsesResponse(
             id=f"resp_{self._id}",
             object="response",
@@ -329,7 +370,7 @@ class ResponsesWriter:
             completed_at=int(time.time()) if status == "completed" else None,
             status=status,
             error=None,
-            incomplete_details=None if reason is None else {"reason": reason},
+            incomplete_details=None if reason is None else IncompleteDetails(reason),
             model=self._model,
             output=[self._item(block) for block in self._splitter.blocks],
             usage=None if usage is None else responses_usage(usage),
@@ -338,8 +379,10 @@ class ResponsesWriter:
             temperature=self._params.temperature,
             top_p=self._params.top_p,
             top_logprobs=fields.top_logprobs or 0,
-            text={"format": (fields.text and fields.text.format) or {"type": "text"}},
-            reasoning={"effort": fields.reasoning and fields.reasoning.effort, "summary": None},
+            text=ResponsesText((fields.text and fields.text.format) or {"type": "text"}),
+            reasoning=ResponsesReasoning(
+                None if fields.reasoning is None else fields.reasoning.effort, None
+            ),
             tools=fields.tools or [],
             tool_choice=fields.tool_choice or "auto",
             parallel_tool_calls=fields.parallel_tool_calls is not False,
@@ -356,8 +399,8 @@ def responses_usage(usage: UsageCounter) -> ResponsesUsage:
     """Return the API's `usage`. Writes to the prefix cache are not counted separately."""
     return ResponsesUsage(
         input_tokens=usage.num_prompt_tokens,
-        input_tokens_details={"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0},
+        input_tokens_details=InputTokensDetails(usage.num_cached_tokens, cache_write_tokens=0),
         output_tokens=usage.num_completion_tokens,
-        output_tokens_details={"reasoning_tokens": usage.num_reasoning_tokens or 0},
+        output_tokens_details=CompletionTokensDetails(usage.num_reasoning_tokens or 0),
         total_tokens=usage.num_prompt_tokens + usage.num_completion_tokens,
     )

@@ -1,5 +1,7 @@
 """POST /inference/v1/generate: token ids in, token ids out."""
 
+from typing import cast
+
 from aiohttp import web
 from msgspec import UNSET
 
@@ -20,12 +22,12 @@ from gllm.frontend.handoffs.registry import open_handoff
 from gllm.frontend.logprobs import chat_logprobs, prompt_logprobs
 from gllm.frontend.request_run import PreparedRequest
 from gllm.frontend.response_schemas import (
+    FinishReason,
     GeneratedTokens,
     GenerateEvent,
     GenerateResponse,
     KvTransferParams,
     Unset,
-    to_chunk_finish_reason,
 )
 from gllm.frontend.sse import DONE, ServerSentEvent
 from gllm.messages.sampling import TokenLogprobs
@@ -132,4 +134,6 @@ class TokenWriter:
         top, logprobs = self._num_top_logprobs, None
         if top is not None:
             logprobs = chat_logprobs(self._tokenizer, entries, top)
-        return GeneratedTokens(index, logprobs, to_chunk_finish_reason(finish_reason), token_ids)
+        return GeneratedTokens(
+            index, logprobs, cast("FinishReason | None", finish_reason), token_ids
+        )

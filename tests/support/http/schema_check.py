@@ -67,18 +67,18 @@ class SchemaCheck:
 
     def events(self, path: str, events: list[Any]) -> None:
         """Check the events of a stream."""
-        kind = BY_PATH[path].event_schema
-        assert kind is not None
+        kinds = [*(kind.__name__ for kind in BY_PATH[path].event_schemas), "ErrorResponse"]
         for event in events:
-            if "error" not in event:
-                self._note(kind.__name__, event)
+            complaints = [complaint(kind, event) for kind in kinds]
+            if all(complaints):
+                self.complaints += complaints
 
     def _answer(self, endpoint: Endpoint | None, response: web.Response) -> None:
         if response.content_type != "application/json" or not isinstance(response.body, bytes):
             return
         value = json.loads(response.body)
         if response.status >= 400:
-            self._note("Error", value)
+            self._note("ErrorResponse", value)
         elif endpoint is not None and endpoint.response_schema is not None:
             for each in value if endpoint.answers_list else [value]:
                 self._note(endpoint.response_schema.__name__, each)

@@ -155,7 +155,7 @@ class ClusterUnderTest:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         async with self.client.request(method, path, json=body, headers=headers) as answer:
             value = await answer.json()
-            name = schema if answer.status == 200 else "Error"
+            name = schema if answer.status == 200 else "ErrorResponse"
             if name:
                 validate(name, value)
             return answer.status, value
