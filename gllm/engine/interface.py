@@ -139,8 +139,8 @@ class EngineStatus:
     """Frames of other machines that could not be read or that their sender may not send."""
     refused_peers: Mapping[str, int] = field(default_factory=dict)
     """Connections of other machines that the head refused, by IP address."""
-    tensor_parallel_size: int = 1
-    """Ranks of a stage; the largest number if stages differ, 1 for a router."""
+    tensor_parallel_size: int | None = None
+    """Ranks of a stage; the largest number if stages differ, None for a router."""
     kv_transfers: KvTransferTotals | None = None
     """Transfers of KV blocks; None for an engine that neither gives nor fetches any."""
 

@@ -6,57 +6,26 @@ the writer's output.
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
-from typing import Any, Protocol
+from contextlib import ExitStack, closing, contextmanager
 
 import msgspec
 from aiohttp import web
 from msgspec.structs import replace
 
 from gllm.engine.interface import EngineUnavailableError, OutputDelta, PoisonRequestError
+from gllm.frontend.answer_writer import AnswerWriter, WholeAnswerWriter
 from gllm.frontend.choices import CollectedChoice, UsageCounter
-from gllm.frontend.context import (
-    ARRIVAL,
-    CONTEXT,
-    REQUEST_ID,
-    RETRY_AFTER_SECONDS,
-    ServerContext,
-)
+from gllm.frontend.context import ARRIVAL, REQUEST_ID, RETRY_AFTER_SECONDS, ServerContext
 from gllm.frontend.errors import ApiError, to_api_error
+from gllm.frontend.handoffs.registry import open_handoff
 from gllm.frontend.json_encoding import encode_json_in_pieces
 from gllm.frontend.request_metrics import SUMMARY, RequestSummary
-from gllm.frontend.request_run import PreparedRequest, RequestRun
-from gllm.frontend.response_schemas import ResponseSchema
+from gllm.frontend.request_run import PreparedRequest, RequestRun, Submitter
 from gllm.frontend.routing_hints import read_routing_hints
 from gllm.frontend.sse import EventStream, ServerSentEvent
 
-JsonObject = dict[str, Any]
-"""An object of JSON, as Python values."""
 MAX_INLINE_LOGPROBS = 2048
 """Log-probabilities encoded at once on the event loop; more are encoded in a thread."""
-
-
-class WholeAnswerWriter(Protocol):
-    """Builds an endpoint's answer to a request that does not stream."""
-
-    def build_answer(self, choices: list[CollectedChoice], usage: UsageCounter) -> ResponseSchema:
-        """Return the body of the answer."""
-
-
-class AnswerWriter(WholeAnswerWriter, Protocol):
-    """Builds an endpoint's answer, as a stream of events or whole."""
-
-    def start_events(self, usage: UsageCounter) -> list[ServerSentEvent]:
-        """Return the events before the first delta."""
-
-    def delta_events(self, delta: OutputDelta, usage: UsageCounter) -> list[ServerSentEvent]:
-        """Return the events of a delta."""
-
-    def end_events(self, usage: UsageCounter) -> list[ServerSentEvent]:
-        """Return the events after the last delta of a successful request."""
-
-    def error_events(self, error: ApiError) -> list[ServerSentEvent]:
-        """Return the last events of a request that failed."""
 
 
 async def send_answer(
@@ -68,8 +37,8 @@ async def send_answer(
     """Run a request and send its answer, streamed if the client requested a stream."""
     if not request.fields.stream:
         return await send_whole_answer(http_request, context, request, writer)
-    with _run_request(http_request, context, request) as (run, usage):
-        return await _send_stream(http_request, run, writer, usage)
+    with _run_request(http_request, context, request, writer) as (run, usage):
+        return await _send_stream(http_request, context, run, writer, usage)
 
 
 async def send_whole_answer(
@@ -79,7 +48,7 @@ async def send_whole_answer(
     writer: WholeAnswerWriter,
 ) -> web.Response:
     """Run a request to its end and send the answer in one piece."""
-    with _run_request(http_request, context, request) as (run, usage):
+    with _run_request(http_request, context, request, writer) as (run, usage):
         await run.start()
         choices = await _collect_choices(run, request, usage)
         if num_logprobs(choices) > MAX_INLINE_LOGPROBS:
@@ -91,20 +60,27 @@ async def send_whole_answer(
 
 @contextmanager
 def _run_request(
-    http_request: web.Request, context: ServerContext, request: PreparedRequest
+    http_request: web.Request,
+    context: ServerContext,
+    request: PreparedRequest,
+    writer: WholeAnswerWriter,
 ) -> Iterator[tuple[RequestRun, UsageCounter]]:
     """Yield the run of a request and its token counts; store the request's summary."""
-    usage = UsageCounter(
-        sum(map(len, request.prompts)), request.params.n, request.new_reasoning_counter
-    )
-    request_id = request.fields.request_id or http_request[REQUEST_ID]
-    hints = read_routing_hints(http_request.headers, request.fields, context.config.slo)
-    run = RequestRun(
-        context.engine, context.metrics, request, request_id, http_request[ARRIVAL], hints
-    )
-    with closing(run):
+    fields = request.fields
+    hints = read_routing_hints(http_request.headers, fields, context.slo)
+    with ExitStack() as stack:
+        engine: Submitter = context.engine
+        bootstrap = (fields.bootstrap_room, fields.bootstrap_host, fields.bootstrap_port)
+        if fields.kv_transfer_params or bootstrap != (None, None, None):
+            engine = stack.enter_context(open_handoff(http_request, request, writer))
+        usage = UsageCounter(
+            sum(map(len, request.prompts)), request.params.n, request.new_reasoning_counter
+        )
+        request_id, arrival = fields.request_id or http_request[REQUEST_ID], http_request[ARRIVAL]
+        run = RequestRun(engine, context.metrics, request, request_id, arrival, hints)
+        stack.enter_context(closing(run))
         summary = http_request[SUMMARY] = RequestSummary(
-            request.params, bool(request.fields.stream), usage, run.prompt_metrics
+            request.params, bool(fields.stream), usage, run.prompt_metrics
         )
         try:
             yield run, usage
@@ -147,13 +123,17 @@ async def _collect_choices(
 
 
 async def _send_stream(
-    http_request: web.Request, run: RequestRun, writer: AnswerWriter, usage: UsageCounter
+    http_request: web.Request,
+    context: ServerContext,
+    run: RequestRun,
+    writer: AnswerWriter,
+    usage: UsageCounter,
 ) -> web.StreamResponse:
     """Send the choices as events.
 
     An error before the headers are sent becomes a status code, a later one an event.
     """
-    stream = EventStream(http_request, http_request.app[CONTEXT].config.write_timeout)
+    stream = EventStream(http_request, context.config.write_timeout)
     with stream.monitored():
         try:
             await run.start()
@@ -161,7 +141,7 @@ async def _send_stream(
         except ConnectionError:
             return stream.response  # the client has disconnected; closing the run aborts it
         except Exception as error:
-            if not stream.is_open:
+            if not stream.response.prepared:
                 raise
             stream.write_events(writer.error_events(to_api_error(error)))
         await stream.finish()
@@ -171,41 +151,39 @@ async def _send_stream(
 async def _send_events(
     stream: EventStream, run: RequestRun, writer: AnswerWriter, usage: UsageCounter
 ) -> None:
-    events = writer.start_events(usage)
     large_deltas: list[OutputDelta] = []
 
-    def build_events(deltas: list[OutputDelta]) -> None:
+    def build_events(deltas: list[OutputDelta], events: list[ServerSentEvent]) -> None:
         for delta in deltas:
             has_failed = delta.finish_reason == "error"
             shown = replace(delta, finish_reason=None) if has_failed else delta
             usage.add(shown)
-            events.extend(writer.delta_events(shown, usage))
+            events += writer.delta_events(shown, usage)
             if has_failed:
                 raise _generation_error(delta)
 
-    def write_events() -> None:
-        stream.write_events(events)
-        events.clear()
-
     def send_output() -> bool:
         deltas = run.pop_deltas()
-        if num_logprobs(deltas) > MAX_INLINE_LOGPROBS:
+        if run.has_logprobs and num_logprobs(deltas) > MAX_INLINE_LOGPROBS:
             large_deltas.extend(deltas)
             return False
+        events: list[ServerSentEvent] = []
         try:
-            build_events(deltas)
+            build_events(deltas, events)
         finally:
             # Output before a failure is sent before the error.
-            write_events()
+            stream.write_events(events)
         return stream.is_caught_up
 
-    while not run.is_finished:
+    stream.write_events(writer.start_events(usage))
+    while run.num_running:
         await run.stream_to(send_output)
         if large_deltas:
+            events: list[ServerSentEvent] = []
             try:
-                await asyncio.to_thread(build_events, large_deltas)
+                await asyncio.to_thread(build_events, large_deltas, events)
             finally:
-                write_events()
+                stream.write_events(events)
                 large_deltas.clear()
         await stream.flush()
     stream.write_events(writer.end_events(usage))

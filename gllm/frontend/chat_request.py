@@ -20,15 +20,16 @@ from gllm.frontend.fields.parsing import (
     rename_error_fields,
     run_off_loop,
 )
-from gllm.frontend.handoffs.legs import HandoffLeg
 from gllm.frontend.request_run import PreparedRequest
 from gllm.text.chat.output_parser import create_reasoning_counter_factory
 from gllm.text.chat.prompt import ChatRequest, render_chat
-from gllm.text.chat.tools import ToolOptions, parse_functions, parse_tools
+from gllm.text.chat.tools import parse_functions, parse_tools
+
+Fields = TypeVar("Fields", bound=ModelRequestFields)
 
 
 async def prepare_chat_request(
-    context: ServerContext, fields: ChatCompletionFields, handoff: HandoffLeg | None = None
+    context: ServerContext, fields: ChatCompletionFields
 ) -> PreparedRequest:
     """Return a chat, rendered and checked, ready for the engine. Raises FieldError."""
     model, tokenizer = context.engine.model, context.engine.tokenizer
@@ -37,51 +38,46 @@ async def prepare_chat_request(
         model.defaults,
         context.config.max_choices,
         max_tokens=fields.max_completion_tokens or fields.max_tokens,
-        logprobs=fields.num_top_logprobs,
+        logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
         prompt_logprobs=fields.prompt_logprobs,
     )
 
     def prepare() -> PreparedChat:
-        parsers = context.config.output_parsers
-        return prepare_chat(chat_request(fields), params, model, tokenizer, parsers)
+        request = to_chat_request(fields)
+        return prepare_chat(request, params, model, tokenizer, context.output_parsers)
 
     # Long prompts and large schemas take time: not on the event loop.
     chat = await asyncio.to_thread(prepare)
     return PreparedRequest(
         fields,
         [chat.token_ids],
-        chat.params if handoff is None else handoff.limit(chat.params),
+        chat.params,
         output_format=chat.output_format,
         new_reasoning_counter=create_reasoning_counter_factory(tokenizer, chat.output_format),
-        handoff=handoff,
     )
 
 
-def chat_request(fields: ChatCompletionFields) -> ChatRequest:
+def to_chat_request(fields: ChatCompletionFields) -> ChatRequest:
     """Return the chat that the fields of a request describe. Raises FieldError."""
     variables: dict[str, Any] = msgspec.to_builtins(
         fields.chat_template_kwargs or ChatTemplateOptions()
     )
+    if fields.functions or fields.function_call not in (None, "none", "auto"):
+        tool_options = parse_functions(fields.functions, fields.function_call)
+    else:
+        tool_options = replace(
+            parse_tools(fields.tools, fields.tool_choice),
+            is_single_call=fields.parallel_tool_calls is False,
+        )
     return ChatRequest(
         messages=fields.messages,
-        tool_options=_tool_options(fields),
+        tool_options=tool_options,
         template_variables=variables,
         reasoning_effort=fields.reasoning_effort,
         add_generation_prompt=fields.add_generation_prompt is not False,
-        continue_final_message=fields.should_continue_final_message,
+        continue_final_message=bool(fields.continue_final_message),
         parse_special=bool(fields.parse_special),
     )
-
-
-def _tool_options(fields: ChatCompletionFields) -> ToolOptions:
-    """Return the tools and the choice among them. Raises FieldError."""
-    if fields.functions or fields.function_call not in (None, "none", "auto"):
-        return parse_functions(fields.functions, fields.function_call)
-    use = parse_tools(fields.tools, fields.tool_choice)
-    return replace(use, is_single_call=fields.parallel_tool_calls is False)
-
-
-Fields = TypeVar("Fields", bound=ModelRequestFields)
 
 
 @asynccontextmanager
@@ -126,10 +122,10 @@ async def count_prompt_tokens(
     context.check_accepting()
     context.check_model(fields.model)
     chat = await run_off_loop(request, lambda: to_chat_fields(fields, as_chat(fields), names))
-    tokenizer, parsers = context.engine.tokenizer, context.config.output_parsers
+    tokenizer, parsers = context.engine.tokenizer, context.output_parsers
     with rename_error_fields(names):
         prompt = await asyncio.to_thread(
-            lambda: render_chat(tokenizer, chat_request(chat), parsers)
+            lambda: render_chat(tokenizer, to_chat_request(chat), parsers)
         )
     return len(prompt.token_ids)
 

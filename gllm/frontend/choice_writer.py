@@ -13,10 +13,10 @@ from aiohttp import web
 from msgspec import UNSET
 
 from gllm.engine.interface import OutputDelta
-from gllm.frontend.answer import JsonObject
+from gllm.frontend.answer_writer import AnswerWriter
 from gllm.frontend.choices import CollectedChoice, UsageCounter
 from gllm.frontend.context import CONTEXT, REQUEST_ID
-from gllm.frontend.errors import ApiError
+from gllm.frontend.fields.base import JsonObject
 from gllm.frontend.request_run import PreparedRequest
 from gllm.frontend.response_schemas import (
     ChatChunkChoice,
@@ -26,8 +26,6 @@ from gllm.frontend.response_schemas import (
     CompletionChunk,
     CompletionResponse,
     CompletionUsage,
-    KvTransferParams,
-    Unset,
 )
 from gllm.frontend.sse import DONE, ServerSentEvent
 
@@ -80,7 +78,7 @@ TEXT_PLACEHOLDER = "\x00text\x00"
 """Text of the delta from which a frame is built."""
 
 
-class ChoiceWriter:
+class ChoiceWriter(AnswerWriter):
     """AnswerWriter of completions and chat completions."""
 
     def __init__(
@@ -98,8 +96,7 @@ class ChoiceWriter:
         empty_chunk = choice_format.chunk_type(**self._envelope, choices=[])
         self._chunk_prefix = self._encoder.encode(empty_chunk).removesuffix(b"]}")
         """Encoded chunk up to its choice, the same for all chunks."""
-        self._num_choices = request.num_choices
-        self._handoff = request.handoff
+        self._request = request
         self._token_ids = bool(fields.return_token_ids)
         self._usage_at_end = options is not None and bool(options.include_usage)
         self._usage_always = options is not None and bool(options.continuous_usage_stats)
@@ -112,10 +109,11 @@ class ChoiceWriter:
 
     def start_events(self, usage: UsageCounter) -> list[ServerSentEvent]:
         """Return the chunks that start every choice."""
-        choices = (
-            c for index in range(self._num_choices) for c in self._format.start_choices(index)
-        )
-        return [self._chunk(choice, usage) for choice in choices]
+        return [
+            ServerSentEvent(self._encode_chunk(choice, usage))
+            for index in range(self._request.num_choices)
+            for choice in self._format.start_choices(index)
+        ]
 
     def delta_events(self, delta: OutputDelta, usage: UsageCounter) -> list[ServerSentEvent]:
         """Return the chunks of a delta."""
@@ -124,27 +122,22 @@ class ChoiceWriter:
             text = self._encoder.encode(delta.text)
             return [ServerSentEvent(b"%b%b%b" % (before, text, after))]
         choices = self._format.delta_choices(delta, self._token_ids)
-        return [self._chunk(choice, usage) for choice in choices]
+        return [ServerSentEvent(self._encode_chunk(choice, usage)) for choice in choices]
 
     def end_events(self, usage: UsageCounter) -> list[ServerSentEvent]:
         """Return the chunk with the token counts, if requested, and the end of the stream.
 
         The chunk also has the fields of a hand-off, if there are any.
         """
-        params = self._transfer_params()
-        if params is UNSET and not self._usage_at_end:
+        if self.transfer_params is UNSET and not self._usage_at_end:
             return [DONE]
         chunk = self._format.chunk_type(
             **self._envelope,
             choices=[],
-            kv_transfer_params=params,
+            kv_transfer_params=self.transfer_params,
             usage=usage.to_openai() if self._usage_at_end else UNSET,
         )
         return [ServerSentEvent(chunk), DONE]
-
-    def error_events(self, error: ApiError) -> list[ServerSentEvent]:
-        """Return the error and the end of the stream."""
-        return [ServerSentEvent(error.body()), DONE]
 
     def build_answer(
         self, choices: list[CollectedChoice], usage: UsageCounter
@@ -153,12 +146,8 @@ class ChoiceWriter:
         answer = self._format.build_answer(
             self._envelope, choices, usage.to_openai(), self._token_ids
         )
-        answer.kv_transfer_params = self._transfer_params()
+        answer.kv_transfer_params = self.transfer_params
         return answer
-
-    def _transfer_params(self) -> KvTransferParams | Unset | None:
-        """Return the field that a hand-off adds to the answer."""
-        return UNSET if self._handoff is None else self._handoff.transfer_params()
 
     def _build_frame(self, index: int, usage: UsageCounter) -> tuple[bytes, bytes]:
         (choice,) = self._format.delta_choices(OutputDelta(index, TEXT_PLACEHOLDER, []), False)
@@ -166,9 +155,6 @@ class ChoiceWriter:
         before, after = self._encode_chunk(choice, usage).split(placeholder)
         self._frames[index] = before, after
         return before, after
-
-    def _chunk(self, choice: ChunkChoice, usage: UsageCounter) -> ServerSentEvent:
-        return ServerSentEvent(self._encode_chunk(choice, usage))
 
     def _encode_chunk(self, choice: ChunkChoice, usage: UsageCounter) -> bytes:
         end = b"]}"

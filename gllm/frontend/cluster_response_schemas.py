@@ -4,7 +4,7 @@ from typing import Literal
 
 from gllm.deploy.cluster.service import ServiceState
 from gllm.frontend.response_schemas import ResponseSchema
-from gllm.frontend.server_response_schemas import NodeRowResponse
+from gllm.messages.node_report import NodeReport
 
 
 class ServiceRequestCounts(ResponseSchema):
@@ -77,7 +77,7 @@ class ServiceDeletionResponse(ResponseSchema):
     state: Literal["stopping", "absent"]
 
 
-class ClusterNodeResponse(NodeRowResponse):
+class ClusterNodeResponse(NodeReport, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A node of a cluster: as a machine of an engine, and its hardware and service."""
 
     num_cores: int

@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from gllm.config.output_parsers import OutputParserConfig
 from gllm.config.server import ServerConfig
 from gllm.engine.interface import EngineInterface, EngineUnavailableError
 from gllm.frontend.errors import ApiError
 from gllm.frontend.load_window import LoadWindow
 from gllm.frontend.metrics import Metrics
+from gllm.options.slo import Slo
 
 RETRY_AFTER_SECONDS = 5
 """Retry-After of an engine that is loading, recovering, draining or dead."""
@@ -27,6 +29,13 @@ class ServerContext:
     """Requests being handled, including those not yet submitted to the engine."""
     load_window: LoadWindow = field(default_factory=LoadWindow)
     """Readings of the engine's counters, for the rates of /v1/loads."""
+    output_parsers: OutputParserConfig = field(init=False)
+    slo: Slo = field(init=False)
+    """Objective of requests that have none."""
+
+    def __post_init__(self) -> None:
+        self.output_parsers = self.config.output_parsers
+        self.slo = self.config.slo
 
     def check_accepting(self) -> None:
         """Raise EngineUnavailableError unless new requests are accepted."""
@@ -63,7 +72,8 @@ class ServerContext:
     @contextmanager
     def admit(self, num_requests: int = 1) -> Iterator[None]:
         """Count requests as admitted in the block. Raise EngineUnavailableError above the limit."""
-        self.check_accepting()
+        if not self.engine.accepts_requests:
+            self.check_ready()
         num_inside = max(self.num_admitted, self.engine.num_requests)
         if num_inside + num_requests > self.config.max_num_queued_requests:
             raise EngineUnavailableError(

@@ -3,22 +3,39 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from msgspec.structs import replace
 
 from gllm.config.sampling import SamplingParams
-from gllm.engine.interface import EngineInterface, OutputDelta, RequestHandle
+from gllm.engine.interface import OutputDelta, RequestHandle
 from gllm.frontend.fields.generation import BaseCompletionFields
-from gllm.frontend.handoffs.legs import HandoffLeg
 from gllm.frontend.metrics import Metrics
 from gllm.frontend.request_metrics import RequestMetrics
 from gllm.frontend.routing_hints import NO_HINTS, RoutingHints
-from gllm.messages.handoff import KvHandoff
+from gllm.options.slo import Slo
 from gllm.text.output.parser import PLAIN_TEXT, OutputFormat
 from gllm.text.output.reasoning import ReasoningTokenCounter
 
 
-@dataclass(frozen=True)
+class Submitter(Protocol):
+    """What runs requests: the engine, or its half of a hand-off."""
+
+    async def submit(
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        *,
+        priority: int,
+        cache_salt: str,
+        request_id: str,
+        slo: Slo | None,
+        session: str,
+    ) -> Sequence[RequestHandle]:
+        """Start one request per prompt, as `EngineInterface.submit`."""
+
+
+@dataclass
 class PreparedRequest:
     """An HTTP request that is checked, tokenized and ready for the engine."""
 
@@ -26,6 +43,7 @@ class PreparedRequest:
     prompts: list[list[int]]
     """Token ids of each prompt."""
     params: SamplingParams
+    """A hand-off limits them before the request starts."""
     returns_output: bool = True
     """False if the client requested no output: the sampled token is discarded, and the answer has
     the prompt's echo and log-probabilities alone."""
@@ -33,8 +51,6 @@ class PreparedRequest:
     """Reasoning and tool calls that the text of the choices may contain."""
     new_reasoning_counter: Callable[[], ReasoningTokenCounter] | None = None
     """Factory of a choice's counter of reasoning tokens; None if they are not counted."""
-    handoff: HandoffLeg | None = None
-    """This engine's half of a hand-off; None for an ordinary request."""
 
     @property
     def num_choices(self) -> int:
@@ -50,7 +66,7 @@ class RequestRun:
 
     def __init__(
         self,
-        engine: EngineInterface,
+        engine: Submitter,
         metrics: Metrics,
         request: PreparedRequest,
         request_id: str,
@@ -67,16 +83,15 @@ class RequestRun:
         ]
         """Metrics of each prompt."""
         self._handles: Sequence[RequestHandle] = []
-        self._num_running = request.num_choices
+        self.num_running = request.num_choices
+        """Choices whose last delta has not been returned by `pop_deltas`."""
+        params = request.params
+        self.has_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
+        """True if deltas have log-probabilities."""
         self._on_output: Callable[[], bool] = bool
         self._stopped: asyncio.Future[None] | None = None
         """Result of the running `stream_to`; None if none runs."""
         self._has_output = False
-
-    @property
-    def is_finished(self) -> bool:
-        """True if the last delta of every choice has been returned by `pop_deltas`."""
-        return not self._num_running
 
     @property
     def num_resumptions(self) -> int:
@@ -84,14 +99,8 @@ class RequestRun:
         return max((handle.num_resumptions for handle in self._handles), default=0)
 
     async def start(self) -> None:
-        """Submit the requests to the engine.
-
-        Raises the errors of `EngineInterface.submit` and of `HandoffLeg.prepare`.
-        """
+        """Submit the requests to the engine. Raises the errors of `EngineInterface.submit`."""
         request, fields = self._request, self._request.fields
-        handoffs: Sequence[KvHandoff] = ()
-        if request.handoff is not None:
-            handoffs = await request.handoff.prepare(request.prompts, request.params)
         self._handles = await self._engine.submit(
             request.prompts,
             request.params,
@@ -100,7 +109,6 @@ class RequestRun:
             request_id=self._request_id,
             slo=self._hints.slo,
             session=self._hints.session,
-            handoffs=handoffs,
         )
         for handle in self._handles:
             handle.set_listener(self._notify)
@@ -129,10 +137,10 @@ class RequestRun:
             for delta in handle.pop_deltas():
                 self.prompt_metrics[prompt].on_delta(delta)
                 if delta.finish_reason is not None:
-                    self._num_running -= 1
-                    if self._request.handoff is not None:
-                        self._request.handoff.on_ended(prompt, delta.num_held_tokens)
-                deltas.append(self._to_answer(delta, prompt))
+                    self.num_running -= 1
+                if prompt or not self._request.returns_output:
+                    delta = self._to_answer(delta, prompt)
+                deltas.append(delta)
         return deltas
 
     def close(self) -> None:
@@ -163,5 +171,5 @@ class RequestRun:
         except Exception as error:  # raised by stream_to
             stopped.set_exception(error)
         else:
-            if not should_continue or self.is_finished:
+            if not should_continue or not self.num_running:
                 stopped.set_result(None)

@@ -16,6 +16,7 @@ TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 """Headers with the objective of the time to the first token in milliseconds; the first wins."""
 TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 """The same for the time per output token."""
+SLO_HEADERS = (*TTFT_HEADERS, *TPOT_HEADERS)
 SESSION_HEADERS = ("x-session-token", "x-session-id", "X-Dynamo-Session-ID")
 """Headers that name the session of a request; the first one wins."""
 
@@ -47,8 +48,11 @@ def read_routing_hints(
         FieldError: A header is not a positive number of milliseconds; it names the header.
     """
     slo = Slo(fields.slo_ttft, fields.slo_tpot)
-    slo = slo.with_defaults(Slo(_seconds(headers, TTFT_HEADERS), _seconds(headers, TPOT_HEADERS)))
-    slo = slo.with_defaults(default_slo)
+    if any(name in headers for name in SLO_HEADERS):
+        ttft, tpot = _seconds(headers, TTFT_HEADERS), _seconds(headers, TPOT_HEADERS)
+        slo = slo.with_defaults(Slo(ttft, tpot))
+    if any(default_slo):
+        slo = slo.with_defaults(default_slo)
     session = fields.prompt_cache_key or _first(headers, SESSION_HEADERS)[1]
     return RoutingHints(slo or None, session[:MAX_SESSION_CHARACTERS])
 

@@ -1,9 +1,8 @@
 """Answers about models, tokens and the server, as in `response_schemas`."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, Meta
 
 from gllm.engine.fleet_control import EngineRow, RouterTotals, ScaleStatus, WorkloadStatus
 from gllm.engine.interface import ModelInfo
@@ -91,7 +90,13 @@ class ServerInfoResponse(ResponseSchema):
     # The next fields have SGLang's names, from which its routers read what they serve.
     model_path: str
     served_model_name: str
-    tp_size: int
+    tp_size: Annotated[
+        int | None,
+        Meta(
+            description="ranks of a stage, the largest number if stages differ; null for a router, "
+            "whose engines may differ"
+        ),
+    ]
     dp_size: int
     max_model_len: int
     max_total_num_tokens: int
@@ -145,65 +150,10 @@ class DrainResponse(ResponseSchema):
     num_requests: int
 
 
-class NodeLoadResponse(ResponseSchema):
-    """Load of a machine; null for what cannot be read."""
-
-    cpu_utilization: float | None
-    memory_available_bytes: int | None
-    gpu_utilization: list[float | None]
-    power_watts: float | None
-    temperature_celsius: float | None
-
-
-class NodeLinkResponse(ResponseSchema):
-    """One end of a data connection between machines."""
-
-    edge: int
-    peer: str
-    transport: str
-    is_open: bool
-    num_bytes: int
-    cause: str
-    num_failures: int
-    is_sender: bool
-    policy: str
-    bytes_per_second: float | None
-    round_trip_seconds: float | None
-    loss_rate: float
-    num_queued_bytes: int
-    last_chunk_bytes: int
-    encoding: str
-
-
-class NodeRowResponse(ResponseSchema):
-    """One machine of an engine; null for what is unknown."""
-
-    name: str
-    state: Literal["member", "spare", "draining", "lost", "left"]
-    rank: int | None
-    host_name: str
-    system: str
-    version: str
-    address: str
-    devices: list[str]
-    load: NodeLoadResponse
-    stages: list[int]
-    round_trip_seconds: float | None
-    clock_offset_seconds: float | None
-    links: list[NodeLinkResponse]
-    last_cause: str
-    num_losses: int
-
-
-def node_row(report: NodeReport) -> NodeRowResponse:
-    """Return a report with names of fields, which load and links lack on the wire."""
-    return msgspec.convert(report, NodeRowResponse, from_attributes=True)
-
-
 class NodeListResponse(ResponseSchema):
     """Answer of /nodes: machines, micro-batches to be in flight, refused connections."""
 
-    nodes: list[NodeRowResponse]
+    nodes: list[NodeReport]
     pipeline_depth: int
     num_node_losses: int
     refused_peers: dict[str, int]

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from aiohttp import HttpVersion11, web
@@ -26,8 +26,8 @@ MAX_WRITE_BYTES = 65536
 class ServerSentEvent(NamedTuple):
     """One event of a stream."""
 
-    data: msgspec.Struct | dict[str, Any] | bytes
-    """A struct or JSON values, or the encoded data."""
+    data: msgspec.Struct | bytes
+    """A struct, or the encoded data."""
     name: str = ""
     """Type of the event; empty for an API whose events have no types."""
 
@@ -46,6 +46,7 @@ class EventStream:
 
     def __init__(self, request: web.Request, write_timeout_seconds: float) -> None:
         self.response = web.StreamResponse(headers=STREAM_HEADERS)
+        """Prepared once the headers are sent, so that an error has to be sent as an event."""
         self._request = request
         self._protocol = request.protocol
         self._is_chunked = request.version >= HttpVersion11
@@ -55,15 +56,6 @@ class EventStream:
         self._num_writes = 0
         """Writes so far, by which the monitor recognizes progress."""
 
-    @property
-    def is_open(self) -> bool:
-        """True once the headers are sent, so that an error has to be sent as an event."""
-        return self.response.prepared
-
-    async def send_headers(self) -> None:
-        """Send the headers if they have not been sent."""
-        await self.response.prepare(self._request)
-
     def write_events(self, events: Iterable[ServerSentEvent]) -> None:
         """Write events in as few writes as possible.
 
@@ -72,7 +64,7 @@ class EventStream:
         data = b"".join([self._encode(event) for event in events])
         if not data:
             return
-        if len(data) <= MAX_WRITE_BYTES and self.is_caught_up and self.is_open:
+        if len(data) <= MAX_WRITE_BYTES and self.is_caught_up and self.response.prepared:
             self._write(data)
         else:
             self._unsent.append(data)
@@ -84,7 +76,7 @@ class EventStream:
 
     async def flush(self) -> None:
         """Send the kept events and wait until the client has read them."""
-        await self.send_headers()
+        await self.response.prepare(self._request)
         data = b"".join(self._unsent)
         # In pieces, so that the monitor sees the progress of a slow client.
         for begin in range(0, len(data), MAX_WRITE_BYTES):
@@ -124,7 +116,7 @@ class EventStream:
     async def _send_comment(self) -> None:
         """Send a comment: clients ignore it, and proxies do not close the idle connection."""
         with suppress(ConnectionError):
-            await self.send_headers()
+            await self.response.prepare(self._request)
             self._write(b": keep-alive\n\n")
 
     def _encode(self, event: ServerSentEvent) -> bytes:

@@ -3,7 +3,10 @@
 The errors of a drain are here too, because the runtime raises them and the API handles them.
 """
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from gllm.messages.nodes import LinkState, NodeLoad
 
@@ -19,13 +22,12 @@ class NodeDrainError(Exception):
     """A machine cannot be drained; the message says why."""
 
 
-class NodeReport(msgspec.Struct, frozen=True):
+class NodeReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """State of a machine of an engine; unknown values are null."""
 
     name: str
     """Unique among the machines of the engine."""
-    state: str
-    """member, spare, draining, lost or left."""
+    state: Annotated[str, Meta(extra_json_schema={"enum": list(NODE_STATES)})]
     rank: int | None = None
     """Node rank; null for a machine that joined without one."""
     host_name: str = ""

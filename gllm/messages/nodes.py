@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from gllm.messages.base import WireMessage
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of these messages; the head and all agents have to speak the same one."""
 
 Count = Annotated[int, Meta(ge=0)]
@@ -43,8 +43,8 @@ class NodeFacts(msgspec.Struct, frozen=True, array_like=True):
     """Memory of the host that was available before the workers started."""
 
 
-class NodeLoad(msgspec.Struct, frozen=True, array_like=True):
-    """Load of a machine; values that cannot be read are None."""
+class NodeLoad(msgspec.Struct, frozen=True):
+    """Load of a machine; None for what cannot be read."""
 
     cpu_utilization: float | None = None
     """Share of all cores that is in use, 0 to 1."""
@@ -63,7 +63,7 @@ class WorkerSample(msgspec.Struct, frozen=True, array_like=True):
     cpu_seconds: float
 
 
-class LinkState(msgspec.Struct, frozen=True, array_like=True):
+class LinkState(msgspec.Struct, frozen=True):
     """One end of a data connection of a node."""
 
     edge: Count

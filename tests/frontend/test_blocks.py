@@ -210,20 +210,20 @@ async def test_a_call_that_is_cut_off_is_none(capable, cut):
 
 def noted(events: list[ServerSentEvent]) -> list[str]:
     """Return the notes in the events of `Notes`."""
-    return [event.data["is"] for event in events if isinstance(event.data, dict)]
+    return [event.data.decode() for event in events if isinstance(event.data, bytes)]
 
 
 class Notes:
     """A pen that notes what it is to write."""
 
     def start_block(self, block):
-        return [ServerSentEvent({"is": f"open {block.kind} {block.index}"})]
+        return [ServerSentEvent(f"open {block.kind} {block.index}".encode())]
 
     def extend_block(self, block, text):
-        return [ServerSentEvent({"is": text})]
+        return [ServerSentEvent(text.encode())]
 
     def end_block(self, block):
-        return [ServerSentEvent({"is": f"{block.status} {block.index}"})]
+        return [ServerSentEvent(f"{block.status} {block.index}".encode())]
 
 
 def test_a_call_that_breaks_later_ends_as_it_is():

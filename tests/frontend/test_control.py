@@ -110,6 +110,12 @@ async def test_server_info(server):
     assert told["server"]["max_choices"] == 8
 
 
+async def test_a_router_has_no_single_number_of_ranks(server):
+    server.engine.tensor_parallel_size = None
+    async with server.client.get("/server_info") as response:
+        assert (await response.json())["tp_size"] is None
+
+
 @pytest.mark.parametrize(
     ("role", "mode", "prefill_queue", "decode_queue"),
     [("mixed", "null", 0, 0), ("prefill", "prefill", 4, 0), ("decode", "decode", 0, 3)],

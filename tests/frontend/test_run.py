@@ -91,7 +91,7 @@ async def test_deltas_are_taken_within_the_call_that_brings_them(hand):
         assert seen == ["a"], "before any task has had a turn"
         request.bring(token("b"), token("c", reason="stop"))
         assert seen == ["a", "b", "c"]
-        assert run.is_finished
+        assert not run.num_running
         await task
     assert request.closed == 1
 
@@ -157,4 +157,4 @@ async def test_of_a_job_that_generates_nothing_only_the_end_is_shown(hand):
         hand.requests[0].bring(OutputDelta(0, "x", [7], "stop", "x"))
         await task
         assert run.pop_deltas() == [OutputDelta(0, "", [], "length")]
-        assert run.is_finished
+        assert not run.num_running

@@ -114,16 +114,6 @@ class ChatCompletionFields(BaseCompletionFields):
         ),
     ] = None
 
-    @property
-    def num_top_logprobs(self) -> int | None:
-        """Number of most likely tokens to return per position; None: no log-probabilities."""
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-    @property
-    def should_continue_final_message(self) -> bool:
-        """True if the output continues the last message."""
-        return bool(self.continue_final_message)
-
     def validate(self) -> None:
         """Check rules that involve several fields. Raises FieldError."""
         super().validate()
@@ -135,6 +125,6 @@ class ChatCompletionFields(BaseCompletionFields):
             raise FieldError("top_logprobs", "top_logprobs is only allowed with logprobs true")
         if self.functions and self.tools:
             raise FieldError("functions", "functions is not allowed together with tools: use tools")
-        if self.should_continue_final_message and self.add_generation_prompt:
+        if self.continue_final_message and self.add_generation_prompt:
             message = "continue_final_message is not allowed with add_generation_prompt true"
             raise FieldError("continue_final_message", message)

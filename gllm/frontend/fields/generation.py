@@ -429,12 +429,13 @@ def to_sampling_params(
     if n > max_choices:
         raise FieldError("n", f"n is {n}, but this server allows at most {max_choices}")
     values = {name: getattr(fields, name) for name in SAMPLING_PARAM_NAMES}
+    stop, allowed = fields.stop, fields.allowed_token_ids
     params = SamplingParams(
         **{**defaults, **{name: value for name, value in values.items() if value is not None}},
         n=n,
-        stop=_stop_strings(fields.stop),
+        stop=tuple(filter(None, [stop]) if isinstance(stop, str) else stop or ()),
         stop_token_ids=tuple(fields.stop_token_ids or ()),
-        allowed_token_ids=_to_tuple(fields.allowed_token_ids),
+        allowed_token_ids=None if allowed is None else tuple(allowed),
         bad_words=tuple(fields.bad_words or ()),
         structured=parse_structured_output(
             fields.response_format, fields.structured_outputs, fields.grammar, fields.json_schema
@@ -443,28 +444,12 @@ def to_sampling_params(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )
-    _check_logprobs(n, params.logprobs)
-    return params
-
-
-def _check_logprobs(n: int, num_top_logprobs: int | None) -> None:
-    """Raise FieldError if each step would return too many log-probabilities."""
-    count = 0 if num_top_logprobs is None else n * (num_top_logprobs + 1)
-    if count > MAX_LOGPROBS_PER_STEP:
+    num_logprobs = 0 if params.logprobs is None else n * (params.logprobs + 1)
+    if num_logprobs > MAX_LOGPROBS_PER_STEP:
         raise FieldError(
             "n",
-            f"n {n} with {num_top_logprobs} most likely tokens and the sampled token per position "
-            f"is {count} log-probabilities per step, but at most {MAX_LOGPROBS_PER_STEP} are "
-            "allowed",
+            f"n {n} with {params.logprobs} most likely tokens and the sampled token per position "
+            f"is {num_logprobs} log-probabilities per step, but at most {MAX_LOGPROBS_PER_STEP} "
+            "are allowed",
         )
-
-
-def _to_tuple(token_ids: list[int] | None) -> tuple[int, ...] | None:
-    return None if token_ids is None else tuple(token_ids)
-
-
-def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
-    """Return the stop strings; an empty string is none."""
-    if isinstance(stop, str):
-        return (stop,) if stop else ()
-    return tuple(stop or ())
+    return params

@@ -211,7 +211,8 @@ def parse_fields(values: dict[str, Any], schema: type[Fields]) -> Fields:
         FieldError: A value has the wrong type or range, a field is not supported, or a required
             field is missing.
     """
-    _reject_unsupported(values, schema)
+    if not schema.unsupported_fields.keys().isdisjoint(values):
+        _reject_unsupported(values, schema)
     try:
         fields = msgspec.convert(values, schema, str_keys=True)
     except msgspec.ValidationError as error:

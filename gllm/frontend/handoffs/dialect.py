@@ -6,6 +6,7 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry, Counter
 
 from gllm.engine.interface import EngineInterface
+from gllm.frontend.answer_writer import WholeAnswerWriter
 from gllm.frontend.fields.generation import HandoffFields
 from gllm.frontend.handoffs.access import ControlAccess
 from gllm.frontend.handoffs.grant import GrantSealer
@@ -65,8 +66,12 @@ class HandoffDialect(Protocol):
     def field_names(self) -> tuple[str, ...]:
         """Fields of the request."""
 
-    def parse(self, fields: HandoffFields, border: HandoffBorder) -> HandoffLeg | None:
+    def parse(
+        self, fields: HandoffFields, border: HandoffBorder, writer: WholeAnswerWriter
+    ) -> HandoffLeg | None:
         """Return this engine's half of a hand-off; None if the fields ask for none.
+
+        The half sets `writer.transfer_params` if the answer has a field of the dialect.
 
         Raises:
             FieldError: a field is invalid.

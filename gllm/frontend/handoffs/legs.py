@@ -6,12 +6,11 @@ Whatever fails in a hand-off is an ordinary prefill of the decode engine.
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
-
-from msgspec import UNSET
+from functools import partial
+from typing import Any, Protocol
 
 from gllm.config.sampling import SamplingParams
-from gllm.engine.interface import EngineInterface
+from gllm.engine.interface import EngineInterface, OutputDelta, RequestHandle
 from gllm.frontend.handoffs.grant import (
     VERSION,
     GrantError,
@@ -20,31 +19,55 @@ from gllm.frontend.handoffs.grant import (
     KvGrant,
     digest_tokens,
 )
-from gllm.frontend.response_schemas import KvTransferParams, Unset
 from gllm.messages.handoff import KvHandoff, KvSource, make_ticket
 
 log = logging.getLogger(__name__)
 
 
 class HandoffLeg(Protocol):
-    """One half of a hand-off, as the run of a request sees it."""
+    """One half of a hand-off, which submits the request in place of the engine."""
 
     def limit(self, params: SamplingParams) -> SamplingParams:
         """Return the sampling parameters of this half."""
 
-    async def prepare(
-        self, prompts: Sequence[list[int]], params: SamplingParams
-    ) -> Sequence[KvHandoff]:
-        """Return the part of each prompt in the hand-off; empty for ordinary requests."""
+    async def submit(
+        self, prompts: Sequence[list[int]], params: SamplingParams, **options: Any
+    ) -> Sequence[RequestHandle]:
+        """Submit the requests with their part in the hand-off, as `EngineInterface.submit`.
 
-    def on_ended(self, prompt: int, num_held_tokens: int) -> None:
-        """Note the end of a prompt, and of how many tokens the engine keeps the KV cache."""
-
-    def transfer_params(self) -> KvTransferParams | Unset | None:
-        """Return `kv_transfer_params` of the answer, once all prompts have ended."""
+        Without a part in it they are ordinary requests.
+        """
 
     def close(self) -> None:
         """End the half, whether or not its prompts have ended."""
+
+
+class PrefillRequest:
+    """RequestHandle of a first half: reports the end of its prompt.
+
+    Args:
+        handle: Handle of the engine.
+        on_ended: Called with the number of tokens of which the engine keeps the KV cache.
+    """
+
+    def __init__(self, handle: RequestHandle, on_ended: Callable[[int], None]) -> None:
+        self._handle = handle
+        self._on_ended = on_ended
+        self.set_listener = handle.set_listener
+        self.close = handle.close
+
+    @property
+    def num_resumptions(self) -> int:
+        """See RequestHandle."""
+        return self._handle.num_resumptions
+
+    def pop_deltas(self) -> list[OutputDelta]:
+        """See RequestHandle."""
+        deltas = self._handle.pop_deltas()
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self._on_ended(delta.num_held_tokens)
+        return deltas
 
 
 class PrefillLeg:
@@ -55,8 +78,7 @@ class PrefillLeg:
         engine: EngineInterface,
         sealer: GrantSealer,
         count: Callable[[str, str], None],
-        publish: Callable[[str], None] | None = None,
-        to_params: Callable[[str], KvTransferParams | None] | None = None,
+        publish: Callable[[str], None],
     ) -> None:
         """Create the half of a request.
 
@@ -64,15 +86,12 @@ class PrefillLeg:
             engine: runs the request.
             sealer: of the grant.
             count: counts the half with its outcome; see HandoffTotals.
-            publish: called once with the grant, or with an empty text if nothing is held; None if
-                the answer has the grant.
-            to_params: returns the field of the answer for such a text; None for no field.
+            publish: called once with the grant, or with an empty text if nothing is held.
         """
         self._engine = engine
         self._sealer = sealer
         self._count = count
         self._publish = publish
-        self._to_params = to_params
         self._prompts: Sequence[list[int]] = ()
         self._tickets: list[int] = []
         self._held: dict[int, int] = {}
@@ -85,28 +104,21 @@ class PrefillLeg:
         """Return parameters for one choice of one token: the KV cache of the prompt is needed."""
         return replace(params, n=1, max_tokens=1, min_tokens=min(params.min_tokens, 1))
 
-    async def prepare(
-        self, prompts: Sequence[list[int]], params: SamplingParams
-    ) -> Sequence[KvHandoff]:
+    async def submit(
+        self, prompts: Sequence[list[int]], params: SamplingParams, **options: Any
+    ) -> Sequence[RequestHandle]:
         """See HandoffLeg."""
         participant = self._engine.kv_participant()
         if participant is None or not participant.endpoint:
-            return ()
+            return await self._engine.submit(prompts, params, **options)
         self._prompts = prompts
         self._tickets = [make_ticket() for _ in prompts]
-        return [KvHandoff(ticket) for ticket in self._tickets]
-
-    def on_ended(self, prompt: int, num_held_tokens: int) -> None:
-        """See HandoffLeg."""
-        self._num_ended += 1
-        if num_held_tokens and self._tickets:
-            self._held[prompt] = num_held_tokens
-        if self._num_ended == len(self._prompts):
-            self._end(self._seal())
-
-    def transfer_params(self) -> KvTransferParams | Unset | None:
-        """See HandoffLeg."""
-        return UNSET if self._to_params is None else self._to_params(self._grant or "")
+        handoffs = [KvHandoff(ticket) for ticket in self._tickets]
+        handles = await self._engine.submit(prompts, params, handoffs=handoffs, **options)
+        return [
+            PrefillRequest(handle, partial(self._on_ended, prompt))
+            for prompt, handle in enumerate(handles)
+        ]
 
     def close(self) -> None:
         """Publish that there is no grant and free the blocks, if a prompt has not ended."""
@@ -114,11 +126,17 @@ class PrefillLeg:
             self._end("")
             self._engine.release_kv([self._tickets[prompt] for prompt in self._held])
 
+    def _on_ended(self, prompt: int, num_held_tokens: int) -> None:
+        self._num_ended += 1
+        if num_held_tokens:
+            self._held[prompt] = num_held_tokens
+        if self._num_ended == len(self._prompts):
+            self._end(self._seal())
+
     def _end(self, grant: str) -> None:
         self._grant = grant
         self._count("prefill", "held" if grant else "not_held")
-        if self._publish is not None:
-            self._publish(grant)
+        self._publish(grant)
 
     def _seal(self) -> str:
         """Return the grant; empty if no blocks are held."""
@@ -171,10 +189,20 @@ class DecodeLeg:
         """Return the parameters unchanged."""
         return params
 
-    async def prepare(
+    async def submit(
+        self, prompts: Sequence[list[int]], params: SamplingParams, **options: Any
+    ) -> Sequence[RequestHandle]:
+        """See HandoffLeg; raises the FieldError of `read_grant`."""
+        handoffs = await self._read_handoffs(prompts, params)
+        return await self._engine.submit(prompts, params, handoffs=handoffs, **options)
+
+    def close(self) -> None:
+        """Do nothing: the blocks are the other engine's."""
+
+    async def _read_handoffs(
         self, prompts: Sequence[list[int]], params: SamplingParams
     ) -> Sequence[KvHandoff]:
-        """See HandoffLeg; raises the FieldError of `read_grant`."""
+        """Return where to fetch the blocks of each prompt; empty if they are to be computed."""
         text = await self._read_grant()
         if not text:
             self._count("decode", "no_grant")
@@ -188,16 +216,6 @@ class DecodeLeg:
             return ()
         self._count("decode", "granted")
         return [KvHandoff() if held is None else _to_handoff(grant, held) for held in grant.prompts]
-
-    def on_ended(self, prompt: int, num_held_tokens: int) -> None:
-        """Do nothing: the blocks are the other engine's."""
-
-    def transfer_params(self) -> Unset:
-        """Return no value: the answer is an ordinary one."""
-        return UNSET
-
-    def close(self) -> None:
-        """Do nothing."""
 
     def _check(self, grant: KvGrant, prompts: Sequence[list[int]], params: SamplingParams) -> None:
         """Raise GrantError if the blocks of a grant are of no use for a request."""

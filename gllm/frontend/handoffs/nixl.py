@@ -6,6 +6,7 @@ The router sends the request for one token with `do_remote_decode` to the prefil
 
 from typing import Any
 
+from gllm.frontend.answer_writer import WholeAnswerWriter
 from gllm.frontend.fields.generation import HandoffFields
 from gllm.frontend.handoffs.dialect import HandoffBorder
 from gllm.frontend.handoffs.legs import DecodeLeg, HandoffLeg, PrefillLeg
@@ -20,7 +21,9 @@ class NixlDialect:
 
     field_names = (FIELD,)
 
-    def parse(self, fields: HandoffFields, border: HandoffBorder) -> HandoffLeg | None:
+    def parse(
+        self, fields: HandoffFields, border: HandoffBorder, writer: WholeAnswerWriter
+    ) -> HandoffLeg | None:
         """See HandoffDialect."""
         params = fields.kv_transfer_params or {}
         is_prefill = _read_flag(params, "do_remote_decode")
@@ -32,9 +35,12 @@ class NixlDialect:
                 "hand-off, so set one of them to false",
             )
         if is_prefill:
-            return PrefillLeg(
-                border.engine, border.sealer, border.totals.count, to_params=to_transfer_params
-            )
+
+            def publish(grant: str) -> None:
+                writer.transfer_params = to_transfer_params(grant)
+
+            publish("")
+            return PrefillLeg(border.engine, border.sealer, border.totals.count, publish)
         if not is_decode:
             return None
         grant = params.get("remote_engine_id")

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 from aiohttp import web
 
+from gllm.frontend.answer_writer import WholeAnswerWriter
 from gllm.frontend.context import CONTEXT, ServerContext
 from gllm.frontend.errors import ApiError
 from gllm.frontend.fields.generation import HandoffFields
@@ -15,6 +16,7 @@ from gllm.frontend.handoffs.legs import HandoffLeg
 from gllm.frontend.handoffs.nixl import NixlDialect
 from gllm.frontend.handoffs.rooms import PROOF_HEADER, RoomClient
 from gllm.frontend.handoffs.sglang import SglangDialect
+from gllm.frontend.request_run import PreparedRequest, Submitter
 
 DIALECTS: tuple[HandoffDialect, ...] = (NixlDialect(), SglangDialect())
 """A new dialect is a line here, and its fields in HandoffFields."""
@@ -39,29 +41,36 @@ def install(app: web.Application, context: ServerContext) -> None:
 
 
 @contextmanager
-def open_handoff(request: web.Request, fields: HandoffFields) -> Iterator[HandoffLeg | None]:
-    """Yield this engine's half of a request's hand-off, which ends with the block.
+def open_handoff(
+    http_request: web.Request, request: PreparedRequest, writer: WholeAnswerWriter
+) -> Iterator[Submitter]:
+    """Yield what submits a request with fields of a hand-off: this engine's half, or the engine.
 
-    Yields None for an ordinary request.
+    Limits the request's parameters to those of the half, which ends with the block.
 
     Raises:
         ApiError: the client may not direct hand-offs, or this server takes part in none.
         FieldError: a field is invalid.
     """
-    leg = _read_leg(request, fields)
+    leg = _read_leg(http_request, request.fields, writer)
+    if leg is None:
+        yield http_request.app[CONTEXT].engine
+        return
+    request.params = leg.limit(request.params)
     try:
         yield leg
     finally:
-        if leg is not None:
-            leg.close()
+        leg.close()
 
 
-def _read_leg(request: web.Request, fields: HandoffFields) -> HandoffLeg | None:
+def _read_leg(
+    http_request: web.Request, fields: HandoffFields, writer: WholeAnswerWriter
+) -> HandoffLeg | None:
     """Return the half of a request. Raises the errors of `open_handoff`."""
     for dialect in DIALECTS:
         used = [name for name in dialect.field_names if getattr(fields, name) not in (None, {})]
         if used:
-            return dialect.parse(fields, _check_access(request, used[0]))
+            return dialect.parse(fields, _check_access(http_request, used[0]), writer)
     return None
 
 

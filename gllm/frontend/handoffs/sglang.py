@@ -8,6 +8,7 @@ the tickets are random, and not derived from the room, because a router may use 
 from collections.abc import Sequence
 from typing import TypeVar
 
+from gllm.frontend.answer_writer import WholeAnswerWriter
 from gllm.frontend.fields.generation import HandoffFields
 from gllm.frontend.handoffs.dialect import HandoffBorder
 from gllm.frontend.handoffs.legs import DecodeLeg, HandoffLeg, PrefillLeg
@@ -21,7 +22,9 @@ class SglangDialect:
 
     field_names = ("bootstrap_room", "bootstrap_host", "bootstrap_port")
 
-    def parse(self, fields: HandoffFields, border: HandoffBorder) -> HandoffLeg | None:
+    def parse(
+        self, fields: HandoffFields, border: HandoffBorder, writer: WholeAnswerWriter
+    ) -> HandoffLeg | None:
         """See HandoffDialect. The first room is that of all prompts of the request."""
         room = _first("bootstrap_room", fields.bootstrap_room)
         if room is None:

@@ -7,14 +7,14 @@ from aiohttp import web
 from msgspec import UNSET
 
 from gllm.engine.interface import OutputDelta
-from gllm.frontend.answer import JsonObject, send_answer
+from gllm.frontend.answer import send_answer
 from gllm.frontend.chat_request import prepare_chat_request
 from gllm.frontend.choice_writer import ChoiceWriter
 from gllm.frontend.choices import CollectedChoice
 from gllm.frontend.context import CONTEXT
+from gllm.frontend.fields.base import JsonObject
 from gllm.frontend.fields.chat import ChatCompletionFields
 from gllm.frontend.fields.parsing import read_fields
-from gllm.frontend.handoffs.registry import open_handoff
 from gllm.frontend.logprobs import chat_logprobs, prompt_logprobs
 from gllm.frontend.request_run import PreparedRequest
 from gllm.frontend.response_schemas import (
@@ -118,8 +118,8 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     context = request.app[CONTEXT]
     fields = await read_fields(request, ChatCompletionFields)
     context.check_model(fields.model)
-    with context.admit(), open_handoff(request, fields) as handoff:
-        prepared = await prepare_chat_request(context, fields, handoff)
+    with context.admit():
+        prepared = await prepare_chat_request(context, fields)
         choice_format = ChatChoiceFormat(context.engine.tokenizer, prepared)
         writer = ChoiceWriter(request, prepared, choice_format)
         return await send_answer(request, context, prepared, writer)

@@ -42,7 +42,7 @@ from gllm.frontend.fields.services import DeployServiceFields
 from gllm.frontend.json_encoding import json_response
 from gllm.frontend.metrics import PREFIX
 from gllm.frontend.node_metrics import machine_load
-from gllm.frontend.server_response_schemas import HealthResponse, node_row
+from gllm.frontend.server_response_schemas import HealthResponse
 
 CLUSTER: web.AppKey[Master] = web.AppKey("cluster")
 """Key of the master."""
@@ -199,7 +199,7 @@ class ClusterCollector(Collector):
 def _node(node: ClusterNode) -> ClusterNodeResponse:
     """Return a node as a machine of an engine, with its hardware and service."""
     return ClusterNodeResponse(
-        **msgspec.structs.asdict(node_row(msgspec.structs.replace(node.report, links=[]))),
+        **(msgspec.structs.asdict(node.report) | {"links": []}),
         num_cores=node.num_cores,
         memory_bytes=node.memory_bytes,
         data_port=node.data_port,

@@ -10,10 +10,11 @@ from msgspec import UNSET
 from gllm.config.sampling import SamplingParams
 from gllm.engine.interface import EngineInterface, OutputDelta
 from gllm.engine.request_checks import check_request, encode_prompt, truncate_prompt
-from gllm.frontend.answer import JsonObject, send_answer
+from gllm.frontend.answer import send_answer
 from gllm.frontend.choice_writer import ChoiceWriter
 from gllm.frontend.choices import CollectedChoice
 from gllm.frontend.context import CONTEXT, ServerContext
+from gllm.frontend.fields.base import JsonObject
 from gllm.frontend.fields.completions import (
     DEFAULT_MAX_TOKENS,
     CompletionFields,
@@ -21,7 +22,6 @@ from gllm.frontend.fields.completions import (
 )
 from gllm.frontend.fields.generation import to_sampling_params
 from gllm.frontend.fields.parsing import read_fields
-from gllm.frontend.handoffs.registry import open_handoff
 from gllm.frontend.logprobs import CompletionLogprobs, merge_completion_logprobs, prompt_logprobs
 from gllm.frontend.request_run import PreparedRequest
 from gllm.frontend.response_schemas import (
@@ -45,12 +45,11 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     context.check_model(fields.model)
     engine = context.engine
     texts, params = parse_completion(fields, context)
-    with context.admit(len(texts)), open_handoff(request, fields) as handoff:
-        params = params if handoff is None else handoff.limit(params)
+    with context.admit(len(texts)):
         prompts = await asyncio.to_thread(prepare_prompts, engine, texts, params, bool(fields.echo))
-        choice_format = CompletionChoiceFormat(engine.tokenizer, fields, params, prompts)
         token_ids = [prompt.token_ids for prompt in prompts]
-        prepared = PreparedRequest(fields, token_ids, params, fields.has_output, handoff=handoff)
+        prepared = PreparedRequest(fields, token_ids, params, fields.has_output)
+        choice_format = CompletionChoiceFormat(engine.tokenizer, fields, prepared, prompts)
         writer = ChoiceWriter(request, prepared, choice_format)
         return await send_answer(request, context, prepared, writer)
 
@@ -160,12 +159,12 @@ class CompletionChoiceFormat:
         self,
         tokenizer: Tokenizer,
         fields: CompletionFields,
-        params: SamplingParams,
+        request: PreparedRequest,
         prompts: list[CompletionPrompt],
     ) -> None:
         self._tokenizer = tokenizer
         self._fields = fields
-        self._params = params
+        self._request = request
         self._prompts = prompts
         self._logprobs: dict[int, CompletionLogprobs] = {}
         """Log-probabilities of the choices that have started, by index."""
@@ -234,7 +233,7 @@ class CompletionChoiceFormat:
 
     def _prompt(self, index: int) -> CompletionPrompt:
         """Return the prompt of a choice."""
-        return self._prompts[index // self._params.n]
+        return self._prompts[index // self._request.params.n]
 
     def _echo_logprobs(
         self, output: OutputDelta | CollectedChoice
@@ -261,7 +260,7 @@ class CompletionChoiceFormat:
         return CompletionLogprobs(
             self._tokenizer,
             self._fields.logprobs or 0,
-            self._params.skip_special_tokens,
+            self._request.params.skip_special_tokens,
             start,
             bool(self._fields.return_tokens_as_token_ids),
         )

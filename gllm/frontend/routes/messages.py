@@ -8,11 +8,13 @@ from aiohttp import web
 from msgspec import UNSET
 
 from gllm.engine.interface import EngineInterface, OutputDelta
-from gllm.frontend.answer import JsonObject, send_answer
+from gllm.frontend.answer import send_answer
+from gllm.frontend.answer_writer import AnswerWriter
 from gllm.frontend.chat_request import count_prompt_tokens, prepare_converted_chat
 from gllm.frontend.choices import CollectedChoice, UsageCounter
 from gllm.frontend.context import CONTEXT, REQUEST_ID
 from gllm.frontend.errors import ApiError, to_api_error
+from gllm.frontend.fields.base import JsonObject
 from gllm.frontend.fields.messages import (
     CLIENT_FIELD_NAMES,
     CountTokensFields,
@@ -85,7 +87,7 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 """The API's stop reasons by finish reason; other finish reasons are used unchanged."""
 
 
-class MessagesWriter:
+class MessagesWriter(AnswerWriter):
     """AnswerWriter of the Messages API.
 
     Args:
@@ -107,12 +109,11 @@ class MessagesWriter:
         self._stop = MessageStop(None, None)
         """Reason of the end, once the output has ended."""
 
-    def start_events(self, usage: UsageCounter) -> list[ServerSentEvent]:
-        """Return no events: `message_start` has the cached tokens, known at the first delta."""
-        return []
-
     def delta_events(self, delta: OutputDelta, usage: UsageCounter) -> list[ServerSentEvent]:
-        """Return the events of a delta, the first one with `message_start`."""
+        """Return the events of a delta.
+
+        The first one has `message_start`, whose cached tokens are not known earlier.
+        """
         events: list[ServerSentEvent] = []
         if not self._has_started:
             self._has_started = True

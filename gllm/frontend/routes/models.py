@@ -6,7 +6,7 @@ from aiohttp import web
 
 from gllm.config.server import ServerConfig
 from gllm.engine.interface import ModelInfo
-from gllm.frontend.chat_request import chat_request
+from gllm.frontend.chat_request import to_chat_request
 from gllm.frontend.context import CONTEXT
 from gllm.frontend.fields.parsing import read_fields
 from gllm.frontend.fields.tokens import DetokenizeFields, TokenizeFields
@@ -76,7 +76,7 @@ def _tokenize_body(
 def _encode(tokenizer: Tokenizer, fields: TokenizeFields, config: ServerConfig) -> list[int]:
     """Return the token ids of the text or of the chat's prompt. Raises FieldError."""
     if fields.prompt is None:
-        chat = chat_request(fields.to_chat_completion())
+        chat = to_chat_request(fields.to_chat_completion())
         return render_chat(tokenizer, chat, config.output_parsers).token_ids
     check_size("prompt", fields.prompt.encode(), MAX_TOKENIZE_BYTES, "bytes in UTF-8")
     return tokenizer.encode(fields.prompt, fields.add_special_tokens is not False)

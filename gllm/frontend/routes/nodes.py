@@ -6,7 +6,7 @@ from gllm.engine.interface import EngineInterface, NodeDrainError, UnknownNodeEr
 from gllm.frontend.context import CONTEXT
 from gllm.frontend.errors import ApiError
 from gllm.frontend.json_encoding import json_response
-from gllm.frontend.server_response_schemas import NodeDrainResponse, NodeListResponse, node_row
+from gllm.frontend.server_response_schemas import NodeDrainResponse, NodeListResponse
 
 
 async def list_nodes(request: web.Request) -> web.Response:
@@ -18,7 +18,7 @@ async def list_nodes(request: web.Request) -> web.Response:
     status = engine.status()
     return json_response(
         NodeListResponse(
-            nodes=[node_row(report) for report in engine.nodes()],
+            nodes=engine.nodes(),
             pipeline_depth=status.stats.depth,
             num_node_losses=status.num_node_losses,
             refused_peers=dict(status.refused_peers),

@@ -9,6 +9,7 @@ from msgspec import UNSET
 
 from gllm.engine.interface import EngineInterface, OutputDelta
 from gllm.frontend.answer import send_answer, send_whole_answer
+from gllm.frontend.answer_writer import AnswerWriter, WholeAnswerWriter
 from gllm.frontend.chat_request import count_prompt_tokens, prepare_converted_chat
 from gllm.frontend.choices import CollectedChoice, UsageCounter
 from gllm.frontend.context import CONTEXT, REQUEST_ID
@@ -66,7 +67,7 @@ SUMMARY_PROMPT = (
 """Last message of the chat, which requests the summary."""
 
 
-class CompactionWriter:
+class CompactionWriter(WholeAnswerWriter):
     """WholeAnswerWriter of a chat whose last message is SUMMARY_PROMPT.
 
     Args:
@@ -173,7 +174,7 @@ INCOMPLETE_REASONS = {"length": "max_output_tokens", "abort": "abort"}
 """Reason of an incomplete answer, by finish reason."""
 
 
-class ResponsesWriter:
+class ResponsesWriter(AnswerWriter):
     """AnswerWriter of the Responses API.
 
     Args:
@@ -380,9 +381,7 @@ class ResponsesWriter:
             top_p=self._params.top_p,
             top_logprobs=fields.top_logprobs or 0,
             text=ResponsesText((fields.text and fields.text.format) or {"type": "text"}),
-            reasoning=ResponsesReasoning(
-                None if fields.reasoning is None else fields.reasoning.effort, None
-            ),
+            reasoning=ResponsesReasoning(effort, None),
             tools=fields.tools or [],
             tool_choice=fields.tool_choice or "auto",
             parallel_tool_calls=fields.parallel_tool_calls is not False,

@@ -8,9 +8,9 @@ from msgspec import UNSET
 from gllm.engine.interface import OutputDelta
 from gllm.engine.request_checks import check_request
 from gllm.frontend.answer import send_answer
+from gllm.frontend.answer_writer import AnswerWriter
 from gllm.frontend.choices import CollectedChoice, UsageCounter
 from gllm.frontend.context import CONTEXT, REQUEST_ID
-from gllm.frontend.errors import ApiError
 from gllm.frontend.fields.generation import to_sampling_params
 from gllm.frontend.fields.parsing import read_fields, rename_error_fields, run_off_loop
 from gllm.frontend.fields.token_generation import (
@@ -18,7 +18,6 @@ from gllm.frontend.fields.token_generation import (
     GenerateFields,
     convert_to_completion,
 )
-from gllm.frontend.handoffs.registry import open_handoff
 from gllm.frontend.logprobs import chat_logprobs, prompt_logprobs
 from gllm.frontend.request_run import PreparedRequest
 from gllm.frontend.response_schemas import (
@@ -26,8 +25,6 @@ from gllm.frontend.response_schemas import (
     GeneratedTokens,
     GenerateEvent,
     GenerateResponse,
-    KvTransferParams,
-    Unset,
 )
 from gllm.frontend.sse import DONE, ServerSentEvent
 from gllm.messages.sampling import TokenLogprobs
@@ -52,15 +49,14 @@ async def generate_tokens(request: web.Request) -> web.StreamResponse:
             prompt_logprobs=completion.prompt_logprobs,
         )
         check_request(token_ids, params, model)
-        with context.admit(), open_handoff(request, completion) as handoff:
-            params = params if handoff is None else handoff.limit(params)
-            prepared = PreparedRequest(completion, [token_ids], params, handoff=handoff)
+        with context.admit():
+            prepared = PreparedRequest(completion, [token_ids], params)
             request_id = completion.request_id or request[REQUEST_ID]
             writer = TokenWriter(context.engine.tokenizer, prepared, request_id)
             return await send_answer(request, context, prepared, writer)
 
 
-class TokenWriter:
+class TokenWriter(AnswerWriter):
     """AnswerWriter of token ids: choices without text."""
 
     def __init__(self, tokenizer: Tokenizer, request: PreparedRequest, request_id: str) -> None:
@@ -71,13 +67,8 @@ class TokenWriter:
         """Number of most likely tokens to return per output token; None: no log-probabilities."""
         self._num_prompt_logprobs = request.params.prompt_logprobs
         """The same for prompt tokens."""
-        self._handoff = request.handoff
         self._usage_at_end = options is not None and bool(options.include_usage)
         self._usage_always = options is not None and bool(options.continuous_usage_stats)
-
-    def start_events(self, usage: UsageCounter) -> list[ServerSentEvent]:
-        """Return an empty list: a stream starts with tokens."""
-        return []
 
     def delta_events(self, delta: OutputDelta, usage: UsageCounter) -> list[ServerSentEvent]:
         """Return the event of a delta, if it has tokens or the finish reason."""
@@ -91,17 +82,12 @@ class TokenWriter:
 
     def end_events(self, usage: UsageCounter) -> list[ServerSentEvent]:
         """Return the token counts and the fields of a hand-off, if any, and the stream's end."""
-        params = self._transfer_params()
-        if params is UNSET and not self._usage_at_end:
+        if self.transfer_params is UNSET and not self._usage_at_end:
             return [DONE]
-        event = GenerateEvent(self._request_id, [], params)
+        event = GenerateEvent(self._request_id, [], self.transfer_params)
         if self._usage_at_end:
             event.usage = usage.to_openai()
         return [ServerSentEvent(event), DONE]
-
-    def error_events(self, error: ApiError) -> list[ServerSentEvent]:
-        """Return the error and the end of the stream."""
-        return [ServerSentEvent(error.body()), DONE]
 
     def build_answer(self, choices: list[CollectedChoice], usage: UsageCounter) -> GenerateResponse:
         """Return the whole answer."""
@@ -109,20 +95,15 @@ class TokenWriter:
         prompt = None
         if top is not None:
             prompt = prompt_logprobs(self._tokenizer, choices[0].prompt_logprobs, top)
-        params = self._transfer_params()
         return GenerateResponse(
             request_id=self._request_id,
             choices=[
                 self._choice(c.index, c.token_ids, c.logprobs, c.finish_reason) for c in choices
             ],
             prompt_logprobs=prompt,
-            kv_transfer_params=None if params is UNSET else params,
+            kv_transfer_params=None if self.transfer_params is UNSET else self.transfer_params,
             usage=usage.to_openai(),
         )
-
-    def _transfer_params(self) -> KvTransferParams | Unset | None:
-        """Return the field that a hand-off adds to the answer."""
-        return UNSET if self._handoff is None else self._handoff.transfer_params()
 
     def _choice(
         self,

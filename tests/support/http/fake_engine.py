@@ -199,7 +199,7 @@ class FakeEngine:
     fleet: FleetControl | None = None
     role: str = "mixed"
     has_routers: bool = False
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: int | None = 1
     node_reports: list[NodeReport] = field(default_factory=lambda: [node_report()])
     num_node_losses: int = 0
     num_malformed_frames: int = 0
