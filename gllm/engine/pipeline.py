@@ -159,7 +159,7 @@ class PipelineBackend:
     @property
     def accepts_requests(self) -> bool:
         """See Backend."""
-        state = self.state
+        state = self.supervisor.state
         return state == "ready" or (
             state == "recovering" and not self.supervisor.is_recovery_overdue
         )

@@ -3,7 +3,6 @@
 Detects stop strings, which only the text shows; the scheduler detects stop tokens and lengths.
 """
 
-from collections.abc import Callable
 from random import Random
 
 from gllm.config.sampling import SamplingParams
@@ -12,7 +11,7 @@ from gllm.messages.sampling import SequenceSamplingParams, TokenLogprobs
 from gllm.runtime.head.request_client import RequestClient
 from gllm.runtime.head.request_stream import RequestStream, TokenDelta
 from gllm.scheduler.plan import FirstToken
-from gllm.text.detokenizer import IncrementalDetokenizer, StopStrings
+from gllm.text.detokenizer import NO_STOPS, IncrementalDetokenizer, StopStrings
 from gllm.text.tokenizer import Tokenizer
 
 BadWords = tuple[tuple[int, ...], ...]
@@ -35,9 +34,19 @@ class RequestState:
         self._client = client
         self._stream = stream
         self._params = params
-        stops = StopStrings(params.stop)
+        self.set_listener = stream.set_listener
+        self.wait = stream.wait
+        """Wait until output is pending; not to be used together with a listener."""
+        stops = StopStrings(params.stop) if params.stop else NO_STOPS
         self._detokenizers = {
-            i: _new_detokenizer(tokenizer, params, stops) for i in range(params.n)
+            choice: IncrementalDetokenizer(
+                tokenizer,
+                stops,
+                params.skip_special_tokens,
+                params.include_stop_str_in_output,
+                params.shown_tokens,
+            )
+            for choice in range(params.n)
         }
         """Detokenizers of the choices that have not finished, by choice index."""
         self._prompt_logprobs: list[TokenLogprobs] = []
@@ -51,14 +60,6 @@ class RequestState:
     def num_resumptions(self) -> int:
         """Number of recoveries after which the request was submitted again."""
         return self._stream.num_resumptions
-
-    def set_listener(self, listener: Callable[[], None]) -> None:
-        """Set the function that is called when output arrives and none was pending."""
-        self._stream.set_listener(listener)
-
-    async def wait(self) -> None:
-        """Wait until output is pending; not to be used together with a listener."""
-        await self._stream.wait()
 
     def pop_deltas(self) -> list[OutputDelta]:
         """Return the deltas since the last call."""
@@ -81,18 +82,6 @@ class RequestState:
     def close(self) -> None:
         """Release the request; choices that have not finished are aborted."""
         self._client.release(self._stream)
-
-
-def _new_detokenizer(
-    tokenizer: Tokenizer, params: SamplingParams, stops: StopStrings
-) -> IncrementalDetokenizer:
-    return IncrementalDetokenizer(
-        tokenizer,
-        stops,
-        params.skip_special_tokens,
-        params.include_stop_str_in_output,
-        params.shown_tokens,
-    )
 
 
 def _delta(

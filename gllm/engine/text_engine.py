@@ -9,13 +9,12 @@ import secrets
 import time
 from array import array
 from collections.abc import AsyncGenerator, Sequence
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from random import Random
 from typing import Any, Protocol, Self
 
-from gllm.config.sampling import SamplingParams
+from gllm.config.sampling import SamplingParams, StructuredOutput
 from gllm.engine.fleet_control import FleetControl
 from gllm.engine.interface import (
     EngineStatus,
@@ -192,7 +191,7 @@ class TextEngine:
     @property
     def num_requests(self) -> int:
         """Requests that have not ended."""
-        return self._backend.client.num_requests
+        return self._client.num_requests
 
     def status(self) -> EngineStatus:
         """Return a snapshot of the engine's state and counters."""
@@ -278,17 +277,34 @@ class TextEngine:
         words: BadWords = ()
         if params.bad_words:
             words = await asyncio.to_thread(self._token_sequences, params.bad_words)
-        self._check_accepting()
+        if not self._backend.accepts_requests:
+            self._backend.check_ready()
         self._backend.check_admission(prompts, params.max_tokens, priority, cache_salt, slo)
-        grammar = await self._grammar(params, request_id)
-        self._check_accepting()
-        send = partial(
-            self._send, params, priority, cache_salt, request_id, words, grammar or "", slo, session
-        )
+        grammar: str | None = ""
+        if params.structured is not None:
+            grammar = await self._compile_grammar(params.structured, request_id)
+            self._check_accepting()
+        # At the end of a grammar only EOS is allowed, so EOS has to end the output.
+        ends = not params.ignore_eos or grammar
+        stop_ids = {*params.stop_token_ids, *(self.model.eos_ids if ends else ())}
         streams: list[RequestStream] = []
         try:
             for prompt, handoff in zip_longest(prompts, handoffs):
-                streams.append(send(prompt, handoff))
+                num_free = self.model.max_model_len - len(prompt)
+                stream = self._client.submit(
+                    prompt,
+                    build_sequence_params(params, stop_ids, words, grammar or "", self._seeds),
+                    min(params.max_tokens or num_free, num_free),
+                    sorted(stop_ids),
+                    params.n,
+                    priority,
+                    cache_salt,
+                    request_id,
+                    session,
+                    slo,
+                    handoff,
+                )
+                streams.append(stream)
         except (TypeError, ValueError, OverflowError, PoisonRequestError) as error:
             for stream in streams:
                 self._client.release(stream)
@@ -427,15 +443,9 @@ class TextEngine:
         """Return the engine's configuration and state as JSON values."""
         return self._backend.describe()
 
-    async def _grammar(self, params: SamplingParams, request_id: str) -> str | None:
-        """Return the compiled grammar of the output.
-
-        Returns an empty string if the output is unconstrained, None if the request was aborted
-        while the grammar compiled.
-        """
-        if params.structured is None:
-            return ""
-        task = asyncio.ensure_future(self._grammars.compile_structured_output(params.structured))
+    async def _compile_grammar(self, structured: StructuredOutput, request_id: str) -> str | None:
+        """Return the compiled grammar of an output, None if the request was aborted meanwhile."""
+        task = asyncio.ensure_future(self._grammars.compile_structured_output(structured))
         self._compiling[task] = request_id
         try:
             await asyncio.wait([task])
@@ -461,34 +471,3 @@ class TextEngine:
         """Raise EngineUnavailableError unless requests run, or wait until they can."""
         if not self._backend.accepts_requests:
             self._backend.check_ready()
-
-    def _send(
-        self,
-        params: SamplingParams,
-        priority: int,
-        cache_salt: str,
-        request_id: str,
-        bad_words: BadWords,
-        grammar: str,
-        slo: Slo | None,
-        session: str,
-        prompt: list[int],
-        handoff: KvHandoff | None,
-    ) -> RequestStream:
-        num_free = self.model.max_model_len - len(prompt)
-        # At the end of a grammar only EOS is allowed, so EOS has to end the output.
-        ends = not params.ignore_eos or grammar
-        stop_ids = {*params.stop_token_ids, *(self.model.eos_ids if ends else ())}
-        return self._client.submit(
-            prompt,
-            build_sequence_params(params, stop_ids, bad_words, grammar, self._seeds),
-            min(params.max_tokens or num_free, num_free),
-            sorted(stop_ids),
-            params.n,
-            priority,
-            cache_salt,
-            request_id,
-            session,
-            slo,
-            handoff,
-        )

@@ -22,7 +22,7 @@ from gllm.frontend.json_encoding import encode_json_in_pieces
 from gllm.frontend.request_metrics import SUMMARY, RequestSummary
 from gllm.frontend.request_run import PreparedRequest, RequestRun, Submitter
 from gllm.frontend.routing_hints import read_routing_hints
-from gllm.frontend.sse import EventStream, ServerSentEvent
+from gllm.frontend.sse import EventStream
 
 MAX_INLINE_LOGPROBS = 2048
 """Log-probabilities encoded at once on the event loop; more are encoded in a thread."""
@@ -85,7 +85,8 @@ def _run_request(
         try:
             yield run, usage
         finally:
-            summary.num_resumptions = run.num_resumptions
+            num_resumptions = (handle.num_resumptions for handle in run.handles)
+            summary.num_resumptions = max(num_resumptions, default=0)
 
 
 def num_logprobs(parts: Sequence[OutputDelta] | Sequence[CollectedChoice]) -> int:
@@ -144,21 +145,24 @@ async def _send_stream(
             if not stream.response.prepared:
                 raise
             stream.write_events(writer.error_events(to_api_error(error)))
-        await stream.finish()
+        await stream.flush()
+        await stream.response.write_eof()
     return stream.response
 
 
 async def _send_events(
     stream: EventStream, run: RequestRun, writer: AnswerWriter, usage: UsageCounter
 ) -> None:
+    events = writer.start_events(usage)
+    """Not written yet: the stream's monitor writes comments until there is output."""
     large_deltas: list[OutputDelta] = []
 
-    def build_events(deltas: list[OutputDelta], events: list[ServerSentEvent]) -> None:
+    def build_events(deltas: list[OutputDelta]) -> None:
         for delta in deltas:
             has_failed = delta.finish_reason == "error"
             shown = replace(delta, finish_reason=None) if has_failed else delta
             usage.add(shown)
-            events += writer.delta_events(shown, usage)
+            events.extend(writer.delta_events(shown, usage))
             if has_failed:
                 raise _generation_error(delta)
 
@@ -167,23 +171,22 @@ async def _send_events(
         if run.has_logprobs and num_logprobs(deltas) > MAX_INLINE_LOGPROBS:
             large_deltas.extend(deltas)
             return False
-        events: list[ServerSentEvent] = []
         try:
-            build_events(deltas, events)
+            build_events(deltas)
         finally:
             # Output before a failure is sent before the error.
             stream.write_events(events)
+            events.clear()
         return stream.is_caught_up
 
-    stream.write_events(writer.start_events(usage))
     while run.num_running:
         await run.stream_to(send_output)
         if large_deltas:
-            events: list[ServerSentEvent] = []
             try:
-                await asyncio.to_thread(build_events, large_deltas, events)
+                await asyncio.to_thread(build_events, large_deltas)
             finally:
                 stream.write_events(events)
+                events.clear()
                 large_deltas.clear()
         await stream.flush()
     stream.write_events(writer.end_events(usage))

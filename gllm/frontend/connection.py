@@ -15,8 +15,6 @@ changes its shutdown timeout after the start. All uses of private names are in t
 
 import asyncio
 import logging
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -26,57 +24,6 @@ from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from gllm.config.server import ServerConfig
 from gllm.frontend.errors import ApiError, error_response, to_api_error
 from gllm.frontend.request_id import current_request_id, request_id
-
-
-class HeaderAwareConnection(web.RequestHandler):
-    """Connection that tells whether it waits for the headers of a request."""
-
-    __slots__ = ()
-
-    @property
-    def is_waiting_for_headers(self) -> bool:
-        """True until the headers of the next request are complete."""
-        # The first bytes can arrive before the task that waits for them has started.
-        waiter = self._waiter
-        return self._request_count == 0 or (waiter is not None and not waiter.done())
-
-
-ConnectionFactory = Callable[..., HeaderAwareConnection]
-"""Creates a connection from its server and the keyword arguments of RequestHandler."""
-
-
-class CustomConnectionRunner(web.AppRunner):
-    """AppRunner whose connections are created by a factory; `options` are those of AppRunner."""
-
-    def __init__(
-        self, app: web.Application, new_connection: ConnectionFactory, **options: Any
-    ) -> None:
-        super().__init__(app, **options)
-        self._new_connection = new_connection
-
-    def set_shutdown_timeout(self, seconds: float) -> None:
-        """Set the time that `cleanup` waits for running answers."""
-        self._shutdown_timeout = seconds
-
-    async def _make_server(self) -> web.Server:
-        server = await super()._make_server()
-        return _ConnectionServer(
-            server.request_handler,
-            request_factory=server.request_factory,
-            handler_cancellation=server.handler_cancellation,
-            new_connection=self._new_connection,
-            **server._kwargs,
-        )
-
-
-class _ConnectionServer(web.Server):
-    """Factory of connections for asyncio."""
-
-    def __call__(self) -> HeaderAwareConnection:
-        options = dict(self._kwargs)
-        new_connection: ConnectionFactory = options.pop("new_connection")
-        return new_connection(self, loop=self._loop, **options)
-
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +39,7 @@ MAX_HEADERS_BYTES = 65536
 """Bytes of the request line and all headers, exceeded by one read of the socket at most."""
 
 
-class Connection(HeaderAwareConnection):
+class Connection(web.RequestHandler):
     """Connection of a client, with limits on headers and a write timeout."""
 
     __slots__ = ("_config", "_header_timer", "_num_header_bytes")
@@ -112,7 +59,10 @@ class Connection(HeaderAwareConnection):
     def data_received(self, data: bytes) -> None:
         """Receive data; check the size and the duration of incomplete headers."""
         super().data_received(data)
-        if not self.is_waiting_for_headers:
+        # The first bytes can arrive before the task that waits for the next request has started.
+        waiter = self._waiter
+        has_headers = self._request_count and (waiter is None or waiter.done())
+        if has_headers:
             self._reset_headers()
         elif data:
             self._num_header_bytes += len(data)
@@ -206,13 +156,12 @@ class Connection(HeaderAwareConnection):
             self._header_timer = None
 
 
-class ConnectionRunner(CustomConnectionRunner):
+class ConnectionRunner(web.AppRunner):
     """Runner of the application; a client that disconnects cancels its handler."""
 
     def __init__(self, app: web.Application, config: ServerConfig) -> None:
         super().__init__(
             app,
-            partial(Connection, config=config),
             handler_cancellation=True,
             access_log=None,
             shutdown_timeout=config.shutdown_timeout,
@@ -223,6 +172,28 @@ class ConnectionRunner(CustomConnectionRunner):
             # Bodies are decompressed in a thread, within a limit (fields/parsing.py).
             auto_decompress=False,
         )
+        self._config = config
+
+    def set_shutdown_timeout(self, seconds: float) -> None:
+        """Set the time that `cleanup` waits for running answers."""
+        self._shutdown_timeout = seconds
+
+    async def _make_server(self) -> web.Server:
+        server = await super()._make_server()
+        return _ConnectionServer(
+            server.request_handler,
+            request_factory=server.request_factory,
+            handler_cancellation=server.handler_cancellation,
+            config=self._config,
+            **server._kwargs,
+        )
+
+
+class _ConnectionServer(web.Server):
+    """Factory of connections for asyncio."""
+
+    def __call__(self) -> Connection:
+        return Connection(self, loop=self._loop, **self._kwargs)
 
 
 def abort_unread_answer(request: web.BaseRequest) -> None:

@@ -82,7 +82,8 @@ class RequestRun:
             RequestMetrics(metrics, arrival, len(ids), n, hints.slo) for ids in request.prompts
         ]
         """Metrics of each prompt."""
-        self._handles: Sequence[RequestHandle] = []
+        self.handles: Sequence[RequestHandle] = []
+        """Requests of the engine, one per prompt; none before `start`."""
         self.num_running = request.num_choices
         """Choices whose last delta has not been returned by `pop_deltas`."""
         params = request.params
@@ -93,15 +94,10 @@ class RequestRun:
         """Result of the running `stream_to`; None if none runs."""
         self._has_output = False
 
-    @property
-    def num_resumptions(self) -> int:
-        """Number of recoveries after which the request was submitted again."""
-        return max((handle.num_resumptions for handle in self._handles), default=0)
-
     async def start(self) -> None:
         """Submit the requests to the engine. Raises the errors of `EngineInterface.submit`."""
         request, fields = self._request, self._request.fields
-        self._handles = await self._engine.submit(
+        self.handles = await self._engine.submit(
             request.prompts,
             request.params,
             priority=fields.priority or 0,
@@ -110,7 +106,7 @@ class RequestRun:
             slo=self._hints.slo,
             session=self._hints.session,
         )
-        for handle in self._handles:
+        for handle in self.handles:
             handle.set_listener(self._notify)
 
     async def stream_to(self, on_output: Callable[[], bool]) -> None:
@@ -133,7 +129,7 @@ class RequestRun:
         """Return the deltas since the last call. Raises the errors of the engine."""
         self._has_output = False
         deltas: list[OutputDelta] = []
-        for prompt, handle in enumerate(self._handles):
+        for prompt, handle in enumerate(self.handles):
             for delta in handle.pop_deltas():
                 self.prompt_metrics[prompt].on_delta(delta)
                 if delta.finish_reason is not None:
@@ -145,7 +141,7 @@ class RequestRun:
 
     def close(self) -> None:
         """Abort the choices that still run."""
-        for handle in self._handles:
+        for handle in self.handles:
             handle.close()
         for metrics in self.prompt_metrics:
             metrics.close()

@@ -51,9 +51,11 @@ def read_routing_hints(
     if any(name in headers for name in SLO_HEADERS):
         ttft, tpot = _seconds(headers, TTFT_HEADERS), _seconds(headers, TPOT_HEADERS)
         slo = slo.with_defaults(Slo(ttft, tpot))
-    if any(default_slo):
+    if default_slo:
         slo = slo.with_defaults(default_slo)
-    session = fields.prompt_cache_key or _first(headers, SESSION_HEADERS)[1]
+    session = fields.prompt_cache_key or ""
+    if not session and any(name in headers for name in SESSION_HEADERS):
+        session = _first(headers, SESSION_HEADERS)[1]
     return RoutingHints(slo or None, session[:MAX_SESSION_CHARACTERS])
 
 

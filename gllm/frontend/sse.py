@@ -85,11 +85,6 @@ class EventStream:
         self._unsent.clear()
         await self._request.writer.drain()
 
-    async def finish(self) -> None:
-        """Send the kept events and end the answer."""
-        await self.flush()
-        await self.response.write_eof()
-
     @contextmanager
     def monitored(self) -> Iterator[None]:
         """Monitor the stream within the block, in a separate task so that writes cost no more."""

@@ -24,9 +24,6 @@ class StopStrings:
         # Finds first characters in C; without stop strings a lookahead that always fails.
         self._first = re.compile("|".join(map(re.escape, by_first)) or "(?!)")
 
-    def __bool__(self) -> bool:
-        return bool(self._stops)
-
     def find(self, text: str, num_searched: int) -> tuple[int, str] | None:
         """Return the start and the text of the stop string that ends first, None if there is none.
 
@@ -176,7 +173,7 @@ class IncrementalDetokenizer:
         self._skipped = (
             tokenizer.special_token_ids - visible if skip_special_tokens else frozenset()
         )
-        self._stops = StopMatcher(stop) if stop else None
+        self._stops = None if stop is NO_STOPS else StopMatcher(stop)
         self._include_stop = include_stop
 
     def push(self, token_ids: Sequence[int]) -> tuple[str, int, str | None]:

@@ -226,7 +226,7 @@ class Tokenizer:
         """Return the bytes that a token stands for."""
         known = self._bytes.get(token_id)
         if known is None:
-            token = self.id_to_token(token_id) or ""
+            token = (self._backend.id_to_token(token_id) if token_id >= 0 else None) or ""
             to_bytes = _byte_level_bytes if self.is_byte_level else _piece_bytes
             known = self._bytes[token_id] = to_bytes(token)
         return known

@@ -52,6 +52,7 @@ def serve(server, source, *special, **config):
     server.engine.max_model_len = 4096
     context = server.client.server.app[CONTEXT]
     context.config = replace(context.config, **config)
+    context.output_parsers = context.config.output_parsers
 
 
 def prompt_of(server):

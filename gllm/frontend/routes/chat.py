@@ -139,6 +139,8 @@ class ChatChoiceFormat:
         self._parser = ChatOutputParser(request.output_format)
         self._uses_functions = isinstance(fields, ChatCompletionFields) and bool(fields.functions)
         """True if the client uses the older `functions`: the answer has `function_call`."""
+        self._finish_reasons = {"tool_calls": "function_call"} if self._uses_functions else {}
+        """Finish reasons in the terms of the client's API, where they differ."""
         self._delta_writers: dict[int, MessageDeltaWriter] = {}
         """Writers of the choices that have started, by index."""
         self._num_top_logprobs = request.params.logprobs
@@ -176,7 +178,7 @@ class ChatChoiceFormat:
             choices.append(ChatChunkChoice(delta.index, message, logprobs, None, token_ids=new_ids))
             new_ids, logprobs = [] if token_ids else UNSET, None
         if finish_reason is not None:
-            reason = self._finish_reason(finish_reason)
+            reason = cast("FinishReason", self._finish_reasons.get(finish_reason, finish_reason))
             choices.append(
                 ChatChunkChoice(
                     delta.index, ChatMessageDelta(), logprobs, reason, delta.stop_reason, new_ids
@@ -203,20 +205,15 @@ class ChatChoiceFormat:
     def _whole_choice(self, choice: CollectedChoice, token_ids: bool) -> ChatChoice:
         """Return a choice with its message."""
         message, finish_reason = self._parser.parse(choice.text, choice.finish_reason)
+        finish_reason = self._finish_reasons.get(finish_reason or "", finish_reason)
         return ChatChoice(
             index=choice.index,
             message=message_to_json(message, self._uses_functions),
             logprobs=self._logprobs(choice),
-            finish_reason=self._finish_reason(finish_reason),
+            finish_reason=cast("FinishReason", finish_reason),
             stop_reason=choice.stop_reason,
             token_ids=choice.token_ids if token_ids else UNSET,
         )
-
-    def _finish_reason(self, finish_reason: str | None) -> FinishReason:
-        """Return the finish reason of an ended choice in the terms of the client's API."""
-        if self._uses_functions and finish_reason == "tool_calls":
-            return "function_call"
-        return cast("FinishReason", finish_reason)
 
     def _logprobs(self, output: OutputDelta | CollectedChoice) -> ChatLogprobs | None:
         """Return the log-probabilities of output tokens, if requested."""

@@ -96,20 +96,25 @@ def render_chat(
             "this model has no chat template: use /v1/completions or LLM.generate with a text",
         )
     use = request.tool_options
-    family = _tool_family(template, request, parsers.tool_call_parser)
+    family = _tool_family(template, request, parsers.tool_call_parser) if use.tools else None
     mark = "" if request.parse_special else new_mark()
     text = template.render(
         _mark_special_tokens(tokenizer, request.messages, mark),
         add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
-        options=_template_variables(template, request),
+        options=(
+            request.template_variables
+            if request.reasoning_effort is None
+            else _template_variables(template, request, request.reasoning_effort)
+        ),
         tools=_mark_special_tokens(tokenizer, list(use.tools), mark),
         continue_final=request.continue_final_message,
     )
     tags = select_reasoning_tags(parsers.reasoning_parser, template.source)
     shown = text.replace(mark, "") if mark else text
     within = tags is not None and _starts_in_reasoning(tags, shown, request)
+    schemas = use.schemas if use.tools else {}
     output_format = OutputFormat(
-        tags, within, family, use.schemas, use.custom_tools, use.only_listed_tools
+        tags, within, family, schemas, use.custom_tools, use.only_listed_tools
     )
     token_ids = tokenizer.encode_chat(text, mark, max_tokens)
     return ChatPrompt(token_ids, output_format, template.source)
@@ -135,13 +140,11 @@ def _starts_in_reasoning(tags: ReasoningTags, prompt: str, request: ChatRequest)
 def _tool_family(
     template: ChatTemplate, request: ChatRequest, parser: str
 ) -> ToolCallFormat | None:
-    """Return the format of tool calls, None if the request has no tools or the parser is `none`.
+    """Return the format of the calls of a request with tools, None if the parser is `none`.
 
     Raises:
         FieldError: The model has no tool support, or the requested tool choice needs a parser.
     """
-    if not request.tool_options.tools:
-        return None
     if not template.supports_tools:
         raise FieldError("tools", "the chat template of this model does not support tools")
     family = select_tool_call_format(parser, template.source, template.model_type)
@@ -159,19 +162,18 @@ def _tool_family(
     return family
 
 
-def _template_variables(template: ChatTemplate, request: ChatRequest) -> Mapping[str, Any]:
-    """Return the template variables that a request sets.
+def _template_variables(
+    template: ChatTemplate, request: ChatRequest, effort: ReasoningEffort
+) -> Mapping[str, Any]:
+    """Return the template variables that a request with `reasoning_effort` sets.
 
-    `reasoning_effort` is passed to a template that has it, and becomes `enable_thinking` or
+    It is passed to a template that has it, and becomes `enable_thinking` or
     `thinking` in one that has those. A template without a choice ignores it, because default
     clients send it to every model. Only `none` for a model that always reasons is an error.
 
     Raises:
         FieldError: `reasoning_effort` is `none`, but the model always reasons.
     """
-    effort = request.reasoning_effort
-    if effort is None:
-        return request.template_variables
     values = {
         "reasoning_effort": effort,
         "enable_thinking": effort not in ("none", "minimal"),

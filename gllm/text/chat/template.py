@@ -16,7 +16,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gllm.options.field_types import FieldError
-from gllm.text.chat.messages import ChatMessage, normalize_messages
+from gllm.text.chat.messages import normalize_messages
 
 MAX_CHARACTERS = 32 * 2**20
 """Size limit of a rendered chat, in characters."""
@@ -108,7 +108,14 @@ class ChatTemplate:
             FieldError: The messages are invalid, or the template raised an error; the error names
                 `messages` or `continue_final_message`.
         """
-        normalized = self._normalize(messages)
+        normalized = normalize_messages(messages)
+        for message in normalized:
+            # The newer name of the system role; templates drop or misplace an unknown role.
+            if message["role"] == "developer" and not self._supports_developer_role:
+                message["role"] = "system"
+            # Templates without a test for null would fail, or write it as a word.
+            if message["content"] is None and not self._supports_null_content:
+                message["content"] = ""
         mark = secrets.token_hex(16) if continue_final else ""
         if continue_final:
             last = normalized[-1]
@@ -151,18 +158,6 @@ class ChatTemplate:
                 "messages", f"the chat template rejects the messages: {error}"
             ) from error
         return "".join(pieces)
-
-    def _normalize(self, messages: object) -> list[ChatMessage]:
-        """Return the messages as this template expects them. Raises FieldError."""
-        normalized = normalize_messages(messages)
-        for message in normalized:
-            # The newer name of the system role; templates drop or misplace an unknown role.
-            if message["role"] == "developer" and not self._supports_developer_role:
-                message["role"] = "system"
-            # Templates without a test for null would fail, or write it as a word.
-            if message["content"] is None and not self._supports_null_content:
-                message["content"] = ""
-        return normalized
 
 
 def load_chat_template(folder: Path, file: Path | None = None) -> ChatTemplate | None:

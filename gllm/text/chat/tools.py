@@ -79,7 +79,7 @@ def parse_tools(tools: object, choice: object) -> ToolOptions:
     Raises:
         FieldError: One of the two is invalid; the error names it.
     """
-    checked = _check_tools(tools, "tools")
+    checked = [] if tools is None else _check_tools(tools, "tools")
     if not checked:
         if choice not in (None, "none", "auto"):
             raise FieldError(
@@ -186,8 +186,6 @@ def _referenced_name(reference: object, types: Mapping[str, str], path: str) -> 
 
 def _check_tools(tools: object, param: str) -> list[_CheckedTool]:
     """Return copies of tools with the keys that models are trained on, in that order."""
-    if tools is None:
-        return []
     if not isinstance(tools, list):
         raise FieldError(param, f"{param} must be a list of at most {MAX_TOOLS}")
     check_size(param, tools, MAX_TOOLS, "tools")

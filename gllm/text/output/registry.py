@@ -3,6 +3,8 @@
 A new format is a file in `families/` and a line here.
 """
 
+from functools import lru_cache
+
 from gllm.text.output.families import (
     deepseek,
     glm4,
@@ -46,6 +48,7 @@ def select_tool_call_format(
     return next(by_template, None) or next(by_model_type, None)
 
 
+@lru_cache(maxsize=16)
 def select_reasoning_tags(parser: str, template: str) -> ReasoningTags | None:
     """Return the tags of the model's reasoning, None for `none` and for models without reasoning.
 
