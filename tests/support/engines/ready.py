@@ -30,6 +30,10 @@ class ReadyBackend(PipelineBackend):
         self.client.attach(self.sent.append)
 
     @property
+    def accepts_requests(self) -> bool:
+        return self.is_accepting or super().accepts_requests
+
+    @property
     def state(self) -> str:
         return "ready" if self.is_accepting else super().state
 
