@@ -581,7 +581,7 @@ class MessageStop(ResponseSchema):
 
 
 class MessageDeltaEvent(MessagesEvent, tag="message_delta"):
-    """Why the message ended, and its token counts."""
+    """End of the content, with the reason and the token counts."""
 
     delta: MessageStop
     usage: MessagesUsage

@@ -148,7 +148,7 @@ async def read_fields(request: web.Request, schema: type[Fields]) -> Fields:
     body = await _read_body(request)
     if len(body) > SMALL_BODY_BYTES:
         await asyncio.to_thread(check_json_size, body)
-    return parse_fields(parse_json_object(body), schema)
+    return parse_fields(parse_body(body), schema)
 
 
 async def run_off_loop(request: web.Request, function: Callable[..., Result], *args: Any) -> Result:
@@ -246,7 +246,7 @@ def rename_error_fields(names: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
-def parse_json_object(body: bytes) -> dict[str, Any]:
+def parse_body(body: bytes) -> dict[str, Any]:
     """Return the values of a JSON object.
 
     Raises:
