@@ -48,10 +48,10 @@ class Endpoint:
     """Path template in OpenAPI's syntax, such as `/v1/models/{model}`."""
     handler: Handler
     """The first paragraph of its docstring is the endpoint's summary."""
-    request_schema: type[RequestFields] | None = None
-    """Fields of the request body; None if there is no body."""
     response_schema: type[msgspec.Struct] | None = None
     """Fields of an answer in JSON that is not streamed."""
+    request_schema: type[RequestFields] | None = None
+    """Fields of the request body; None if there is no body."""
     answers_list: bool = False
     """The answer is a list of objects with these fields."""
     event_schemas: tuple[type[msgspec.Struct], ...] = ()

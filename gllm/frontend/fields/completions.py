@@ -13,7 +13,7 @@ from gllm.frontend.fields.base import (
     PositiveInt,
     doc,
 )
-from gllm.frontend.fields.generation import BaseCompletionFields, CacheSalt
+from gllm.frontend.fields.generation import BaseCompletionFields, CacheSaltField, Priority
 from gllm.options.field_types import FieldError
 from gllm.options.limits import MAX_LOGPROBS
 
@@ -117,10 +117,5 @@ class EmbeddingFields(ModelRequestFields):
         PositiveInt | None,
         doc("return this number of leading components, normalized to length 1"),
     ] = None
-    priority: Annotated[
-        Int32 | None, doc("requests with smaller values are scheduled first; default 0")
-    ] = None
-    cache_salt: Annotated[
-        CacheSalt | None,
-        doc("requests share prefix cache blocks only with requests of the same salt"),
-    ] = None
+    priority: Priority = None
+    cache_salt: CacheSaltField = None

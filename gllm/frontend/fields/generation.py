@@ -112,6 +112,15 @@ Seconds = Annotated[float, Meta(gt=0)]
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Room = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 RequestId = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9._:-]{1,128}\Z")]
+Priority = Annotated[
+    Int32 | None, doc("requests with smaller values are scheduled first; default 0")
+]
+CacheSaltField = Annotated[
+    CacheSalt | None, doc("requests share prefix cache blocks only with requests of the same salt")
+]
+RequestIdField = Annotated[
+    RequestId | None, doc("id of the answer, and of the request for /abort; default: X-Request-Id")
+]
 ParseSpecial = Annotated[
     bool | None,
     doc(
@@ -243,13 +252,8 @@ class SamplingFields(ModelRequestFields):
     include_stop_str_in_output: Annotated[
         bool | None, doc("keep the stop string at the end of the text")
     ] = None
-    priority: Annotated[
-        Int32 | None, doc("requests with smaller values are scheduled first; default 0")
-    ] = None
-    cache_salt: Annotated[
-        CacheSalt | None,
-        doc("requests share prefix cache blocks only with requests of the same salt"),
-    ] = None
+    priority: Priority = None
+    cache_salt: CacheSaltField = None
     slo_ttft: Annotated[
         Seconds | None,
         doc(
@@ -268,10 +272,7 @@ class SamplingFields(ModelRequestFields):
             "headers `x-session-token`, `x-session-id`, `X-Dynamo-Session-ID`"
         ),
     ] = None
-    request_id: Annotated[
-        RequestId | None,
-        doc("id of the answer, and of the request for /abort; default: X-Request-Id"),
-    ] = None
+    request_id: RequestIdField = None
 
 
 class HandoffFields(SamplingFields):

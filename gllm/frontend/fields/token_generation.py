@@ -20,7 +20,8 @@ from gllm.frontend.fields.generation import (
     SAMPLING_PARAM_NAMES,
     BaseCompletionFields,
     CacheSalt,
-    RequestId,
+    Priority,
+    RequestIdField,
     Seconds,
     Session,
     StreamOptions,
@@ -65,14 +66,9 @@ class GenerateFields(ModelRequestFields):
     ] = None
     stream: Annotated[bool | None, doc("answer with server-sent events")] = None
     stream_options: Annotated[StreamOptions | None, doc("as in completions")] = None
-    priority: Annotated[
-        Int32 | None, doc("requests with smaller values are scheduled first; default 0")
-    ] = None
+    priority: Priority = None
     cache_salt: Annotated[CacheSalt | None, doc("as in completions")] = None
-    request_id: Annotated[
-        RequestId | None,
-        doc("id of the answer, and of the request for /abort; default: X-Request-Id"),
-    ] = None
+    request_id: RequestIdField = None
     slo_ttft: Annotated[Seconds | None, doc("as in completions")] = None
     slo_tpot: Annotated[Seconds | None, doc("as in completions")] = None
     prompt_cache_key: Annotated[Session | None, doc("as in completions")] = None
