@@ -4,12 +4,13 @@ import asyncio
 import re
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import accumulate, product
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import Counter as PrometheusCounter
 from prometheus_client.core import (
-    CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
     Metric,
@@ -17,11 +18,9 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from gllm.engine.interface import EngineInterface, EngineStatus
-from gllm.frontend.node_metrics import NodeCollector
+from gllm.frontend.node_metrics import PREFIX, NodeCollector, counter, gauge
 from gllm.frontend.router_metrics import RouterCollector
 
-PREFIX = "gllm:"
-"""Prefix of all metric names."""
 VLLM_PREFIX = "vllm:"
 """Prefix of the names under which some metrics are repeated for routers, autoscalers and
 dashboards that read vLLM's; docs/router.md has the table."""
@@ -117,9 +116,7 @@ class EventLoopCollector(Collector):
         except RuntimeError:
             num_tasks = 0
         text = "Tasks of the event loop: one per open connection, and those of the server itself"
-        gauge = GaugeMetricFamily(PREFIX + "event_loop_tasks", text, labels=("model_name",))
-        gauge.add_metric([self._model], num_tasks)
-        yield gauge
+        yield gauge("event_loop_tasks", text, {"model_name": self._model}, num_tasks)
 
 
 def kv_transfer_metrics(labels: dict[str, str], status: EngineStatus) -> Iterator[Metric]:
@@ -129,17 +126,12 @@ def kv_transfer_metrics(labels: dict[str, str], status: EngineStatus) -> Iterato
         labels: common labels and their values.
         status: of the engine.
     """
-    stats, totals, values = status.stats, status.kv_transfers, [*labels.values()]
+    stats, totals = status.stats, status.kv_transfers
     if totals is None:
         return
-    fetches = CounterMetricFamily(
-        PREFIX + "kv_fetches",
-        "Fetches of KV blocks from other engines that have ended, by outcome",
-        labels=(*labels, "outcome"),
-    )
-    fetches.add_metric([*values, "complete"], totals.num_fetched)
-    fetches.add_metric([*values, "failed"], totals.num_failed)
-    yield fetches
+    text = "Fetches of KV blocks from other engines that have ended, by outcome"
+    outcomes = [(("complete",), totals.num_fetched), (("failed",), totals.num_failed)]
+    yield counter("kv_fetches", text, labels, outcomes, "outcome")
     for name, value, text in (
         ("kv_fetched_bytes", totals.num_bytes, "Bytes of KV blocks that fetches have got"),
         ("kv_fetch_seconds", totals.seconds, "Seconds of the complete fetches"),
@@ -153,16 +145,12 @@ def kv_transfer_metrics(labels: dict[str, str], status: EngineStatus) -> Iterato
         ("kv_pushed_tickets", totals.num_pushed,
          "Those of them whose KV blocks could be read while their prompt was computed"),
     ):  # fmt: skip
-        counter = CounterMetricFamily(PREFIX + name, text, labels=[*labels])
-        counter.add_metric(values, value)
-        yield counter
+        yield counter(name, text, labels, value)
     for name, value, text in (
         ("kv_fetches_running", stats.fetching, "Sequences that wait for KV blocks"),
         ("kv_held_blocks", stats.held_blocks, "KV blocks that are kept for other engines"),
     ):
-        gauge = GaugeMetricFamily(PREFIX + name, text, labels=[*labels])
-        gauge.add_metric(values, value)
-        yield gauge
+        yield gauge(name, text, labels, value)
 
 
 FAST_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0)
@@ -265,32 +253,23 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the engine's metrics."""
-        model = [self._engine.model.name]
+        model = {"model_name": self._engine.model.name}
         status = self._engine.status()
         stats = status.stats._asdict()
         for name, (key, text) in GAUGES.items():
-            gauge = GaugeMetricFamily(PREFIX + name, text, labels=LABELS)
-            gauge.add_metric(model, stats[key])
-            yield gauge
+            yield gauge(name, text, model, stats[key])
         for name, (key, text) in COUNTERS.items():
-            counter = CounterMetricFamily(PREFIX + name, text, labels=LABELS)
-            counter.add_metric(model, stats[key])
-            yield counter
-        yield self._cache_config(model, status)
+            yield counter(name, text, model, stats[key])
+        # vLLM's metric has the size as labels, too.
+        text = "Size of the KV cache, as labels; the value is 1"
+        size = (str(status.block_size), str(status.num_kv_blocks))
+        yield gauge("cache_config_info", text, model, [(size, 1)], "block_size num_gpu_blocks")
         yield self._step_sizes(model, status)
         yield from self._stages(model, status)
         yield from self._recoveries(model, status)
-        yield from kv_transfer_metrics(dict(zip(LABELS, model, strict=True)), status)
+        yield from kv_transfer_metrics(model, status)
 
-    def _cache_config(self, model: list[str], status: EngineStatus) -> Metric:
-        """Return the size of the KV cache as labels, which is how vLLM's metric has it."""
-        labels = (*LABELS, "block_size", "num_gpu_blocks")
-        text = "Size of the KV cache, as labels; the value is 1"
-        gauge = GaugeMetricFamily(PREFIX + "cache_config_info", text, labels=labels)
-        gauge.add_metric([*model, str(status.block_size), str(status.num_kv_blocks)], 1)
-        return gauge
-
-    def _step_sizes(self, model: list[str], status: EngineStatus) -> Metric:
+    def _step_sizes(self, model: dict[str, str], status: EngineStatus) -> Metric:
         """Return tokens per micro-batch as a histogram with all buckets.
 
         Prometheus reads a series that appears later as an increase from 0.
@@ -305,81 +284,57 @@ class EngineCollector(Collector):
         count = float(sum(sizes.values()))
         stats = status.stats
         total = stats.prefill_tokens + stats.decode_tokens
-        histogram.add_metric(model, [*buckets, ("+Inf", count)], total)
+        histogram.add_metric([*model.values()], [*buckets, ("+Inf", count)], total)
         return histogram
 
-    def _stages(self, model: list[str], status: EngineStatus) -> Iterator[Metric]:
-        labels = (*LABELS, "stage")
-        loads, bubbles = status.stage_loads, status.bubbles
+    def _stages(self, model: dict[str, str], status: EngineStatus) -> Iterator[Metric]:
+        bubbles = status.bubbles
         for name, (key, text) in STAGE_COUNTERS.items():
-            counter = CounterMetricFamily(PREFIX + name, text, labels=labels)
-            for stage, load in sorted(loads.items()):
-                counter.add_metric([*model, str(stage)], getattr(load, key))
-            yield counter
+            loads = sorted(status.stage_loads.items())
+            values = [((str(stage),), getattr(load, key)) for stage, load in loads]
+            yield counter(name, text, model, values, "stage")
         text = "Seconds in which there was work for at least one stage"
-        work = CounterMetricFamily(PREFIX + "pipeline_work_seconds", text, labels=LABELS)
-        work.add_metric(model, bubbles.work_seconds)
-        yield work
+        yield counter("pipeline_work_seconds", text, model, bubbles.work_seconds)
         text = "Seconds a stage was idle though the work at hand could have kept it busy"
-        lost = CounterMetricFamily(PREFIX + "stage_bubble_seconds", text, labels=labels)
+        lost = [((str(stage),), seconds) for stage, seconds in enumerate(bubbles.seconds)]
+        yield counter("stage_bubble_seconds", text, model, lost, "stage")
         text = "stage_bubble_seconds over pipeline_work_seconds since the start, 0 to 1"
-        share = GaugeMetricFamily(PREFIX + "stage_bubble_share", text, labels=labels)
-        for stage, seconds in enumerate(bubbles.seconds):
-            lost.add_metric([*model, str(stage)], seconds)
-            share.add_metric([*model, str(stage)], seconds / (bubbles.work_seconds or 1.0))
-        yield lost
-        yield share
-        yield from self._ranks(model, status)
-
-    def _ranks(self, model: list[str], status: EngineStatus) -> Iterator[Metric]:
-        """Yield the number of ranks of each stage, and the counters of ranks that share a stage."""
+        shares = [(stage, seconds / (bubbles.work_seconds or 1.0)) for stage, seconds in lost]
+        yield gauge("stage_bubble_share", text, model, shares, "stage")
         text = "Ranks that compute a stage together (tensor parallelism)"
-        sizes = GaugeMetricFamily(PREFIX + "tensor_parallel_size", text, labels=(*LABELS, "stage"))
-        stages = [stage for stage, _ in status.rank_loads]
-        for stage in sorted(set(stages)):
-            sizes.add_metric([*model, str(stage)], stages.count(stage))
-        yield sizes
+        num_ranks = Counter(stage for stage, _ in status.rank_loads)
+        sizes = [((str(stage),), count) for stage, count in sorted(num_ranks.items())]
+        yield gauge("tensor_parallel_size", text, model, sizes, "stage")
         for name, (key, text) in RANK_COUNTERS.items():
-            labels = (*LABELS, "stage", "rank")
-            counter = CounterMetricFamily(PREFIX + name, text, labels=labels)
-            for (stage, rank), load in sorted(status.rank_loads.items()):
-                if stages.count(stage) > 1:
-                    counter.add_metric([*model, str(stage), str(rank)], getattr(load, key))
-            yield counter
+            rank_values = [
+                ((str(stage), str(rank)), getattr(load, key))
+                for (stage, rank), load in sorted(status.rank_loads.items())
+                if num_ranks[stage] > 1
+            ]
+            yield counter(name, text, model, rank_values, "stage rank")
 
-    def _recoveries(self, model: list[str], status: EngineStatus) -> Iterator[Metric]:
-        recoveries = CounterMetricFamily(
-            PREFIX + "recoveries",
-            "Recoveries from the death of a worker process, by its cause",
-            labels=(*LABELS, "cause"),
-        )
-        for cause in sorted({*RECOVERY_CAUSES, *status.recoveries}):
-            recoveries.add_metric([*model, cause], status.recoveries.get(cause, 0))
-        yield recoveries
+    def _recoveries(self, model: dict[str, str], status: EngineStatus) -> Iterator[Metric]:
+        text = "Recoveries from the death of a worker process, by its cause"
+        causes = sorted({*RECOVERY_CAUSES, *status.recoveries})
+        counts = [((cause,), status.recoveries.get(cause, 0)) for cause in causes]
+        yield counter("recoveries", text, model, counts, "cause")
         text = "Duration of recoveries, from a death to the first new step"
         durations = HistogramMetricFamily(PREFIX + "recovery_seconds", text, labels=LABELS)
         seconds = status.recovery_seconds
         buckets = [(str(b), float(sum(s <= b for s in seconds))) for b in SLOW_BUCKETS]
-        durations.add_metric(model, [*buckets, ("+Inf", float(len(seconds)))], sum(seconds))
+        total = ("+Inf", float(len(seconds)))
+        durations.add_metric([*model.values()], [*buckets, total], sum(seconds))
         yield durations
-        for name, count, text in (
-            ("resumed_requests", status.num_resumed_requests,
-             "Requests submitted again after a recovery, each time counted"),
-            ("stale_frames", status.num_stale_frames,
-             "Messages of earlier generations that arrived late and were dropped"),
-        ):  # fmt: skip
-            counter = CounterMetricFamily(PREFIX + name, text, labels=LABELS)
-            counter.add_metric(model, count)
-            yield counter
+        text = "Requests submitted again after a recovery, each time counted"
+        yield counter("resumed_requests", text, model, status.num_resumed_requests)
+        text = "Messages of earlier generations that arrived late and were dropped"
+        yield counter("stale_frames", text, model, status.num_stale_frames)
+        text = "Starts of the pipeline: 1 plus its recoveries"
+        yield gauge("generation", text, model, status.generation)
         since = status.recovering_since
-        for name, value, text in (
-            ("generation", status.generation, "Starts of the pipeline: 1 plus its recoveries"),
-            ("recovering_seconds", 0.0 if since is None else time.monotonic() - since,
-             "Seconds since the running recovery began; 0 if none runs"),
-        ):  # fmt: skip
-            gauge = GaugeMetricFamily(PREFIX + name, text, labels=LABELS)
-            gauge.add_metric(model, value)
-            yield gauge
+        text = "Seconds since the running recovery began; 0 if none runs"
+        value = 0.0 if since is None else time.monotonic() - since
+        yield gauge("recovering_seconds", text, model, value)
 
 
 class TokenCounters(Collector):
@@ -399,11 +354,8 @@ class TokenCounters(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield both metrics."""
-        counter = CounterMetricFamily(
-            PREFIX + "generation_tokens", "Tokens generated", labels=LABELS
-        )
-        counter.add_metric([self._model], self.num_tokens)
-        yield counter
+        model = {"model_name": self._model}
+        yield counter("generation_tokens", "Tokens generated", model, self.num_tokens)
         name, text = PREFIX + "inter_token_latency_seconds", "Time between tokens"
         histogram = HistogramMetricFamily(name, text, labels=LABELS)
         counts = accumulate(self._gaps)
@@ -427,17 +379,19 @@ class Metrics:
             self.registry.register(NodeCollector(engine))
         model = engine.model.name
 
-        def counter(name: str, text: str) -> Counter:
-            return Counter(PREFIX + name, text, LABELS, registry=self.registry).labels(model)
+        def new_counter(name: str, text: str) -> PrometheusCounter:
+            return PrometheusCounter(PREFIX + name, text, LABELS, registry=self.registry).labels(
+                model
+            )
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             family = Histogram(PREFIX + name, text, LABELS, registry=self.registry, buckets=buckets)
             return family.labels(model)
 
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests")
+        self.prompt_tokens = new_counter("prompt_tokens", "Prompt tokens of requests")
         self.output = TokenCounters(model)
         self.registry.register(self.output)
-        self._success = Counter(
+        self._success = PrometheusCounter(
             PREFIX + "request_success",
             "Choices that ended, by reason",
             (*LABELS, "finished_reason"),
@@ -446,7 +400,7 @@ class Metrics:
         self._model = model
         for reason in FINISH_REASONS:
             self._success.labels(model, reason)
-        self._dropped_spans = Counter(
+        self._dropped_spans = PrometheusCounter(
             PREFIX + "trace_spans_dropped",
             "Spans of requests that no collector got, by reason",
             (*LABELS, "reason"),
@@ -454,7 +408,7 @@ class Metrics:
         )
         for reason in SPAN_DROP_REASONS:
             self._dropped_spans.labels(model, reason)
-        self._objectives = Counter(
+        self._objectives = PrometheusCounter(
             PREFIX + "slo_choices",
             "Choices that ended by themselves, by the objective that they had and if it was met",
             (*LABELS, "objective", "met"),

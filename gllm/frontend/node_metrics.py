@@ -1,17 +1,19 @@
 """Prometheus metrics of machines: of all nodes on the head, and of one on its own server."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gllm.engine.interface import EngineInterface
-from gllm.messages.node_report import NODE_STATES, NodeReport
+from gllm.messages.node_report import NODE_STATES
 from gllm.messages.nodes import LinkState, NodeLoad
 
 PREFIX = "gllm:"
 """Prefix of all metric names."""
+Samples = Iterable[tuple[Sequence[str], float | None]]
+"""Values of labels and of the metric; a value of None is left out."""
 _GAUGES: tuple[tuple[str, str, Callable[[LinkState], float | None]], ...] = (
     ("link_bytes_per_second", "Payload that a connection to another machine carries, as measured",
      lambda link: link.bytes_per_second),
@@ -27,6 +29,41 @@ _GAUGES: tuple[tuple[str, str, Callable[[LinkState], float | None]], ...] = (
 """Names, texts and values of the measurements of sending ends."""
 
 
+def gauge(
+    name: str, text: str, common: Mapping[str, str], values: Samples | float, names: str = ""
+) -> Metric:
+    """Return a gauge.
+
+    Args:
+        name: Name after PREFIX.
+        text: Help text.
+        common: Labels of all samples, and their values.
+        values: Samples, or the value of the only one.
+        names: Names of the labels of each sample, separated by spaces.
+    """
+    family = GaugeMetricFamily(PREFIX + name, text, labels=(*common, *names.split()))
+    return _add_samples(family, common, values)
+
+
+def counter(
+    name: str, text: str, common: Mapping[str, str], values: Samples | float, names: str = ""
+) -> Metric:
+    """Return a counter; the arguments are those of `gauge`."""
+    family = CounterMetricFamily(PREFIX + name, text, labels=(*common, *names.split()))
+    return _add_samples(family, common, values)
+
+
+def _add_samples(
+    family: GaugeMetricFamily | CounterMetricFamily,
+    common: Mapping[str, str],
+    values: Samples | float,
+) -> Metric:
+    for labels, value in [((), values)] if isinstance(values, int | float) else values:
+        if value is not None:
+            family.add_metric([*common.values(), *labels], value)
+    return family
+
+
 def link_metrics(
     labels: dict[str, str], links_by_node: Sequence[tuple[str, Sequence[LinkState]]]
 ) -> Iterator[Metric]:
@@ -36,44 +73,24 @@ def link_metrics(
         labels: common labels and their values.
         links_by_node: names of machines and their connections.
     """
-    yield _link_bytes(labels, links_by_node)
-    names = (*labels, "node", "peer", "edge")
+    totals: Counter[tuple[str, str, str]] = Counter()
+    for node, links in links_by_node:
+        for link in links:
+            totals[node, link.peer, link.transport] += link.num_bytes
+    text = "Bytes that a machine sent to and received from another one over data connections"
+    yield counter("link_bytes", text, labels, totals.items(), "node peer transport")
     sending = [
-        ([*labels.values(), node, link.peer, str(link.edge)], link)
+        ((node, link.peer, str(link.edge)), link)
         for node, links in links_by_node
         for link in links
         if link.is_sender
     ]
-    failures = CounterMetricFamily(
-        PREFIX + "link_failures", "Connections to other machines that have broken", labels=names
-    )
-    for values, link in sending:
-        failures.add_metric(values, link.num_failures)
-    yield failures
+    failures = [(values, link.num_failures) for values, link in sending]
+    text = "Connections to other machines that have broken"
+    yield counter("link_failures", text, labels, failures, "node peer edge")
     for name, text, measure in _GAUGES:
-        gauge = GaugeMetricFamily(PREFIX + name, text, labels=names)
-        for values, link in sending:
-            if (value := measure(link)) is not None:
-                gauge.add_metric(values, value)
-        yield gauge
-
-
-def _link_bytes(
-    labels: dict[str, str], links_by_node: Sequence[tuple[str, Sequence[LinkState]]]
-) -> Metric:
-    """Return the bytes of connections by the machine at the other end."""
-    counter = CounterMetricFamily(
-        PREFIX + "link_bytes",
-        "Bytes that a machine sent to and received from another one over data connections",
-        labels=(*labels, "node", "peer", "transport"),
-    )
-    for node, links in links_by_node:
-        totals: Counter[tuple[str, str]] = Counter()
-        for link in links:
-            totals[link.peer, link.transport] += link.num_bytes
-        for (peer, transport), num_bytes in sorted(totals.items()):
-            counter.add_metric([*labels.values(), node, peer, transport], num_bytes)
-    return counter
+        samples = [(values, measure(link)) for values, link in sending]
+        yield gauge(name, text, labels, samples, "node peer edge")
 
 
 class NodeCollector(Collector):
@@ -86,13 +103,10 @@ class NodeCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics."""
         reports, status = self._engine.nodes(), self._engine.status()
-        model = self._labels["model_name"]
-        states = GaugeMetricFamily(
-            PREFIX + "nodes", "Machines of the engine by state", labels=("model_name", "state")
-        )
-        for state in NODE_STATES:
-            states.add_metric([model, state], sum(each.state == state for each in reports))
-        yield states
+        labels = self._labels
+        counts = Counter(report.state for report in reports)
+        states = [((state,), counts[state]) for state in NODE_STATES]
+        yield gauge("nodes", "Machines of the engine by state", labels, states, "state")
         for name, text, count in (
             ("node_losses", "Losses of machines, each time counted", status.num_node_losses),
             ("refused_peers", "Connections of other machines that the head refused",
@@ -101,26 +115,16 @@ class NodeCollector(Collector):
              "Frames of other machines that could not be read, or that their sender may not send",
              status.num_malformed_frames),
         ):  # fmt: skip
-            counter = CounterMetricFamily(PREFIX + name, text, labels=("model_name",))
-            counter.add_metric([model], count)
-            yield counter
-        yield from self._clocks(reports)
-        yield from link_metrics(self._labels, [(each.name, each.links) for each in reports])
+            yield counter(name, text, labels, count)
+        text = "Clock of a machine minus that of the head"
+        offsets = [((report.name,), report.clock_offset_seconds) for report in reports]
+        yield gauge("node_clock_offset_seconds", text, labels, offsets, "node")
+        text = "Round trip between the head and a machine"
+        round_trips = [((report.name,), report.round_trip_seconds) for report in reports]
+        yield gauge("node_round_trip_seconds", text, labels, round_trips, "node")
+        yield from link_metrics(labels, [(report.name, report.links) for report in reports])
         # Other machines report their own load, if their agents are scraped.
-        yield from machine_load(self._labels, [(each.name, each.load) for each in reports[:1]])
-
-    def _clocks(self, reports: Sequence[NodeReport]) -> Iterator[Metric]:
-        for name, text, values in (
-            ("node_clock_offset_seconds", "Clock of a machine minus that of the head",
-             [each.clock_offset_seconds for each in reports]),
-            ("node_round_trip_seconds", "Round trip between the head and a machine",
-             [each.round_trip_seconds for each in reports]),
-        ):  # fmt: skip
-            gauge = GaugeMetricFamily(PREFIX + name, text, labels=(*self._labels, "node"))
-            for report, value in zip(reports, values, strict=True):
-                if value is not None:
-                    gauge.add_metric([*self._labels.values(), report.name], value)
-            yield gauge
+        yield from machine_load(labels, [(report.name, report.load) for report in reports[:1]])
 
 
 def machine_load(labels: dict[str, str], loads: Sequence[tuple[str, NodeLoad]]) -> Iterator[Metric]:
@@ -130,29 +134,21 @@ def machine_load(labels: dict[str, str], loads: Sequence[tuple[str, NodeLoad]]) 
         labels: common labels and their values.
         loads: names of machines and their load.
     """
-    common = list(labels.values())
-    for name, text, values in (
+    for name, text, read in (
         ("node_cpu_utilization", "Share of all cores of a machine in use, 0 to 1",
-         [load.cpu_utilization for _, load in loads]),
+         lambda load: load.cpu_utilization),
         ("node_memory_available_bytes", "Memory of a machine that is available",
-         [load.memory_available_bytes for _, load in loads]),
+         lambda load: load.memory_available_bytes),
         ("node_power_watts", "Power of the processors and GPUs of a machine, where it is readable",
-         [load.power_watts for _, load in loads]),
+         lambda load: load.power_watts),
         ("node_temperature_celsius", "Highest temperature of a machine's processors and GPUs",
-         [load.temperature_celsius for _, load in loads]),
+         lambda load: load.temperature_celsius),
     ):  # fmt: skip
-        gauge = GaugeMetricFamily(PREFIX + name, text, labels=(*labels, "node"))
-        for (node, _), value in zip(loads, values, strict=True):
-            if value is not None:
-                gauge.add_metric([*common, node], value)
-        yield gauge
-    gpus = GaugeMetricFamily(
-        PREFIX + "node_gpu_utilization",
-        "Share of time in which a GPU computed, 0 to 1",
-        labels=(*labels, "node", "gpu"),
-    )
-    for node, load in loads:
-        for gpu, share in enumerate(load.gpu_utilization):
-            if share is not None:
-                gpus.add_metric([*common, node, str(gpu)], share)
-    yield gpus
+        yield gauge(name, text, labels, [((node,), read(load)) for node, load in loads], "node")
+    shares = [
+        ((node, str(gpu)), share)
+        for node, load in loads
+        for gpu, share in enumerate(load.gpu_utilization)
+    ]
+    text = "Share of time in which a GPU computed, 0 to 1"
+    yield gauge("node_gpu_utilization", text, labels, shares, "node gpu")

@@ -74,7 +74,7 @@ class RequestMetrics:
         self._metrics.count_finished(reason)
         line = self._lines[index]
         self._metrics.request_generation_tokens.observe(line.num_tokens)
-        if reason != "abort" and any(self._slo):
+        if reason != "abort" and self._slo:
             self._count_objectives(line)
         if line.e2el is None or line.ttft is None:
             return

@@ -1,16 +1,14 @@
 """Prometheus metrics of a router: its own counters, and the load of each engine."""
 
+from collections import Counter
 from collections.abc import Iterator
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from gllm.engine.fleet_control import EngineRow, FleetControl
+from gllm.frontend.node_metrics import counter, gauge
 
-PREFIX = "gllm:router_"
-"""Prefix of the names of these metrics."""
-LABELS = ("model_name",)
-"""Labels of all of these metrics."""
 ENGINE_STATES = ("loading", "ready", "recovering", "sleeping", "draining", "ejected", "dead")
 """Values of the label `state`."""
 MIGRATION_CAUSES = ("lost", "drained", "recovering", "unavailable")
@@ -24,26 +22,25 @@ class RouterCollector(Collector):
 
     def __init__(self, fleet: FleetControl, model: str) -> None:
         self._fleet = fleet
-        self._model = [model]
+        self._model = {"model_name": model}
 
     def collect(self) -> Iterator[Metric]:
         """Yield the router's metrics."""
         rows = self._fleet.engines()
-        yield self._states(rows)
+        states = Counter(row.state for row in rows)
+        counts = [((state,), states[state]) for state in ENGINE_STATES]
+        yield gauge("router_engines", "Attached engines by state", self._model, counts, "state")
         yield from self._engine_gauges(rows)
-        yield self._engine_states(rows)
+        text = "State of an engine, as a label; the value is 1"
+        labels = [((row.name, row.state), 1) for row in rows]
+        yield gauge("router_engine_state", text, self._model, labels, "engine state")
         yield from self._engine_counters(rows)
         yield from self._totals()
-        yield from self._wanted()
-
-    def _states(self, rows: list[EngineRow]) -> Metric:
-        gauge = GaugeMetricFamily(
-            PREFIX + "engines", "Attached engines by state", labels=(*LABELS, "state")
-        )
-        for state in ENGINE_STATES:
-            count = sum(row.state == state for row in rows)
-            gauge.add_metric([*self._model, state], count)
-        return gauge
+        # From the router whose decision counts.
+        status = self._fleet.scaling.status()
+        wanted = [] if status is None or not status.is_leader else [((), status.num_wanted)]
+        text = "Engines that should run, by the leading router"
+        yield gauge("wanted_engines", text, self._model, wanted)
 
     def _engine_gauges(self, rows: list[EngineRow]) -> Iterator[Metric]:
         for name, text, values in (
@@ -60,20 +57,8 @@ class RouterCollector(Collector):
             ("engine_weight", "Share of its usual load that an engine gets; 0 while it is ejected",
              [row.weight for row in rows]),
         ):  # fmt: skip
-            gauge = GaugeMetricFamily(PREFIX + name, text, labels=(*LABELS, "engine"))
-            for row, value in zip(rows, values, strict=True):
-                gauge.add_metric([*self._model, row.name], value)
-            yield gauge
-
-    def _engine_states(self, rows: list[EngineRow]) -> Metric:
-        gauge = GaugeMetricFamily(
-            PREFIX + "engine_state",
-            "State of an engine, as a label; the value is 1",
-            labels=(*LABELS, "engine", "state"),
-        )
-        for row in rows:
-            gauge.add_metric([*self._model, row.name, row.state], 1)
-        return gauge
+            samples = [((row.name,), value) for row, value in zip(rows, values, strict=True)]
+            yield gauge("router_" + name, text, self._model, samples, "engine")
 
     def _engine_counters(self, rows: list[EngineRow]) -> Iterator[Metric]:
         for name, text, values in (
@@ -88,28 +73,13 @@ class RouterCollector(Collector):
             ("engine_decode_tokens", "Tokens that an engine decoded, for all its routers",
              [row.stats["decode_tokens"] for row in rows]),
         ):  # fmt: skip
-            counter = CounterMetricFamily(PREFIX + name, text, labels=(*LABELS, "engine"))
-            for row, value in zip(rows, values, strict=True):
-                counter.add_metric([*self._model, row.name], value)
-            yield counter
-
-    def _wanted(self) -> Iterator[Metric]:
-        """Yield the number of wanted engines, from the router whose decision counts."""
-        status = self._fleet.scaling.status()
-        gauge = GaugeMetricFamily(
-            "gllm:wanted_engines", "Engines that should run, by the leading router", labels=LABELS
-        )
-        if status is not None and status.is_leader:
-            gauge.add_metric(self._model, status.num_wanted)
-        yield gauge
+            samples = [((row.name,), value) for row, value in zip(rows, values, strict=True)]
+            yield counter("router_" + name, text, self._model, samples, "engine")
 
     def _totals(self) -> Iterator[Metric]:
         totals = self._fleet.totals()
-        parked = GaugeMetricFamily(
-            PREFIX + "parked_requests", "Requests that wait for an engine", labels=LABELS
-        )
-        parked.add_metric(self._model, totals.num_parked)
-        yield parked
+        text = "Requests that wait for an engine"
+        yield gauge("router_parked_requests", text, self._model, totals.num_parked)
         for name, text, label, counts, known in (
             ("migrations", "Requests taken to another engine after they were sent to one",
              "cause", totals.migrations, MIGRATION_CAUSES),
@@ -118,10 +88,8 @@ class RouterCollector(Collector):
             ("shed_requests", "Requests refused because no engine was likely to meet their SLO",
              "reason", totals.shed_requests, ()),
         ):  # fmt: skip
-            counter = CounterMetricFamily(PREFIX + name, text, labels=(*LABELS, label))
-            for value in sorted({*known, *counts}):
-                counter.add_metric([*self._model, value], counts.get(value, 0))
-            yield counter
+            samples = [((value,), counts.get(value, 0)) for value in sorted({*known, *counts})]
+            yield counter("router_" + name, text, self._model, samples, label)
         for name, text, count in (
             ("refused_engines", "Engines refused, such as those of another model",
              totals.refused_engines),
@@ -132,6 +100,4 @@ class RouterCollector(Collector):
             ("stale_outputs", "Tokens that arrived after their request had been taken elsewhere",
              totals.stale_outputs),
         ):  # fmt: skip
-            counter = CounterMetricFamily(PREFIX + name, text, labels=LABELS)
-            counter.add_metric(self._model, count)
-            yield counter
+            yield counter("router_" + name, text, self._model, count)

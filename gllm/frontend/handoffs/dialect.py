@@ -12,7 +12,8 @@ from gllm.frontend.handoffs.access import ControlAccess
 from gllm.frontend.handoffs.grant import GrantSealer
 from gllm.frontend.handoffs.legs import HandoffLeg
 from gllm.frontend.handoffs.rooms import RoomClient, RoomTable
-from gllm.frontend.metrics import LABELS, PREFIX
+from gllm.frontend.metrics import LABELS
+from gllm.frontend.node_metrics import PREFIX
 
 OUTCOMES = {
     "prefill": ("held", "not_held"),

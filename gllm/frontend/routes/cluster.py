@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from gllm.deploy.cluster.master import (
@@ -40,8 +40,7 @@ from gllm.frontend.errors import ApiError
 from gllm.frontend.fields.parsing import read_fields
 from gllm.frontend.fields.services import DeployServiceFields
 from gllm.frontend.json_encoding import json_response
-from gllm.frontend.metrics import PREFIX
-from gllm.frontend.node_metrics import machine_load
+from gllm.frontend.node_metrics import gauge, machine_load
 from gllm.frontend.server_response_schemas import HealthResponse
 
 CLUSTER: web.AppKey[Master] = web.AppKey("cluster")
@@ -189,10 +188,8 @@ class ClusterCollector(Collector):
             ("cluster_services", "Services of the cluster by state", [s.state for s in services]),
             ("cluster_nodes", "Nodes of the cluster by state", [n.report.state for n in nodes]),
         ):
-            gauge = GaugeMetricFamily(PREFIX + name, text, labels=("state",))
-            for state, count in sorted(Counter(states).items()):
-                gauge.add_metric([state], count)
-            yield gauge
+            counts = [((state,), count) for state, count in sorted(Counter(states).items())]
+            yield gauge(name, text, {}, counts, "state")
         yield from machine_load({}, [(node.report.name, node.report.load) for node in nodes])
 
 
