@@ -5,11 +5,11 @@ from typing import Protocol
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from gllm.frontend.listening import listen
-from gllm.frontend.node_metrics import PREFIX, link_metrics, machine_load
+from gllm.frontend.node_metrics import gauge, link_metrics, machine_load
 from gllm.messages.nodes import LinkState, NodeLoad
 
 
@@ -84,10 +84,7 @@ class AgentCollector(Collector):
             ("node_round_trip_seconds", "Round trip between the head and a machine",
              status.round_trip_seconds),
         ):  # fmt: skip
-            gauge = GaugeMetricFamily(PREFIX + name, text, labels=("node",))
-            if value is not None:
-                gauge.add_metric([status.name], value)
-            gauges.append(gauge)
+            gauges.append(gauge(name, text, {}, [((status.name,), value)], "node"))
         return [
             *gauges,
             *link_metrics({}, [(status.name, status.links)]),
