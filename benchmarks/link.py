@@ -106,11 +106,11 @@ class Machines:
             if certificate is not None:
                 certificate.close()
 
-    def _on_opened(self, generation: int, edge: int) -> None:
+    def _on_opened(self, epoch: int, edge: int) -> None:
         self._opened[edge].set()
 
 
-def _on_lost(generation: int, edge: int, cause: str) -> None:
+def _on_lost(epoch: int, edge: int, cause: str) -> None:
     raise RuntimeError(f"edge {edge} is lost: {cause}")
 
 

@@ -132,7 +132,9 @@ def answer(plan: StepPlan, left: list[int]) -> StepResult:
     for row in plan.rows:
         if row.should_sample:
             left[row.seq] -= 1
-            sampled.append(SampledToken(row.seq, row.epoch, STOP if left[row.seq] <= 0 else 7))
+            sampled.append(
+                SampledToken(row.seq, row.num_preemptions, STOP if left[row.seq] <= 0 else 7)
+            )
     return StepResult(plan.step, sampled)
 
 

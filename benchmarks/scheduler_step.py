@@ -15,7 +15,9 @@ from gllm.scheduler.sequence import SchedulerRequest
 
 def answer(plan: StepPlan) -> StepResult:
     """Return a result that finishes no sequence."""
-    sampled = [SampledToken(row.seq, row.epoch, 7) for row in plan.rows if row.should_sample]
+    sampled = [
+        SampledToken(row.seq, row.num_preemptions, 7) for row in plan.rows if row.should_sample
+    ]
     return StepResult(plan.step, sampled)
 
 

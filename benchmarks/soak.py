@@ -87,8 +87,8 @@ class SoakRecord:
     async def sample(self, is_idle: bool = False) -> None:
         """Sample everything once."""
         scrape = await self._server.scrape()
-        generation = int(scrape.value("generation")) if scrape is not None else 0
-        samples = await asyncio.to_thread(self._server.sampler.sample, generation)
+        epoch = int(scrape.value("epoch")) if scrape is not None else 0
+        samples = await asyncio.to_thread(self._server.sampler.sample, epoch)
         (self.idle if is_idle else self.busy).extend(samples)
         if scrape is not None:
             names = (

@@ -31,8 +31,8 @@ class ProcessSample(msgspec.Struct, frozen=True):
     """Time since the start of the test."""
     age: float
     """Seconds since this process was first seen in this role."""
-    generation: int
-    """Number of the engine's generation."""
+    epoch: int
+    """Number of the engine's epoch."""
     memory_bytes: int
     """Allocated memory, shared memory in equal parts (PSS without files)."""
     resident_bytes: int
@@ -74,13 +74,13 @@ class ProcessSampler:
         """Time since construction."""
         return time.monotonic() - self._begin
 
-    def sample(self, generation: int) -> list[ProcessSample]:
+    def sample(self, epoch: int) -> list[ProcessSample]:
         """Return a sample of each process that runs."""
         return [
             each
             for node, root in self._roots.items()
             for pid in tree(root)
-            if (each := self._sample(node, pid, generation)) is not None
+            if (each := self._sample(node, pid, epoch)) is not None
         ]
 
     def processes(self, prefixes: Sequence[str]) -> dict[int, str]:
@@ -92,7 +92,7 @@ class ProcessSampler:
             if (title := _title(pid)).startswith(tuple(prefixes))
         }
 
-    def _sample(self, node: str, pid: int, generation: int) -> ProcessSample | None:
+    def _sample(self, node: str, pid: int, epoch: int) -> ProcessSample | None:
         try:
             role = f"{node} {_title(pid)}"
             memory = _read_sizes(PROC / str(pid) / "smaps_rollup")
@@ -109,7 +109,7 @@ class ProcessSampler:
             pid,
             now,
             now - self._births.setdefault((role, pid), now),
-            generation,
+            epoch,
             sum(memory.get(kind, 0) for kind in OWN_MEMORY) * 1024,
             status["VmRSS:"] * 1024,
             num_descriptors,
@@ -197,21 +197,21 @@ class RecoveryGrowth(NamedTuple):
     growth: float
     """Median over all pairs; 0 without a pair."""
     num_pairs: int
-    """Pairs of consecutive generations of one process."""
+    """Pairs of consecutive epochs of one process."""
 
 
 def growth_per_recovery(samples: Sequence[ProcessSample], figure: str) -> RecoveryGrowth:
     """Return by how much a figure grows with each recovery that a process survives.
 
-    Compares the medians of a process in consecutive generations, from the second one that it lives
+    Compares the medians of a process in consecutive epochs, from the second one that it lives
     in.
     """
     lives: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for sample in samples:
-        lives[sample.pid][sample.generation].append(getattr(sample, figure))
+        lives[sample.pid][sample.epoch].append(getattr(sample, figure))
     steps = []
-    for generations in lives.values():
-        medians = [median(values) for _, values in sorted(generations.items())][1:]
+    for epochs in lives.values():
+        medians = [median(values) for _, values in sorted(epochs.items())][1:]
         steps += [b - a for a, b in pairwise(medians)]
     return RecoveryGrowth(median(steps) if steps else 0.0, len(steps))
 

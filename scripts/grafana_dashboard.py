@@ -18,7 +18,7 @@ LEFT_OUT = {
     "rank_busy_seconds": "ranks wait for each other, so those of a stage are equally busy",
     "rank_steps": "equal to the steps of the stage",
     "tensor_parallel_size": "a constant",
-    "generation": "1 plus the recoveries since the server's start",
+    "epoch": "1 plus the recoveries since the server's start",
     "stale_frames": "messages that a recovery made void; of use to developers",
     "event_loop_tasks": "follows the open connections; benchmarks/soak.py looks for growth",
     "cache_config_info": "a constant, for routers of other projects",

@@ -21,7 +21,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 if BUILD_VARIABLE not in os.environ and select_build().name != OFF:
     os.environ[BUILD_VARIABLE] = select_build().name
 
-# On a busy machine an example may take any time, and so may its generation.
+# On a busy machine an example may take any time, and so may its epoch.
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile(LONG_PROFILE)
 

@@ -100,8 +100,8 @@ class Peer:
         more: dict[str, Any] = {}
         if self.place.is_dry:
             # The default size would use most of the machine's memory.
-            generation: Any = importlib.import_module("transformers.generation")
-            small = generation.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
+            epoch: Any = importlib.import_module("transformers.epoch")
+            small = epoch.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
             more["continuous_batching_config"] = small
         self.place.free_bytes()
 

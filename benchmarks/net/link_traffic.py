@@ -21,7 +21,7 @@ from gllm.transport.edge import create_edge
 from gllm.transport.link.commands import LinkPeer, OpenLinkEdge
 from gllm.transport.ring import Ring
 
-RUN, GENERATION, EDGE = 1, 1, 0
+RUN, EPOCH, EDGE = 1, 1, 0
 DECODE, PREFILL = 0, 1
 """Lanes; with one lane both are lane 0."""
 TIMEOUT_SECONDS = 60.0
@@ -166,7 +166,7 @@ class RigLink:
             other = machines[1 - number]
             peer = LinkPeer(other.name, other.address, b"")
             is_sender = number == 0
-            command = OpenLinkEdge(GENERATION, EDGE, is_sender, is_sender, peer, num_lanes)
+            command = OpenLinkEdge(EPOCH, EDGE, is_sender, is_sender, peer, num_lanes)
             machine.call(partial(machine.link.open, command, edge))
             rings = self._sources if is_sender else self._targets
             for lane in range(num_lanes):
@@ -272,8 +272,8 @@ class _LinkMachine:
     def _wait_for(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(TIMEOUT_SECONDS)
 
-    def _on_opened(self, generation: int, edge: int) -> None:
+    def _on_opened(self, epoch: int, edge: int) -> None:
         self.has_opened.set()
 
-    def _on_lost(self, generation: int, edge: int, cause: str) -> None:
+    def _on_lost(self, epoch: int, edge: int, cause: str) -> None:
         log.error("the link between the machines is lost: %s", cause)

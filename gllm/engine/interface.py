@@ -116,8 +116,8 @@ class EngineStatus:
     """Bytes of the KV cache over all stages; 0 until the weights are loaded."""
     block_size: int = 0
     """Tokens per KV block."""
-    generation: int = 0
-    """Number of the present generation: the first one is 1, and each recovery starts the next."""
+    epoch: int = 0
+    """Number of the present epoch: the first one is 1, and each recovery starts the next."""
     recovering_since: float | None = None
     """Time of the monotonic clock at which the running recovery began; None if none runs."""
     recovery_cause: str = ""
@@ -132,7 +132,7 @@ class EngineStatus:
     num_resumed_requests: int = 0
     """Requests that were submitted again after a recovery, each time counted."""
     num_stale_frames: int = 0
-    """Messages of earlier generations that arrived late and were dropped."""
+    """Messages of earlier epochs that arrived late and were dropped."""
     num_node_losses: int = 0
     """Losses of machines of the engine, each time counted."""
     num_malformed_frames: int = 0

@@ -288,7 +288,7 @@ def read_status(
         num_kv_blocks=supervisor.num_blocks,
         kv_cache_bytes=supervisor.kv_bytes,
         block_size=config.scheduler.block_size,
-        generation=supervisor.recovery.generation,
+        epoch=supervisor.recovery.epoch,
         recovering_since=supervisor.recovering_since,
         recovery_cause=deaths.cause if supervisor.recovering_since is not None else "",
         is_recovery_overdue=supervisor.is_recovery_overdue,

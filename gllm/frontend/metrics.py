@@ -327,10 +327,10 @@ class EngineCollector(Collector):
         yield durations
         text = "Requests submitted again after a recovery, each time counted"
         yield counter("resumed_requests", text, model, status.num_resumed_requests)
-        text = "Messages of earlier generations that arrived late and were dropped"
+        text = "Messages of earlier epochs that arrived late and were dropped"
         yield counter("stale_frames", text, model, status.num_stale_frames)
         text = "Starts of the pipeline: 1 plus its recoveries"
-        yield gauge("generation", text, model, status.generation)
+        yield gauge("epoch", text, model, status.epoch)
         since = status.recovering_since
         text = "Seconds since the running recovery began; 0 if none runs"
         value = 0.0 if since is None else time.monotonic() - since

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class GroupClosedError(Exception):
-    """The group was cancelled, because a rank failed or its generation is over."""
+    """The group was cancelled, because a rank failed or its epoch is over."""
 
 
 class GroupMismatchError(Exception):

@@ -14,5 +14,5 @@ class WireMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base class of all messages; the class name is the tag on the wire."""
 
     is_fenced: ClassVar[bool] = True
-    """True if receivers drop the message in other generations than the one it was sent in; False
+    """True if receivers drop the message in other epochs than the one it was sent in; False
     for messages about a process."""

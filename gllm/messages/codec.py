@@ -33,8 +33,8 @@ from gllm.messages.handoff import (
 from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
 from gllm.messages.kv_transfer import KvCommand, KvMoverStuck, KvReport, KvTransferTotals
 from gllm.messages.lifecycle import (
-    CloseGeneration,
-    GenerationClosed,
+    CloseEpoch,
+    EpochClosed,
     Heartbeat,
     Hello,
     InitializeCache,
@@ -122,7 +122,7 @@ ToHead = (
     | StageLoaded
     | StageReady
     | StageFailed
-    | GenerationClosed
+    | EpochClosed
     | CommandDone
     | EngineOutputs
     | BubbleReport
@@ -137,7 +137,7 @@ ToHead = (
 """Messages that a worker may send to the head process."""
 ToWorker = (
     InitializeCache
-    | CloseGeneration
+    | CloseEpoch
     | Shutdown
     | StartProfile
     | StopProfile

@@ -1,7 +1,7 @@
 """Messages about transfers of KV blocks, between the driver and the KV mover of its engine.
 
 They travel over a pair of sockets between both processes, which the head process makes anew when
-either has started. Both ends close it when the generation ends or the other process has exited.
+either has started. Both ends close it when the epoch ends or the other process has exited.
 """
 
 from typing import Annotated

@@ -47,7 +47,7 @@ class StageLoaded(WireMessage, frozen=True):
     available_bytes: int | None = None
     """Bytes for KV blocks in the stage's own memory; None if all stages share the host's memory."""
     keeps_weights: bool = True
-    """True if the process can close the stage and use its weights in the next generation."""
+    """True if the process can close the stage and use its weights in the next epoch."""
     numerics: str = ""
     """Description of all that decides the rounding: device, dtypes, quantization and kernels."""
     host_available_bytes: int | None = None
@@ -92,11 +92,11 @@ class StageFailed(WireMessage, frozen=True):
     cause: str
 
 
-class CloseGeneration(WireMessage, frozen=True):
-    """Command to a worker: close its stage of the current generation, but keep the weights."""
+class CloseEpoch(WireMessage, frozen=True):
+    """Command to a worker: close its stage of the current epoch, but keep the weights."""
 
 
-class GenerationClosed(WireMessage, frozen=True):
+class EpochClosed(WireMessage, frozen=True):
     """Report of one worker that its stage, with the KV cache, is closed: a restart may begin."""
 
 

@@ -179,7 +179,7 @@ class EngineState(WireMessage, frozen=True):
     is_fenced: ClassVar[bool] = False
     state: str
     cause: str
-    generation: int
+    epoch: int
 
 
 class StartWorker(WireMessage, frozen=True):
@@ -206,19 +206,19 @@ class DumpStacks(WireMessage, frozen=True):
 
 
 class AssignStages(WireMessage, frozen=True):
-    """Command to an agent: begin a generation, or measure the workers' speed."""
+    """Command to an agent: begin an epoch, or measure the workers' speed."""
 
     is_fenced: ClassVar[bool] = False
-    generation: int
+    epoch: int
     assignment: bytes
     """A NodeAssignment (gllm/runtime/head/node.py) as JSON."""
 
 
-class GenerationReady(WireMessage, frozen=True):
+class EpochReady(WireMessage, frozen=True):
     """Command to an agent: all workers have connected to the driver; refuse other connections."""
 
     is_fenced: ClassVar[bool] = False
-    generation: int
+    epoch: int
 
 
 class WorkerFrame(WireMessage, frozen=True):
@@ -227,8 +227,8 @@ class WorkerFrame(WireMessage, frozen=True):
     is_fenced: ClassVar[bool] = False
     sender: int
     """The worker."""
-    generation: int
-    """Generation of the message; -1 if it is about the process."""
+    epoch: int
+    """Epoch of the message; -1 if it is about the process."""
     payload: bytes
     """The encoded message."""
 
@@ -239,7 +239,7 @@ class StageFrame(WireMessage, frozen=True):
     is_fenced: ClassVar[bool] = False
     sender: int
     """The worker."""
-    generation: int
+    epoch: int
     payload: bytes
     """The encoded message; empty when the worker connects to the driver."""
 
@@ -270,10 +270,10 @@ class WorkerSessionLost(WireMessage, frozen=True):
 
 
 class AssignmentFailed(WireMessage, frozen=True):
-    """Report that a generation could not be assigned to the node's workers."""
+    """Report that an epoch could not be assigned to the node's workers."""
 
     is_fenced: ClassVar[bool] = False
-    generation: int
+    epoch: int
     cause: str
 
 
@@ -281,7 +281,7 @@ class EdgeOpened(WireMessage, frozen=True):
     """Report that the receiving end of an edge between nodes is connected."""
 
     is_fenced: ClassVar[bool] = False
-    generation: int
+    epoch: int
     edge: int
 
 
@@ -289,7 +289,7 @@ class EdgeLost(WireMessage, frozen=True):
     """Report that an edge between nodes cannot be connected, or stays disconnected."""
 
     is_fenced: ClassVar[bool] = False
-    generation: int
+    epoch: int
     edge: int
     cause: str
 
@@ -326,7 +326,7 @@ ToAgent = (
     | EndWorker
     | DumpStacks
     | AssignStages
-    | GenerationReady
+    | EpochReady
     | WorkerFrame
     | StageFrame
     | EdgeOpened

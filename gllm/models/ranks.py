@@ -6,8 +6,8 @@ from gllm.kernels.all_reduce import RankGroup
 class Ranks:
     """Tensor-parallel rank of this process, and the communicators of its stage.
 
-    Weights outlive a generation, but groups do not. The modules therefore keep this object, which
-    joins the groups of each generation.
+    Weights outlive an epoch, but groups do not. The modules therefore keep this object, which
+    joins the groups of each epoch.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
@@ -16,7 +16,7 @@ class Ranks:
         self._groups: tuple[RankGroup, RankGroup] | None = None
 
     def join(self, layers: RankGroup, head: RankGroup) -> None:
-        """Use the groups of a generation from now on.
+        """Use the groups of an epoch from now on.
 
         Args:
             layers: group of the embedding and the layers.

@@ -292,7 +292,7 @@ class ModelStage:
             self.head, self.embedding = _read_ends(model, weights, layers)
             self.part_bytes[ENDS] = weights.num_bytes - before
         self.ranks = weights.ranks
-        """The ranks that compute this stage together; they join the groups of each generation."""
+        """The ranks that compute this stage together; they join the groups of each epoch."""
 
     @property
     def weight_bytes(self) -> int:

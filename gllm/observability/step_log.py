@@ -1,7 +1,7 @@
 """Step log: every call of the scheduler and every stage's step times, as JSON lines.
 
 The driver and the simulator write the same format (gllm/observability/logged_scheduler.py). One
-file holds all generations of an engine: a RestartEvent separates them, and step numbers start at 0
+file holds all epochs of an engine: a RestartEvent separates them, and step numbers start at 0
 after it, because the scheduler is new. Times are seconds of one monotonic clock. An event's `event`
 field on disk is the tag of its class.
 """
@@ -62,24 +62,24 @@ class StartEvent(msgspec.Struct, frozen=True, tag_field="event", tag="start"):
 
 
 class RestartEvent(msgspec.Struct, frozen=True, tag_field="event", tag="restart"):
-    """Start of the next generation after a recovery: all that was in flight is void."""
+    """Start of the next epoch after a recovery: all that was in flight is void."""
 
     time: float
-    generation: int
-    """Number of the generation that starts."""
+    epoch: int
+    """Number of the epoch that starts."""
     cause: str
     """Cause of the recovery."""
     num_resumed_requests: int
-    """Unfinished requests that waited for the generation; an AddEvent follows for each that is not
+    """Unfinished requests that waited for the epoch; an AddEvent follows for each that is not
     aborted meanwhile."""
     layers: list[int]
     """Number of layers per stage."""
     scheduler: SchedulerConfig
     """Configuration after `resolve`."""
     warm_ups: int = 0
-    """Number of warm-up requests at the beginning of the generation."""
+    """Number of warm-up requests at the beginning of the epoch."""
     output_lengths: dict[int, list[int]] = {}
-    """Output lengths of earlier generations that the scheduler begins with, by class."""
+    """Output lengths of earlier epochs that the scheduler begins with, by class."""
     degrees: list[int] = []
     """Number of tensor-parallel ranks per stage; empty: one each."""
 
@@ -238,12 +238,12 @@ def continue_step_log(
     Args:
         path: The file.
         start: First event of the log.
-        restart: First event of a later generation.
+        restart: First event of a later epoch.
         buffer_bytes: Size of the pieces in which the end of the file is read.
 
     Raises OSError if the file cannot be written.
     """
-    # Pipes and terminals cannot be read: their readers get a start per generation.
+    # Pipes and terminals cannot be read: their readers get a start per epoch.
     is_empty = not Path(path).is_file() or not _remove_torn_line(path, buffer_bytes)
     log = StepLogWriter(path, appends=True)
     log.write(start if is_empty else restart)
@@ -296,12 +296,12 @@ def read_step_log(path: str | Path) -> Iterator[StepLogEvent]:
         yield event
 
 
-def split_generations(events: Iterable[StepLogEvent]) -> list[list[StepLogEvent]]:
-    """Return the events of each generation, each as a log of its own that begins with its start.
+def split_epochs(events: Iterable[StepLogEvent]) -> list[list[StepLogEvent]]:
+    """Return the events of each epoch, each as a log of its own that begins with its start.
 
     The events are those of one log, from its StartEvent on.
     """
-    generations: list[list[StepLogEvent]] = []
+    epochs: list[list[StepLogEvent]] = []
     start: StartEvent | None = None
     for event in events:
         if isinstance(event, StartEvent):
@@ -317,6 +317,6 @@ def split_generations(events: Iterable[StepLogEvent]) -> list[list[StepLogEvent]
                 degrees=event.degrees,
             )
         if event is start:
-            generations.append([])
-        generations[-1].append(event)
-    return generations
+            epochs.append([])
+        epochs[-1].append(event)
+    return epochs

@@ -29,7 +29,7 @@ class KillWorker:
 class CloseInstances:
     """Ask surviving workers to close their stage instances; `on_closed` follows for each."""
 
-    generation: int
+    epoch: int
     senders: list[int]
 
 
@@ -38,7 +38,7 @@ class MeasureWorkers:
     """Let workers measure their speed; `on_measured` follows for each."""
 
     placement: Placement
-    """The next generation, with layers that are only preliminary."""
+    """The next epoch, with layers that are only preliminary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class ChooseLayers:
 
 @dataclass(frozen=True, slots=True)
 class ChangeShape:
-    """Note other stages, or other nodes of the stages, from the next generation on."""
+    """Note other stages, or other nodes of the stages, from the next epoch on."""
 
     shape: NodeShape
 
@@ -63,7 +63,7 @@ class PrepareLayers:
     number: int
     """Number of the change."""
     placement: Placement
-    """The next generation, if nothing disturbs the change."""
+    """The next epoch, if nothing disturbs the change."""
     cause: str
     """Description of the change."""
     node: str | None = None
@@ -72,7 +72,7 @@ class PrepareLayers:
 
 @dataclass(frozen=True, slots=True)
 class BeginChange:
-    """Note that a planned change ends the present generation, which serves."""
+    """Note that a planned change ends the present epoch, which serves."""
 
     kind: str
     """rebalanced, drained or joined."""
@@ -88,7 +88,7 @@ class DismissNode:
 
 
 @dataclass(frozen=True, slots=True)
-class AssignGeneration:
+class AssignEpoch:
     """Assign a placement to its workers; `on_loaded` follows for each.
 
     An attempt that fails before a worker is told is reported by `on_assignment_failed`.
@@ -101,14 +101,14 @@ class AssignGeneration:
 class InitializeCaches:
     """Let all workers allocate their KV cache; `on_ready` follows for each."""
 
-    generation: int
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
     """Compute one token on all stages; `on_warm` follows."""
 
-    generation: int
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class DetachClient:
 class AttachClient:
     """Submit the parked requests again."""
 
-    generation: int
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ Action = (
     | PrepareLayers
     | BeginChange
     | DismissNode
-    | AssignGeneration
+    | AssignEpoch
     | InitializeCaches
     | WarmUp
     | DetachClient

@@ -49,7 +49,7 @@ class BetterCut:
 
 @dataclass(frozen=True, slots=True)
 class StageTotals:
-    """Work of a stage since the start of a generation."""
+    """Work of a stage since the start of an epoch."""
 
     num_steps: int = 0
     busy_seconds: float = 0.0
@@ -103,7 +103,7 @@ class Rebalancer:
         self._quiet_until = -math.inf
 
     def begin(self, cut: Sequence[range]) -> None:
-        """Begin a generation with a cut."""
+        """Begin an epoch with a cut."""
         self._cut = tuple(cut)
         self._totals, self._streak = {}, []
         self._window_end = None
@@ -115,7 +115,7 @@ class Rebalancer:
 
         Args:
             stage: index of the stage.
-            num_steps: steps since the start of the generation.
+            num_steps: steps since the start of the epoch.
             busy_seconds: time spent computing them.
             now: time in seconds.
         """

@@ -81,7 +81,7 @@ class FrozenDetector:
         self._last_check = -math.inf
 
     def watch(self, senders: Iterable[int]) -> None:
-        """Watch the workers of a new generation, in the order of their stages, and no others."""
+        """Watch the workers of a new epoch, in the order of their stages, and no others."""
         self._watched = {sender: _Watched() for sender in senders}
 
     def on_heartbeat(

@@ -1,7 +1,7 @@
-"""Placement: the workers that hold an engine's layers during one generation.
+"""Placement: the workers that hold an engine's layers during one epoch.
 
-An engine's life is a row of generations. Each has one placement and one scheduler; every change of
-the workers is the next generation. A stage has one worker per rank: the ranks of a stage compute
+An engine's life is a row of epochs. Each has one placement and one scheduler; every change of
+the workers is the next epoch. A stage has one worker per rank: the ranks of a stage compute
 its layers together (tensor parallelism).
 """
 
@@ -50,7 +50,7 @@ class EdgeSpec(msgspec.Struct, frozen=True):
     """Edge between workers of two neighbouring stages, before its files exist."""
 
     number: int
-    """Index of the edge within the generation."""
+    """Index of the edge within the epoch."""
     source: int
     """Stage that sends."""
     target: int
@@ -64,13 +64,13 @@ class EdgeSpec(msgspec.Struct, frozen=True):
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """Layers, workers and edges of one generation.
+    """Layers, workers and edges of one epoch.
 
     Raises:
         ValueError: the parts do not fit together.
     """
 
-    generation: int
+    epoch: int
     layers: list[tuple[int, int]]
     """First layer of each stage and first layer after it."""
     workers: list[WorkerPlacement]
@@ -80,8 +80,8 @@ class Placement(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         """Check that each stage has ranks on one node, layers without gaps and its edges."""
-        if self.generation < 1:
-            raise ValueError(f"generation {self.generation} is not positive")
+        if self.epoch < 1:
+            raise ValueError(f"epoch {self.epoch} is not positive")
         degrees = self.degrees
         places = [(stage, rank) for stage, size in enumerate(degrees) for rank in range(size)]
         if not all(degrees) or [(each.stage, each.rank) for each in self.workers] != places:
@@ -189,7 +189,7 @@ def edge_ends(degrees: Sequence[int]) -> list[tuple[int, int, int, int]]:
 
 
 def make_placement(
-    generation: int,
+    epoch: int,
     layers: Sequence[tuple[int, int]],
     slots: Sequence[Slot],
     degrees: Sequence[int] | None = None,
@@ -197,7 +197,7 @@ def make_placement(
     """Return the placement of the layers on workers.
 
     Args:
-        generation: number of the generation, from 1.
+        epoch: number of the epoch, from 1.
         layers: first layer of each stage and first layer after it.
         slots: worker of each place, by stage, then by rank.
         degrees: number of ranks of each stage; None for one each.
@@ -219,7 +219,7 @@ def make_placement(
         EdgeSpec(number, source, target, source_rank, target_rank)
         for number, (source, source_rank, target, target_rank) in enumerate(edge_ends(degrees))
     ]
-    return Placement(generation, list(layers), workers, edges)
+    return Placement(epoch, list(layers), workers, edges)
 
 
 def source_dials(source: str, source_address: str, target: str, target_address: str) -> bool:

@@ -1,7 +1,7 @@
 """Planned changes of an engine's stages: other layers, nodes that drain, and nodes that join.
 
-A change is prepared beside the generation that serves: workers for new stages are started, and all
-workers of the next generation load the layers that they lack. Then `Recovery` ends the generation
+A change is prepared beside the epoch that serves: workers for new stages are started, and all
+workers of the next epoch load the layers that they lack. Then `Recovery` ends the epoch
 as after a death, but no death counts, and the next one has its weights at once. What disturbs the
 preparation ends it; the change is prepared again when the engine is ready.
 """
@@ -36,7 +36,7 @@ class PlannedChange:
     kind: str
     """rebalanced, drained or joined."""
     shape: NodeShape
-    """Stages from the next generation on."""
+    """Stages from the next epoch on."""
     cause: str
     """Description."""
     deadline: float
@@ -203,12 +203,12 @@ class PlannedChanges:
         return list(self._pool.release_reserved())
 
     def prepare(
-        self, generation: int, extend: Extend | None, uses_joined_nodes: bool, now: float
+        self, epoch: int, extend: Extend | None, uses_joined_nodes: bool, now: float
     ) -> list[Action]:
         """Begin to prepare the change that is due, if none is; drains are the first.
 
         Args:
-            generation: number of the current generation.
+            epoch: number of the current epoch.
             extend: gives stages to nodes that join; None if they are spares only.
             uses_joined_nodes: give stages to nodes that join where that is faster, also if no stage
                 has been lost.
@@ -225,15 +225,15 @@ class PlannedChanges:
         kind, shape, cause = found
         deadline = now + self._limits.phase_seconds
         self._change = PlannedChange(next(self._numbers), kind, shape, cause, deadline)
-        return self._start_preparation(self._change, generation)
+        return self._start_preparation(self._change, epoch)
 
     def fill_standbys(
-        self, generation: int, find_costliest: FindCostliest | None, now: float
+        self, epoch: int, find_costliest: FindCostliest | None, now: float
     ) -> list[Action]:
         """Start the missing standby workers, and let those of spares load.
 
         Args:
-            generation: number of the current generation.
+            epoch: number of the current epoch.
             find_costliest: chooses the stage; None if spares hold no layers.
             now: time in seconds.
         """
@@ -250,7 +250,7 @@ class PlannedChanges:
         for node in spares:
             workers = self._pool.standbys_on(node)[:degree]
             if len(workers) == degree and self._note_loads(workers, stage):
-                actions.append(self._preload(node, workers, stage, generation))
+                actions.append(self._preload(node, workers, stage, epoch))
         return actions
 
     def pop_due(self, now: float) -> PlannedChange | None:
@@ -263,7 +263,7 @@ class PlannedChanges:
         self._unused.clear()
         return change
 
-    def _start_preparation(self, change: PlannedChange, generation: int) -> list[Action]:
+    def _start_preparation(self, change: PlannedChange, epoch: int) -> list[Action]:
         """Reserve the workers of new places, and let all workers of the change load."""
         names, shape = self._stages.names, change.shape
         stages = match_stages(self._stages.living_nodes, shape.nodes)
@@ -281,7 +281,7 @@ class PlannedChanges:
                 actions += spawned
                 change.reserved[worker.sender] = place
             slots.append(Slot(worker.sender, worker.node))
-        placement = make_placement(generation + 1, shape.layers, slots, shape.degrees)
+        placement = make_placement(epoch + 1, shape.layers, slots, shape.degrees)
         change.outstanding = set(placement.senders)
         return [*actions, PrepareLayers(change.number, placement, change.cause)]
 
@@ -295,14 +295,14 @@ class PlannedChanges:
         return True
 
     def _preload(
-        self, node: str, workers: Sequence[WorkerRecord], stage: int, generation: int
+        self, node: str, workers: Sequence[WorkerRecord], stage: int, epoch: int
     ) -> Action:
         """Let workers of a node load a stage, as if they had its places."""
         degrees = self._stages.degrees
         slots = [Slot(worker.sender, worker.node) for worker in self._pool.placed]
         begin = sum(degrees[:stage])
         slots[begin : begin + degrees[stage]] = [Slot(worker.sender, node) for worker in workers]
-        placement = make_placement(generation, self._stages.layers, slots, degrees)
+        placement = make_placement(epoch, self._stages.layers, slots, degrees)
         cause = f"spare node {node} holds the layers of stage {stage}"
         return PrepareLayers(next(self._numbers), placement, cause, node)
 

@@ -2,7 +2,7 @@
 
 The supervisor reports events with their time and executes the actions that each returns. The first
 start, a restart and the use of a standby worker are one path: give each place a worker without an
-instance, assign the next generation, initialize the caches, warm up, attach the client.
+instance, assign the next epoch, initialize the caches, warm up, attach the client.
 
 Stages of a lost node get another node at once if a spare has the capacity. Otherwise they wait for
 the same node (`choose_return_seconds`); then the layers are cut over the nodes that are left, if
@@ -10,7 +10,7 @@ their memory suffices; otherwise they wait on. An engine that has never been rea
 `join_seconds` of this, because whoever started it wants to know; later it waits for ever, with the
 parked requests rejected after `recovery_timeout`.
 
-`Recovery` handles the events, and has the phase of the current generation. Its parts keep the rest:
+`Recovery` handles the events, and has the phase of the current epoch. Its parts keep the rest:
 `Stages` the stages and the nodes, `WorkerPool` the processes and their deadlines, `PlannedChanges`
 what is prepared while the engine serves.
 """
@@ -21,7 +21,7 @@ from random import Random
 
 from gllm.recovery.actions import (
     Action,
-    AssignGeneration,
+    AssignEpoch,
     AttachClient,
     BeginChange,
     ChangeShape,
@@ -73,7 +73,7 @@ class Recovery:
             jitter: source of the random part of backoffs.
             degrees: number of ranks of each stage; None for one each.
             should_measure: divide the layers by measurements of the workers before the first
-                generation.
+                epoch.
             nodes: name of the node of each stage; None for the head's node. All are alive, and have
                 room for exactly the workers of their stages.
             recut: divides the layers over the nodes that are left after a loss; None if they
@@ -83,14 +83,14 @@ class Recovery:
             ValueError: stage 0 is not on the head's node.
         """
         self.state = RecoveryState.NEW
-        self.generation = 0
-        """Number of the current generation; 0 before the first."""
+        self.epoch = 0
+        """Number of the current epoch; 0 before the first."""
         self.placement: Placement | None = None
-        """Placement of the current generation; None before the first."""
+        """Placement of the current epoch; None before the first."""
         self.recovering_since: float | None = None
         """Time of the death that the engine recovers from; None if it never was ready, or is."""
         self.has_been_ready = False
-        """True if a generation has served."""
+        """True if an epoch has served."""
         self.is_overdue = False
         """True if this recovery has taken longer than the timeout: requests are rejected."""
         self.extend: Extend | None = None
@@ -104,15 +104,15 @@ class Recovery:
         """Returns the seconds in which the running requests would be computed again; None if nobody
         knows."""
         self._was_poisoned = False
-        """True if a request ended the last generation."""
+        """True if a request ended the last epoch."""
         self._assignments = RetryRecord()
-        """Generations that could not be assigned since the engine was ready."""
+        """Epochs that could not be assigned since the engine was ready."""
         self._connections = RetryRecord()
-        """Generations whose workers could not reach each other since the engine was ready."""
+        """Epochs whose workers could not reach each other since the engine was ready."""
         self._loading_since = 0.0
-        """Time at which the current generation began to load."""
+        """Time at which the current epoch began to load."""
         self._seconds_per_layer = 0.0
-        """Longest time in which a generation has loaded, over the layers of its largest stage."""
+        """Longest time in which an epoch has loaded, over the layers of its largest stage."""
         self._has_begun_measuring = self._has_chosen_layers = False
         """Actions of the state MEASURING that have been returned."""
         self._limits = limits
@@ -134,12 +134,12 @@ class Recovery:
 
     @property
     def layers(self) -> list[tuple[int, int]]:
-        """First layer of each stage and first layer after it, from the next generation on."""
+        """First layer of each stage and first layer after it, from the next epoch on."""
         return list(self._stages.layers)
 
     @property
     def degrees(self) -> list[int]:
-        """Number of ranks of each stage, from the next generation on."""
+        """Number of ranks of each stage, from the next epoch on."""
         return list(self._stages.degrees)
 
     @property
@@ -276,9 +276,9 @@ class Recovery:
             actions += self._changes.on_reserved_lost(now)
         return actions
 
-    def on_assignment_failed(self, generation: int, cause: str, now: float) -> list[Action]:
-        """Assign a generation again after a delay, because no worker has got the assignment."""
-        if generation != self.generation or self.state is not RecoveryState.LOADING:
+    def on_assignment_failed(self, epoch: int, cause: str, now: float) -> list[Action]:
+        """Assign an epoch again after a delay, because no worker has got the assignment."""
+        if epoch != self.epoch or self.state is not RecoveryState.LOADING:
             return []
         self.state = RecoveryState.FORMING
         self._pool.rest()
@@ -289,14 +289,14 @@ class Recovery:
             return self._give_up(cause)
         return []
 
-    def on_generation_failed(self, generation: int, cause: str, now: float) -> list[Action]:
-        """End a generation without a death, because its workers cannot reach each other.
+    def on_epoch_failed(self, epoch: int, cause: str, now: float) -> list[Action]:
+        """End an epoch without a death, because its workers cannot reach each other.
 
         It is tried again after a delay: for ever if the engine has been ready, because networks
         return; otherwise as often as an assignment.
         """
         has_no_instances = self.state in (RecoveryState.FORMING, RecoveryState.MEASURING)
-        if generation != self.generation or has_no_instances or self.is_over:
+        if epoch != self.epoch or has_no_instances or self.is_over:
             return []
         if self._stages.is_trial:
             return self._revert_change(cause, now)
@@ -372,7 +372,7 @@ class Recovery:
         return self._advance(now)
 
     def on_warm(self, now: float) -> list[Action]:
-        """Handle the first token of the generation, which the warm-up request requested."""
+        """Handle the first token of the epoch, which the warm-up request requested."""
         if self.state is not RecoveryState.WARMING:
             return []
         self.state = RecoveryState.READY
@@ -382,7 +382,7 @@ class Recovery:
         for worker in self._pool.placed:
             worker.deadline = math.inf
         self._stages.confirm()
-        return [AttachClient(self.generation), *self._advance(now)]
+        return [AttachClient(self.epoch), *self._advance(now)]
 
     def on_step_committed(self) -> None:
         """Handle a committed step of requests: earlier deaths no longer count."""
@@ -484,13 +484,13 @@ class Recovery:
         self._changes.on_node_joined(node, is_spare)
         return [*kills, *self._advance(now)]
 
-    def on_memory_short(self, generation: int, cause: str, now: float) -> list[Action]:
-        """Handle a generation whose memory cannot hold one sequence of full length.
+    def on_memory_short(self, epoch: int, cause: str, now: float) -> list[Action]:
+        """Handle an epoch whose memory cannot hold one sequence of full length.
 
         Returns:
             Actions by which the engine waits for other nodes; none if that cannot help.
         """
-        is_current = generation == self.generation and self.state is RecoveryState.INITIALIZING
+        is_current = epoch == self.epoch and self.state is RecoveryState.INITIALIZING
         if not (is_current and self.has_been_ready and self._stages.has_former):
             return []
         return self._revert_change(cause, now)
@@ -519,9 +519,9 @@ class Recovery:
         """
         return [*self._changes.on_prepared(sender, number, error), *self._advance(now)]
 
-    def on_preparation_failed(self, generation: int, now: float) -> list[Action]:
+    def on_preparation_failed(self, epoch: int, now: float) -> list[Action]:
         """Let a change happen although a node could not prepare it."""
-        if generation == self.generation + 1:
+        if epoch == self.epoch + 1:
             self._changes.on_preparation_failed()
         return self._advance(now)
 
@@ -571,7 +571,7 @@ class Recovery:
         return choose_return_seconds(seconds, left)
 
     def _count_failure(self, record: RetryRecord, now: float) -> bool:
-        """Count a failed generation, and delay the next; return False if it was one too many."""
+        """Count a failed epoch, and delay the next; return False if it was one too many."""
         # Not tried again at once, because the obstacle is still there.
         record.on_failure(now, self._jitter, num_earlier=1)
         return record.num_failures <= self._limits.max_restarts
@@ -594,12 +594,12 @@ class Recovery:
             case RecoveryState.LOADING if self._pool.is_phase_finished:
                 largest = max(end - begin for begin, end in self._stages.layers)
                 seconds = (now - self._loading_since) / largest
-                # Generations whose workers keep weights load less.
+                # Epochs whose workers keep weights load less.
                 self._seconds_per_layer = max(self._seconds_per_layer, seconds)
-                actions.append(InitializeCaches(self.generation))
+                actions.append(InitializeCaches(self.epoch))
                 self._begin_phase(RecoveryState.INITIALIZING, now)
             case RecoveryState.INITIALIZING if self._pool.is_phase_finished:
-                actions.append(WarmUp(self.generation))
+                actions.append(WarmUp(self.epoch))
                 self._begin_phase(RecoveryState.WARMING, now)
         return actions
 
@@ -615,22 +615,22 @@ class Recovery:
             self._has_begun_measuring = self._has_chosen_layers = False
         if self._pool.is_connected and not self._has_begun_measuring:
             self._has_begun_measuring = True
-            return [MeasureWorkers(self._stages.make_placement(self.generation + 1))]
+            return [MeasureWorkers(self._stages.make_placement(self.epoch + 1))]
         if self._pool.is_phase_finished and not self._has_chosen_layers:
             self._has_chosen_layers = True
             return [ChooseLayers()]
         return []
 
     def _assign(self, now: float) -> list[Action]:
-        """Begin the next generation; every place has a worker without an instance."""
-        self.generation += 1
-        self.placement = self._stages.make_placement(self.generation)
+        """Begin the next epoch; every place has a worker without an instance."""
+        self.epoch += 1
+        self.placement = self._stages.make_placement(self.epoch)
         self._loading_since = now
         self._begin_phase(RecoveryState.LOADING, now)
-        return [AssignGeneration(self.placement)]
+        return [AssignEpoch(self.placement)]
 
     def _prepare_change(self, now: float) -> list[Action]:
-        """Prepare what the next generation needs, while the present one serves."""
+        """Prepare what the next epoch needs, while the present one serves."""
         actions: list[Action] = []
         changes, is_idle = self._changes, self._changes.is_idle
         if not is_idle:
@@ -638,15 +638,15 @@ class Recovery:
         if self._has_standbys:
             # Only now, because the imports of a standby worker would slow down a recovery.
             find_costliest = self.find_costliest if self._limits.spare_preloads else None
-            actions += changes.fill_standbys(self.generation, find_costliest, now)
+            actions += changes.fill_standbys(self.epoch, find_costliest, now)
         if not is_idle:
-            actions += changes.prepare(self.generation, self.extend, self.uses_joined_nodes, now)
+            actions += changes.prepare(self.epoch, self.extend, self.uses_joined_nodes, now)
             if change := changes.pop_due(now):
                 actions += self._begin_change(change, now)
         return actions
 
     def _begin_change(self, change: PlannedChange, now: float) -> list[Action]:
-        """End the generation, and give the next one the stages of a change."""
+        """End the epoch, and give the next one the stages of a change."""
         actions: list[Action] = [BeginChange(change.kind, change.cause)]
         actions += self._leave(change.cause, now)
         kills = self._stages.try_shape(change.shape)
@@ -678,7 +678,7 @@ class Recovery:
             self.recovering_since = now
             actions.append(DetachClient(cause))
         self.state = RecoveryState.FORMING
-        actions += self._pool.close_instances(self.generation, now)
+        actions += self._pool.close_instances(self.epoch, now)
         if self._changes.kind:
             actions += self._changes.end_preparation()
         return actions
@@ -686,7 +686,7 @@ class Recovery:
     def _on_death(
         self, place: int, activity: Activity, cause: str, now: float, is_poison: bool
     ) -> list[Action]:
-        """Count the death of a place and leave the generation, or give up if it was one too many.
+        """Count the death of a place and leave the epoch, or give up if it was one too many.
 
         Args:
             place: index of the place.

@@ -42,7 +42,7 @@ class Vacancy:
 
 
 class Stages:
-    """The stages from the next generation on, and the living nodes."""
+    """The stages from the next epoch on, and the living nodes."""
 
     def __init__(
         self,
@@ -173,10 +173,10 @@ class Stages:
         """Return the number of layers of some stages."""
         return sum(end - begin for begin, end in (self.layers[stage] for stage in stages))
 
-    def make_placement(self, generation: int) -> Placement:
-        """Return the placement of a generation with the present workers."""
+    def make_placement(self, epoch: int) -> Placement:
+        """Return the placement of an epoch with the present workers."""
         slots = [Slot(worker.sender, worker.node) for worker in self._pool.placed]
-        return make_placement(generation, self.layers, slots, self.degrees)
+        return make_placement(epoch, self.layers, slots, self.degrees)
 
     def stages_on(self, node: str) -> list[int]:
         """Return the stages that a living node has."""

@@ -27,7 +27,7 @@ class WorkerPool:
         """Create a pool without workers.
 
         Args:
-            places: name of the node of each worker that a generation needs.
+            places: name of the node of each worker that an epoch needs.
             limits: limits of a recovery.
             jitter: source of the random part of backoffs.
         """
@@ -98,7 +98,7 @@ class WorkerPool:
         for worker in self.placed:
             worker.rest()
 
-    def close_instances(self, generation: int, now: float) -> list[KillWorker | CloseInstances]:
+    def close_instances(self, epoch: int, now: float) -> list[KillWorker | CloseInstances]:
         """Let the workers close their instances; kill those that would lose their weights by it."""
         actions: list[KillWorker | CloseInstances] = []
         closing: list[int] = []
@@ -109,9 +109,9 @@ class WorkerPool:
                 worker.begin_closing(now, self._limits)
                 closing.append(worker.sender)
             else:
-                actions.append(self.kill(worker, "its memory is freed for the next generation"))
+                actions.append(self.kill(worker, "its memory is freed for the next epoch"))
         if closing:
-            actions.append(CloseInstances(generation, closing))
+            actions.append(CloseInstances(epoch, closing))
         return actions
 
     def end_measuring(self) -> list[KillWorker]:

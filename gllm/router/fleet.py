@@ -143,7 +143,7 @@ class Fleet:
             stats=self._stats.total(self._dispatcher.records, self.client.num_parked, now),
             num_kv_blocks=sum(record.announce.num_blocks for record in records),
             block_size=max((record.announce.block_size for record in records), default=0),
-            generation=1,
+            epoch=1,
             recovering_since=None if self._is_draining else self._unready_since,
             recovery_cause=self._unready_cause() if self._unready_since is not None else "",
             is_recovery_overdue=self._is_overdue(),

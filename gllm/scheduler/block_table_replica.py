@@ -13,7 +13,7 @@ class SequenceView:
     prompt_len: int
     prompt_token_ids: list[int]
     """Token ids of the prompt; empty on stages that do not need them."""
-    epoch: int = -1
+    num_preemptions: int = -1
     block_ids: list[int] = field(default_factory=list)
     """Block table: block i holds positions i * block_size .. (i + 1) * block_size - 1."""
 
@@ -53,8 +53,8 @@ class BlockTableReplica:
 
     def _extend(self, row: ScheduledRow) -> SequenceView:
         sequence = self.sequences[row.seq]
-        if sequence.epoch != row.epoch:
-            sequence.epoch = row.epoch
+        if sequence.num_preemptions != row.num_preemptions:
+            sequence.num_preemptions = row.num_preemptions
             sequence.block_ids = list(row.new_block_ids)
         else:
             sequence.block_ids += row.new_block_ids

@@ -327,7 +327,7 @@ class SchedulerTransfers:
         shared = kv_cache.find_shareable_blocks(sequence)
         missing = kv_cache.num_missing_blocks(sequence, sequence.num_prefill_tokens)
         missing += kv_cache.block_pool.count_unreferenced(shared) - len(shared)
-        if sequence.epoch:
+        if sequence.num_preemptions:
             # Fetches start before decodes are scheduled: a victim must not take back, again and
             # again, the blocks that it has lost to a decode.
             for decode in self._queues.ready.values():

@@ -15,8 +15,9 @@ class ScheduledRow(NamedTuple):
 
     seq: int
     """Sequence id, never reused."""
-    epoch: int
-    """Number of times that the sequence lost its blocks; a new epoch replaces its block table."""
+    num_preemptions: int
+    """Number of times that the sequence lost its blocks; more than
+    before replaces its block table."""
     start: int
     """Position of the row's first token: tokens in the KV cache, those in flight included."""
     num_tokens: int
@@ -62,7 +63,7 @@ class SampledToken(NamedTuple):
     """Result of one row that samples."""
 
     seq: int
-    epoch: int
+    num_preemptions: int
     token_id: int
     error: str = ""
     """Reason why there is no token; the request ends with this error."""

@@ -62,5 +62,5 @@ class PrefillOrder:
 
     def join(self, sequence: Sequence) -> None:
         """Put a choice of a request into the group of the choice that computed its prompt."""
-        if self.forms_groups and sequence.fork_parent is not None and not sequence.epoch:
+        if self.forms_groups and sequence.fork_parent is not None and not sequence.num_preemptions:
             sequence.prefill_group = sequence.fork_parent.prefill_group

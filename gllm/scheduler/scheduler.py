@@ -241,7 +241,7 @@ class Scheduler:
         output: StepOutput,
     ) -> None:
         """Count a row as computed and append its sampled token."""
-        seq, epoch, start, num_tokens, _, _, should_sample = row
+        seq, num_preemptions, start, num_tokens, _, _, should_sample = row
         end = start + num_tokens
         if start <= sequence.num_computed_tokens:
             # Otherwise an earlier row failed, and the blocks between were never written.
@@ -256,8 +256,8 @@ class Scheduler:
             self.transfers.on_chunk_computed(sequence, start)
         if sequence.is_finished or not should_sample:
             return
-        if sampled is None or sampled.epoch != epoch:
-            raise ValueError(f"the result lacks sequence {seq}, epoch {epoch}")
+        if sampled is None or sampled.num_preemptions != num_preemptions:
+            raise ValueError(f"the result lacks sequence {seq} after {num_preemptions} preemptions")
         if sampled.error:
             self._fail(sequence, sampled.error, output)
         elif end == sequence.num_tokens:

@@ -117,7 +117,7 @@ class Sequence:
     """Tokens in the KV cache, computed by committed steps."""
     num_rows_in_flight: int = 0
     """Rows in plans that have not committed."""
-    epoch: int = 0
+    num_preemptions: int = 0
     """Number of times that the sequence lost its blocks."""
     block_ids: list[int] = field(default_factory=list)
     """Block table."""
@@ -186,7 +186,7 @@ class Sequence:
     @property
     def has_run(self) -> bool:
         """True if the next prefill is a recomputation: after a preemption, or of earlier output."""
-        return self.epoch > 0 or self.num_output_tokens > 0
+        return self.num_preemptions > 0 or self.num_output_tokens > 0
 
     @property
     def reads_prefix_cache(self) -> bool:
@@ -276,7 +276,15 @@ class Sequence:
         # Half the time of the call ScheduledRow(...), once per row of every micro-batch.
         return tuple.__new__(
             ScheduledRow,
-            (self.seq, self.epoch, start, num_tokens, new_block_ids, token_ids, should_sample),
+            (
+                self.seq,
+                self.num_preemptions,
+                start,
+                num_tokens,
+                new_block_ids,
+                token_ids,
+                should_sample,
+            ),
         )
 
     def start_with_blocks(self, block_ids: list[int], num_cached_tokens: int) -> None:
@@ -296,7 +304,7 @@ class Sequence:
         """
         block_ids, self.block_ids = self.block_ids, []
         self.num_scored_tokens = max(self.num_scored_tokens, self.num_computed_tokens)
-        self.epoch += 1
+        self.num_preemptions += 1
         self.num_sent_blocks = self.num_published_blocks = 0
         self.num_scheduled_tokens = self.num_computed_tokens = 0
         self.num_reused_tokens = self.num_expected_cached_tokens = 0

@@ -136,11 +136,11 @@ class KvRequestListener(Protocol):
 
 
 class _SampledTokens(dict[tuple[int, ...], SampledToken]):
-    """Tokens by sequence and epoch: those of all steps are equal, so that one object is enough."""
+    """Tokens by sequence and preemptions: those of all steps are equal, so that one is enough."""
 
     def __missing__(self, key: tuple[int, int]) -> SampledToken:
-        seq, epoch = key
-        token = self[key] = SampledToken(seq, epoch, OUTPUT_TOKEN_ID)
+        seq, num_preemptions = key
+        token = self[key] = SampledToken(seq, num_preemptions, OUTPUT_TOKEN_ID)
         return token
 
 
@@ -349,7 +349,7 @@ class SimulatedStage:
 
 
 class SimulatedPipeline:
-    """One generation of a pipeline: it runs until it is empty or stopped, and never starts again.
+    """One epoch of a pipeline: it runs until it is empty or stopped, and never starts again.
 
     Args:
         config: Resolved configuration of the scheduler.
@@ -635,7 +635,7 @@ class SimulatedPipeline:
         tokens = self._tokens
         if len(tokens) > MAX_REUSED_TOKENS:
             tokens.clear()
-        # The first two fields of a row are its sequence and epoch.
+        # The first two fields of a row are its sequence and num_preemptions.
         sampled = [tokens[row[:2]] for row in plan.rows if row.should_sample]
         del self._in_flight[plan.step]
         output = self.scheduler.commit(StepResult(plan.step, sampled))

@@ -2,7 +2,7 @@
 
 Two checks that the simulator contains the production scheduler: the recorded calls return the
 recorded plans, bit by bit; and the event loop, with recorded arrivals and step times, makes the
-same plans. A log with restarts is replayed generation by generation.
+same plans. A log with restarts is replayed epoch by epoch.
 `python -m gllm.sim.replay LOG` prints both.
 """
 
@@ -18,7 +18,7 @@ from gllm.observability.step_log import (
     StartEvent,
     StepLogEvent,
     read_step_log,
-    split_generations,
+    split_epochs,
 )
 from gllm.scheduler.plan import StepPlan
 from gllm.scheduler.scheduler import Scheduler
@@ -84,17 +84,17 @@ class TimesAgreement(ReplayAgreement):
     """Agreement of a run and its simulation with the recorded times."""
 
     latency_errors: dict[str, float]
-    """Median over the last generation's requests of |simulated - real| / real, by metric."""
+    """Median over the last epoch's requests of |simulated - real| / real, by metric."""
 
 
 def replay_calls(events: list[StepLogEvent]) -> ReplayAgreement:
-    """Repeat the logged calls on a new scheduler per generation, and compare the whole plans."""
-    return _sum_agreements(map(_replay_generation_calls, split_generations(events)))
+    """Repeat the logged calls on a new scheduler per epoch, and compare the whole plans."""
+    return _sum_agreements(map(_replay_epoch_calls, split_epochs(events)))
 
 
-def _replay_generation_calls(events: list[StepLogEvent]) -> ReplayAgreement:
+def _replay_epoch_calls(events: list[StepLogEvent]) -> ReplayAgreement:
     start = events[0]
-    assert isinstance(start, StartEvent), "split_generations puts it there"
+    assert isinstance(start, StartEvent), "split_epochs puts it there"
     scheduler = Scheduler(start.scheduler, output_lengths=start.output_lengths)
     equal = plans = 0
     for event in events[1:]:
@@ -109,13 +109,13 @@ def _replay_generation_calls(events: list[StepLogEvent]) -> ReplayAgreement:
 def replay_step_times(events: list[StepLogEvent]) -> TimesAgreement:
     """Simulate with the log's arrivals and step times; compare rows of plans, and latencies.
 
-    Each generation is simulated on its own. One that a recovery ended is compared as far as its
+    Each epoch is simulated on its own. One that a recovery ended is compared as far as its
     log goes; without any complete step there is nothing to simulate it by, and it is left out.
     """
-    *ended, last = split_generations(events)
-    agreements = [_replay_ended_generation(generation) for generation in ended]
+    *ended, last = split_epochs(events)
+    agreements = [_replay_ended_epoch(epoch) for epoch in ended]
     run = build_run_record(last, warm_ups=True)
-    simulated_run, simulated = _simulate_generation(last, run)
+    simulated_run, simulated = _simulate_epoch(last, run)
     agreements.append(_compare_plans(_plans(last), _plans(simulated)))
     total = _sum_agreements(agreements)
     return TimesAgreement(
@@ -123,11 +123,11 @@ def replay_step_times(events: list[StepLogEvent]) -> TimesAgreement:
     )
 
 
-def _replay_ended_generation(events: list[StepLogEvent]) -> ReplayAgreement:
+def _replay_ended_epoch(events: list[StepLogEvent]) -> ReplayAgreement:
     run = build_run_record(events, warm_ups=True)
     if not any(measure_step_costs(run)):
         return ReplayAgreement(0, 0)
-    _, simulated = _simulate_generation(events, run)
+    _, simulated = _simulate_epoch(events, run)
     plans = _plans(events)
     return _compare_plans(plans, _plans(simulated)[: len(plans)])
 
@@ -150,10 +150,10 @@ def _median_latency_errors(run: RunRecord, simulated: RunRecord) -> dict[str, fl
     return {metric: median(values) for metric, values in errors.items() if values}
 
 
-def _simulate_generation(
+def _simulate_epoch(
     events: list[StepLogEvent], run: RunRecord
 ) -> tuple[RunRecord, list[StepLogEvent]]:
-    """Simulate a generation with its own arrivals and step times."""
+    """Simulate an epoch with its own arrivals and step times."""
     requests = [
         _received_request(event, received_time)
         for event in events
@@ -192,7 +192,7 @@ def _plans(events: list[StepLogEvent]) -> list[StepPlan]:
 
 
 def _content(plan: StepPlan) -> list[tuple[int, int, int, int]]:
-    return [(row.seq, row.epoch, row.start, row.num_tokens) for row in plan.rows]
+    return [(row.seq, row.num_preemptions, row.start, row.num_tokens) for row in plan.rows]
 
 
 def main(argv: list[str]) -> int:

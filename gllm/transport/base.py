@@ -25,7 +25,7 @@ class TransportError(Exception):
 
 
 class EdgeClosedError(Exception):
-    """This process has cancelled the edge, because its generation is over."""
+    """This process has cancelled the edge, because its epoch is over."""
 
 
 OnTransportError = Callable[[BaseException], None]

@@ -1,4 +1,4 @@
-"""Edges between neighbouring stages, which the parent creates anew for each generation.
+"""Edges between neighbouring stages, which the parent creates anew for each epoch.
 
 The workers on both sides get their descriptors with their assignments. This module imports no
 torch: the parent creates the edges before the workers open them.

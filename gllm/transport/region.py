@@ -1,4 +1,4 @@
-"""Memory shared by the ranks of a stage, which the parent creates anew for each generation.
+"""Memory shared by the ranks of a stage, which the parent creates anew for each epoch.
 
 The workers of a stage get its descriptors with their assignments. This module imports no torch: the
 parent creates regions before the workers open them (`gllm.transport.groups`).

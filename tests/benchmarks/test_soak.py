@@ -31,8 +31,8 @@ ROLE = "head gllm-stage-0"
 
 def sample(seconds: float, size: float, pid: int = 1, age: float | None = None) -> ProcessSample:
     at = seconds if age is None else age
-    generation = int(seconds // 60) + 1
-    return ProcessSample(ROLE, pid, seconds, at, generation, int(size), 0, 20, 5)
+    epoch = int(seconds // 60) + 1
+    return ProcessSample(ROLE, pid, seconds, at, epoch, int(size), 0, 20, 5)
 
 
 def lives(leak_per_second: float, leak_per_age: float = 0.0) -> list[ProcessSample]:
@@ -77,7 +77,7 @@ def test_replaced_processes_are_compared_at_equal_age() -> None:
 
 def test_growth_per_survived_recovery() -> None:
     rows = [sample(10.0 * step, 1000 + 7 * (step // 6)) for step in range(60)]
-    # Ten generations; the first is left out.
+    # Ten epochs; the first is left out.
     assert growth_per_recovery(rows, "memory_bytes") == (7, 8)
     assert growth_per_recovery(rows[:6], "memory_bytes") == (0, 0)
 

@@ -108,7 +108,7 @@ async def check_kv_events(engine: Engine, replays: str) -> None:
         subscriber.apply(number, payload)
     context.destroy(linger=0)
     assert subscriber.numbers == list(range(len(subscriber.numbers)))
-    assert subscriber.num_cleared >= engine.status().generation
+    assert subscriber.num_cleared >= engine.status().epoch
     assert subscriber.blocks.keys() == {short_hash(digest) for digest in follower.digests} != set()
     assert {tokens[0] for _, tokens in subscriber.prefixes()} == {5}
 
@@ -162,7 +162,7 @@ async def test_requests_survive_deaths_and_a_worker_that_freezes(
                 await engine.reset_prefix_cache()
             assert await asyncio.gather(*tasks) == undisturbed
         status = engine.status()
-        assert (status.state, status.generation) == ("ready", 4)
+        assert (status.state, status.epoch) == ("ready", 4)
         assert status.recoveries == {"killed": 2, "frozen": 1}
         assert status.num_resumed_requests == 12
         assert len(status.recovery_seconds) == 3

@@ -113,7 +113,7 @@ def test_a_machine_dies_and_returns(cluster: Cluster, expected: dict[str, Answer
 
 @pytest.mark.full
 def test_a_recovery_sends_each_live_token_once(cluster: Cluster) -> None:
-    """Prompts and outputs cross the link once in the generation that continues the requests."""
+    """Prompts and outputs cross the link once in the epoch that continues the requests."""
     cluster.wait_until_ready()
     prompts = [f"Story {number} of the old forest" for number in range(8)]
     num_outputs = 120 * len(prompts)
@@ -133,7 +133,7 @@ def test_a_recovery_sends_each_live_token_once(cluster: Cluster) -> None:
     usage = answer["usage"]
     assert usage["completion_tokens"] == num_outputs
     cluster.wait_until_ready()
-    # The connections are those of this generation, and so are their bytes.
+    # The connections are those of this epoch, and so are their bytes.
     num_tokens = usage["prompt_tokens"] + num_outputs - len(prompts)
     assert 1 <= sent_bytes(cluster) / (num_tokens * token_bytes()) < 1.05
 

@@ -125,20 +125,20 @@ def test_losses_leave_no_descriptors_behind(rig: NamespaceRig, tmp_path: Path) -
         assert all(after <= before + 2 for before, after in zip(*counts[::4], strict=True)), counts
 
 
-def test_a_short_cut_of_the_data_alone_costs_no_generation(
+def test_a_short_cut_of_the_data_alone_costs_no_epoch(
     rig: NamespaceRig, cluster: Cluster, expected: dict[str, Answer]
 ) -> None:
     """A reset of the data connections: steps are sent again, nothing restarts."""
     links = [pid for machine in range(3) for pid in link_pids(rig, machine)]
     assert len(links) == 3
-    generation = scrape(cluster.head).values["generation"]
+    epoch = scrape(cluster.head).values["epoch"]
     load = load_during(cluster.head, "links")
     for pid in links:
         os.kill(pid, signal.SIGKILL)
     compare(load.wait(), expected)
     assert not any(map(alive, links))
     assert all(link_pids(rig, machine) for machine in range(3))
-    assert scrape(cluster.head).values["generation"] == generation >= 1
+    assert scrape(cluster.head).values["epoch"] == epoch >= 1
     assert sum(row["num_losses"] for row in cluster.nodes().values()) == 0
 
 

@@ -129,7 +129,7 @@ async def test_the_log_goes_on_after_recoveries(tiny_model: Path, tmp_path: Path
     assert status.recoveries == {"killed": 2}
     events = list(read_step_log(log))
     restarts = [event for event in events if isinstance(event, RestartEvent)]
-    assert [(each.generation, each.num_resumed_requests) for each in restarts] == [(2, 4), (3, 4)]
+    assert [(each.epoch, each.num_resumed_requests) for each in restarts] == [(2, 4), (3, 4)]
     assert [f"stage {victim}" in each.cause for victim, each in enumerate(restarts)] == [True, True]
     calls = replay_calls(events)
     assert calls.num_equal == calls.num_plans > 300

@@ -167,8 +167,8 @@ def test_only_names_of_metrics_are_replaced():
         "# HELP gllm:prompt_tokens_created When\n"
         "# TYPE gllm:prompt_tokens_created gauge\n"
         'gllm:prompt_tokens_created{model_name="m"} 1.7e9\n'
-        "# HELP gllm:generation Not vLLM's\n"
-        "gllm:generation 1.0\n"
+        "# HELP gllm:epoch Not vLLM's\n"
+        "gllm:epoch 1.0\n"
     )
     assert repeat_with_aliases(text) == (
         "# HELP vllm:prompt_tokens_total Like gllm:prompt_tokens\n"

@@ -163,7 +163,7 @@ async def test_metrics_of_recoveries(server):
     before = await metrics(server)
     for cause in ("killed", "failed", "frozen", "lost", "rebalanced"):
         assert before[f'gllm:recoveries_total{{cause="{cause}",{model}}}'] == 0
-    assert before[f"gllm:generation{{{model}}}"] == 1
+    assert before[f"gllm:epoch{{{model}}}"] == 1
     assert before[f"gllm:recovering_seconds{{{model}}}"] == 0
     engine = server.engine
     engine.recoveries, engine.recovery_seconds = {"killed": 2, "frozen": 1}, [0.4, 2.0, 1000.0]
@@ -180,5 +180,5 @@ async def test_metrics_of_recoveries(server):
     assert found[f"{name}_sum{{{model}}}"] == 1002.4
     assert found[f"gllm:resumed_requests_total{{{model}}}"] == 5
     assert found[f"gllm:stale_frames_total{{{model}}}"] == 7
-    assert found[f"gllm:generation{{{model}}}"] == 4
+    assert found[f"gllm:epoch{{{model}}}"] == 4
     assert found[f"gllm:recovering_seconds{{{model}}}"] >= 3

@@ -90,7 +90,7 @@ def test_every_cut(family: str, tmp_path: Path) -> None:
 
 
 def test_weights_outlive_the_groups(tmp_path: Path) -> None:
-    """The next generation's groups serve the same weights, with an empty cache."""
+    """The next epoch's groups serve the same weights, with an empty cache."""
     model = RankedModel(folder_of("qwen2", tmp_path), (2,), len(PROMPTS))
     answers, _ = model.generate(PROMPTS, 3)
     old = model.groups

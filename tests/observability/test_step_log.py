@@ -1,4 +1,4 @@
-"""The step log as a file over the generations of an engine."""
+"""The step log as a file over the epochs of an engine."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from gllm.observability.step_log import (
     StepLogWriter,
     continue_step_log,
     read_step_log,
-    split_generations,
+    split_epochs,
 )
 from gllm.scheduler.config import SchedulerConfig
 
@@ -42,7 +42,7 @@ def test_the_first_driver_starts_the_log_and_later_ones_restart_it(tmp_path: Pat
     assert list(read_step_log(path)) == [START, add(0), RESTART, add(1), RESTART, add(2)]
 
 
-def test_generations_know_their_ranks(tmp_path: Path) -> None:
+def test_epochs_know_their_ranks(tmp_path: Path) -> None:
     """Each has its own; a file of earlier versions says nothing of them."""
     path = tmp_path / "log"
     start, restart = replace(START, degrees=[2, 1]), replace(RESTART, degrees=[1, 2])
@@ -50,7 +50,7 @@ def test_generations_know_their_ranks(tmp_path: Path) -> None:
     for event in (start, restart, RESTART):
         log.write(event)
     log.close()
-    heads = [events[0] for events in split_generations(read_step_log(path))]
+    heads = [events[0] for events in split_epochs(read_step_log(path))]
     assert [isinstance(head, StartEvent) and head.degrees for head in heads] == [[2, 1], [1, 2], []]
     path.write_bytes(path.read_bytes().replace(b',"degrees":[2,1]', b""))
     assert next(iter(read_step_log(path))) == START
@@ -84,12 +84,10 @@ def test_a_log_begins_with_a_start(tmp_path: Path) -> None:
         list(read_step_log(tmp_path / "log"))
 
 
-def test_each_generation_is_a_log_of_its_own() -> None:
+def test_each_epoch_is_a_log_of_its_own() -> None:
     abort = AbortEvent(3.0, [0])
-    assert split_generations([START, add(0)]) == [[START, add(0)]]
-    first, second, third = split_generations(
-        [START, add(0), abort, RESTART, RESTART, add(1), add(2)]
-    )
+    assert split_epochs([START, add(0)]) == [[START, add(0)]]
+    first, second, third = split_epochs([START, add(0), abort, RESTART, RESTART, add(1), add(2)])
     assert first == [START, add(0), abort]
     start = StartEvent(9.0, "m", [2, 0], RESTART.scheduler, "driver", warm_ups=1)
     assert second == [start]

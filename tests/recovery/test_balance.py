@@ -43,7 +43,7 @@ class Stages:
     def run(
         self, seconds: float, takes: bool = False, speed: Callable[[], None] | None = None
     ) -> None:
-        """Let time pass; `takes`: begin a generation with each proposal."""
+        """Let time pass; `takes`: begin an epoch with each proposal."""
         end = self.now + seconds
         while self.now < end:
             self.now += 0.5

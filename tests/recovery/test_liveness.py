@@ -189,7 +189,7 @@ def test_a_suspended_head_blames_nobody(gap: float, begin: int) -> None:
     assert clock.run(5, lambda sender: None, idle) == {}
 
 
-def test_workers_of_earlier_generations_are_not_watched() -> None:
+def test_workers_of_earlier_epochs_are_not_watched() -> None:
     clock = Clock()
     clock.detector.watch([2])
     causes = clock.run(100, lambda sender: (1, 50.0) if sender == 1 else (None, 0.0), idle)

@@ -23,13 +23,13 @@ STAGES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), min_size=1, m
 
 @given(STAGES, st.integers(1, 2**32 - 1))
 def test_a_placement_is_what_it_was_after_the_wire(
-    stages: list[tuple[int, int]], generation: int
+    stages: list[tuple[int, int]], epoch: int
 ) -> None:
     counts, degrees = ([stage[field] for stage in stages] for field in (0, 1))
     starts = [sum(counts[:stage]) for stage in range(len(counts) + 1)]
     layers = list(pairwise(starts))
     slots = [Slot(7 + place, threads=place or None) for place in range(sum(degrees))]
-    placement = make_placement(generation, layers, slots, degrees)
+    placement = make_placement(epoch, layers, slots, degrees)
     assert placement.num_stages == len(counts)
     assert placement.degrees == degrees
     assert placement.senders == [slot.sender for slot in slots]
@@ -79,7 +79,7 @@ FAN_OUT = [EdgeSpec(0, 0, 1), EdgeSpec(1, 0, 1, 0, 1)]
 
 
 @pytest.mark.parametrize(
-    ("generation", "layers", "workers", "edges", "reason"),
+    ("epoch", "layers", "workers", "edges", "reason"),
     [
         (0, LAYERS, WORKERS, EDGES, "positive"),
         (1, LAYERS, WORKERS[:1], EDGES, "one each"),
@@ -97,14 +97,14 @@ FAN_OUT = [EdgeSpec(0, 0, 1), EdgeSpec(1, 0, 1, 0, 1)]
     ],
 )
 def test_parts_that_do_not_fit(
-    generation: int,
+    epoch: int,
     layers: list[tuple[int, int]],
     workers: list[WorkerPlacement],
     edges: list[EdgeSpec],
     reason: str,
 ) -> None:
     with pytest.raises(ValueError, match=reason):
-        Placement(generation, layers, workers, edges)
+        Placement(epoch, layers, workers, edges)
 
 
 @pytest.mark.parametrize(

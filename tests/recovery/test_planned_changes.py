@@ -66,7 +66,7 @@ def test_other_layers_are_prepared_while_the_engine_serves() -> None:
     assert world.recovery.recovering_since == world.now
     world.settle()
     assert world.alive == alive
-    assert world.generation == 2
+    assert world.epoch == 2
     assert not world.given_up, "it is no death"
     assert world.recovery.placement is not None
     assert world.recovery.placement.layers == layers
@@ -157,7 +157,7 @@ def test_all_other_nodes_can_be_drained_at_once() -> None:
     world.finish_change()
     assert stage_nodes(world) == [LOCAL_NODE, LOCAL_NODE]
     assert world.dismissed == ["b", "c"]
-    assert world.generation == 2, "one pause for both"
+    assert world.epoch == 2, "one pause for both"
 
 
 def test_what_cannot_be_drained_is_refused() -> None:
@@ -274,15 +274,15 @@ def test_a_node_that_is_lost_while_it_prepares_costs_nothing() -> None:
     world.lose_node("d", is_death=True)
     assert world.is_attached
     assert not world.recovery.change_kind
-    assert world.generation == 1
+    assert world.epoch == 1
     assert not world.given_up
 
 
 def test_a_node_that_cannot_prepare_its_layers_loads_them_later() -> None:
     world = ready_world()
     world.drain("b")
-    assert world.recovery.on_preparation_failed(world.generation, world.now) == []
-    world.run(world.recovery.on_preparation_failed(world.generation + 1, world.now))
+    assert world.recovery.on_preparation_failed(world.epoch, world.now) == []
+    world.run(world.recovery.on_preparation_failed(world.epoch + 1, world.now))
     assert not world.is_attached
     world.finish_change()
     assert world.dismissed == ["b"]
@@ -329,7 +329,7 @@ def test_a_spare_holds_other_layers_once_the_stages_have_others() -> None:
 
 
 def begin(world: NodeWorld, phase: str) -> None:
-    """Prepare the planned change, and let its generation get as far as a phase."""
+    """Prepare the planned change, and let its epoch get as far as a phase."""
     for waiting in [*world.preparing.values()]:
         for sender in sorted(waiting):
             world.prepare(sender)
@@ -410,7 +410,7 @@ def test_a_worker_that_cannot_read_its_layers_ends_the_change() -> None:
     world.run(world.recovery.on_prepared(new, 1, world.now, "no such file"))
     world.preparing.clear()
     world.finish_change()
-    assert world.generation == 1
+    assert world.epoch == 1
     assert stage_nodes(world) == NODES
     world.drain("b")
     survivor = senders(world)[0]

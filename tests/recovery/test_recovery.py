@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gllm.recovery.actions import (
-    AssignGeneration,
+    AssignEpoch,
     AttachClient,
     ChooseLayers,
     CloseInstances,
@@ -99,8 +99,8 @@ def report_stale_events(world: World, sender: int) -> None:
         world.run(end(sender, "unknown", now))
     recovery.on_progress(sender, now)
     assert recovery.on_prepared(sender, sender, now) == []
-    for generation in (recovery.generation - 1, recovery.generation + 1):
-        assert recovery.on_assignment_failed(generation, "stale", now) == []
+    for epoch in (recovery.epoch - 1, recovery.epoch + 1):
+        assert recovery.on_assignment_failed(epoch, "stale", now) == []
     assert recovery.start(now) == []
     if not world.pending["warm"]:
         world.run(recovery.on_warm(now))
@@ -175,11 +175,11 @@ def test_a_death_restarts_its_place_and_survivors_keep_their_processes() -> None
     world.settle()
     assert [sender_of(world, 0), sender_of(world, 2)] == survivors
     assert sender_of(world, 1) not in (victim, *survivors)
-    assert world.generation == 2
+    assert world.epoch == 2
     assert world.recovery.recovering_since is None
 
 
-def test_a_dead_rank_ends_the_generation_and_is_replaced_in_its_place() -> None:
+def test_a_dead_rank_ends_the_epoch_and_is_replaced_in_its_place() -> None:
     world = ready_world(degrees=[2, 1])
     victim, survivors = sender_of(world, 0, 1), [sender_of(world, 0), sender_of(world, 1)]
     assert str(world.recovery.name_of(victim)) == "stage 0 rank 1"
@@ -279,7 +279,7 @@ def test_assignments_that_fail_are_tried_again_until_the_limit() -> None:
     world.settle()
     assert world.is_attached
     assert sender_of(world, 1) == survivor, "nobody dies for it"
-    assert len(actions_of(world, AssignGeneration)) == 3
+    assert len(actions_of(world, AssignEpoch)) == 3
     assert world.now - begin >= 0.75 * (FIRST_BACKOFF_SECONDS + 2 * FIRST_BACKOFF_SECONDS)
     world.commit()
     world.num_impossible = 3
@@ -305,7 +305,7 @@ def test_a_death_while_an_assignment_is_delayed_is_recovered() -> None:
     world.exit(sender_of(world, 1))
     world.settle()
     assert world.is_attached
-    assert len(actions_of(world, AssignGeneration)) == 2
+    assert len(actions_of(world, AssignEpoch)) == 2
 
 
 def test_a_survivor_that_does_not_close_is_killed_and_does_not_count() -> None:
@@ -314,7 +314,7 @@ def test_a_survivor_that_does_not_close_is_killed_and_does_not_count() -> None:
     world.exit(sender_of(world, 1))
     world.wait(world.limits.close_seconds)
     assert [action.sender for action in actions_of(world, KillWorker)] == [stuck]
-    assert actions_of(world, AssignGeneration) == [], "the old process is not reaped"
+    assert actions_of(world, AssignEpoch) == [], "the old process is not reaped"
     world.settle()
     assert sender_of(world, 0) != stuck
     world.exit(sender_of(world, 0))
@@ -423,7 +423,7 @@ def test_a_death_during_the_first_start_is_recovered() -> None:
     world.exit(sender_of(world, 1))
     assert world.recovery.recovering_since is None, "it has not been ready before"
     world.settle()
-    assert world.generation == 2
+    assert world.epoch == 2
 
 
 def test_a_failed_worker_is_killed_and_counts_once() -> None:
@@ -464,15 +464,15 @@ def test_workers_measure_once_all_have_connected_and_the_layers_are_divided_by_i
     world.answer("measured", 2)
     assert actions_of(world, ChooseLayers) == []
     world.answer("measured", 1)
-    (assign,) = actions_of(world, AssignGeneration)
+    (assign,) = actions_of(world, AssignEpoch)
     assert assign.placement.layers == [(0, 1), (1, 4)]
-    assert assign.placement.generation == 1
+    assert assign.placement.epoch == 1
     world.settle()
     # A restart needs no measurement.
     world.exit(sender_of(world, 1))
     world.settle()
     assert len(actions_of(world, MeasureWorkers)) == 1
-    assert actions_of(world, AssignGeneration)[-1].placement.layers == [(0, 1), (1, 4)]
+    assert actions_of(world, AssignEpoch)[-1].placement.layers == [(0, 1), (1, 4)]
 
 
 def test_a_death_while_workers_measure_is_recovered() -> None:
@@ -484,7 +484,7 @@ def test_a_death_while_workers_measure_is_recovered() -> None:
     assert world.closing == {1}, "a probe is ended as an instance is"
     world.settle()
     assert len(actions_of(world, MeasureWorkers)) == 2
-    assert actions_of(world, AssignGeneration)[-1].placement.layers == [(0, 1), (1, 4)]
+    assert actions_of(world, AssignEpoch)[-1].placement.layers == [(0, 1), (1, 4)]
     assert 1 in world.alive
 
 

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gllm.recovery.actions import (
-    AssignGeneration,
+    AssignEpoch,
     ChangeShape,
     CloseInstances,
     DetachClient,
@@ -190,7 +190,7 @@ def senders(world: NodeWorld) -> list[int]:
     return world.recovery.placement.senders
 
 
-def test_the_first_generation_is_placed_on_the_nodes() -> None:
+def test_the_first_epoch_is_placed_on_the_nodes() -> None:
     world = NodeWorld([2, 1], [LOCAL_NODE, "b"], RecoveryLimits())
     world.start()
     assert [action.node for action in actions_of(world, SpawnWorker)] == [LOCAL_NODE] * 2 + ["b"]
@@ -341,7 +341,7 @@ def test_layers_that_do_not_fit_after_all_wait_for_the_lost_node() -> None:
     world.close_all()
     world.wait(10_000.0)
     assert len(actions_of(world, RejectParked)) == 1
-    assert len(actions_of(world, AssignGeneration)) == 1, "no generation in vain"
+    assert len(actions_of(world, AssignEpoch)) == 1, "no epoch in vain"
     world.join("b")
     world.settle()
     assert stage_nodes(world) == NODES
@@ -363,7 +363,7 @@ def test_a_spare_that_is_too_small_after_all_is_not_used_again() -> None:
     world.lose_node("b", is_death=False)
     world.join("b")
     reach_initializing(world)
-    assert world.recovery.on_memory_short(world.generation, "no memory", world.now) == []
+    assert world.recovery.on_memory_short(world.epoch, "no memory", world.now) == []
 
 
 def test_a_node_that_has_returned_meanwhile_gets_its_stages_back() -> None:
@@ -389,7 +389,7 @@ def test_a_loss_changes_whether_the_layers_fit() -> None:
 
 
 def test_each_loss_is_judged_anew() -> None:
-    """Before the first generation nobody knows what fits; the next loss of the node finds out."""
+    """Before the first epoch nobody knows what fits; the next loss of the node finds out."""
     world = NodeWorld([1] * 4, NODES, RecoveryLimits(), can_recut=False)
     world.start()
     world.lose_node("c", is_death=False)
@@ -455,7 +455,7 @@ def test_a_node_is_lost_before_the_engine_was_ever_ready(phase: str) -> None:
     world = NodeWorld([1] * 4, NODES, RecoveryLimits(join_seconds=100.0), can_recut=False)
     world.start()
     if phase == "forming":
-        # A generation that is being left, because a worker has died.
+        # An epoch that is being left, because a worker has died.
         world.exit(senders(world)[1])
     else:
         while not world.pending[phase]:
@@ -557,8 +557,8 @@ def test_links_that_fail_are_tried_again_for_ever_once_the_engine_was_ready() ->
                 world.wait(40.0)
     world.settle()
     assert senders(world) == before, "nobody dies for it"
-    assert len(actions_of(world, AssignGeneration)) >= 6
-    assert world.recovery.on_generation_failed(world.generation - 1, "stale", world.now) == []
+    assert len(actions_of(world, AssignEpoch)) >= 6
+    assert world.recovery.on_epoch_failed(world.epoch - 1, "stale", world.now) == []
 
 
 def test_links_that_fail_at_the_first_start_end_the_engine() -> None:

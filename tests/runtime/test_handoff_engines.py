@@ -10,7 +10,7 @@ from gllm.messages.sampling import SequenceSamplingParams
 from gllm.routing.handoff import HandoffState
 from gllm.runtime.head.request_stream import RequestStream
 from gllm.scheduler.plan import FinishedSequence, SchedulerStats, StepOutput
-from tests.support.engines.generations import Stages
+from tests.support.engines.epochs import Stages
 from tests.support.engines.kv_engines import KvCluster, load_stages
 from tests.support.products import covers_pairs
 from tests.support.text.grammar_writing import FOLDER

@@ -14,10 +14,10 @@ import pytest
 from gllm.config.sampling import StructuredOutput
 from gllm.kernels.native.builds import select_build
 from gllm.messages.sampling import SequenceSamplingParams
-from tests.support.engines.generations import (
+from tests.support.engines.epochs import (
     CHUNKED,
     ChoiceOutput,
-    Generation,
+    Epoch,
     Request,
     Stages,
     run_undisturbed,
@@ -143,7 +143,7 @@ def test_death_at_every_position(request_name: str, num_stages: int, stride: int
     for length in sorted({0, *range(1, len(whole.tokens), stride)}):
         for was_told in {scores_prompt, False}:
             start = whole.cut(length, was_told)
-            (output,) = Generation(stages, request, [start]).run()
+            (output,) = Epoch(stages, request, [start]).run()
             assert output == whole, (length, was_told)
 
 
@@ -190,7 +190,7 @@ def test_death_after_every_commit_of_several_choices(
     whole = snapshots[-1]
     assert len({tuple(output.tokens) for output in whole}) > 2
     for outputs in snapshots[:-1:stride]:
-        assert Generation(stages, request, outputs).run() == whole
+        assert Epoch(stages, request, outputs).run() == whole
 
 
 @pytest.mark.parametrize("prefix_cache", [True, pytest.param(False, marks=pytest.mark.full)])
@@ -203,7 +203,7 @@ def test_choices_die_at_different_positions(prefix_cache: bool) -> None:
             output.cut(length, keeps_prompt_logprobs=True)
             for output, length in zip(whole, lengths, strict=True)
         ]
-        assert Generation(stages, request, outputs).run() == whole, lengths
+        assert Epoch(stages, request, outputs).run() == whole, lengths
 
 
 def test_a_request_that_dies_again_and_again() -> None:
@@ -213,11 +213,11 @@ def test_a_request_that_dies_again_and_again() -> None:
     outputs = [ChoiceOutput()]
     num_lives = 0
     while outputs[0].end is None:
-        generation = Generation(stages, request, outputs)
+        epoch = Epoch(stages, request, outputs)
         length = len(outputs[0].tokens)
-        while len(generation.outputs[0].tokens) == length:
-            generation.commit()
-        outputs = generation.outputs
+        while len(epoch.outputs[0].tokens) == length:
+            epoch.commit()
+        outputs = epoch.outputs
         num_lives += 1
     assert (outputs, num_lives) == (whole, request.max_tokens)
 
@@ -225,7 +225,7 @@ def test_a_request_that_dies_again_and_again() -> None:
 def test_an_output_that_the_grammar_does_not_allow_ends_its_request() -> None:
     request = with_grammar()
     outputs = [ChoiceOutput(tensor_tokens(5, seed=1), [], [], 1)]
-    (output,) = Generation(stages_of(1), request, outputs).run()
+    (output,) = Epoch(stages_of(1), request, outputs).run()
     assert output.end is not None
     assert output.end[0] == "error"
     assert "grammar" in output.end[2]

@@ -59,9 +59,9 @@ class Decodes:
         return self.preemption.allocate_decode(self.sequences[seq], num_tokens)
 
     @property
-    def epochs(self) -> list[int]:
+    def preemptions(self) -> list[int]:
         """How often each sequence has lost its blocks."""
-        return [sequence.epoch for sequence in self.sequences]
+        return [sequence.num_preemptions for sequence in self.sequences]
 
     @property
     def preempting(self) -> list[int]:
@@ -75,15 +75,15 @@ def test_a_decode_takes_no_block_from_a_better_rank() -> None:
     assert decodes.kv_cache.block_pool.num_free_blocks == 1
     assert decodes.allocate(0, 1)
     assert not decodes.allocate(0, 40)
-    assert decodes.epochs == [0, 0, 0]
+    assert decodes.preemptions == [0, 0, 0]
     assert decodes.allocate(2, 40)
-    assert decodes.epochs == [1, 0, 0]
+    assert decodes.preemptions == [1, 0, 0]
 
 
 def test_the_worst_rank_gives_way_and_no_more_than_needed() -> None:
     decodes = Decodes(12, [64, 64, 64], [0, 0, 0])
     assert decodes.allocate(0, 1)
-    assert decodes.epochs == [0, 0, 1]
+    assert decodes.preemptions == [0, 0, 1]
     assert decodes.counters.preemptions == 1
 
 

@@ -40,7 +40,9 @@ def fill(scheduler: Scheduler) -> list[StepPlan]:
 
 
 def commit(scheduler: Scheduler, plan: StepPlan) -> None:
-    tokens = [SampledToken(row.seq, row.epoch, 7) for row in plan.rows if row.should_sample]
+    tokens = [
+        SampledToken(row.seq, row.num_preemptions, 7) for row in plan.rows if row.should_sample
+    ]
     scheduler.commit(StepResult(plan.step, tokens))
 
 

@@ -61,7 +61,7 @@ def test_a_failed_fetch_is_an_ordinary_prefill() -> None:
     scheduler.transfers.finish_fetch(0, False)
     assert scheduler.transfers.start_fetches(1.0) == []
     row = next_row(scheduler)
-    assert (row.epoch, row.start, row.num_tokens, row.token_ids) == (1, 0, 10, [9])
+    assert (row.num_preemptions, row.start, row.num_tokens, row.token_ids) == (1, 0, 10, [9])
     assert run(scheduler, 0.0) == [0]
     assert (scheduler.stats().failed_fetches, scheduler.stats().kv_usage) == (1, 0)
 

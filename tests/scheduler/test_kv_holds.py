@@ -21,7 +21,7 @@ def make_scheduler(num_blocks: int = 16, stages: int = 1, **changes: object) -> 
 def commit(scheduler: Scheduler, plan: StepPlan, **fields: object) -> StepOutput:
     """Commit a plan of which each row that samples returns token 1."""
     sampled = [
-        SampledToken(row.seq, row.epoch, 1, **fields)  # type: ignore[arg-type]
+        SampledToken(row.seq, row.num_preemptions, 1, **fields)  # type: ignore[arg-type]
         for row in plan.rows
         if row.should_sample
     ]

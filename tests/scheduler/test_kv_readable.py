@@ -43,7 +43,9 @@ def step(scheduler: Scheduler, now: float = 0.0) -> bool:
     plan = scheduler.schedule(now)
     if plan is None:
         return False
-    sampled = [SampledToken(row.seq, row.epoch, 1) for row in plan.rows if row.should_sample]
+    sampled = [
+        SampledToken(row.seq, row.num_preemptions, 1) for row in plan.rows if row.should_sample
+    ]
     scheduler.commit(StepResult(plan.step, sampled))
     return True
 

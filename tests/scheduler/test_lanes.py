@@ -117,7 +117,9 @@ def next_plan(scheduler: Scheduler) -> StepPlan:
 
 
 def commit(scheduler: Scheduler, plan: StepPlan) -> None:
-    sampled = [SampledToken(row.seq, row.epoch, 1) for row in plan.rows if row.should_sample]
+    sampled = [
+        SampledToken(row.seq, row.num_preemptions, 1) for row in plan.rows if row.should_sample
+    ]
     scheduler.commit(StepResult(plan.step, sampled))
 
 

@@ -49,7 +49,7 @@ def resume(old: Pipeline, new: Pipeline, first_seq: int) -> dict[int, int]:
     return old_seqs
 
 
-class Generations:
+class Epochs:
     """Pipelines one after the other; a cut ends one at whatever moment it is."""
 
     def __init__(self, pipeline: Pipeline) -> None:
@@ -88,7 +88,7 @@ class Generations:
         return [(request, *ends[choice]) for choice, (request, _) in enumerate(self.requests)]
 
 
-def drive(run: Generations, rng: Random, steps: int) -> None:
+def drive(run: Epochs, rng: Random, steps: int) -> None:
     arrivals = rng.choice([0.02, 0.1, 0.5])
     for _ in range(steps):
         pipeline = run.pipeline
@@ -119,7 +119,7 @@ def test_a_run_that_is_cut_ends_like_an_undisturbed_one(
 ) -> None:
     """Cuts happen at random moments; the next pipeline has other stages and another policy."""
     rng = Random(seed)
-    life = Generations(first)
+    life = Epochs(first)
     drive(life, rng, rng.randint(1, 200))
     for other in configs:
         config = other.config

@@ -35,7 +35,7 @@ from gllm.sim.cluster.cluster import (
     simulate_cluster,
 )
 from gllm.sim.cluster.engine import ClusterEngine, ClusterEngineState, EngineLife
-from gllm.sim.cluster.generation import MeteredCostModel
+from gllm.sim.cluster.epoch import MeteredCostModel
 from gllm.sim.cluster.requests import ClusterRequest, SubmissionLog, join_submissions
 from gllm.sim.cluster.router import (
     ROUTER_NAMES,

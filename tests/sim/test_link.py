@@ -307,7 +307,7 @@ def test_events_of_a_micro_batch() -> None:
     assert loop.num_events == pytest.approx(7 * 100, abs=5)
 
 
-# The end of a generation.
+# The end of an epoch.
 
 
 def test_stop_returns_the_unfinished_requests_and_drops_what_follows() -> None:

@@ -95,7 +95,9 @@ def test_requests_that_the_driver_receives_together_keep_their_arrivals() -> Non
         scheduler.add(SchedulerRequest(2 - seq, [7] * num_tokens, 1), 0.1 * seq)
     now = 1.0
     while (plan := scheduler.schedule(now)) is not None:
-        sampled = [SampledToken(row.seq, row.epoch, 1) for row in plan.rows if row.should_sample]
+        sampled = [
+            SampledToken(row.seq, row.num_preemptions, 1) for row in plan.rows if row.should_sample
+        ]
         now = float(next(clock))
         scheduler.record_step_times(0, [StepTime(plan.step, now, now + 0.5)])
         scheduler.commit(StepResult(plan.step, sampled))

@@ -41,35 +41,35 @@ LEARNED = {bits: [1] * 8 for bits in range(1, 20)}
 
 
 def interrupted_run(num_deaths: int, seed: int) -> list[StepLogEvent]:
-    """A simulated run whose driver died: each generation takes up what the one before left."""
+    """A simulated run whose driver died: each epoch takes up what the one before left."""
     random = Random(seed)
     config = SchedulerConfig(policy="throttle")
     deployment = roofline_deployment("qwen2.5-14b", "A100-40G", 4, 16384, scheduler=config)
     requests = to_scheduler_requests(make_workload("sharegpt-like", 24, 4.0, "gamma:2", seed))
     events: list[StepLogEvent] = []
-    for generation in range(1, num_deaths + 2):
+    for epoch in range(1, num_deaths + 2):
         _, logged = serve_requests(
-            replace(deployment, output_lengths=LEARNED if generation > 1 else None), requests
+            replace(deployment, output_lengths=LEARNED if epoch > 1 else None), requests
         )
         start = logged[0]
         assert isinstance(start, StartEvent)
-        if generation > 1:
+        if epoch > 1:
             cause, layers = "stage 0 was killed", start.layers
             logged[0] = RestartEvent(
                 start.time,
-                generation,
+                epoch,
                 cause,
                 len(requests),
                 layers,
                 start.scheduler,
                 output_lengths=LEARNED,
             )
-        if generation > num_deaths:
+        if epoch > num_deaths:
             return [*events, *logged]
         cut = random.randrange(len(logged) // 4, len(logged) // 2)
         events += logged[:cut]
-        requests = resubmitted(requests, logged[:cut], 1000 * generation)
-    raise AssertionError("the last generation returns")
+        requests = resubmitted(requests, logged[:cut], 1000 * epoch)
+    raise AssertionError("the last epoch returns")
 
 
 def resubmitted(
@@ -135,7 +135,7 @@ def test_replay_follows_the_lengths_that_a_restart_begins_with() -> None:
 
 
 def test_replay_follows_ranks() -> None:
-    """Generations with other ranks are replayed by their own times."""
+    """Epochs with other ranks are replayed by their own times."""
     config = SchedulerConfig(prefix_cache=False)
     jobs = make_workload("uniform:20,200,5,20", 30, 4.0, "poisson", 0)
     logs = []
@@ -191,8 +191,8 @@ START = StartEvent(0.0, "m", [1, 1], SchedulerConfig().resolve(2, 100, 100), "dr
 RESTART = RestartEvent(20.0, 2, "stage 0 was killed", 2, [1, 1], START.scheduler, warm_ups=1)
 
 
-def row(seq: int, start: int, tokens: int = 1, epoch: int = 0) -> ScheduledRow:
-    return ScheduledRow(seq, epoch, start, tokens, [], [5], True)
+def row(seq: int, start: int, tokens: int = 1, num_preemptions: int = 0) -> ScheduledRow:
+    return ScheduledRow(seq, num_preemptions, start, tokens, [], [5], True)
 
 
 def plan(time: float, parallelism: int, step: int, *rows: ScheduledRow) -> ScheduleEvent:
@@ -221,10 +221,10 @@ LOG: list[StepLogEvent] = [
     plan(10.0, 2, 1, row(1, 0, 4), row(3, 0, 4)),
     *ran(1, 10.0),
     commit(12.0, 1, 1, 3),
-    plan(12.0, 2, 2, row(2, 3), row(1, 4), row(3, 4, epoch=2)),
+    plan(12.0, 2, 2, row(2, 3), row(1, 4), row(3, 4, num_preemptions=2)),
     *ran(2, 12.0),
     commit(14.0, 2, 2, 1, 3, token=9),
-    plan(14.0, 2, 3, row(3, 5, epoch=2)),
+    plan(14.0, 2, 3, row(3, 5, num_preemptions=2)),
     RESTART,
     AddEvent(20.0, 4, [0], 1),
     plan(20.0, 1, 0, row(4, 0)),
@@ -232,7 +232,7 @@ LOG: list[StepLogEvent] = [
     # The client had one token of request 3; the other one is generated again.
     AddEvent(21.0, 5, [8] * 4, 3, outputs=[[5]], age_seconds=11.0),
     AddEvent(21.5, 6, [8] * 4, 3),
-    plan(22.0, 2, 1, row(5, 0, 5, epoch=1), row(6, 0, 4)),
+    plan(22.0, 2, 1, row(5, 0, 5, num_preemptions=1), row(6, 0, 4)),
     *ran(1, 22.0),
     commit(24.0, 1, 5, 6),
 ]
@@ -252,7 +252,7 @@ def test_timelines_go_on_after_a_restart(run: RunRecord) -> None:
     assert run.requests[6].line.times == [24.0]
 
 
-def test_warm_ups_of_every_generation_are_left_out(run: RunRecord) -> None:
+def test_warm_ups_of_every_epoch_are_left_out(run: RunRecord) -> None:
     assert [step.planned_time for step in run.micro_batches] == [10.0, 12.0, 14.0, 22.0]
     assert len(build_run_record(LOG, warm_ups=True).requests) == 6
 

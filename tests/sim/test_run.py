@@ -35,7 +35,7 @@ from gllm.scheduler.plan import (
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.capacity import CAPACITY_RULES, CapacityRule
 from gllm.sim.cluster.cluster import SimulatedCluster, simulate_cluster
-from gllm.sim.cluster.generation import EngineGeneration
+from gllm.sim.cluster.epoch import EngineEpoch
 from gllm.sim.cluster.router import make_router
 from gllm.sim.configured import (
     SimulationAtRate,
@@ -97,12 +97,14 @@ def add(time: float, seq: int, prompt: int, output: int, n: int = 1) -> AddEvent
     return AddEvent(time, seq, [5] * prompt, output, stop_ids=[STOP], n=n)
 
 
-def chunk(seq: int, begin: int, tokens: int, samples: bool = True, epoch: int = 0) -> ScheduledRow:
-    return ScheduledRow(seq, epoch, begin, tokens, [], [], samples)
+def chunk(
+    seq: int, begin: int, tokens: int, samples: bool = True, num_preemptions: int = 0
+) -> ScheduledRow:
+    return ScheduledRow(seq, num_preemptions, begin, tokens, [], [], samples)
 
 
-def decode(seq: int, position: int, epoch: int = 0, token: int = 5) -> ScheduledRow:
-    return ScheduledRow(seq, epoch, position, 1, [], [token], True)
+def decode(seq: int, position: int, num_preemptions: int = 0, token: int = 5) -> ScheduledRow:
+    return ScheduledRow(seq, num_preemptions, position, 1, [], [token], True)
 
 
 def plan(time: float, parallelism: int, step: int, *rows: ScheduledRow) -> ScheduleEvent:
@@ -113,8 +115,12 @@ def times(stage: int, step: int, begin: float, end: float) -> StageTimesEvent:
     return StageTimesEvent(end, stage, [StepTime(step, begin, end)])
 
 
-def commit(time: float, step: int, *seqs: int, token: int = 5, epoch: int = 0) -> CommitEvent:
-    return CommitEvent(time, StepResult(step, [SampledToken(seq, epoch, token) for seq in seqs]))
+def commit(
+    time: float, step: int, *seqs: int, token: int = 5, num_preemptions: int = 0
+) -> CommitEvent:
+    return CommitEvent(
+        time, StepResult(step, [SampledToken(seq, num_preemptions, token) for seq in seqs])
+    )
 
 
 LOG: list[StepLogEvent] = [
@@ -249,14 +255,14 @@ def test_preempted_sequences_prefill_again() -> None:
         commit(1.0, 0, 0),
         plan(1.0, 1, 1, decode(0, 3)),
         commit(2.0, 1, 0),
-        plan(2.0, 1, 2, chunk(0, 0, 4, samples=False, epoch=1)),
+        plan(2.0, 1, 2, chunk(0, 0, 4, samples=False, num_preemptions=1)),
         commit(3.0, 2),
-        plan(3.0, 1, 3, chunk(0, 4, 1, epoch=1)),
-        commit(4.0, 3, 0, epoch=1),
-        plan(4.0, 1, 4, decode(0, 5, epoch=1)),
-        commit(5.0, 4, 0, epoch=1),
-        plan(5.0, 1, 5, chunk(0, 0, 7, epoch=2)),
-        commit(6.0, 5, 0, epoch=2),
+        plan(3.0, 1, 3, chunk(0, 4, 1, num_preemptions=1)),
+        commit(4.0, 3, 0, num_preemptions=1),
+        plan(4.0, 1, 4, decode(0, 5, num_preemptions=1)),
+        commit(5.0, 4, 0, num_preemptions=1),
+        plan(5.0, 1, 5, chunk(0, 0, 7, num_preemptions=2)),
+        commit(6.0, 5, 0, num_preemptions=2),
     ])  # fmt: skip
     assert run.requests[0].num_preemptions == 2
     assert run.requests[0].line.num_tokens == 5
@@ -590,7 +596,7 @@ def test_snapshots_of_request_counts_are_made_when_the_count_has_changed() -> No
     engines = {f"engine-{index}": deployment() for index in range(8)}
     router = make_router("least-requests", 0)
     counts = count_all_calls(lambda: simulate_cluster(engines, jobs, router))
-    num_snapshots = counts[EngineGeneration.snapshot.__code__]
+    num_snapshots = counts[EngineEpoch.snapshot.__code__]
     assert len(jobs) < num_snapshots < MAX_SNAPSHOTS_PER_ARRIVAL * len(jobs)
 
 

@@ -83,7 +83,7 @@ class TimedSpan:
             max(count_blocks(rows, self._block_size) for rows in steps), self._block_size
         )
         backend.prepare_steps()
-        self._epoch = 0
+        self._step = 0
         self._num_sequences = 0
         self._max_model_len = length
 
@@ -103,19 +103,19 @@ class TimedSpan:
 
     def prepare(self, rows: StepRows, should_sample: bool = True) -> tuple[Batch, StageWork]:
         """Build a step, and return it with its work."""
-        self._epoch += 1
+        self._step += 1
         scheduled, first_block = [], 0
         for seq, (start, tokens) in enumerate(rows):
             end = first_block + count_blocks([(start, tokens)], self._block_size)
             blocks = list(range(first_block, end))
             first_block = end
             scheduled.append(
-                ScheduledRow(seq, self._epoch, start, tokens, blocks, [], should_sample)
+                ScheduledRow(seq, self._step, start, tokens, blocks, [], should_sample)
             )
             if seq == self._num_sequences:
                 self._register(seq)
-        plan = StepPlan(self._epoch, scheduled, [])
-        return self.executor.prepare(plan), compute_stage_work(self._epoch, scheduled)
+        plan = StepPlan(self._step, scheduled, [])
+        return self.executor.prepare(plan), compute_stage_work(self._step, scheduled)
 
     def time_step(self, rows: StepRows, should_sample: bool = True) -> tuple[StageWork, float]:
         """Compute a step; return its work and its seconds.

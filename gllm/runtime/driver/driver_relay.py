@@ -20,13 +20,13 @@ from gllm.scheduler.plan import StepTime
 
 
 class DriverRelay:
-    """Sessions of this machine's stages with the driver during one generation."""
+    """Sessions of this machine's stages with the driver during one epoch."""
 
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         run: int,
-        generation: int,
+        epoch: int,
         address: str,
         senders: Iterable[int],
         send: Callable[[StageFrame], None],
@@ -39,16 +39,16 @@ class DriverRelay:
         Args:
             context: of this process.
             run: number of the head's start.
-            generation: of the stages.
+            epoch: of the stages.
             address: to which they connect.
-            senders: workers of this machine in the generation.
+            senders: workers of this machine in the epoch.
             send: sends a frame to the head.
             clock: returns the offset of the head's clock; None without a session.
             on_lost: called some time after the end of a worker's session, unless this is closed
                 before, with the worker and the cause.
             lost_seconds: that time.
         """
-        self.generation = generation
+        self.epoch = epoch
         self._send = send
         self._clock = clock
         self._on_lost = on_lost
@@ -57,7 +57,7 @@ class DriverRelay:
         self._complete_until: dict[int, float] = {}
         """`complete_until` of the last StageTimes of each worker, by the head's clock."""
         self._hub = Hub(context, run, decode_for_driver)
-        self._hub.advance(generation)
+        self._hub.advance(epoch)
         self._hub.bind(address)
         for sender in senders:
             self._hub.expect(sender)
@@ -65,7 +65,7 @@ class DriverRelay:
 
     @property
     def num_stale(self) -> int:
-        """Messages of earlier generations and sessions that have ended."""
+        """Messages of earlier epochs and sessions that have ended."""
         return self._hub.num_stale
 
     def deliver(self, frame: StageFrame) -> None:
@@ -85,7 +85,7 @@ class DriverRelay:
             elif not isinstance(message, Hello):
                 payload = encode(message)
             if payload is not None:
-                self._send(StageFrame(sender, self.generation, payload))
+                self._send(StageFrame(sender, self.epoch, payload))
 
     def _convert(self, sender: int, message: StageTimes) -> bytes | None:
         """Return encoded step times by the head's clock; None if its offset is unknown."""

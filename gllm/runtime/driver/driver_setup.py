@@ -18,7 +18,7 @@ from gllm.scheduler.scheduler import Scheduler
 def create_scheduler(
     assignment: StageAssignment, config: SchedulerConfig
 ) -> tuple[Scheduler, StepLogWriter | None]:
-    """Create the scheduler of a generation.
+    """Create the scheduler of an epoch.
 
     Args:
         assignment: of the first stage.
@@ -44,7 +44,7 @@ def create_scheduler(
     )
     restart = RestartEvent(
         now,
-        assignment.placement.generation,
+        assignment.placement.epoch,
         assignment.restart_cause,
         assignment.num_resumed_requests,
         layers,

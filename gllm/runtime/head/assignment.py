@@ -1,7 +1,7 @@
-"""Assignments of a generation, to a machine and to its workers.
+"""Assignments of an epoch, to a machine and to its workers.
 
 A worker gets its identity once, over the pair of sockets that it has with its parent, and an
-assignment for each generation in which it has a place. This module imports no torch, because the
+assignment for each epoch in which it has a place. This module imports no torch, because the
 parent does not.
 """
 
@@ -43,11 +43,11 @@ def has_tcp_edges(config: EngineConfig, placement: Placement) -> bool:
 def resolve_scheduler(
     config: EngineConfig, placement: Placement, num_blocks: int | None = None
 ) -> SchedulerConfig:
-    """Return the scheduler's configuration of a generation.
+    """Return the scheduler's configuration of an epoch.
 
     Args:
         config: with max_model_len resolved.
-        placement: of the generation.
+        placement: of the epoch.
         num_blocks: number of KV blocks on each stage; None as long as it is not known.
 
     Raises:
@@ -67,14 +67,14 @@ def resolve_scheduler(
 
 
 class NodeAssignment(msgspec.Struct, frozen=True):
-    """Everything that a machine needs to know to run its part of a generation."""
+    """Everything that a machine needs to know to run its part of an epoch."""
 
     placement: Placement
     """Workers of all machines."""
     config: EngineConfig
     """With max_model_len resolved."""
     restart_cause: str = ""
-    """Reason for which the previous generation ended; empty in the first one."""
+    """Reason for which the previous epoch ended; empty in the first one."""
     num_resumed_requests: int = 0
     """Requests that will be submitted again."""
     is_probe: bool = False
@@ -93,7 +93,7 @@ class NodeAssignment(msgspec.Struct, frozen=True):
 
 
 class StageAssignment(msgspec.Struct, frozen=True, tag=True):
-    """Everything that a worker needs to know to run a stage during one generation."""
+    """Everything that a worker needs to know to run a stage during one epoch."""
 
     placement: Placement
     sender: int
@@ -102,7 +102,7 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True):
     """With max_model_len resolved."""
     model_folder: str
     driver_address: str
-    """Address that the driver of the generation binds."""
+    """Address that the driver of the epoch binds."""
     incoming: Edge | None = None
     """Edge from a worker of the previous stage; None on the first."""
     outgoing: list[Edge] = []
@@ -114,11 +114,11 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True):
     kv_memory: int | None = None
     """Descriptor of an empty file for the KV cache, which others map; None: in own memory."""
     restart_cause: str = ""
-    """Reason for which the previous generation ended; empty in the first one."""
+    """Reason for which the previous epoch ended; empty in the first one."""
     num_resumed_requests: int = 0
     """Requests that will be submitted again."""
     output_lengths: dict[int, list[int]] = {}
-    """Output lengths of earlier generations, by class, for the scheduler; empty elsewhere."""
+    """Output lengths of earlier epochs, by class, for the scheduler; empty elsewhere."""
     is_probe: bool = False
     """True if the worker only measures its speed; the layers are preliminary, and there are no
     descriptors and no driver."""
@@ -158,7 +158,7 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def has_driver(self) -> bool:
-        """True if the driver of the generation runs in this worker, the first rank of stage 0."""
+        """True if the driver of the epoch runs in this worker, the first rank of stage 0."""
         return (self.stage, self.rank) == (0, 0)
 
     @property
@@ -221,11 +221,11 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True):
 
 
 class KvMoverConnection(msgspec.Struct, frozen=True, tag=True):
-    """Channel from the driver of a generation to the KV mover, which has started."""
+    """Channel from the driver of an epoch to the KV mover, which has started."""
 
     sender: int
     """Worker with the driver."""
-    generation: int
+    epoch: int
     descriptor: int
     """Descriptor of the driver's end of a DescriptorChannel."""
 
@@ -275,7 +275,7 @@ def decode_parent_message(payload: bytes, descriptors: Sequence[int]) -> ParentM
     if isinstance(message, WorkerIdentity):
         return message
     if isinstance(message, KvMoverConnection):
-        return KvMoverConnection(message.sender, message.generation, received[message.descriptor])
+        return KvMoverConnection(message.sender, message.epoch, received[message.descriptor])
 
     def receive(descriptors: list[int]) -> list[int]:
         return [received[number] for number in descriptors]

@@ -1,7 +1,7 @@
 """Client of the driver in the parent process: requests out, token deltas back to their readers.
 
 While no driver is attached the running requests are parked; the next driver gets them again with
-the tokens that were delivered. Each generation has a new scheduler and new stage instances, whose
+the tokens that were delivered. Each epoch has a new scheduler and new stage instances, whose
 counters start at zero; the totals add them up, so that no counter decreases over a recovery.
 """
 
@@ -37,7 +37,7 @@ class EngineClient(RequestClient):
         """Number of micro-batches by their tokens, rounded up to a power of two."""
         self.coefficients: StepCostCoefficients | None = None
         """Latest fit of the time of a step on the slowest stage; None before the first. It stays
-        when a generation ends."""
+        when an epoch ends."""
         self._send: SendFunction | None = None
         """None while requests are parked."""
         self._choices: dict[int, SubmittedChoice] = {}
@@ -45,7 +45,7 @@ class EngineClient(RequestClient):
         self._last_progress = self._clock()
         """Time of the last finished step."""
         self.totals = ReportTotals()
-        """Reports, added up over all generations."""
+        """Reports, added up over all epochs."""
         self._is_reporting = False
         """False from the end of a scheduler to the start of the next one."""
         self._suspects: SuspectTracker[RequestStream] = SuspectTracker()
@@ -68,7 +68,7 @@ class EngineClient(RequestClient):
 
     @property
     def stats(self) -> SchedulerStats:
-        """State of the scheduler, with counters over all generations; parked choices wait."""
+        """State of the scheduler, with counters over all epochs; parked choices wait."""
         stats = self.totals.stats
         if self._send is not None and not self._is_isolating:
             return stats
@@ -116,7 +116,7 @@ class EngineClient(RequestClient):
         self._suspects.isolated = None
         self._is_isolating = self._is_reporting = False
         self._retired.clear()
-        self.totals.next_generation()
+        self.totals.next_epoch()
         self._notify()
 
     def on_death(self, seqs: Collection[int]) -> bool:
@@ -261,11 +261,11 @@ class EngineClient(RequestClient):
 
 
 class ReportTotals:
-    """Latest reports of the running generation plus the final counters of the earlier ones."""
+    """Latest reports of the running epoch plus the final counters of the earlier ones."""
 
     def __init__(self) -> None:
         self.latest_stats = SchedulerStats()
-        """Latest report of the running generation's scheduler."""
+        """Latest report of the running epoch's scheduler."""
         self._past_stats = SchedulerStats()
         self._ranks: dict[tuple[int, int], StageUtilization] = {}
         self._past_ranks: dict[tuple[int, int], StageUtilization] = {}
@@ -276,7 +276,7 @@ class ReportTotals:
 
     @property
     def stats(self) -> SchedulerStats:
-        """Gauges of the running generation, and counters of all generations."""
+        """Gauges of the running epoch, and counters of all epochs."""
         past, present = self._past_stats, self.latest_stats
         return present._replace(
             steps=past.steps + present.steps,
@@ -325,8 +325,8 @@ class ReportTotals:
         else:
             self._ranks[report.stage, report.rank] = report
 
-    def next_generation(self) -> None:
-        """Keep the counters of the generation that has ended; its gauges become zero."""
+    def next_epoch(self) -> None:
+        """Keep the counters of the epoch that has ended; its gauges become zero."""
         stats, ranks, bubbles = self.stats, self.rank_loads, self.bubbles
         self._past_stats, self._past_ranks, self._past_bubbles = stats, ranks, bubbles
         self.latest_stats, self._ranks, self._bubbles = SchedulerStats(), {}, BubbleReport()

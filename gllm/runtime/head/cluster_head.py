@@ -163,7 +163,7 @@ class ClusterHead:
             for name, session in self.hub.sessions.items()
         }
 
-    def publish_state(self, state: str, cause: str, generation: int) -> None:
+    def publish_state(self, state: str, cause: str, epoch: int) -> None:
         """Send the engine's state to all agents, if it has changed."""
         if self._supervisor is None:
             return
@@ -174,7 +174,7 @@ class ClusterHead:
             membership.note_cause(name, f"it was not drained: {reason}")
         for name in self.hub.sessions if stages else ():
             membership.set_spare(name, name not in stages)
-        message = EngineState(state, cause, generation)
+        message = EngineState(state, cause, epoch)
         if message != self.published_state:
             self.published_state = message
             self.hub.broadcast(message)

@@ -83,7 +83,7 @@ class DeathLog:
         self._crashes = CrashFolder(crash_folder)
 
     def begin_recovery(self, kind: str, cause: str) -> None:
-        """Count a death, a loss or a planned change that ends a generation which was ready.
+        """Count a death, a loss or a planned change that ends an epoch which was ready.
 
         Args:
             kind: of the death; `node` for the loss of a node, `link` for that of its connections;
@@ -100,20 +100,20 @@ class DeathLog:
         return seconds
 
     def keep_evidence(
-        self, death: WorkerDeath, generation: int, num_requests: int, suspects: Collection[int]
+        self, death: WorkerDeath, epoch: int, num_requests: int, suspects: Collection[int]
     ) -> Path | None:
         """Write what is known about a death; return the file, None if it cannot be written.
 
         Args:
             death: the death.
-            generation: number of the generation that it ended.
+            epoch: number of the epoch that it ended.
             num_requests: requests in the engine.
             suspects: wire ids of the sequences with rows in uncommitted plans.
         """
         heartbeat = self.heartbeats.pop(death.sender, None)
         try:
             sections = {
-                "Cause": f"{death.cause}\nkind: {death.kind}, generation {generation}",
+                "Cause": f"{death.cause}\nkind: {death.kind}, epoch {epoch}",
                 "Requests": f"{num_requests} in the engine; sequences in uncommitted plans: "
                 f"{', '.join(map(str, sorted(suspects))) or 'none'}",
                 "Last heartbeat": "" if heartbeat is None else str(heartbeat),

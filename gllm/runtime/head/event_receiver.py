@@ -16,7 +16,7 @@ from gllm.messages.handoff import FirstChunkComputed, KvPushStarted
 from gllm.messages.kv_cache import KvCacheEvents
 from gllm.messages.kv_transfer import KvMoverStuck, KvTransferTotals
 from gllm.messages.lifecycle import (
-    GenerationClosed,
+    EpochClosed,
     Heartbeat,
     Hello,
     LayersPrepared,
@@ -111,8 +111,8 @@ class EventReceiver:
                 None if cluster is None else self._group.is_silent,
             )
 
-    def begin_generation(self, placement: Placement) -> None:
-        """Expect the reports of a generation's workers."""
+    def begin_epoch(self, placement: Placement) -> None:
+        """Expect the reports of an epoch's workers."""
         self._loading.clear()
         if self._liveness is not None:
             self._liveness.watch(placement)
@@ -195,12 +195,12 @@ class EventReceiver:
             case StageReady(kv_layout=layout):
                 self._supervisor.kv_mover.add_layout(sender, layout)
                 return self._recovery.on_ready(sender, now)
-            case GenerationClosed():
+            case EpochClosed():
                 return self._recovery.on_closed(sender, now)
         return []
 
     def _on_utilization(self, message: StageUtilization) -> None:
-        """Begin a generation with other layers if they have been faster for long enough."""
+        """Begin an epoch with other layers if they have been faster for long enough."""
         if self._recovery.state is not RecoveryState.READY or message.rank:
             return
         now = time.monotonic()
@@ -236,7 +236,7 @@ class EventReceiver:
         )
 
     def on_warm_up_failed(self, driver: int, error: str) -> None:
-        """Handle the error of a generation's first step, which its driver has reported."""
+        """Handle the error of an epoch's first step, which its driver has reported."""
         cause = f"the warm-up step failed: {error}"
         self._on_death(driver, "failed", cause, self._recovery.on_failed)
 
@@ -296,7 +296,7 @@ class EventReceiver:
             self._execute(report(sender, cause, now, False))
             return
         was_ready = recovery.state is RecoveryState.READY
-        num_requests, generation = self._client.num_requests, recovery.generation
+        num_requests, epoch = self._client.num_requests, recovery.epoch
         suspects = self._supervisor.read_suspects() if was_ready else set()
         is_poison = was_ready and self._client.on_death(suspects)
         stacks = stacks or self._read_stacks(sender)
@@ -304,7 +304,7 @@ class EventReceiver:
         actions = report(sender, cause, now, is_poison)
         if was_ready and not any(isinstance(action, GiveUp) for action in actions):
             self._deaths.begin_recovery(kind, cause)
-        evidence = self._deaths.keep_evidence(death, generation, num_requests, suspects)
+        evidence = self._deaths.keep_evidence(death, epoch, num_requests, suspects)
         self._execute(actions)
         if not recovery.is_over:
             log.warning(
@@ -381,24 +381,22 @@ class EventReceiver:
                 remote.on_stacks(sender, stacks)
             case WorkerSessionLost(sender, cause) if sender in remote.workers:
                 self.on_session_lost(sender, cause)
-            case AssignmentFailed(generation, cause) if self._is_preparing(generation):
+            case AssignmentFailed(epoch, cause) if self._is_preparing(epoch):
                 log.warning(
-                    "the layers of generation %d are loaded later: node %s: %s",
-                    generation,
+                    "the layers of epoch %d are loaded later: node %s: %s",
+                    epoch,
                     session.name,
                     cause,
                 )
                 now = time.monotonic()
-                self._execute(self._recovery.on_preparation_failed(generation, now))
-            case AssignmentFailed(generation, cause) if (
-                session.name in self._supervisor.node_stages
-            ):
+                self._execute(self._recovery.on_preparation_failed(epoch, now))
+            case AssignmentFailed(epoch, cause) if session.name in self._supervisor.node_stages:
                 cause = f"node {session.name} could not assign the stages: {cause}"
-                self._on_generation_failed(generation, cause)
-            case EdgeOpened(generation, edge) if edges.has_end(edge, session.name):
-                self._supervisor.on_edge_opened(generation, edge)
-            case EdgeLost(generation, edge, cause) if edges.has_end(edge, session.name):
-                self.on_edge_lost(generation, edge, cause)
+                self._on_epoch_failed(epoch, cause)
+            case EdgeOpened(epoch, edge) if edges.has_end(edge, session.name):
+                self._supervisor.on_edge_opened(epoch, edge)
+            case EdgeLost(epoch, edge, cause) if edges.has_end(edge, session.name):
+                self.on_edge_lost(epoch, edge, cause)
             case _:
                 # About a worker or an edge that is gone, or is none of this node.
                 self._channels.drop()
@@ -417,9 +415,9 @@ class EventReceiver:
         else:
             self._on_node_gone(session.name, f"{node} was lost: {cause}", is_death)
 
-    def on_edge_lost(self, generation: int, edge: int, cause: str) -> None:
-        """Handle an edge between nodes that stays disconnected: the generation ends."""
-        lost = self._supervisor.edges.on_lost(generation, edge, time.monotonic())
+    def on_edge_lost(self, epoch: int, edge: int, cause: str) -> None:
+        """Handle an edge between nodes that stays disconnected: the epoch ends."""
+        lost = self._supervisor.edges.on_lost(epoch, edge, time.monotonic())
         if lost is None:
             return
         pair, is_repeated = lost
@@ -436,7 +434,7 @@ class EventReceiver:
                 REPEAT_SECONDS,
             )
         if not (is_repeated and self._exchange(name, cause)):
-            self._on_generation_failed(generation, cause)
+            self._on_epoch_failed(epoch, cause)
 
     @property
     def _num_workers(self) -> int:
@@ -504,20 +502,20 @@ class EventReceiver:
             self._deaths.heartbeats.pop(sender, None)
         now = time.monotonic()
         actions = self._recovery.on_node_lost(node, cause, now, is_death, is_poison, has_left)
-        self._end_generation(actions, cause, was_ready)
+        self._end_epoch(actions, cause, was_ready)
         if node in self._recovery.vacant_nodes and not has_left:
             seconds = self._recovery.return_until - now
             log.info("the stages of node %s wait for it, for at most %.1f s", node, seconds)
         if is_poison:
             log.warning("a request that was computed on node %s has caused this and ends", node)
 
-    def _on_generation_failed(self, generation: int, cause: str) -> None:
-        """Report a generation whose workers on different nodes cannot reach each other."""
-        if self._recovery.is_over or generation != self._recovery.generation:
+    def _on_epoch_failed(self, epoch: int, cause: str) -> None:
+        """Report an epoch whose workers on different nodes cannot reach each other."""
+        if self._recovery.is_over or epoch != self._recovery.epoch:
             return
         was_ready = self._recovery.state is RecoveryState.READY
-        actions = self._recovery.on_generation_failed(generation, cause, time.monotonic())
-        self._end_generation(actions, cause, was_ready, "link")
+        actions = self._recovery.on_epoch_failed(epoch, cause, time.monotonic())
+        self._end_epoch(actions, cause, was_ready, "link")
 
     def _exchange(self, name: str, cause: str) -> bool:
         """Give the stages of a node that is not lost to spares; return False if there are none.
@@ -538,15 +536,15 @@ class EventReceiver:
         self._on_joined(session, [], is_spare=True)
         return True
 
-    def _is_preparing(self, generation: int) -> bool:
-        """Return True if a generation is that of a planned change, which is being prepared."""
+    def _is_preparing(self, epoch: int) -> bool:
+        """Return True if an epoch is that of a planned change, which is being prepared."""
         is_ready = self._recovery.state is RecoveryState.READY
-        return is_ready and generation == self._recovery.generation + 1
+        return is_ready and epoch == self._recovery.epoch + 1
 
-    def _end_generation(
+    def _end_epoch(
         self, actions: list[Action], cause: str, was_ready: bool, kind: str = "node"
     ) -> None:
-        """Log the end of a generation and execute what follows."""
+        """Log the end of an epoch and execute what follows."""
         num_requests = self._client.num_requests
         if was_ready and not any(isinstance(action, GiveUp) for action in actions):
             self._deaths.begin_recovery(kind, cause)

@@ -63,7 +63,7 @@ class KvEventSource:
 
         Args:
             on_events: called with each change. The first one is a snapshot, which may come within
-                this call. At the end of a generation the cache is reported as empty.
+                this call. At the end of an epoch the cache is reported as empty.
             with_tokens: True if changes have the token ids of stored blocks. Those that were stored
                 before the first such subscription have none.
 

@@ -1,9 +1,9 @@
 """KV mover of an engine in its head process: the `gllm-link` process and the caches that it opens.
 
-The caches of a generation are opened once all of its workers are ready. The driver then commands
+The caches of an epoch are opened once all of its workers are ready. The driver then commands
 the process directly, over a pair of sockets that this module makes for both. If the process dies,
 the driver reads the end of its channel; the next process opens the same caches, under another
-endpoint and with another channel. Nothing of an earlier generation reaches a later driver.
+endpoint and with another channel. Nothing of an earlier epoch reaches a later driver.
 """
 
 import logging
@@ -37,9 +37,9 @@ CreateChannels = Callable[[], tuple[DescriptorChannel, DescriptorChannel]]
 
 @dataclass
 class _OpenCaches:
-    """KV caches of the present generation."""
+    """KV caches of the present epoch."""
 
-    generation: int
+    epoch: int
     layouts: list[KvLayout] = field(default_factory=list)
     descriptors: list[int] = field(default_factory=list)
     """Own descriptors of the memory of each worker, in the order of the layouts."""
@@ -61,7 +61,7 @@ class EngineKvMover:
         """Create a mover without caches; the process starts with the first ones.
 
         Args:
-            connect_driver: gives the driver of a generation the descriptor of its end of the
+            connect_driver: gives the driver of an epoch the descriptor of its end of the
                 channel to the process, which stays the caller's.
             backend: `EngineConfig.kv_transfer`; None for an engine without transfers.
             encoding: of fetches over TCP, a name of LINK_ENCODINGS.
@@ -75,7 +75,7 @@ class EngineKvMover:
         self.digest = ""
         """Digest of all that decides the numbers in the caches; empty before the start."""
         self.totals = KvTransferTotals()
-        """Counters over all generations, as the drivers report them."""
+        """Counters over all epochs, as the drivers report them."""
         self.create_channels: CreateChannels = create_channels
         """Makes the two ends of a channel: that of the driver, and that of the process."""
         self.on_change: Callable[[], None] = lambda: None
@@ -89,7 +89,7 @@ class EngineKvMover:
         identity = LinkIdentity(0, "kv", address, bool(address), accepts_engines=bool(address))
         self._child = create_child(identity, self._certificate, self)
         self._layouts: dict[int, KvLayout] = {}
-        """Layouts of the present generation's workers, by sender."""
+        """Layouts of the present epoch's workers, by sender."""
         self._caches: _OpenCaches | None = None
 
     @property
@@ -112,17 +112,17 @@ class EngineKvMover:
         if layout is not None:
             self._layouts[sender] = layout
 
-    def open(self, generation: int, senders: Iterable[int], memory: Mapping[int, int]) -> None:
-        """Serve the caches of a generation, whose workers are all ready.
+    def open(self, epoch: int, senders: Iterable[int], memory: Mapping[int, int]) -> None:
+        """Serve the caches of an epoch, whose workers are all ready.
 
         Args:
-            generation: its number.
+            epoch: its number.
             senders: its workers.
             memory: descriptor of the memory of each worker's cache, which stays the caller's.
         """
         if self._backend is None:
             return
-        self._caches = caches = _OpenCaches(generation)
+        self._caches = caches = _OpenCaches(epoch)
         try:
             for sender in senders:
                 caches.layouts.append(self._layouts[sender])
@@ -140,7 +140,7 @@ class EngineKvMover:
         if was_running:
             self._open_caches(caches)
 
-    def end_generation(self) -> None:
+    def end_epoch(self) -> None:
         """Close the caches, because their driver has ended."""
         self._layouts.clear()
         if self._caches is None:
@@ -160,7 +160,7 @@ class EngineKvMover:
     def close(self) -> None:
         """End the process, at once."""
         self.on_change = lambda: None
-        self.end_generation()
+        self.end_epoch()
         self._child.close()
         if self._certificate is not None:
             self._certificate.close()
@@ -176,7 +176,7 @@ class EngineKvMover:
         caches = self._caches
         if not isinstance(message, KvCachesOpened) or caches is None:
             return
-        if message.generation != caches.generation:
+        if message.epoch != caches.epoch:
             return
         if message.cause:
             log.warning("no KV blocks are transferred: %s", message.cause)
@@ -207,10 +207,10 @@ class EngineKvMover:
             return
         try:
             self._child.send(
-                OpenKvCaches(caches.generation, caches.layouts, self._backend, self._encoding),
+                OpenKvCaches(caches.epoch, caches.layouts, self._backend, self._encoding),
                 [*caches.descriptors, mover_end.fileno()],
             )
-            self._connect_driver(caches.generation, driver_end.fileno())
+            self._connect_driver(caches.epoch, driver_end.fileno())
         finally:
             driver_end.close()
             mover_end.close()

@@ -1,6 +1,6 @@
 """Division of the layers among the stages: by weights, by measured speeds, and by step times.
 
-The planner runs in the head process and proposes divisions; the supervisor starts the generations
+The planner runs in the head process and proposes divisions; the supervisor starts the epochs
 that use them. This module imports no torch.
 """
 
@@ -117,16 +117,16 @@ class LayerPlanner:
         self._machines: dict[str, Machine] = {}
         """Machines at the start, by the name of the node; empty for this one alone."""
         self._served: tuple[list[StageLoaded], list[str], list[int]] | None = None
-        """Reports, and node and degree of each stage, of the last generation that was ready."""
+        """Reports, and node and degree of each stage, of the last epoch that was ready."""
 
     @property
     def layers(self) -> list[range]:
-        """Layers of each stage, from the next generation on."""
+        """Layers of each stage, from the next epoch on."""
         return list(self._layers)
 
     @property
     def bounds(self) -> Bounds:
-        """First layer of each stage and first layer after it, from the next generation on."""
+        """First layer of each stage and first layer after it, from the next epoch on."""
         return [(part.start, part.stop) for part in self._layers]
 
     @property
@@ -184,7 +184,7 @@ class LayerPlanner:
         return replace(memory, limit_bytes=total / num_workers[self._nodes[stage]])
 
     def change_shape(self, shape: NodeShape) -> None:
-        """Note other stages, or other nodes of the stages, from the next generation on."""
+        """Note other stages, or other nodes of the stages, from the next epoch on."""
         unique_nodes = dict.fromkeys(shape.nodes)
         log.info(
             "layers per stage: %s, on these machines: %s",
@@ -269,10 +269,10 @@ class LayerPlanner:
         )
         return extended if before / after - 1 > self._limits.min_gain else None
 
-    def begin_generation(self, loaded: Sequence[StageLoaded]) -> None:
-        """Start to compare the step times of a generation, which has the current layers.
+    def begin_epoch(self, loaded: Sequence[StageLoaded]) -> None:
+        """Start to compare the step times of an epoch, which has the current layers.
 
-        loaded: reports of the generation's workers.
+        loaded: reports of the epoch's workers.
         """
         self._served = list(loaded), list(self._nodes), list(self._degrees)
         if self._memory is None:
@@ -283,7 +283,7 @@ class LayerPlanner:
     def _measure_nodes(self) -> NodeMemory | None:
         """Return what all layers need, and the memory of each node and stage.
 
-        As of the last generation that was ready; None before the first.
+        As of the last epoch that was ready; None before the first.
         """
         if self._served is None:
             return None

@@ -1,6 +1,6 @@
 """Edges to other machines by a `gllm-link` process, which starts with the first of them.
 
-A process that is started again gets the edges of the present generation anew; this end keeps their
+A process that is started again gets the edges of the present epoch anew; this end keeps their
 descriptors for that. The workers notice nothing, because the rings stay. This module imports no
 torch.
 """
@@ -62,10 +62,10 @@ class LinkProcess:
             0, node, listen, certificate is not None, congestion, policy, encoding, node_timeout
         )
         self._child = LinkChild(identity, certificate, self)
-        self._on_opened: Callable[[int, int], None] = lambda generation, edge: None
-        self._on_lost: Callable[[int, int, str], None] = lambda generation, edge, cause: None
+        self._on_opened: Callable[[int, int], None] = lambda epoch, edge: None
+        self._on_lost: Callable[[int, int, str], None] = lambda epoch, edge, cause: None
         self._edges: dict[tuple[int, int], tuple[OpenLinkEdge, list[int]]] = {}
-        """Open edges by generation and number: the command and own descriptors."""
+        """Open edges by epoch and number: the command and own descriptors."""
 
     @property
     def process(self) -> ChildProcess | None:
@@ -87,9 +87,9 @@ class LinkProcess:
 
         Args:
             run: number of the head's start.
-            on_opened: called with generation and number of an edge that is connected and whose
+            on_opened: called with epoch and number of an edge that is connected and whose
                 receiving end is here; again after a restart of the process.
-            on_lost: called with generation and number of an edge that cannot be connected, and the
+            on_lost: called with epoch and number of an edge that cannot be connected, and the
                 cause.
         """
         self._on_opened, self._on_lost = on_opened, on_lost
@@ -111,7 +111,7 @@ class LinkProcess:
         Raises:
             OSError: the system has no process or descriptor left.
         """
-        key = command.generation, command.edge
+        key = command.epoch, command.edge
         descriptors: list[int] = []
         try:
             descriptors.extend(os.dup(each) for each in edge.descriptors)
@@ -124,12 +124,12 @@ class LinkProcess:
         if self._child.is_running:
             self._child.send(command, descriptors)
 
-    def close_edges(self, generation: int) -> None:
-        """Close the edges of a generation and of all earlier ones."""
-        ended = [key for key in self._edges if key[0] <= generation]
+    def close_edges(self, epoch: int) -> None:
+        """Close the edges of an epoch and of all earlier ones."""
+        ended = [key for key in self._edges if key[0] <= epoch]
         self._close_descriptors(ended)
         if ended and self._child.is_running:
-            self._child.send(CloseLinkEdges(generation))
+            self._child.send(CloseLinkEdges(epoch))
 
     def close(self) -> None:
         """End the process, at once; nothing is reported any more."""
@@ -146,13 +146,13 @@ class LinkProcess:
     def on_message(self, message: LinkMessage) -> None:
         """See LinkOwner."""
         match message:
-            case LinkEdgeOpened(generation, edge):
-                opened = self._edges.get((generation, edge))
+            case LinkEdgeOpened(epoch, edge):
+                opened = self._edges.get((epoch, edge))
                 if opened is not None and not opened[0].is_sender:
-                    self._on_opened(generation, edge)
-            case LinkEdgeLost(generation, edge, cause):
-                if (generation, edge) in self._edges:
-                    self._on_lost(generation, edge, cause)
+                    self._on_opened(epoch, edge)
+            case LinkEdgeLost(epoch, edge, cause):
+                if (epoch, edge) in self._edges:
+                    self._on_lost(epoch, edge, cause)
             case LinkReport():
                 self.links, self.refused = message.links, message.refused
                 self.num_malformed = self._num_malformed_before + message.num_malformed

@@ -19,7 +19,7 @@ DUMP_SECONDS = 0.3
 
 
 class LivenessWatch:
-    """Checks the workers of the present generation, and logs the stacks of frozen ones."""
+    """Checks the workers of the present epoch, and logs the stacks of frozen ones."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class LivenessWatch:
         self._timer = self._loop.call_later(self._detector.check_seconds, self._check)
 
     def watch(self, placement: Placement) -> None:
-        """Watch the workers of a new generation and no others."""
+        """Watch the workers of a new epoch and no others."""
         self._placement = placement
         self._detector.watch(placement.senders)
 

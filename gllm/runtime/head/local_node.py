@@ -163,7 +163,7 @@ class LocalNode(Node):
             os.close(self._kernel_ratios)
             self._kernel_ratios = None
         self.close_kv_memory()
-        self.on_generation_ready()
+        self.on_epoch_ready()
 
     def connect_kv_mover(self, connection: KvMoverConnection) -> None:
         """Give the driver its end of a channel to the KV mover."""

@@ -36,8 +36,8 @@ class RemoteEdges(Protocol):
     def open(self, command: OpenLinkEdge, edge: Edge) -> None:
         """Connect this machine's end of an edge; see LinkProcess."""
 
-    def close_edges(self, generation: int) -> None:
-        """Close the edges of a generation and of all earlier ones."""
+    def close_edges(self, epoch: int) -> None:
+        """Close the edges of an epoch and of all earlier ones."""
 
 
 class Node(ABC):
@@ -54,11 +54,11 @@ class Node(ABC):
         self.remote_edges: RemoteEdges | None = None
         """Connects edges to other machines; None in an engine on one machine."""
         self.kv_memory: dict[int, int] = {}
-        """Descriptors of the files in which the workers of the present generation have their KV
+        """Descriptors of the files in which the workers of the present epoch have their KV
         caches, by sender; empty without --kv-transfer. They are closed by the next `assign`."""
         self._name = name
         self._driver_folder: Path | None = None
-        """Private folder of the socket of the current generation's driver."""
+        """Private folder of the socket of the current epoch's driver."""
 
     @abstractmethod
     def watch(self, on_exit: OnExit) -> None:
@@ -136,7 +136,7 @@ class Node(ABC):
         """Let each of this machine's workers in a placement load its layers beside its stage.
 
         Args:
-            placement: of the next generation.
+            placement: of the next epoch.
             config: of the engine, with max_model_len resolved.
             folder: of the model.
             change: number of the planned change.
@@ -159,19 +159,19 @@ class Node(ABC):
         """Send each of this machine's workers its stage, with new files and driver's address.
 
         Args:
-            assignment: of the next generation.
+            assignment: of the next epoch.
             folder: of the model.
             plan_record: descriptor of the file for the driver's plans in flight; stays open here.
-            output_lengths: output lengths of earlier generations, for the scheduler.
+            output_lengths: output lengths of earlier epochs, for the scheduler.
 
         Raises:
             OSError: a file cannot be created; no worker was sent anything.
             ValueError: the nodes of an edge cannot reach each other; no worker was sent anything.
         """
-        self.on_generation_ready()
+        self.on_epoch_ready()
         placement = assignment.placement
         if self.remote_edges is not None:
-            self.remote_edges.close_edges(placement.generation - 1)
+            self.remote_edges.close_edges(placement.epoch - 1)
         self._driver_folder = Path(tempfile.mkdtemp(prefix=f"{self._name}-driver-"))
         self.close_kv_memory()
         with ExitStack() as files:
@@ -212,7 +212,7 @@ class Node(ABC):
         """Return new edges, and a new region for each stage with several ranks.
 
         Args:
-            assignment: of the next generation.
+            assignment: of the next epoch.
             files: closes the descriptors in this process.
 
         Raises:
@@ -262,7 +262,7 @@ class Node(ABC):
         """Connect this machine's end of an edge to another machine.
 
         Args:
-            assignment: of the next generation.
+            assignment: of the next epoch.
             number: of the edge.
             edge: files of this machine's end.
             nodes: machine that sends, machine that receives.
@@ -277,7 +277,7 @@ class Node(ABC):
         peer = target if is_sender else source
         assert self.remote_edges is not None, "an engine on several machines has links"
         command = OpenLinkEdge(
-            assignment.placement.generation,
+            assignment.placement.epoch,
             number,
             is_sender,
             dials == is_sender,
@@ -286,7 +286,7 @@ class Node(ABC):
         )
         self.remote_edges.open(command, edge)
 
-    def on_generation_ready(self) -> None:
+    def on_epoch_ready(self) -> None:
         """Remove the driver's address: all workers have connected, and nothing else may."""
         if self._driver_folder is not None:
             shutil.rmtree(self._driver_folder, ignore_errors=True)

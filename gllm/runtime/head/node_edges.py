@@ -28,15 +28,15 @@ MIN_CHANGE = 0.02
 
 
 class EdgeGate:
-    """Edges between nodes of one generation that are not connected, and pairs that fail often."""
+    """Edges between nodes of one epoch that are not connected, and pairs that fail often."""
 
     def __init__(self) -> None:
-        self._generation = 0
+        self._epoch = 0
         self._pairs: dict[int, NodePair] = {}
         """Nodes of the edges between nodes, by the edge's number."""
         self._missing: set[int] = set()
         self._lost: set[int] = set()
-        """Edges of the generation that were lost; both ends report it."""
+        """Edges of the epoch that were lost; both ends report it."""
         self._losses: dict[NodePair, deque[float]] = {}
         """Times of the last two losses."""
 
@@ -51,31 +51,31 @@ class EdgeGate:
         return [self._pairs[edge] for edge in sorted(self._missing)]
 
     def has_end(self, edge: int, node: str) -> bool:
-        """Return True if an edge of the generation begins or ends on a node."""
+        """Return True if an edge of the epoch begins or ends on a node."""
         return node in self._pairs.get(edge, ())
 
     def begin(self, placement: Placement) -> None:
-        """Wait for the edges of a generation."""
-        self._generation = placement.generation
+        """Wait for the edges of an epoch."""
+        self._epoch = placement.epoch
         self._pairs = remote_edges(placement)
         self._missing = set(self._pairs)
         self._lost.clear()
 
-    def on_opened(self, generation: int, edge: int) -> bool:
+    def on_opened(self, epoch: int, edge: int) -> bool:
         """Handle the report that an edge is connected; return True if it was the last one."""
-        if generation != self._generation or edge not in self._missing:
+        if epoch != self._epoch or edge not in self._missing:
             return False
         self._missing.discard(edge)
         return self.is_open
 
-    def on_lost(self, generation: int, edge: int, now: float) -> tuple[NodePair, bool] | None:
+    def on_lost(self, epoch: int, edge: int, now: float) -> tuple[NodePair, bool] | None:
         """Handle the loss of an edge.
 
         Returns:
             Its nodes, and True if edges between them were lost twice within REPEAT_SECONDS. None if
-            it is no edge of the present generation, or was lost before.
+            it is no edge of the present epoch, or was lost before.
         """
-        if generation != self._generation or edge not in self._pairs or edge in self._lost:
+        if epoch != self._epoch or edge not in self._pairs or edge in self._lost:
             return None
         self._lost.add(edge)
         pair = self._pairs[edge]
@@ -110,7 +110,7 @@ class LinkTimesReporter:
 
         Args:
             read: returns the present times; None while no driver can use them.
-            send: sends a message to the driver of the present generation.
+            send: sends a message to the driver of the present epoch.
             report_seconds: time between two looks at the measurements.
         """
         self._read = read
@@ -145,7 +145,7 @@ def collect_link_times(
     Several edges between two stages share the way between their machines: the slowest one counts.
 
     Args:
-        placement: of the generation.
+        placement: of the epoch.
         links: data connections that each node has reported, by its name in the placement.
         round_trips: seconds between the head and each other node; None before the first heartbeats.
 

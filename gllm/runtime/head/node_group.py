@@ -6,7 +6,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from gllm.config.engine import EngineConfig
-from gllm.messages.nodes import AssignStages, DumpStacks, EndWorker, GenerationReady, StartWorker
+from gllm.messages.nodes import AssignStages, DumpStacks, EndWorker, EpochReady, StartWorker
 from gllm.options.addresses import format_host_port
 from gllm.recovery.liveness import ProcessSample
 from gllm.recovery.placement import LOCAL_NODE, Placement, source_dials
@@ -97,8 +97,8 @@ class RemoteNode:
 
     def assign(self, assignment: NodeAssignment) -> None:
         """Send the agent its part; it knows its own folder of the model."""
-        generation = assignment.placement.generation
-        self.session.send(AssignStages(generation, encode_node_assignment(assignment)))
+        epoch = assignment.placement.epoch
+        self.session.send(AssignStages(epoch, encode_node_assignment(assignment)))
 
 
 class NodeGroup(Node):
@@ -119,8 +119,8 @@ class NodeGroup(Node):
         self._nodes: dict[int, RemoteNode] = {}
         """Node of each worker of another machine."""
         self._assigned: list[RemoteNode] = []
-        """Nodes of the present generation."""
-        self._generation = 0
+        """Nodes of the present epoch."""
+        self._epoch = 0
         self.proxies: DriverProxies | None = None
         """Sessions with the driver in place of other nodes' workers; None without such nodes."""
         self._on_exit: OnExit | None = None
@@ -262,22 +262,22 @@ class NodeGroup(Node):
                 source_dials(ends[0].node, ends[0].address, ends[1].node, ends[1].address)
             assignment = replace(assignment, peers=peers)
         self.local.assign(assignment, folder, plan_record, output_lengths)
-        self._generation, self._assigned = placement.generation, self._remotes_of(placement)
+        self._epoch, self._assigned = placement.epoch, self._remotes_of(placement)
         if self.proxies is not None:
             sends = {
                 worker.sender: self.remotes[worker.node].session.send
                 for worker in placement.workers
                 if worker.node != LOCAL_NODE
             }
-            self.proxies.begin(placement.generation, self.local.driver_address, sends)
+            self.proxies.begin(placement.epoch, self.local.driver_address, sends)
         for remote in self._assigned:
             remote.assign(assignment)
 
-    def on_generation_ready(self) -> None:
+    def on_epoch_ready(self) -> None:
         """See Node."""
-        self.local.on_generation_ready()
+        self.local.on_epoch_ready()
         for remote in self._assigned:
-            remote.session.send(GenerationReady(self._generation))
+            remote.session.send(EpochReady(self._epoch))
 
     def _send(self, assignment: StageAssignment) -> None:
         raise AssertionError("each node sends the assignments of its workers")

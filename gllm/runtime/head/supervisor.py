@@ -24,12 +24,12 @@ from gllm.messages.base import WireMessage
 from gllm.messages.codec import decode_for_head
 from gllm.messages.control import CommandDone, ResetPrefixCache
 from gllm.messages.handoff import HandoffCommand
-from gllm.messages.lifecycle import CloseGeneration, InitializeCache, Shutdown, StageLoaded
+from gllm.messages.lifecycle import CloseEpoch, InitializeCache, Shutdown, StageLoaded
 from gllm.models.identity import describe_numerics
 from gllm.observability.logs import LogConfig
 from gllm.recovery.actions import (
     Action,
-    AssignGeneration,
+    AssignEpoch,
     AttachClient,
     BeginChange,
     ChangeShape,
@@ -189,18 +189,18 @@ class Supervisor:
         )
         self.kv_mover.on_change = self._notify_changed
         self.loaded: dict[int, StageLoaded] = {}
-        """Reports of the present generation's workers, by sender."""
+        """Reports of the present epoch's workers, by sender."""
         self.num_blocks = 0
         """KV blocks of each worker; 0 before the weights are loaded."""
         self.kv_bytes = 0
         """Bytes of the KV cache over all workers."""
         self.edges = EdgeGate()
-        """Edges between machines of the present generation."""
+        """Edges between machines of the present epoch."""
         self._on_progress = on_progress
         self._block_nodes: list[str] = []
         """Name of the node of each worker when the KV blocks were counted."""
         self._plan_record: int | None = None
-        """Descriptor of the record of the plans in flight of the present generation."""
+        """Descriptor of the record of the plans in flight of the present epoch."""
         self._actions: deque[Action] = deque()
         """Actions that have not been executed."""
         self._is_executing = False
@@ -258,17 +258,17 @@ class Supervisor:
 
     @property
     def senders(self) -> list[int]:
-        """Workers of the present generation, by stage, then by rank."""
+        """Workers of the present epoch, by stage, then by rank."""
         return [] if self.recovery.placement is None else self.recovery.placement.senders
 
     @property
     def node_stages(self) -> dict[str, list[int]]:
-        """Stages of each node in the present generation, by its name."""
+        """Stages of each node in the present epoch, by its name."""
         return {} if self.recovery.placement is None else self.recovery.placement.node_stages
 
     @property
     def num_stale_frames(self) -> int:
-        """Messages of earlier generations that arrived late and were dropped."""
+        """Messages of earlier epochs that arrived late and were dropped."""
         num_proxied = 0 if self.group is None else self.group.num_stale
         return self.channels.num_stale + num_proxied if self._has_connections else 0
 
@@ -377,15 +377,15 @@ class Supervisor:
         return await self.commands.run(create, self.channels, self.senders[:num_workers])
 
     def send_to_driver(self, message: WireMessage) -> None:
-        """Send a message to the driver of the present generation."""
+        """Send a message to the driver of the present epoch."""
         assert self.recovery.placement is not None
         self.channels.send(self.recovery.placement.workers[0].sender, message)
 
-    def _connect_kv_mover(self, generation: int, descriptor: int) -> None:
+    def _connect_kv_mover(self, epoch: int, descriptor: int) -> None:
         """Give the present driver its end of a channel to the KV mover."""
         assert self.recovery.placement is not None
         driver = self.recovery.placement.workers[0].sender
-        self.nodes.connect_kv_mover(KvMoverConnection(driver, generation, descriptor))
+        self.nodes.connect_kv_mover(KvMoverConnection(driver, epoch, descriptor))
 
     def read_suspects(self) -> set[int]:
         """Return the wire ids of the sequences with rows in uncommitted plans."""
@@ -433,9 +433,9 @@ class Supervisor:
         self.died.set()
         self._notify_changed()
 
-    def on_edge_opened(self, generation: int, edge: int) -> None:
+    def on_edge_opened(self, epoch: int, edge: int) -> None:
         """Handle an edge between machines that is connected; the last one lets the stages start."""
-        if self.edges.on_opened(generation, edge):
+        if self.edges.on_opened(epoch, edge):
             self._initialize_if_connected()
 
     def _create_recovery(self, nodes: Sequence[str] | None = None) -> Recovery:
@@ -484,7 +484,7 @@ class Supervisor:
                 self.nodes.kill(sender)
             case CloseInstances(senders=senders):
                 for sender in senders:
-                    self.channels.send(sender, CloseGeneration())
+                    self.channels.send(sender, CloseEpoch())
             case MeasureWorkers(placement):
                 self.nodes.measure(placement, self.config, self._folder)
             case ChooseLayers():
@@ -500,12 +500,12 @@ class Supervisor:
                 self._dismiss(node, cause)
             case ChangeShape(shape):
                 self.planner.change_shape(shape)
-            case AssignGeneration(placement):
+            case AssignEpoch(placement):
                 self._assign(placement)
             case InitializeCaches():
                 self._initialize_if_connected()
-            case WarmUp(generation):
-                self._warm_up(generation)
+            case WarmUp(epoch):
+                self._warm_up(epoch)
             case DetachClient(cause):
                 self.client.detach(cause)
                 self._detach_driver(cause)
@@ -541,9 +541,9 @@ class Supervisor:
             asyncio.get_running_loop().call_soon(self._receiver.on_exit, sender, description)
 
     def _assign(self, placement: Placement) -> None:
-        """Begin a generation, unless the files for it cannot be created."""
-        self._receiver.begin_generation(placement)
-        # A warm-up request of the generation before may not have ended.
+        """Begin an epoch, unless the files for it cannot be created."""
+        self._receiver.begin_epoch(placement)
+        # A warm-up request of the epoch before may not have ended.
         self.client.detach(self.deaths.cause)
         self._detach_driver(self.deaths.cause)
         self.loaded.clear()
@@ -561,11 +561,9 @@ class Supervisor:
         except (OSError, ValueError) as error:
             log.warning("the stages could not be assigned: %s", error)
             now = time.monotonic()
-            self._actions += self.recovery.on_assignment_failed(
-                placement.generation, str(error), now
-            )
+            self._actions += self.recovery.on_assignment_failed(placement.epoch, str(error), now)
             return
-        self.channels.advance(placement.generation)
+        self.channels.advance(placement.epoch)
 
     def _initialize_if_connected(self) -> None:
         """Divide the memory for KV blocks, once the edges between machines are connected.
@@ -587,7 +585,7 @@ class Supervisor:
         except ValueError as error:
             nodes = ", ".join(dict.fromkeys(worker.node for worker in placement.workers))
             cause = f"the memory of the nodes {nodes} does not suffice: {error}"
-            if not self._wait_for_memory(placement.generation, cause):
+            if not self._wait_for_memory(placement.epoch, cause):
                 raise
             return
         self.num_blocks = num_blocks
@@ -595,13 +593,13 @@ class Supervisor:
         for sender in self.loaded:
             self.channels.send(sender, InitializeCache(num_blocks))
 
-    def _wait_for_memory(self, generation: int, cause: str) -> bool:
+    def _wait_for_memory(self, epoch: int, cause: str) -> bool:
         """Wait for the lost nodes again, or for others, where those left have too little memory.
 
         Returns:
             False if that cannot help, because the stages are where they were.
         """
-        actions = self.recovery.on_memory_short(generation, cause, time.monotonic())
+        actions = self.recovery.on_memory_short(epoch, cause, time.monotonic())
         if not actions:
             return False
         awaited = ", ".join(self.recovery.vacant_nodes) or "other nodes"
@@ -611,7 +609,7 @@ class Supervisor:
         return True
 
     def _count_blocks(self, placement: Placement, max_model_len: int) -> int:
-        """Return the number of KV blocks of a generation.
+        """Return the number of KV blocks of an epoch.
 
         Requests were accepted by the size of the first cache, so a later one is not larger. It can
         be smaller if layers have moved to other machines, but there is always one sequence of full
@@ -634,7 +632,7 @@ class Supervisor:
     def _detach_driver(self, cause: str) -> None:
         """End what belongs to the present driver, which has ended."""
         self.kv_events.detach()
-        self.kv_mover.end_generation()
+        self.kv_mover.end_epoch()
         self.commands.fail_all(cause)
 
     def _close_plan_record(self) -> None:
@@ -642,12 +640,12 @@ class Supervisor:
             os.close(self._plan_record)
             self._plan_record = None
 
-    def _warm_up(self, generation: int) -> None:
+    def _warm_up(self, epoch: int) -> None:
         """Generate one token."""
-        self.nodes.on_generation_ready()
+        self.nodes.on_epoch_ready()
         assert self.recovery.placement is not None
         senders = self.recovery.placement.senders
-        self.kv_mover.open(generation, senders, self.nodes.kv_memory)
+        self.kv_mover.open(epoch, senders, self.nodes.kv_memory)
         loop = asyncio.get_running_loop()
         # Before the first request, so that token ids of all blocks are known.
         self.kv_events.attach(self.send_to_driver)
@@ -657,32 +655,32 @@ class Supervisor:
             end = stream.pop_deltas()[0].end
             if end is not None:
                 # Later, because the client is still delivering the step's output.
-                loop.call_soon(self._on_warm, generation, end.error)
+                loop.call_soon(self._on_warm, epoch, end.error)
 
         stream.set_listener(read_end)
 
-    def _on_warm(self, generation: int, error: str) -> None:
+    def _on_warm(self, epoch: int, error: str) -> None:
         """Handle the end of a warm-up request; `error` is empty on success."""
         recovery = self.recovery
-        if generation != recovery.generation or recovery.state is not RecoveryState.WARMING:
+        if epoch != recovery.epoch or recovery.state is not RecoveryState.WARMING:
             return
         if error:
             self._receiver.on_warm_up_failed(self.senders[0], error)
             return
         since, num_resumed = recovery.recovering_since, self.client.num_resumed_requests
-        self.planner.begin_generation([*self.loaded.values()])
+        self.planner.begin_epoch([*self.loaded.values()])
         self.execute(recovery.on_warm(time.monotonic()))
         if since is not None:
             log.info(
-                "the engine is ready again after %.2f s, in generation %d; requests resumed: %d",
+                "the engine is ready again after %.2f s, in epoch %d; requests resumed: %d",
                 self.deaths.end_recovery(since),
-                generation,
+                epoch,
                 self.client.num_resumed_requests - num_resumed,
             )
 
     def _notify_changed(self) -> None:
         if self._cluster is not None:
-            self._cluster.publish_state(self.state, self.state_cause, self.recovery.generation)
+            self._cluster.publish_state(self.state, self.state_cause, self.recovery.epoch)
         self._has_changed.set()
         for listener in self._change_listeners:
             listener()

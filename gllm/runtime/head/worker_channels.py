@@ -1,7 +1,7 @@
 """Messages between the head process and all workers, on its own machine and on others.
 
 Workers of this machine have sessions with a hub of the head process. Messages of other workers
-travel within the session of their node's agent, as frames with the generation of the message.
+travel within the session of their node's agent, as frames with the epoch of the message.
 """
 
 import os
@@ -14,10 +14,10 @@ from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage, encode
 from gllm.messages.nodes import WorkerFrame
 from gllm.runtime.messaging.bus import Hub
-from gllm.runtime.messaging.session import ANY_GENERATION
+from gllm.runtime.messaging.session import ANY_EPOCH
 
-PROCESS_GENERATION = -1
-"""Generation of a WorkerFrame whose message is about the process."""
+PROCESS_EPOCH = -1
+"""Epoch of a WorkerFrame whose message is about the process."""
 
 
 class HeadSocket:
@@ -58,7 +58,7 @@ class HeadSocket:
 
 
 class WorkerChannels:
-    """Sends messages to workers wherever they run, and drops frames of earlier generations."""
+    """Sends messages to workers wherever they run, and drops frames of earlier epochs."""
 
     def __init__(self, hub: Hub, socket: HeadSocket) -> None:
         """Create the channels of an engine without workers.
@@ -73,12 +73,12 @@ class WorkerChannels:
         """Workers that were started and have not connected."""
         self._routes: dict[int, Callable[[WorkerFrame], None]] = {}
         """Functions that send to the agents of workers on other machines, by worker."""
-        self._generation = ANY_GENERATION
+        self._epoch = ANY_EPOCH
         self._num_stale = 0
 
     @property
     def num_stale(self) -> int:
-        """Messages of earlier generations, other runs and workers that are gone."""
+        """Messages of earlier epochs, other runs and workers that are gone."""
         return self._hub.num_stale + self._num_stale
 
     def start(
@@ -109,12 +109,12 @@ class WorkerChannels:
         if send is None:
             self._hub.send(sender, message)
         else:
-            generation = self._generation if message.is_fenced else PROCESS_GENERATION
-            send(WorkerFrame(sender, generation, encode(message)))
+            epoch = self._epoch if message.is_fenced else PROCESS_EPOCH
+            send(WorkerFrame(sender, epoch, encode(message)))
 
     def accepts(self, frame: WorkerFrame) -> bool:
         """Return True if the message in a frame is to be handled; count it as stale otherwise."""
-        is_current = frame.generation in (self._generation, PROCESS_GENERATION)
+        is_current = frame.epoch in (self._epoch, PROCESS_EPOCH)
         if is_current and frame.sender in self._routes:
             return True
         self._num_stale += 1
@@ -130,10 +130,10 @@ class WorkerChannels:
         if self._routes.pop(sender, None) is None:
             self._hub.forget(sender)
 
-    def advance(self, generation: int) -> None:
-        """Begin a generation: messages of earlier ones are dropped from now on."""
-        self._generation = generation
-        self._hub.advance(generation)
+    def advance(self, epoch: int) -> None:
+        """Begin an epoch: messages of earlier ones are dropped from now on."""
+        self._epoch = epoch
+        self._hub.advance(epoch)
 
     def close(self) -> None:
         """Stop delivery and close; messages are dropped from now on."""

@@ -33,7 +33,7 @@ from gllm.runtime.messaging.connections import (
     RefusedPeers,
 )
 from gllm.runtime.messaging.session import (
-    ANY_GENERATION,
+    ANY_EPOCH,
     SessionError,
     SessionReceiver,
     SessionSender,
@@ -116,7 +116,7 @@ class Hub(BusSocket):
         """Address that is bound."""
         self._num_stale = 0
         self._expected: dict[int, list[tuple[bytes, int]]] = {}
-        """Payloads and generations to send to expected senders once they connect."""
+        """Payloads and epochs to send to expected senders once they connect."""
         self._by_sender: dict[int, _Session] = {}
         self._by_routing_id: dict[bytes, _Session] = {}
         """Includes sessions that have ended, until their connections have."""
@@ -126,11 +126,11 @@ class Hub(BusSocket):
         """Cause of the end of connections that have ended since the last read."""
         self._connections = HubConnections(self.refused)
         self._due: list[tuple[int, AnyMessage]] = []
-        """Messages of a generation that has begun, to be delivered at the next read."""
+        """Messages of an epoch that has begun, to be delivered at the next read."""
 
     @property
     def num_stale(self) -> int:
-        """Frames of earlier generations, other runs and sessions that have ended."""
+        """Frames of earlier epochs, other runs and sessions that have ended."""
         open_sessions = self._by_sender.values()
         return self._num_stale + sum(each.receiver.num_dropped for each in open_sessions)
 
@@ -192,31 +192,31 @@ class Hub(BusSocket):
 
     def send(self, sender: int, message: WireMessage) -> None:
         """Queue a message. It is dropped if the sender is neither connected nor expected."""
-        generation = self._generation if message.is_fenced else ANY_GENERATION
-        self._send(sender, encode(message), generation)
+        epoch = self._epoch if message.is_fenced else ANY_EPOCH
+        self._send(sender, encode(message), epoch)
 
     def send_encoded(
-        self, senders: Iterable[int], payload: bytes, generation: int | None = None
+        self, senders: Iterable[int], payload: bytes, epoch: int | None = None
     ) -> None:
-        """Queue an encoded message for several receivers, by default of the current generation."""
+        """Queue an encoded message for several receivers, by default of the current epoch."""
         for sender in senders:
-            self._send(sender, payload, self._generation if generation is None else generation)
+            self._send(sender, payload, self._epoch if epoch is None else epoch)
 
-    def advance(self, generation: int) -> None:
-        """Begin a generation: frames of earlier ones are dropped from now on."""
-        self._generation = generation
+    def advance(self, epoch: int) -> None:
+        """Begin an epoch: frames of earlier ones are dropped from now on."""
+        self._epoch = epoch
         for sender, session in self._by_sender.items():
-            self._due += [(sender, each) for each in session.receiver.advance(generation)]
+            self._due += [(sender, each) for each in session.receiver.advance(epoch)]
         self._schedule_read()
 
-    def _send(self, sender: int, payload: bytes, generation: int) -> None:
+    def _send(self, sender: int, payload: bytes, epoch: int) -> None:
         session = self._by_sender.get(sender)
         if session is None:
             if sender in self._expected:
-                self._expected[sender].append((payload, generation))
+                self._expected[sender].append((payload, epoch))
             return
         try:
-            for frame in session.outgoing.frames(payload, generation):
+            for frame in session.outgoing.frames(payload, epoch):
                 self._socket.send(session.routing_id, _NOBLOCK_MORE)
                 self._socket.send(frame, _NOBLOCK)
         except zmq.Again:
@@ -292,7 +292,7 @@ class Hub(BusSocket):
         messages: list[tuple[int, AnyMessage]],
     ) -> None:
         """Begin a connection's session, if its first frame is a Hello."""
-        receiver = SessionReceiver(self._run, self._decode, self._generation)
+        receiver = SessionReceiver(self._run, self._decode, self._epoch)
         try:
             hello = receiver.receive(frame.bytes) if is_whole else None
         except SessionError:
@@ -318,8 +318,8 @@ class Hub(BusSocket):
             self._by_routing_id[routing_id] = self._by_sender[hello.sender] = session
             self._attach(session, descriptor)
             messages.append((hello.sender, hello))
-            for payload, generation in self._expected.pop(hello.sender, ()):
-                self._send(hello.sender, payload, generation)
+            for payload, epoch in self._expected.pop(hello.sender, ()):
+                self._send(hello.sender, payload, epoch)
 
     def _cause_to_refuse_guest(self, sender: int) -> str:
         """Return the cause for which a guest may not begin a session; empty if it may."""

@@ -9,7 +9,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from gllm.messages.codec import AnyMessage
 from gllm.runtime.messaging.connections import HANDSHAKE_FAILURES
-from gllm.runtime.messaging.session import ANY_GENERATION, MAX_FRAME_BYTES
+from gllm.runtime.messaging.session import ANY_EPOCH, MAX_FRAME_BYTES
 
 CLOSED = "the connection was closed"
 """Cause of a session's end if the peer closed it or exited."""
@@ -55,7 +55,7 @@ class BusSocket(ABC):
         self._monitor = self._socket.get_monitor_socket(
             zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | HANDSHAKE_FAILURES
         )
-        self._generation = ANY_GENERATION
+        self._epoch = ANY_EPOCH
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_read_scheduled = False
 

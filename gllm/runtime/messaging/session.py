@@ -1,7 +1,7 @@
-"""Sessions of messages between two processes: numbering, generations, large messages.
+"""Sessions of messages between two processes: numbering, epochs, large messages.
 
 A session is one connection's lifetime. Its frames have a header with the run (a start of the head
-process), the generation (an engine's life is a row of them), a number that counts up by one, and
+process), the epoch (an engine's life is a row of them), a number that counts up by one, and
 the number of parts that follow. A gap or a repetition means that the transport failed, which ends
 the session. This module has no sockets and no clock.
 """
@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from gllm.messages.codec import AnyMessage
 
-ANY_GENERATION = 0
-"""Generation of messages about a process, which no generation filters; others count from 1."""
+ANY_EPOCH = 0
+"""Epoch of messages about a process, which no epoch filters; others count from 1."""
 MAX_FRAME_BYTES = 2**20
 """Size limit of a frame: ZeroMQ closes the connection of a peer that sends a larger one."""
 MAX_ENCRYPTED_BYTES = MAX_FRAME_BYTES + 33
@@ -20,10 +20,10 @@ MAX_ENCRYPTED_BYTES = MAX_FRAME_BYTES + 33
 MAX_MESSAGE_BYTES = 2**28
 """Size limit of a message that arrives in parts."""
 MAX_KEPT_BYTES = 2**26
-"""Size limit of the messages of later generations that a session keeps back."""
+"""Size limit of the messages of later epochs that a session keeps back."""
 
 HEADER = struct.Struct("<QIQI")
-"""Run, generation, number, number of parts that follow."""
+"""Run, epoch, number, number of parts that follow."""
 _MAX_PART_BYTES = MAX_FRAME_BYTES - HEADER.size
 
 
@@ -39,14 +39,14 @@ class SessionSender:
         self._max_part_bytes = max_part_bytes
         self._next_number = 0
 
-    def frames(self, payload: bytes, generation: int) -> list[bytes]:
+    def frames(self, payload: bytes, epoch: int) -> list[bytes]:
         """Return the frames of an encoded message, to be sent in this order."""
         # All parts but the last one are full.
         size = self._max_part_bytes
         num_left = (len(payload) - 1) // size if payload else 0
         frames = []
         for start in range(0, (num_left + 1) * size, size):
-            header = HEADER.pack(self._run, generation, self._next_number, num_left)
+            header = HEADER.pack(self._run, epoch, self._next_number, num_left)
             frames.append(header + (payload[start : start + size]))
             self._next_number += 1
             num_left -= 1
@@ -54,17 +54,17 @@ class SessionSender:
 
 
 class SessionReceiver:
-    """Receiving direction of a session: delivers the messages of the current generation in order.
+    """Receiving direction of a session: delivers the messages of the current epoch in order.
 
-    Messages of earlier generations and other runs are dropped and counted. Those of later
-    generations are kept back until `advance` reaches them.
+    Messages of earlier epochs and other runs are dropped and counted. Those of later
+    epochs are kept back until `advance` reaches them.
     """
 
     def __init__(
         self,
         run: int,
         decode: Callable[[bytes], AnyMessage],
-        generation: int = ANY_GENERATION,
+        epoch: int = ANY_EPOCH,
         max_kept_bytes: int = MAX_KEPT_BYTES,
     ) -> None:
         """Create the receiver.
@@ -72,30 +72,30 @@ class SessionReceiver:
         Args:
             run: of this head process.
             decode: decoder of the messages that the peer's role may send.
-            generation: the current one; ANY_GENERATION before the first.
-            max_kept_bytes: size limit of the messages of later generations.
+            epoch: the current one; ANY_EPOCH before the first.
+            max_kept_bytes: size limit of the messages of later epochs.
         """
         self.num_stale = 0
-        """Messages of earlier generations."""
+        """Messages of earlier epochs."""
         self.num_foreign = 0
         """Frames of other runs."""
         self._run = run
         self._decode = decode
-        self._generation = generation
+        self._epoch = epoch
         self._max_kept_bytes = max_kept_bytes
         self._next_number = 0
         self._parts: list[bytes] = []
         """Parts of an incomplete message."""
         self._num_left = 0
         """Number of its parts that have not arrived."""
-        self._part_generation = 0
+        self._part_epoch = 0
         self._kept: list[tuple[int, AnyMessage]] = []
-        """Generations and messages kept back."""
+        """Epochs and messages kept back."""
         self._num_kept_bytes = 0
 
     @property
     def num_dropped(self) -> int:
-        """Messages of earlier generations and frames of other runs."""
+        """Messages of earlier epochs and frames of other runs."""
         return self.num_stale + self.num_foreign
 
     def receive(self, frame: bytes) -> AnyMessage | None:
@@ -106,7 +106,7 @@ class SessionReceiver:
                 or more arrived than may be kept.
         """
         try:
-            run, generation, number, num_left = HEADER.unpack_from(frame)
+            run, epoch, number, num_left = HEADER.unpack_from(frame)
         except struct.error:
             raise SessionError(f"a frame of {len(frame)} bytes has no header") from None
         if run != self._run:
@@ -117,50 +117,50 @@ class SessionReceiver:
         self._next_number = number + 1
         payload = frame[HEADER.size :]
         if num_left or self._parts:
-            whole = self._assemble(payload, generation, num_left)
+            whole = self._assemble(payload, epoch, num_left)
             if whole is None:
                 return None
             payload = whole
-        if generation in (self._generation, ANY_GENERATION):
+        if epoch in (self._epoch, ANY_EPOCH):
             return self._decode_message(payload)
-        if generation < self._generation:
+        if epoch < self._epoch:
             self.num_stale += 1
         else:
-            self._keep(payload, generation)
+            self._keep(payload, epoch)
         return None
 
-    def advance(self, generation: int) -> list[AnyMessage]:
-        """Begin a later generation; return the messages of it that have arrived already."""
-        assert generation >= self._generation
-        self._generation = generation
-        due = [message for kept, message in self._kept if kept == generation]
-        self.num_stale += sum(kept < generation for kept, _ in self._kept)
-        self._kept = [entry for entry in self._kept if entry[0] > generation]
+    def advance(self, epoch: int) -> list[AnyMessage]:
+        """Begin a later epoch; return the messages of it that have arrived already."""
+        assert epoch >= self._epoch
+        self._epoch = epoch
+        due = [message for kept, message in self._kept if kept == epoch]
+        self.num_stale += sum(kept < epoch for kept, _ in self._kept)
+        self._kept = [entry for entry in self._kept if entry[0] > epoch]
         if not self._kept:
             self._num_kept_bytes = 0
         return due
 
-    def _assemble(self, part: bytes, generation: int, num_left: int) -> bytes | None:
+    def _assemble(self, part: bytes, epoch: int, num_left: int) -> bytes | None:
         """Add a part; return the message's payload if it is complete."""
         if not self._parts:
             if (num_left + 1) * _MAX_PART_BYTES > MAX_MESSAGE_BYTES:
                 raise SessionError(f"a message of {num_left + 1} parts is too large")
-        elif (num_left, generation) != (self._num_left - 1, self._part_generation):
+        elif (num_left, epoch) != (self._num_left - 1, self._part_epoch):
             raise SessionError("a large message was not continued")
         self._parts.append(part)
-        self._num_left, self._part_generation = num_left, generation
+        self._num_left, self._part_epoch = num_left, epoch
         if num_left:
             return None
         payload = b"".join(self._parts)
         self._parts.clear()
         return payload
 
-    def _keep(self, payload: bytes, generation: int) -> None:
-        """Keep a message of a later generation; decoded now, so that `advance` cannot fail."""
+    def _keep(self, payload: bytes, epoch: int) -> None:
+        """Keep a message of a later epoch; decoded now, so that `advance` cannot fail."""
         self._num_kept_bytes += len(payload)
         if self._num_kept_bytes > self._max_kept_bytes:
-            raise SessionError("too many messages of a later generation")
-        self._kept.append((generation, self._decode_message(payload)))
+            raise SessionError("too many messages of a later epoch")
+        self._kept.append((epoch, self._decode_message(payload)))
 
     def _decode_message(self, payload: bytes) -> AnyMessage:
         try:

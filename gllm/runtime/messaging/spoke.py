@@ -22,7 +22,7 @@ from gllm.runtime.messaging.bus_socket import (
 from gllm.runtime.messaging.connections import NO_HANDSHAKE, handshake_failure
 from gllm.runtime.messaging.security import KeyPair
 from gllm.runtime.messaging.session import (
-    ANY_GENERATION,
+    ANY_EPOCH,
     MAX_ENCRYPTED_BYTES,
     SessionError,
     SessionReceiver,
@@ -92,7 +92,7 @@ class Spoke(BusSocket):
 
     @property
     def num_stale(self) -> int:
-        """Frames of earlier generations and other runs."""
+        """Frames of earlier epochs and other runs."""
         return self._receiver.num_dropped
 
     def start(
@@ -112,17 +112,17 @@ class Spoke(BusSocket):
 
     def send(self, message: WireMessage) -> None:
         """Queue a message; it is dropped if the session has ended."""
-        generation = self._generation if message.is_fenced else ANY_GENERATION
-        self._send(encode(message), generation)
+        epoch = self._epoch if message.is_fenced else ANY_EPOCH
+        self._send(encode(message), epoch)
 
     def send_encoded(self, payload: bytes) -> None:
-        """Queue an encoded message of the current generation."""
-        self._send(payload, self._generation)
+        """Queue an encoded message of the current epoch."""
+        self._send(payload, self._epoch)
 
-    def advance(self, generation: int) -> None:
-        """Begin a generation: frames of earlier ones are dropped from now on."""
-        self._generation = generation
-        self._due += self._receiver.advance(generation)
+    def advance(self, epoch: int) -> None:
+        """Begin an epoch: frames of earlier ones are dropped from now on."""
+        self._epoch = epoch
+        self._due += self._receiver.advance(epoch)
         self._schedule_read()
 
     def close(self) -> None:
@@ -130,11 +130,11 @@ class Spoke(BusSocket):
         self._is_connected = False
         super().close()
 
-    def _send(self, payload: bytes, generation: int) -> None:
+    def _send(self, payload: bytes, epoch: int) -> None:
         if not self._is_connected:
             return
         try:
-            for frame in self._outgoing.frames(payload, generation):
+            for frame in self._outgoing.frames(payload, epoch):
                 self._socket.send(frame, _NOBLOCK)
         except zmq.Again:
             # Without limits on its queue, a socket that would block has no connection left.

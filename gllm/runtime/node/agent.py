@@ -24,7 +24,7 @@ from gllm.messages.nodes import (
     EdgeOpened,
     EndWorker,
     EngineState,
-    GenerationReady,
+    EpochReady,
     JoinCluster,
     LeaveCluster,
     NodeFacts,
@@ -277,8 +277,8 @@ class Agent:
         log.info("node %s is a member of the engine at %s", self._config.name, self._config.head)
         self._links.begin_run(
             welcome.run,
-            lambda generation, edge: self._send(EdgeOpened(generation, edge)),
-            lambda generation, edge, cause: self._send(EdgeLost(generation, edge, cause)),
+            lambda epoch, edge: self._send(EdgeOpened(epoch, edge)),
+            lambda epoch, edge, cause: self._send(EdgeLost(epoch, edge, cause)),
         )
         self._preparing = asyncio.create_task(self._prepare(welcome))
         self._preparing.add_done_callback(self._on_task_done)
@@ -322,5 +322,5 @@ class Agent:
             case AssignStages():
                 assert self._folder is not None, "the model was found"
                 workers.assign(message, self._folder)
-            case GenerationReady(generation) if generation == workers.generation:
-                self._node.on_generation_ready()
+            case EpochReady(epoch) if epoch == workers.epoch:
+                self._node.on_epoch_ready()

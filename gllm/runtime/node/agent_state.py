@@ -64,7 +64,7 @@ class AgentStatus:
     num_sessions: int = 0
     """Times that the agent has become a member."""
     num_stale_frames: int = 0
-    """Messages of earlier generations, runs and sessions that were dropped."""
+    """Messages of earlier epochs, runs and sessions that were dropped."""
     links: Sequence[LinkState] = ()
     """Data connections of this machine."""
     clock_offset_seconds: float | None = None

@@ -16,7 +16,7 @@ import zmq
 from gllm.config.engine import EngineConfig
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage, decode_for_head, encode
-from gllm.messages.lifecycle import CloseGeneration, GenerationClosed, Hello, Shutdown
+from gllm.messages.lifecycle import CloseEpoch, EpochClosed, Hello, Shutdown
 from gllm.messages.measurement import StageMeasured
 from gllm.messages.nodes import (
     AssignmentFailed,
@@ -36,9 +36,9 @@ from gllm.recovery.placement import Placement
 from gllm.runtime.driver.driver_relay import DriverRelay
 from gllm.runtime.head.assignment import NodeAssignment, WorkerIdentity, decode_node_assignment
 from gllm.runtime.head.node import Node
-from gllm.runtime.head.worker_channels import PROCESS_GENERATION, HeadSocket
+from gllm.runtime.head.worker_channels import PROCESS_EPOCH, HeadSocket
 from gllm.runtime.messaging.bus import Hub
-from gllm.runtime.messaging.session import ANY_GENERATION
+from gllm.runtime.messaging.session import ANY_EPOCH
 from gllm.runtime.node.agent_state import AgentConfig
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ REPORT_SECONDS = 0.05
 DUMP_SECONDS = 0.15
 """Time in which a worker writes its stacks; the head reads them 0.3 s after its command."""
 
-_CLOSE_GENERATION = encode(CloseGeneration())
+_CLOSE_EPOCH = encode(CloseEpoch())
 
 
 class AgentWorkers:
@@ -73,8 +73,8 @@ class AgentWorkers:
         """
         self.run = 0
         """Number of the head's start that the workers belong to; 0 for none."""
-        self.generation = ANY_GENERATION
-        """Generation that was assigned last."""
+        self.epoch = ANY_EPOCH
+        """Epoch that was assigned last."""
         self.living: set[int] = set()
         """Workers that have not exited."""
         self._context = context
@@ -106,7 +106,7 @@ class AgentWorkers:
 
     @property
     def num_stale(self) -> int:
-        """Messages of earlier generations and runs, and for workers that are gone."""
+        """Messages of earlier epochs and runs, and for workers that are gone."""
         hubs = (each for each in (self._hub, self._relay) if each is not None)
         return self._num_stale + sum(each.num_stale for each in hubs)
 
@@ -135,7 +135,7 @@ class AgentWorkers:
                 self._send(WorkerExited(sender, "the process has exited", ""))
             elif self._socket is not None and sender not in self._socket.connecting:
                 # It may have connected while there was no session.
-                self._send(WorkerFrame(sender, PROCESS_GENERATION, encode(Hello(sender))))
+                self._send(WorkerFrame(sender, PROCESS_EPOCH, encode(Hello(sender))))
 
     def start(self, command: StartWorker) -> None:
         """Start a worker; report its exit if that fails."""
@@ -158,7 +158,7 @@ class AgentWorkers:
         asyncio.get_running_loop().call_later(DUMP_SECONDS, self._report_stacks, sender)
 
     def assign(self, command: AssignStages, folder: Path) -> None:
-        """Begin a generation, measure the workers or prepare their layers; report a failure.
+        """Begin an epoch, measure the workers or prepare their layers; report a failure.
 
         Args:
             command: of the head.
@@ -180,23 +180,23 @@ class AgentWorkers:
             else:
                 self._assign(assignment, folder)
         except (OSError, ValueError, msgspec.DecodeError, zmq.ZMQError) as error:
-            log.warning("the stages of generation %d cannot begin: %s", command.generation, error)
-            self._send(AssignmentFailed(command.generation, str(error)))
+            log.warning("the stages of epoch %d cannot begin: %s", command.epoch, error)
+            self._send(AssignmentFailed(command.epoch, str(error)))
 
     def deliver(self, frame: WorkerFrame) -> None:
         """Send a message of the head to its worker, which checks and decodes it."""
-        is_fenced = frame.generation != PROCESS_GENERATION
-        if self._hub is None or (is_fenced and frame.generation != self.generation):
+        is_fenced = frame.epoch != PROCESS_EPOCH
+        if self._hub is None or (is_fenced and frame.epoch != self.epoch):
             self._num_stale += 1
             return
-        generation = self.generation if is_fenced else ANY_GENERATION
-        self._hub.send_encoded((frame.sender,), frame.payload, generation)
-        if frame.payload == _CLOSE_GENERATION:
+        epoch = self.epoch if is_fenced else ANY_EPOCH
+        self._hub.send_encoded((frame.sender,), frame.payload, epoch)
+        if frame.payload == _CLOSE_EPOCH:
             self._close_connections()
 
     def deliver_to_stage(self, frame: StageFrame) -> None:
         """Send a message of the driver to a stage."""
-        if self._relay is None or frame.generation != self._relay.generation:
+        if self._relay is None or frame.epoch != self._relay.epoch:
             self._num_stale += 1
         else:
             self._relay.deliver(frame)
@@ -204,10 +204,10 @@ class AgentWorkers:
     async def close_stages(self) -> None:
         """Close all stages because there is no head; kill the workers that do not close theirs."""
         self._close_connections()
-        self._node.on_generation_ready()
+        self._node.on_epoch_ready()
         if self._hub is not None:
             for sender in self._busy:
-                self._hub.send(sender, CloseGeneration())
+                self._hub.send(sender, CloseEpoch())
         if not await self._wait_for(lambda: not self._busy):
             for sender in sorted(self._busy):
                 log.warning("worker %d does not close its stage and is killed", sender)
@@ -236,7 +236,7 @@ class AgentWorkers:
         while not await self._wait_for(lambda: not self.living):
             log.warning("workers of an earlier head cannot be killed: %s", sorted(self.living))
         self._close_hub()
-        self.run, self.generation = run, ANY_GENERATION
+        self.run, self.epoch = run, ANY_EPOCH
         hub = self._hub = Hub(self._context, run, decode_for_head)
         hub.start(self._on_messages, self._on_session_lost)
         self._socket = HeadSocket(hub)
@@ -258,18 +258,18 @@ class AgentWorkers:
         """Send the stages to the workers and stand in for the driver. Raises as `Node.assign`."""
         assert self._hub is not None, "the session has begun"
         placement = assignment.placement
-        if placement.generation <= self.generation:
-            raise ValueError(f"generation {self.generation} has begun already")
+        if placement.epoch <= self.epoch:
+            raise ValueError(f"epoch {self.epoch} has begun already")
         self._close_connections()
         self._node.assign(assignment, folder)
         senders = self._senders(placement)
         self._busy.update(senders)
-        self.generation = placement.generation
-        self._hub.advance(placement.generation)
+        self.epoch = placement.epoch
+        self._hub.advance(placement.epoch)
         self._relay = DriverRelay(
             self._context,
             self.run,
-            placement.generation,
+            placement.epoch,
             self._node.driver_address,
             senders,
             self._send,
@@ -284,13 +284,13 @@ class AgentWorkers:
         return here & self.living
 
     def _close_connections(self) -> None:
-        """End the connections of the present generation: with the driver and other machines."""
+        """End the connections of the present epoch: with the driver and other machines."""
         if self._relay is not None:
             self._num_stale += self._relay.num_stale
             self._relay.close()
             self._relay = None
         if self._node.remote_edges is not None:
-            self._node.remote_edges.close_edges(self.generation)
+            self._node.remote_edges.close_edges(self.epoch)
 
     async def _wait_for(self, condition: Callable[[], bool]) -> bool:
         """Wait until the workers have changed as needed; False after `close_seconds`."""
@@ -309,12 +309,12 @@ class AgentWorkers:
             match message:
                 case Hello() if self._socket is not None:
                     self._socket.connecting.discard(sender)
-                case GenerationClosed() | StageMeasured():
+                case EpochClosed() | StageMeasured():
                     self._busy.discard(sender)
                     self._has_changed.set()
             assert isinstance(message, WireMessage)
-            generation = self.generation if message.is_fenced else PROCESS_GENERATION
-            self._send(WorkerFrame(sender, generation, encode(message)))
+            epoch = self.epoch if message.is_fenced else PROCESS_EPOCH
+            self._send(WorkerFrame(sender, epoch, encode(message)))
 
     def _on_session_lost(self, sender: int, cause: str) -> None:
         """Report the end of a worker's session with this process."""

@@ -408,7 +408,7 @@ class BaseExecutor(ABC):
                 token_rows.append(end - 1)
                 if not self.has_sampler:
                     continue
-                owners.append((row.seq, row.epoch))
+                owners.append((row.seq, row.num_preemptions))
                 states.append(state)
                 output_indices.append(row.start + row.num_tokens - sequence.prompt_len)
         sampling = build_sampling_metadata(owners, states, output_indices)

@@ -59,7 +59,7 @@ class BlockTables:
     """Block tables of sequences as arrays: a step copies rows instead of converting lists."""
 
     _arrays: dict[int, tuple[int, int, Int64Array]] = field(default_factory=dict)
-    """By sequence: epoch, number of blocks, and an array with spare capacity."""
+    """By sequence: preemptions, number of blocks, and an array with spare capacity."""
 
     @property
     def seqs(self) -> Set[int]:
@@ -85,15 +85,17 @@ class BlockTables:
     def _update(self, row: ScheduledRow, sequence: SequenceView) -> Int64Array:
         """Return the row's table, extended by the blocks that the plan added."""
         count = len(sequence.block_ids)
-        epoch, known, array = self._arrays.get(row.seq, (-1, 0, np.empty(0, dtype=np.int64)))
-        if epoch != sequence.epoch:
+        num_preemptions, known, array = self._arrays.get(
+            row.seq, (-1, 0, np.empty(0, dtype=np.int64))
+        )
+        if num_preemptions != sequence.num_preemptions:
             known = 0
         if count > len(array):
             larger = np.empty(2 * count, dtype=np.int64)
             larger[:known] = array[:known]
             array = larger
         array[known:count] = sequence.block_ids[known:]
-        self._arrays[row.seq] = (sequence.epoch, count, array)
+        self._arrays[row.seq] = (sequence.num_preemptions, count, array)
         return array
 
 

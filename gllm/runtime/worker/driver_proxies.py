@@ -21,42 +21,42 @@ log = logging.getLogger(__name__)
 
 
 class DriverProxies:
-    """One spoke per worker of another node, during one generation."""
+    """One spoke per worker of another node, during one epoch."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], run: int) -> None:
-        """Create proxies of no generation.
+        """Create proxies of no epoch.
 
         Args:
             context: of this process.
             run: number of this start of the head process.
         """
         self.num_stale = 0
-        """Frames of other generations, and of workers that are gone."""
+        """Frames of other epochs, and of workers that are gone."""
         self._context = context
         self._run = run
-        self._generation = 0
+        self._epoch = 0
         self._address = ""
         self._sends: dict[int, Callable[[WireMessage], None]] = {}
-        """Functions that send to the agents, by worker of the generation."""
+        """Functions that send to the agents, by worker of the epoch."""
         self._spokes: dict[int, Spoke | None] = {}
         """By worker; None once its session with the driver has ended."""
 
     def begin(
-        self, generation: int, address: str, sends: Mapping[int, Callable[[WireMessage], None]]
+        self, epoch: int, address: str, sends: Mapping[int, Callable[[WireMessage], None]]
     ) -> None:
-        """Begin a generation; a proxy connects with the first frame of its worker.
+        """Begin an epoch; a proxy connects with the first frame of its worker.
 
         Args:
-            generation: its number.
+            epoch: its number.
             address: of the driver's hub.
             sends: functions that send to the agent, by worker of another node.
         """
         self.close()
-        self._generation, self._address, self._sends = generation, address, dict(sends)
+        self._epoch, self._address, self._sends = epoch, address, dict(sends)
 
     def on_frame(self, frame: StageFrame) -> None:
         """Pass on a frame of a worker; an empty one says that the worker has connected."""
-        if frame.generation != self._generation or frame.sender not in self._sends:
+        if frame.epoch != self._epoch or frame.sender not in self._sends:
             self.num_stale += 1
             return
         self._connect(frame.sender)
@@ -73,33 +73,33 @@ class DriverProxies:
             spoke.close()
 
     def close(self) -> None:
-        """End all sessions, with the generation."""
+        """End all sessions, with the epoch."""
         for sender in list(self._sends):
             self.forget(sender)
 
     def _connect(self, sender: int) -> None:
         if sender in self._spokes:
             return
-        generation, send = self._generation, self._sends[sender]
+        epoch, send = self._epoch, self._sends[sender]
 
         def wrap(payload: bytes) -> AnyMessage:
-            return StageFrame(sender, generation, payload)
+            return StageFrame(sender, epoch, payload)
 
         try:
             spoke = Spoke(self._context, self._run, sender, self._address, wrap)
         except zmq.ZMQError as error:
             raise SessionError(f"the driver cannot be reached: {error}") from error
         self._spokes[sender] = spoke
-        spoke.advance(generation)
+        spoke.advance(epoch)
 
         def relay(messages: list[AnyMessage]) -> None:
             for message in messages:
                 send(message)
 
-        spoke.start(relay, partial(self._on_lost, sender, generation))
+        spoke.start(relay, partial(self._on_lost, sender, epoch))
 
-    def _on_lost(self, sender: int, generation: int, cause: str) -> None:
+    def _on_lost(self, sender: int, epoch: int, cause: str) -> None:
         """Note that the driver has ended the session; its death is noticed elsewhere."""
         log.debug("the session of worker %d with the driver has ended: %s", sender, cause)
-        if generation == self._generation and sender in self._spokes:
+        if epoch == self._epoch and sender in self._spokes:
             self._spokes[sender] = None

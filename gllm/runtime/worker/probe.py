@@ -92,13 +92,13 @@ class StepSizes:
         """KV blocks of all sequences."""
         return self.num_decodes * self.blocks_per_decode + -(-self.chunk_tokens // self.block_size)
 
-    def decode_rows(self, epoch: int, should_sample: bool) -> list[ScheduledRow]:
+    def decode_rows(self, step: int, should_sample: bool) -> list[ScheduledRow]:
         """Return the rows of a decode step, with their whole block tables."""
         count = self.blocks_per_decode
         return [
             ScheduledRow(
                 seq,
-                epoch,
+                step,
                 self.context_tokens,
                 1,
                 [*range(seq * count, (seq + 1) * count)],
@@ -108,10 +108,10 @@ class StepSizes:
             for seq in range(self.num_decodes)
         ]
 
-    def chunk_rows(self, epoch: int, should_sample: bool) -> list[ScheduledRow]:
+    def chunk_rows(self, step: int, should_sample: bool) -> list[ScheduledRow]:
         """Return the row of a prefill step, with its whole block table."""
         blocks = [*range(self.num_decodes * self.blocks_per_decode, self.num_blocks)]
-        row = ScheduledRow(self.num_decodes, epoch, 0, self.chunk_tokens, blocks, [], should_sample)
+        row = ScheduledRow(self.num_decodes, step, 0, self.chunk_tokens, blocks, [], should_sample)
         return [row]
 
 

@@ -29,7 +29,7 @@ class SamplingMetadata:
     """The sampling rows of a step as columns; each list has one entry per row."""
 
     sequences: list[tuple[int, int]]
-    """Sequence id and epoch."""
+    """Sequence id and number of preemptions."""
     states: list[SamplingState]
     output_indices: list[int]
     """Index of the token in its sequence's output, from 0."""
@@ -95,9 +95,14 @@ def to_sampled(sampling: SamplingMetadata, output: SampleOutput) -> list[Sampled
     rows = zip(sampling.sequences, output.tokens, output.errors, strict=True)
     return [
         SampledToken(
-            seq, epoch, token, error, output.forced_tokens.get(row, ()), error != NOT_FINITE
+            seq,
+            num_preemptions,
+            token,
+            error,
+            output.forced_tokens.get(row, ()),
+            error != NOT_FINITE,
         )
-        for row, ((seq, epoch), token, error) in enumerate(rows)
+        for row, ((seq, num_preemptions), token, error) in enumerate(rows)
     ]
 
 

@@ -10,7 +10,7 @@ With two lanes (gllm/scheduler/lanes.py) a decode step overtakes prefill steps t
 several ranks has one lane, because its ranks compute the same steps at the same time.
 
 The ranks of a stage run the same plans. Before each step they agree on its number and on whether it
-has failed; what fails later ends the generation, because the others wait in the middle of the step.
+has failed; what fails later ends the epoch, because the others wait in the middle of the step.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""A rank of a stage during one generation: its resources, sessions, reports and driver.
+"""A rank of a stage during one epoch: its resources, sessions, reports and driver.
 
 Nothing of it outlives `close` but the weights, which the next instance of the same process takes
 over.
@@ -70,7 +70,7 @@ async def run_in_thread(function: Callable[[], None]) -> None:
 
 
 class StageInstance:
-    """One rank of a stage in one generation; called on the event loop."""
+    """One rank of a stage in one epoch; called on the event loop."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class StageInstance:
             assignment: its descriptors belong to the instance from now on.
             context: of this process.
             run: number of this start of the parent.
-            head: session with the parent, in the generation of the assignment.
+            head: session with the parent, in the epoch of the assignment.
             on_error: called with the error that ends the stage.
             previous: closed instance of this process; it is not used in any other way again.
             prepared: layers that were loaded for this instance; None for none.
@@ -232,7 +232,7 @@ class StageInstance:
         self._on_stage_connected(assignment.sender)
 
     def _create_driver(self, config: SchedulerConfig) -> None:
-        """Create the driver of the generation.
+        """Create the driver of the epoch.
 
         config: resolved.
         """
@@ -345,7 +345,7 @@ class StageInstance:
         self._send(LoadProgress(self.assignment.stage, done_bytes, total_bytes))
 
     def _send(self, message: WireMessage) -> None:
-        """Send a message to the parent, as long as it concerns the parent's generation."""
+        """Send a message to the parent, as long as it concerns the parent's epoch."""
         if not self._is_closed:
             self._head.send(message)
 

@@ -1,4 +1,4 @@
-"""Sessions of one generation between its driver and the other workers."""
+"""Sessions of one epoch between its driver and the other workers."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -27,11 +27,11 @@ class RankPeers(NamedTuple):
     senders: list[int]
 
     def send(self, message: WireMessage) -> None:
-        """Queue a message, which concerns the current generation."""
+        """Queue a message, which concerns the current epoch."""
         self.send_encoded(codec.encode(message))
 
     def send_encoded(self, payload: bytes) -> None:
-        """Queue an encoded message of the current generation."""
+        """Queue an encoded message of the current epoch."""
         self.hub.send_encoded(self.senders, payload)
 
 
@@ -93,7 +93,7 @@ class StageSessions:
             assignment.driver_address,
             codec.decode_for_stage,
         )
-        self._spoke.advance(assignment.placement.generation)
+        self._spoke.advance(assignment.placement.epoch)
         self._spoke.start(self._on_messages, self._on_session_lost)
 
     def on_connected(self, sender: int) -> bool:
@@ -122,7 +122,7 @@ class StageSessions:
     def _bind(self) -> Hub:
         assignment = self._assignment
         hub = Hub(self._context, self._run, codec.decode_for_driver)
-        hub.advance(assignment.placement.generation)
+        hub.advance(assignment.placement.epoch)
         hub.bind(assignment.driver_address)
         for sender in assignment.placement.senders[1:]:
             hub.expect(sender)

@@ -1,7 +1,7 @@
 """Worker process: its connections to the parent, heartbeats, and one stage instance at a time.
 
-`gllm.runtime.worker.__main__` starts it. The parent assigns a stage for each generation; between
-two generations the process keeps the weights.
+`gllm.runtime.worker.__main__` starts it. The parent assigns a stage for each epoch; between
+two epochs the process keeps the weights.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ import zmq
 from gllm.messages.codec import AnyMessage, decode_for_worker
 from gllm.messages.control import CommandDone, StartProfile, StopProfile
 from gllm.messages.lifecycle import (
-    CloseGeneration,
-    GenerationClosed,
+    CloseEpoch,
+    EpochClosed,
     Heartbeat,
     LayersPrepared,
     Shutdown,
@@ -93,10 +93,10 @@ def prepare_layers(
 
     def on_error(error: BaseException) -> None:
         if isinstance(error, WeightMemoryError):
-            log.warning("the layers of the next generation are loaded later: %s", error)
+            log.warning("the layers of the next epoch are loaded later: %s", error)
             report(str(error))
         else:
-            log.error("the layers of the next generation cannot be loaded", exc_info=error)
+            log.error("the layers of the next epoch cannot be loaded", exc_info=error)
             report(format_error(error), is_failed=True)
 
     loader = StageLoader(assignment, on_progress, [] if earlier is None else [earlier], running)
@@ -177,7 +177,7 @@ class Worker:
         """Set when the process has to end."""
         self.has_failed = False
         self.instance: StageInstance | None = None
-        """Instance of the current generation, or the closed one of the last generation."""
+        """Instance of the current epoch, or the closed one of the last epoch."""
         self._identity = identity
         self._on_assigned = on_assigned
         self._place = PlaceName(0)
@@ -214,7 +214,7 @@ class Worker:
         self._context.term()
 
     def assign(self, assignment: StageAssignment) -> None:
-        """Begin a generation with a new stage instance, or measure this worker's speed.
+        """Begin an epoch with a new stage instance, or measure this worker's speed.
 
         assignment: its descriptors belong to the instance.
         """
@@ -232,7 +232,7 @@ class Worker:
             self._probing = asyncio.create_task(self._measure(self._probe))
             return
         self._is_assigned = True
-        self._head.advance(assignment.placement.generation)
+        self._head.advance(assignment.placement.epoch)
         self._profiler = self._profiler or TorchProfiler(self._place, self._head)
         self.instance = StageInstance(
             assignment,
@@ -247,10 +247,10 @@ class Worker:
         self.instance.load()
 
     def connect_kv_mover(self, connection: KvMoverConnection) -> None:
-        """Let the driver of a generation command the KV mover over a channel."""
+        """Let the driver of an epoch command the KV mover over a channel."""
         channel = DescriptorChannel.from_descriptor(connection.descriptor)
         instance = self.instance if self._is_assigned else None
-        if instance and instance.assignment.placement.generation == connection.generation:
+        if instance and instance.assignment.placement.epoch == connection.epoch:
             instance.connect_kv_mover(channel)
         else:
             channel.close()
@@ -285,7 +285,7 @@ class Worker:
         try:
             for message in messages:
                 match message:
-                    case CloseGeneration():
+                    case CloseEpoch():
                         self._close_instance()
                     case StartProfile() | StopProfile() if self._profiler is not None:
                         self._profiler.handle(message)
@@ -299,7 +299,7 @@ class Worker:
             self.instance.handle(for_instance)
 
     def _close_instance(self) -> None:
-        """Close the instance, without blocking the event loop, and report GenerationClosed."""
+        """Close the instance, without blocking the event loop, and report EpochClosed."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
             self._closing.add_done_callback(self._on_closed)
@@ -319,7 +319,7 @@ class Worker:
         if (error := closing.exception()) is not None:
             self.fail(error)
         else:
-            self._head.send(GenerationClosed())
+            self._head.send(EpochClosed())
 
     async def _send_heartbeats(self) -> None:
         while True:

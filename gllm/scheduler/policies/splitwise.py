@@ -77,7 +77,7 @@ def split_by_age(decodes: Iterable[Sequence]) -> tuple[list[Sequence], list[Sequ
     aged: list[Sequence] = []
     others: list[Sequence] = []
     for sequence in decodes:
-        is_aged = sequence.num_displacements + sequence.epoch >= MAX_PREEMPTIONS
+        is_aged = sequence.num_displacements + sequence.num_preemptions >= MAX_PREEMPTIONS
         (aged if is_aged else others).append(sequence)
     others.sort(key=_place)
     return aged, others

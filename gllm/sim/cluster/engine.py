@@ -1,4 +1,4 @@
-"""One engine of a simulated cluster: its states, its generations and its unfinished requests."""
+"""One engine of a simulated cluster: its states, its epochs and its unfinished requests."""
 
 from collections.abc import Callable, Container
 from enum import Enum
@@ -13,7 +13,7 @@ from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_transfers import KvFetch
 from gllm.scheduler.plan import SchedulerStats
 from gllm.scheduler.sequence import Sequence
-from gllm.sim.cluster.generation import EngineGeneration
+from gllm.sim.cluster.epoch import EngineEpoch
 from gllm.sim.cluster.requests import ClusterRequest, SubmissionLog, join_submissions
 from gllm.sim.cluster.router import RouterNeeds
 from gllm.sim.costs.base import CostModel
@@ -91,7 +91,7 @@ class ClusterEngineState(Enum):
 
 
 class EngineLife(NamedTuple):
-    """Times of one generation in seconds; None if the simulation ends earlier."""
+    """Times of one epoch in seconds; None if the simulation ends earlier."""
 
     start_time: float
     """Time from which the devices are in use; start-up included."""
@@ -103,9 +103,9 @@ class EngineRun(NamedTuple):
     """Requests and micro-batches of one engine, and its state at the end."""
 
     record: RunRecord
-    """All generations. A request that was lost and returned to the engine is one request."""
+    """All epochs. A request that was lost and returned to the engine is one request."""
     stats: SchedulerStats
-    """Statistics of the last generation."""
+    """Statistics of the last epoch."""
     lives: list[EngineLife]
 
 
@@ -119,7 +119,7 @@ class ClusterEngine:
         needs: State that the router reads.
         listener: Receiver of the engine's events.
         links: Links made elsewhere; None: links of its own.
-        log: Receives the step log of all generations; None: no log.
+        log: Receives the step log of all epochs; None: no log.
         role: prefill, decode or mixed.
         kv_listener: Moves KV cache between engines; None: none moves.
     """
@@ -152,7 +152,7 @@ class ClusterEngine:
         self.watched_seqs: set[int] = set()
         """Sequences whose first computed chunk is to be reported."""
         self.lives = [EngineLife(loop.now)]
-        self._generations: list[EngineGeneration] = []
+        self._epochs: list[EngineEpoch] = []
         self._restarts: list[RestartEvent] = []
         self.loop = loop
         self._needs = needs
@@ -177,7 +177,7 @@ class ClusterEngine:
     @property
     def num_waiting_requests(self) -> int:
         """Return the number of requests without KV blocks."""
-        return self._generations[-1].stats.waiting + len(self.unsent_requests)
+        return self._epochs[-1].stats.waiting + len(self.unsent_requests)
 
     @property
     def is_routable(self) -> bool:
@@ -190,7 +190,7 @@ class ClusterEngine:
         """Return the state that a router knows at a time; of a lost engine the last one."""
         if self._needs_only_counts:
             return self._count_snapshot()
-        snapshot = self._generations[-1].snapshot(now)
+        snapshot = self._epochs[-1].snapshot(now)
         num_sent = len(self.unsent_requests)
         if self.role != snapshot.role:
             snapshot = snapshot._replace(role=self.role)
@@ -208,14 +208,14 @@ class ClusterEngine:
         num_requests = len(self.requests) + len(self.unsent_requests)
         if last is not None and last.num_sent == num_requests and last.role == self.role:
             return last
-        snapshot = self._generations[-1].snapshot(self.loop.now)
+        snapshot = self._epochs[-1].snapshot(self.loop.now)
         snapshot = snapshot._replace(role=self.role, num_sent=num_requests)
         self._last_count_snapshot = snapshot
         return snapshot
 
     def update_index(self, prefixes: PrefixIndex) -> None:
         """Apply the changes of the engine's prefix cache since the last call to an index."""
-        self._generations[-1].update_index(prefixes)
+        self._epochs[-1].update_index(prefixes)
 
     def submit(self, request: ClusterRequest, submissions: SubmissionLog, now: float) -> int | None:
         """Send a request to the engine; return its sequence id, or None if the engine has crashed.
@@ -267,8 +267,8 @@ class ClusterEngine:
 
     @property
     def pipeline(self) -> SimulatedPipeline:
-        """Return the pipeline of the latest generation."""
-        return self._generations[-1].pipeline
+        """Return the pipeline of the latest epoch."""
+        return self._epochs[-1].pipeline
 
     # Lifecycle.
 
@@ -288,16 +288,16 @@ class ClusterEngine:
         self.lives.append(EngineLife(now))
 
     def become_ready(self, now: float) -> None:
-        """Finish the start-up: begin a generation with an empty cache."""
+        """Finish the start-up: begin an epoch with an empty cache."""
         deployment = self.deployment
         self._ends = EarliestEnds(deployment.cost, deployment.scheduler.stages)
         self._last_count_snapshot = None
-        if self._log is not None and not self._generations:
+        if self._log is not None and not self._epochs:
             self._log(deployment.start_event(now, self.name))
-        elif self._generations:
+        elif self._epochs:
             restart = RestartEvent(
                 now,
-                len(self._generations) + 1,
+                len(self._epochs) + 1,
                 "the engine has started again",
                 0,
                 deployment.layers,
@@ -309,8 +309,8 @@ class ClusterEngine:
                 self._log(restart)
         self.state = ClusterEngineState.READY
         self.lives[-1] = self.lives[-1]._replace(ready_time=now)
-        self._generations.append(
-            EngineGeneration(
+        self._epochs.append(
+            EngineEpoch(
                 self.name,
                 deployment,
                 self.loop,
@@ -326,29 +326,29 @@ class ClusterEngine:
         """Crash, with all work in flight; return False if the engine is not running."""
         if self.state not in (ClusterEngineState.STARTING, ClusterEngineState.READY):
             return False
-        self._end_generation(now)
+        self._end_epoch(now)
         self.state = ClusterEngineState.LOST
         return True
 
     def stop(self, now: float) -> list[ClusterRequest]:
         """Stop, or note that the engine has died; return its unfinished requests in order."""
         if self.state is not ClusterEngineState.LOST:
-            self._end_generation(now)
+            self._end_epoch(now)
         self.state = ClusterEngineState.STOPPED
         requests = [*self.requests.values(), *self.unsent_requests]
         self.requests, self.unsent_requests = {}, []
         return sorted(requests, key=lambda request: request.rank)
 
-    def _end_generation(self, now: float) -> None:
+    def _end_epoch(self, now: float) -> None:
         """Stop the pipeline and give the unfinished requests their output so far."""
         if self.state is ClusterEngineState.READY:
-            for resumed in self._generations[-1].pipeline.stop(now):
+            for resumed in self._epochs[-1].pipeline.stop(now):
                 request = self.requests[resumed.seq]
                 request.request = request.request._replace(outputs=resumed.outputs)
         self.watched_seqs.clear()
         self.lives[-1] = self.lives[-1]._replace(end_time=now)
 
-    # Listener of a generation and of its scheduler's KV requests.
+    # Listener of an epoch and of its scheduler's KV requests.
 
     @property
     def _kv(self) -> "PairedCluster":
@@ -387,26 +387,26 @@ class ClusterEngine:
 
     @property
     def records(self) -> list[RunRecord]:
-        """Return the record of each generation."""
-        return [generation.record for generation in self._generations]
+        """Return the record of each epoch."""
+        return [epoch.record for epoch in self._epochs]
 
     def run(self, submissions: SubmissionLog) -> EngineRun:
-        """Return the record of all generations."""
-        if not self._generations:
+        """Return the record of all epochs."""
+        if not self._epochs:
             record = RunRecord(self.deployment.start_event(self.lives[0].start_time, self.name))
             return EngineRun(record, SchedulerStats(), self.lives)
-        stats = self._generations[-1].stats
+        stats = self._epochs[-1].stats
         records = self.records
         if len(records) == 1:
             return EngineRun(records[0], stats, self.lives)
         joined = join_submissions((record.requests for record in records), submissions)
         run = RunRecord(records[0].start, dict(joined.values()), restarts=self._restarts)
         micro_batches: list[MicroBatch] = []
-        for generation, record in zip(self._generations, records, strict=True):
+        for epoch, record in zip(self._epochs, records, strict=True):
             micro_batches += record.micro_batches
             run.parallelism += record.parallelism
-            # From the last event of a generation on, no work counts as available.
-            run.parallelism.append((generation.last_event_time, 0))
+            # From the last event of an epoch on, no work counts as available.
+            run.parallelism.append((epoch.last_event_time, 0))
         run.parallelism.pop()
         run.micro_batches = micro_batches
         return EngineRun(run, stats, self.lives)

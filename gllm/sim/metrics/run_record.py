@@ -34,7 +34,7 @@ RequestContents = tuple[tuple[int, ...], int, tuple[int, ...], int, str]
 
 
 class ResumedRequestFinder:
-    """The requests that were unfinished when a generation ended.
+    """The requests that were unfinished when an epoch ended.
 
     Sequence ids are new for each submission, so requests are recognized by contents and arrival.
     """
@@ -256,9 +256,9 @@ class _Reader:
         self._rows: dict[int, list[ScheduledRow]] = {}
         """Rows of the steps in flight, by step."""
         self._prefilled: dict[int, int] = {}
-        """By sequence, the newest epoch whose prefill was planned to its end."""
+        """By sequence, the newest num_preemptions whose prefill was planned to its end."""
         self._served: dict[int, ServedRequest] = {}
-        """Requests of the present generation, by sequence; `run.requests` has them by the sequence
+        """Requests of the present epoch, by sequence; `run.requests` has them by the sequence
         of their first submission."""
         self._stop_ids: dict[int, list[int]] = {}
         """Stop ids of the unfinished sequences; results of others are ignored."""
@@ -270,9 +270,9 @@ class _Reader:
         """Sequences that were unfinished at the last restart, in order, by the first sequence of
         the request's first submission."""
         self._earlier_preemptions: dict[int, int] = {}
-        """Preemptions of a resumed sequence in earlier generations."""
+        """Preemptions of a resumed sequence in earlier epochs."""
         self._commit_times: dict[int, float] = {}
-        """Time of the last commit of each sequence of the present generation."""
+        """Time of the last commit of each sequence of the present epoch."""
 
     def read(self, event: StepLogEvent) -> None:
         """Take one event in."""
@@ -366,7 +366,7 @@ class _Reader:
         self._unplanned = []
         if plan is None:
             return
-        decodes = sum(self._prefilled.get(row.seq) == row.epoch for row in plan.rows)
+        decodes = sum(self._prefilled.get(row.seq) == row.num_preemptions for row in plan.rows)
         work = compute_stage_work(plan.step, plan.rows)
         stages: list[StepTime | None] = [None] * run.num_stages
         step = MicroBatch(event.time, work, work.num_tokens - decodes, decodes, stages)
@@ -377,10 +377,10 @@ class _Reader:
         self._rows[plan.step] = plan.rows
         for row in plan.rows:
             if row.should_sample:
-                self._prefilled[row.seq] = row.epoch
+                self._prefilled[row.seq] = row.num_preemptions
             served = self._served.get(row.seq)
             if served is not None:
-                num_preemptions = self._earlier_preemptions.get(row.seq, 0) + row.epoch
+                num_preemptions = self._earlier_preemptions.get(row.seq, 0) + row.num_preemptions
                 last_commit_time = self._commit_times.get(row.seq, event.time)
                 served.record_schedule(num_preemptions, event.time, last_commit_time)
 

@@ -15,7 +15,7 @@ the CPU's cache, so that each step alone would load them again."""
 
 
 class RunRecorder(PipelineObserver):
-    """Observer that builds the RunRecord of one generation of a pipeline.
+    """Observer that builds the RunRecord of one epoch of a pipeline.
 
     The record has the figures of `build_run_record` for the same run's log, but no reports of
     stages: only a replay needs them.
@@ -36,7 +36,7 @@ class RunRecorder(PipelineObserver):
         self._committed_steps: list[int] = []
         """Steps committed since the last schedule."""
         self._prefilled: dict[int, int] = {}
-        """By unfinished sequence, the newest epoch whose prefill was planned to its end."""
+        """By unfinished sequence, its preemptions when a prefill was last planned to its end."""
         self._chunk_times: dict[int, float] = {}
         """By unfinished sequence, time of the last commit of a prefill chunk."""
         self._prefill_counts: dict[int, int] = {}
@@ -109,8 +109,10 @@ class RunRecorder(PipelineObserver):
             num_tokens = self._fetched_tokens.pop(row.seq, None)
             if num_tokens is not None and row.start == num_tokens:
                 served = self._requests[row.seq]
-                served.record_schedule(row.epoch, now, self._last_commit_time(row, served, now))
-                self._prefilled[row.seq] = row.epoch
+                served.record_schedule(
+                    row.num_preemptions, now, self._last_commit_time(row, served, now)
+                )
+                self._prefilled[row.seq] = row.num_preemptions
 
     def _record_prefill_rows(self, rows: list[ScheduledRow], now: float) -> int:
         """Record the starts and preemptions of prefilled sequences; return their number.
@@ -120,17 +122,19 @@ class RunRecorder(PipelineObserver):
         """
         for index in range(len(rows) - 1, -1, -1):
             row = rows[index]
-            if self._prefilled.get(row.seq) == row.epoch:
+            if self._prefilled.get(row.seq) == row.num_preemptions:
                 return len(rows) - 1 - index
             served = self._requests[row.seq]
-            served.record_schedule(row.epoch, now, self._last_commit_time(row, served, now))
+            served.record_schedule(
+                row.num_preemptions, now, self._last_commit_time(row, served, now)
+            )
             if row.should_sample:
-                self._prefilled[row.seq] = row.epoch
+                self._prefilled[row.seq] = row.num_preemptions
         return len(rows)
 
     def _last_commit_time(self, row: ScheduledRow, served: ServedRequest, now: float) -> float:
         """Return the time of a preempted sequence's last commit; `now` without a preemption."""
-        if served.first_scheduled_time is None or row.epoch == served.num_preemptions:
+        if served.first_scheduled_time is None or row.num_preemptions == served.num_preemptions:
             return now
         self._record_tokens()
         times = [*served.line.times[-1:], self._chunk_times.get(row.seq, served.line.arrival)]

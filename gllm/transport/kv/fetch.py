@@ -31,7 +31,7 @@ class RunningFetch:
     command: FetchKv
     reader: int
     """See ReadRequest."""
-    generation: int
+    epoch: int
     deadline: FetchDeadline
     on_started: Callable[[], None]
     """Called with the first bytes."""

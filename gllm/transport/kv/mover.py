@@ -95,7 +95,7 @@ class KvMover:
         """Start to accept connections of other movers of this machine.
 
         Args:
-            on_report: Called with the generation and each report, on any thread.
+            on_report: Called with the epoch and each report, on any thread.
             backend: Of fetches: a name of BACKENDS, AUTO or mock:GIGABYTES_PER_SECOND.
             encoding: Of fetches over TCP: a name of LINK_ENCODINGS.
             dial: Reaches other machines; None if only this machine is reached.
@@ -119,7 +119,7 @@ class KvMover:
             self._state, self._find_backend, yield_to_activations, clock, sleep, max_connections
         )
         self._fetches: dict[tuple[int, int], RunningFetch] = {}
-        """Fetches that have not ended, by generation and number."""
+        """Fetches that have not ended, by epoch and number."""
         self._estimates: dict[str, TransferEstimate] = {}
         """By the socket name of the other machine's mover."""
         self._threads = ThreadPoolExecutor(NUM_FETCH_THREADS, "kv-fetch")
@@ -160,11 +160,11 @@ class KvMover:
         layouts = [pages.layout for pages in self._state.caches.pages]
         return KvMachine(read_host_id(), self.socket_name, address, certificate, layouts)
 
-    def open_caches(self, generation: int, caches: list[tuple[KvLayout, int]]) -> None:
-        """Serve and fill the KV caches of a generation; those before it are closed.
+    def open_caches(self, epoch: int, caches: list[tuple[KvLayout, int]]) -> None:
+        """Serve and fill the KV caches of an epoch; those before it are closed.
 
         Args:
-            generation: Number of the generation.
+            epoch: Number of the epoch.
             caches: Layout and descriptor of the memory of each worker. The descriptors belong to
                 the mover from now on.
 
@@ -185,14 +185,14 @@ class KvMover:
         finally:
             for _, descriptor in caches:
                 os.close(descriptor)
-        self._replace_caches(ServedCaches(generation, pages, read_only, progress))
+        self._replace_caches(ServedCaches(epoch, pages, read_only, progress))
 
     def close_caches(self) -> None:
-        """End the generation: all tickets and fetches end without reports."""
-        self._replace_caches(ServedCaches(self._state.caches.generation))
+        """End the epoch: all tickets and fetches end without reports."""
+        self._replace_caches(ServedCaches(self._state.caches.epoch))
 
     def handle(self, command: KvCommand) -> None:
-        """Execute a command of the present generation's driver."""
+        """Execute a command of the present epoch's driver."""
         match command:
             case ServeKv():
                 self._serve(command)
@@ -200,11 +200,11 @@ class KvMover:
                 with self._state.lock:
                     self._state.book.revoke(ticket)
                 # Readers are not waited for: they discard what they have read since.
-                self._on_report(self._state.caches.generation, KvRevoked(ticket))
+                self._on_report(self._state.caches.epoch, KvRevoked(ticket))
             case FetchKv():
                 self._begin_fetch(command)
             case CancelKvFetch(number):
-                fetch = self._fetches.get((self._state.caches.generation, number))
+                fetch = self._fetches.get((self._state.caches.epoch, number))
                 if fetch is not None:
                     fetch.cancel()
 
@@ -248,7 +248,7 @@ class KvMover:
                 log.debug("blocks are not served: %s", error)
             is_served = command.ticket in self._state.book
         if not is_served:
-            self._on_report(self._state.caches.generation, KvRevoked(command.ticket))
+            self._on_report(self._state.caches.epoch, KvRevoked(command.ticket))
 
     def _find_backend(self, name: str) -> KvBackend:
         """Return a backend, the same object for the same name. Raises ValueError, ImportError."""
@@ -259,24 +259,24 @@ class KvMover:
     def _end_ticket(self, ticket: int) -> None:
         """Report a ticket as revoked, because its reader has all that it needs."""
         with self._state.lock:
-            generation = self._state.caches.generation
+            epoch = self._state.caches.epoch
             is_held = ticket in self._state.book
             self._state.book.revoke(ticket)
         if is_held:
-            self._on_report(generation, KvRevoked(ticket))
+            self._on_report(epoch, KvRevoked(ticket))
 
     def _begin_fetch(self, command: FetchKv) -> None:
-        generation = self._state.caches.generation
+        epoch = self._state.caches.epoch
         predicted = 0.0
         fetch = RunningFetch(
             command,
             secrets.randbelow(2**63 - 1) + 1,
-            generation,
+            epoch,
             FetchDeadline(self._clock(), predicted),
             lambda: self._report_start(fetch),
             self._clock,
         )
-        self._fetches[generation, command.fetch] = fetch
+        self._fetches[epoch, command.fetch] = fetch
         threads = self._waiting_threads if command.is_per_layer else self._threads
         threads.submit(self._run_fetch, fetch, list(self._state.caches.pages))
 
@@ -302,18 +302,18 @@ class KvMover:
         number = fetch.command.fetch
         # Before the report, because the driver may use the number again after it.
         with self._state.lock:
-            is_current = self._fetches.get((fetch.generation, number)) is fetch
+            is_current = self._fetches.get((fetch.epoch, number)) is fetch
             if is_current:
-                del self._fetches[fetch.generation, number]
+                del self._fetches[fetch.epoch, number]
         if is_current:
             done = KvFetched(number, not cause, fetch.num_bytes, seconds, cause)
-            self._on_report(fetch.generation, done)
+            self._on_report(fetch.epoch, done)
 
     def _report_start(self, fetch: RunningFetch) -> None:
-        """Report the first bytes of a fetch, unless its generation has ended."""
+        """Report the first bytes of a fetch, unless its epoch has ended."""
         number = fetch.command.fetch
-        if (fetch.generation, number) in self._fetches:
-            self._on_report(fetch.generation, KvFetchStarted(number))
+        if (fetch.epoch, number) in self._fetches:
+            self._on_report(fetch.epoch, KvFetchStarted(number))
 
     def _predict(
         self, fetch: RunningFetch, endpoint: KvEndpoint, targets: dict[int, list[TargetPart]]

@@ -37,9 +37,9 @@ _CLOSE_SECONDS = 5.0
 
 @dataclass
 class ServedCaches:
-    """KV caches of one generation, by place."""
+    """KV caches of one epoch, by place."""
 
-    generation: int
+    epoch: int
     pages: Sequence[KvPages] = ()
     descriptors: Sequence[int] = ()
     """Read-only, for other processes."""

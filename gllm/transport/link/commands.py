@@ -61,9 +61,9 @@ class OpenLinkEdge(msgspec.Struct, frozen=True, tag=True):
     the files of the meeting, then memory and event of each further lane.
     """
 
-    generation: int
+    epoch: int
     edge: int
-    """Number of the edge within the generation."""
+    """Number of the edge within the epoch."""
     is_sender: bool
     """True if the worker of this machine sends."""
     dials: bool
@@ -74,20 +74,20 @@ class OpenLinkEdge(msgspec.Struct, frozen=True, tag=True):
 
 
 class CloseLinkEdges(msgspec.Struct, frozen=True, tag=True):
-    """Command: close the edges of a generation and of all earlier ones."""
+    """Command: close the edges of an epoch and of all earlier ones."""
 
-    generation: int
+    epoch: int
 
 
 class OpenKvCaches(msgspec.Struct, frozen=True, tag=True):
-    """Command: serve and fill the KV caches of a generation; KvCachesOpened answers.
+    """Command: serve and fill the KV caches of an epoch; KvCachesOpened answers.
 
     Its descriptors are the memory of the workers' caches, in the order of the layouts, then the end
     of a DescriptorChannel whose other end the driver has: KvCommand comes from there, KvReport goes
-    there. Caches of an earlier generation are closed.
+    there. Caches of an earlier epoch are closed.
     """
 
-    generation: int
+    epoch: int
     layouts: list[KvLayout]
     backend: str
     """Name of the KV backend, as in `gllm.config.kv_backends`."""
@@ -102,7 +102,7 @@ class CloseKvCaches(msgspec.Struct, frozen=True, tag=True):
 class KvCachesOpened(msgspec.Struct, frozen=True, tag=True):
     """Report that KV caches are served."""
 
-    generation: int
+    epoch: int
     machine: bytes
     """KvMachine of this machine (gllm.transport.kv.endpoint); empty after an error."""
     cause: str = ""
@@ -121,14 +121,14 @@ class LinkListening(msgspec.Struct, frozen=True, tag=True):
 class LinkEdgeOpened(msgspec.Struct, frozen=True, tag=True):
     """Report that an edge is connected for the first time; both of its ends report it."""
 
-    generation: int
+    epoch: int
     edge: int
 
 
 class LinkEdgeLost(msgspec.Struct, frozen=True, tag=True):
     """Report that an edge is refused, or was disconnected for too long."""
 
-    generation: int
+    epoch: int
     edge: int
     cause: str
 

@@ -1,6 +1,6 @@
 """Frames of a data connection: their headers, their limits, and the payloads of the first ones.
 
-A connection belongs to one edge of one generation. It begins with a HELLO of the dialing end, which
+A connection belongs to one edge of one epoch. It begins with a HELLO of the dialing end, which
 the other one answers; then each end sends RESUME. After that the sending end sends LAYOUT before
 its first step, and each step as frames of ACTIVATIONS; both ends send MEETING.
 """
@@ -62,7 +62,7 @@ class FrameHeader(NamedTuple):
 
     frame_class: FrameClass
     run: int
-    generation: int
+    epoch: int
     edge: int
     lane: int
     """Lane of ACTIVATIONS and LAYOUT; 0 in all others."""
@@ -108,10 +108,10 @@ def unpack_frame(data: bytes | bytearray | memoryview) -> FrameHeader:
 
 
 class EdgeName(NamedTuple):
-    """Identity of an edge: run of the head, generation, and number of the edge in it."""
+    """Identity of an edge: run of the head, epoch, and number of the edge in it."""
 
     run: int
-    generation: int
+    epoch: int
     edge: int
 
     def header(

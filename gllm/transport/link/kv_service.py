@@ -32,10 +32,10 @@ _NO_EDGE = EdgeName(0, 0, 0)
 
 
 class DriverChannel:
-    """Channel to the driver of one generation: commands arrive on a thread, reports are sent."""
+    """Channel to the driver of one epoch: commands arrive on a thread, reports are sent."""
 
-    def __init__(self, generation: int, channel: DescriptorChannel) -> None:
-        self.generation = generation
+    def __init__(self, epoch: int, channel: DescriptorChannel) -> None:
+        self.epoch = epoch
         self._channel = channel
         self._sending, self._handling = threading.Lock(), threading.Lock()
         self._mover: KvMover | None = None
@@ -73,7 +73,7 @@ class DriverChannel:
                     if self._mover is not None:
                         self._mover.handle(command)
         except (DescriptorError, OSError):
-            # The driver has gone, or the generation has ended: the parent closes the caches.
+            # The driver has gone, or the epoch has ended: the parent closes the caches.
             pass
         except Exception:
             # With the channel the driver would lose the fetches that still write to its blocks.
@@ -103,7 +103,7 @@ class KvService:
         self._yield = yield_to_activations
         self._mover: KvMover | None = None
         self._driver: DriverChannel | None = None
-        """Channel to the driver of the present generation."""
+        """Channel to the driver of the present epoch."""
 
     def handle(self, command: KvServiceCommand, descriptors: Sequence[int]) -> None:
         """Execute a command and take ownership of its descriptors."""
@@ -124,22 +124,22 @@ class KvService:
     def _open(self, command: OpenKvCaches, descriptors: Sequence[int]) -> None:
         self._close_driver()
         *memory, channel = descriptors
-        driver = DriverChannel(command.generation, DescriptorChannel.from_descriptor(channel))
+        driver = DriverChannel(command.epoch, DescriptorChannel.from_descriptor(channel))
         caches = list(zip(command.layouts, memory, strict=True))
         try:
             if self._mover is None:
                 self._mover = KvMover(
                     self._on_report, command.backend, command.encoding, self._dial, self._yield
                 )
-            self._mover.open_caches(command.generation, caches)
+            self._mover.open_caches(command.epoch, caches)
         except (OSError, ValueError) as error:
             driver.close()
-            self._send(KvCachesOpened(command.generation, b"", str(error)))
+            self._send(KvCachesOpened(command.epoch, b"", str(error)))
             return
         self._driver = driver
         driver.start(self._mover)
         machine = msgspec.msgpack.encode(self._mover.machine())
-        self._send(KvCachesOpened(command.generation, machine))
+        self._send(KvCachesOpened(command.epoch, machine))
 
     def _close_driver(self) -> None:
         """End the channel to a driver: none of its commands is executed any more."""
@@ -147,10 +147,10 @@ class KvService:
             self._driver.close()
             self._driver = None
 
-    def _on_report(self, generation: int, report: KvReport) -> None:
-        """Send a report to the driver, on any thread; that of another generation is dropped."""
+    def _on_report(self, epoch: int, report: KvReport) -> None:
+        """Send a report to the driver, on any thread; that of another epoch is dropped."""
         driver = self._driver
-        if driver is not None and driver.generation == generation:
+        if driver is not None and driver.epoch == epoch:
             driver.send(report)
 
     def _dial(self, machine: KvMachine) -> socket.socket:

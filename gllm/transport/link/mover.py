@@ -171,13 +171,13 @@ class DataMover:
         self._lock = threading.Lock()
         """Protects the edges."""
         self._edges: dict[tuple[int, int], EdgeEnd] = {}
-        """By generation and number."""
+        """By epoch and number."""
         self._certificates: dict[str, bytes] = {}
         """Certificates of other machines by name. That of a machine without an edge is kept: it may
-        dial for the next generation before this machine has heard of that."""
+        dial for the next epoch before this machine has heard of that."""
         self._listener: Listener | None = None
-        self._generation = 0
-        """Latest generation with an edge."""
+        self._epoch = 0
+        """Latest epoch with an edge."""
         self._run = 0
         self._settings: LinkSettings | None = None
         self._accepting: tuple[frozenset[bytes], ssl.SSLContext] | None = None
@@ -206,14 +206,14 @@ class DataMover:
             case LinkIdentity() as identity:
                 for descriptor in descriptors:
                     os.close(descriptor)
-                self._close_edges(self._generation)
+                self._close_edges(self._epoch)
                 with self._lock:
                     self._certificates.clear()
-                self._run, self._generation = identity.run, 0
+                self._run, self._epoch = identity.run, 0
             case OpenLinkEdge() as command:
                 self._open_edge(command, descriptors)
-            case CloseLinkEdges(generation):
-                self._close_edges(generation)
+            case CloseLinkEdges(epoch):
+                self._close_edges(epoch)
             case OpenKvCaches() | CloseKvCaches() as command:
                 self._kv.handle(command, descriptors)
 
@@ -251,7 +251,7 @@ class DataMover:
     def _open_edge(self, command: OpenLinkEdge, descriptors: Sequence[int]) -> None:
         if self._settings is None:
             raise ValueError("an edge before the identity")
-        key = command.generation, command.edge
+        key = command.epoch, command.edge
         name = EdgeName(self._run, *key)
         kind = SendingEnd if command.is_sender else ReceivingEnd
         end = kind(name, command, descriptors, self._settings)
@@ -259,7 +259,7 @@ class DataMover:
             previous = self._edges.get(key)
             self._edges[key] = end
             self._certificates[command.peer.node] = command.peer.certificate
-            self._generation = max(self._generation, command.generation)
+            self._epoch = max(self._epoch, command.epoch)
         if previous is not None:
             previous.close()
         end.start()
@@ -267,9 +267,9 @@ class DataMover:
             self._listener.on_edge_opened()
         self._is_changed.set()
 
-    def _close_edges(self, generation: int) -> None:
+    def _close_edges(self, epoch: int) -> None:
         with self._lock:
-            keys = [key for key in self._edges if key[0] <= generation]
+            keys = [key for key in self._edges if key[0] <= epoch]
             closed = [self._edges.pop(key) for key in keys]
         for end in closed:
             end.close()
@@ -293,12 +293,12 @@ class DataMover:
             self._kv.adopt(connection, address)
             return
         with self._lock:
-            end = self._edges.get((header.generation, header.edge))
-            is_early = end is None and header.generation >= self._generation
+            end = self._edges.get((header.epoch, header.edge))
+            is_early = end is None and header.epoch >= self._epoch
         if header.run != self._run:
             cause, is_early = f"its run is {header.run}, here is run {self._run}", False
         elif end is None:
-            cause = f"edge {header.edge} of generation {header.generation} is not open here"
+            cause = f"edge {header.edge} of epoch {header.epoch} is not open here"
         else:
             cause = end.find_refusal(peer_certificate(connection), hello)
         frames = FrameConnection(connection)
@@ -309,7 +309,7 @@ class DataMover:
             self._refusals.add(address, cause)
         is_final = end is not None and end.refusal != ""
         answer = encode_payload(EdgeAnswer(cause, is_final))
-        name = EdgeName(header.run, header.generation, header.edge)
+        name = EdgeName(header.run, header.epoch, header.edge)
         with suppress(OSError):
             frames.send(name.header(FrameClass.ANSWER, answer))
         frames.close()
@@ -325,11 +325,11 @@ class DataMover:
             time.sleep(_YIELD_PAUSE_SECONDS)
 
     def _on_opened(self, name: EdgeName) -> None:
-        self._outbox.send(LinkEdgeOpened(name.generation, name.edge))
+        self._outbox.send(LinkEdgeOpened(name.epoch, name.edge))
         self._is_changed.set()
 
     def _on_lost(self, name: EdgeName, cause: str) -> None:
-        self._outbox.send(LinkEdgeLost(name.generation, name.edge, cause))
+        self._outbox.send(LinkEdgeLost(name.epoch, name.edge, cause))
         self._is_changed.set()
 
     def _report_changes(self) -> None:

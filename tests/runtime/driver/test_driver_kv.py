@@ -86,7 +86,7 @@ def test_a_victim_fetches_again_from_the_source_that_it_had() -> None:
         plan = scheduler.schedule(time.monotonic())
         kv.report_transfers()
         if plan is not None:
-            sampled = [SampledToken(row.seq, row.epoch, 1) for row in plan.rows]
+            sampled = [SampledToken(row.seq, row.num_preemptions, 1) for row in plan.rows]
             scheduler.commit(StepResult(plan.step, sampled))
 
     scheduler.add(SchedulerRequest(0, list(range(7)), 12), time.monotonic())

@@ -132,7 +132,9 @@ class Life:
         self.check()
         if plan is not None:
             sampled = [
-                SampledToken(row.seq, row.epoch, 1) for row in plan.rows if row.should_sample
+                SampledToken(row.seq, row.num_preemptions, 1)
+                for row in plan.rows
+                if row.should_sample
             ]
             self.scheduler.commit(StepResult(plan.step, sampled))
             if self.rng.random() < 0.5:

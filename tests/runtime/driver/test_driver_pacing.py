@@ -79,7 +79,9 @@ class Engine:
         for stage in range(STAGES):
             times = [StepTime(plan.step, self.now - STEP_SECONDS, self.now)]
             self.driver.on_stage_times(StageTimes(stage, times, self.now))
-        tokens = [SampledToken(row.seq, row.epoch, 7) for row in plan.rows if row.should_sample]
+        tokens = [
+            SampledToken(row.seq, row.num_preemptions, 7) for row in plan.rows if row.should_sample
+        ]
         self.driver.commit(StepDone(StepResult(plan.step, tokens), []))
 
 

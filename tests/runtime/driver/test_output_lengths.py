@@ -1,4 +1,4 @@
-"""The scheduler of the next generation begins with the output lengths that it has learned."""
+"""The scheduler of the next epoch begins with the output lengths that it has learned."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Assignments of a generation: the files that its workers share, and nothing that is left."""
+"""Assignments of an epoch: the files that its workers share, and nothing that is left."""
 
 import errno
 import os
@@ -45,7 +45,7 @@ class RecordingNode(ScriptedNode):
     def close(self) -> None:
         for message in self.received:
             message.close_descriptors()
-        self.on_generation_ready()
+        self.on_epoch_ready()
         self.context.term()
 
 
@@ -138,14 +138,14 @@ def named_edges(placement: Placement) -> list[tuple[PlaceName, PlaceName]]:
 
 
 @pytest.mark.parametrize("degrees", [[1], [2, 1]])
-def test_each_worker_has_a_file_for_its_kv_cache_in_each_generation(degrees: list[int]) -> None:
+def test_each_worker_has_a_file_for_its_kv_cache_in_each_epoch(degrees: list[int]) -> None:
     before = len(os.listdir("/proc/self/fd"))
     node = RecordingNode()
     layers = [(stage, stage + 1) for stage in range(len(degrees))]
     seen = set()
-    for generation in (1, 2):
+    for epoch in (1, 2):
         slots = [Slot(11 + place) for place in range(sum(degrees))]
-        placement = make_placement(generation, layers, slots, degrees)
+        placement = make_placement(epoch, layers, slots, degrees)
         config = EngineConfig(kv_transfer="auto")
         node.assign(NodeAssignment(placement, config), Path("folder"))
         received = node.received[-sum(degrees) :]
@@ -156,8 +156,8 @@ def test_each_worker_has_a_file_for_its_kv_cache_in_each_generation(degrees: lis
             assert (file,) == files([node.kv_memory[message.sender]])
             assert os.fstat(message.kv_memory).st_size == 0
             seen.add(file)
-    assert len(seen) == 2 * sum(degrees), "no file belongs to two generations"
-    # Without the flag there are none, and those of the generation before are closed.
+    assert len(seen) == 2 * sum(degrees), "no file belongs to two epochs"
+    # Without the flag there are none, and those of the epoch before are closed.
     node.assign(NodeAssignment(placement, EngineConfig()), Path("folder"))
     assert not node.kv_memory
     assert {message.kv_memory for message in node.received[-sum(degrees) :]} == {None}
@@ -206,7 +206,7 @@ def test_files_that_cannot_be_created_leave_nothing_behind() -> None:
         assert len(os.listdir("/proc/self/fd")) == open_files
     assert node.num_sent == 3
     assert num_failures > 5
-    node.on_generation_ready()
+    node.on_epoch_ready()
     node.context.term()
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -221,8 +221,8 @@ class RecordingEdges:
     def open(self, command: OpenLinkEdge, edge: Edge) -> None:
         self.opened.append((command, files(edge.descriptors)))
 
-    def close_edges(self, generation: int) -> None:
-        self.closed.append(generation)
+    def close_edges(self, epoch: int) -> None:
+        self.closed.append(epoch)
 
 
 def spread(degrees: list[int], nodes: list[str]) -> Placement:
@@ -257,7 +257,7 @@ def test_each_machine_has_its_part_of_a_placement(degrees: list[int]) -> None:
         node.assign(assignment, Path("folder"))
         received[name] = node.received
         opened[name] = {command.edge: command for command, _ in edges.opened}
-        assert edges.closed == [2], "edges of earlier generations"
+        assert edges.closed == [2], "edges of earlier epochs"
         # The data mover gets the very files of the worker's ring.
         remote = [
             files(edge.descriptors)

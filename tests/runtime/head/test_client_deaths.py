@@ -33,7 +33,7 @@ class EngineLife(RuleBasedStateMachine):
     @precondition(lambda self: self.driver is None)
     @rule()
     def attach(self) -> None:
-        """Start a generation, with its warm-up."""
+        """Start an epoch, with its warm-up."""
         driver = self.driver = FakeDriver()
         warm_up = self.client.submit_warm_up(driver.send)
         while warm_up.alive:

@@ -195,7 +195,7 @@ def test_a_pause_is_no_stall(rig: Rig) -> None:
     assert rig.client.stalled_seconds == 7
 
 
-def test_totals_continue_over_generations(rig: Rig) -> None:
+def test_totals_continue_over_epochs(rig: Rig) -> None:
     client = rig.client
     rig.report((0, 1), stats=SchedulerStats(3, 2, 0.5, 1, steps=7, prefix_hits=4))
     client.on_report(StageUtilization(0, 7, 1.5))

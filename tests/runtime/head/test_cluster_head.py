@@ -18,7 +18,7 @@ from gllm.messages.nodes import (
     EdgeLost,
     EdgeOpened,
     EngineState,
-    GenerationReady,
+    EpochReady,
     LeaveCluster,
     NodeHeartbeat,
     StartWorker,
@@ -65,7 +65,7 @@ async def test_stages_run_on_both_machines() -> None:
         assert assignment.peers["node1"].address == "127.0.0.1:29601"
         assert assignment.peers["local"] == LinkPeer("head", "", b"")
         await until(lambda: agent.of(EngineState)[-1:] == [EngineState("ready", "", 1)])
-        assert agent.of(GenerationReady) == [GenerationReady(1)]
+        assert agent.of(EpochReady) == [EpochReady(1)]
         stages = end.supervisor.node_stages
         head, other = end.cluster.reports(stages)
         assert (head.name, head.rank, head.state, head.stages) == ("head", 0, "member", [0])
@@ -96,7 +96,7 @@ async def test_stages_start_when_their_edges_are_connected() -> None:
         await until(lambda: len(agent.messages) > num_beats + 10)
         assert not agent.of(WorkerFrame)
         assert not end.node.block_counts
-        # Of another generation, and an edge that does not exist.
+        # Of another epoch, and an edge that does not exist.
         agent.send(EdgeOpened(7, 0))
         agent.send(EdgeOpened(1, 9))
         agent.open_edges()
@@ -162,19 +162,19 @@ async def test_a_spare_takes_the_place_at_once() -> None:
         assert states["node1"] == "spare"
 
 
-async def test_a_lost_edge_begins_another_generation(
+async def test_a_lost_edge_begins_another_epoch(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.WARNING)
     async with cluster_of() as end:
         (agent,) = await start(end, 1)
-        for generation in (1, 2):
+        for epoch in (1, 2):
             # Both ends report it.
-            agent.send(EdgeLost(generation, 0, "no route"))
-            agent.send(EdgeLost(generation, 0, "no route"))
-            await until(lambda: len(agent.assignments) > generation)  # noqa: B023
+            agent.send(EdgeLost(epoch, 0, "no route"))
+            agent.send(EdgeLost(epoch, 0, "no route"))
+            await until(lambda: len(agent.assignments) > epoch)  # noqa: B023
             await until(lambda: end.supervisor.state == "ready")
-            assert ("twice within" in caplog.text) == (generation == 2)
+            assert ("twice within" in caplog.text) == (epoch == 2)
         assert end.supervisor.deaths.recoveries == {"link": 2}
         assert len(agent.workers) == 1
         assert await generate(end.supervisor, PROMPT) == ([expected(20)], [""])
@@ -211,7 +211,7 @@ async def test_an_assignment_that_fails_on_an_agent_is_repeated() -> None:
         agent.opens_edges = True
         agent.send(AssignmentFailed(1, "no descriptor is left"))
         await starting
-        assert end.supervisor.recovery.generation == 2
+        assert end.supervisor.recovery.epoch == 2
 
 
 async def test_a_remote_worker_that_exits_is_replaced_on_its_machine() -> None:
@@ -241,7 +241,7 @@ async def test_the_driver_dies_and_the_other_machine_keeps_its_worker() -> None:
         end.node.crash(0)
         assert await running == ([expected(200)], [""])
         assert len(agent.of(StartWorker)) == 1
-        assert [each.placement.generation for each in agent.assignments] == [1, 2]
+        assert [each.placement.epoch for each in agent.assignments] == [1, 2]
 
 
 async def test_stale_and_foreign_frames_change_nothing() -> None:
@@ -262,7 +262,7 @@ async def test_stale_and_foreign_frames_change_nothing() -> None:
         await until(lambda: end.supervisor.num_stale_frames >= before + 10)
         assert end.supervisor.num_stale_frames == before + 10
         assert end.supervisor.state == "ready"
-        assert end.supervisor.recovery.generation == 1
+        assert end.supervisor.recovery.epoch == 1
         assert not first.lost
 
 
@@ -284,7 +284,7 @@ async def test_a_worker_frame_that_no_worker_may_send_ends_the_session(payload: 
         assert end.cluster.hub.num_malformed == 1
         await end.dial("node1", 1)
         await until(lambda: end.supervisor.state == "ready")
-        assert end.supervisor.recovery.generation == 2
+        assert end.supervisor.recovery.epoch == 2
 
 
 class Nodes:

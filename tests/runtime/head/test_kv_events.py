@@ -1,4 +1,4 @@
-"""Changes of the prefix cache reach all who watch it, across generations."""
+"""Changes of the prefix cache reach all who watch it, across epochs."""
 
 from random import Random
 
@@ -53,7 +53,7 @@ def test_subscribers_of_any_time_know_the_cache(source: KvEventSource, driver: K
     assert removed, "the cache was too small for all"
 
 
-def test_the_cache_is_empty_from_the_end_of_a_generation(
+def test_the_cache_is_empty_from_the_end_of_an_epoch(
     source: KvEventSource, driver: KvDriver
 ) -> None:
     follower = KvFollower()

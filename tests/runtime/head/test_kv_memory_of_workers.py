@@ -65,7 +65,7 @@ def mapped_caches() -> set[str]:
 
 
 def file_bytes(node: LocalWorkers) -> int:
-    """Return the memory that the KV caches of a generation take."""
+    """Return the memory that the KV caches of an epoch take."""
     return 512 * sum(os.fstat(each).st_blocks for each in node.kv_memory.values())
 
 
@@ -106,7 +106,7 @@ async def test_other_processes_can_read_the_keys_and_values_of_each_worker(
     assert not mapped_caches(), "the memory of the caches has returned to the system"
 
 
-async def test_a_generation_has_caches_of_its_own(layouts: dict[int, KvLayout | None]) -> None:
+async def test_an_epoch_has_caches_of_its_own(layouts: dict[int, KvLayout | None]) -> None:
     async with local_engine(2, kv_transfer="auto", max_restarts=3) as (engine, node):
         expected = await generate(engine)
         first = {os.fstat(each).st_ino for each in node.kv_memory.values()}

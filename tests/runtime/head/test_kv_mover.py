@@ -1,4 +1,4 @@
-"""The head's owner of KV transfers: real gllm-link processes that end, generations that change."""
+"""The head's owner of KV transfers: real gllm-link processes that end, epochs that change."""
 
 import gc
 import os
@@ -25,7 +25,7 @@ from tests.support.engines.kv_workers import KvWorkers, until
 class Engines(NamedTuple):
     """Two engines that the tests of this file share.
 
-    Each test begins new generations and has tickets of its own: a mover serves none twice.
+    Each test begins new epochs and has tickets of its own: a mover serves none twice.
     """
 
     owner: KvWorkers
@@ -33,7 +33,7 @@ class Engines(NamedTuple):
     receiver: KvWorkers
 
     async def begin(self) -> None:
-        """Begin a generation of both engines, and wait for their endpoints."""
+        """Begin an epoch of both engines, and wait for their endpoints."""
         for workers in self:
             workers.begin()
         await until(lambda: all(workers.mover.endpoint for workers in self))
@@ -164,7 +164,7 @@ async def test_engines_of_other_machines_fetch_over_tls(engines: Engines) -> Non
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_nothing_of_a_generation_reaches_the_next_driver(engines: Engines) -> None:
+async def test_nothing_of_an_epoch_reaches_the_next_driver(engines: Engines) -> None:
     owner, receiver = engines
     await engines.begin()
     owner.serve(31)
@@ -174,7 +174,7 @@ async def test_nothing_of_a_generation_reaches_the_next_driver(engines: Engines)
         await until(lambda: receiver.mover.endpoint)
         receiver.fetch(1, 5, silent)
         # The process closes the channel of a driver that has ended.
-        receiver.mover.end_generation()
+        receiver.mover.end_epoch()
         await until(lambda: receiver.channel is None)
         assert not receiver.mover.endpoint
         receiver.begin()
@@ -187,7 +187,7 @@ async def test_nothing_of_a_generation_reaches_the_next_driver(engines: Engines)
     owner.begin()
     await until(lambda: owner.mover.endpoint)
     receiver.fetch(1, 32, owner.mover.endpoint)
-    assert not (await receiver.ended(1)).is_ok, "the ticket was of the generation before"
+    assert not (await receiver.ended(1)).is_ok, "the ticket was of the epoch before"
 
 
 @pytest.mark.parametrize("num_shared", [0, 1])
@@ -208,7 +208,7 @@ async def test_caches_that_cannot_be_opened_end_the_channel() -> None:
     try:
         workers.mover.add_layout(0, wrong)
         memory = os.memfd_create("cache")
-        workers.mover.open(workers.generation, [0], {0: memory})
+        workers.mover.open(workers.epoch, [0], {0: memory})
         os.close(memory)
         assert workers.channel is not None
         await until(lambda: workers.channel is None)

@@ -39,7 +39,7 @@ class Engine:
         self.restart()
 
     def restart(self) -> None:
-        """Begin the next generation."""
+        """Begin the next epoch."""
         self._source.detach()
         self.driver = KvDriver(self._source)
         self.driver.attach()

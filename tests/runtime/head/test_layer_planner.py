@@ -162,10 +162,10 @@ def test_a_measurement_that_steps_contradict_is_forgotten(
         cache.store(f"key {stage}", measured(stage, 0.001))
         planner.on_measured(measured(stage, 0.001, cache_key=f"key {stage}"))
     planner.choose_layers()
-    planner.begin_generation([])
+    planner.begin_epoch([])
     feed(planner, 1.0)
     assert cache.load("key 0") is not None
-    planner.begin_generation([])
+    planner.begin_epoch([])
     feed(planner, 5.0)
     assert [cache.load(f"key {stage}") for stage in (0, 1)] == [None, None]
 
@@ -175,7 +175,7 @@ def test_better_layers_are_logged_and_used_with_rebalance(
     rebalance: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     planner = plan(rebalance=rebalance, layers="even")
-    planner.begin_generation([])
+    planner.begin_epoch([])
     with caplog.at_level(logging.WARNING):
         better = feed(planner, 3.0)
     assert "layers 9,3 instead of 6,6 would be faster by 100 %" in caplog.text
@@ -190,7 +190,7 @@ def test_better_layers_are_logged_and_used_with_rebalance(
 
 def test_equal_stages_are_not_mentioned(caplog: pytest.LogCaptureFixture) -> None:
     planner = plan()
-    planner.begin_generation([])
+    planner.begin_epoch([])
     with caplog.at_level(logging.INFO):
         assert feed(planner, 1.0) is None
     assert caplog.text == ""
@@ -198,7 +198,7 @@ def test_equal_stages_are_not_mentioned(caplog: pytest.LogCaptureFixture) -> Non
 
 def test_one_stage_has_nothing_to_balance() -> None:
     planner = plan(1, rebalance=True)
-    planner.begin_generation([])
+    planner.begin_epoch([])
     assert planner.on_totals(0, 1000, 1.0, 500.0) is None
 
 
@@ -206,7 +206,7 @@ def test_devices_with_their_own_memory_get_no_more_than_fits() -> None:
     """7,200 bytes of weights and blocks on 12 layers; the first device has place for 9 of them."""
     planner = plan(rebalance=True, layers="even")
     loaded = [StageLoaded(0, 2000, 400, 3600), StageLoaded(1, 2000, 400, 3600)]
-    planner.begin_generation(loaded)
+    planner.begin_epoch(loaded)
     better = feed(planner, 11.0)
     assert better is not None
     assert better.layers == (range(9), range(9, 12))
@@ -219,7 +219,7 @@ def plan_on_nodes(available_bytes: int | None, own_bytes: int | None = None) -> 
     """A planner of three stages with 12 layers of 300 bytes and 64 tokens of 16 bytes a layer."""
     planner = plan(3, block_size=16)
     planner.set_nodes(SHAPE.nodes, {})
-    planner.begin_generation(
+    planner.begin_epoch(
         [
             StageLoaded(stage, 1200, 16, own_bytes, host_available_bytes=available_bytes)
             for stage in range(3)
@@ -245,7 +245,7 @@ def test_layers_move_to_the_nodes_left_if_their_memory_suffices(
     planner.change_shape(shape)
     assert planner.layers == [range(6), range(6, 12)]
     # With the other stages everything goes on: totals, and another loss.
-    planner.begin_generation([StageLoaded(0, 1800, 24), StageLoaded(1, 1800, 24)])
+    planner.begin_epoch([StageLoaded(0, 1800, 24), StageLoaded(1, 1800, 24)])
     assert planner.on_totals(1, 100, 1.0, 10.0) is None
     assert planner.recut(shape, ["local"]) == NodeShape([(0, 12)], [1], ["local"])
 
@@ -275,7 +275,7 @@ def test_a_machine_that_joins_gets_layers_if_its_memory_suffices(
     assert plan(3).extend(SHAPE, ["d"], [1], should_gain) is None, "nothing is known yet"
 
 
-def test_before_the_first_generation_nobody_knows_what_fits() -> None:
+def test_before_the_first_epoch_nobody_knows_what_fits() -> None:
     planner = plan(3)
     planner.set_nodes(SHAPE.nodes, {})
     assert planner.recut(SHAPE, ["local", "c"]) is None
@@ -289,12 +289,12 @@ def test_measured_speeds_stay_with_the_stages_that_are_left() -> None:
             StageMeasured(stage, 0, [0.001 * (1 + (stage == 2))] * 12, 0.0, 0.0, [1] * 12, 0, 0)
         )
     planner.choose_layers()
-    planner.begin_generation([StageLoaded(stage, 1200, 16) for stage in range(3)])
+    planner.begin_epoch([StageLoaded(stage, 1200, 16) for stage in range(3)])
     shape = planner.recut(SHAPE, ["local", "c"])
     assert shape is not None
     assert shape.layers == [(0, 8), (8, 12)], "the slow stage is the one on c"
     planner.change_shape(shape)
-    planner.begin_generation([StageLoaded(0, 2400, 32), StageLoaded(1, 1200, 16)])
+    planner.begin_epoch([StageLoaded(0, 2400, 32), StageLoaded(1, 1200, 16)])
     # As fast as expected: nothing is proposed although the stages have different sizes.
     for step in range(1, 40):
         for stage in (0, 1):
@@ -306,7 +306,7 @@ def test_the_nodes_of_stages_change_without_their_layers() -> None:
     planner.change_shape(NodeShape(SHAPE.layers, SHAPE.degrees, ["local", "spare", "c"]))
     assert planner.bounds == SHAPE.layers
     reports = [(1000, 0), (100, 1), (1000, 2)]
-    planner.begin_generation(
+    planner.begin_epoch(
         [StageLoaded(stage, 1200, 16, host_available_bytes=free) for free, stage in reports]
     )
     shape = NodeShape(SHAPE.layers, SHAPE.degrees, ["local", "spare", "c"])

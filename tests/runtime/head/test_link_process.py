@@ -53,13 +53,13 @@ class Machine:
     def begin_run(self, run: int) -> None:
         self.links.begin_run(
             run,
-            lambda generation, edge: self.opened.append((generation, edge)),
-            lambda generation, edge, cause: self.lost.append((generation, edge, cause)),
+            lambda epoch, edge: self.opened.append((epoch, edge)),
+            lambda epoch, edge, cause: self.lost.append((epoch, edge, cause)),
         )
 
-    def open(self, generation: int, is_sender: bool, peer: LinkPeer) -> None:
+    def open(self, epoch: int, is_sender: bool, peer: LinkPeer) -> None:
         edge = create_edge(f"test-{self.name}", is_remote=True)
-        self.links.open(OpenLinkEdge(generation, 0, is_sender, is_sender, peer), edge)
+        self.links.open(OpenLinkEdge(epoch, 0, is_sender, is_sender, peer), edge)
         self.edge, self.ring = edge, Ring(edge.descriptors[0], edge.descriptors[1], LAYOUT)
 
     def send(self, step: int) -> None:
@@ -149,8 +149,8 @@ async def test_an_edge_to_nobody_is_lost() -> None:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
         left.open(1, True, LinkPeer("right", address, b""))
-        [(generation, edge, cause)] = await until(lambda: left.lost)
-        assert (generation, edge) == (1, 0)
+        [(epoch, edge, cause)] = await until(lambda: left.lost)
+        assert (epoch, edge) == (1, 0)
         assert cause
     left.close()
 
@@ -163,7 +163,7 @@ async def test_another_run_closes_the_edges() -> None:
         for machine in (left, right):
             machine.begin_run(RUN + 1)
             machine.close_worker()
-        # The generations of the new run begin again.
+        # The epochs of the new run begin again.
         right.open(1, False, peer_of(left, ""))
         left.open(1, True, peer)
         await until(lambda: len(right.opened) == 2)

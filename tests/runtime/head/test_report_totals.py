@@ -1,4 +1,4 @@
-"""Counters of a server over the generations of its engine."""
+"""Counters of a server over the epochs of its engine."""
 
 from typing import get_type_hints
 
@@ -26,11 +26,11 @@ COUNTERS = [name for name in get_type_hints(SchedulerStats) if name not in GAUGE
 
 increments = st.lists(st.integers(0, 5), min_size=len(COUNTERS), max_size=len(COUNTERS))
 turns = st.lists(st.one_of(st.none(), st.tuples(increments, st.integers(0, 3))), max_size=30)
-"""None: the next generation begins. Else increments of the counters, and the stage that reports."""
+"""None: the next epoch begins. Else increments of the counters, and the stage that reports."""
 
 
 @given(turns)
-def test_counters_are_sums_over_all_generations(
+def test_counters_are_sums_over_all_epochs(
     turns: list[tuple[list[int], int] | None],
 ) -> None:
     totals = ReportTotals()
@@ -41,7 +41,7 @@ def test_counters_are_sums_over_all_generations(
     work_seconds = past_work = 0.0
     for turn in turns:
         if turn is None:
-            totals.next_generation()
+            totals.next_epoch()
             stats, steps, seconds = SchedulerStats(), {}, []
             past_work, work_seconds = past_work + work_seconds, 0.0
             assert [getattr(totals.stats, name) for name in GAUGES] == [0] * len(GAUGES)
@@ -72,7 +72,7 @@ def test_a_stage_that_no_longer_exists_keeps_its_counters() -> None:
     totals.on_report(StageUtilization(0, 4, 1.0))
     totals.on_report(StageUtilization(1, 5, 2.0, 0.5, 3))
     totals.on_report(BubbleReport([1.0, 2.0], 3.0))
-    totals.next_generation()
+    totals.next_epoch()
     totals.on_report(StageUtilization(0, 2, 0.5))
     totals.on_report(BubbleReport([0.25], 1.0))
     assert totals.stage_loads == {
@@ -86,7 +86,7 @@ def test_ranks_of_a_stage_count_apart() -> None:
     totals = ReportTotals()
     totals.on_report(StageUtilization(0, 4, 1.0))
     totals.on_report(StageUtilization(0, 4, 0.5, rank=1))
-    totals.next_generation()
+    totals.next_epoch()
     totals.on_report(StageUtilization(0, 2, 0.25, rank=1))
     assert totals.rank_loads == {
         (0, 0): StageUtilization(0, 4, 1.0),

@@ -92,7 +92,7 @@ async def until(condition: Callable[[], object]) -> None:
 async def test_requests_run_and_nothing_is_left(temporary: Path) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     async with running() as (supervisor, node):
-        assert (supervisor.state, supervisor.recovery.generation) == ("ready", 1)
+        assert (supervisor.state, supervisor.recovery.epoch) == ("ready", 1)
         assert not list(temporary.iterdir()), "all workers have connected"
         assert await generate(supervisor, [5, 6], n=2) == (expected([5, 6], n=2), ["", ""])
     assert supervisor.state == "dead"
@@ -118,7 +118,7 @@ async def test_requests_survive_a_death(victim: int, caplog: pytest.LogCaptureFi
         ]
         assert await late == (expected([9]), [""])
         assert node.worker_of(1 - victim) is survivor
-        assert (supervisor.state, supervisor.recovery.generation, node.num_spawned) == (
+        assert (supervisor.state, supervisor.recovery.epoch, node.num_spawned) == (
             "ready",
             2,
             3,
@@ -149,11 +149,11 @@ async def test_requests_survive_the_death_of_a_rank(
         victim = node.worker_of(stage, rank)
         node.crash(stage, rank=rank)
         assert [await task for task in tasks] == [(expected([i], 100), [""]) for i in range(1, 4)]
-        assert (supervisor.recovery.generation, node.num_spawned) == (2, 6)
+        assert (supervisor.recovery.epoch, node.num_spawned) == (2, 6)
         survivors = {sender: each for sender, each in workers.items() if each is not victim}
         assert survivors.items() <= node.workers.items()
         node.worker_of(stage, rank).send(StageFailed(stage, "no memory is left"))
-        await until(lambda: supervisor.recovery.generation == 3 and supervisor.state == "ready")
+        await until(lambda: supervisor.recovery.epoch == 3 and supervisor.state == "ready")
         assert supervisor.deaths.cause == f"stage {stage} rank {rank} failed: no memory is left"
     assert f"the worker of stage {stage} rank {rank} (process" in caplog.text
 
@@ -270,7 +270,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return failures
 
 
-async def test_a_full_temporary_folder_delays_a_generation(full_disk: Counter[str]) -> None:
+async def test_a_full_temporary_folder_delays_an_epoch(full_disk: Counter[str]) -> None:
     async with running(max_restarts=2) as (supervisor, node):
         task = asyncio.create_task(generate(supervisor, [1], 100))
         await until(lambda: supervisor.client.stats.running)
@@ -278,7 +278,7 @@ async def test_a_full_temporary_folder_delays_a_generation(full_disk: Counter[st
         node.crash(0)
         assert await task == (expected([1], 100), [""])
         assert full_disk["gllm-test-driver-"] == 0
-        assert (supervisor.recovery.generation, node.num_spawned) == (4, 3)
+        assert (supervisor.recovery.epoch, node.num_spawned) == (4, 3)
         assert supervisor.deaths.recoveries == {"killed": 1}
 
 
@@ -334,7 +334,7 @@ async def test_an_exit_ends_the_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> 
         node.worker_of(1).disconnect()
         await asyncio.sleep(0.1)
         node.crash(1)
-        await until(lambda: supervisor.recovery.generation == 2 and supervisor.state == "ready")
+        await until(lambda: supervisor.recovery.epoch == 2 and supervisor.state == "ready")
         await asyncio.sleep(0.4)
         assert supervisor.deaths.recoveries == {"killed": 1}
         assert not waited
@@ -386,7 +386,7 @@ async def test_a_standby_worker_takes_the_place() -> None:
         await until(lambda: len(node.workers) == 3)
         (standby,) = [worker for worker in node.workers.values() if worker.stage is None]
         node.crash(1)
-        await until(lambda: supervisor.recovery.generation == 2 and supervisor.state == "ready")
+        await until(lambda: supervisor.recovery.epoch == 2 and supervisor.state == "ready")
         assert node.worker_of(1) is standby
         await until(lambda: len(node.workers) == 3)
 
@@ -482,7 +482,7 @@ async def test_a_death_whose_evidence_cannot_be_kept_is_recovered(
         node.crash(1)
         async with asyncio.timeout(20):
             assert await task == (expected([1], 100), [""])
-        assert (supervisor.recovery.generation, supervisor.deaths.recoveries) == (2, {"killed": 1})
+        assert (supervisor.recovery.epoch, supervisor.deaths.recoveries) == (2, {"killed": 1})
     finally:
         await supervisor.stop()
     assert error in caplog.text
@@ -507,7 +507,7 @@ async def test_evidence_of_crashes_is_kept(tmp_path: Path) -> None:
 async def test_evidence_in_the_temporary_folder_is_removed_at_the_end(temporary: Path) -> None:
     async with running() as (supervisor, node):
         node.crash(0)
-        await until(lambda: supervisor.recovery.generation == 2 and supervisor.state == "ready")
+        await until(lambda: supervisor.recovery.epoch == 2 and supervisor.state == "ready")
         (folder,) = temporary.iterdir()
         assert len(list(folder.glob("crash-*"))) == 1
     assert not list(temporary.iterdir())

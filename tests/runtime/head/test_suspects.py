@@ -90,7 +90,7 @@ def test_a_new_token_clears() -> None:
     assert tracker.num_deaths("a") == 1
 
 
-def test_isolation_ends_with_the_generation_and_deaths_stay_counted() -> None:
+def test_isolation_ends_with_the_epoch_and_deaths_stay_counted() -> None:
     """A planned restart is nobody's fault."""
     tracker: SuspectTracker[str] = SuspectTracker()
     tracker.on_death([1], OWNERS)

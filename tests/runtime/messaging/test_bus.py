@@ -58,9 +58,9 @@ class Wires:
         self.heard = Heard().start(self.hub)
         self.spokes: list[Spoke] = []
 
-    def spoke(self, sender: int, run: int = RUN, generation: int = 1) -> tuple[Spoke, Heard]:
+    def spoke(self, sender: int, run: int = RUN, epoch: int = 1) -> tuple[Spoke, Heard]:
         spoke = Spoke(self.context, run, sender, self.address, decode_for_worker)
-        spoke.advance(generation)
+        spoke.advance(epoch)
         self.spokes.append(spoke)
         return spoke, Heard().start(spoke)
 
@@ -200,13 +200,13 @@ async def test_frames_of_forgotten_senders_are_dropped(wires: Wires) -> None:
     assert wires.hub.num_malformed == 0
 
 
-async def test_generations_at_both_ends(wires: Wires) -> None:
+async def test_epochs_at_both_ends(wires: Wires) -> None:
     wires.hub.expect(1)
     spoke, heard = wires.spoke(1)
     spoke.send(StageReady(1))
     spoke.advance(2)
     spoke.send(StageReady(2))
-    spoke.send(StageFailed(0, "of any generation"))
+    spoke.send(StageFailed(0, "of any epoch"))
     await until(lambda: len(wires.heard.messages) == 3)
     assert wires.stages(1) == [1]
     wires.hub.send(1, InitializeCache(1))
@@ -231,8 +231,8 @@ async def test_the_end_of_a_hub_and_a_hub_that_is_none(wires: Wires, tmp_path: P
     nowhere.close()
 
 
-def frame(number: int, payload: bytes, generation: int = 1, left: int = 0) -> list[bytes]:
-    return [HEADER.pack(RUN, generation, number, left) + payload]
+def frame(number: int, payload: bytes, epoch: int = 1, left: int = 0) -> list[bytes]:
+    return [HEADER.pack(RUN, epoch, number, left) + payload]
 
 
 READY = encode(StageReady(1))
@@ -250,7 +250,7 @@ BAD: dict[str, Callable[[int], list[bytes]]] = {
     "no payload": lambda n: frame(n, b""),
     "parts": lambda n: [*frame(n, READY), b"more"],
     "too large": lambda n: frame(n, READY, left=2**32 - 1),
-    "second hello": lambda n: frame(n, encode(Hello(1)), generation=0),
+    "second hello": lambda n: frame(n, encode(Hello(1)), epoch=0),
 }
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gllm.messages.codec import decode_for_head, encode
 from gllm.messages.lifecycle import StageFailed
 from gllm.runtime.messaging.session import (
-    ANY_GENERATION,
+    ANY_EPOCH,
     HEADER,
     MAX_KEPT_BYTES,
     SessionError,
@@ -32,7 +32,7 @@ class Sent:
 
     frame: bytes
     number: int
-    generation: int
+    epoch: int
     cause: str | None
     """Text of the message, in its last frame; None in the others."""
 
@@ -62,13 +62,13 @@ class History:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
-        self.generation = ANY_GENERATION
+        self.epoch = ANY_EPOCH
         self.links = [self.connect() for _ in range(3)]
         self.num_messages = 0
 
     def connect(self) -> Link:
         run = RUN if self.rng.random() < 0.8 else OTHER_RUN
-        receiver = SessionReceiver(RUN, decode_for_head, self.generation, KEPT_BYTES)
+        receiver = SessionReceiver(RUN, decode_for_head, self.epoch, KEPT_BYTES)
         return Link(SessionSender(run, PART_BYTES), receiver, run)
 
     def play(self, num_actions: int) -> None:
@@ -91,17 +91,17 @@ class History:
 
     def send(self, link: Link) -> None:
         offset = self.rng.choice([-2, -1, 0, 0, 0, 0, 1, 2])
-        generation = max(1, self.generation + offset)
+        epoch = max(1, self.epoch + offset)
         if self.rng.random() < 0.2:
-            generation = ANY_GENERATION
+            epoch = ANY_EPOCH
         size = self.rng.choice([0, 0, 0, 20, 60, 150])
         cause = f"{self.num_messages}:" + "x" * size
         self.num_messages += 1
-        frames = link.sender.frames(encode(StageFailed(0, cause)), generation)
+        frames = link.sender.frames(encode(StageFailed(0, cause)), epoch)
         for position, frame in enumerate(frames, start=1):
             last = cause if position == len(frames) else None
             assert len(frame) <= PART_BYTES + HEADER.size
-            link.transport.append(Sent(frame, link.num_sent, generation, last))
+            link.transport.append(Sent(frame, link.num_sent, epoch, last))
             link.num_sent += 1
 
     def deliver(self, link: Link) -> None:
@@ -132,19 +132,19 @@ class History:
                 # It was torn before, to nothing.
                 return
             cut = self.rng.randrange(1, len(sent.frame) + 1)
-            link.transport[position] = Sent(sent.frame[:-cut], TORN, sent.generation, None)
+            link.transport[position] = Sent(sent.frame[:-cut], TORN, sent.epoch, None)
 
     def advance(self, _: Link) -> None:
-        """Begin a later generation at all receivers."""
-        self.generation += self.rng.choice([1, 1, 2])
+        """Begin a later epoch at all receivers."""
+        self.epoch += self.rng.choice([1, 1, 2])
         for link in self.links:
-            due = [cause for generation, cause in link.kept if generation == self.generation]
-            link.num_stale += sum(generation < self.generation for generation, _ in link.kept)
-            link.kept = [entry for entry in link.kept if entry[0] > self.generation]
+            due = [cause for epoch, cause in link.kept if epoch == self.epoch]
+            link.num_stale += sum(epoch < self.epoch for epoch, _ in link.kept)
+            link.kept = [entry for entry in link.kept if entry[0] > self.epoch]
             if not link.kept:
                 link.num_kept_bytes = 0
             link.expected += due
-            for message in link.receiver.advance(self.generation):
+            for message in link.receiver.advance(self.epoch):
                 assert isinstance(message, StageFailed)
                 link.delivered.append(message.cause)
 
@@ -180,12 +180,12 @@ class History:
         """Add the message that a frame has completed to what has to be delivered."""
         if sent.cause is None:
             return
-        if sent.generation in (ANY_GENERATION, self.generation):
+        if sent.epoch in (ANY_EPOCH, self.epoch):
             link.expected.append(sent.cause)
-        elif sent.generation < self.generation:
+        elif sent.epoch < self.epoch:
             link.num_stale += 1
         else:
-            link.kept.append((sent.generation, sent.cause))
+            link.kept.append((sent.epoch, sent.cause))
             link.num_kept_bytes += len(encode(StageFailed(0, sent.cause)))
 
     def check(self, link: Link) -> None:
@@ -215,9 +215,9 @@ def test_what_is_kept_back_is_bounded() -> None:
         list(map(receiver.receive, sender.frames(payload, 2)))
 
 
-@pytest.mark.parametrize(("generation", "left"), [(1, 3), (1, 1), (2, 2)])
-def test_parts_of_different_messages_are_not_joined(generation: int, left: int) -> None:
+@pytest.mark.parametrize(("epoch", "left"), [(1, 3), (1, 1), (2, 2)])
+def test_parts_of_different_messages_are_not_joined(epoch: int, left: int) -> None:
     receiver = SessionReceiver(RUN, decode_for_head, 1)
     assert receiver.receive(HEADER.pack(RUN, 1, 0, 3) + b"a") is None
     with pytest.raises(SessionError, match="not continued"):
-        receiver.receive(HEADER.pack(RUN, generation, 1, left) + b"b")
+        receiver.receive(HEADER.pack(RUN, epoch, 1, left) + b"b")

@@ -10,8 +10,8 @@ import zmq
 
 from gllm.messages.codec import decode_for_driver, decode_for_stage, encode
 from gllm.messages.lifecycle import (
-    CloseGeneration,
-    GenerationClosed,
+    CloseEpoch,
+    EpochClosed,
     InitializeCache,
     StageFailed,
     StageLoaded,
@@ -25,7 +25,7 @@ from gllm.messages.nodes import (
     EdgeOpened,
     EndWorker,
     EngineState,
-    GenerationReady,
+    EpochReady,
     JoinCluster,
     LeaveCluster,
     RefuseNode,
@@ -53,13 +53,13 @@ from tests.support.nodes.agent_head import (
 class Stage:
     """The session of a scripted worker with the driver."""
 
-    def __init__(self, head: FakeHead, agent: RunningAgent, sender: int, generation: int) -> None:
+    def __init__(self, head: FakeHead, agent: RunningAgent, sender: int, epoch: int) -> None:
         self.messages: list[Any] = []
         self.lost: list[str] = []
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         address = agent.node.driver_address
         self.spoke = Spoke(self.context, head.run, sender, address, decode_for_stage)
-        self.spoke.advance(generation)
+        self.spoke.advance(epoch)
         self.spoke.start(self.messages.extend, self.lost.append)
 
     def close(self) -> None:
@@ -82,9 +82,9 @@ async def test_a_member_passes_messages_on_in_both_directions(
         assert agent.lookups == [("demo", "hash")]
         head.assign(two_stages(1))
         await until(lambda: head.from_worker(2, StageLoaded))
-        assert head.from_worker(2, StageLoaded)[0][0] == 1, "the generation of the message"
+        assert head.from_worker(2, StageLoaded)[0][0] == 1, "the epoch of the message"
         [opened] = agent.links.opened
-        command = opened.generation, opened.edge, opened.is_sender, opened.dials
+        command = opened.epoch, opened.edge, opened.is_sender, opened.dials
         assert command == (1, 0, False, False)
         assert opened.peer.node == "local"
         agent.links.on_opened(1, 0)
@@ -96,7 +96,7 @@ async def test_a_member_passes_messages_on_in_both_directions(
         stage = Stage(head, agent, 2, 1)
         await until(lambda: head.from_stage(2))
         assert head.from_stage(2)[0] == StageFrame(2, 1, b"")
-        head.send(GenerationReady(1))
+        head.send(EpochReady(1))
         await until(lambda: not agent.node.driver_address)
         plan = RunStep(StepPlan(4, [], []))
         head.send(StageFrame(2, 1, encode(plan)))
@@ -108,8 +108,8 @@ async def test_a_member_passes_messages_on_in_both_directions(
 
         await until(lambda: head.beats and len(head.beats[-1].samples) == 2)
         assert [each.sender for each in head.beats[-1].samples] == [2, 3]
-        head.send_to_worker(2, CloseGeneration(), 1)
-        await until(lambda: head.from_worker(2, GenerationClosed))
+        head.send_to_worker(2, CloseEpoch(), 1)
+        await until(lambda: head.from_worker(2, EpochClosed))
         await until(lambda: stage.lost)
         assert 1 in agent.links.closed
         stage.close()
@@ -175,7 +175,7 @@ async def test_exits_and_stacks_are_reported() -> None:
         await head.start_workers(5)
 
 
-async def test_frames_of_other_generations_are_dropped_and_counted() -> None:
+async def test_frames_of_other_epochs_are_dropped_and_counted() -> None:
     async with head_and_agent() as (head, agent):
         await head.start_workers(2)
         head.assign(two_stages(3))
@@ -190,12 +190,12 @@ async def test_frames_of_other_generations_are_dropped_and_counted() -> None:
         assert agent.agent.status().num_stale_frames == before + 3
         head.assign(two_stages(3))
         [failed] = await until(lambda: head.of(AssignmentFailed))
-        assert failed.generation == 3
+        assert failed.epoch == 3
         head.send(AssignStages(5, b"no JSON"))
         await until(lambda: len(head.of(AssignmentFailed)) == 2)
 
 
-async def test_a_probe_is_no_generation() -> None:
+async def test_a_probe_is_no_epoch() -> None:
     async with head_and_agent() as (head, agent):
         await head.start_workers(2)
         head.send(EngineState("ready", "", 0))

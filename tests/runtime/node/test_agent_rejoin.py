@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from gllm.messages.lifecycle import (
-    GenerationClosed,
+    EpochClosed,
     Hello,
     InitializeCache,
     StageLoaded,
@@ -60,7 +60,7 @@ async def test_workers_survive_the_loss_of_the_session() -> None:
         assert not head.from_worker(4, Hello)
         assert agent.node.killed == [4], "the head does not want it"
         assert agent.node.num_spawned == 3
-        # The same process serves the next generation.
+        # The same process serves the next epoch.
         head.assign(two_stages(2))
         await until(lambda: head.from_worker(2, StageLoaded))
         assert head.from_worker(2, StageLoaded)[0][0] == 2
@@ -131,7 +131,7 @@ async def test_another_head_gets_other_workers() -> None:
         await lose_session(head, agent)
         assert head.joins[-1].run == head.run
         await until(lambda: sorted(agent.node.killed) == [2, 3])
-        # The new head counts senders and generations from the beginning.
+        # The new head counts senders and epochs from the beginning.
         head.run += 1
         await head.start_workers(2)
         assert agent.links.run == head.run
@@ -139,7 +139,7 @@ async def test_another_head_gets_other_workers() -> None:
         head.assign(two_stages(1))
         await until(lambda: head.from_worker(2, StageLoaded))
         assert not head.of(WorkerExited), "those of the old run are none of the new one's"
-        assert not head.from_worker(2, GenerationClosed)
+        assert not head.from_worker(2, EpochClosed)
 
 
 async def test_without_a_head_the_agent_ends_in_time() -> None:
@@ -195,13 +195,13 @@ async def test_real_workers_keep_their_weights() -> None:
     await until(lambda: head.joins)
     await head.start_workers(2)
     pid = node.workers[2].process.pid
-    for generation in (1, 2):
-        head.assign(two_stages(generation, num_layers=num_layers))
+    for epoch in (1, 2):
+        head.assign(two_stages(epoch, num_layers=num_layers))
         await until(lambda: head.from_worker(2, StageLoaded))
-        head.send_to_worker(2, InitializeCache(64), generation)
+        head.send_to_worker(2, InitializeCache(64), epoch)
         # The stage has connected to the stand-in of the driver.
         await until(lambda: head.from_stage(2) and head.from_worker(2, StageReady))
-        assert head.from_stage(2)[0].generation == generation
+        assert head.from_stage(2)[0].epoch == epoch
         replace_welcome(head, workers=[2])
         head.messages.clear()
         await lose_session(head, agent)

@@ -10,10 +10,10 @@ from gllm.config.engine import EngineConfig
 from gllm.messages.sampling import SequenceSamplingParams
 from tests.runtime.worker.test_device_grammars import GRAMMAR, save_with_bytes
 from tests.runtime.worker.test_device_sampling import LOOKING
-from tests.support.engines.generations import (
+from tests.support.engines.epochs import (
     CHUNKED,
     ChoiceOutput,
-    Generation,
+    Epoch,
     Request,
     Stages,
     run_undisturbed,
@@ -86,7 +86,7 @@ def test_death_at_every_position(
     assert len(whole.tokens) > 6
     for length in range(0, len(whole.tokens), every):
         was_told = length % 3 > 0
-        (output,) = Generation(stages, request, [whole.cut(length, was_told)]).run()
+        (output,) = Epoch(stages, request, [whole.cut(length, was_told)]).run()
         assert reported(output) == reported(whole), length
 
 
@@ -106,5 +106,5 @@ def test_death_of_several_choices(
     snapshots = run_undisturbed(stages, request)
     whole = [reported(output) for output in snapshots[-1]]
     for outputs in snapshots[:-1:3]:
-        resumed = Generation(stages, request, outputs).run()
+        resumed = Epoch(stages, request, outputs).run()
         assert [reported(output) for output in resumed] == whole

@@ -20,7 +20,7 @@ RUN = 5
 
 
 class DriverEnd:
-    """The driver's hub of a generation, the proxies, and what each side has received."""
+    """The driver's hub of an epoch, the proxies, and what each side has received."""
 
     def __init__(self, folder: Path) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -32,21 +32,21 @@ class DriverEnd:
         """Sent to the agent."""
         self.hub = Hub(self.context, RUN, decode_for_driver)
 
-    def connect(self, generation: int, *senders: int) -> None:
+    def connect(self, epoch: int, *senders: int) -> None:
         """Send the frames of agents whose workers have connected."""
         for sender in senders:
-            self.proxies.on_frame(StageFrame(sender, generation, b""))
+            self.proxies.on_frame(StageFrame(sender, epoch, b""))
 
-    def begin(self, generation: int, *senders: int) -> None:
-        """Begin a generation with a new hub of the driver."""
+    def begin(self, epoch: int, *senders: int) -> None:
+        """Begin an epoch with a new hub of the driver."""
         self.hub.close()
         self.hub = Hub(self.context, RUN, decode_for_driver)
-        self.hub.advance(generation)
+        self.hub.advance(epoch)
         self.hub.bind(self.address)
         for sender in senders:
             self.hub.expect(sender)
         self.hub.start(self.messages.extend, lambda sender, cause: self.lost.append(sender))
-        self.proxies.begin(generation, self.address, dict.fromkeys(senders, self.frames.append))
+        self.proxies.begin(epoch, self.address, dict.fromkeys(senders, self.frames.append))
 
     def close(self) -> None:
         self.proxies.close()
@@ -98,13 +98,13 @@ async def test_the_address_is_not_needed_once_all_have_connected(
     await until(lambda: (8, GrammarReady(1)) in end.messages)
 
 
-async def test_frames_of_other_generations_and_workers_are_dropped(end: DriverEnd) -> None:
+async def test_frames_of_other_epochs_and_workers_are_dropped(end: DriverEnd) -> None:
     end.begin(1, 7)
     end.proxies.on_frame(StageFrame(7, 1, encode(GrammarReady(1))))
     await until(lambda: len(end.messages) == 2)
     end.begin(2, 7)
-    for generation, sender in [(1, 7), (3, 7), (2, 9)]:
-        end.proxies.on_frame(StageFrame(sender, generation, encode(GrammarReady(2))))
+    for epoch, sender in [(1, 7), (3, 7), (2, 9)]:
+        end.proxies.on_frame(StageFrame(sender, epoch, encode(GrammarReady(2))))
     assert end.proxies.num_stale == 3
     end.proxies.on_frame(StageFrame(7, 2, encode(GrammarReady(3))))
     await until(lambda: (7, GrammarReady(3)) in end.messages)

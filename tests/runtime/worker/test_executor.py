@@ -119,7 +119,7 @@ def test_greedy_tokens_are_those_of_transformers(
 
 
 def test_preempted_sequence_goes_on_as_before(folders: dict[tuple[str, int], Path]) -> None:
-    """A new epoch replaces the block table; generated tokens come with the plan."""
+    """A preemption replaces the block table; generated tokens come with the plan."""
     pipeline = Pipeline(folders["qwen3", 0], 2)
     for seq in (1, 2):
         pipeline.add(seq, prompt_of(11, 3))

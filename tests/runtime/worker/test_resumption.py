@@ -25,7 +25,7 @@ MAX_MODEL_LEN = 64
 
 
 @dataclass
-class Generation:
+class Epoch:
     """A driver with one stage, whose tokens follow from prompt, choice and position."""
 
     rng: random.Random
@@ -74,7 +74,10 @@ class Generation:
     def step(self) -> None:
         """Commit the oldest step."""
         plan = self.plans.pop(0)
-        rows = [self.sample(row.seq, row.epoch, row.start + row.num_tokens) for row in plan.rows]
+        rows = [
+            self.sample(row.seq, row.num_preemptions, row.start + row.num_tokens)
+            for row in plan.rows
+        ]
         sampled = [token for row, token in zip(plan.rows, rows, strict=True) if row.should_sample]
         self.driver.commit(StepDone(StepResult(plan.step, sampled)))
         assert read_uncommitted(self.descriptor) == self.seqs_in_flight()
@@ -84,13 +87,13 @@ class Generation:
     def seqs_in_flight(self) -> set[int]:
         return {row.seq for plan in self.plans for row in plan.rows}
 
-    def sample(self, seq: int, epoch: int, position: int) -> SampledToken:
+    def sample(self, seq: int, num_preemptions: int, position: int) -> SampledToken:
         """Return the token after a position, sometimes with tokens that it forces."""
         prompt, choice = self.choices[seq]
         index = position - len(prompt)
         num_forced = 0 if self.is_asynchronous else self.rng.choice([0, 0, 1, 2])
         tokens = [token_at(prompt, choice, index + i) for i in range(1 + num_forced)]
-        return SampledToken(seq, epoch, tokens[0], forced_token_ids=tuple(tokens[1:]))
+        return SampledToken(seq, num_preemptions, tokens[0], forced_token_ids=tuple(tokens[1:]))
 
     def close(self) -> None:
         self.record.close()
@@ -144,7 +147,7 @@ def test_every_reader_gets_the_exact_output_once(seed: int, is_asynchronous: boo
     num_deaths = 0
     for client, readers, rng in lives(seed):
         while any(reader.stream.alive for reader in readers):
-            run_generation(client, Generation(rng, is_asynchronous), rng)
+            run_epoch(client, Epoch(rng, is_asynchronous), rng)
             num_deaths += 1
         for reader in readers:
             for choice in range(reader.stream.entry.n):
@@ -155,17 +158,17 @@ def test_every_reader_gets_the_exact_output_once(seed: int, is_asynchronous: boo
     assert num_deaths > 5
 
 
-def run_generation(client: EngineClient, generation: Generation, rng: random.Random) -> None:
+def run_epoch(client: EngineClient, epoch: Epoch, rng: random.Random) -> None:
     """Run some steps; messages of the driver may be lost with it."""
     steps = client.stats.steps
-    client.attach(generation.receive)
+    client.attach(epoch.receive)
     for _ in range(rng.randint(0, 25)):
-        if not generation.plans:
+        if not epoch.plans:
             break
-        generation.step()
-        while generation.outbox and rng.random() < 0.8:
-            client.on_report(generation.outbox.pop(0))
+        epoch.step()
+        while epoch.outbox and rng.random() < 0.8:
+            client.on_report(epoch.outbox.pop(0))
     # A planned restart: random deaths would sometimes make a suspect end.
     client.detach("restart")
     assert client.stats.steps >= steps
-    generation.close()
+    epoch.close()

@@ -101,7 +101,7 @@ def compiles(executor: CpuExecutor) -> bool:
 
 
 @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}])
-def test_generations_of_one_stage_sample_the_same(folder: Path, options: dict[str, Any]) -> None:
+def test_epochs_of_one_stage_sample_the_same(folder: Path, options: dict[str, Any]) -> None:
     executor = load(make(folder, **options), folder)
     expected = sampled(executor, 16)
     # Nothing can be read any more.
@@ -172,7 +172,7 @@ def test_progress_is_reported_at_once(folder: Path) -> None:
     assert progress == [(executor.weight_bytes, executor.weight_bytes)]
 
 
-def test_sequences_of_the_old_generation_are_unknown(folder: Path) -> None:
+def test_sequences_of_the_old_epoch_are_unknown(folder: Path) -> None:
     previous = load(make(folder), folder)
     sampled(previous, 16)
     previous.close()

@@ -54,7 +54,7 @@ class CachedEngine:
         """`options` are further ones of KvMover."""
         self.reports: queue.Queue[KvReport] = queue.Queue()
         self.mover = KvMover(
-            lambda generation, report: self.reports.put(report),
+            lambda epoch, report: self.reports.put(report),
             backend,
             encoding,
             dial,

@@ -21,7 +21,7 @@ TOKEN = 7
 
 
 class KvDriver:
-    """One generation's driver, connected to a source of events."""
+    """One epoch's driver, connected to a source of events."""
 
     def __init__(self, source: KvEventSource, num_blocks: int = 24) -> None:
         config = SchedulerConfig(block_size=BLOCK_SIZE).resolve(1, num_blocks, 64)
@@ -64,7 +64,7 @@ class KvDriver:
         self._next_seq += 1
         while self._plans:
             plan = self._plans.pop(0)
-            sampled = [SampledToken(row.seq, row.epoch, TOKEN) for row in plan.rows]
+            sampled = [SampledToken(row.seq, row.num_preemptions, TOKEN) for row in plan.rows]
             self._driver.commit(StepDone(StepResult(plan.step, sampled)))
             self._driver.run_turn()
 

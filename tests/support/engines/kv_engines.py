@@ -38,7 +38,7 @@ from gllm.runtime.worker.batch import Batch
 from gllm.runtime.worker.cpu.executor import CpuExecutor
 from gllm.scheduler.plan import StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler
-from tests.support.engines.generations import Stages
+from tests.support.engines.epochs import Stages
 
 MAX_MODEL_LEN, NUM_KV_TOKENS = 128, 2048
 

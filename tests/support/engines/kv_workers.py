@@ -35,9 +35,9 @@ class KvWorkers:
         self, pp: int = 1, tp: int = 1, backend: str | None = "auto", address: str = ""
     ) -> None:
         self.reports: list[WireMessage] = []
-        """Messages to the driver of the present generation."""
-        self.generation = 0
-        """Number of the present generation; 0 before the first one."""
+        """Messages to the driver of the present epoch."""
+        self.epoch = 0
+        """Number of the present epoch; 0 before the first one."""
         self.num_changes = 0
         self.layouts: list[KvLayout] = cut_layouts(pp, tp)
         self.pages: list[KvPages] = []
@@ -47,8 +47,8 @@ class KvWorkers:
         self.mover.on_change = self._on_change
 
     def begin(self, num_shared: int | None = None) -> None:
-        """Begin the next generation; only `num_shared` of its workers have caches for transfers."""
-        self.mover.end_generation()
+        """Begin the next epoch; only `num_shared` of its workers have caches for transfers."""
+        self.mover.end_epoch()
         self._disconnect()
         self.reports.clear()
         memory = {}
@@ -58,8 +58,8 @@ class KvWorkers:
             os.ftruncate(memory[sender], layout.num_bytes)
             self.pages.append(KvPages(layout, memory[sender]))
             self.mover.add_layout(sender, layout)
-        self.generation += 1
-        self.mover.open(self.generation, range(len(self.layouts)), memory)
+        self.epoch += 1
+        self.mover.open(self.epoch, range(len(self.layouts)), memory)
         for descriptor in memory.values():
             os.close(descriptor)
 
@@ -113,8 +113,8 @@ class KvWorkers:
         self._disconnect()
         self.pages.clear()
 
-    def _connect(self, generation: int, descriptor: int) -> None:
-        assert generation == self.generation
+    def _connect(self, epoch: int, descriptor: int) -> None:
+        assert epoch == self.epoch
         assert self.channel is None, "the channel of before has ended"
         self.channel = DescriptorChannel.from_descriptor(os.dup(descriptor))
         asyncio.get_running_loop().add_reader(self.channel.fileno(), self._read)

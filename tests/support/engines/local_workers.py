@@ -103,7 +103,7 @@ class LocalWorkers(Node):
         self._on_exit = lambda sender, how: None
         await asyncio.gather(*self._runs.values(), *self._ends)
         self.close_kv_memory()
-        self.on_generation_ready()
+        self.on_epoch_ready()
 
     def _send(self, assignment: StageAssignment) -> None:
         if assignment.sender in self.workers:

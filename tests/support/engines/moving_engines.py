@@ -21,7 +21,7 @@ from gllm.transport.kv.endpoint import KvEndpoint, encode_endpoint
 from gllm.transport.kv.mover import KvMover
 from gllm.transport.kv.pages import KvPages
 from gllm.transport.kv.progress import LayerProgress
-from tests.support.engines.generations import Stages
+from tests.support.engines.epochs import Stages
 from tests.support.engines.kv_engines import KvCluster, KvEngine, load_stages
 
 WAIT_SECONDS = 20.0
@@ -59,13 +59,13 @@ class MovingEngine(KvEngine):
     def __init__(self, name: str, stages: MappedStages, cluster: "MovingCluster") -> None:
         super().__init__(name, stages, cluster)
         for progress in stages.progress:
-            # Steps are counted anew, as in the memory of a new generation.
+            # Steps are counted anew, as in the memory of a new epoch.
             progress.record(0, 0)
         self.reports: queue.SimpleQueue[KvReport] = queue.SimpleQueue()
         self.commands: list[WireMessage] = []
         self.pushed: set[int] = set()
         """Tickets of prompts that were served while they were computed."""
-        self.mover = KvMover(lambda generation, report: self.reports.put(report), cluster.backend)
+        self.mover = KvMover(lambda epoch, report: self.reports.put(report), cluster.backend)
         caches = [(layout, os.dup(descriptor)) for layout, descriptor in stages.files]
         self.mover.open_caches(1, caches)
         self.pages = [KvPages(layout, each, is_writable=False) for layout, each in stages.files]

@@ -30,7 +30,7 @@ class Held:
     prompt_len: int
     tokens: list[int]
     computed: int = 0
-    epoch: int = 0
+    num_preemptions: int = 0
     blocks: int = 0
 
 
@@ -87,7 +87,7 @@ class Pipeline:
         held.computed = end
         held.blocks += needed
         fields = {"new_block_ids": blocks, "token_ids": brought, **fields}
-        return ScheduledRow(seq=seq, epoch=held.epoch, **fields)
+        return ScheduledRow(seq=seq, num_preemptions=held.num_preemptions, **fields)
 
     def decodes_again(self, seq: int) -> StepPlan:
         """A plan that computes every position of a sequence once more, as a decode of its own."""
@@ -98,7 +98,7 @@ class Pipeline:
         """Take a sequence's blocks away (they are not used again here)."""
         held = self.held[seq]
         held.computed = held.blocks = 0
-        held.epoch += 1
+        held.num_preemptions += 1
 
     def plan(self, rows: list[ScheduledRow], released: list[int] | None = None) -> StepPlan:
         """The next step's plan."""

@@ -20,7 +20,7 @@ from gllm.routing.disaggregation.policy import PairPolicy
 from gllm.routing.disaggregation.policy_registry import make_pair_policy
 from gllm.runtime.messaging.link_config import FleetLinkConfig
 from gllm.scheduler.plan import SchedulerStats
-from tests.support.engines.generations import Stages
+from tests.support.engines.epochs import Stages
 from tests.support.engines.kv_engines import MAX_MODEL_LEN
 from tests.support.engines.moving_engines import MappedStages, MovingCluster, MovingEngine
 from tests.support.routing.scripted_links import ANNOUNCE, ScriptedLink, ScriptedLinks

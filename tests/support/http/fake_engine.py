@@ -236,7 +236,7 @@ class FakeEngine:
             num_kv_blocks=64,
             kv_cache_bytes=2**20,
             block_size=16,
-            generation=1 + sum(self.recoveries.values()),
+            epoch=1 + sum(self.recoveries.values()),
             recovering_since=self.recovering_since,
             recovery_cause=self.recovery_cause,
             is_recovery_overdue=self.is_recovery_overdue,

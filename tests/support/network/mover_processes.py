@@ -211,7 +211,7 @@ class Files:
 def connect(
     source: Mover,
     target: Mover,
-    generation: int = 1,
+    epoch: int = 1,
     edge: int = 3,
     target_dials: bool = False,
     address: str | None = None,
@@ -226,7 +226,7 @@ def connect(
         (source, True, not target_dials, to_target, sent),
         (target, False, target_dials, to_source, received),
     ):
-        command = OpenLinkEdge(generation, edge, is_sender, dials, peer, num_lanes)
+        command = OpenLinkEdge(epoch, edge, is_sender, dials, peer, num_lanes)
         mover.open(command, files.descriptors)
     if waits:
         for mover in (source, target):

@@ -99,19 +99,19 @@ class FakeHead:
     def send(self, message: WireMessage) -> None:
         self.hub.send(self.agent, message)
 
-    def send_to_worker(self, sender: int, message: WireMessage, generation: int) -> None:
-        generation = generation if message.is_fenced else -1
-        self.send(WorkerFrame(sender, generation, encode(message)))
+    def send_to_worker(self, sender: int, message: WireMessage, epoch: int) -> None:
+        epoch = epoch if message.is_fenced else -1
+        self.send(WorkerFrame(sender, epoch, encode(message)))
 
     def of(self, kind: type[M]) -> list[M]:
         """Messages of a type."""
         return [each for each in self.messages if isinstance(each, kind)]
 
     def from_worker(self, sender: int, kind: type[M]) -> list[tuple[int, M]]:
-        """Generations and messages of a type in the frames of a worker."""
+        """Epochs and messages of a type in the frames of a worker."""
         frames = [(each, decode_for_head(each.payload)) for each in self.of(WorkerFrame)]
         return [
-            (frame.generation, message)
+            (frame.epoch, message)
             for frame, message in frames
             if frame.sender == sender and isinstance(message, kind)
         ]
@@ -129,7 +129,7 @@ class FakeHead:
     def assign(self, placement: Placement, **fields: Any) -> None:
         config = EngineConfig.from_options("demo", dtype="float32", max_model_len=256)
         assignment = NodeAssignment(placement, config, peers=PEERS, **fields)
-        self.send(AssignStages(placement.generation, encode_node_assignment(assignment)))
+        self.send(AssignStages(placement.epoch, encode_node_assignment(assignment)))
 
     async def close(self) -> None:
         self.hub.close()
@@ -142,10 +142,10 @@ PEERS = {
 }
 
 
-def two_stages(generation: int, sender: int = 2, num_layers: int = 2) -> Placement:
+def two_stages(epoch: int, sender: int = 2, num_layers: int = 2) -> Placement:
     """Placement with the second stage on node b."""
     layers = [(0, num_layers // 2), (num_layers // 2, num_layers)]
-    return make_placement(generation, layers, [Slot(1), Slot(sender, "b")])
+    return make_placement(epoch, layers, [Slot(1), Slot(sender, "b")])
 
 
 class RecordingLinks(LinkProcess):
@@ -163,8 +163,8 @@ class RecordingLinks(LinkProcess):
     def open(self, command: OpenLinkEdge, edge: Edge) -> None:
         self.opened.append(command)
 
-    def close_edges(self, generation: int) -> None:
-        self.closed.append(generation)
+    def close_edges(self, epoch: int) -> None:
+        self.closed.append(epoch)
 
 
 class RunningAgent:

@@ -28,7 +28,7 @@ from gllm.recovery.join_check import JoinFacts
 from gllm.runtime.head.agent_session import AgentSession
 from gllm.runtime.head.node_hub import NODE_RUN, NodeHub, NodeHubTimes
 from gllm.runtime.messaging.security import KeyPair
-from gllm.runtime.messaging.session import ANY_GENERATION, SessionSender
+from gllm.runtime.messaging.session import ANY_EPOCH, SessionSender
 from gllm.runtime.messaging.spoke import Spoke
 from tests.support.network.ports import free_port
 
@@ -137,7 +137,7 @@ class RawPeer:
         self.send(Hello(secrets.randbits(62)))
 
     def send(self, message: WireMessage) -> None:
-        for frame in self._session.frames(encode(message), ANY_GENERATION):
+        for frame in self._session.frames(encode(message), ANY_EPOCH):
             self.send_frame(frame)
 
     def send_frame(self, frame: bytes) -> None:

@@ -12,8 +12,8 @@ from gllm.config.nodes import NodesConfig
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage, decode_for_worker, encode
 from gllm.messages.lifecycle import (
-    CloseGeneration,
-    GenerationClosed,
+    CloseEpoch,
+    EpochClosed,
     Hello,
     InitializeCache,
     Shutdown,
@@ -66,21 +66,21 @@ class ScriptedAgent(FakeAgent):
 
     @property
     def edges(self) -> list[EdgeSpec]:
-        """Edges to this node in the latest generation."""
+        """Edges to this node in the latest epoch."""
         placement = self.assignments[-1].placement
         own = {number for number, pair in remote_edges(placement).items() if pair[1] == self.name}
         return [edge for edge in placement.edges if edge.number in own]
 
     def say(self, sender: int, message: WireMessage) -> None:
         """Send a message of a worker."""
-        generation = self.assignments[-1].placement.generation if message.is_fenced else -1
-        self.send(WorkerFrame(sender, generation, encode(message)))
+        epoch = self.assignments[-1].placement.epoch if message.is_fenced else -1
+        self.send(WorkerFrame(sender, epoch, encode(message)))
 
     def open_edges(self) -> None:
         """Report that the edges to this node are connected."""
-        generation = self.assignments[-1].placement.generation
+        epoch = self.assignments[-1].placement.epoch
         for edge in self.edges:
-            self.send(EdgeOpened(generation, edge.number))
+            self.send(EdgeOpened(epoch, edge.number))
 
     def exit(self, sender: int, how: str = "was killed by SIGKILL") -> None:
         """Let a worker exit."""
@@ -110,12 +110,12 @@ class ScriptedAgent(FakeAgent):
         match message:
             case InitializeCache():
                 placement = self.assignments[-1].placement
-                self.send(StageFrame(sender, placement.generation, b""))
+                self.send(StageFrame(sender, placement.epoch, b""))
                 place = placement.place_of(sender)
                 assert place is not None
                 self.say(sender, StageReady(place.stage))
-            case CloseGeneration():
-                self.say(sender, GenerationClosed())
+            case CloseEpoch():
+                self.say(sender, EpochClosed())
             case Shutdown():
                 self.exit(sender, "exited with 0")
 
@@ -135,7 +135,7 @@ class FakeLinks(LinkProcess):
     def open(self, command: Any, edge: Any) -> None:
         self.opened.append(command)
 
-    def close_edges(self, generation: int) -> None:
+    def close_edges(self, epoch: int) -> None:
         pass
 
     def close(self) -> None:

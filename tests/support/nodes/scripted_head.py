@@ -1,4 +1,4 @@
-"""The parent's side of generations, by hand: what a supervisor does, step by step.
+"""The parent's side of epochs, by hand: what a supervisor does, step by step.
 
 The workers are real, as processes or in the test's process; `Head` decides what happens to them.
 """
@@ -22,8 +22,8 @@ from gllm.engine.preflight import plan_model
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import decode_for_head
 from gllm.messages.lifecycle import (
-    CloseGeneration,
-    GenerationClosed,
+    CloseEpoch,
+    EpochClosed,
     Hello,
     InitializeCache,
     Shutdown,
@@ -59,10 +59,10 @@ class Head:
         self.config = replace(config, max_model_len=plan.max_model_len)
         self.model_folder, self.layers = plan.folder, plan.layers
         self.senders = list(range(1, stages + 1))
-        self.generation = 0
+        self.epoch = 0
         self.exits: dict[int, str] = {}
         self.messages: list[tuple[int, int, Any]] = []
-        """Generation in which each message came, its sender, and the message."""
+        """Epoch in which each message came, its sender, and the message."""
         self._seqs = count()
         self._folder = Path(tempfile.mkdtemp(prefix="gllm-test-head-"))
         self._address = f"ipc://{self._folder}/hub"
@@ -73,7 +73,7 @@ class Head:
         node.watch(self.exits.__setitem__)
 
     def _on_messages(self, messages: list[tuple[int, Any]]) -> None:
-        self.messages += [(self.generation, *each) for each in messages]
+        self.messages += [(self.epoch, *each) for each in messages]
 
     async def spawn(self, *senders: int) -> None:
         """Start workers and wait for them."""
@@ -81,16 +81,16 @@ class Head:
             self.hub.expect(sender)
             self.node.spawn(WorkerIdentity(RUN, sender, self._address, LogConfig()))
         for sender in senders:
-            await self.wait_for(Hello, sender, generation=None)
+            await self.wait_for(Hello, sender, epoch=None)
 
     async def until(self, condition: Callable[[], Any]) -> None:
         async with asyncio.timeout(SECONDS):
             while not condition():
                 await asyncio.sleep(0.01)
 
-    async def wait_for(self, kind: type[Any], sender: int, generation: int | None = 0) -> None:
-        """Wait for a message of the current generation, or of any."""
-        wanted = self.generation if generation == 0 else generation
+    async def wait_for(self, kind: type[Any], sender: int, epoch: int | None = 0) -> None:
+        """Wait for a message of the current epoch, or of any."""
+        wanted = self.epoch if epoch == 0 else epoch
         await self.until(
             lambda: any(
                 wanted in (None, number) and other == sender and isinstance(message, kind)
@@ -99,12 +99,12 @@ class Head:
         )
 
     def assign(self, layers: list[range] | None = None, cause: str = "") -> None:
-        """Begin the next generation."""
-        self.generation += 1
-        self.hub.advance(self.generation)
+        """Begin the next epoch."""
+        self.epoch += 1
+        self.hub.advance(self.epoch)
         bounds = [(each.start, each.stop) for each in layers or self.layers]
         slots = [Slot(sender) for sender in self.senders]
-        placement = make_placement(self.generation, bounds, slots)
+        placement = make_placement(self.epoch, bounds, slots)
         self.node.assign(NodeAssignment(placement, self.config, cause), self.model_folder)
 
     async def initialize(self, num_blocks: int = 64) -> None:
@@ -114,15 +114,15 @@ class Head:
         self.send_all(InitializeCache(num_blocks))
         for sender in self.senders:
             await self.wait_for(StageReady, sender)
-        self.node.on_generation_ready()
+        self.node.on_epoch_ready()
 
-    async def close_generation(self, senders: list[int] | None = None) -> None:
+    async def close_epoch(self, senders: list[int] | None = None) -> None:
         """Close the instances of some workers, by default of all."""
         senders = self.senders if senders is None else senders
         for sender in senders:
-            self.hub.send(sender, CloseGeneration())
+            self.hub.send(sender, CloseEpoch())
         for sender in senders:
-            await self.wait_for(GenerationClosed, sender)
+            await self.wait_for(EpochClosed, sender)
 
     def send_all(self, message: WireMessage) -> None:
         for sender in self.senders:

@@ -17,8 +17,8 @@ from gllm.messages.codec import decode_for_worker
 from gllm.messages.control import CommandDone, ResetPrefixCache, StartProfile, StopProfile
 from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
 from gllm.messages.lifecycle import (
-    CloseGeneration,
-    GenerationClosed,
+    CloseEpoch,
+    EpochClosed,
     Heartbeat,
     InitializeCache,
     LoadProgress,
@@ -83,10 +83,10 @@ class ScriptedWorker:
         self._tasks = [asyncio.create_task(self._beat())]
 
     def assign(self, assignment: StageAssignment) -> None:
-        """Begin a generation."""
+        """Begin an epoch."""
         stage = self.stage = assignment.stage
         self.rank, self.has_driver = assignment.rank, assignment.has_driver
-        self._spoke.advance(assignment.placement.generation)
+        self._spoke.advance(assignment.placement.epoch)
         if assignment.plan_record is not None:
             self._descriptor = os.dup(assignment.plan_record)
             self._record = PlanRecord(self._descriptor, 1, 64)
@@ -147,11 +147,11 @@ class ScriptedWorker:
                 self.send(StageReady(self.stage or 0))
                 if self.has_driver:
                     self._tasks.append(asyncio.create_task(self._run_steps()))
-            case CloseGeneration():
+            case CloseEpoch():
                 for task in self._tasks[1:]:
                     task.cancel()
                 self._close_instance()
-                self.send(GenerationClosed())
+                self.send(EpochClosed())
             case SubmitRequest(seq):
                 for position in range(message.n):
                     self._running[seq + position] = Running(message, position)
@@ -270,7 +270,7 @@ class ScriptedNode(Node):
         async with asyncio.timeout(5):
             while self.workers:
                 await asyncio.sleep(0.005)
-        self.on_generation_ready()
+        self.on_epoch_ready()
         self.context.term()
 
     def _send(self, assignment: StageAssignment) -> None:

@@ -40,7 +40,7 @@ class NodeWorld(World):
         self.dismissed: list[str] = []
         """Nodes that were drained, in order."""
         self.num_reverts = 0
-        """Planned changes whose generation could not begin, so that the stages are those before."""
+        """Planned changes whose epoch could not begin, so that the stages are those before."""
         self.up = dict.fromkeys(nodes, 99)
         """Capacity of each living node."""
         self.lost: set[str] = set()
@@ -276,11 +276,11 @@ class NodeWorld(World):
         return wanted
 
     def run_short_of_memory(self) -> None:
-        """Let a generation find out, before it is ready, that its memory does not suffice."""
+        """Let an epoch find out, before it is ready, that its memory does not suffice."""
         if self.recovery.state is not RecoveryState.INITIALIZING:
             return
         self.is_returning = True
-        actions = self.recovery.on_memory_short(self.generation, "no memory", self.now)
+        actions = self.recovery.on_memory_short(self.epoch, "no memory", self.now)
         if actions:
             self.was_poisoned = False
             for waiting in self.pending.values():
@@ -301,7 +301,7 @@ class NodeWorld(World):
             self.was_poisoned = False
             for waiting in self.pending.values():
                 waiting.clear()
-        actions = self.recovery.on_generation_failed(self.generation, "no route", self.now)
+        actions = self.recovery.on_epoch_failed(self.epoch, "no route", self.now)
         self.run(actions)
         self._check_count()
 

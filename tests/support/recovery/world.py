@@ -6,7 +6,7 @@ from random import Random
 
 from gllm.recovery.actions import (
     Action,
-    AssignGeneration,
+    AssignEpoch,
     AttachClient,
     BeginChange,
     ChangeShape,
@@ -56,7 +56,7 @@ class World:
         self.place: dict[int, int | None] = {}
         """Place of each process that was ever spawned; None while it is a standby worker."""
         self.instances: dict[int, int] = {}
-        """Generation of the open instance, by sender."""
+        """Epoch of the open instance, by sender."""
         self.closing: set[int] = set()
         self.pending: dict[str, set[int]] = {
             "measured": set(),
@@ -79,14 +79,14 @@ class World:
         """Planned changes that have been prepared until they happened."""
         self.connected: set[int] = set()
         """Processes that have sent their first message."""
-        self.generation = 0
+        self.epoch = 0
         self.is_attached = False
         self.has_been_ready = False
         self.has_rejected = False
         self.given_up = ""
         self.num_deaths = [0] * len(self.names)
         self.was_poisoned = False
-        """True if the death that ended the last generation was caused by a request."""
+        """True if the death that ended the last epoch was caused by a request."""
         self.num_impossible = 0
         """Assignments that are still to fail."""
         self.num_failed_assignments = 0
@@ -111,7 +111,7 @@ class World:
             self.execute(action)
         if self.has_failed_assignment:
             self.has_failed_assignment = False
-            self.run(self.recovery.on_assignment_failed(self.generation, "no space", self.now))
+            self.run(self.recovery.on_assignment_failed(self.epoch, "no space", self.now))
             self._check_count()
         if self.recovery.state is not RecoveryState.DEAD:
             placed = [place for sender, place in self.place.items() if sender in self.alive]
@@ -146,20 +146,20 @@ class World:
             case KillWorker(sender):
                 assert sender in self.alive - self.killed
                 self.killed.add(sender)
-            case CloseInstances(generation, senders):
-                assert generation == self.generation
+            case CloseInstances(epoch, senders):
+                assert epoch == self.epoch
                 assert not self.is_attached
                 for sender in senders:
                     assert sender in self.alive - self.killed
                     # Before it measures a worker has nothing to close.
-                    assert self._was_measuring or self.instances[sender] == generation
+                    assert self._was_measuring or self.instances[sender] == epoch
                 self.closing |= set(senders)
             case MeasureWorkers(placement):
-                assert placement.generation == self.generation + 1
+                assert placement.epoch == self.epoch + 1
                 assert set(placement.senders) <= (self.alive & self.connected) - self.killed
                 assert not self.instances.keys() & self.alive
                 self.num_measurements += 1
-                self.instances |= dict.fromkeys(placement.senders, self.generation)
+                self.instances |= dict.fromkeys(placement.senders, self.epoch)
                 self.pending["measured"] = set(placement.senders)
             case PrepareLayers(_, placement, _, str(node)):
                 self._preload(placement, node)
@@ -179,15 +179,15 @@ class World:
                 self.instances.clear()
                 self.layers = self.measured_layers
                 self.run(self.recovery.change_layers(self.layers, "measured", self.now))
-            case AssignGeneration():
+            case AssignEpoch():
                 self.assign(action)
-            case InitializeCaches(generation):
-                self._begin("ready", "loaded", generation)
-            case WarmUp(generation):
-                self._begin("warm", "ready", generation)
-            case AttachClient(generation):
+            case InitializeCaches(epoch):
+                self._begin("ready", "loaded", epoch)
+            case WarmUp(epoch):
+                self._begin("warm", "ready", epoch)
+            case AttachClient(epoch):
                 assert not self.is_attached
-                assert generation == self.generation
+                assert epoch == self.epoch
                 assert not any(self.pending.values())
                 self.is_attached = self.has_been_ready = True
                 self.before_change = None
@@ -205,15 +205,15 @@ class World:
             case GiveUp(cause):
                 self.given_up = cause
 
-    def assign(self, action: AssignGeneration) -> None:
+    def assign(self, action: AssignEpoch) -> None:
         placement = action.placement
-        assert placement.generation > self.generation
+        assert placement.epoch > self.epoch
         assert self.recovery.placement == placement
         assert placement.layers == self.layers
         assert set(placement.senders) <= self.alive - self.killed, "no place on a dead worker"
         open_instances = self.instances.keys() & self.alive
         assert not open_instances, "two placements are at work"
-        self.generation = placement.generation
+        self.epoch = placement.epoch
         if self.num_impossible:
             self.num_impossible -= 1
             self.num_failed_assignments += self.before_change is None
@@ -225,20 +225,20 @@ class World:
         for place, worker in enumerate(placement.workers):
             assert self.place[worker.sender] in (None, place)
             self.place[worker.sender] = place
-            self.instances[worker.sender] = self.generation
+            self.instances[worker.sender] = self.epoch
         self.pending["loaded"] = set(placement.senders)
 
-    def _begin(self, phase: str, before: str, generation: int) -> None:
-        assert generation == self.generation
+    def _begin(self, phase: str, before: str, epoch: int) -> None:
+        assert epoch == self.epoch
         assert not self.pending[before]
         assert self.recovery.placement is not None
         self.pending[phase] = set(self.recovery.placement.senders)
 
     def _prepare(self, number: int, placement: Placement) -> None:
-        """Follow the preparation of a change beside the present generation."""
+        """Follow the preparation of a change beside the present epoch."""
         assert self.is_attached, "it is prepared while the engine serves"
         assert number not in self.preparing
-        assert placement.generation == self.generation + 1
+        assert placement.epoch == self.epoch + 1
         assert set(placement.senders) <= self.alive - self.killed
         assert placement.layers[-1][1] == self.layers[-1][1], "all layers"
         self.preparing = {number: set(placement.senders)}
@@ -402,7 +402,7 @@ class World:
             place = self.place[action.sender] if isinstance(action, KillWorker) else None
             if isinstance(action, KillWorker) and action.sender in assigned:
                 assert place is not None
-                # Killed because the next generation needs its memory: no death of its own.
+                # Killed because the next epoch needs its memory: no death of its own.
                 if "memory" not in action.cause and self.before_change is None:
                     self.num_deaths[place] += 1
                     self.was_poisoned = False

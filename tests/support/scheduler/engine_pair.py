@@ -350,7 +350,7 @@ class EnginePair:
         assert transfer.pushed_seq is not None
         scheduler = self.engines[1 - transfer.engine].scheduler
         sequence = scheduler.table.sequences.get(transfer.pushed_seq)
-        if sequence is None or sequence.is_freeing_blocks or sequence.epoch:
+        if sequence is None or sequence.is_freeing_blocks or sequence.num_preemptions:
             return None
         return ReadableKv(transfer.ticket, sequence.num_computed_tokens, sequence.block_ids)
 

@@ -270,7 +270,9 @@ class Pipeline:
                 error = NOT_FINITE if row.seq in nan else errors.get(row.seq, "")
                 token = self._token(plan.step, row)
                 sampled.append(
-                    SampledToken(row.seq, row.epoch, token, error, forced, row.seq not in nan)
+                    SampledToken(
+                        row.seq, row.num_preemptions, token, error, forced, row.seq not in nan
+                    )
                 )
         return StepResult(plan.step, sampled)
 
@@ -310,7 +312,7 @@ class Pipeline:
             if sequence.num_sent_blocks:
                 for stage in self.stages:
                     followed = stage.mirror.sequences[sequence.seq]
-                    assert followed.epoch == sequence.epoch
+                    assert followed.num_preemptions == sequence.num_preemptions
                     assert followed.block_ids == sequence.block_ids[: sequence.num_sent_blocks]
 
     def _check_scores(self, outcome: StepOutput) -> None:

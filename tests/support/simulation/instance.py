@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class Instance:
-    """A rank of a stage in one generation."""
+    """A rank of a stage in one epoch."""
 
     def __init__(self, worker: "Worker", assignment: Assignment) -> None:
         self.worker, self.process, self.world = worker, worker.process, worker.world
@@ -162,7 +162,7 @@ class Instance:
                 self.assignment.driver_address,
                 decode_for_stage,
             )
-            self._spoke.advance(self.placement.generation)
+            self._spoke.advance(self.placement.epoch)
             self._spoke.start(lambda messages: [*map(self.handle, messages)], self._on_lost)
             self.worker.head.send(StageReady(self.stage))
             return
@@ -199,7 +199,7 @@ class Instance:
     def _bind_hub(self) -> Hub:
         context = Context(self.world.network, self.process)
         hub = Hub(context, self.worker.identity.run, decode_for_driver)
-        hub.advance(self.placement.generation)
+        hub.advance(self.placement.epoch)
         hub.bind(self.assignment.driver_address)
         for sender in self.placement.senders[1:]:
             hub.expect(sender)
@@ -280,7 +280,7 @@ class Instance:
 
     def _has_bomb(self, rows: Rows) -> bool:
         """Return True if a row's prompt begins with BOMB_TOKEN; only stage 0 has the prompts."""
-        life = self.worker.identity.run, self.placement.generation
+        life = self.worker.identity.run, self.placement.epoch
         keys = [(*life, row.seq) for row, _, _ in rows]
         if self.stage == 0:
             bombs = zip(keys, rows, strict=True)

@@ -23,9 +23,9 @@ class SimulatedLinks:
         self.refused: dict[str, int] = {}
         self.num_malformed = 0
         self._rng, self._process = LINK_WORLD.get()
-        self._on_opened: Callable[[int, int], None] = lambda generation, edge: None
+        self._on_opened: Callable[[int, int], None] = lambda epoch, edge: None
         self._closed = 0
-        """Latest generation whose edges are closed."""
+        """Latest epoch whose edges are closed."""
 
     async def listen(self) -> int:
         return 29601
@@ -47,14 +47,14 @@ class SimulatedLinks:
         for number, (_, target) in remote_edges(placement).items():
             if target == node:
                 delay = self._rng.uniform(0.001, 0.3)
-                loop.call_later(delay, self._process.run, self._open, placement.generation, number)
+                loop.call_later(delay, self._process.run, self._open, placement.epoch, number)
 
-    def close_edges(self, generation: int) -> None:
-        self._closed = generation
+    def close_edges(self, epoch: int) -> None:
+        self._closed = epoch
 
     def close(self) -> None:
         """Nothing is left."""
 
-    def _open(self, generation: int, number: int) -> None:
-        if generation > self._closed:
-            self._on_opened(generation, number)
+    def _open(self, epoch: int, number: int) -> None:
+        if epoch > self._closed:
+            self._on_opened(epoch, number)

@@ -183,7 +183,7 @@ class Stage:
             token = sample(own[-1], sequence.choice, sequence.history)
             sequence.history.append(token)
             self.sampled[row.seq] = token
-            tokens.append(SampledToken(row.seq, row.epoch, token))
+            tokens.append(SampledToken(row.seq, row.num_preemptions, token))
         for seq in plan.released_seqs:
             self.sequences.pop(seq, None)
         return StepResult(plan.step, tokens)

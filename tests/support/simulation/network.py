@@ -18,7 +18,7 @@ from gllm.messages.lifecycle import Hello
 from gllm.runtime.messaging.bus_socket import CLOSED
 from gllm.runtime.messaging.connections import RefusedPeers
 from gllm.runtime.messaging.session import (
-    ANY_GENERATION,
+    ANY_EPOCH,
     SessionError,
     SessionReceiver,
     SessionSender,
@@ -192,7 +192,7 @@ class Hub:
         self.refused = RefusedPeers()
         self._num_stale = 0
         self._run, self._decode = run, decode
-        self._generation = ANY_GENERATION
+        self._epoch = ANY_EPOCH
         self._expected: dict[int, list[tuple[bytes, int]]] = {}
         self._sessions: dict[int, tuple[Connection, SessionReceiver, SessionSender]] = {}
         self._senders: dict[Connection, int] = {}
@@ -225,19 +225,19 @@ class Hub:
         self._on_messages, self._on_lost = on_messages, on_lost
 
     def send(self, sender: int, message: WireMessage) -> None:
-        generation = self._generation if message.is_fenced else ANY_GENERATION
-        self._send(sender, encode(message), generation)
+        epoch = self._epoch if message.is_fenced else ANY_EPOCH
+        self._send(sender, encode(message), epoch)
 
     def send_encoded(
-        self, senders: Iterable[int], payload: bytes, generation: int | None = None
+        self, senders: Iterable[int], payload: bytes, epoch: int | None = None
     ) -> None:
         for sender in senders:
-            self._send(sender, payload, self._generation if generation is None else generation)
+            self._send(sender, payload, self._epoch if epoch is None else epoch)
 
-    def advance(self, generation: int) -> None:
-        self._generation = generation
+    def advance(self, epoch: int) -> None:
+        self._epoch = epoch
         for sender, (_, receiver, _) in list(self._sessions.items()):
-            for message in receiver.advance(generation):
+            for message in receiver.advance(epoch):
                 self.network.loop.call_soon(self._deliver, sender, message)
 
     def close(self) -> None:
@@ -272,7 +272,7 @@ class Hub:
             self._lose(sender, CLOSED)
 
     def _begin(self, connection: Connection, frame: bytes) -> None:
-        receiver = SessionReceiver(self._run, self._decode, self._generation)
+        receiver = SessionReceiver(self._run, self._decode, self._epoch)
         try:
             hello = receiver.receive(frame)
         except SessionError:
@@ -287,20 +287,20 @@ class Hub:
                 self._guests.add(hello.sender)
             self._senders[connection] = hello.sender
             self._sessions[hello.sender] = connection, receiver, SessionSender(self._run)
-            for payload, generation in self._expected.pop(hello.sender, ()):
-                self._send(hello.sender, payload, generation)
+            for payload, epoch in self._expected.pop(hello.sender, ()):
+                self._send(hello.sender, payload, epoch)
             self._deliver(hello.sender, hello)
 
     def _deliver(self, sender: int, message: Any) -> None:
         if self._is_open:
             self._on_messages([(sender, message)])
 
-    def _send(self, sender: int, payload: bytes, generation: int) -> None:
+    def _send(self, sender: int, payload: bytes, epoch: int) -> None:
         if sender in self._expected:
-            self._expected[sender].append((payload, generation))
+            self._expected[sender].append((payload, epoch))
         elif sender in self._sessions:
             connection, _, outgoing = self._sessions[sender]
-            connection.send(1, outgoing.frames(payload, generation))
+            connection.send(1, outgoing.frames(payload, epoch))
 
     def _lose(self, sender: int, cause: str) -> None:
         if self._is_open:
@@ -328,7 +328,7 @@ class Spoke:
         self.network, self.process = context.network, context.process
         self._receiver = SessionReceiver(run, decode)
         self._outgoing = SessionSender(run)
-        self._generation = ANY_GENERATION
+        self._epoch = ANY_EPOCH
         self._is_open = True
         hub = self.network.bound.get(address)
         self.connection: Connection | None = None
@@ -342,15 +342,15 @@ class Spoke:
         self._on_messages, self._on_lost = on_messages, on_lost
 
     def send(self, message: WireMessage) -> None:
-        generation = self._generation if message.is_fenced else ANY_GENERATION
-        self._send(encode(message), generation)
+        epoch = self._epoch if message.is_fenced else ANY_EPOCH
+        self._send(encode(message), epoch)
 
     def send_encoded(self, payload: bytes) -> None:
-        self._send(payload, self._generation)
+        self._send(payload, self._epoch)
 
-    def advance(self, generation: int) -> None:
-        self._generation = generation
-        for message in self._receiver.advance(generation):
+    def advance(self, epoch: int) -> None:
+        self._epoch = epoch
+        for message in self._receiver.advance(epoch):
             self.network.loop.call_soon(self.process.run, self._deliver, message)
 
     def close(self) -> None:
@@ -374,6 +374,6 @@ class Spoke:
         if self._is_open:
             self._on_messages([message])
 
-    def _send(self, payload: bytes, generation: int) -> None:
+    def _send(self, payload: bytes, epoch: int) -> None:
         if self._is_open and self.connection is not None:
-            self.connection.send(0, self._outgoing.frames(payload, generation))
+            self.connection.send(0, self._outgoing.frames(payload, epoch))

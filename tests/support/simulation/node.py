@@ -100,9 +100,9 @@ class SimulatedNode(Node):
         plan_record: int | None = None,
         output_lengths: dict[int, list[int]] | None = None,
     ) -> None:
-        self.on_generation_ready()
+        self.on_epoch_ready()
         placement, config = assignment.placement, assignment.config
-        self._address = f"driver of {placement.generation} for {self.node_name}"
+        self._address = f"driver of {placement.epoch} for {self.node_name}"
         loop, rng = self.world.loop, self.world.rng
         groups = [RankGroup(loop, rng, size) if size > 1 else None for size in placement.degrees]
         for index, place in enumerate(placement.workers):
@@ -128,7 +128,7 @@ class SimulatedNode(Node):
             self.world.rng.uniform(0.0, 0.01), worker.process.run, worker.assign, assignment
         )
 
-    def on_generation_ready(self) -> None:
+    def on_epoch_ready(self) -> None:
         self.world.network.bound.pop(self._address, None)
 
     def _send(self, assignment: StageAssignment) -> None:

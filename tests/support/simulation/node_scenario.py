@@ -72,7 +72,7 @@ class NodeScenario(Scenario):
             for number in range(limits.num_spares)
         ]
         self.nodes_used: list[list[str]] = []
-        """Names of the nodes of the stages of each generation."""
+        """Names of the nodes of the stages of each epoch."""
         self._is_ending = False
         self.cluster: ClusterHead | None = None
         self.absences: dict[str, float] = {}
@@ -103,7 +103,7 @@ class NodeScenario(Scenario):
 
     def _on_change(self) -> None:
         placement = self.supervisor.recovery.placement
-        if placement is not None and placement.generation > len(self.nodes_used):
+        if placement is not None and placement.epoch > len(self.nodes_used):
             nodes = {worker.stage: worker.node for worker in placement.workers}
             self.nodes_used.append(list(nodes.values()))
 

@@ -32,7 +32,7 @@ class Collective:
 
 
 class RankGroup:
-    """Group of a stage's ranks in one generation; all call the same collectives in order."""
+    """Group of a stage's ranks in one epoch; all call the same collectives in order."""
 
     def __init__(self, loop: VirtualLoop, rng: Random, size: int) -> None:
         self.size = size

@@ -9,8 +9,8 @@ from typing import Any
 
 from gllm.messages.codec import decode_for_worker
 from gllm.messages.lifecycle import (
-    CloseGeneration,
-    GenerationClosed,
+    CloseEpoch,
+    EpochClosed,
     Heartbeat,
     LayersPrepared,
     Shutdown,
@@ -59,7 +59,7 @@ class Worker:
             self.process.call_later(delay, self._on_measured, assignment)
             return
         self._is_assigned = True
-        self._head.advance(assignment.placement.generation)
+        self._head.advance(assignment.placement.epoch)
         self.instance = Instance(self, assignment)
         self.world.begin_instance(self.instance)
         self.instance.load()
@@ -141,7 +141,7 @@ class Worker:
     def _handle(self, messages: list[Any]) -> None:
         for message in messages:
             match message:
-                case CloseGeneration():
+                case CloseEpoch():
                     self._close_instance()
                 case Shutdown():
                     self.exit(0)
@@ -167,5 +167,5 @@ class Worker:
                 return
             self.instance.is_closed = True
         self._is_closing = False
-        self.head.send(GenerationClosed())
+        self.head.send(EpochClosed())
         self.world.on_moment("closed", self.process)

@@ -42,7 +42,7 @@ class World:
     is_lost: Callable[[Process], bool] = lambda machine: False
     """Returns True for a machine whose processes no longer belong to the engine."""
     bombs: set[tuple[int, int, int]] = field(default_factory=set)
-    """Run, generation and wire id of sequences whose prompts begin with BOMB_TOKEN."""
+    """Run, epoch and wire id of sequences whose prompts begin with BOMB_TOKEN."""
     num_steps: int = 0
     memory_per_worker: int | None = None
     """Bytes that a machine has for each worker of its stages; None for any number."""
@@ -52,15 +52,15 @@ class World:
     """Factors of the times of processes, from which each draws one."""
 
     def begin_instance(self, instance: "Instance") -> None:
-        """Check that no instance of another generation is at work on a machine of the engine."""
+        """Check that no instance of another epoch is at work on a machine of the engine."""
         self.instances = [
             each for each in self.instances if each.process.is_alive and not each.is_closed
         ]
-        generation = instance.placement.generation
+        epoch = instance.placement.epoch
         for each in self.instances:
-            is_current = each.placement.generation == generation
+            is_current = each.placement.epoch == epoch
             is_fenced = any(self.is_lost(one.process.machine) for one in (each, instance))
-            assert is_current or is_fenced, "two generations are at work"
+            assert is_current or is_fenced, "two epochs are at work"
         self.instances.append(instance)
 
 

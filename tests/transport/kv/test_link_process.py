@@ -36,7 +36,7 @@ from gllm.transport.link.commands import (
 )
 from tests.support.engines.kv_layouts import cut_layouts
 
-GENERATION = 3
+EPOCH = 3
 BLOCKS = [2, 0, 3]
 
 
@@ -58,12 +58,12 @@ class LinkParent:
         os.ftruncate(memory, layout.num_bytes)
         self.pages = KvPages(layout, memory)
         self.driver, mover_end = create_channels()
-        self.send(OpenKvCaches(GENERATION, [layout], "auto"), memory, mover_end.fileno())
+        self.send(OpenKvCaches(EPOCH, [layout], "auto"), memory, mover_end.fileno())
         os.close(memory)
         mover_end.close()
         opened = self.receive()
         assert isinstance(opened, KvCachesOpened)
-        assert (opened.generation, opened.cause) == (GENERATION, "")
+        assert (opened.epoch, opened.cause) == (EPOCH, "")
         machine = msgspec.msgpack.decode(opened.machine, type=KvMachine)
         assert machine.layouts == [layout]
         self.local = encode_endpoint(KvEndpoint([machine]))

@@ -194,7 +194,7 @@ def test_a_read_that_overtakes_its_ticket_waits_for_it(receiver: CachedEngine) -
     assert not receiver.differs(contents, BLOCKS, 0)
 
 
-def test_end_of_a_generation_drops_its_tickets_at_once(receiver: CachedEngine) -> None:
+def test_end_of_an_epoch_drops_its_tickets_at_once(receiver: CachedEngine) -> None:
     naps: list[float] = []
     owner = CachedEngine(cut_layouts(1, 1), sleep=naps.append)
     owner.serve(make_contents(10, seed=3), BLOCKS, 7)

@@ -199,7 +199,7 @@ def test_preempted_prefill_ends_the_fetch(is_remote: bool) -> None:
 
 
 @pytest.mark.parametrize("is_remote", [False, True])
-def test_end_of_the_owners_generation_ends_the_fetch(is_remote: bool) -> None:
+def test_end_of_the_owners_epoch_ends_the_fetch(is_remote: bool) -> None:
     def close(owner: ComputingEngine, receiver: CachedEngine) -> None:
         owner.mover.close_caches()
 

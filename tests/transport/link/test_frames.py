@@ -71,7 +71,7 @@ def test_other_frames_are_limited_and_name_no_slot(frame_class: FrameClass) -> N
             unpack_frame(invalid.pack())
 
 
-@pytest.mark.parametrize("field", ["run", "generation", "edge"])
+@pytest.mark.parametrize("field", ["run", "epoch", "edge"])
 def test_a_frame_of_another_edge_is_named(field: str) -> None:
     header = FrameHeader(FrameClass.ACTIVATIONS, *NAME, 0, 0, 0, 0, 0)
     assert NAME.find_difference(header) == ""

@@ -168,7 +168,7 @@ def test_an_edge_that_stays_disconnected_is_lost_and_can_come_back() -> None:
         proxy.close()
         for mover in (source, target):
             lost = mover.wait_for(LinkEdgeLost)
-            assert (lost.generation, lost.edge) == (1, 3)
+            assert (lost.epoch, lost.edge) == (1, 3)
             assert "no connection for" in lost.cause
         returned = Proxy(target.port, proxy.port)
         stream.wait()
@@ -267,10 +267,10 @@ def test_machine_without_a_data_port_receives_by_dialing() -> None:
         move_steps(files[0].ring(), files[1].ring(), 0, 20, 2)
 
 
-def test_edges_of_several_generations_do_not_mix() -> None:
+def test_edges_of_several_epochs_do_not_mix() -> None:
     with Mover("head") as source, Mover("other") as target:
-        old = connect(source, target, generation=1, edge=0)
-        new = connect(source, target, generation=2, edge=0)
+        old = connect(source, target, epoch=1, edge=0)
+        new = connect(source, target, epoch=2, edge=0)
         rings = [files.ring() for files in (*old, *new)]
         write_step(rings[0], 0, 5, 1)
         write_step(rings[2], 0, 5, 2)
@@ -306,7 +306,7 @@ def test_rings_that_differ_are_an_error_that_names_them() -> None:
         received.ring(EdgeLayout(slots=4, max_tokens=64, hidden_size=128, itemsize=4))
         write_step(sent.ring(), 0, 1, 1)
         lost = target.wait_for(LinkEdgeLost)
-        assert (lost.generation, lost.edge) == (1, 3)
+        assert (lost.epoch, lost.edge) == (1, 3)
         assert "hidden_size=96" in lost.cause
         assert "hidden_size=128" in lost.cause
         assert "hidden_size=128" in source.wait_for(LinkEdgeLost).cause

@@ -106,9 +106,9 @@ def open_edge(mover: Mover) -> socket.socket:
 
 OTHER_EDGES = [
     (replaced(NAME, run=5), None, "its run is 5, here is run 77"),
-    (replaced(NAME, generation=0), None, "edge 3 of generation 0 is not open here"),
-    (replaced(NAME, generation=2), None, "edge 3 of generation 2 is not open here"),
-    (replaced(NAME, edge=4), None, "edge 4 of generation 1 is not open here"),
+    (replaced(NAME, epoch=0), None, "edge 3 of epoch 0 is not open here"),
+    (replaced(NAME, epoch=2), None, "edge 3 of epoch 2 is not open here"),
+    (replaced(NAME, edge=4), None, "edge 4 of epoch 1 is not open here"),
     (NAME, EdgeHello("stranger", "other", True), "stranger expects other, but this is other"),
     (NAME, EdgeHello("head", "third", True), "head expects third, but this is other"),
     (NAME, EdgeHello("head", "other", False), "both ends have the same part"),
@@ -141,13 +141,13 @@ def refused_frames() -> list[bytes]:
 
     def frame(payload: bytes = head, **fields: int) -> bytes:
         values = {"lane": 0, "slot": 0, "step": 0, "offset": 0, "length": len(payload), **fields}
-        names = ("run", "generation", "edge")
+        names = ("run", "epoch", "edge")
         name = replaced(NAME, **{key: values.pop(key) for key in names if key in values})
         return FrameHeader(FrameClass.ACTIVATIONS, *name, **values).pack() + payload
 
     return [
         frame(run=RUN + 1),
-        frame(generation=2),
+        frame(epoch=2),
         frame(edge=2),
         frame(lane=1),
         frame(slot=4, step=4),
@@ -313,7 +313,7 @@ def serve_answers(listening: socket.socket, resume: bytes, count: list[int]) -> 
             with listening.accept()[0] as connection:
                 header, _ = receive_frame(connection)
                 count[0] += 1
-                name = EdgeName(header.run, header.generation, header.edge)
+                name = EdgeName(header.run, header.epoch, header.edge)
                 answer = name.header(FrameClass.ANSWER, encode_payload(EdgeAnswer()))
                 connection.sendall(answer + name.header(FrameClass.RESUME, resume))
                 with suppress(ConnectionError):

@@ -85,7 +85,7 @@ class Request:
 
 
 class Stages:
-    """Loaded stages of a model, used by one generation after the other."""
+    """Loaded stages of a model, used by one epoch after the other."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Stages:
         keeps_tokens: bool = False,
         synchronize: Callable[[], None] = lambda: None,
     ) -> None:
-        """Keep what each generation uses.
+        """Keep what each epoch uses.
 
         Args:
             executors: of the stages.
@@ -128,19 +128,19 @@ def stages_on_cpu(folder: Path, num_stages: int = 1, **options: Any) -> Stages:
 
 
 class _Channel:
-    """Channel to a stage of a generation."""
+    """Channel to a stage of an epoch."""
 
-    def __init__(self, generation: "Generation", stage: int) -> None:
-        self._generation, self._stage = generation, stage
+    def __init__(self, epoch: "Epoch", stage: int) -> None:
+        self._epoch, self._stage = epoch, stage
 
     def send(self, message: WireMessage) -> None:
         self.send_encoded(encode(message))
 
     def send_encoded(self, payload: bytes) -> None:
-        self._generation.on_stage_message(self._stage, decode_for_stage(payload))
+        self._epoch.on_stage_message(self._stage, decode_for_stage(payload))
 
 
-class Generation:
+class Epoch:
     """One driver over the stages, and what one request's choices have reported."""
 
     def __init__(self, stages: Stages, request: Request, outputs: list[ChoiceOutput]) -> None:
@@ -238,11 +238,11 @@ class Generation:
 
 def run_undisturbed(stages: Stages, request: Request) -> list[list[ChoiceOutput]]:
     """Outputs of the choices before the first and after each commit."""
-    generation = Generation(stages, request, [ChoiceOutput() for _ in range(request.n)])
-    snapshots = [copy.deepcopy(generation.outputs)]
-    while not generation.has_ended:
-        generation.commit()
-        snapshots.append(copy.deepcopy(generation.outputs))
+    epoch = Epoch(stages, request, [ChoiceOutput() for _ in range(request.n)])
+    snapshots = [copy.deepcopy(epoch.outputs)]
+    while not epoch.has_ended:
+        epoch.commit()
+        snapshots.append(copy.deepcopy(epoch.outputs))
     return snapshots
 
 

@@ -1,4 +1,4 @@
-"""One generation of an engine of a cluster: a pipeline, its record and what a router may read."""
+"""One epoch of an engine of a cluster: a pipeline, its record and what a router may read."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -49,7 +49,7 @@ class MeteredCostModel(DelegatingCostModel):
         return seconds
 
 
-class EngineGeneration(PipelineObserver):
+class EngineEpoch(PipelineObserver):
     """Scheduler and pipeline of an engine from its start to its end.
 
     Args:

@@ -1,4 +1,4 @@
-"""Workers that live through many generations, and instances that are closed at any moment."""
+"""Workers that live through many epochs, and instances that are closed at any moment."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gllm.messages.lifecycle import CloseGeneration, GenerationClosed, StageLoaded
+from gllm.messages.lifecycle import CloseEpoch, EpochClosed, StageLoaded
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.models.hub import DEMO
 from gllm.models.loader import Checkpoint
@@ -38,22 +38,22 @@ def has_resources(pids: list[int], expected: list[list[int]]) -> bool:
     return resources(pids) == expected
 
 
-@pytest.mark.parametrize("num_generations", [6, pytest.param(20, marks=pytest.mark.full)])
-async def test_generations_of_two_processes_leave_nothing_behind(num_generations: int) -> None:
-    """Same tokens, and the same descriptors, threads, mappings and memory in each generation."""
+@pytest.mark.parametrize("num_epochs", [6, pytest.param(20, marks=pytest.mark.full)])
+async def test_epochs_of_two_processes_leave_nothing_behind(num_epochs: int) -> None:
+    """Same tokens, and the same descriptors, threads, mappings and memory in each epoch."""
     node = LocalNode(2)
     async with head_of(node, 2) as head:
         pids = [node.workers[sender].process.pid for sender in head.senders]
         outputs: list[list[int]] = []
         kept: list[list[int]] = []
         memory: list[int] = []
-        for number in range(num_generations):
+        for number in range(num_epochs):
             head.assign()
             await head.initialize(64 + number)
             outputs.append(await head.generate(PROMPT, 12))
             titles = [Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0") for pid in pids]
             assert titles == ["gllm-stage-0", "gllm-stage-1"]
-            await head.close_generation()
+            await head.close_epoch()
             if number <= 2:
                 # The first ones start what lives as long as the process; ZeroMQ closes its
                 # descriptors a little later.
@@ -63,8 +63,8 @@ async def test_generations_of_two_processes_leave_nothing_behind(num_generations
             assert [num_mapped("gllm-edge", pid) for pid in pids] == [0, 0]
             memory.append(owned_bytes(pids))
         assert [node.workers[sender].process.pid for sender in head.senders] == pids
-    assert outputs == [outputs[0]] * num_generations
-    # Far less than one copy of the weights or of the activations in each generation.
+    assert outputs == [outputs[0]] * num_epochs
+    # Far less than one copy of the weights or of the activations in each epoch.
     assert memory[-1] - memory[4] < 2**24, memory
 
 
@@ -75,7 +75,7 @@ async def test_weights_are_read_once(tmp_path: Path) -> None:
         head.assign()
         await head.initialize()
         expected = await head.generate(PROMPT, 8)
-        await head.close_generation()
+        await head.close_epoch()
         for file in folder.glob("*.safetensors"):
             file.unlink()
         head.assign()
@@ -88,7 +88,7 @@ async def test_another_split_is_loaded_anew() -> None:
         head.assign()
         await head.initialize()
         expected = await head.generate(PROMPT, 8)
-        await head.close_generation()
+        await head.close_epoch()
         middle = head.layers[0].stop - 1
         head.assign([range(middle), range(middle, head.layers[1].stop)])
         await head.initialize()
@@ -109,7 +109,7 @@ async def test_survivors_of_a_death_serve_with_a_new_worker(victim: int) -> None
         await head.until(lambda: victim in head.exits)
         head.hub.forget(victim)
         survivor = 3 - victim
-        await head.close_generation([survivor])
+        await head.close_epoch([survivor])
         head.senders[victim - 1] = 3
         await head.spawn(3)
         head.assign(cause="a worker died")
@@ -117,18 +117,18 @@ async def test_survivors_of_a_death_serve_with_a_new_worker(victim: int) -> None
         assert await head.generate(PROMPT, 8) == expected
 
 
-async def test_a_step_log_goes_on_over_generations(tmp_path: Path) -> None:
+async def test_a_step_log_goes_on_over_epochs(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     async with head_of(LocalWorkers(), 1, step_log=str(path)) as head:
         for cause in ("", "a worker died"):
             head.assign(cause=cause)
             await head.initialize()
             await head.generate(PROMPT, 3)
-            await head.close_generation()
+            await head.close_epoch()
     events = [json.loads(line) for line in path.read_text().splitlines()]
     starts = [each for each in events if each["event"] in ("start", "restart")]
     assert [each["event"] for each in starts] == ["start", "restart"]
-    assert starts[1]["generation"] == 2
+    assert starts[1]["epoch"] == 2
     assert starts[1]["cause"] == "a worker died"
     assert sum(each["event"] == "add" for each in events) == 2
 
@@ -158,7 +158,7 @@ async def serves_again(head: Head, expected: list[int]) -> None:
     assert await head.generate(PROMPT, 8) == expected
 
 
-async def first_generation(head: Head) -> list[int]:
+async def first_epoch(head: Head) -> list[int]:
     head.assign()
     await head.initialize()
     return await head.generate(PROMPT, 8)
@@ -168,18 +168,18 @@ async def first_generation(head: Head) -> list[int]:
 async def test_closing_while_a_step_computes(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step ends, its result is dropped, and a later stage that waits for it is closed."""
     async with head_of(LocalWorkers(), stages) as head:
-        expected = await first_generation(head)
+        expected = await first_epoch(head)
         gate = Gate(monkeypatch, CpuExecutor, "compute")
         seq = head.submit(PROMPT, 8)
         assert await asyncio.to_thread(gate.reached.wait, 60)
-        await head.close_generation(head.senders[1:])
-        head.hub.send(1, CloseGeneration())
+        await head.close_epoch(head.senders[1:])
+        head.hub.send(1, CloseEpoch())
         await asyncio.sleep(0.1)
         last = head.messages[-1]
-        assert not (last[1] == 1 and isinstance(last[2], GenerationClosed))
+        assert not (last[1] == 1 and isinstance(last[2], EpochClosed))
         gate.is_armed = False
         gate.opened.set()
-        await head.wait_for(GenerationClosed, 1)
+        await head.wait_for(EpochClosed, 1)
         await serves_again(head, expected)
         assert head.tokens(seq) == []
 
@@ -190,7 +190,7 @@ async def test_closing_while_the_weights_load(monkeypatch: pytest.MonkeyPatch) -
         gate = Gate(monkeypatch, Checkpoint, "check_all_read")
         head.assign()
         assert await asyncio.to_thread(gate.reached.wait, 60)
-        await head.close_generation()
+        await head.close_epoch()
         head.assign()
         await asyncio.sleep(0.1)
         assert not any(isinstance(message, StageLoaded) for _, _, message in head.messages)
@@ -198,7 +198,7 @@ async def test_closing_while_the_weights_load(monkeypatch: pytest.MonkeyPatch) -
         await head.initialize()
         first = await head.generate(PROMPT, 8)
         assert gate.num_calls == 1
-        await head.close_generation()
+        await head.close_epoch()
         await serves_again(head, first)
 
 
@@ -211,7 +211,7 @@ async def test_weights_that_nobody_needs_are_not_loaded_to_the_end(
         finished.is_armed = False
         head.assign()
         assert await asyncio.to_thread(gate.reached.wait, 60)
-        await head.close_generation()
+        await head.close_epoch()
         middle = head.layers[0].stop - 1
         head.assign([range(middle), range(middle, head.layers[1].stop)])
         await asyncio.sleep(0.1)
@@ -223,11 +223,11 @@ async def test_weights_that_nobody_needs_are_not_loaded_to_the_end(
 
 async def test_closing_while_a_grammar_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     async with head_of(LocalWorkers(), 2) as head:
-        expected = await first_generation(head)
+        expected = await first_epoch(head)
         gate = Gate(monkeypatch, GuideFactory, "_compile")
         seq = head.submit(PROMPT, 50, DIGITS)
         assert await asyncio.to_thread(gate.reached.wait, 60)
-        await head.close_generation()
+        await head.close_epoch()
         gate.opened.set()
         await serves_again(head, expected)
         assert head.tokens(seq) == []
@@ -238,7 +238,7 @@ async def test_closing_while_a_grammar_is_compiled(monkeypatch: pytest.MonkeyPat
 async def test_closing_while_a_token_waits_for_its_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sampling thread waits for the guide, which is failed."""
     async with head_of(LocalWorkers(), 1) as head:
-        expected = await first_generation(head)
+        expected = await first_epoch(head)
         held: Future[bytes] = Future()
         submit = GuideFactory.create_guide
 
@@ -251,7 +251,7 @@ async def test_closing_while_a_token_waits_for_its_mask(monkeypatch: pytest.Monk
             patch.setattr(GuideFactory, "create_guide", create)
             seq = head.submit(PROMPT, 50, DIGITS)
             await head.until(lambda: len(head.tokens(seq)) >= 1)
-            await head.close_generation()
+            await head.close_epoch()
         assert held.cancelled()
         await serves_again(head, expected)
 
@@ -259,34 +259,34 @@ async def test_closing_while_a_token_waits_for_its_mask(monkeypatch: pytest.Monk
 async def test_a_worker_without_a_stage_has_nothing_to_close() -> None:
     node = LocalWorkers()
     async with head_of(node, 1) as head:
-        head.generation = 1
-        head.hub.send(1, CloseGeneration())
-        head.generation = 0
+        head.epoch = 1
+        head.hub.send(1, CloseEpoch())
+        head.epoch = 0
         await asyncio.sleep(0.05)
-        assert await first_generation(head)
-        await head.close_generation()
+        assert await first_epoch(head)
+        await head.close_epoch()
 
 
 async def test_a_second_assignment_is_an_error() -> None:
     node = LocalWorkers()
     async with head_of(node, 1) as head:
-        await first_generation(head)
+        await first_epoch(head)
         head.assign()
         await head.until(lambda: 1 in head.exits)
         assert head.exits[1] == "worker 1 exited with 1"
 
 
 async def test_stages_on_a_device_end_their_threads() -> None:
-    """Such a process is started anew for the next generation, but it can be asked to close."""
+    """Such a process is started anew for the next epoch, but it can be asked to close."""
     small = {"max_num_batched_tokens": 64, "max_num_seqs": 8}
     with host_as_gpu():
         async with head_of(LocalWorkers(), 2, **small) as head:
-            expected = await first_generation(head)
+            expected = await first_epoch(head)
             loaded = [m for _, _, m in head.messages if isinstance(m, StageLoaded)]
             assert [message.keeps_weights for message in loaded] == [False, False]
             assert {thread.name for thread in threading.enumerate()} >= OF_DEVICE
             seq = head.submit(PROMPT, 200)
             await head.until(lambda: len(head.tokens(seq)) > 3)
-            await head.close_generation()
+            await head.close_epoch()
             assert not OF_DEVICE & {thread.name for thread in threading.enumerate()}
             await serves_again(head, expected)
