@@ -63,7 +63,7 @@ def run(options: ExperimentOptions) -> ExperimentResult:
             trials[name] = [replace(trial, policy=policy) for policy in POLICIES]
             if share == SATURATED:
                 at_saturation.append(name)
-    results = iter(run_trials([t for each in trials.values() for t in each], options))
+    results = iter(run_trials([t for trial in trials.values() for t in trial], options))
     groups = {name: {t.policy: next(results) for t in each} for name, each in trials.items()}
     saturated = {name: groups[name] for name in at_saturation}
     text = (

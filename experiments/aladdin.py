@@ -169,9 +169,9 @@ def _type_table() -> tuple[str, list[PaperClaim]]:
             workers = rate_workers(model, device, tpot, context, link)
             best = best_worker(workers)
             cells = [
-                f"{each.num_gpus}: {each.memory_rate:.0f} / {each.slo_rate:.0f}"
-                f"{' *' if each == best and best.rate else ''}"
-                for each in workers
+                f"{worker.num_gpus}: {worker.memory_rate:.0f} / {worker.slo_rate:.0f}"
+                f"{' *' if worker == best and best.rate else ''}"
+                for worker in workers
             ]
             rows.append([model, device, link, str(paper), "; ".join(cells)])
             if link == "nvlink":
@@ -196,7 +196,7 @@ def _counts(outcomes: Outcomes, workload: str, rate: float, policy: str) -> list
 
 
 def _show(counts: list[int | None]) -> str:
-    return ", ".join(f"> {MAX_WORKERS}" if each is None else str(each) for each in counts)
+    return ", ".join(f"> {MAX_WORKERS}" if count is None else str(count) for count in counts)
 
 
 def _settings(outcomes: Outcomes) -> list[tuple[str, float]]:
@@ -238,9 +238,9 @@ def _equal_fleets(outcomes: Outcomes) -> list[FleetRunTask]:
     runs = []
     for workload, rate in _settings(outcomes):
         task = next(
-            each for each in outcomes
-            if (each.workload, each.rate, each.policy) == (workload, rate, "aladdin")
-            and each.kind == "measured"
+            outcome for outcome in outcomes
+            if (outcome.workload, outcome.rate, outcome.policy) == (workload, rate, "aladdin")
+            and outcome.kind == "measured"
         )  # fmt: skip
         outcome = outcomes[task]
         if outcome is not None:
@@ -319,7 +319,7 @@ def _saved(ours: list[int | None], base: list[int | None]) -> float | None:
     """Return the relative change of the mean number of workers; more than the limit count as it."""
     if not ours or not base or None in ours:
         return None
-    known = fmean(each or 0 for each in ours)
+    known = fmean(our or 0 for our in ours)
     return known / fmean(MAX_WORKERS if each is None else each for each in base) - 1
 
 
@@ -362,8 +362,8 @@ def _attainment_claims(results: dict[FleetRunTask, FleetOutcome]) -> list[PaperC
         if task.search.workload == first and not task.without
     }
     ours, queue = by_policy["aladdin"], by_policy[QUEUE]
-    worst = [percentile(each.tpots, 99) for each in (ours, queue)]
-    violations = [1 - each.attainment for each in (ours, queue)]
+    worst = [percentile(our.tpots, 99) for our in (ours, queue)]
+    violations = [1 - our.attainment for our in (ours, queue)]
     change = violations[0] / violations[1] - 1 if violations[1] else None
     careless = next(outcome for task, outcome in results.items() if task.without == "d")
     return [
@@ -382,8 +382,8 @@ def _bars(outcomes: Outcomes) -> dict[str, dict[str, float]]:
     return {
         workload: {
             title: fmean(
-                MAX_WORKERS if each is None else each
-                for each in _counts(outcomes, workload, rate, policy)
+                MAX_WORKERS if count is None else count
+                for count in _counts(outcomes, workload, rate, policy)
             )
             for policy, title in POLICIES.items()
         }

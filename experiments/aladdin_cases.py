@@ -117,7 +117,7 @@ def example_peaks() -> tuple[float, float]:
     The shortest queue, by requests, gives each worker every second request.
     """
     pairs = [EXAMPLE[0::2], EXAMPLE[1::2]]
-    queue = max(peak_kv_tokens(each) for each in pairs)
+    queue = max(peak_kv_tokens(pair) for pair in pairs)
     best = min(
         max(
             peak_kv_tokens([r for r, w in zip(EXAMPLE, places, strict=True) if w == worker])

@@ -108,7 +108,7 @@ def format_misses(workloads: Mapping[str, float], options: ExperimentOptions) ->
         for task, summary in zip(tasks, summaries, strict=True)
     ]
     header = ["workers", "requests", "miss", "TTFT", "longest output", "delayed by such a prompt"]
-    shares = ", ".join(f"{each} {short_share(each):.1%}" for each in workloads)
+    shares = ", ".join(f"{workload} {short_share(workload):.1%}" for workload in workloads)
     return (
         f"`aladdin`, {workload} at {search.rate:g} requests/s; *such a prompt* was placed before "
         f"their first token and computed after it.\n\n{format_table(header, rows)}\n\n"
@@ -119,4 +119,4 @@ def format_misses(workloads: Mapping[str, float], options: ExperimentOptions) ->
 def short_share(workload: str) -> float:
     """Return the share of outputs of at most SHORT_TOKENS tokens, 0..1."""
     jobs = make_workload(workload, NUM_LENGTHS)
-    return sum(each.num_output_tokens <= SHORT_TOKENS for each in jobs) / len(jobs)
+    return sum(job.num_output_tokens <= SHORT_TOKENS for job in jobs) / len(jobs)

@@ -74,7 +74,7 @@ def compare_fleet(task: RebalancingTask) -> RebalancingOutcome:
         run.num_chances,
         len(run.moves),
         run.num_started_moves,
-        sum(not each.lowers_distances for each in run.moves),
+        sum(not move.lowers_distances for move in run.moves),
     )
 
 
@@ -108,7 +108,7 @@ def compare_rebalancing(
         for index, fleet in enumerate(fleets)
     ]
     header = ["workload", "requests/s", "workers", "without", "with", "change", "moves", "chances"]
-    largest = max(abs(each.with_moves - each.without) for each in outcomes)
+    largest = max(abs(outcome.with_moves - outcome.without) for outcome in outcomes)
     text = (
         f"{NOTE}\n\nSeeds: {len(seeds)}; the largest change of one is {100 * largest:.2f} points."
         f"\n\n{format_table(header, rows)}"
@@ -118,23 +118,23 @@ def compare_rebalancing(
 
 def _row(fleet: RebalancingTask, outcomes: list[RebalancingOutcome]) -> list[str]:
     """Return the row of a fleet, by the outcomes of all seeds."""
-    changes = [100 * (each.with_moves - each.without) for each in outcomes]
+    changes = [100 * (outcome.with_moves - outcome.without) for outcome in outcomes]
     change = f"{fmean(changes):+.2f}"
     if len(changes) > 1:
         change += f" +- {stdev(changes) / sqrt(len(changes)):.2f}"
     return [
         fleet.search.workload, f"{fleet.search.rate:g}", str(fleet.num_workers),
-        f"{fmean(each.without for each in outcomes):.2%}",
-        f"{fmean(each.with_moves for each in outcomes):.2%}", change,
-        f"{fmean(each.num_moves for each in outcomes):.0f}",
-        f"{fmean(each.num_chances for each in outcomes):.0f}",
+        f"{fmean(outcome.without for outcome in outcomes):.2%}",
+        f"{fmean(outcome.with_moves for outcome in outcomes):.2%}", change,
+        f"{fmean(outcome.num_moves for outcome in outcomes):.0f}",
+        f"{fmean(outcome.num_chances for outcome in outcomes):.0f}",
     ]  # fmt: skip
 
 
 def _claims(outcomes: list[RebalancingOutcome]) -> list[PaperClaim]:
     limit = ExpectedLimit(0.0, unit="requests", digits=0)
-    started = sum(each.num_started for each in outcomes)
-    useless = sum(each.num_useless for each in outcomes)
+    started = sum(outcome.num_started for outcome in outcomes)
+    useless = sum(outcome.num_useless for outcome in outcomes)
     return [
         PaperClaim("re-balancing: moved after their start", limit, float(started)),
         PaperClaim("re-balancing: moved without a smaller error", limit, float(useless)),

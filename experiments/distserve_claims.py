@@ -57,7 +57,7 @@ def _transfer_claims(study: Study) -> list[PaperClaim]:
         if result.workload.model != "opt-175b" or outcome is None or not outcome.parts:
             continue
         share = outcome.parts[PARTS.index("transfer")] / sum(outcome.parts)
-        short = fmean(each < 0.03 for each in outcome.transfers)
+        short = fmean(transfer < 0.03 for transfer in outcome.transfers)
         claims += [
             PaperClaim(
                 "OPT-175B: transfer's share of latency", ExpectedLimit(0.001, digits=2), share

@@ -158,10 +158,10 @@ def run(options: ExperimentOptions) -> ExperimentResult:
     if options.quick:
         runs = [
             RealRun(
-                each.system, each.layout, each.rate, each.jobs[:QUICK_REQUESTS],
-                Latencies(each.real.ttft[:QUICK_REQUESTS], each.real.tpot[:QUICK_REQUESTS]),
+                run.system, run.layout, run.rate, run.jobs[:QUICK_REQUESTS],
+                Latencies(run.real.ttft[:QUICK_REQUESTS], run.real.tpot[:QUICK_REQUESTS]),
             )
-            for each in runs[:: len(runs) // QUICK_RUNS]
+            for run in runs[:: len(runs) // QUICK_RUNS]
         ]  # fmt: skip
     predicted = map_parallel(simulate_run, runs, options.jobs, options.progress)
     pairs = list(zip(runs, predicted, strict=True))

@@ -49,17 +49,17 @@ def place_high_affinity(
     for phase in ("prefill", "decode"):
         tasks = [
             GoodputTask(
-                System("phase", workload.model, DISTSERVE_COSTS, each),
+                System("phase", workload.model, DISTSERVE_COSTS, candidate),
                 workload.lengths,
                 slo,
                 options.requests,
                 phase,
             )
-            for each in candidates
+            for candidate in candidates
         ]
         rates = measure_goodputs(tasks, options)
         goodputs = [PhaseGoodput(*pair) for pair in zip(candidates, rates, strict=True)]
-        phases.append(max(goodputs, key=lambda each: each.per_gpu))
+        phases.append(max(goodputs, key=lambda goodput: goodput.per_gpu))
     prefill, decode = phases
     return _replicate(workload.model, prefill, decode), prefill, decode
 

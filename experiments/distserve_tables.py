@@ -131,7 +131,7 @@ def _attainment_by_rate(results: Sequence[WorkloadResult]) -> str:
     for result in results:
         for name in SYSTEMS:
             outcomes = [result.outcomes.get((name, share)) for share in SHARES]
-            cells = [_attained(result, each) if each else "-" for each in outcomes]
+            cells = [_attained(result, outcome) if outcome else "-" for outcome in outcomes]
             rows.append([result.workload.name, name, *cells])
     text = (
         "Per cent of the requests within both limits / within that of TTFT / of TPOT, at shares of "

@@ -43,8 +43,11 @@ class PaperWorkload:
         """Baselines: vLLM, vLLM++ and the engine with DistServe's coefficients."""
         return [
             System("vLLM", self.model, VLLM_COSTS, self.vllm),
-            *(System("vLLM++", self.model, VLLM_COSTS, each) for each in self.candidates),
-            *(System("colocated", self.model, DISTSERVE_COSTS, each) for each in self.candidates),
+            *(System("vLLM++", self.model, VLLM_COSTS, candidate) for candidate in self.candidates),
+            *(
+                System("colocated", self.model, DISTSERVE_COSTS, candidate)
+                for candidate in self.candidates
+            ),
         ]
 
 

@@ -39,7 +39,7 @@ def best_colocated(planner: ReplicaPlanner, max_stages: int | None = None) -> Co
     replicas = [each for each in found if each is not None]
     # Groups that serve less than a part of theirs are no choice.
     replicas.sort(key=lambda each: -each.capacity / sum(each.group))
-    densities = [each.capacity / sum(each.group) for each in replicas]
+    densities = [replica.capacity / sum(replica.group) for replica in replicas]
 
     @cache
     def best(left: Group) -> tuple[float, tuple[int, ...]]:
@@ -65,7 +65,7 @@ def _best_mixed(planner: ReplicaPlanner, group: Group, max_stages: int | None) -
     if max_stages is None:
         return planner.best(group, Phase.MIXED)
     candidates = planner.candidates(group, Phase.MIXED)
-    short = [each for each in candidates if len(each.stages) <= max_stages]
+    short = [candidate for candidate in candidates if len(candidate.stages) <= max_stages]
     return max(short, key=lambda each: each.capacity, default=None)
 
 
@@ -91,4 +91,4 @@ def best_uniform(planner: ReplicaPlanner) -> EvaluatedPlan:
                 groups = [(Phase.PREFILL, (prefill,))] * num_prefill
                 groups += [(Phase.DECODE, (decode,))] * num_decode
                 plans.append(evaluator.evaluate(make_partition(groups)))
-    return max(plans, key=lambda each: each.score)
+    return max(plans, key=lambda plan: plan.score)

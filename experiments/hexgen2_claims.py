@@ -54,7 +54,7 @@ def _gain_claims(
     simulated: Mapping[tuple[str, str, str], SimulatedCell],
 ) -> list[PaperClaim]:
     ours = [cells[LLAMA, cluster, load, 1.0] for cluster in settings for load in CLASSES]
-    gains = [each.flow / each.colocated - 1 for each in ours]
+    gains = [our.flow / our.colocated - 1 for our in ours]
     run = [
         relative_change(each.plan.simulated, each.colocated.simulated)
         for (model, _, _), each in simulated.items()
@@ -128,7 +128,7 @@ def _table_claims(
         for system in systems:
             paper = paper_throughput(system, model)
             gain = fmean(best[load] / paper[load] - 1 for load in CLASSES)
-            value = fmean(each["hexgen-2"] / each[system] - 1 for each in ours.values())
+            value = fmean(our["hexgen-2"] / our[system] - 1 for our in ours.values())
             name = f"{table}: estimate over {system}, mean"
             claims.append(PaperClaim(name, ExpectedChange(gain), value))
     for system in SYSTEMS[1:]:

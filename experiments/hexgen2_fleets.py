@@ -49,7 +49,7 @@ def colocated_fleet(
         return simulate_cluster(engines, jobs, PolicyRouter(WeightedTurns(weights)))
 
     # The prompts of a whole batch are computed before it is full: Little's law.
-    latency = max(each.batch / each.capacity for each in replicas)
+    latency = max(replica.batch / replica.capacity for replica in replicas)
     return SimulatedFleet(sum(weights.values()), latency, most, serve)
 
 

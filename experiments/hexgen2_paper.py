@@ -27,7 +27,7 @@ CHUNKING_GAINS = {"HPLD": 0.2, "HPHD": 0.05, "LPHD": 0.05, "LPLD": 0.2}
 
 def _paper_value(item: str) -> str:
     rows = csv.DictReader(io.StringIO(read_data("hexgen2_figures.csv")))
-    return next(each["value"] for each in rows if each["item"] == item)
+    return next(row["value"] for row in rows if row["item"] == item)
 
 
 def paper_throughput(system: str, model: str = LLAMA) -> dict[str, float]:
@@ -149,7 +149,7 @@ def rules_table(gains: Mapping[tuple[str, PipelineCredit, str], float]) -> str:
     for (costs, credit, _), gain in gains.items():
         by_rule.setdefault((costs, str(credit)), []).append(gain)
     rows = [
-        [*rule, *(f"{100 * each:+.0f} %" for each in (*values, fmean(values)))]
+        [*rule, *(f"{100 * value:+.0f} %" for value in (*values, fmean(values)))]
         for rule, values in by_rule.items()
     ]
     paper, base = paper_throughput("hexgen-2"), paper_throughput("hexgen")
@@ -161,11 +161,13 @@ def rules_table(gains: Mapping[tuple[str, PipelineCredit, str], float]) -> str:
 def scale_table(outcomes: Sequence[ScaleOutcome]) -> str:
     """Return the effort of searches by the number of devices (Table 5)."""
     papers, rows = paper_search_minutes(), []
-    for each in outcomes:
-        paper, ours = papers.get(each.num_devices), each.cpu_seconds / 60
-        row = [str(each.num_devices), "-" if paper is None else f"{paper:.2f}", f"{ours:.2f}"]
+    for outcome in outcomes:
+        paper, ours = papers.get(outcome.num_devices), outcome.cpu_seconds / 60
+        row = [str(outcome.num_devices), "-" if paper is None else f"{paper:.2f}", f"{ours:.2f}"]
         row.append("-" if paper is None else f"{ours / paper:.2f}")
-        rows.append([*row, str(each.num_evaluations), str(each.num_flows), f"{each.flow:.1f}"])
+        rows.append(
+            [*row, str(outcome.num_evaluations), str(outcome.num_flows), f"{outcome.flow:.1f}"]
+        )
     header = [
         "devices", "paper, minutes", "ours, minutes of CPU time", "ratio", "partitions",
         "maximum flows", "flow /s",

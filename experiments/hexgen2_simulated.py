@@ -156,7 +156,7 @@ def _alone(workload: str) -> tuple[float, float]:
     problem = ServiceProblem(LLAMA, workload, named_cluster("hom"))
     planner = make_planner(problem)
     layouts = planner.candidates(problem.cluster.all_devices, Phase.MIXED)
-    stages = next(each.stages for each in layouts if len(each.stages) == 1)
+    stages = next(layout.stages for layout in layouts if len(layout.stages) == 1)
     costs, lengths = planner.costs, mean_lengths(problem.workload)
     prompts = costs.prompts_per_batch * lengths.prompt
     prefill, decode = costs.prefill(stages), costs.decode(stages, 1)

@@ -109,7 +109,7 @@ def make_result(
                 after.visible,
                 after.second - before.second,
             )
-            rows.append([f"{rate:g}", str(length), *(f"{1e3 * each:.1f}" for each in seconds)])
+            rows.append([f"{rate:g}", str(length), *(f"{1e3 * second:.1f}" for second in seconds)])
         threshold = find_threshold(serialized, per_layer)
         shown = f"none up to {max(lengths)}" if threshold is None else str(threshold)
         if threshold == min(lengths):

@@ -75,8 +75,8 @@ def _measure_policies(
 def median_figures(figures: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians over rounds, figure by figure; a count that a round does not have is 0."""
     made: dict[str, Any] = {}
-    for name in dict.fromkeys(name for each in figures for name in each):
-        values = [each.get(name, 0) for each in figures]
+    for name in dict.fromkeys(name for figure in figures for name in figure):
+        values = [figure.get(name, 0) for figure in figures]
         if isinstance(values[0], dict):
             made[name] = median_figures(values)
         elif isinstance(values[0], list):

@@ -76,7 +76,7 @@ def rebalance(
         errors: Error of each worker by name; a worker without one has none.
         rules: Constraints that the target has to meet.
     """
-    state = {each.name: each for each in workers}
+    state = {worker.name: worker for worker in workers}
     error = {name: errors.get(name, PredictionError()) for name in state}
     moves: list[Move] = []
     while move := _best_move(state, error, rules):

@@ -52,7 +52,7 @@ def run(options: ExperimentOptions, serve: LoggedServer = serve_logged) -> Exper
         calls, times = replay_calls(events), replay_step_times(events)
         least_calls = min(least_calls, calls.share)
         least_times = min(least_times, times.share)
-        shown = [f"{each.num_equal} of {each.num_plans}" for each in (calls, times)]
+        shown = [f"{call.num_equal} of {call.num_plans}" for call in (calls, times)]
         latencies = times.latency_errors
         for metric, error in latencies.items():
             errors[metric].append(error)

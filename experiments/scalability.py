@@ -71,7 +71,7 @@ def run(options: ExperimentOptions) -> ExperimentResult:
         "least memory for KV cache, so more devices can gain more than their number.\n\n"
         + format_table([*header, "gain of 2", "gain of 4"], rows)
     )
-    lowest = min(each["throttle"] for each in bars.values())
+    lowest = min(bar["throttle"] for bar in bars.values())
     note = f"{lowest:.2f} x at least"
     claims.append(
         PaperClaim("gain of 4 stages under throttle", "a plot without numbers", None, note)

@@ -75,7 +75,10 @@ def measure_design(outcome: SearchOutcome) -> FullRow:
     num_clusters = 1
     if cluster.num_token:
         pair, limit = machine_pair(task.design), budget(task.constraint, 1)
-        designs = {each.num_prompt: each for each in maximal_designs(pair, task.constraint, limit)}
+        designs = {
+            maximal_design.num_prompt: maximal_design
+            for maximal_design in maximal_designs(pair, task.constraint, limit)
+        }
         first = cluster
         for step in (PROMPT_STEP, -PROMPT_STEP):
             while num_clusters < MAX_SPLITS:

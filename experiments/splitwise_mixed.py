@@ -128,7 +128,7 @@ def mixed_tasks(code_design: ClusterDesign, rate: float, size: SampleSize) -> li
     return [
         MixedTask(point, True),
         MixedTask(point, False),
-        *(MixedTask(each, True) for each in others),
+        *(MixedTask(other, True) for other in others),
     ]
 
 

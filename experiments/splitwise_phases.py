@@ -105,7 +105,7 @@ def table_iv() -> tuple[str, list[PaperClaim]]:
             ("cents", "ct", 1, 2),
             ("watt_hours", "Wh", 1, 2),
         ):
-            expected, value = (factor * getattr(each, name) for each in (paper, ours))
+            expected, value = (factor * getattr(our, name) for our in (paper, ours))
             label = f"{paper.workload}, {paper.machine}, {name.replace('_', ' ')}"
             cells = [f"{each:.{digits}f} {unit}" for each in (expected, value)]
             rows.append([label, *cells, f"{value / expected:.2f}"])

@@ -58,9 +58,9 @@ def search_table(outcomes: Outcomes) -> str:
 def border_table(borders: list[BorderOutcome], scale: int) -> str:
     """Return the clusters of least power and cost that serve a rate."""
     rows = []
-    for each in borders:
-        row = [each.task.workload, f"{scale * each.task.rate:.1f}", each.task.design]
-        for cluster in (each.least_power, each.least_cost):
+    for border in borders:
+        row = [border.task.workload, f"{scale * border.task.rate:.1f}", border.task.design]
+        for cluster in (border.least_power, border.least_cost):
             whole = scale_cluster(cluster, scale)
             row += [str(whole), f"{whole.power:.1f}", f"{whole.cost:.1f}"]
         rows.append(row)

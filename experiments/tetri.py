@@ -166,7 +166,7 @@ def _seconds_table(outcomes: Outcomes) -> str:
             cap = "no cap" if case.max_num_seqs == UNCAPPED else f"cap {case.max_num_seqs}"
             name = f"colocated x {case.num_colocated}, {cap}"
         figures = (outcome.ttft, outcome.jct, outcome.resource)
-        rows.append([case.lengths, case.workload, name, *(f"{each:.2f}" for each in figures)])
+        rows.append([case.lengths, case.workload, name, *(f"{figure:.2f}" for figure in figures)])
     return format_table(["lengths", "class", "system", "TTFT, s", "JCT, s", "resource, s"], rows)
 
 

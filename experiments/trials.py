@@ -162,7 +162,9 @@ def plan_rates(
 
     The capacities are measured once, in `options.jobs` processes; a quick run estimates them.
     """
-    unknown = [each for each in dict.fromkeys(trials) if (each, options.quick) not in _capacities]
+    unknown = [
+        fromkey for fromkey in dict.fromkeys(trials) if (fromkey, options.quick) not in _capacities
+    ]
     if options.quick:
         measure = partial(estimate_capacity, simulate=simulate)
     elif len(unknown) == 1:

@@ -256,7 +256,10 @@ def _cells(found: AssessedDesign | None) -> list[str]:
         return ["none within the limits", "", "", "", ""]
     latencies = found.latencies
     figures = [found.capacity, found.value, latencies.ttft_p90, latencies.itl_p99]
-    return [str(found.design), *(show_value(each) if found.capacity else "" for each in figures)]
+    return [
+        str(found.design),
+        *(show_value(figure) if found.capacity else "" for figure in figures),
+    ]
 
 
 def _bars(study: _Study) -> dict[str, dict[str, float]]:

@@ -59,5 +59,5 @@ class VirtualEngines:
         self.loop.push_each(requests, ARRIVAL, self._on_arrival)
 
     def _on_arrival(self, now: float, request: SchedulerRequest) -> None:
-        pipeline = min(self.pipelines, key=lambda each: each.scheduler.stats().unfinished)
+        pipeline = min(self.pipelines, key=lambda pipeline: pipeline.scheduler.stats().unfinished)
         pipeline.submit(request, now)

@@ -222,11 +222,11 @@ def _ablation_table(ablation: Mapping[str, TrialFigures]) -> str:
 
 
 def _misses(directions: Sequence[Direction], far: Sequence[str]) -> str:
-    missed = [str(each) for each in directions if not each.agrees]
-    kinds = dict.fromkeys(each.kind for each in directions)
+    missed = [str(direction) for direction in directions if not direction.agrees]
+    kinds = dict.fromkeys(direction.kind for direction in directions)
     rows = []
     for kind in kinds:
-        of_kind = [each for each in directions if each.kind == kind]
+        of_kind = [direction for direction in directions if direction.kind == kind]
         rows.append([kind, str(len(of_kind)), str(sum(each.agrees for each in of_kind))])
     text = (
         "A direction is the sign of a change between two cells of Tables 2 to 5: two systems in "
@@ -327,7 +327,7 @@ def _server_table(rates: Sequence[int], figures: SimulatedFigures) -> str:
 
 
 def _direction_claims(directions: Sequence[Direction]) -> list[PaperClaim]:
-    against = [each for each in directions if each.name.count("molink against")]
+    against = [direction for direction in directions if direction.name.count("molink against")]
     claims = []
     for name, chosen in (("Tables 2 to 5", directions), ("of molink against others", against)):
         share = fmean(each.agrees for each in chosen)

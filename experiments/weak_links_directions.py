@@ -55,7 +55,7 @@ def compare_directions(
         *_between_rows(counted, ours),
         *_ablation(ablation),
     ]
-    return [each for each in directions if abs(each.paper) >= NO_CHANGE]
+    return [direction for direction in directions if abs(direction.paper) >= NO_CHANGE]
 
 
 def _between_systems(rows: Sequence[LatencyRow], ours: Figures) -> Iterator[Direction]:
@@ -125,7 +125,7 @@ def mean_factor(rows: Sequence[LatencyRow], ours: Figures, system: str) -> float
         for metric in METRICS
         if not row.doubt
     ]
-    return exp(sqrt(fmean(each**2 for each in logarithms)))
+    return exp(sqrt(fmean(logarithm**2 for logarithm in logarithms)))
 
 
 def far_cells(rows: Sequence[LatencyRow], ours: Figures) -> list[str]:

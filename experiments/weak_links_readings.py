@@ -61,9 +61,11 @@ def format_readings(
             return ours(row, reading.systems.get(system, system))
 
         directions = compare_directions(rows, read, ablation)
-        kinds = list(dict.fromkeys(each.kind for each in directions))
+        kinds = list(dict.fromkeys(direction.kind for direction in directions))
         header = ["columns", *kinds, "all", "vllm's cells"]
-        groups = [[each for each in directions if each.kind == kind] for kind in kinds]
+        groups = [
+            [direction for direction in directions if direction.kind == kind] for kind in kinds
+        ]
         cells = [
             f"{sum(each.agrees for each in group)} of {len(group)}"
             for group in (*groups, directions)

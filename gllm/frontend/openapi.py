@@ -55,11 +55,11 @@ def _schemas(endpoints: Sequence[Endpoint]) -> JsonObject:
 def _add_field_rules(schema: JsonObject, fields: type[RequestFields]) -> None:
     """Add the rules of a request body that the types of its fields do not express."""
     properties = schema["properties"]
-    for each in properties.values():
+    for property_ in properties.values():
         # A field's own range is narrower than that of its type.
         for bound in ("minimum", "maximum"):
-            if bound in each or f"exclusive{bound.capitalize()}" in each:
-                for member in each.get("anyOf", []):
+            if bound in property_ or f"exclusive{bound.capitalize()}" in property_:
+                for member in property_.get("anyOf", []):
                     member.pop(bound, None)
     for name in fields.required_fields:
         _forbid_null(properties[name])

@@ -121,7 +121,9 @@ class LoggedTransfers(SchedulerTransfers):
     def pop_readable(self) -> list[ReadableKv]:
         """Return the KV that can be fetched; logged for each prompt that is still computed."""
         readable = super().pop_readable()
-        tickets = [each.ticket for each in readable if each.is_first and each.step is not None]
+        tickets = [
+            blocks.ticket for blocks in readable if blocks.is_first and blocks.step is not None
+        ]
         if tickets:
             self._write_kv_call("take_pushes", tickets)
         return readable

@@ -68,7 +68,7 @@ def search_best(
     outcome: BestFirstOutcome[Candidate, Result] = BestFirstOutcome()
     best_score = -inf
     queue: deque[tuple[Candidate, CandidateBound]] = deque()
-    for candidate, bound in sorted(candidates, key=lambda each: -each[1].expected):
+    for candidate, bound in sorted(candidates, key=lambda candidate: -candidate[1].expected):
         if bound.reason:
             outcome.pruned[bound.reason] += 1
         else:

@@ -90,7 +90,7 @@ def adopt_plan(running: ServingPlan, new: ServingPlan) -> ServingPlan:
     engines = {}
     for name, engine in new.engines.items():
         own = {key.replace("-", "_") for key in engine.flags}
-        kept = {key: each for key, each in shared.items() if key.replace("-", "_") not in own}
+        kept = {key: value for key, value in shared.items() if key.replace("-", "_") not in own}
         engines[name] = msgspec.structs.replace(engine, flags=kept | engine.flags)
     return msgspec.structs.replace(
         running,
@@ -151,7 +151,7 @@ def _check_stage(running: ServingPlan, new: ServingPlan, name: str, stage: Stage
         for device in stage.devices
     )
     if not fits:
-        devices = ", ".join(own[each] for each in stage.devices) or "its CPU"
+        devices = ", ".join(own[device] for device in stage.devices) or "its CPU"
         raise PlanError(
             f"engines.{name}.stages: {devices} of node {stage.node}: the running service has no "
             "such node or devices: start the new plan with `gllm up`"
@@ -222,7 +222,7 @@ class _EngineMatch:
             for name, engine in self._old.engines.items()
             if name not in self._kept and name not in self._restarted
         }
-        added = {name: each for name, each in engines.items() if name not in self._old.engines}
+        added = {name: engine for name, engine in engines.items() if name not in self._old.engines}
         in_way = {
             name: [other for other in leaving if _share_devices(engine, leaving[other])]
             for name, engine in added.items()
@@ -233,7 +233,7 @@ class _EngineMatch:
                 yield ChangeRole(name, engines[name].role)
         for name in self._restarted:
             yield from (StopEngine(name), StartEngine(name))
-        for name in sorted((each for each in added if in_way[each]), key=lambda n: len(in_way[n])):
+        for name in sorted((name for name in added if in_way[name]), key=lambda n: len(in_way[n])):
             for other in in_way[name]:
                 if leaving.pop(other, None) is not None:
                     yield StopEngine(other)
@@ -256,7 +256,11 @@ class _EngineMatch:
 def _shape(plan: ServingPlan, name: str) -> object:
     """Return the stages of an engine with the kinds of their devices."""
     return [
-        (stage.node, stage.layers, [plan.nodes[stage.node].devices[each] for each in stage.devices])
+        (
+            stage.node,
+            stage.layers,
+            [plan.nodes[stage.node].devices[device] for device in stage.devices],
+        )
         for stage in plan.engines[name].stages
     ]
 

@@ -163,18 +163,18 @@ def measure_attainment(
 def exceeds(figures: Iterable[FigureComparison], tolerance: float) -> list[str]:
     """Return the names of the figures that differ by more than a tolerance."""
     return [
-        each.name
-        for each in figures
-        if each.difference is not None and abs(each.difference) > tolerance
+        figure.name
+        for figure in figures
+        if figure.difference is not None and abs(figure.difference) > tolerance
     ]
 
 
 def format_figures(figures: Sequence[FigureComparison]) -> str:
     """Return the figures as a table."""
     rows = []
-    for each in figures:
-        cells = [show_value(value, each.factor) for value in (each.expected, each.measured)]
-        rows.append([each.name, *cells, _format_difference(each)])
+    for figure in figures:
+        cells = [show_value(value, figure.factor) for value in (figure.expected, figure.measured)]
+        rows.append([figure.name, *cells, _format_difference(figure)])
     return format_table(["", "expected", "measured", "difference"], rows)
 
 

@@ -86,7 +86,7 @@ def render_flags(
 
 def find_flag(values: Mapping[str, Any], name: str) -> Any:
     """Return the value of a flag by its name with underscores; None if it is not set."""
-    return next((each for key, each in values.items() if key.replace("-", "_") == name), None)
+    return next((value for key, value in values.items() if key.replace("-", "_") == name), None)
 
 
 ROUTER_NAME = "router"

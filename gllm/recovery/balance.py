@@ -130,8 +130,8 @@ class Rebalancer:
             return None
         if now < self._window_end:
             return None
-        work = {each: total.since(self._begin[each]) for each, total in self._totals.items()}
-        if any(each.num_steps < self._limits.min_steps for each in work.values()):
+        work = {stage: total.since(self._begin[stage]) for stage, total in self._totals.items()}
+        if any(stage_work.num_steps < self._limits.min_steps for stage_work in work.values()):
             return None
         self._begin_window(now)
         if self._find_better(work) is None:
@@ -140,7 +140,7 @@ class Rebalancer:
         self._streak.append(work)
         if len(self._streak) < self._limits.num_windows:
             return None
-        better = self._find_better({each: _add_up(self._streak, each) for each in self._totals})
+        better = self._find_better({total: _add_up(self._streak, total) for total in self._totals})
         self._streak = []
         if better is not None:
             self._cool_down(now)
@@ -178,7 +178,7 @@ class Rebalancer:
             # The present cut was made by hand and does not fit the estimate of the memory.
             return None
         expected_seconds = tuple(
-            each.cost_of(part.start, part.stop) for each, part in zip(scaled, best, strict=True)
+            costs.cost_of(part.start, part.stop) for costs, part in zip(scaled, best, strict=True)
         )
         better = BetterCut(best, tuple(seconds), expected_seconds)
         return better if better.gain > self._limits.min_gain else None

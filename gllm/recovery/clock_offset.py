@@ -61,7 +61,7 @@ class ClockOffset:
                 # A clock has jumped: a machine was suspended, for example.
                 self._samples.clear()
         self._samples.append(sample)
-        self._best = min(self._samples, key=lambda each: each.error_at(received))
+        self._best = min(self._samples, key=lambda sample: sample.error_at(received))
 
     @property
     def seconds(self) -> float | None:
@@ -71,4 +71,4 @@ class ClockOffset:
     @property
     def round_trip_seconds(self) -> float | None:
         """Least round trip of the samples; None before the first one."""
-        return min((each.round_trip for each in self._samples), default=None)
+        return min((sample.round_trip for sample in self._samples), default=None)

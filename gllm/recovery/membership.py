@@ -103,8 +103,8 @@ class Membership:
     @property
     def spares(self) -> list[str]:
         """Names of the living spares, in the order in which they joined."""
-        alive = [each for each in self.nodes.values() if each.status is NodeStatus.SPARE]
-        return [each.name for each in sorted(alive, key=lambda each: each.joined_at)]
+        alive = [node for node in self.nodes.values() if node.status is NodeStatus.SPARE]
+        return [node.name for node in sorted(alive, key=lambda node: node.joined_at)]
 
     def has_expired(self, now: float) -> bool:
         """Return True if the nodes have been awaited for too long."""
@@ -222,21 +222,21 @@ class Membership:
             parts.append(f"none from rank {', '.join(missing)}")
         if num_unranked := sum(record.rank is None for record in self._members):
             parts.append(f"{num_unranked} without a rank")
-        ended = [each for each in self.nodes.values() if not each.is_alive]
+        ended = [node for node in self.nodes.values() if not node.is_alive]
         if ended:
-            parts.append("lost: " + _list_causes((each.name, each.last_cause) for each in ended))
+            parts.append("lost: " + _list_causes((node.name, node.last_cause) for node in ended))
         if self.refused:
             parts.append("refused: " + _list_causes(self.refused.items()))
         return "; ".join(parts)
 
     @property
     def _members(self) -> list[NodeRecord]:
-        return [each for each in self.nodes.values() if each.status is NodeStatus.MEMBER]
+        return [node for node in self.nodes.values() if node.status is NodeStatus.MEMBER]
 
     def _records_of_rank(self, rank: int | None) -> list[NodeRecord]:
         if rank is None:
             return []
-        return [each for each in self.nodes.values() if each.rank == rank]
+        return [node for node in self.nodes.values() if node.rank == rank]
 
     def _conflict(self, name: str, rank: int | None) -> str:
         """Return the cause for which a node cannot join beside the living ones; empty if it may."""

@@ -195,7 +195,7 @@ def _cut_by_node(
         for group in groups
     ]
     layers: list[range] = []
-    node_memory = [StageMemory(needs, each) for each in limits]
+    node_memory = [StageMemory(needs, limit) for limit in limits]
     parts = cut_layers(node_costs, node_memory, [len(group) for group in groups])
     for group, part in zip(groups, parts, strict=True):
         within = cut_layers(

@@ -75,9 +75,9 @@ def cut_layers(
         ValueError: no cut gives each stage its layers and fits the memory.
     """
     stages, num_layers = len(costs), len(costs[0].layers)
-    table = [_tabulate(each) for each in costs]
-    needs = [_tabulate(each.needs) for each in memory or ()]
-    limits = [each.limit_bytes for each in memory or ()]
+    table = [_tabulate(cost) for cost in costs]
+    needs = [_tabulate(stage.needs) for stage in memory or ()]
+    limits = [stage.limit_bytes for stage in memory or ()]
 
     def cost_of(stage: int, begin: int, end: int) -> float:
         if min_layers and end - begin < min_layers[stage]:
@@ -97,7 +97,10 @@ def cut_layers(
 
 def slowest_cost(costs: Sequence[StageCosts], cut: Sequence[range]) -> float:
     """Return the cost of the costliest stage of a cut."""
-    return max(each.cost_of(part.start, part.stop) for each, part in zip(costs, cut, strict=True))
+    return max(
+        stage_costs.cost_of(part.start, part.stop)
+        for stage_costs, part in zip(costs, cut, strict=True)
+    )
 
 
 def _tabulate(costs: StageCosts) -> Callable[[int, int], float]:

@@ -84,7 +84,7 @@ class Placement(msgspec.Struct, frozen=True):
             raise ValueError(f"epoch {self.epoch} is not positive")
         degrees = self.degrees
         places = [(stage, rank) for stage, size in enumerate(degrees) for rank in range(size)]
-        if not all(degrees) or [(each.stage, each.rank) for each in self.workers] != places:
+        if not all(degrees) or [(worker.stage, worker.rank) for worker in self.workers] != places:
             raise ValueError(
                 f"the workers do not hold the places of {self.num_stages} stages in order, one each"
             )

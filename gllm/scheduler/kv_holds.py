@@ -144,7 +144,9 @@ class KvHolds:
             return
         if state.is_revoked:
             self._num_revoked -= 1
-            self._revocations = [each for each in self._revocations if each != ticket]
+            self._revocations = [
+                revocation for revocation in self._revocations if revocation != ticket
+            ]
         self._block_pool.release(state.hold.block_ids)
 
     def _revoke(self, state: _HoldState) -> None:

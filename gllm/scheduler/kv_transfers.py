@@ -299,10 +299,10 @@ class SchedulerTransfers:
         them. The others have ended or were prefilled before their fetch began. Complete prefetches
         that are victims are freed.
         """
-        seqs = [each.seq for each in self._pending if not each.is_fetch_pending]
+        seqs = [sequence.seq for sequence in self._pending if not sequence.is_fetch_pending]
         if seqs:
-            self._pending = [each for each in self._pending if each.is_fetch_pending]
-        cancelled = [seq for seq, each in self._fetching.items() if each.is_freeing_blocks]
+            self._pending = [sequence for sequence in self._pending if sequence.is_fetch_pending]
+        cancelled = [seq for seq, sequence in self._fetching.items() if sequence.is_freeing_blocks]
         for seq, prefetch in list(self._started_prefetches.items()):
             if not prefetch.sequence.is_freeing_blocks:
                 continue

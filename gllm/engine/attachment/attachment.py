@@ -232,7 +232,7 @@ class RouterAttachment:
             )
         elif not is_valid_name(greeting.router):
             cause = "the router's name is not 1 to 200 printable characters"
-        elif any(each.greeting.run == greeting.run for each in self.routers):
+        elif any(router.greeting.run == greeting.run for router in self.routers):
             cause = "the engine has a session with this router already"
         else:
             log.info("attached to router %s (%s)", greeting.router, connection.address)

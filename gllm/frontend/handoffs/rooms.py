@@ -165,7 +165,7 @@ class RoomClient:
         name = host.removeprefix("[").removesuffix("]")
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-        address = next((str(each[4][0]) for each in found), "")
+        address = next((str(found_address[4][0]) for found_address in found), "")
         # Engines dial no address that only a client has named.
         if not self._access.contains(address):
             raise FieldError(

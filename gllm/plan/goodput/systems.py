@@ -75,8 +75,9 @@ class Outcome(NamedTuple):
     def attainment(self, ttft: float | None, tpot: float | None, scale: float = 1.0) -> float:
         """Return the share (0..1) of requests within limits in seconds, times a scale."""
         met = [
-            (ttft is None or first <= ttft * scale) and (tpot is None or each <= tpot * scale)
-            for first, each in zip(self.ttft, self.tpot, strict=True)
+            (ttft is None or first <= ttft * scale)
+            and (tpot is None or tpot_seconds <= tpot * scale)
+            for first, tpot_seconds in zip(self.ttft, self.tpot, strict=True)
         ]
         return sum(met) / len(met)
 

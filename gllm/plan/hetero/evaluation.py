@@ -185,8 +185,8 @@ class EvaluatedPlan(NamedTuple):
                 load = GroupLoad(phase, replica.group, replica.capacity, flow)
                 known.setdefault((phase, replica.group), []).append(load)
         return [
-            known[each].pop() if known.get(each) else GroupLoad(*each, 0.0, 0.0)
-            for each in self.partition
+            known[group].pop() if known.get(group) else GroupLoad(*group, 0.0, 0.0)
+            for group in self.partition
         ]
 
 

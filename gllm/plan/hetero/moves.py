@@ -107,8 +107,8 @@ class NeighbourFinder:
     def _replace(
         self, changes: dict[int, TypedGroup | None], extra: Iterable[TypedGroup] = ()
     ) -> Partition:
-        kept = [changes.get(index, each) for index, each in enumerate(self._groups)]
-        return make_partition([each for each in [*kept, *extra] if each is not None])
+        kept = [changes.get(index, group) for index, group in enumerate(self._groups)]
+        return make_partition([group for group in [*kept, *extra] if group is not None])
 
 
 def guided_changes(plan: EvaluatedPlan, rng: Random) -> Iterator[Partition]:

@@ -49,7 +49,7 @@ def divide_devices(cluster: DeviceCluster, num_groups: int) -> list[Group]:
     )
     numpy.fill_diagonal(affinity, 0.0)
     labels = _cluster(affinity / affinity.max(), num_groups)
-    memory = numpy.array([cluster.nodes[each].spec.memory for each in machines])
+    memory = numpy.array([cluster.nodes[machine].spec.memory for machine in machines])
     labels = balance_groups(affinity, memory, labels, num_groups)
     groups = [[0] * len(cluster.nodes) for _ in range(num_groups)]
     for machine, label in zip(machines, labels, strict=True):
@@ -169,7 +169,7 @@ def choose_phases(planner: ReplicaPlanner, groups: list[Group]) -> list[Phase]:
             if value(flipped) <= value(best):
                 break
             best = flipped
-    return [Phase.PREFILL if each else Phase.DECODE for each in best]
+    return [Phase.PREFILL if is_prefill else Phase.DECODE for is_prefill in best]
 
 
 def _cross_bandwidth(cluster: DeviceCluster, a: Group, b: Group) -> float:

@@ -53,12 +53,12 @@ def split_by_memory(
     The ranks of a stage hold equal shares, so the smallest memory among them counts for all.
     """
     by_devices = {
-        devices: len(devices) * min(cluster.nodes[each].spec.memory for each in set(devices))
+        devices: len(devices) * min(cluster.nodes[device].spec.memory for device in set(devices))
         for devices in set(cut)
     }
     memory = [by_devices[devices] for devices in cut]
     total = sum(memory)
-    shares = [num_layers * each / total for each in memory]
+    shares = [num_layers * stage_memory / total for stage_memory in memory]
     layers = [max(1, floor(share)) for share in shares]
     by_rest = sorted(range(len(cut)), key=lambda stage: layers[stage] - shares[stage])
     while (missing := num_layers - sum(layers)) != 0:
@@ -178,9 +178,13 @@ class ReplicaPlanner:
         if key not in self._best:
             replicas = self.candidates(group, phase)
             if phase is Phase.PREFILL:
-                best = min(replicas, key=lambda each: (each.latency, -each.capacity), default=None)
+                best = min(
+                    replicas, key=lambda replica: (replica.latency, -replica.capacity), default=None
+                )
             else:
-                best = max(replicas, key=lambda each: (each.capacity, -each.latency), default=None)
+                best = max(
+                    replicas, key=lambda replica: (replica.capacity, -replica.latency), default=None
+                )
             self._best[key] = best
         return self._best[key]
 

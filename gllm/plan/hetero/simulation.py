@@ -45,8 +45,8 @@ class PairLinks(KvNetwork):
     ) -> None:
         super().__init__(NetworkLink(1.0, 0.0), bytes_per_token)
         self._ways = {
-            pair: NetworkLink(num_tokens * bytes_per_token / each, 0.0)
-            for pair, each in seconds.items()
+            pair: NetworkLink(num_tokens * bytes_per_token / pair_seconds, 0.0)
+            for pair, pair_seconds in seconds.items()
         }
 
     def path(self, source: str, target: str, loop: EventLoop) -> TransferPath:
@@ -136,13 +136,16 @@ def plan_fleet(
 
     def serve(jobs: list[WorkloadRequest]) -> ClusterRun:
         engines = {
-            name: build_engine_deployment(problem, each, most) for name, each in replicas.items()
+            name: build_engine_deployment(problem, replica, most)
+            for name, replica in replicas.items()
         }
         network = PairLinks(seconds, mean_lengths(problem.workload).prompt, kv_bytes)
         policy = make_pair_policy("flow", Random(seed), routes)
         return simulate_pairs(engines, roles, jobs, policy, network).cluster
 
-    latency = max(each.latency for each in plan.prefill) + max(each.latency for each in plan.decode)
+    latency = max(replica.latency for replica in plan.prefill) + max(
+        replica.latency for replica in plan.decode
+    )
     return SimulatedFleet(plan.score.flow, latency, most, serve)
 
 
@@ -193,11 +196,15 @@ class _Load(NamedTuple):
     def finished_rate(self, run: ClusterRun) -> float:
         """Return the requests per second that finish in the window."""
         ends = [served.line.times[-1] for served in run.requests.values() if served.line.times]
-        return sum(self.begin <= each < self.end for each in ends) / (self.end - self.begin)
+        return sum(self.begin <= end < self.end for end in ends) / (self.end - self.begin)
 
 
 def max_model_len_of(problem: ServiceProblem, replicas: list[Replica]) -> int:
     """Return the tokens that every engine can hold."""
-    pipelines = [build_pipeline(problem.cluster, problem.shape, each.stages) for each in replicas]
-    blocks = [min(each.stage_kv_blocks(BLOCK_SIZE, USABLE_MEMORY_SHARE)) for each in pipelines]
+    pipelines = [
+        build_pipeline(problem.cluster, problem.shape, replica.stages) for replica in replicas
+    ]
+    blocks = [
+        min(pipeline.stage_kv_blocks(BLOCK_SIZE, USABLE_MEMORY_SHARE)) for pipeline in pipelines
+    ]
     return BLOCK_SIZE * min(blocks)

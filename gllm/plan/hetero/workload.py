@@ -67,7 +67,7 @@ def mean_lengths(workload: str) -> MeanLengths:
         for number in range(1, MAX_SPREAD + 1)
     ]
     outputs = fmean(output for _, output in pairs)
-    return MeanLengths(mean, outputs, tuple(each / mean for each in spread))
+    return MeanLengths(mean, outputs, tuple(deviation / mean for deviation in spread))
 
 
 def sample_workload(workload: str, count: int, seed: int) -> Lengths:

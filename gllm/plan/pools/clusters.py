@@ -212,8 +212,8 @@ def _serve(point: ClusterPoint, jobs: list[WorkloadRequest]) -> tuple[list[Reque
     design = point.design
 
     def machines(machine: MachineType, count: int, has_prefill: bool) -> dict[str, Deployment]:
-        each = build_machine(machine, point.policy, has_prefill, point.model)
-        return {f"{machine.name}-{index}": each for index in range(count)}
+        deployment = build_machine(machine, point.policy, has_prefill, point.model)
+        return {f"{machine.name}-{index}": deployment for index in range(count)}
 
     prompts = machines(design.prompt, design.num_prompt, True)
     if not design.num_token:

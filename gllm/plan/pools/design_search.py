@@ -116,8 +116,8 @@ def _search_peak(value: Callable[[int], float], size: int) -> int:
 def _climb(value: Callable[[int], float], index: int, size: int) -> int:
     """Return the top beside an index, walking while a neighbour is at least as good."""
     while True:
-        around = [each for each in (index - 1, index, index + 1) if 0 <= each < size]
-        best = max(around, key=lambda each: (value(each), -each))
+        around = [neighbour for neighbour in (index - 1, index, index + 1) if 0 <= neighbour < size]
+        best = max(around, key=lambda neighbour: (value(neighbour), -neighbour))
         if best == index:
             return index
         index = best

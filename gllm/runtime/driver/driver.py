@@ -243,7 +243,9 @@ class Driver:
         """Record the held requests: a death may be due to the compilation of a grammar."""
         if self._plan_record is not None:
             requests = [held.request for held in self._held.values()]
-            seqs = [seq for each in requests for seq in range(each.seq, each.seq + each.n)]
+            seqs = [
+                seq for request in requests for seq in range(request.seq, request.seq + request.n)
+            ]
             self._plan_record.on_held(seqs)
 
     def reset_prefix_cache(self, message: ResetPrefixCache) -> None:
@@ -345,7 +347,7 @@ class Driver:
         """End the sequences seq .. seq + n - 1 with an error, scheduled or not."""
         seqs = range(seq, seq + n)
         self.scheduler.abort(list(seqs))
-        ends = [FinishedSequence(each, "error", error=error) for each in seqs]
+        ends = [FinishedSequence(sequence, "error", error=error) for sequence in seqs]
         self._outputs.append((StepOutput([], [], [], ends), []))
 
     def _schedule(self) -> StepPlan | None:

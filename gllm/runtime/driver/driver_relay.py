@@ -100,7 +100,7 @@ class DriverRelay:
             return max(seconds + offset, earliest)
 
         steps = [
-            StepTime(each.step, convert(each.start), convert(each.end)) for each in message.steps
+            StepTime(step.step, convert(step.start), convert(step.end)) for step in message.steps
         ]
         until = self._complete_until[sender] = convert(message.complete_until)
         return encode(msgspec.structs.replace(message, steps=steps, complete_until=until))

@@ -72,7 +72,7 @@ class KvEventSource:
         """
         watcher = _Watcher(on_events, with_tokens)
         is_first = not self._watchers
-        lacks_tokens = with_tokens and not any(each.with_tokens for each in self._watchers)
+        lacks_tokens = with_tokens and not any(watcher.with_tokens for watcher in self._watchers)
         if self._is_synced and not lacks_tokens:
             watcher.notify(self._snapshot(), [], True)
         self._watchers[watcher] = None

@@ -77,4 +77,4 @@ def _host_bytes(node: str, placement: Placement, loaded: Mapping[int, StageLoade
     latest.
     """
     reports = [loaded[worker.sender].host_available_bytes for worker in placement.workers_on(node)]
-    return min((each for each in reports if each is not None), default=None)
+    return min((report for report in reports if report is not None), default=None)

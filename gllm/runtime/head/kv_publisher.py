@@ -76,8 +76,10 @@ def convert_events(message: KvCacheEvents, block_size: int) -> list[KvEvent]:
     """Return the events of a change. Blocks whose token ids are unknown are left out."""
     events: list[KvEvent] = [AllBlocksCleared()] if message.is_cleared else []
     if message.removed:
-        events.append(BlockRemoved([short_hash(each) for each in message.removed], MEDIUM))
-    events += [_convert_stored(each, block_size) for each in message.stored if each.token_ids]
+        events.append(
+            BlockRemoved([short_hash(block_hash) for block_hash in message.removed], MEDIUM)
+        )
+    events += [_convert_stored(blocks, block_size) for blocks in message.stored if blocks.token_ids]
     return events
 
 
@@ -87,7 +89,7 @@ def _convert_stored(blocks: StoredBlocks, block_size: int) -> BlockStored:
     if is_root and blocks.cache_salt:
         extra_keys[0] = [blocks.cache_salt]
     return BlockStored(
-        [short_hash(each) for each in blocks.digests],
+        [short_hash(digest) for digest in blocks.digests],
         None if is_root else short_hash(blocks.parent),
         list(blocks.token_ids),
         block_size,

@@ -152,7 +152,7 @@ class LayerPlanner:
         stages = range(len(self._layers))
         costs, memory = [], []
         for stage in stages:
-            ranks = [each for (own, _), each in self._measured.items() if own == stage]
+            ranks = [measured for (own, _), measured in self._measured.items() if own == stage]
             costs.append(_join_costs(ranks))
             memory.append(self._limit_by_machine(_join_memory(ranks), stage))
         try:

@@ -114,7 +114,7 @@ class LinkProcess:
         key = command.epoch, command.edge
         descriptors: list[int] = []
         try:
-            descriptors.extend(os.dup(each) for each in edge.descriptors)
+            descriptors.extend(os.dup(descriptor) for descriptor in edge.descriptors)
             self._child.ensure_started()
         except BaseException:
             for descriptor in descriptors:

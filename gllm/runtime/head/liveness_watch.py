@@ -69,7 +69,7 @@ class LivenessWatch:
             return
         now = time.monotonic()
         sampled = {sender: self._nodes.sample(sender) for sender in self._placement.senders}
-        samples = {sender: each for sender, each in sampled.items() if each is not None}
+        samples = {sender: sample for sender, sample in sampled.items() if sample is not None}
         # A silent node is lost as a whole, or its workers are heard again.
         if self._is_silent is not None:
             self._detector.forgive(filter(self._is_silent, self._placement.senders), now)

@@ -83,7 +83,7 @@ class SuspectTracker(Generic[Request]):
         """Return the requests that have to run alone."""
         if not self._deaths:
             return []
-        return [each for each in requests if self.num_deaths(each) >= self._suspect_deaths]
+        return [request for request in requests if self.num_deaths(request) >= self._suspect_deaths]
 
     def isolate(self, request: Request, seqs: Iterable[int]) -> None:
         """Record that only this suspect runs.

@@ -95,7 +95,7 @@ class Authenticator:
             if len(frames) != 1 + _NUM_ZAP_FRAMES:
                 continue
             delimiter, version, request, _domain, _address, _id, mechanism, key = frames
-            members = {each.public for each in self._keys}
+            members = {key.public for key in self._keys}
             is_member = mechanism == b"CURVE" and len(key) == 32 and z85.encode(key) in members
             code, text = (b"200", b"") if is_member else (b"400", b"unknown node secret")
             self._socket.send_multipart(

@@ -132,7 +132,9 @@ class Hub(BusSocket):
     def num_stale(self) -> int:
         """Frames of earlier epochs, other runs and sessions that have ended."""
         open_sessions = self._by_sender.values()
-        return self._num_stale + sum(each.receiver.num_dropped for each in open_sessions)
+        return self._num_stale + sum(
+            open_session.receiver.num_dropped for open_session in open_sessions
+        )
 
     @property
     def num_connections(self) -> int:
@@ -206,7 +208,7 @@ class Hub(BusSocket):
         """Begin an epoch: frames of earlier ones are dropped from now on."""
         self._epoch = epoch
         for sender, session in self._by_sender.items():
-            self._due += [(sender, each) for each in session.receiver.advance(epoch)]
+            self._due += [(sender, message) for message in session.receiver.advance(epoch)]
         self._schedule_read()
 
     def _send(self, sender: int, payload: bytes, epoch: int) -> None:
@@ -268,7 +270,7 @@ class Hub(BusSocket):
         session = self._by_routing_id.get(routing_id)
         if session is None:
             self._begin(routing_id, frame, is_whole, messages)
-        elif session.has_ended or any(session is each for each, _ in ended):
+        elif session.has_ended or any(session is other for other, _ in ended):
             self._num_stale += 1
         else:
             try:

@@ -227,7 +227,7 @@ class ConnectionPool:
     @property
     def dialed_addresses(self) -> list[str]:
         """Addresses that are dialled; one that is gone counts until its session has ended."""
-        return [address for address, each in self._dialers.items() if not each.has_ended]
+        return [address for address, dialer in self._dialers.items() if not dialer.has_ended]
 
     @property
     def num_refused(self) -> int:

@@ -302,7 +302,7 @@ class FleetLinks:
 
     def _refuse(self, connection: PeerConnection, name: str, cause: str) -> None:
         """End a session and tell the engine why."""
-        is_known = any((each.name, each.cause) == (name, cause) for each in self.refusals)
+        is_known = any((refusal.name, refusal.cause) == (name, cause) for refusal in self.refusals)
         # The engine tries again every few seconds.
         level = logging.DEBUG if is_known else logging.WARNING
         log.log(level, "engine %s (%s) is refused: %s", name, connection.address, cause)

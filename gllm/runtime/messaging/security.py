@@ -174,7 +174,7 @@ class SecretFile:
 
     def _read(self) -> list[KeyPair]:
         try:
-            return [derive_keys(each) for each in read_secrets(self.path)]
+            return [derive_keys(secret) for secret in read_secrets(self.path)]
         except OSError as error:
             cause = error.strerror or error
             raise SecretFileError(f"the node secret file {self.path}: {cause}") from error

@@ -107,16 +107,16 @@ class AgentWorkers:
     @property
     def num_stale(self) -> int:
         """Messages of earlier epochs and runs, and for workers that are gone."""
-        hubs = (each for each in (self._hub, self._relay) if each is not None)
-        return self._num_stale + sum(each.num_stale for each in hubs)
+        hubs = (hub for hub in (self._hub, self._relay) if hub is not None)
+        return self._num_stale + sum(hub.num_stale for hub in hubs)
 
     def sample(self) -> list[WorkerSample]:
         """Return the states of the workers' processes."""
         samples = ((sender, self._node.sample(sender)) for sender in sorted(self.living))
         return [
-            WorkerSample(sender, each.is_stopped, each.cpu_seconds)
-            for sender, each in samples
-            if each is not None
+            WorkerSample(sender, sample.is_stopped, sample.cpu_seconds)
+            for sender, sample in samples
+            if sample is not None
         ]
 
     async def begin_session(self, run: int, wanted: Collection[int]) -> None:

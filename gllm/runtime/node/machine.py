@@ -177,7 +177,7 @@ class MachineMonitor:
         utilization, watts, degrees = self._gpus.read()
         powers = [self._power.read(), *watts]
         temperatures = _read_temperatures(self._sensors)
-        temperatures += [each for each in degrees if each is not None]
+        temperatures += [degree for degree in degrees if degree is not None]
         self._load = NodeLoad(
             cpu_utilization=self._sensors.cpu_percent() / 100,
             memory_available_bytes=_available_memory(self._proc),
@@ -258,9 +258,9 @@ def is_own_address(host: str) -> bool:
     if is_loopback(host):
         return True
     own = {
-        str(each.address).partition("%")[0]
+        str(address.address).partition("%")[0]
         for interface in psutil.net_if_addrs().values()
-        for each in interface
+        for address in interface
     }
     return any(str(info[4][0]) in own for info in socket.getaddrinfo(host, None))
 
@@ -279,7 +279,7 @@ def _read_temperatures(sensors: HostSensors) -> list[float]:
     except (AttributeError, OSError, ValueError):
         return []
     # Absent sensors report 0 or less.
-    return [each.current for group in groups.values() for each in group if each.current > 0]
+    return [sensor.current for group in groups.values() for sensor in group if sensor.current > 0]
 
 
 def _sum_known(values: list[float | None]) -> float | None:

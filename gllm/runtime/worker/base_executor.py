@@ -137,24 +137,26 @@ class BaseExecutor(ABC):
     ) -> None:
         """See Executor."""
         sources = _find_loaded(previous)
-        same = [each for each in sources if each._weights_key == self._key_in(folder)]
-        if whole := next((each for each in same if each.layers == self.layers), None):
+        same = [source for source in sources if source._weights_key == self._key_in(folder)]
+        if whole := next((executor for executor in same if executor.layers == self.layers), None):
             self._stage = whole._stage
             on_progress(self._stage.weight_bytes, self._stage.weight_bytes)
         if self.has_sampler:
             self._take_grammars(same)
         beside = _find_loaded([running])
-        same += [each for each in beside if each._weights_key == self._key_in(folder)]
-        held = hold_parts([each._stage for each in same], self.layers, self.model.num_layers)
+        same += [executor for executor in beside if executor._weights_key == self._key_in(folder)]
+        held = hold_parts(
+            [executor._stage for executor in same], self.layers, self.model.num_layers
+        )
         # Before anything is read, because the memory may not suffice for both.
-        for each in sources:
-            each.release_weights()
+        for source in sources:
+            source.release_weights()
         if whole is None:
             self._read_missing(folder, on_progress, held, limit_bytes)
         self.weight_bytes = self._stage.weight_bytes
         self._folder = folder
         # An executor that computes keeps its grammars until a successor takes them.
-        has_grammars = any(each._grammars is not None for each in [self, *beside])
+        has_grammars = any(executor._grammars is not None for executor in [self, *beside])
         if self.has_sampler and not has_grammars:
             self._grammars = GuideFactory(folder, self.model.vocab_size, self._eos_ids)
 
@@ -213,9 +215,9 @@ class BaseExecutor(ABC):
 
     def _take_grammars(self, sources: Sequence["BaseExecutor"]) -> None:
         """Take the compiled grammars of a closed executor."""
-        for each in sources:
-            if each._grammars is not None:
-                self._grammars, each._grammars = each._grammars, None
+        for source in sources:
+            if source._grammars is not None:
+                self._grammars, source._grammars = source._grammars, None
                 return
 
     def release_weights(self) -> None:
@@ -452,4 +454,8 @@ class BaseExecutor(ABC):
 
 def _find_loaded(executors: Sequence[object]) -> list[BaseExecutor]:
     """Return the executors that have weights."""
-    return [each for each in executors if isinstance(each, BaseExecutor) and each._folder]
+    return [
+        executor
+        for executor in executors
+        if isinstance(executor, BaseExecutor) and executor._folder
+    ]

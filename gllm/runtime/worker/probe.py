@@ -301,7 +301,7 @@ class StageProbe:
         last = range(len(specs) - 1, len(specs)) if has_head else None
         # Single layers first: the first one has the device for itself.
         spans = [range(kind, kind + 1) for kind in kinds]
-        spans += [each for each in (consecutive, last) if each is not None and each not in spans]
+        spans += [span for span in (consecutive, last) if span is not None and span not in spans]
         probes: dict[range, LayerProbe] = {}
         try:
             self._load(model, spans, probes)
@@ -352,8 +352,8 @@ class StageProbe:
             for span, probe in probes.items()
             for should_sample in ([False, True] if probe.executor.is_last else [False])
         ]
-        decodes = [partial(probes[span].decode, each) for span, each in variants]
-        prefills = [partial(probes[span].prefill, each) for span, each in variants]
+        decodes = [partial(probes[span].decode, samples) for span, samples in variants]
+        prefills = [partial(probes[span].prefill, samples) for span, samples in variants]
         parts = [
             _repeat(steps, self._check_cancelled, self._measured_seconds)
             for steps in (decodes, prefills)

@@ -64,12 +64,12 @@ def build_sampling_metadata(
     """Arrange the sampling rows of a step as columns."""
     params = [state.params for state in states]
     plan = plan_sampling(
-        temperature=np.array([each.temperature for each in params], dtype=np.float32),
-        top_k=np.array([each.top_k for each in params], dtype=np.int64),
-        top_p=np.array([each.top_p for each in params], dtype=np.float32),
-        min_p=np.array([each.min_p for each in params], dtype=np.float32),
-        seed=np.array([each.seed for each in params], dtype=np.int64),
-        choice=np.array([each.choice for each in params], dtype=np.int64),
+        temperature=np.array([param.temperature for param in params], dtype=np.float32),
+        top_k=np.array([param.top_k for param in params], dtype=np.int64),
+        top_p=np.array([param.top_p for param in params], dtype=np.float32),
+        min_p=np.array([param.min_p for param in params], dtype=np.float32),
+        seed=np.array([param.seed for param in params], dtype=np.int64),
+        choice=np.array([param.choice for param in params], dtype=np.int64),
         index=np.array(output_indices, dtype=np.int64),
     )
     edited, embedding, logprob, grammar = [], [], [], []

@@ -118,8 +118,8 @@ class StageLoader:
     def _wait_for_previous(self) -> list[Executor]:
         """Return the executors of the previous loaders, once these have loaded."""
         previous, self._previous = self._previous, []
-        executors = [self._wait_for(each) for each in previous]
-        return [each for each in executors if each is not None]
+        executors = [self._wait_for(instance) for instance in previous]
+        return [executor for executor in executors if executor is not None]
 
     def _wait_for(self, previous: "StageLoader") -> Executor | None:
         """Return the executor of a previous loader once it has loaded; None without weights."""

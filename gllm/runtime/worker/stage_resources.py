@@ -54,7 +54,7 @@ class StageResources:
         self._on_error = on_error
         loaders = [prepared, None if previous is None else previous.loader]
         self.loader: StageLoader = StageLoader(
-            assignment, on_progress, [each for each in loaders if each is not None]
+            assignment, on_progress, [loader for loader in loaders if loader is not None]
         )
         """Has the weights, which outlive the resources."""
         self._lock = threading.Lock()

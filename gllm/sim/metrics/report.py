@@ -133,7 +133,9 @@ def class_attainment(
             "requests": len(served_requests),
             "slo_ttft": slo.ttft_seconds,
             "slo_tpot": slo.tpot_seconds,
-            "slo_attainment": slo_attainment((each.line for each in served_requests), slo),
+            "slo_attainment": slo_attainment(
+                (served_request.line for served_request in served_requests), slo
+            ),
         }
     return attainment
 

@@ -57,7 +57,7 @@ class ResumedRequestFinder:
         if not candidates:
             return None
         arrival = arrival_time(add)
-        original = min(candidates, key=lambda each: abs(arrival_time(each) - arrival))
+        original = min(candidates, key=lambda candidate: abs(arrival_time(candidate) - arrival))
         self._unfinished[_contents(add)].remove(original)
         return original
 

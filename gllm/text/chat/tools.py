@@ -53,7 +53,9 @@ class ToolOptions:
     def schemas(self) -> Mapping[str, Mapping[str, Any]]:
         """JSON Schemas of arguments by name of the tool."""
         functions = [tool["function"] for tool in self.tools]
-        return {each["name"]: each.get("parameters", NO_ARGUMENTS) for each in functions}
+        return {
+            function["name"]: function.get("parameters", NO_ARGUMENTS) for function in functions
+        }
 
 
 @dataclass(frozen=True)
@@ -86,16 +88,16 @@ def parse_tools(tools: object, choice: object) -> ToolOptions:
                 "tool_choice", "tool_choice requires a tool call, but there are no tools"
             )
         return ToolOptions()
-    types = {each.name: each.type for each in checked}
+    types = {tool.name: tool.type for tool in checked}
     mode, required_tool, allowed = _parse_choice(choice, types)
     if mode == "none":
         return ToolOptions()
-    kept = [each for each in checked if not allowed or each.name in allowed]
+    kept = [tool for tool in checked if not allowed or tool.name in allowed]
     return ToolOptions(
-        tools=tuple(each.tool for each in kept),
+        tools=tuple(tool.tool for tool in kept),
         choice=mode,
         required_tool=required_tool,
-        strict_functions=frozenset(each.name for each in kept if each.is_strict),
+        strict_functions=frozenset(tool.name for tool in kept if tool.is_strict),
         custom_tools=frozenset(name for name, kind in types.items() if kind == "custom"),
         only_listed_tools=bool(allowed),
     )
@@ -110,7 +112,7 @@ def parse_functions(functions: object, call: object) -> ToolOptions:
     if functions is not None and not isinstance(functions, list):
         raise FieldError("functions", f"functions must be a list of at most {MAX_TOOLS}")
     wrapped = [{"type": "function", "function": function} for function in functions or ()]
-    tools = tuple(each.tool for each in _check_tools(wrapped, "functions"))
+    tools = tuple(check_tool.tool for check_tool in _check_tools(wrapped, "functions"))
     if call == "none" or (not tools and call in (None, "auto")):
         return ToolOptions()
     if not tools:
@@ -191,7 +193,7 @@ def _check_tools(tools: object, param: str) -> list[_CheckedTool]:
     check_size(param, tools, MAX_TOOLS, "tools")
     check_size(param, msgspec.json.encode(tools), MAX_TOOL_BYTES, "bytes of JSON")
     checked = [_check_tool(param, f"{param}[{i}]", tool) for i, tool in enumerate(tools)]
-    names = [each.name for each in checked]
+    names = [tool.name for tool in checked]
     for name in names:
         if names.count(name) > 1:
             raise FieldError(param, f"{param} has two tools of the name {name!r}")

@@ -43,8 +43,8 @@ def select_tool_call_format(
     if parser != "auto":
         return TOOL_CALL_FORMATS.get(parser)
     formats = TOOL_CALL_FORMATS.values()
-    by_template = (each for each in formats if each.is_used_by(template))
-    by_model_type = (each for each in formats if model_type in each.model_types)
+    by_template = (format_ for format_ in formats if format_.is_used_by(template))
+    by_model_type = (format_ for format_ in formats if model_type in format_.model_types)
     return next(by_template, None) or next(by_model_type, None)
 
 

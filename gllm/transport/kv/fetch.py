@@ -86,7 +86,7 @@ def find_targets(
             by_machine.setdefault(machine, []).append(part)
     for parts in by_machine.values():
         # As they are computed.
-        parts.sort(key=lambda each: each.part.layer)
+        parts.sort(key=lambda part: part.part.layer)
     return by_machine
 
 

@@ -179,8 +179,8 @@ class KvMover:
                 path = f"/proc/self/fd/{descriptor}"
                 read_only.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
         except BaseException:
-            for each in read_only:
-                os.close(each)
+            for file in read_only:
+                os.close(file)
             raise
         finally:
             for _, descriptor in caches:

@@ -70,18 +70,18 @@ class KvPages:
         num_slots = (layout.num_blocks + 1) * layout.block_size
         self._layers: dict[int, tuple[LayerLayout, tuple[Bytes, ...]]] = {}
         """Layers by index: layout, keys and values [slots, heads, bytes]; no values with MLA."""
-        for each, offsets in zip(layout.layers, layout.offsets, strict=True):
+        for layer, offsets in zip(layout.layers, layout.offsets, strict=True):
             arrays = tuple(
-                memory[begin : begin + num_slots * each.num_heads * width].reshape(
-                    num_slots, each.num_heads, width
+                memory[begin : begin + num_slots * layer.num_heads * width].reshape(
+                    num_slots, layer.num_heads, width
                 )
                 for begin, width in (
-                    (offsets.keys, each.key_bytes),
-                    (offsets.values, each.value_bytes),
+                    (offsets.keys, layer.key_bytes),
+                    (offsets.values, layer.value_bytes),
                 )
                 if width
             )
-            self._layers[each.layer] = each, arrays
+            self._layers[layer.layer] = layer, arrays
 
     def find_slots(self, block_ids: Sequence[int], offset: int, num_tokens: int) -> Slots:
         """See the function `find_slots`. Raises KvPagesError for unknown blocks too."""
@@ -92,8 +92,8 @@ class KvPages:
 
     def bytes_per_token(self, layer: int, heads: range) -> int:
         """Return the bytes of one token of a head range. Raises KvPagesError."""
-        each, _ = self._find(layer, heads)
-        return len(heads) * each.bytes_per_head
+        part, _ = self._find(layer, heads)
+        return len(heads) * part.bytes_per_head
 
     def read(self, layer: int, heads: range, slots: Slots) -> Bytes:
         """Return a run: keys [tokens, heads, bytes], then values, as one array of bytes.
@@ -101,16 +101,16 @@ class KvPages:
         Raises:
             KvPagesError: The worker does not have the layer or the heads.
         """
-        each, arrays = self._find(layer, heads)
-        own = slice(heads.start - each.first_head, heads.stop - each.first_head)
+        part, arrays = self._find(layer, heads)
+        own = slice(heads.start - part.first_head, heads.stop - part.first_head)
         return np.concatenate([array[slots, own].reshape(-1) for array in arrays])
 
     def write(self, layer: int, heads: range, slots: Slots, run: Bytes) -> None:
         """Write a run as `read` returns it. Raises KvPagesError."""
-        each, arrays = self._find(layer, heads)
-        if len(run) != len(slots) * len(heads) * each.bytes_per_head:
+        part, arrays = self._find(layer, heads)
+        if len(run) != len(slots) * len(heads) * part.bytes_per_head:
             raise KvPagesError(f"{len(run)} bytes for {len(slots)} tokens of {len(heads)} heads")
-        own = slice(heads.start - each.first_head, heads.stop - each.first_head)
+        own = slice(heads.start - part.first_head, heads.stop - part.first_head)
         begin = 0
         for array in arrays:
             shape = len(slots), len(heads), array.shape[-1]
@@ -122,9 +122,9 @@ class KvPages:
         self, layer: int, heads: range, slots: Slots, source: "KvPages", source_slots: Slots
     ) -> None:
         """Copy a run from another worker's memory without a buffer. Raises KvPagesError."""
-        each, arrays = self._find(layer, heads)
+        part, arrays = self._find(layer, heads)
         other, other_arrays = source._find(layer, heads)
-        own = slice(heads.start - each.first_head, heads.stop - each.first_head)
+        own = slice(heads.start - part.first_head, heads.stop - part.first_head)
         theirs = slice(heads.start - other.first_head, heads.stop - other.first_head)
         for array, other_array in zip(arrays, other_arrays, strict=True):
             array[slots, own] = other_array[source_slots, theirs]
@@ -141,10 +141,10 @@ class KvPages:
     def _find(self, layer: int, heads: range) -> tuple[LayerLayout, tuple[Bytes, ...]]:
         if layer not in self._layers:
             raise KvPagesError(f"the worker does not have layer {layer}")
-        each, arrays = self._layers[layer]
-        if not (heads and each.heads.start <= heads.start and heads.stop <= each.heads.stop):
+        part, arrays = self._layers[layer]
+        if not (heads and part.heads.start <= heads.start and heads.stop <= part.heads.stop):
             raise KvPagesError(
                 f"heads {heads.start} to {heads.stop - 1} of layer {layer}: the worker has "
-                f"{each.heads.start} to {each.heads.stop - 1}"
+                f"{part.heads.start} to {part.heads.stop - 1}"
             )
-        return each, arrays
+        return part, arrays

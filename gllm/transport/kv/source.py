@@ -64,7 +64,7 @@ class ServedCaches:
         counter = self.progress[part.place]
         if counter is None:
             raise KvTransferError("the other engine cannot be read before a prefill has ended")
-        layers = [each.layer for each in self.pages[part.place].layout.layers]
+        layers = [layer.layer for layer in self.pages[part.place].layout.layers]
         return counter, layers.index(part.layer) + 1
 
 

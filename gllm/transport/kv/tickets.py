@@ -43,7 +43,7 @@ class HeldBlocks:
 
     def find_chunk(self, first_token: int) -> tuple[int, int]:
         """Return the end of the chunk with a token, and its step; the last chunk if none has it."""
-        return next((each for each in self._chunks if each[0] > first_token), self._chunks[-1])
+        return next((chunk for chunk in self._chunks if chunk[0] > first_token), self._chunks[-1])
 
 
 class TicketBook:

@@ -95,8 +95,8 @@ class TransferEstimate:
     def _fit(self) -> None:
         medians = {
             size: (
-                median(each.num_bytes for each in kept),
-                median(each.seconds for each in kept),
+                median(transfer.num_bytes for transfer in kept),
+                median(transfer.seconds for transfer in kept),
                 len(kept),
             )
             for size, kept in self._samples.items()
@@ -110,7 +110,7 @@ class TransferEstimate:
         else:
             # One size says nothing about the fixed part, which is kept as far as it is possible.
             self._medians = {}
-            x, y, _ = max(medians.values(), key=lambda each: each[2])
+            x, y, _ = max(medians.values(), key=lambda median: median[2])
             self.fixed_seconds = min(self.fixed_seconds, y / 2)
             self.bytes_per_second = x / (y - self.fixed_seconds)
 

@@ -67,7 +67,7 @@ def _penalize(logits: Tensor, states: list[SamplingState], rows: list[int]) -> N
     # Repetition, frequency and presence; 1, 0 and 0 are off.
     settings = torch.tensor([[1.0], [0.0], [0.0]], dtype=torch.float64).repeat(1, len(logits))
     params = [states[row].params for row in rows]
-    settings[0, rows] = settings.new_tensor([each.repetition_penalty for each in params])
-    settings[1, rows] = settings.new_tensor([each.frequency_penalty for each in params])
-    settings[2, rows] = settings.new_tensor([each.presence_penalty for each in params])
+    settings[0, rows] = settings.new_tensor([param.repetition_penalty for param in params])
+    settings[1, rows] = settings.new_tensor([param.frequency_penalty for param in params])
+    settings[2, rows] = settings.new_tensor([param.presence_penalty for param in params])
     apply_penalties(logits, seen, *settings)

@@ -130,9 +130,9 @@ class LogitEditPlanner:
 def _penalties(params: list[SequenceSamplingParams]) -> Tensor:
     """Return repetition, frequency and presence penalties as [3, rows] float64."""
     columns = [
-        [each.repetition_penalty for each in params],
-        [each.frequency_penalty for each in params],
-        [each.presence_penalty for each in params],
+        [param.repetition_penalty for param in params],
+        [param.frequency_penalty for param in params],
+        [param.presence_penalty for param in params],
     ]
     return torch.tensor(columns, dtype=torch.float64)
 

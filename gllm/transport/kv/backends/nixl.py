@@ -66,12 +66,12 @@ class NixlBackend:
         read.wait_for_part(len(read.request.parts) - 1)
         places = sorted({part.place for part in read.request.parts})
         pages = [read.pages[place] for place in places]
-        for each in pages:
-            self._register(each)
+        for page in pages:
+            self._register(page)
         details = _NixlDetails(
             self._agent.get_agent_metadata(),
-            [each.address for each in pages],
-            [each.layout for each in pages],
+            [page.address for page in pages],
+            [page.layout for page in pages],
         )
         grant = ReadGrant(read.block_ids, msgspec.msgpack.encode(details))
         connection.send_struct(KvFrameKind.GRANT, grant)

@@ -44,8 +44,8 @@ class RunEncoding:
             KvPagesError: There is no such encoding.
         """
         self._encoding: LinkEncoding | None = None
-        each = next(each for each in layout.layers if each.layer == layer)
-        widths = [width for width in (each.key_bytes, each.value_bytes) if width]
+        own = next(candidate for candidate in layout.layers if candidate.layer == layer)
+        widths = [width for width in (own.key_bytes, own.value_bytes) if width]
         item_bytes = _ITEM_BYTES.get(layout.dtype)
         if name != PLAIN and item_bytes is not None:
             try:
