@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
-from gllm.runtime.messaging.backoff import Backoff
+from gllm.recovery.backoff import Backoff
 
 log = logging.getLogger("gllm")
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from random import Random
 
+from gllm.recovery.backoff import backoff_seconds
 from gllm.recovery.placement import LOCAL_NODE
 
 FIRST_BACKOFF_SECONDS = 0.5
@@ -141,12 +142,12 @@ class RetryRecord:
     def on_failure(self, now: float, jitter: Random, num_earlier: int = 0) -> None:
         """Count a failure; the delay is that after `num_earlier` failures more."""
         self.num_failures += 1
-        self.retry_at = now + backoff_seconds(self.num_failures + num_earlier, jitter)
+        self.retry_at = now + restart_delay(self.num_failures + num_earlier, jitter)
 
 
-def backoff_seconds(num_deaths: int, jitter: Random) -> float:
+def restart_delay(num_deaths: int, jitter: Random) -> float:
     """Return the delay before a restart, after a number of deaths without a committed step."""
     if num_deaths <= 1:
         return 0.0
-    seconds = min(FIRST_BACKOFF_SECONDS * 2.0 ** min(num_deaths - 2, 10), MAX_BACKOFF_SECONDS)
+    seconds = backoff_seconds(num_deaths - 2, FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
     return seconds * jitter.uniform(0.75, 1.0)

@@ -16,7 +16,7 @@ from gllm.recovery.records import (
     RecoveryLimits,
     RetryRecord,
     WorkerRecord,
-    backoff_seconds,
+    restart_delay,
 )
 
 
@@ -187,7 +187,7 @@ class WorkerPool:
     def delay_respawn(self, place: int, now: float) -> None:
         """Set the earliest time of a place's next worker by the number of its deaths."""
         record = self.places[place]
-        record.respawn_at = now + backoff_seconds(record.num_deaths, self._jitter)
+        record.respawn_at = now + restart_delay(record.num_deaths, self._jitter)
 
     def forget_deaths(self) -> None:
         """Forget the deaths of all places, because a step has committed."""

@@ -58,7 +58,7 @@ def test_class_names_occur_once() -> None:
     assert twice == {}
 
 
-SHARED_FUNCTION_NAMES = {"main", "make_parser", "build_spec", "install", "emit"}
+SHARED_FUNCTION_NAMES = {"main", "make_parser", "plan", "build_spec", "install", "emit"}
 """Functions that every entry of a registry defines: commands, families, middleware, emitters."""
 
 

@@ -106,7 +106,7 @@ def plan(values: argparse.Namespace, command: str) -> Callable[[], ServingPlan]:
         UnservableError: Nothing serves the workload.
         ValueError: Flags do not fit each other.
     """
-    problem = make_problem(values)
+    problem = make_goodput_problem(values)
     costs = EngineCosts(values.costs, values.device, values.batches or "", values.max_model_len)
     planner = GoodputPlanner(problem, costs, SearchBudget(values.budget), network=values.network)
     place = planner.place_together if values.placement == "together" else planner.place_apart
@@ -115,7 +115,7 @@ def plan(values: argparse.Namespace, command: str) -> Callable[[], ServingPlan]:
     return lambda: planner.lay_out(best, command, values.checkpoint)
 
 
-def make_problem(values: argparse.Namespace) -> ServiceProblem:
+def make_goodput_problem(values: argparse.Namespace) -> ServiceProblem:
     """Return the problem that the flags state.
 
     Raises:

@@ -79,7 +79,7 @@ def plan(values: argparse.Namespace, command: str) -> Callable[[], ServingPlan]:
         UnservableError: No cluster serves the workload.
         ValueError: Flags do not fit each other.
     """
-    problem = make_problem(values)
+    problem = make_pools_problem(values)
     search = PoolSearch(problem, SearchBudget(values.budget), scale=values.scale)
     plans = [found for name in _design_names(values.designs) if (found := search.plan(name))]
     if not plans:
@@ -97,7 +97,7 @@ def _design_names(text: str) -> list[str]:
     return names
 
 
-def make_problem(values: argparse.Namespace) -> ServiceProblem:
+def make_pools_problem(values: argparse.Namespace) -> ServiceProblem:
     """Return the problem that the flags state.
 
     Raises:

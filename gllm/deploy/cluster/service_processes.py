@@ -53,7 +53,7 @@ def read_engine(server: ServerClient) -> ServiceReading:
         return ServiceReading("unreachable", str(error))
 
 
-def drain_node(server: ServerClient, name: str) -> str:
+def request_drain(server: ServerClient, name: str) -> str:
     """Let a node leave an engine; return the reason for which it may not, empty for none."""
     try:
         server.post(f"/nodes/{quote(name, safe='')}/drain")
@@ -304,7 +304,7 @@ class ServiceProcesses:
             self._send(ServiceReport(running.number, reading))
 
     async def _drain_node(self, running: _RunningProcess, node: str) -> None:
-        if cause := await asyncio.to_thread(drain_node, running.server, node):
+        if cause := await asyncio.to_thread(request_drain, running.server, node):
             self._send(ServiceNodeKept(running.number, node, cause))
 
     def _spawn(self, action: Coroutine[Any, Any, None]) -> None:

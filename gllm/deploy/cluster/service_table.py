@@ -23,7 +23,7 @@ from gllm.messages.services import (
     ServiceReading,
     StartServiceProcess,
 )
-from gllm.runtime.messaging.backoff import backoff_seconds
+from gllm.recovery.backoff import backoff_seconds
 
 MAX_RESTARTS = 3
 """Restarts of a process that is not its engine's head, until the engine goes on without it."""

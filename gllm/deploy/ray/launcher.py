@@ -27,7 +27,7 @@ from gllm.observability.logs import DEFAULT_LOG_CONFIG, LogConfig
 from gllm.options.addresses import format_host_port
 from gllm.options.degrees import expand_degrees
 from gllm.plan.processes import render_flags
-from gllm.runtime.messaging.backoff import Backoff
+from gllm.recovery.backoff import Backoff
 
 STOP_SECONDS = 15.0
 """Time for the launcher to return the machines to Ray; then it is killed."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from gllm.deploy.server_client import ServerClient, follow_router
 from gllm.deploy.up.engine_manager import EngineManager
-from gllm.runtime.messaging.backoff import Backoff
+from gllm.recovery.backoff import Backoff
 
 POLL_SECONDS = 0.5
 """Time between two looks at the router's decision."""

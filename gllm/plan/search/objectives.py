@@ -19,7 +19,7 @@ def max_engines(problem: ServiceProblem, design: EngineDesign) -> int:
     return int(problem.bounds["devices"]) // design.num_devices
 
 
-def count_engines(problem: ServiceProblem, design: EngineDesign, capacity: float) -> int:
+def count_planned_engines(problem: ServiceProblem, design: EngineDesign, capacity: float) -> int:
     """Return the number of engines for the problem's rate, 1 without one.
 
     Args:
@@ -62,7 +62,7 @@ class Objective(NamedTuple):
         """Return a score that is better if it is higher; -inf if the fleet cannot serve."""
         if not capacity > 0:
             return -inf
-        if count_engines(problem, design, capacity) > max_engines(problem, design):
+        if count_planned_engines(problem, design, capacity) > max_engines(problem, design):
             return -inf
         value = self.value(capacity, problem, design)
         return -value if self.is_least else value
@@ -82,7 +82,7 @@ OBJECTIVES = {
         "$/h",
         True,
         lambda rate, problem, design: (
-            count_engines(problem, design, rate) * engine_price(problem, design)
+            count_planned_engines(problem, design, rate) * engine_price(problem, design)
         ),
         "price",
         True,
@@ -90,7 +90,9 @@ OBJECTIVES = {
     "power": Objective(
         "W",
         True,
-        lambda rate, problem, design: count_engines(problem, design, rate) * engine_power(design),
+        lambda rate, problem, design: (
+            count_planned_engines(problem, design, rate) * engine_power(design)
+        ),
         "power",
         True,
     ),
@@ -168,7 +170,7 @@ def assess_capacity(
         return AssessedDesign(
             design, 0.0, float("nan"), -inf, 0, note=note or "no rate is in limits"
         )
-    count = count_engines(problem, design, capacity)
+    count = count_planned_engines(problem, design, capacity)
     if problem.objective == MAKESPAN:
         count = max_engines(problem, design)
     score = objective.score(capacity, problem, design)

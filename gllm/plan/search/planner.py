@@ -30,7 +30,7 @@ from gllm.plan.search.objectives import (
     AssessedDesign,
     EngineLatencies,
     assess_capacity,
-    count_engines,
+    count_planned_engines,
     max_engines,
 )
 from gllm.plan.serving_plan import ExpectedFigures, RouterPlan, ServingPlan
@@ -104,7 +104,7 @@ class DesignPlanner:
             return CandidateBound(-inf, -inf, UNSUITABLE)
         reason = self._hopeless_reason(bounds)
         highest = self._highest_rate(bounds)
-        num_engines = count_engines(self.problem, design, highest)
+        num_engines = count_planned_engines(self.problem, design, highest)
         if not reason and num_engines > max_engines(self.problem, design):
             reason = TOO_SLOW
         score = OBJECTIVES[self.problem.objective].score(highest, self.problem, design)

@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from gllm.observability.child_process import ChildProcess
-from gllm.runtime.messaging.backoff import Backoff
+from gllm.recovery.backoff import Backoff
 from gllm.runtime.messaging.certificates import NodeCertificate
 from gllm.transport.descriptors import DescriptorChannel, DescriptorError, create_channels
 from gllm.transport.link.commands import (

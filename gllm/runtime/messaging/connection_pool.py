@@ -18,8 +18,8 @@ from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage
 from gllm.messages.lifecycle import Hello
 from gllm.options.addresses import Resolve, resolve_host
+from gllm.recovery.backoff import Backoff
 from gllm.runtime.messaging.authenticator import Authenticator
-from gllm.runtime.messaging.backoff import Backoff
 from gllm.runtime.messaging.bus import Hub
 from gllm.runtime.messaging.bus_socket import Decode
 from gllm.runtime.messaging.discovery import Discovery

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from gllm.config.router import RouterConfig
 from gllm.options.addresses import format_host_port as format_host_port
 from gllm.options.addresses import parse_host_port as parse_host_port
+from gllm.recovery.backoff import REFUSED_SECONDS
 from gllm.routing.disaggregation.policy import DecodeChoice
 from gllm.runtime.messaging.authenticator import RELOAD_SECONDS
-from gllm.runtime.messaging.backoff import REFUSED_SECONDS
 
 RESOLVE_SECONDS = 5.0
 """Time between two resolutions of a name with several addresses."""

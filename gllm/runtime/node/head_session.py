@@ -24,8 +24,8 @@ from gllm.messages.nodes import (
     WorkerSample,
 )
 from gllm.options.addresses import Resolve, parse_host_port
+from gllm.recovery.backoff import Backoff
 from gllm.recovery.clock_offset import ClockOffset
-from gllm.runtime.messaging.backoff import Backoff
 from gllm.runtime.messaging.bus_socket import Decode
 from gllm.runtime.messaging.security import KeyPair, SecretFile, check_dialed_address
 from gllm.runtime.messaging.spoke import Spoke
