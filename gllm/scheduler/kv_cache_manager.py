@@ -27,10 +27,6 @@ class KVCacheManager:
         """KV_free: free share of the cache, evictable blocks counted as free, 0..1."""
         return self.block_pool.num_free_blocks / self.block_pool.num_blocks
 
-    def count_cached_tokens(self, sequence: Sequence) -> int:
-        """Return the number of leading tokens of a waiting sequence that are in the cache."""
-        return len(self.find_shareable_blocks(sequence)) * self._block_size
-
     def admit(self, sequence: Sequence) -> bool:
         """Add a waiting sequence to the running ones, with the blocks of its cached prefix.
 
@@ -84,8 +80,16 @@ class KVCacheManager:
         pool = self.block_pool
         for index in range(sequence.num_published_blocks, num_full):
             is_new = pool.publish(sequence.block_ids[index], hashes[index])
-            if is_new and pool.event_log is not None:
-                self._record_stored(pool.event_log, sequence, index)
+            log = pool.event_log
+            if not is_new or log is None:
+                continue
+            token_ids: tuple[int, ...] = ()
+            if log.with_token_ids:
+                begin = index * self._block_size
+                token_ids = tuple(sequence.token_ids[begin : begin + self._block_size])
+            salt = sequence.request.cache_salt
+            parent = hashes[index - 1] if index else root_hash(salt)
+            log.on_stored(hashes[index], parent, token_ids, salt)
         sequence.num_published_blocks = num_full
 
     def unpublish(self, sequence: Sequence) -> None:
@@ -110,16 +114,6 @@ class KVCacheManager:
         """Return the changes since the last call; None without changes or without `watch`."""
         log = self.block_pool.event_log
         return None if log is None else log.pop_events()
-
-    def _record_stored(self, log: CacheEventLog, sequence: Sequence, index: int) -> None:
-        """Record that the block at an index of a sequence's table was added to the prefix cache."""
-        hashes, salt = sequence.block_hashes, sequence.request.cache_salt
-        token_ids: tuple[int, ...] = ()
-        if log.with_token_ids:
-            begin = index * self._block_size
-            token_ids = tuple(sequence.token_ids[begin : begin + self._block_size])
-        parent = hashes[index - 1] if index else root_hash(salt)
-        log.on_stored(hashes[index], parent, token_ids, salt)
 
     def hold(self, sequence: Sequence, now: float) -> ReadableKv | None:
         """Hold the KV of an ended sequence under the ticket of its request.
@@ -169,8 +163,11 @@ class KVCacheManager:
         shared = self._find_parent_blocks(sequence, num_full)
         if not self._has_prefix_cache or len(shared) == num_full:
             return shared
-        num_readable = sequence.num_cacheable_tokens // self._block_size
-        hashes = sequence.get_block_hashes(min(num_full, num_readable), self._block_size)
+        num_hashed = num_full
+        if not sequence.reads_prefix_cache and sequence.num_scored_tokens < sequence.prompt_len:
+            # The cache provides only prompt tokens that have been scored.
+            num_hashed = min(num_full, sequence.num_scored_tokens // self._block_size)
+        hashes = sequence.get_block_hashes(num_hashed, self._block_size)
         return max(self.block_pool.find_cached_blocks(hashes), shared, key=len)
 
     def _find_parent_blocks(self, sequence: Sequence, num_full: int) -> list[int]:

@@ -24,7 +24,7 @@ from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_cache_manager import KVCacheManager
 from gllm.scheduler.kv_holds import HOLD_LEASE_SECONDS, ReadableKv, ReadablePrompts
 from gllm.scheduler.micro_batch import MicroBatchFiller
-from gllm.scheduler.queue_tally import SchedulerCounters
+from gllm.scheduler.plan import SchedulerCounters
 from gllm.scheduler.queues import SequenceQueues, rank_of
 from gllm.scheduler.sequence import SchedulerRequest, Sequence
 
@@ -349,10 +349,10 @@ class SchedulerTransfers:
 
     def _start_prefetch(self, prefetch: _Prefetch, now: float) -> list[KvFetch]:
         """Admit the sequence of a prefetch, which is in no queue; return its fetch if it fits."""
-        sequence, tally = prefetch.sequence, self._queues.tally
-        tally.add_waiting(sequence)
+        sequence = prefetch.sequence
+        self._queues.count_waiting(sequence, 1)
         is_admitted = self._fits(sequence) and self._filler.admit(sequence, now)
-        tally.remove_waiting(sequence)
+        self._queues.count_waiting(sequence, -1)
         if not is_admitted:
             return []
         fetch = self._allocate(sequence, is_early=True)

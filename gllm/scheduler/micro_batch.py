@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from gllm.scheduler.admission import AdmissionController
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_cache_manager import KVCacheManager
-from gllm.scheduler.plan import ScheduledRow, count_tokens
+from gllm.scheduler.plan import ScheduledRow, SchedulerCounters, count_tokens
 from gllm.scheduler.policy import SchedulerLoad, SchedulingPolicy
 from gllm.scheduler.preemption import PreemptionManager
-from gllm.scheduler.queue_tally import SchedulerCounters
 from gllm.scheduler.queues import SequenceQueues, rank_of
 from gllm.scheduler.sequence import Sequence
 
@@ -151,7 +150,7 @@ class MicroBatchFiller:
             if self._async_scheduling:
                 self._queues.make_ready(sequence)
         self._counters.decode_tokens += limit - num_left
-        self._queues.tally.on_decodes_scheduled(limit - num_left)
+        self._queues.num_decode_context_tokens += limit - num_left
         return single_token_rows + multi_token_rows, cost
 
     def schedule_prefills(
@@ -229,9 +228,9 @@ class MicroBatchFiller:
     def _schedule_chunk(self, sequence: Sequence, num_tokens: int) -> ScheduledRow:
         """Allocate blocks for a prefill chunk, schedule it and update the prefill queue."""
         self._kv_cache.allocate(sequence, num_tokens)
-        self._queues.tally.remove_waiting(sequence)
+        self._queues.count_waiting(sequence, -1)
         row = self._schedule_row(sequence, num_tokens)
-        self._queues.tally.add_waiting(sequence)
+        self._queues.count_waiting(sequence, 1)
         if not sequence.is_prefilling:
             self._queues.dequeue(sequence)
         return row
@@ -244,8 +243,8 @@ class MicroBatchFiller:
         else:
             self._counters.decode_tokens += num_tokens
         row = sequence.schedule_row(num_tokens)
-        if sequence.seq in self._queues.tally.decoding_seqs:
-            self._queues.tally.on_decodes_scheduled(num_tokens)
+        if sequence.seq in self._queues.decoding_seqs:
+            self._queues.num_decode_context_tokens += num_tokens
         if self._async_scheduling:
             self._queues.make_ready(sequence)
         return row
@@ -276,9 +275,9 @@ class MicroBatchFiller:
         has_space = self._kv_cache.can_extend_prefill(sequence)
         if not has_space or not (runs_alone or self._admission.is_admissible(sequence)):
             return False
-        self._queues.tally.remove_waiting(sequence)
+        self._queues.count_waiting(sequence, -1)
         is_admitted = self._kv_cache.admit(sequence)
-        self._queues.tally.add_waiting(sequence)
+        self._queues.count_waiting(sequence, 1)
         if not is_admitted:
             return False
         if not sequence.has_run:

@@ -4,6 +4,7 @@ All types are NamedTuples, so that any codec can carry them as compact arrays.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 ON_DEVICE = -1
@@ -147,6 +148,20 @@ class SchedulerStats(NamedTuple):
     def unfinished(self) -> int:
         """Number of unfinished sequences."""
         return self.running + self.waiting
+
+
+@dataclass
+class SchedulerCounters:
+    """Totals since the start of the scheduler; fields of SchedulerStats."""
+
+    steps: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    fetched_tokens: int = 0
+    failed_fetches: int = 0
 
 
 class FirstToken(NamedTuple):

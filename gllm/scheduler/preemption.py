@@ -9,7 +9,7 @@ from collections.abc import Collection
 from gllm.scheduler.admission import AdmissionController
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_cache_manager import KVCacheManager
-from gllm.scheduler.queue_tally import SchedulerCounters
+from gllm.scheduler.plan import SchedulerCounters
 from gllm.scheduler.queues import SequenceQueues, rank_of
 from gllm.scheduler.sequence import Sequence
 

@@ -9,7 +9,7 @@ docs/scheduler.md proves that every sequence finishes.
 from collections.abc import Callable
 
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.in_flight import InFlightPlans, ParallelismGauge
+from gllm.scheduler.in_flight import InFlightPlans
 from gllm.scheduler.kv_admission import ADMISSION_RULES
 from gllm.scheduler.kv_cache_manager import KVCacheManager
 from gllm.scheduler.kv_transfers import SchedulerTransfers
@@ -21,6 +21,7 @@ from gllm.scheduler.plan import (
     FirstToken,
     SampledToken,
     ScheduledRow,
+    SchedulerCounters,
     SchedulerStats,
     StepOutput,
     StepPlan,
@@ -31,7 +32,6 @@ from gllm.scheduler.plan import (
 from gllm.scheduler.policy import SchedulingPolicy
 from gllm.scheduler.policy_registry import create_policy
 from gllm.scheduler.preemption import PreemptionManager
-from gllm.scheduler.queue_tally import SchedulerCounters
 from gllm.scheduler.queues import QueueSnapshot, SequenceQueues
 from gllm.scheduler.sequence import SchedulerRequest, Sequence, SequenceTable
 from gllm.scheduler.step_cost import StepTimeCollector
@@ -79,7 +79,6 @@ class Scheduler:
             config, self.kv_cache, self._queues, self._filler, self._counters, self._finalize
         )
         """KV that moves between engines."""
-        self._parallelism = ParallelismGauge(config, self.kv_cache, self._admission, self._queues)
         self._now = 0.0
         """Latest time of a call, at which leases of holds start."""
 
@@ -144,8 +143,10 @@ class Scheduler:
             rows = self._filler.fill_lane(now, *has_room)
         else:
             rows = self._filler.fill(now, self._last_plan_had_decodes)
-        if not rows and not self._in_flight:
-            rows = self._force(now)
+        is_stuck = not rows and not self._in_flight.plans
+        if is_stuck and not self.transfers.returns_blocks(self._sequences.values()):
+            # Nothing fits, and no blocks return without a step.
+            rows = self._filler.force(self._sequences, now)
         if not rows:
             return None
         num_decodes = counters.decode_tokens - num_decodes
@@ -156,7 +157,7 @@ class Scheduler:
         plan = self._in_flight.add(rows, self.table.pop_released(), lane, num_prefills)
         counters.steps += 1
         self._last_plan_had_decodes = num_decodes > 0
-        self._queues.tally.num_decode_plans += self._last_plan_had_decodes
+        self._queues.num_decode_plans += self._last_plan_had_decodes
         self._step_times.on_scheduled(plan)
         self._admission.on_scheduled(num_decodes + num_prefills)
         return plan
@@ -190,8 +191,25 @@ class Scheduler:
             self._step_times.on_stage_time(time)
 
     def available_parallelism(self) -> int:
-        """Return the number of stages that the present work could keep busy with any plans."""
-        return self._parallelism.count(self._in_flight)
+        """Return the number of stages that the available work could keep busy.
+
+        It is one stage per sequence in decode, per prefill chunk in flight, and per #MinP waiting
+        tokens if these fit in the cache. A bubble is the time in which a stage is idle although
+        there is work for it.
+        """
+        queues, num_stages = self._queues, self.config.stages
+        count = len(queues.decoding_seqs)
+        if count < num_stages:
+            rows = (row for plan in self._in_flight.plans.values() for row in plan.rows)
+            count += sum(row.seq not in queues.decoding_seqs for row in rows)
+        head = queues.head
+        if count < num_stages and head is not None and not head.is_fetch_pending:
+            is_running = head.seq in self.kv_cache.running
+            if self.kv_cache.can_extend_prefill(head) and (
+                is_running or self._admission.is_admissible(head)
+            ):
+                count += -(-queues.num_waiting_tokens // self.config.min_prefill_tokens)
+        return min(count, num_stages)
 
     def unfinished_requests(self, now: float) -> list[SchedulerRequest]:
         """Return the requests that have not ended, as another scheduler continues them."""
@@ -204,10 +222,10 @@ class Scheduler:
             running=running,
             waiting=len(self._sequences) - running + len(self.table.pending_forks),
             kv_usage=1 - self.kv_cache.free_share,
-            in_flight=len(self._in_flight),
-            waiting_tokens=self._queues.tally.num_waiting_tokens,
-            decode_context_tokens=self._queues.tally.num_decode_context_tokens,
-            decoding=len(self._queues.tally.decoding_seqs),
+            in_flight=len(self._in_flight.plans),
+            waiting_tokens=self._queues.num_waiting_tokens,
+            decode_context_tokens=self._queues.num_decode_context_tokens,
+            decoding=len(self._queues.decoding_seqs),
             depth=self._queues.depth,
             fetching=len(self.transfers.fetches),
             held_blocks=self.kv_cache.holds.num_blocks,
@@ -218,15 +236,6 @@ class Scheduler:
     def describe(self) -> QueueSnapshot:
         """Return the sequences in the queues, for diagnosis."""
         return self._queues.describe()
-
-    def _force(self, now: float) -> list[ScheduledRow]:
-        """Return a row of the best-ranked sequence though nothing fits; nothing is in flight.
-
-        Returns no row if blocks return without a step.
-        """
-        if self.transfers.returns_blocks(self._sequences.values()):
-            return []
-        return self._filler.force(self._sequences, now)
 
     def _fork(self, sequence: Sequence) -> None:
         """Enqueue the choices that wait for a sequence to compute the prompt or to end."""

@@ -194,13 +194,6 @@ class Sequence:
         return self.request.reads_prefix_cache or self.seq != self.request.seq
 
     @property
-    def num_cacheable_tokens(self) -> int:
-        """Leading tokens that the prefix cache may provide: all prefill tokens but the last."""
-        if self.reads_prefix_cache or self.num_scored_tokens >= self.prompt_len:
-            return self.num_prefill_tokens - 1
-        return self.num_scored_tokens
-
-    @property
     def is_fetch_pending(self) -> bool:
         """True if the sequence waits for the start of its fetch instead of prefill."""
         return self.num_source_tokens > 0 and not self.is_finished
@@ -228,13 +221,6 @@ class Sequence:
     def is_freeing_blocks(self) -> bool:
         """True if the blocks are freed once the rows in flight have committed."""
         return self.is_preempting or self.is_finished
-
-    @property
-    def can_decode_ahead(self) -> bool:
-        """True if the next decode can be scheduled though a row in flight may sample its input."""
-        # If all known tokens are scheduled, the last row in flight samples one more.
-        num_tokens = max(self.num_tokens, self.num_scheduled_tokens + 1)
-        return num_tokens < self.prompt_len + self.request.max_tokens
 
     @property
     def num_decode_tokens(self) -> int:

@@ -8,9 +8,8 @@ from gllm.scheduler.admission import AdmissionController
 from gllm.scheduler.block_table_replica import BlockTableReplica
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_cache_manager import KVCacheManager
-from gllm.scheduler.plan import StepPlan
+from gllm.scheduler.plan import SchedulerCounters, StepPlan
 from gllm.scheduler.preemption import PreemptionManager
-from gllm.scheduler.queue_tally import SchedulerCounters
 from gllm.scheduler.queues import SequenceQueues
 from gllm.scheduler.sequence import SchedulerRequest, Sequence, SequenceTable
 from tests.scheduler.test_traps import prompt
