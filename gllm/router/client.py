@@ -209,7 +209,9 @@ class FleetClient(RequestClient):
         if attached is None or (is_planned and self._reserved == engine):
             return 0
         for stream in attached.streams:
-            self._pin_numerics(attached, stream)
+            if stream.entry.num_output_tokens:
+                # Only engines of equal numerics continue the tokens exactly.
+                stream.entry.numerics = attached.numerics
         chosen = {stream: self._find_engine(stream, avoid=engine) for stream in attached.streams}
         moved = [stream for stream, target in chosen.items() if target is not None]
         seqs = {seq: stream for stream in moved for seq in stream.entry.seqs.values()}
@@ -287,7 +289,9 @@ class FleetClient(RequestClient):
             stream.entry.num_attempts = 0
         if refused:
             self._move_refused(attached, refused)
-        self._end_isolation(avoid=attached.name if refused else "")
+        if self._reserved and self._suspects.isolated is None:
+            # The suspect has a token or has ended: other requests may use its engine.
+            self.dispatch_parked(avoid=attached.name if refused else "")
         self._notify()
         if prefilled:
             self.continue_handoffs()
@@ -360,18 +364,14 @@ class FleetClient(RequestClient):
         entry.seqs.clear()
         self.handoffs.on_given_back(stream, engine.name)
         submitted, num_tokens = engine.streams.pop(stream), entry.num_output_tokens
-        self._pin_numerics(engine, stream)
+        if num_tokens:
+            entry.numerics = engine.numerics
         since = self._clock()
         if num_tokens > submitted.num_output_tokens:
             entry.num_refusals = 0
         elif cause == "unavailable":
             since = submitted.waits_since
         self._parked[stream] = Parked(since, cause)
-
-    def _pin_numerics(self, engine: DispatchTarget, stream: RequestStream) -> None:
-        """Let a request with tokens leave its engine only for those that continue them."""
-        if stream.entry.num_output_tokens:
-            stream.entry.numerics = engine.numerics
 
     def _count_death(self, owners: dict[int, RequestStream], cause: str) -> None:
         """Count the death of an engine for the requests that it had.
@@ -423,11 +423,6 @@ class FleetClient(RequestClient):
         self._submit_to(engine, suspect)
         self._suspects.isolate(suspect, suspect.entry.seqs.values())
 
-    def _end_isolation(self, avoid: str = "") -> None:
-        """Let other requests use the engine of a suspect that has a token or has ended."""
-        if self._reserved and self._suspects.isolated is None:
-            self.dispatch_parked(avoid)
-
     def _move_refused(self, engine: DispatchTarget, streams: Iterable[RequestStream]) -> None:
         """Let requests go on elsewhere that an engine has given back."""
         for stream in streams:
@@ -453,4 +448,5 @@ class FleetClient(RequestClient):
         engine = self._engines.get(stream.entry.engine)
         if seqs and engine is not None:
             engine.send(AbortSequences(seqs))
-        self._end_isolation()
+        if self._reserved and self._suspects.isolated is None:
+            self.dispatch_parked()

@@ -155,7 +155,7 @@ class Dispatcher:
 
     def _may_submit(self, entry: JournalEntry, now: float) -> bool:
         """Return False for a request that an engine has refused while no retry is left."""
-        if entry.num_refusals and not self.health.may_retry(now):
+        if entry.num_refusals and not self.health.retry_budget.may_retry(now):
             return False
         entry.num_refusals = 0
         return True

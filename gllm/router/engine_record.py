@@ -72,17 +72,14 @@ class EngineRecord:
         """Time since which the engine reports another state than ready."""
         self.num_next_tokens = 0
         """Uncached prompt tokens of the request that is sent next."""
-        self._stats = report.stats
+        self.name = announce.name
+        self.stats = report.stats
+        """Latest counters of the scheduler."""
         self._sent = SentRequests()
         self._ongoing = OngoingRequests() if tracks_ongoing else None
         self._snapshot: EngineSnapshot | None = None
         """None if it is not current."""
         self.on_report(report, now)
-
-    @property
-    def name(self) -> str:
-        """Name of the engine."""
-        return self.announce.name
 
     @property
     def accepts_requests(self) -> bool:
@@ -93,11 +90,6 @@ class EngineRecord:
     def state(self) -> str:
         """Present state, as the engine or an operator of this router says."""
         return "draining" if self.is_drain_requested else self.report.state
-
-    @property
-    def stats(self) -> SchedulerStats:
-        """The scheduler's latest counters."""
-        return self._stats
 
     def on_report(self, report: EngineReport, now: float) -> None:
         """Store a report."""
@@ -150,7 +142,7 @@ class EngineRecord:
                 name=announce.name,
                 role=announce.role,
                 state=self.state,
-                stats=self._stats,
+                stats=self.stats,
                 coefficients=self.report.coefficients,
                 num_blocks=announce.num_blocks,
                 block_size=announce.block_size,
@@ -166,7 +158,7 @@ class EngineRecord:
         return self._snapshot
 
     def _on_stats(self, stats: SchedulerStats, now: float) -> None:
-        self._stats = stats
+        self.stats = stats
         self._sent.on_stats(now)
         self._snapshot = None
 

@@ -35,7 +35,6 @@ from gllm.routing.disaggregation.policy import PairPolicy
 from gllm.routing.health import FleetHealth
 from gllm.routing.policy import RoutingPolicy
 from gllm.routing.policy_registry import make_policy
-from gllm.routing.prefix_index import PrefixIndex
 from gllm.runtime.head.request_client import SendFunction
 from gllm.runtime.messaging.fleet_links import EngineLink, FleetLinks
 from gllm.runtime.messaging.link_config import make_router_links
@@ -202,7 +201,7 @@ class Fleet:
         slo: Slo | None,
     ) -> None:
         """See Backend."""
-        self._dispatcher.health.on_request(self._clock())
+        self._dispatcher.health.retry_budget.on_request(self._clock())
         self.scaling.on_requests(len(prompts), slo)
         if not self._config.shed or slo is None:
             return
@@ -334,7 +333,12 @@ class Fleet:
             case EngineReport():
                 self._on_report(link, record, message, now)
             case KvCacheEvents():
-                apply_kv_events(self._dispatcher.policy.prefixes, link, message)
+                stored = [digest for blocks in message.stored for digest in blocks.digests]
+                if not self._dispatcher.policy.prefixes.on_events(
+                    link.name, message.number, stored, message.removed, message.is_cleared
+                ):
+                    # Earlier events are missing: request a snapshot.
+                    link.send(WatchKvCache(True))
             case KvPushStarted(ticket):
                 self.client.handoffs.on_readable(link.name, ticket, now)
             case FirstChunkComputed(ticket):
@@ -380,7 +384,8 @@ class Fleet:
                 continue
             if now - since > self._config.recovery_patience and self.client.num_running(name):
                 self.client.migrate(name, is_planned=False)
-        self._handoff_poll.on_tick()
+        if self.client.handoffs.num_running:
+            self.client.continue_handoffs()
         self.roles.on_tick()
         self.scaling.on_tick()
         if self.client.num_parked:
@@ -445,11 +450,6 @@ class HandoffPoll:
             loop = asyncio.get_running_loop()
             self._next = loop.call_later(READ_POLL_SECONDS, self._poll)
 
-    def on_tick(self) -> None:
-        """Act on deadlines of hand-offs."""
-        if self._client.handoffs.num_running:
-            self._client.continue_handoffs()
-
     def close(self) -> None:
         """Look at no reader any more."""
         if self._next is not None:
@@ -459,16 +459,6 @@ class HandoffPoll:
         self._next = None
         self._client.continue_handoffs()
         self.on_outputs()
-
-
-def apply_kv_events(prefixes: PrefixIndex, link: EngineLink, events: KvCacheEvents) -> None:
-    """Apply events to the index; request a snapshot if some are missing."""
-    stored = [digest for blocks in events.stored for digest in blocks.digests]
-    is_current = prefixes.on_events(
-        link.name, events.number, stored, events.removed, events.is_cleared
-    )
-    if not is_current:
-        link.send(WatchKvCache(True))
 
 
 class EngineCommands:

@@ -216,7 +216,7 @@ class Handoffs:
             if handoff.state is HandoffState.TRANSFER and engine.name in self._successors(handoff):
                 # On other numbers of ranks, too, it goes on as intended.
                 stream.entry.numerics = engine.numerics
-            self._execute(handoff.on_submitted(engine.name))
+            self._apply(stream, handoff, handoff.on_submitted(engine.name))
 
     def split_prefilled(
         self, engine: DispatchTarget, message: EngineOutputs
@@ -325,24 +325,20 @@ class Handoffs:
         for seq in seqs:
             choice = engine.choices.get(seq)
             handoff = self._by_stream.get(choice.stream) if choice is not None else None
-            if handoff is not None:
-                self._execute(handoff.on_decoded())
+            if choice is not None and handoff is not None:
+                self._apply(choice.stream, handoff, handoff.on_decoded())
 
     def on_given_back(self, stream: RequestStream, engine: str) -> None:
         """Note that an engine has a request no more."""
         if handoff := self._by_stream.get(stream):
-            actions = handoff.on_given_back(engine)
-            self._forget_if_done(stream, handoff)
-            self._execute(actions)
+            self._apply(stream, handoff, handoff.on_given_back(engine))
 
     def on_end(self, stream: RequestStream) -> None:
         """Note that a request has ended."""
         if self._pairs is not None:
             self._pairs.on_ended(stream)
         if handoff := self._by_stream.get(stream):
-            actions = handoff.on_end()
-            self._forget_if_done(stream, handoff)
-            self._execute(actions)
+            self._apply(stream, handoff, handoff.on_end())
 
     def on_lost(self, engine: str) -> None:
         """Note that an engine is gone, before its requests are given back."""
@@ -360,7 +356,7 @@ class Handoffs:
         for stream in due:
             handoff = self._by_stream[stream]
             if stream not in read:
-                self._execute(handoff.on_tick(now))
+                self._apply(stream, handoff, handoff.on_tick(now))
                 if stream in self._unread and handoff.state is HandoffState.TRANSFER:
                     read[stream] = None
             self._ticks.set(handoff.ticket, handoff.next_tick)
@@ -401,15 +397,15 @@ class Handoffs:
             return digests[0] == digests[1]
         return engine.numerics == other.numerics
 
-    def _forget_if_done(self, stream: RequestStream, handoff: Handoff) -> None:
+    def _apply(
+        self, stream: RequestStream, handoff: Handoff, actions: Iterable[HandoffAction]
+    ) -> None:
+        """Forget a hand-off that has ended; send the commands about blocks to their engines."""
         if handoff.state is HandoffState.DONE:
             self.num_ended[handoff.outcome] += 1
             del self._by_stream[stream], self._by_ticket[handoff.ticket]
             self._unread.pop(stream, None)
             self._ticks.set(handoff.ticket, handoff.next_tick)
-
-    def _execute(self, actions: Iterable[HandoffAction]) -> None:
-        """Send the commands about blocks."""
         for action in actions:
             holder = self._engines.get(action.engine)
             if holder is not None and holder.kv is not None:

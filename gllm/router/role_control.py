@@ -15,7 +15,6 @@ from gllm.messages.fleet import SetEngineRole
 from gllm.router.engine_record import EngineRecord
 from gllm.routing.disaggregation.policy import PairPolicy, RoleChange
 from gllm.routing.scaling.role_changes import FlipPolicy
-from gllm.routing.state import EngineSnapshot
 from gllm.runtime.messaging.fleet_links import FleetLinks
 
 log = logging.getLogger(__name__)
@@ -77,17 +76,14 @@ class RoleControl:
             return
         now = self._clock()
         engines = [record.snapshot() for record in self._records.values()]
-        for change in self._changes(engines, now):
-            if self.leads(change.engine):
-                self._send(change.engine, change.role, "the load")
-
-    def _changes(self, engines: list[EngineSnapshot], now: float) -> list[RoleChange]:
-        changes = []
+        changes: list[RoleChange] = []
         if self._pair_policy is not None:
             changes += self._pair_policy.role_changes(engines, now)
-        if self._flip_policy is not None and (change := self._flip_policy.observe(engines, now)):
-            changes.append(change)
-        return changes
+        if self._flip_policy is not None and (flip := self._flip_policy.observe(engines, now)):
+            changes.append(flip)
+        for change in changes:
+            if self.leads(change.engine):
+                self._send(change.engine, change.role, "the load")
 
     def _send(self, name: str, role: str, cause: str) -> None:
         log.info("engine %s gets the role %s because of %s", name, role, cause)

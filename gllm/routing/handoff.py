@@ -209,7 +209,8 @@ class Handoff:
             return self._release_prefetch()
         failed = "prefill_failed" if self.state is HandoffState.PREFILL else "decode_failed"
         self.outcome = self.outcome or failed
-        return self._finish()
+        self.state = HandoffState.DONE
+        return self._release()
 
     def on_lost(self, engine: str) -> None:
         """Note that an engine is gone, with all blocks; `on_given_back` follows if it is due."""
@@ -223,7 +224,8 @@ class Handoff:
     def on_end(self) -> list[HandoffAction]:
         """Note that the request has ended, in any way and in any state."""
         self.outcome = self.outcome or "ended"
-        return self._finish()
+        self.state = HandoffState.DONE
+        return self._release()
 
     def on_tick(self, now: float) -> list[HandoffAction]:
         """Act on deadlines: a reader that does not read, leases, and the age of a hold."""
@@ -241,10 +243,6 @@ class Handoff:
             return []
         self._renew_at = now + self._limits.renew_seconds
         return [RenewHold(engine, self.ticket) for engine in engines]
-
-    def _finish(self) -> list[HandoffAction]:
-        self.state = HandoffState.DONE
-        return self._release()
 
     def _release(self) -> list[HandoffAction]:
         actions = self._release_prefetch()

@@ -131,7 +131,8 @@ class FleetHealth:
     def __init__(self, config: HealthConfig | None = None) -> None:
         self._config = config or HealthConfig()
         self._engines: dict[str, _EngineHealth] = {}
-        self._budget = RetryBudget(self._config.retry_budget)
+        self.retry_budget = RetryBudget(self._config.retry_budget)
+        """Retries that requests of the fleet may still use."""
 
     def on_attached(self, engine: str, now: float) -> None:
         """Begin the slow start of an engine that returns, or joins a fleet that runs already."""
@@ -211,14 +212,6 @@ class FleetHealth:
             for name, health in self._engines.items()
             if name in attached and now < health.ejected_until
         }
-
-    def on_request(self, now: float) -> None:
-        """Count a new request for the budget of retries."""
-        self._budget.on_request(now)
-
-    def may_retry(self, now: float) -> bool:
-        """Use up one retry of the budget; return False if none is left."""
-        return self._budget.may_retry(now)
 
     def _attached(self) -> list[str]:
         return [name for name, health in self._engines.items() if health.attached_at is not None]

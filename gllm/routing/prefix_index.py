@@ -65,7 +65,10 @@ class PrefixIndex:
             return False
         self._next_numbers[engine] = number + 1
         self._remove(engine, removed)
-        self._store(engine, stored)
+        owners, blocks, bit = self._owners, self._blocks[engine], self._bits[engine]
+        for digest in stored:
+            owners[digest] = owners.get(digest, 0) | bit
+            blocks.add(digest)
         return True
 
     def forget(self, engine: str) -> None:
@@ -102,12 +105,6 @@ class PrefixIndex:
             bit = mask & -mask
             lengths[self._engines[bit]] = length
             mask ^= bit
-
-    def _store(self, engine: str, digests: Iterable[bytes]) -> None:
-        owners, blocks, bit = self._owners, self._blocks[engine], self._bits[engine]
-        for digest in digests:
-            owners[digest] = owners.get(digest, 0) | bit
-            blocks.add(digest)
 
     def _remove(self, engine: str, digests: Iterable[bytes]) -> None:
         owners, blocks, bit = self._owners, self._blocks.get(engine, set()), self._bits.get(engine)

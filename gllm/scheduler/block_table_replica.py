@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from gllm.scheduler.plan import ScheduledRow, StepPlan
+from gllm.scheduler.plan import StepPlan
 
 
 @dataclass(slots=True)
@@ -40,22 +40,23 @@ class BlockTableReplica:
             KeyError: a sequence was never registered. All other rows are applied nevertheless,
                 because later plans build on their block tables.
         """
-        known = [row for row in plan.rows if row.seq in self.sequences]
-        views = [self._extend(row) for row in known]
-        if len(known) < len(plan.rows):
-            raise KeyError(next(row.seq for row in plan.rows if row.seq not in self.sequences))
+        views, unknown_seqs = [], []
+        for row in plan.rows:
+            sequence = self.sequences.get(row.seq)
+            if sequence is None:
+                unknown_seqs.append(row.seq)
+                continue
+            if sequence.num_preemptions != row.num_preemptions:
+                sequence.num_preemptions = row.num_preemptions
+                sequence.block_ids = list(row.new_block_ids)
+            else:
+                sequence.block_ids += row.new_block_ids
+            views.append(sequence)
+        if unknown_seqs:
+            raise KeyError(unknown_seqs[0])
         return views
 
     def release(self, seqs: Iterable[int]) -> None:
         """Remove sequences."""
         for seq in seqs:
             self.sequences.pop(seq, None)
-
-    def _extend(self, row: ScheduledRow) -> SequenceView:
-        sequence = self.sequences[row.seq]
-        if sequence.num_preemptions != row.num_preemptions:
-            sequence.num_preemptions = row.num_preemptions
-            sequence.block_ids = list(row.new_block_ids)
-        else:
-            sequence.block_ids += row.new_block_ids
-        return sequence

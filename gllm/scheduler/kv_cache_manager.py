@@ -5,7 +5,7 @@ from collections.abc import Container
 from gllm.scheduler.block_pool import BlockPool, root_hash
 from gllm.scheduler.cache_events import CacheEventLog, CacheEvents
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.kv_holds import KvHolds, ReadableKv
+from gllm.scheduler.kv_holds import KvHolds
 from gllm.scheduler.sequence import Sequence
 
 
@@ -114,24 +114,6 @@ class KVCacheManager:
         """Return the changes since the last call; None without changes or without `watch`."""
         log = self.block_pool.event_log
         return None if log is None else log.pop_events()
-
-    def hold(self, sequence: Sequence, now: float) -> ReadableKv | None:
-        """Hold the KV of an ended sequence under the ticket of its request.
-
-        The sequence still has its blocks, and may have rows in flight beyond its end.
-
-        Returns:
-            The hold; None if the request has no ticket, nothing was computed, or the ticket is in
-            use.
-        """
-        ticket = sequence.request.kv_ticket
-        num_tokens = min(sequence.num_computed_tokens, sequence.num_tokens - 1)
-        if not ticket or num_tokens < 1 or ticket in self.holds:
-            return None
-        block_ids = sequence.block_ids[: -(-num_tokens // self._block_size)]
-        hold = ReadableKv(ticket, num_tokens, block_ids)
-        self.holds.add(hold, sequence.rank, now)
-        return hold
 
     def free(self, sequence: Sequence) -> None:
         """Free the blocks of a sequence without rows in flight."""

@@ -177,18 +177,15 @@ class ReadablePrompts:
         self._block_size = block_size
         self.is_enabled = threshold_tokens is not None
         """True if prompts of some length can be fetched while they are computed."""
-        self._open: dict[int, _OpenPrompt] = {}
-        self._new: list[ReadableKv] = []
-
-    @property
-    def tickets(self) -> list[int]:
-        """Tickets of the prompts that can be fetched."""
-        return list(self._open)
+        self.prompts: dict[int, _OpenPrompt] = {}
+        """Prompts that can be fetched, by ticket."""
+        self.new: list[ReadableKv] = []
+        """KV that has become readable and was not reported yet."""
 
     @property
     def is_ending(self) -> bool:
         """True if blocks return once a ticket has been revoked."""
-        return any(prompt.sequence.is_freeing_blocks for prompt in self._open.values())
+        return any(prompt.sequence.is_freeing_blocks for prompt in self.prompts.values())
 
     def on_scheduled(
         self, step: int, rows: Iterable[ScheduledRow], sequences: Mapping[int, Sequence]
@@ -199,31 +196,21 @@ class ReadablePrompts:
             ticket = sequence.request.kv_ticket
             if not ticket or row.start >= sequence.prompt_len:
                 continue
-            is_first = ticket not in self._open
+            is_first = ticket not in self.prompts
             if is_first:
                 if not self._should_open(sequence, row):
                     continue
-                self._open[ticket] = _OpenPrompt(sequence)
+                self.prompts[ticket] = _OpenPrompt(sequence)
                 sequence.num_rows_in_flight += 1
             num_tokens = row.start + row.num_tokens
             block_ids = sequence.block_ids[: -(-num_tokens // self._block_size)]
             is_partial = num_tokens < sequence.prompt_len
-            self._new.append(ReadableKv(ticket, num_tokens, block_ids, step, is_partial, is_first))
-
-    def on_held(self, hold: ReadableKv) -> None:
-        """Make the blocks of an ended sequence readable."""
-        is_first = self.confirm(hold.ticket) is None
-        self._new.append(hold._replace(is_first=is_first))
-
-    def pop_new(self) -> list[ReadableKv]:
-        """Return what can be fetched in addition since the last call."""
-        readable, self._new = self._new, []
-        return readable
+            self.new.append(ReadableKv(ticket, num_tokens, block_ids, step, is_partial, is_first))
 
     def pop_revocations(self) -> list[int]:
         """Return the tickets of sequences that have ended early or are victims, once each."""
         tickets = []
-        for ticket, prompt in self._open.items():
+        for ticket, prompt in self.prompts.items():
             if prompt.sequence.is_freeing_blocks and not prompt.is_revoked:
                 prompt.is_revoked = True
                 tickets.append(ticket)
@@ -234,7 +221,7 @@ class ReadablePrompts:
 
         The other engine may have all of a prompt before the sequence ends.
         """
-        prompt = self._open.pop(ticket, None)
+        prompt = self.prompts.pop(ticket, None)
         if prompt is None:
             return None
         prompt.sequence.num_rows_in_flight -= 1

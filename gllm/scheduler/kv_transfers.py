@@ -105,8 +105,8 @@ class SchedulerTransfers:
         """Fetches in flight whose cancellation has been reported."""
         self._prefetches: dict[int, _Prefetch] = {}
         """By ticket, until their request arrives or they are released."""
-        self._started_prefetches: dict[int, _Prefetch] = {}
-        """Those that have blocks, by the id of their sequence."""
+        self.started_prefetches: dict[int, _Prefetch] = {}
+        """Prefetches that have blocks, by the id of their sequence."""
         self._released: list[KvFetch] = []
         """Fetches of no tokens, for prefetches whose source is needed no longer."""
         self._num_prefetches = 0
@@ -124,12 +124,7 @@ class SchedulerTransfers:
     @property
     def tickets(self) -> list[int]:
         """Tickets under which other engines may read blocks."""
-        return [*(hold.ticket for hold in self._holds.holds), *self.readable.tickets]
-
-    @property
-    def num_prefetched(self) -> int:
-        """Number of prefetches that have blocks, although their request has not arrived."""
-        return len(self._started_prefetches)
+        return [*(hold.ticket for hold in self._holds.holds), *self.readable.prompts]
 
     @property
     def has_pending_fetches(self) -> bool:
@@ -140,7 +135,7 @@ class SchedulerTransfers:
     def is_active(self) -> bool:
         """True while a lease or a fetch can end without a step."""
         return bool(
-            self._holds or self.readable.tickets or self.fetches or self.has_pending_fetches
+            self._holds or self.readable.prompts or self.fetches or self.has_pending_fetches
         )
 
     def returns_blocks(self, sequences: Collection[Sequence]) -> bool:
@@ -156,9 +151,9 @@ class SchedulerTransfers:
         holds = self._holds
         if self._fetching or holds.num_revoked or self.readable.is_ending:
             return True
-        for prefetch in list(self._started_prefetches.values()):
+        for prefetch in list(self.started_prefetches.values()):
             self._remove(prefetch)
-        if self._started_prefetches:
+        if self.started_prefetches:
             # Their fetches end soon.
             return True
         if holds and any(sequence.request.kv_source_tokens for sequence in sequences):
@@ -228,13 +223,21 @@ class SchedulerTransfers:
             if not self._fits(sequence) or not self._filler.admit(sequence, now):
                 break
             self._pending.remove(sequence)
-            fetches.append(self._start(sequence))
+            first_token = sequence.num_scheduled_tokens
+            if sequence.request.kv_source_tokens <= first_token:
+                # The prefix cache has all of these tokens.
+                self._skip_prefill(sequence)
+                fetches.append(KvFetch(sequence.seq, first_token, 0, []))
+            else:
+                self._queues.dequeue(sequence)
+                self._fetching[sequence.seq] = sequence
+                fetches.append(self._allocate(sequence))
         released, self._released = self._released, []
         fetches += released
         for prefetch in list(self._prefetches.values()):
             if prefetch.lease_end <= now:
                 self._remove(prefetch)
-            elif prefetch.sequence.seq not in self._started_prefetches:
+            elif prefetch.sequence.seq not in self.started_prefetches:
                 fetches += self._start_prefetch(prefetch, now)
         return fetches
 
@@ -245,8 +248,8 @@ class SchedulerTransfers:
         """
         if seq in self._fetching:
             self._fetching[seq].has_fetched_bytes = True
-        elif seq in self._started_prefetches:
-            self._started_prefetches[seq].sequence.has_fetched_bytes = True
+        elif seq in self.started_prefetches:
+            self.started_prefetches[seq].sequence.has_fetched_bytes = True
 
     def finish_fetch(self, seq: int, is_ok: bool) -> bool:
         """End a fetch, after which nothing is written to its blocks any more.
@@ -262,7 +265,7 @@ class SchedulerTransfers:
         """
         self.fetches.pop(seq, None)
         self._cancelled_seqs.discard(seq)
-        if (prefetch := self._started_prefetches.get(seq)) is not None:
+        if (prefetch := self.started_prefetches.get(seq)) is not None:
             prefetch.is_complete = prefetch.sequence.has_fetched_bytes = True
             if not is_ok or prefetch.sequence.is_freeing_blocks:
                 self._remove(prefetch)
@@ -303,7 +306,7 @@ class SchedulerTransfers:
         if seqs:
             self._pending = [sequence for sequence in self._pending if sequence.is_fetch_pending]
         cancelled = [seq for seq, sequence in self._fetching.items() if sequence.is_freeing_blocks]
-        for seq, prefetch in list(self._started_prefetches.items()):
+        for seq, prefetch in list(self.started_prefetches.items()):
             if not prefetch.sequence.is_freeing_blocks:
                 continue
             if prefetch.is_complete:
@@ -337,16 +340,6 @@ class SchedulerTransfers:
             missing += kv_cache.num_missing_blocks(head, num_tokens)
         return missing <= kv_cache.block_pool.num_free_blocks
 
-    def _start(self, sequence: Sequence) -> KvFetch:
-        """Start the fetch of an admitted sequence, which may have found all in the cache."""
-        first_token = sequence.num_scheduled_tokens
-        if sequence.request.kv_source_tokens <= first_token:
-            self._skip_prefill(sequence)
-            return KvFetch(sequence.seq, first_token, 0, [])
-        self._queues.dequeue(sequence)
-        self._fetching[sequence.seq] = sequence
-        return self._allocate(sequence)
-
     def _start_prefetch(self, prefetch: _Prefetch, now: float) -> list[KvFetch]:
         """Admit the sequence of a prefetch, which is in no queue; return its fetch if it fits."""
         sequence = prefetch.sequence
@@ -356,7 +349,7 @@ class SchedulerTransfers:
         if not is_admitted:
             return []
         fetch = self._allocate(sequence, is_early=True)
-        self._started_prefetches[sequence.seq] = prefetch
+        self.started_prefetches[sequence.seq] = prefetch
         prefetch.is_complete = not fetch.num_tokens
         return [fetch]
 
@@ -386,10 +379,10 @@ class SchedulerTransfers:
         if prefetch is None:
             return False
         own = prefetch.sequence
-        if own.seq not in self._started_prefetches or not _is_same(own, sequence):
+        if own.seq not in self.started_prefetches or not _is_same(own, sequence):
             self._remove(prefetch)
             return False
-        del self._prefetches[ticket], self._started_prefetches[own.seq]
+        del self._prefetches[ticket], self.started_prefetches[own.seq]
         self._kv_cache.running.pop(own.seq, None)
         sequence.start_with_blocks(own.block_ids, own.num_scheduled_tokens)
         sequence.num_published_blocks = own.num_published_blocks
@@ -408,12 +401,12 @@ class SchedulerTransfers:
         """Forget a prefetch; its blocks are freed once nothing is written to them any more."""
         self._prefetches.pop(prefetch.ticket, None)
         sequence = prefetch.sequence
-        if sequence.seq not in self._started_prefetches:
+        if sequence.seq not in self.started_prefetches:
             self._released.append(KvFetch(sequence.seq, 0, 0, [], is_early=True))
             return
         sequence.is_finished = True
         if prefetch.is_complete:
-            del self._started_prefetches[sequence.seq]
+            del self.started_prefetches[sequence.seq]
             self._kv_cache.free(sequence)
 
     def _use_fetched(self, sequence: Sequence) -> None:
@@ -448,17 +441,29 @@ class SchedulerTransfers:
         return tickets
 
     def hold(self, sequence: Sequence, now: float) -> ReadableKv | None:
-        """Hold the KV of a sequence that `max_tokens` has ended."""
-        hold = self._kv_cache.hold(sequence, now)
-        if hold is None:
-            self.readable.confirm(sequence.request.kv_ticket)
-        else:
-            self.readable.on_held(hold)
+        """Hold the KV of a sequence that `max_tokens` has ended, under the ticket of its request.
+
+        The sequence still has its blocks, and may have rows in flight beyond its end.
+
+        Returns:
+            The hold; None if the request has no ticket, nothing was computed, or the ticket is in
+            use.
+        """
+        ticket = sequence.request.kv_ticket
+        is_first = self.readable.confirm(ticket) is None
+        num_tokens = min(sequence.num_computed_tokens, sequence.num_tokens - 1)
+        if not ticket or num_tokens < 1 or ticket in self._holds:
+            return None
+        block_ids = sequence.block_ids[: -(-num_tokens // self._config.block_size)]
+        hold = ReadableKv(ticket, num_tokens, block_ids, is_first=is_first)
+        self._holds.add(hold, sequence.rank, now)
+        self.readable.new.append(hold)
         return hold
 
     def pop_readable(self) -> list[ReadableKv]:
         """Return the KV that can be fetched in addition since the last call."""
-        return self.readable.pop_new()
+        readable, self.readable.new = self.readable.new, []
+        return readable
 
     def renew(self, tickets: Iterable[int], now: float) -> None:
         """Begin the leases of holds and prefetches anew; unknown tickets are ignored."""

@@ -217,7 +217,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Return the present state and the counters."""
-        running = len(self.kv_cache.running) - self.transfers.num_prefetched
+        running = len(self.kv_cache.running) - len(self.transfers.started_prefetches)
         return SchedulerStats(
             running=running,
             waiting=len(self._sequences) - running + len(self.table.pending_forks),

@@ -315,10 +315,10 @@ def test_retry_budget_is_a_share_of_the_requests() -> None:
 
 def test_requests_of_a_fleet_fill_its_retry_budget() -> None:
     health = FleetHealth(HealthConfig(retry_budget=1.0))
-    while health.may_retry(0.0):
+    while health.retry_budget.may_retry(0.0):
         pass
-    health.on_request(0.0)
-    assert [health.may_retry(0.0) for _ in range(2)] == [True, False]
+    health.retry_budget.on_request(0.0)
+    assert [health.retry_budget.may_retry(0.0) for _ in range(2)] == [True, False]
 
 
 def test_busy_engine_of_these_tests_is_as_fast_as_predicted() -> None:

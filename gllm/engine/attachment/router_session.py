@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -36,7 +36,7 @@ from gllm.runtime.head.journal import JournalEntry
 from gllm.runtime.head.kv_events import KvEventSource
 from gllm.runtime.head.request_stream import RequestStream, TokenDelta
 from gllm.runtime.messaging.connection_pool import PeerConnection
-from gllm.scheduler.plan import FinishedSequence, FirstToken, StepOutput
+from gllm.scheduler.plan import FinishedSequence, StepOutput
 
 
 class AttachedEngine(Protocol):
@@ -234,7 +234,9 @@ class RouterSession:
     def _flush(self) -> None:
         """Send the output of all requests."""
         self._is_flush_scheduled = False
-        outputs = _OutputBuilder()
+        outcome = StepOutput([], [], [], [])
+        details: list[SampleDetails] = []
+        kinds: list[tuple[int, ErrorKind]] = []
         ready = self._ready.copy()
         self._ready.clear()
         is_dead = self._engine.state == "dead"
@@ -248,10 +250,19 @@ class RouterSession:
                         # The engine ends the request, but another one can continue it.
                         delta.error_kind = "unavailable"
                     del running.seqs[choice], self._choices[seq]
-                outputs.add(seq, delta)
+                outcome.token_ids.extend(delta.tokens)
+                outcome.seqs.extend([seq] * len(delta.tokens))
+                if delta.first is not None:
+                    outcome.first_tokens.append(delta.first._replace(seq=seq))
+                if delta.logprobs or delta.prompt_logprobs or delta.embedding:
+                    details += _sample_details(seq, delta)
+                if delta.end is not None:
+                    outcome.finished.append(delta.end._replace(seq=seq))
+                    if delta.error_kind:
+                        kinds.append((seq, delta.error_kind))
             self._release_if_ended(running)
-        if not outputs.is_empty:
-            self.connection.send(outputs.build(self._engine))
+        if outcome.seqs or outcome.finished or details or outcome.first_tokens:
+            self.connection.send(EngineOutputs(outcome, self._engine.client.stats, details, kinds))
 
     def _release_if_ended(self, running: _Running) -> None:
         """Release a request without choices that run."""
@@ -261,45 +272,10 @@ class RouterSession:
             self._engine.client.release(running.stream)
 
 
-class _OutputBuilder:
-    """The output of several choices, as one message."""
-
-    def __init__(self) -> None:
-        self._seqs: list[int] = []
-        self._token_ids: list[int] = []
-        self._first_tokens: list[FirstToken] = []
-        self._finished: list[FinishedSequence] = []
-        self._details: list[SampleDetails] = []
-        self._error_kinds: list[tuple[int, ErrorKind]] = []
-
-    @property
-    def is_empty(self) -> bool:
-        """True if no choice has new output."""
-        return not (self._seqs or self._finished or self._details or self._first_tokens)
-
-    def add(self, seq: int, delta: TokenDelta) -> None:
-        """Add the output of a choice under the router's wire id."""
-        tokens = delta.tokens
-        self._token_ids += tokens
-        self._seqs += [seq] * len(tokens)
-        if delta.first is not None:
-            self._first_tokens.append(delta.first._replace(seq=seq))
-        if delta.logprobs or delta.prompt_logprobs or delta.embedding:
-            self._add_details(seq, delta)
-        if delta.end is not None:
-            self._finished.append(delta.end._replace(seq=seq))
-            if delta.error_kind:
-                self._error_kinds.append((seq, delta.error_kind))
-
-    def _add_details(self, seq: int, delta: TokenDelta) -> None:
-        """Add log-probabilities in the order of the tokens, with the first those of the prompt."""
-        prompt_logprobs, embedding = delta.prompt_logprobs or [], delta.embedding
-        logprobs: Sequence[TokenLogprobs | None] = delta.logprobs or [None]
-        for sampled in logprobs:
-            self._details.append(SampleDetails(seq, sampled, prompt_logprobs, embedding))
-            prompt_logprobs, embedding = [], b""
-
-    def build(self, engine: AttachedEngine) -> EngineOutputs:
-        """Return the message."""
-        outcome = StepOutput(self._seqs, self._token_ids, self._first_tokens, self._finished)
-        return EngineOutputs(outcome, engine.client.stats, self._details, self._error_kinds)
+def _sample_details(seq: int, delta: TokenDelta) -> Iterator[SampleDetails]:
+    """Yield log-probabilities in the order of the tokens, with the first those of the prompt."""
+    prompt_logprobs, embedding = delta.prompt_logprobs or [], delta.embedding
+    logprobs: Sequence[TokenLogprobs | None] = delta.logprobs or [None]
+    for sampled in logprobs:
+        yield SampleDetails(seq, sampled, prompt_logprobs, embedding)
+        prompt_logprobs, embedding = [], b""

@@ -14,13 +14,12 @@ import msgspec
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage, encode
 from gllm.messages.control import CommandDone, ResetPrefixCache
-from gllm.messages.handoff import HandoffCommand, PrefetchKv, ReleaseKvHolds, RenewKvHolds
+from gllm.messages.handoff import PrefetchKv, ReleaseKvHolds, RenewKvHolds
 from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
 from gllm.messages.kv_transfer import (
     KvFetched,
     KvFetchStarted,
     KvMoverGone,
-    KvReport,
     KvRevoked,
 )
 from gllm.messages.measurement import LinkTimes
@@ -142,10 +141,19 @@ class Driver:
             case LinkTimes():
                 if self._pacing is not None:
                     self._pacing.on_link_times(message)
-            case KvFetchStarted() | KvFetched() | KvRevoked() | KvMoverGone():
-                self._on_kv_message(message)
-            case PrefetchKv() | ReleaseKvHolds() | RenewKvHolds():
-                self._on_kv_message(message)
+            case (
+                KvFetchStarted()
+                | KvFetched()
+                | KvRevoked()
+                | KvMoverGone()
+                | PrefetchKv()
+                | ReleaseKvHolds()
+                | RenewKvHolds()
+            ):
+                # Blocks of other engines, of which some may be free afterwards.
+                if self.kv is not None:
+                    self.kv.on_message(message)
+                    self._has_new_stats = True
             case _:
                 raise ValueError(f"the driver has no use for {type(message).__name__}")
 
@@ -292,12 +300,6 @@ class Driver:
             if self.kv is not None:
                 self.kv.coefficients = coefficients
 
-    def _on_kv_message(self, message: KvReport | HandoffCommand) -> None:
-        """Handle a message about KV blocks of other engines, which may free some."""
-        if self.kv is not None:
-            self.kv.on_message(message)
-            self._has_new_stats = True
-
     def run_turn(self) -> None:
         """Fill the pipeline, then report to the frontend; called after each batch of messages.
 
@@ -325,12 +327,8 @@ class Driver:
         self._has_new_stats = False
         for output, details in outputs:
             self._frontend.send(EngineOutputs(output, self._stats(), details))
-        self._report_cache_events()
-
-    def _report_cache_events(self) -> None:
-        """Report the changes of the prefix cache if the frontend watches it."""
-        events = self.scheduler.kv_cache.pop_events()
-        if events is not None:
+        # There are events only while the frontend watches the prefix cache.
+        if (events := self.scheduler.kv_cache.pop_events()) is not None:
             self._frontend.send(KvCacheEvents(self._num_cache_events, *events))
             self._num_cache_events += 1
 

@@ -122,28 +122,26 @@ class DriverKv:
         """Start the fetches of the scheduler; to be called before it schedules."""
         now = time.monotonic()
         for fetch in self._transfers.start_fetches(now):
-            if fetch.num_tokens:
-                self._start(fetch, now)
-
-    def _start(self, fetch: KvFetch, now: float) -> None:
-        """Fetch, or let the scheduler compute the tokens."""
-        source = fetch.source
-        assert isinstance(source, KvSource)
-        if self._mover is None:
-            self._finish(KvFetched(fetch.seq, is_ok=False, cause=_GONE))
-        elif fetch.is_early or self._is_worth(fetch, source, now):
-            command = FetchKv(
-                fetch.seq,
-                source.ticket,
-                source.endpoint,
-                fetch.first_token,
-                fetch.num_tokens,
-                fetch.block_ids,
-                fetch.is_early,
-            )
-            self._command(command)
-        else:
-            self._transfers.finish_fetch(fetch.seq, is_ok=False)
+            if not fetch.num_tokens:
+                continue
+            source = fetch.source
+            assert isinstance(source, KvSource)
+            if self._mover is None:
+                self._finish(KvFetched(fetch.seq, is_ok=False, cause=_GONE))
+            elif fetch.is_early or self._is_worth(fetch, source, now):
+                command = FetchKv(
+                    fetch.seq,
+                    source.ticket,
+                    source.endpoint,
+                    fetch.first_token,
+                    fetch.num_tokens,
+                    fetch.block_ids,
+                    fetch.is_early,
+                )
+                self._command(command)
+            else:
+                # The scheduler computes the tokens.
+                self._transfers.finish_fetch(fetch.seq, is_ok=False)
 
     def report_first_chunks(self) -> None:
         """Report prompts whose first chunk is computed, if their router has to know."""

@@ -334,13 +334,11 @@ class ConnectionPool:
         hub = self._hub
         assert hub is not None
 
-        def send(message: WireMessage) -> None:
-            hub.send(sender, message)
-
         def close(cause: str, is_refused: bool) -> None:
             del self._guests[sender]
             hub.forget(sender)
 
+        send = partial(hub.send, sender)
         connection = PeerConnection(hub.address_of(sender), send, time.monotonic())
         self._guests[sender] = connection
         self._begin(connection, close)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage, decode_for_router
 from gllm.messages.fleet import (
     OLDEST_PROTOCOL,
@@ -59,12 +58,11 @@ class EngineLink:
         self.attached_at = time.monotonic()
         """Time of the monotonic clock."""
         self.connection = connection
-        self._refuse = refuse
-
-    @property
-    def name(self) -> str:
+        self.name = announce.name
         """Name of the engine, unique among the attached ones."""
-        return self.announce.name
+        self.send = connection.send
+        """Queues a message; it is dropped if the session has ended."""
+        self._refuse = refuse
 
     @property
     def address(self) -> str:
@@ -85,10 +83,6 @@ class EngineLink:
     def is_leaving(self) -> bool:
         """True if the engine drains, so that the end of its session is planned."""
         return self.report.state == "draining"
-
-    def send(self, message: WireMessage) -> None:
-        """Queue a message; it is dropped if the session has ended."""
-        self.connection.send(message)
 
     def refuse(self, cause: str) -> None:
         """End the session and tell the engine why; `on_lost` is not called."""

@@ -38,17 +38,17 @@ class FetchDecision:
     """Times of the last transfers by size class."""
 
     def observe(self, num_bytes: int, seconds: float, now: float) -> None:
-        """Note a complete transfer."""
+        """Add the measurement of a complete transfer."""
         self.estimate.observe(num_bytes, seconds, now)
         self._largest, self._time = max(self._largest, num_bytes), now
         self._times[size_class(num_bytes)] = now
 
     def is_worth(self, num_bytes: int, compute_seconds: float | None, now: float) -> bool:
-        """Return whether to fetch so many bytes.
+        """Return True if a fetch is predicted to be faster than the prefill of its tokens.
 
         Args:
-            num_bytes: of the keys and values.
-            compute_seconds: predicted for the prefill of their tokens; None if unknown.
+            num_bytes: Size of the keys and values.
+            compute_seconds: Predicted time of the prefill; None if unknown.
             now: Time in seconds.
         """
         if num_bytes > TRUSTED_FACTOR * self._largest or now - self._time > RETRY_SECONDS:
@@ -62,25 +62,17 @@ class FetchDecision:
 
 @dataclass
 class FetchDeadline:
-    """Time at which a fetch is given up: 3 x predicted + 2 s, later while bytes arrive."""
+    """Deadline of a fetch: 3 x predicted time + 2 s, and at least 2 s after the latest bytes."""
 
     begin: float
     predicted_seconds: float
     last_arrival: float | None = None
     """Time of the last bytes; None before the first ones."""
 
-    def on_bytes(self, now: float) -> None:
-        """Note that bytes have arrived."""
-        self.last_arrival = now
-
-    @property
-    def time(self) -> float:
-        """Deadline as known now."""
-        deadline = self.begin + DEADLINE_FACTOR * self.predicted_seconds + DEADLINE_SECONDS
-        if self.last_arrival is None:
-            return deadline
-        return max(deadline, self.last_arrival + DEADLINE_SECONDS)
-
     def is_late(self, now: float) -> bool:
-        """Return whether the fetch has to be cancelled."""
-        return now > self.time
+        """Return True if the deadline has passed, so that the fetch has to be cancelled."""
+        seconds = DEADLINE_FACTOR * self.predicted_seconds + DEADLINE_SECONDS
+        deadline = self.begin + seconds
+        if self.last_arrival is not None:
+            deadline = max(deadline, self.last_arrival + DEADLINE_SECONDS)
+        return now > deadline

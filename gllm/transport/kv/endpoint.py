@@ -27,27 +27,18 @@ class KvMachine(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KvEndpoint(msgspec.Struct, frozen=True, array_like=True):
-    """All machines of an engine."""
+    """Addresses and KV cache layouts of all machines of an engine."""
 
     machines: Annotated[list[KvMachine], Meta(min_length=1, max_length=1024)]
 
-    @property
-    def places(self) -> list[tuple[int, int]]:
-        """Machine and position there of each worker."""
-        return [
-            (number, place)
-            for number, machine in enumerate(self.machines)
-            for place in range(len(machine.layouts))
-        ]
-
 
 def encode_endpoint(endpoint: KvEndpoint) -> bytes:
-    """Return an endpoint as bytes."""
+    """Encode an endpoint as msgpack."""
     return msgspec.msgpack.encode(endpoint)
 
 
 def decode_endpoint(data: bytes) -> KvEndpoint:
-    """Return an endpoint. Raises ValueError."""
+    """Decode an endpoint. Raises ValueError if the bytes are none."""
     try:
         return msgspec.msgpack.decode(data, type=KvEndpoint)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from gllm.messages.kv_layout import KvMove, find_moves
+from gllm.messages.kv_layout import find_moves
 from gllm.messages.kv_transfer import FetchKv
-from gllm.transport.kv.backends.base import FetchTarget, KvBackend, TargetPart
+from gllm.transport.kv.backends.base import FetchTarget, KvBackend, TargetPart, skip_wait
 from gllm.transport.kv.break_even import FetchDeadline
 from gllm.transport.kv.endpoint import KvEndpoint
 from gllm.transport.kv.frames import (
@@ -33,8 +33,8 @@ class RunningFetch:
     """See ReadRequest."""
     epoch: int
     deadline: FetchDeadline
-    on_started: Callable[[], None]
-    """Called with the first bytes."""
+    on_started: "Callable[[RunningFetch], None]"
+    """Called with this fetch when its first bytes arrive."""
     clock: Callable[[], float] = time.monotonic
     num_bytes: int = 0
     _is_cancelled: threading.Event = field(default_factory=threading.Event)
@@ -51,19 +51,21 @@ class RunningFetch:
             raise KvTransferError("the fetch is late")
 
     def on_bytes(self, num_bytes: int) -> None:
-        """Note bytes that were written. Raises KvTransferError."""
+        """Count bytes that were written. Raises KvTransferError if the fetch has to end."""
         if num_bytes:
             if not self.num_bytes:
-                self.on_started()
+                self.on_started(self)
             self.num_bytes += num_bytes
-        self.deadline.on_bytes(self.clock())
+        self.deadline.last_arrival = self.clock()
         self.check()
 
 
 def find_targets(
     command: FetchKv, endpoint: KvEndpoint, pages: Sequence[KvPages], first_position: int = 0
 ) -> dict[int, list[TargetPart]]:
-    """Return the parts of a fetch, by machine of the owner and in the order of the layers.
+    """Divide a fetch into the head ranges of layers to read, by machine of the owner.
+
+    They are in the order of the layers.
 
     Args:
         command: The fetch.
@@ -74,7 +76,11 @@ def find_targets(
     Raises:
         KvLayoutError, KvPagesError: The layouts or blocks do not fit.
     """
-    places = endpoint.places
+    places = [
+        (number, place)
+        for number, machine in enumerate(endpoint.machines)
+        for place in range(len(machine.layouts))
+    ]
     layouts = [endpoint.machines[machine].layouts[place] for machine, place in places]
     by_machine: dict[int, list[TargetPart]] = {}
     for position, own in enumerate(pages, start=first_position):
@@ -82,8 +88,8 @@ def find_targets(
         slots = own.find_slots(command.block_ids, offset, command.num_tokens)
         for move in find_moves(own.layout, layouts, position):
             machine, place = places[move.peer]
-            part = TargetPart(_read_part(place, move), own, slots)
-            by_machine.setdefault(machine, []).append(part)
+            part = ReadPart(place, move.layer, move.heads.start, len(move.heads))
+            by_machine.setdefault(machine, []).append(TargetPart(part, own, slots))
     for parts in by_machine.values():
         # As they are computed.
         parts.sort(key=lambda part: part.part.layer)
@@ -122,35 +128,19 @@ def fetch_from_machine(
             [part.part for part in parts],
             command.is_per_layer,
         )
-        left = [part._replace(slots=part.slots[num_fetched:]) for part in parts]
-        num_fetched += _read(fetch, connection, backend, FetchTarget(request, left, fetch.on_bytes))
-
-
-def _read(
-    fetch: RunningFetch, connection: KvConnection, backend: KvBackend, target: FetchTarget
-) -> int:
-    """Send one READ and receive the answer; return the number of tokens that have arrived.
-
-    Raises as `fetch_from_machine` does.
-    """
-    connection.send_struct(KvFrameKind.READ, target.request)
-    if target.request.is_per_layer:
-        num_tokens, parts = target.request.num_tokens, target.parts
-        # Announcements keep the fetch alive as bytes do.
-        gate = ReceiverGate(connection, num_tokens, len(parts), lambda: fetch.on_bytes(0))
-        num_tokens = gate.wait_for_tokens()
-        target = FetchTarget(
-            msgspec.structs.replace(target.request, num_tokens=num_tokens),
-            [part._replace(slots=part.slots[:num_tokens]) for part in parts],
-            fetch.on_bytes,
-            gate.wait_for_part,
-        )
-    backend.fetch(connection, target)
-    connection.send(KvFrameKind.CONFIRM)
-    if not connection.receive_struct(KvFrameKind.CONFIRMED, ReadConfirmed).is_held:
-        raise KvTransferError("the other engine did not keep the blocks until the end")
-    return target.request.num_tokens
-
-
-def _read_part(place: int, move: KvMove) -> ReadPart:
-    return ReadPart(place, move.layer, move.heads.start, len(move.heads))
+        connection.send_struct(KvFrameKind.READ, request)
+        gate = None
+        if request.is_per_layer:
+            # Announcements keep the fetch alive as bytes do.
+            gate = ReceiverGate(
+                connection, request.num_tokens, len(parts), lambda: fetch.on_bytes(0)
+            )
+            request = msgspec.structs.replace(request, num_tokens=gate.wait_for_tokens())
+        end = num_fetched + request.num_tokens
+        left = [part._replace(slots=part.slots[num_fetched:end]) for part in parts]
+        wait_for_part = skip_wait if gate is None else gate.wait_for_part
+        backend.fetch(connection, FetchTarget(request, left, fetch.on_bytes, wait_for_part))
+        connection.send(KvFrameKind.CONFIRM)
+        if not connection.receive_struct(KvFrameKind.CONFIRMED, ReadConfirmed).is_held:
+            raise KvTransferError("the other engine did not keep the blocks until the end")
+        num_fetched = end

@@ -43,7 +43,7 @@ class KvTransferError(Exception):
 
 
 class KvFrameKind(IntEnum):
-    """Kind of a frame."""
+    """Kind of a frame between two KV movers."""
 
     READ = 1
     GRANT = 2
@@ -84,7 +84,7 @@ class ReadPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReadRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Payload of READ."""
+    """Payload of READ: the tokens and parts to transfer."""
 
     ticket: Ticket
     reader: Ticket
@@ -101,7 +101,7 @@ class ReadRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReadGrant(msgspec.Struct, frozen=True, array_like=True):
-    """Payload of GRANT."""
+    """Payload of GRANT: where the receiver finds the contents in the owner's memory."""
 
     block_ids: list[BlockId]
     """Blocks of the sequence, from its first token on."""
@@ -110,7 +110,7 @@ class ReadGrant(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReadConfirmed(msgspec.Struct, frozen=True, array_like=True):
-    """Payload of CONFIRMED."""
+    """Payload of CONFIRMED: whether the contents were valid until the end of the transfer."""
 
     is_held: bool
     """True if the blocks were kept under the ticket until now."""
@@ -118,14 +118,6 @@ class ReadConfirmed(msgspec.Struct, frozen=True, array_like=True):
 
 _Payload = TypeVar("_Payload", ReadRequest, ReadGrant, ReadConfirmed)
 _encoder = msgspec.msgpack.Encoder()
-
-
-def decode_kv_payload(data: bytes, kind: type[_Payload]) -> _Payload:
-    """Return a payload. Raises KvFrameError."""
-    try:
-        return msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise KvFrameError(f"the payload of a frame is invalid: {error}") from error
 
 
 class KvConnection:
@@ -149,11 +141,7 @@ class KvConnection:
         self._idle_seconds = idle_seconds
         self._timeout = 30.0
         """Longest wait for the rest of a frame, and for the other end to read."""
-        self.restore_timeout()
-
-    def restore_timeout(self) -> None:
-        """Let waits be checked again after a direct use of the socket."""
-        self.socket.settimeout(TICK_SECONDS)
+        connection.settimeout(TICK_SECONDS)
 
     def send(self, kind: KvFrameKind, *parts: bytes | memoryview) -> None:
         """Send a frame. Raises OSError."""
@@ -195,7 +183,11 @@ class KvConnection:
 
     def receive_struct(self, kind: KvFrameKind, payload: type[_Payload]) -> _Payload:
         """Wait for a frame with a struct; errors as in `receive`."""
-        return decode_kv_payload(bytes(self.receive(kind)[1]), payload)
+        data = self.receive(kind)[1]
+        try:
+            return msgspec.msgpack.decode(data, type=payload)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise KvFrameError(f"the payload of a frame is invalid: {error}") from error
 
     def receive_run(self) -> tuple[int, int, int, NDArray[np.uint8]]:
         """Wait for a RUN; return part, first token, number of tokens and contents."""

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 from gllm.config.kv_backends import AUTO, BACKENDS, MOCK, check_backend_name, parse_mock_rate
@@ -113,8 +114,8 @@ class KvMover:
         self._on_report, self._backend, self._encoding = on_report, backend, encoding
         self._dial, self._clock = dial, clock
         self._state = KvSourceState(on_used=self._end_ticket)
-        self._backends: dict[str, KvBackend] = {}
-        self._create_backend = create_backend
+        self._find_backend = cache(create_backend)
+        """Returns the backend of a name. Raises ValueError, ImportError."""
         self._source = KvSourceServer(
             self._state, self._find_backend, yield_to_activations, clock, sleep, max_connections
         )
@@ -202,11 +203,20 @@ class KvMover:
                 # Readers are not waited for: they discard what they have read since.
                 self._on_report(self._state.caches.epoch, KvRevoked(ticket))
             case FetchKv():
-                self._begin_fetch(command)
+                fetch = RunningFetch(
+                    command,
+                    secrets.randbelow(2**63 - 1) + 1,
+                    self._state.caches.epoch,
+                    FetchDeadline(self._clock(), predicted_seconds=0.0),
+                    self._report_start,
+                    self._clock,
+                )
+                self._fetches[fetch.epoch, command.fetch] = fetch
+                threads = self._waiting_threads if command.is_per_layer else self._threads
+                threads.submit(self._run_fetch, fetch, list(self._state.caches.pages))
             case CancelKvFetch(number):
-                fetch = self._fetches.get((self._state.caches.epoch, number))
-                if fetch is not None:
-                    fetch.cancel()
+                if running := self._fetches.get((self._state.caches.epoch, number)):
+                    running.cancel()
 
     def adopt(self, connection: socket.socket, address: str) -> None:
         """Serve a connection that a mover with an IP address has opened at the data port."""
@@ -250,12 +260,6 @@ class KvMover:
         if not is_served:
             self._on_report(self._state.caches.epoch, KvRevoked(command.ticket))
 
-    def _find_backend(self, name: str) -> KvBackend:
-        """Return a backend, the same object for the same name. Raises ValueError, ImportError."""
-        if name not in self._backends:
-            self._backends[name] = self._create_backend(name)
-        return self._backends[name]
-
     def _end_ticket(self, ticket: int) -> None:
         """Report a ticket as revoked, because its reader has all that it needs."""
         with self._state.lock:
@@ -264,21 +268,6 @@ class KvMover:
             self._state.book.revoke(ticket)
         if is_held:
             self._on_report(epoch, KvRevoked(ticket))
-
-    def _begin_fetch(self, command: FetchKv) -> None:
-        epoch = self._state.caches.epoch
-        predicted = 0.0
-        fetch = RunningFetch(
-            command,
-            secrets.randbelow(2**63 - 1) + 1,
-            epoch,
-            FetchDeadline(self._clock(), predicted),
-            lambda: self._report_start(fetch),
-            self._clock,
-        )
-        self._fetches[epoch, command.fetch] = fetch
-        threads = self._waiting_threads if command.is_per_layer else self._threads
-        threads.submit(self._run_fetch, fetch, list(self._state.caches.pages))
 
     def _run_fetch(self, fetch: RunningFetch, pages: list[KvPages]) -> None:
         """Fetch from all machines of the owner, one after another, and report the end."""

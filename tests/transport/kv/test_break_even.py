@@ -119,8 +119,9 @@ def test_deadline_is_extended_while_bytes_arrive() -> None:
     deadline = FetchDeadline(10.0, predicted_seconds=1.0)
     assert not deadline.is_late(15.0)
     assert deadline.is_late(15.1)
-    deadline.on_bytes(14.0)
+    deadline.last_arrival = 14.0
     assert not deadline.is_late(16.0)
     assert deadline.is_late(16.1)
-    deadline.on_bytes(10.5)
-    assert deadline.time == 15.0
+    deadline.last_arrival = 10.5
+    assert not deadline.is_late(15.0)
+    assert deadline.is_late(15.1)

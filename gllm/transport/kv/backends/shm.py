@@ -12,6 +12,7 @@ import msgspec
 from gllm.messages.kv_layout import KvLayout
 from gllm.transport.kv.backends.base import FetchTarget, ServedRead
 from gllm.transport.kv.frames import (
+    TICK_SECONDS,
     KvConnection,
     KvFrameError,
     KvFrameKind,
@@ -90,7 +91,7 @@ def _receive_descriptors(connection: KvConnection, count: int) -> list[int]:
         raise KvFrameError("shared memory needs a Unix socket")
     connection.socket.settimeout(5.0)
     data, descriptors, _, _ = socket.recv_fds(connection.socket, 1, count)
-    connection.restore_timeout()
+    connection.socket.settimeout(TICK_SECONDS)
     if len(data) != 1 or len(descriptors) != count:
         for descriptor in descriptors:
             os.close(descriptor)
