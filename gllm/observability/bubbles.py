@@ -87,7 +87,8 @@ class BubbleTotals:
         """Time in which there was work for at least one stage."""
         self._num_stages = stages
         self._now = begin
-        self._parallelism = 0
+        self.parallelism = 0
+        """Number of stages that the available work can keep busy from now on."""
         self._running = [0] * stages
         """Number of steps that each stage computes."""
         self._num_busy = 0
@@ -127,16 +128,12 @@ class BubbleTotals:
         if seconds <= 0:
             return
         self._now = time
-        if self._parallelism:
+        if self.parallelism:
             self.work_seconds += seconds
             num_idle = self._num_stages - self._num_busy
-            missing = self._parallelism - self._num_busy
+            missing = self.parallelism - self._num_busy
             if missing > 0 and num_idle:
                 self._idle_bubble += seconds * (missing / num_idle)
-
-    def set_parallelism(self, stages: int) -> None:
-        """Set the number of stages that the available work can keep busy from now on."""
-        self._parallelism = stages
 
     def change_steps(self, stage: int, num_steps: int) -> None:
         """Change the number of steps that a stage has to compute, from now on."""
@@ -189,17 +186,15 @@ class BubbleMeter:
             self._push(start, stage, 1)
             self._push(end, stage, -1)
         self._reported_until[stage] = until
-        self._advance(min(self._reported_until))
+        until = min(self._reported_until)
+        while self._changes and self._changes[0][0] <= until:
+            time, _, changed, value = heapq.heappop(self._changes)
+            self._totals.advance(time)
+            if changed is None:
+                self._totals.parallelism = value
+            else:
+                self._totals.change_steps(changed, value)
+        self._totals.advance(until)
 
     def _push(self, time: float, stage: int | None, value: int) -> None:
         heapq.heappush(self._changes, (time, next(self._order), stage, value))
-
-    def _advance(self, until: float) -> None:
-        while self._changes and self._changes[0][0] <= until:
-            time, _, stage, value = heapq.heappop(self._changes)
-            self._totals.advance(time)
-            if stage is None:
-                self._totals.set_parallelism(value)
-            else:
-                self._totals.change_steps(stage, value)
-        self._totals.advance(until)

@@ -31,7 +31,7 @@ MIN_CAP_CHANGE = 0.25
 
 
 class StageSeconds(NamedTuple):
-    """Time of a stage, linear in the rows of a micro-batch."""
+    """Time of a stage for a micro-batch, linear in its rows."""
 
     base_seconds: float
     """Time of a micro-batch, however small."""
@@ -53,7 +53,7 @@ class LinkSeconds(NamedTuple):
 
 
 class PipelineSeconds(NamedTuple):
-    """Measured times of a pipeline."""
+    """Measured times of the stages and links of a pipeline."""
 
     stages: Sequence[StageSeconds]
     links: Sequence[LinkSeconds]
@@ -102,7 +102,7 @@ class PipelineSeconds(NamedTuple):
         )
 
     def interval_seconds(self, num_decoding: float, depth: int) -> float:
-        """Return the predicted time between two micro-batches while work abounds."""
+        """Return the predicted time between two micro-batches under full load."""
         num_decodes = _decodes_per_batch(num_decoding, depth)
         cycle = self.cycle_seconds(math.ceil(num_decodes))
         return max(cycle / depth, self.slowest_seconds(num_decodes))
@@ -171,7 +171,7 @@ def cap_prefill(times: PipelineSeconds, min_tokens: int, max_tokens: int) -> int
 
 
 class Pace(NamedTuple):
-    """Decision of the controller."""
+    """Number of micro-batches in flight and their prefill limit."""
 
     depth: int
     """B: micro-batches in flight, per lane."""
@@ -180,7 +180,7 @@ class Pace(NamedTuple):
 
 
 class DepthController:
-    """Pace of one pipeline, with hysteresis.
+    """Chooses the pace of one pipeline, with hysteresis.
 
     The pace changes at most every CHANGE_INTERVAL_SECONDS, and the depth only for a predicted gain
     of at least MIN_GAIN.
@@ -203,7 +203,7 @@ class DepthController:
         return now >= self._next_check
 
     def update(self, times: PipelineSeconds, num_decoding: float, now: float) -> Pace | None:
-        """Compare the pace with the best one.
+        """Return a better pace, if there is one.
 
         Args:
             times: measured times.

@@ -86,7 +86,7 @@ class LinkSample(NamedTuple):
 
 
 class LinkEstimator:
-    """Rate, round trip and loss of a link, fed with samples in the order of their times."""
+    """Estimator of a link's rate, round trip and loss from TCP samples in order of time."""
 
     def __init__(self) -> None:
         self.is_saturated = False

@@ -5,12 +5,10 @@ The driver of a pipeline and the simulator hold the same object and pass its dec
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
 
 from gllm.pacing.depth import (
     DepthController,
-    LinkSeconds,
     Pace,
     PipelineSeconds,
     StageSeconds,
@@ -27,7 +25,7 @@ EARLY_FITS = (8, 16)
 
 
 class StageTimeFits:
-    """A linear model of the step time per stage.
+    """Linear fits of the step time, one per stage.
 
     num_stages: of the pipeline.
     """
@@ -40,14 +38,14 @@ class StageTimeFits:
         """Number of stages that have not reported a step."""
 
     def on_scheduled(self, work: StageWork) -> None:
-        """Remember the work of a step that all stages will report."""
+        """Store the work of a step that all stages will report."""
         self._works[work.step] = work
         self._num_missing[work.step] = len(self._fits)
         if len(self._works) > MAX_PENDING_STEPS:
             self._forget(next(iter(self._works)))
 
     def on_stage_times(self, stage: int, times: Iterable[StepTime]) -> None:
-        """Fit the model of a stage to the steps that it has computed."""
+        """Fit the model of a stage to its reported steps."""
         for step, start, end in times:
             work = self._works.get(step)
             if work is None:
@@ -58,7 +56,7 @@ class StageTimeFits:
                 self._forget(step)
 
     def read(self, context_tokens_per_decode: float) -> list[StageSeconds] | None:
-        """Return the time of each stage; None until every stage has reported enough steps.
+        """Return the fitted time of each stage; None until every stage has a fit.
 
         context_tokens_per_decode: mean number of tokens that a decode attends to.
         """
@@ -79,23 +77,8 @@ LOAD_SECONDS = 5.0
 """Time constant of the mean of #RD."""
 
 
-class PathSeconds(NamedTuple):
-    """Times of everything between the stages and the driver."""
-
-    links: Sequence[LinkSeconds]
-    """From each stage but the last one to the next one."""
-    plan_latencies: Sequence[float]
-    """Seconds from the driver to each stage, one way."""
-    return_latency: float
-    """Seconds from the last stage to the driver."""
-
-    def with_stages(self, stages: Sequence[StageSeconds]) -> PipelineSeconds:
-        """Return the times of the whole pipeline."""
-        return PipelineSeconds(stages, self.links, self.plan_latencies, self.return_latency)
-
-
 class PipelinePacer:
-    """Measurements of one pipeline, and its depth controller.
+    """Collects the measurements of one pipeline and chooses its pace.
 
     The first depth is the number of stages. It stays until the times of all stages and links are
     known.
@@ -113,7 +96,8 @@ class PipelinePacer:
         least = config.min_prefill_tokens if has_cap else config.max_num_batched_tokens
         self._controller = DepthController(pace, config.max_in_flight, least)
         self._fits = StageTimeFits(config.stages)
-        self._paths: PathSeconds | None = None
+        self._paths: PipelineSeconds | None = None
+        """Times of the links, without those of the stages."""
         self._num_decoding = 0.0
         self._load_time = -math.inf
 
@@ -123,15 +107,15 @@ class PipelinePacer:
         return self._controller.pace
 
     def on_scheduled(self, work: StageWork) -> None:
-        """Note the work of a micro-batch."""
+        """Store the work of a scheduled micro-batch."""
         self._fits.on_scheduled(work)
 
     def on_stage_times(self, stage: int, times: Iterable[StepTime]) -> None:
-        """Note steps that a stage has computed."""
+        """Add the step times of a stage."""
         self._fits.on_stage_times(stage, times)
 
-    def on_paths(self, paths: PathSeconds) -> None:
-        """Replace the times of the links."""
+    def on_paths(self, paths: PipelineSeconds) -> None:
+        """Replace the times of the links; those of the stages are measured here."""
         self._paths = paths
 
     def is_due(self, now: float) -> bool:
@@ -154,5 +138,5 @@ class PipelinePacer:
         stages = self._fits.read(num_context_tokens / max(1, num_decoding))
         if stages is None:
             return None
-        times = self._paths.with_stages(stages)
+        times = self._paths._replace(stages=stages)
         return self._controller.update(times, self._num_decoding, now)

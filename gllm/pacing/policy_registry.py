@@ -19,7 +19,7 @@ DEFAULT_LINK_POLICY = "molink"
 
 
 def make_link_policy(name: str) -> LinkPolicy:
-    """Return a new policy: one of LINK_POLICIES, or that of an entry `module:Class`.
+    """Create a link policy: one of LINK_POLICIES, or an entry `module:Class`.
 
     Raises:
         ValueError: There is no such policy.

@@ -15,7 +15,7 @@ MAX_ROUNDS = 256
 def decode_round_seconds(
     stage_seconds: Iterable[float], transfer_seconds: Iterable[float]
 ) -> float:
-    """Return the time in which a micro-batch of decodes passes all stages and links once.
+    """Return the time of a decode micro-batch through all stages and links.
 
     That is T_o + T_m of the paper's third case: from the end of one output of a stage to the end of
     the next one, without waiting for other micro-batches.
@@ -30,7 +30,7 @@ def decode_round_seconds(
 
 
 class StageClock:
-    """Clock of one stage's decode steps, which predicts the time of its next decode output.
+    """Predicts when the next decode output of a stage is ready.
 
     With a decode running since t_s (cases 1 and 2): T_a = T_i(n) - (t_c - t_s). With none (case 3):
     T_a = t_p + T_o + T_m - t_c, where t_p is the end of the oldest decode run that has not come
@@ -48,7 +48,7 @@ class StageClock:
         """End and round of each decode run whose next one has not started, oldest first."""
 
     def on_decode_started(self, now: float, stage_seconds: float) -> None:
-        """Note a decode run that starts now.
+        """Record the start of a decode step.
 
         Args:
             now: t_s.
@@ -61,7 +61,7 @@ class StageClock:
                 self._rounds.popleft()
 
     def on_decode_finished(self, now: float, round_seconds: float) -> None:
-        """Note that the decode run has finished.
+        """Record the end of a decode step.
 
         Args:
             now: t_p.
@@ -71,7 +71,7 @@ class StageClock:
         self._rounds.append((now, round_seconds))
 
     def slack_seconds(self, now: float) -> float | None:
-        """Return T_a of a chunk that starts now; None if no decode is under way."""
+        """Return the time T_a until the next decode output; None if no decode is under way."""
         if self._running is not None:
             start, stage_seconds = self._running
             return stage_seconds - (now - start)

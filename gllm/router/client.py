@@ -35,7 +35,7 @@ PATIENCE_SECONDS = 5.0
 
 
 class NumericsIndex:
-    """Names of the attached engines by numerics. Pure: time is an argument."""
+    """Index of the attached engines by their numerics digest. Pure: time is an argument."""
 
     def __init__(self, patience_seconds: float) -> None:
         self.num_inexact_migrations = 0
@@ -57,7 +57,7 @@ class NumericsIndex:
     def eligible(
         self, entry: JournalEntry, parked_seconds: float, reserved: str
     ) -> list[frozenset[str]]:
-        """Return the names of engines that may get a request, in the order of preference.
+        """Return the sets of engines that may run a request, in the order of preference.
 
         Args:
             entry: of the request.
@@ -70,7 +70,7 @@ class NumericsIndex:
         return [equal, self._names[""] - equal]
 
     def on_submission(self, entry: JournalEntry, engine: DispatchTarget) -> None:
-        """Count and log a submission to an engine with other numerics than those of the tokens."""
+        """Count and log a request that continues on an engine with other numerics."""
         if entry.numerics in ("", engine.numerics):
             return
         entry.numerics = engine.numerics
@@ -86,7 +86,7 @@ class NumericsIndex:
 
 
 class FleetClient(RequestClient):
-    """Running requests of a router, and the engines that compute them."""
+    """Client of all engines of a router: dispatches, parks and migrates its requests."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class FleetClient(RequestClient):
 
     @property
     def num_inexact_migrations(self) -> int:
-        """Requests that an engine with other numerics continued."""
+        """Number of requests that continued on an engine with other numerics."""
         return self._numerics.num_inexact_migrations
 
     @property
@@ -147,14 +147,14 @@ class FleetClient(RequestClient):
         return min((parked.since for parked in self._parked.values()), default=None)
 
     def num_running(self, engine: str) -> int:
-        """Return the number of requests that an engine has."""
+        """Return the number of requests that run on an engine."""
         attached = self._engines.get(engine)
         return len(attached.streams) if attached is not None else 0
 
     def attach(
         self, engine: str, numerics: str, send: SendFunction, kv: KvPeer | None = None
     ) -> None:
-        """Use an engine from now on; parked requests are dispatched.
+        """Add an engine and dispatch the parked requests.
 
         Args:
             engine: name; an attached engine of this name is lost.
@@ -168,7 +168,7 @@ class FleetClient(RequestClient):
         self.dispatch_parked()
 
     def detach(self, engine: str, cause: str, is_planned: bool) -> None:
-        """Use an engine no more, because its session has ended; its requests go on elsewhere.
+        """Remove an engine whose session has ended; its requests continue on other engines.
 
         Args:
             engine: name; nothing happens if it is not attached.
@@ -192,7 +192,7 @@ class FleetClient(RequestClient):
         self._notify()
 
     def migrate(self, engine: str, is_planned: bool = True) -> int:
-        """Let requests of a living engine go on elsewhere.
+        """Move the requests of an engine that still runs to other engines.
 
         A request for which no other engine is chosen stays where it is.
 
@@ -232,7 +232,7 @@ class FleetClient(RequestClient):
         return len(moved)
 
     def dispatch_parked(self, avoid: str = "") -> None:
-        """Look for engines for the parked requests, suspects first, in order of their arrival.
+        """Submit the parked requests for which an engine is chosen, suspects of crashes first.
 
         The caller's function may choose otherwise than before, so this is called after each change
         that it considers.
@@ -244,7 +244,7 @@ class FleetClient(RequestClient):
         self._submit_each(sorted(self._parked, key=lambda request: request.entry.arrival), avoid)
 
     def reject_parked(self, cause: str, parked_for: float = 0.0) -> None:
-        """End requests that have waited for an engine for a time, with kind `unavailable`.
+        """End the requests that have waited too long for an engine, with kind `unavailable`.
 
         Args:
             cause: text of the error.
@@ -257,7 +257,7 @@ class FleetClient(RequestClient):
         self._notify()
 
     def on_outputs(self, engine: str, message: EngineOutputs) -> None:
-        """Deliver output of an engine.
+        """Deliver the tokens and ends of an engine's output to the requests' readers.
 
         Requests that it gives back with kind `unavailable` go on elsewhere. Output of requests
         that it should not have is dropped, and the engine has to abort them.
@@ -297,7 +297,7 @@ class FleetClient(RequestClient):
             self.continue_handoffs()
 
     def continue_handoffs(self) -> None:
-        """Submit prefilled requests whose reader goes on after token 1; renew and release holds.
+        """Submit prefilled requests to their decode engines; renew and release KV holds.
 
         To be called soon again while `handoffs.has_unread`, otherwise every second.
         """

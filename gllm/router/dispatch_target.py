@@ -17,7 +17,7 @@ others only if none of these was chosen for some time.
 
 
 class KvPeer(NamedTuple):
-    """An engine that may give KV blocks to others, and fetch theirs."""
+    """KV transfer interface of an engine that gives KV blocks to others or fetches theirs."""
 
     run: int
     """Random number of this start of its head process."""
@@ -33,7 +33,7 @@ class KvPeer(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class DispatchTarget:
-    """An attached engine, and the requests that it has."""
+    """An attached engine and the requests that run on it."""
 
     name: str
     numerics: str
@@ -48,12 +48,12 @@ class DispatchTarget:
 
     @property
     def kv_endpoint(self) -> bytes:
-        """Address of its KV cache; empty if it neither gives nor fetches blocks."""
+        """KV endpoint of the engine; empty if it takes part in no KV transfers."""
         return b"" if self.kv is None else self.kv.endpoint()
 
 
 class Submitted(NamedTuple):
-    """State of a request when an engine got it."""
+    """Figures of a request at its submission to an engine."""
 
     waits_since: float
     """Time since which it has waited for an engine that computes it."""
@@ -61,7 +61,7 @@ class Submitted(NamedTuple):
 
 
 class Parked(NamedTuple):
-    """State of a request that no engine has."""
+    """Waiting time and cause of a request that runs on no engine."""
 
     since: float
     """Time since which it has waited; what it waited for an engine that gave it back counts."""

@@ -28,7 +28,7 @@ EXPECTED_OUTPUT_TOKENS = 256
 
 
 class Dispatcher:
-    """The attached engines with their load, and the choice among them."""
+    """Chooses the engine of each request by the load of the attached engines."""
 
     def __init__(
         self, policy: RoutingPolicy, health: FleetHealth, clock: Callable[[], float]
@@ -53,11 +53,11 @@ class Dispatcher:
 
     @property
     def has_ready_engine(self) -> bool:
-        """True if an engine takes requests."""
+        """True if an engine accepts requests."""
         return any(record.accepts_requests for record in self.records.values())
 
     def choose(self, stream: RequestStream, names: Collection[str]) -> str | None:
-        """Return the engine that gets a request.
+        """Return the name of the engine that runs a request.
 
         Args:
             stream: the request.
@@ -84,7 +84,7 @@ class Dispatcher:
         return name
 
     def on_output(self, entry: JournalEntry, length: int) -> None:
-        """Note an output of a request that has finished, by its length in tokens."""
+        """Record the lengths of a finished request, which predict those of later requests."""
         self.output_lengths.record(entry.max_tokens, length)
         self.policy.on_finished(len(entry.prompt), length)
         lengths = RecentLengths(len(entry.prompt), length)
@@ -105,7 +105,7 @@ class Dispatcher:
     def reason_to_shed(
         self, prompt: Sequence[int], max_tokens: int, priority: int, cache_salt: str, slo: Slo
     ) -> tuple[str, int] | None:
-        """Decide whether a new request is refused because no engine can meet its SLO.
+        """Return why a new request is refused: no engine is predicted to meet its SLO.
 
         Args:
             prompt: token ids.
@@ -161,7 +161,7 @@ class Dispatcher:
         return True
 
     def candidates(self, names: Collection[str], now: float) -> list[EngineSnapshot]:
-        """Return the engines that take requests; ejected ones only if there are no others."""
+        """Return the engines that accept requests; ejected ones only if there are no others."""
         # In the order of attachment: that of a set of names differs from run to run.
         ready = [
             record
@@ -189,7 +189,7 @@ class Dispatcher:
 
 
 class PairDispatcher:
-    """Implements PairChooser with a pair policy, which gets the engines that take requests."""
+    """Chooses prefill and decode engines with a pair policy. Implements PairChooser."""
 
     def __init__(
         self, policy: PairPolicy, dispatcher: Dispatcher, clock: Callable[[], float]
@@ -206,14 +206,14 @@ class PairDispatcher:
         self._clock = clock
 
     def accepting(self, names: frozenset[str]) -> frozenset[str]:
-        """See PairChooser."""
+        """Return the engines that accept requests, of those named."""
         records = self._dispatcher.records
         return frozenset(
             name for name in names if name in records and records[name].accepts_requests
         )
 
     def choose(self, stream: RequestStream, names: frozenset[str]) -> EnginePair | None:
-        """See PairChooser."""
+        """Return the prefill and decode engines of a request; None to use the routing policy."""
         now = self._clock()
         engines = self._dispatcher.candidates(names, now)
         if not engines or stream.entry.num_refusals:
@@ -226,21 +226,21 @@ class PairDispatcher:
         return pair
 
     def choose_decode(self, stream: RequestStream, names: frozenset[str]) -> str | None:
-        """See PairChooser."""
+        """Return the decode engine of a prefilled request; None if there is none."""
         now = self._clock()
         engines = self._dispatcher.candidates(names, now)
         return self.policy.choose_decode(self._request(stream), engines, now) if engines else None
 
     def on_prefilled(self, stream: RequestStream) -> None:
-        """See PairChooser."""
+        """Count a request as load of its decode engine alone."""
         self.policy.on_prefill_ended(stream, self._clock())
 
     def on_ended(self, stream: RequestStream) -> None:
-        """See PairChooser."""
+        """Remove a request from the loads of its engines."""
         self.policy.on_ended(stream, self._clock())
 
     def on_engine_lost(self, engine: str) -> None:
-        """See PairChooser."""
+        """Remove an engine and its load."""
         self.policy.on_engine_lost(engine)
 
     def _request(self, stream: RequestStream) -> PairRequest:

@@ -5,7 +5,6 @@ from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
 from gllm.routing.ongoing import OngoingRequests
 from gllm.routing.state import EngineSnapshot
 from gllm.scheduler.config import LOCAL_PRESETS
-from gllm.scheduler.plan import SchedulerStats
 
 SETTLE_SECONDS = 0.05
 """Age from which a request is in the statistics that arrive: the time of both ways and of the
@@ -13,40 +12,35 @@ engine's next report on a network between two machines."""
 
 
 class SentRequests:
-    """Requests that this router has sent to one engine and that `stats` do not include yet."""
+    """Requests sent to one engine that its latest statistics do not include yet."""
 
     def __init__(self) -> None:
-        self._requests: dict[int, tuple[float, int]] = {}
+        self.requests: dict[int, tuple[float, int]] = {}
         """Time of sending and uncached prompt tokens by wire id, in order of sending."""
         self.num_sent_tokens = 0
         """Their uncached prompt tokens."""
 
-    @property
-    def num_sent(self) -> int:
-        """Number of requests."""
-        return len(self._requests)
-
     def on_sent(self, wire_id: int, num_tokens: int, now: float) -> None:
         """Add a request with its uncached prompt tokens."""
         self.on_output(wire_id)
-        self._requests[wire_id] = now, num_tokens
+        self.requests[wire_id] = now, num_tokens
         self.num_sent_tokens += num_tokens
 
     def on_output(self, wire_id: int) -> None:
-        """Remove a request that has output or has ended; others are ignored."""
-        if request := self._requests.pop(wire_id, None):
+        """Remove a request that has output or has ended; unknown ids are ignored."""
+        if request := self.requests.pop(wire_id, None):
             self.num_sent_tokens -= request[1]
 
     def on_stats(self, now: float) -> None:
-        """Remove the requests that statistics include if they arrive now."""
-        for wire_id, (sent_at, _) in list(self._requests.items()):
+        """Remove the requests that statistics arriving now include."""
+        for wire_id, (sent_at, _) in list(self.requests.items()):
             if now - sent_at < SETTLE_SECONDS:
                 return
             self.on_output(wire_id)
 
 
 class EngineRecord:
-    """State and load of an attached engine. Pure: time is an argument."""
+    """State and load of one attached engine. Pure: time is an argument."""
 
     def __init__(
         self,
@@ -83,16 +77,16 @@ class EngineRecord:
 
     @property
     def accepts_requests(self) -> bool:
-        """True if the engine takes new requests."""
+        """True if the engine accepts new requests: it is ready and does not drain."""
         return self.report.state == "ready" and not self.is_drain_requested
 
     @property
     def state(self) -> str:
-        """Present state, as the engine or an operator of this router says."""
+        """State that the engine reports; `draining` from the operator's command on."""
         return "draining" if self.is_drain_requested else self.report.state
 
     def on_report(self, report: EngineReport, now: float) -> None:
-        """Store a report."""
+        """Store the state and statistics of a report."""
         self.report = report
         if report.state == "draining":
             self.is_drain_requested = False
@@ -100,10 +94,12 @@ class EngineRecord:
             self.not_ready_since = None
         elif self.not_ready_since is None:
             self.not_ready_since = now
-        self._on_stats(report.stats, now)
+        self.stats = report.stats
+        self._sent.on_stats(now)
+        self._snapshot = None
 
     def on_outputs(self, message: EngineOutputs, now: float) -> None:
-        """Store the counters that come with the output of a step."""
+        """Store the statistics and the request progress of a step's output."""
         for first in message.outcome.first_tokens:
             self._sent.on_output(first.seq)
         for end in message.outcome.finished:
@@ -111,10 +107,12 @@ class EngineRecord:
         if self._ongoing is not None:
             self._ongoing.on_tokens(message.outcome.seqs, now)
             self._ongoing.on_ended(end.seq for end in message.outcome.finished)
-        self._on_stats(message.stats, now)
+        self.stats = message.stats
+        self._sent.on_stats(now)
+        self._snapshot = None
 
     def on_submitted(self, message: SubmitRequest, now: float) -> None:
-        """Count a request that is sent to the engine."""
+        """Add a request that is sent to the engine to its load."""
         # Of what is fetched from another engine only the last token is computed.
         num_tokens = self.num_next_tokens if message.kv_source is None else 1
         self._sent.on_sent(message.seq, num_tokens, now)
@@ -125,12 +123,12 @@ class EngineRecord:
         self._snapshot = None
 
     def on_aborted(self, message: AbortSequences) -> None:
-        """Note sequences that the engine is to abort."""
+        """Remove aborted sequences from the unfinished requests of the engine."""
         if self._ongoing is not None:
             self._ongoing.on_ended(message.seqs)
 
     def snapshot(self, weight: float = 1.0, now: float | None = None) -> EngineSnapshot:
-        """Return the engine's load for the routing policy.
+        """Return the engine's state and load as input of a routing policy.
 
         Args:
             weight: share of its normal load that the engine should get.
@@ -147,7 +145,7 @@ class EngineRecord:
                 num_blocks=announce.num_blocks,
                 block_size=announce.block_size,
                 num_stages=announce.num_stages,
-                num_sent=self._sent.num_sent,
+                num_sent=len(self._sent.requests),
                 num_sent_tokens=self._sent.num_sent_tokens,
                 weight=weight,
                 max_num_seqs=announce.max_num_seqs,
@@ -157,14 +155,9 @@ class EngineRecord:
             return self._snapshot._replace(ongoing=self._ongoing.list(), time=now)
         return self._snapshot
 
-    def _on_stats(self, stats: SchedulerStats, now: float) -> None:
-        self.stats = stats
-        self._sent.on_stats(now)
-        self._snapshot = None
-
 
 def unfit_reason(announce: AnnounceEngine, model: str, model_hash: str, max_model_len: int) -> str:
-    """Return why an engine cannot serve a router's requests; empty if it can.
+    """Return why an engine cannot serve this router's requests; empty if it can.
 
     Args:
         announce: of the engine.
@@ -186,7 +179,7 @@ def unfit_reason(announce: AnnounceEngine, model: str, model_hash: str, max_mode
 
 
 def preset_warning(announce: AnnounceEngine, preset: str | None) -> str:
-    """Return how an engine's scheduling differs from that of a router's preset; empty if not.
+    """Return a warning if an engine's policy is not that of the router's preset; else empty.
 
     Args:
         announce: of the engine.

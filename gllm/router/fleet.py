@@ -49,7 +49,7 @@ event loop to read; one that does not read in time is no longer waited for."""
 
 
 class Fleet:
-    """Engines of one model behind a router. Implements `Backend` and `FleetControl`."""
+    """The engines behind a router, as one backend. Implements `Backend` and `FleetControl`."""
 
     def __init__(
         self,
@@ -96,7 +96,6 @@ class Fleet:
             pairs,
             clock,
         )
-        self._handoff_poll = HandoffPoll(self.client)
         self._links = create_links(
             make_router_links(config), self.name, self._on_attached, self._on_lost, self._on_message
         )
@@ -118,10 +117,12 @@ class Fleet:
         self._is_draining = False
         self._is_sleeping = False
         self._ticks: asyncio.Task[None] | None = None
+        self._read_poll: asyncio.TimerHandle | None = None
+        """Next look at the readers of token 1 of hand-offs."""
 
     @property
     def state(self) -> str:
-        """See Backend; `recovering` while no engine takes requests."""
+        """State: ready, recovering (no engine is ready), draining, sleeping or dead."""
         if self.died.is_set():
             return "dead"
         if self._is_draining:
@@ -131,7 +132,7 @@ class Fleet:
         return "sleeping" if self._is_sleeping else "ready"
 
     def status(self) -> EngineStatus:
-        """See Backend. Counters are sums over the engines, departed ones included."""
+        """Return the status; counters are sums over all engines, departed ones too."""
         records = self._dispatcher.records.values()
         now = self._clock()
         return EngineStatus(
@@ -150,7 +151,7 @@ class Fleet:
         )
 
     def describe(self) -> dict[str, Any]:
-        """See Backend."""
+        """Return the state, configuration and engines for `GET /server_info`."""
         return {
             "state": self.state,
             "router": self.name,
@@ -159,31 +160,38 @@ class Fleet:
         }
 
     def engines(self) -> list[EngineRow]:
-        """See FleetControl."""
+        """Return one row of state and load per engine, by name."""
         records, health = self._dispatcher.records, self._dispatcher.health
         links = self._links.links
         return fleet_status.engine_rows(records, links, health, self.client, self._clock())
 
     def totals(self) -> RouterTotals:
-        """See FleetControl."""
-        return fleet_status.router_totals(
-            self._config,
-            self.client,
-            self._dispatcher.num_shed,
-            lost_engines=self._num_lost,
+        """Return the counters of the router since its start."""
+        config, client = self._config, self.client
+        return RouterTotals(
+            policy=config.policy,
+            num_parked=client.num_parked,
+            migrations=dict(client.num_migrations),
+            lost_engines=dict(self._num_lost),
             refused_engines=self._num_refused,
             refused_peers=self._links.num_refused_peers,
-            role_changes=self.roles.num_commands,
+            shed_requests=dict(self._dispatcher.num_shed),
+            inexact_migrations=client.num_inexact_migrations,
+            stale_outputs=client.num_stale_tokens,
+            preset=config.preset or "",
+            decode_choice=config.decode_choice,
+            flips=config.flips,
+            role_changes=dict(self.roles.num_commands),
         )
 
     @property
     def accepts_requests(self) -> bool:
-        """See Backend."""
+        """True if new requests are accepted, even if they wait for an engine at first."""
         state = self.state
         return state == "ready" or (state == "recovering" and not self._is_overdue())
 
     def check_ready(self) -> None:
-        """See Backend."""
+        """Raise EngineUnavailableError unless the router can compute requests now."""
         match self.state:
             case "ready":
                 return
@@ -200,7 +208,7 @@ class Fleet:
         cache_salt: str,
         slo: Slo | None,
     ) -> None:
-        """See Backend."""
+        """Count new requests; raise OverloadedError if no engine can meet their SLO."""
         self._dispatcher.health.retry_budget.on_request(self._clock())
         self.scaling.on_requests(len(prompts), slo)
         if not self._config.shed or slo is None:
@@ -216,7 +224,7 @@ class Fleet:
                 )
 
     def drain_engine(self, name: str, migrates: bool) -> int:
-        """See FleetControl."""
+        """Send an engine no new requests; return the number of requests that still run on it."""
         record = self._find(name)
         record.is_drain_requested = True
         self._links.links[name].send(DrainEngine(True))
@@ -226,14 +234,14 @@ class Fleet:
         return self.client.num_running(name)
 
     def undrain_engine(self, name: str) -> None:
-        """See FleetControl."""
+        """Send a drained engine requests again."""
         record = self._find(name)
         record.is_drain_requested = False
         self._links.links[name].send(DrainEngine(False))
         self._on_engines_changed()
 
     async def start(self) -> None:
-        """Listen for engines and dial them; returns before one is attached."""
+        """Listen for engines and dial them; return before an engine is attached."""
         await self._links.start()
         if address := self._links.hub_address:
             log.info(
@@ -243,26 +251,27 @@ class Fleet:
         self._ticks = asyncio.create_task(self._tick_forever())
 
     async def drain(self, seconds: float) -> None:
-        """See Backend."""
+        """Accept no new requests, and wait up to some seconds until the running ones end."""
         self._is_draining = True
         deadline = self._clock() + seconds
         while self.client.num_requests and self._clock() < deadline:
             await asyncio.sleep(0.02)
 
     async def stop(self) -> None:
-        """See Backend."""
+        """End all requests with an error, and all sessions with engines."""
         if self.died.is_set():
             return
         self.died.set()
         if self._ticks is not None:
             self._ticks.cancel()
-        self._handoff_poll.close()
+        if self._read_poll is not None:
+            self._read_poll.cancel()
         self._commands.fail_all("the router was stopped")
         self.client.fail_all("the router was stopped")
         await self._links.stop()
 
     def set_sleeping(self, is_on: bool) -> None:
-        """See Backend; the engines stay awake, because other routers may use them."""
+        """Report the state `sleeping`, or end it; engines stay awake for other routers."""
         self._is_sleeping = is_on
 
     async def reset_prefix_cache(self) -> str:
@@ -270,11 +279,11 @@ class Fleet:
         return await self._commands.run(ResetPrefixCache, list(self._links.links.values()))
 
     async def start_profile(self, folder: str) -> str:
-        """Refuse: profiles are written on the machines of the engines."""
+        """Return an error: profiles are taken at the engines."""
         return "a router has no stages: start the profile at one of its engines"
 
     async def stop_profile(self) -> str:
-        """Refuse, as `start_profile` does."""
+        """Return an error: profiles are taken at the engines."""
         return await self.start_profile("")
 
     def _on_attached(self, link: EngineLink) -> None:
@@ -329,7 +338,7 @@ class Fleet:
                 if message.outcome.seqs:
                     self._dispatcher.health.on_outputs(link.name, message.outcome.seqs, now)
                 self.client.on_outputs(link.name, message)
-                self._handoff_poll.on_outputs()
+                self._schedule_read_poll()
             case EngineReport():
                 self._on_report(link, record, message, now)
             case KvCacheEvents():
@@ -366,6 +375,17 @@ class Fleet:
         elif self._unready_since is None:
             self._unready_since = self._clock()
 
+    def _schedule_read_poll(self) -> None:
+        """Look at the readers of token 1 soon if one of them has not read it yet."""
+        if self._read_poll is None and self.client.handoffs.has_unread:
+            loop = asyncio.get_running_loop()
+            self._read_poll = loop.call_later(READ_POLL_SECONDS, self._poll_readers)
+
+    def _poll_readers(self) -> None:
+        self._read_poll = None
+        self.client.continue_handoffs()
+        self._schedule_read_poll()
+
     async def _tick_forever(self) -> None:
         while True:
             await asyncio.sleep(TICK_SECONDS)
@@ -376,7 +396,7 @@ class Fleet:
                 log.exception("deadlines could not be checked")
 
     def on_tick(self) -> None:
-        """Act on deadlines: slow recoveries, parked requests, ends of ejections."""
+        """Check deadlines: slow recoveries, hand-offs, scaling and parked requests."""
         now = self._clock()
         for name, record in list(self._dispatcher.records.items()):
             since = record.not_ready_since
@@ -408,7 +428,7 @@ class Fleet:
 def request_sender(
     link: EngineLink, record: EngineRecord, clock: Callable[[], float]
 ) -> SendFunction:
-    """Return the function that sends requests to an engine, and counts them as its load.
+    """Return a function that sends requests to an engine and adds them to its load.
 
     Args:
         link: session with the engine.
@@ -427,7 +447,7 @@ def request_sender(
 
 
 def kv_peer(link: EngineLink) -> KvPeer:
-    """Return an engine's part in hand-offs, with its endpoint as announced last."""
+    """Return the KV transfer interface of an engine, with its latest announced endpoint."""
     return KvPeer(
         link.announce.run,
         lambda: link.announce.kv_endpoint,
@@ -437,32 +457,8 @@ def kv_peer(link: EngineLink) -> KvPeer:
     )
 
 
-class HandoffPoll:
-    """Lets a client's hand-offs go on once their readers have read token 1."""
-
-    def __init__(self, client: FleetClient) -> None:
-        self._client = client
-        self._next: asyncio.TimerHandle | None = None
-
-    def on_outputs(self) -> None:
-        """Look at the readers soon if one of them has not read yet."""
-        if self._next is None and self._client.handoffs.has_unread:
-            loop = asyncio.get_running_loop()
-            self._next = loop.call_later(READ_POLL_SECONDS, self._poll)
-
-    def close(self) -> None:
-        """Look at no reader any more."""
-        if self._next is not None:
-            self._next.cancel()
-
-    def _poll(self) -> None:
-        self._next = None
-        self._client.continue_handoffs()
-        self.on_outputs()
-
-
 class EngineCommands:
-    """Sends a command to engines and waits until each has reported the result or is lost."""
+    """Sends commands to engines and collects their results."""
 
     def __init__(self) -> None:
         self._ids = count()
@@ -470,7 +466,7 @@ class EngineCommands:
         """Errors to come, by command id and engine."""
 
     async def run(self, create: Callable[[int], WireMessage], links: Sequence[EngineLink]) -> str:
-        """Send a command, created with an id, to engines; return the first error, empty if none."""
+        """Send a command to engines and wait for all; return the first error, empty if none."""
         command_id = next(self._ids)
         command = create(command_id)
         loop = asyncio.get_running_loop()
@@ -487,19 +483,19 @@ class EngineCommands:
         return next(iter(errors), "")
 
     def on_done(self, engine: str, report: CommandDone) -> None:
-        """Handle an engine's report."""
+        """Store the result that an engine reports for a command."""
         future = self._waiting.get(report.command_id, {}).get(engine)
         if future is not None and not future.done():
             future.set_result(report.error)
 
     def on_lost(self, engine: str, cause: str) -> None:
-        """End the commands of an engine with an error."""
+        """Complete the commands of a lost engine with an error."""
         for futures in self._waiting.values():
             if engine in futures and not futures[engine].done():
                 futures[engine].set_result(cause)
 
     def fail_all(self, cause: str) -> None:
-        """End all commands with an error."""
+        """Complete all commands with an error."""
         for futures in self._waiting.values():
             for future in futures.values():
                 if not future.done():

@@ -14,7 +14,7 @@ from gllm.routing.disaggregation.policy_registry import make_pair_policy
 
 
 class FleetEngine(TextEngine):
-    """Engine whose requests run on the engines that are attached to a router.
+    """Engine API of a router: its requests run on the attached engines.
 
     Args:
         config: Model, addresses and policy of the router.
@@ -52,5 +52,5 @@ class FleetEngine(TextEngine):
 
     @property
     def fleet(self) -> FleetControl:
-        """Control of the engines."""
+        """Interface to list, drain and scale the engines."""
         return self._fleet

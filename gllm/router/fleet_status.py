@@ -2,8 +2,7 @@
 
 from collections.abc import Container, Mapping
 
-from gllm.config.router import RouterConfig
-from gllm.engine.fleet_control import EngineRow, RouterTotals
+from gllm.engine.fleet_control import EngineRow
 from gllm.engine.interface import EngineUnavailableError
 from gllm.router.client import FleetClient
 from gllm.router.engine_record import EngineRecord
@@ -29,12 +28,12 @@ MAX_AGE_SECONDS = 0.1
 
 
 def no_engines_error(cause: str) -> EngineUnavailableError:
-    """Return the error of a request while no engine takes any."""
+    """Return the error for requests while no engine accepts any."""
     return EngineUnavailableError("no_engines", cause, RETRY_SECONDS, "rejected-no-endpoints")
 
 
 class FleetStats:
-    """Sums of the schedulers' statistics, which never count down when an engine leaves."""
+    """Sums of all engines' statistics; counters do not decrease when an engine leaves."""
 
     def __init__(self) -> None:
         self._departed = SchedulerStats()
@@ -43,14 +42,14 @@ class FleetStats:
         self._summed_at: float | None = None
 
     def on_lost(self, record: EngineRecord) -> None:
-        """Keep the counters of an engine that leaves."""
+        """Add the final counters of an engine that leaves."""
         self._departed = _add_counters(self._departed, record.stats)
         self._summed_at = None
 
     def total(
         self, records: Mapping[str, EngineRecord], num_parked: int, now: float
     ) -> SchedulerStats:
-        """Return the sum over all engines; `kv_usage` is the share of all engines' blocks in use.
+        """Return the sum over all engines; `kv_usage` is the used share of all KV blocks.
 
         Args:
             records: engines by name.
@@ -80,47 +79,6 @@ class FleetStats:
         return total._replace(kv_usage=used / max(1, num_blocks))
 
 
-def engine_row(
-    record: EngineRecord,
-    link: EngineLink,
-    weight: float,
-    ejection_cause: str,
-    num_requests: int,
-    num_dispatched: int,
-    now: float,
-) -> EngineRow:
-    """Return an engine's row.
-
-    Args:
-        record: of the engine.
-        link: of the engine.
-        weight: share of its usual load that it gets.
-        ejection_cause: why it is ejected; empty if it is not.
-        num_requests: requests of this router that it runs.
-        num_dispatched: requests that this router has sent to it.
-        now: time in seconds.
-    """
-    announce, report = record.announce, record.report
-    return EngineRow(
-        name=announce.name,
-        role=announce.role,
-        state="ejected" if ejection_cause and record.state == "ready" else record.state,
-        cause=report.cause or ejection_cause,
-        address=link.address,
-        version=announce.version,
-        attached_seconds=now - record.attached_at,
-        silent_seconds=max(0.0, now - link.last_heard),
-        stats=record.stats._asdict(),
-        num_kv_blocks=announce.num_blocks,
-        block_size=announce.block_size,
-        num_stages=announce.num_stages,
-        num_requests=num_requests,
-        num_dispatched=num_dispatched,
-        weight=weight,
-        has_kv_transfer=bool(announce.kv_endpoint),
-    )
-
-
 def engine_rows(
     records: Mapping[str, EngineRecord],
     links: Mapping[str, EngineLink],
@@ -128,7 +86,7 @@ def engine_rows(
     client: FleetClient,
     now: float,
 ) -> list[EngineRow]:
-    """Return the row of each engine, by name.
+    """Return one row of state and load per engine, by name.
 
     Args:
         records: engines by name.
@@ -138,60 +96,35 @@ def engine_rows(
         now: time in seconds.
     """
     ejected = health.ejected(now)
-    return [
-        engine_row(
-            record,
-            links[name],
-            weight=health.weight(name, now),
-            ejection_cause=ejected.get(name, ""),
-            num_requests=client.num_running(name),
-            num_dispatched=client.num_dispatched[name],
-            now=now,
+    rows = []
+    for name, record in sorted(records.items()):
+        announce, report, link = record.announce, record.report, links[name]
+        is_ejected = name in ejected and record.state == "ready"
+        rows.append(
+            EngineRow(
+                name=name,
+                role=announce.role,
+                state="ejected" if is_ejected else record.state,
+                cause=report.cause or ejected.get(name, ""),
+                address=link.address,
+                version=announce.version,
+                attached_seconds=now - record.attached_at,
+                silent_seconds=max(0.0, now - link.last_heard),
+                stats=record.stats._asdict(),
+                num_kv_blocks=announce.num_blocks,
+                block_size=announce.block_size,
+                num_stages=announce.num_stages,
+                num_requests=client.num_running(name),
+                num_dispatched=client.num_dispatched[name],
+                weight=health.weight(name, now),
+                has_kv_transfer=bool(announce.kv_endpoint),
+            )
         )
-        for name, record in sorted(records.items())
-    ]
-
-
-def router_totals(
-    config: RouterConfig,
-    client: FleetClient,
-    num_shed: Mapping[str, int],
-    *,
-    lost_engines: Mapping[str, int],
-    refused_engines: int,
-    refused_peers: int,
-    role_changes: Mapping[str, int],
-) -> RouterTotals:
-    """Return a router's counters since its start.
-
-    Args:
-        config: of the router.
-        client: with the requests.
-        num_shed: refused requests by reason.
-        lost_engines: ends of sessions by kind.
-        refused_engines: engines that cannot serve the router's requests.
-        refused_peers: connections that were refused.
-        role_changes: commands to take a role, by role.
-    """
-    return RouterTotals(
-        policy=config.policy,
-        num_parked=client.num_parked,
-        migrations=dict(client.num_migrations),
-        lost_engines=dict(lost_engines),
-        refused_engines=refused_engines,
-        refused_peers=refused_peers,
-        shed_requests=dict(num_shed),
-        inexact_migrations=client.num_inexact_migrations,
-        stale_outputs=client.num_stale_tokens,
-        preset=config.preset or "",
-        decode_choice=config.decode_choice,
-        flips=config.flips,
-        role_changes=dict(role_changes),
-    )
+    return rows
 
 
 def forget_departed(counts: dict[str, int], attached: Container[str]) -> None:
-    """Drop the oldest counts of engines that are not attached, above MAX_NAMES.
+    """Drop the oldest counts of departed engines beyond MAX_NAMES.
 
     Args:
         counts: by engine.
@@ -209,7 +142,7 @@ def _add_counters(total: SchedulerStats, stats: SchedulerStats) -> SchedulerStat
 
 
 def unready_cause(records: Mapping[str, EngineRecord]) -> str:
-    """Describe why no engine takes requests."""
+    """Return a text that says why no engine accepts requests."""
     if not records:
         return "no engine is attached to the router"
     states = ", ".join(f"{name} is {record.state}" for name, record in sorted(records.items()))

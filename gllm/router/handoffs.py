@@ -36,29 +36,29 @@ from gllm.scheduler.plan import FinishedSequence
 
 
 class PairChooser(Protocol):
-    """Chooses the engines of both phases of a request."""
+    """Interface that chooses the prefill and the decode engine of a request."""
 
     def accepting(self, names: frozenset[str]) -> frozenset[str]:
-        """Return the engines that take requests, of those named."""
+        """Return the engines that accept requests, of those named."""
 
     def choose(self, stream: RequestStream, names: frozenset[str]) -> EnginePair | None:
-        """Return the engines of a request, of those named; None to leave it to the policy."""
+        """Return the prefill and decode engines of a request; None to use the routing policy."""
 
     def choose_decode(self, stream: RequestStream, names: frozenset[str]) -> str | None:
-        """Return the engine that decodes a request that another one has prefilled; None if none."""
+        """Return the decode engine of a prefilled request; None if there is none."""
 
     def on_prefilled(self, stream: RequestStream) -> None:
-        """Note that a request has its first token."""
+        """Handle the first token of a request."""
 
     def on_ended(self, stream: RequestStream) -> None:
-        """Note that a request has ended; unknown ones are ignored."""
+        """Handle the end of a request; unknown ones are ignored."""
 
     def on_engine_lost(self, engine: str) -> None:
-        """Note that an engine has gone."""
+        """Handle the loss of an engine."""
 
 
 class TicketDeadlines:
-    """One deadline per ticket, of which the due ones are found without a look at the others."""
+    """Priority queue of deadlines, one per ticket."""
 
     def __init__(self) -> None:
         self._deadlines: dict[int, float] = {}
@@ -66,7 +66,7 @@ class TicketDeadlines:
         """Deadlines with their tickets; those that differ from `_deadlines` have been replaced."""
 
     def set(self, ticket: int, deadline: float) -> None:
-        """Replace the deadline of a ticket; infinity removes it."""
+        """Set or replace the deadline of a ticket; infinity removes it."""
         if deadline == math.inf:
             self._deadlines.pop(ticket, None)
         elif self._deadlines.get(ticket) != deadline:
@@ -85,7 +85,7 @@ class TicketDeadlines:
 
 
 class Handoffs:
-    """Requests with a hand-off that is not over."""
+    """Table of the running hand-offs from prefill to decode engines."""
 
     def __init__(
         self,
@@ -114,37 +114,37 @@ class Handoffs:
 
     @property
     def num_running(self) -> int:
-        """Hand-offs that are not over."""
+        """Number of running hand-offs."""
         return len(self._by_stream)
 
     @property
     def running(self) -> Mapping[RequestStream, Handoff]:
-        """Hand-offs that are not over, by request."""
+        """Running hand-offs by request."""
         return MappingProxyType(self._by_stream)
 
     @property
     def tickets(self) -> Set[int]:
-        """Tickets of the hand-offs that are not over."""
+        """Tickets of the running hand-offs."""
         return self._by_ticket.keys()
 
     @property
     def has_unread(self) -> bool:
-        """True if a request waits for the reader of token 1."""
+        """True if a prefilled request waits until its reader has read token 1."""
         return bool(self._unread)
 
     def state_of(self, stream: RequestStream) -> HandoffState:
-        """Return the state of a request's hand-off, DONE without one."""
+        """Return the state of a request's hand-off; DONE if it has none."""
         handoff = self._by_stream.get(stream)
         return HandoffState.DONE if handoff is None else handoff.state
 
     def is_reading(self, stream: RequestStream) -> bool:
-        """Return True while the text of token 1 may still end a request."""
+        """Return True if a prefilled request waits until its reader has read token 1."""
         return self.state_of(stream) is HandoffState.READY
 
     def choose(
         self, stream: RequestStream, names: frozenset[str], excluded: Set[str] = frozenset()
     ) -> EnginePair | None:
-        """Return the engines of a request's next submission; None to leave them to the policy.
+        """Return the engines of a request's next submission; None to use the routing policy.
 
         Args:
             stream: a request that no engine has.
@@ -182,7 +182,7 @@ class Handoffs:
     def sender(
         self, stream: RequestStream, engine: DispatchTarget, pair: EnginePair | None
     ) -> SendFunction:
-        """Return the function that submits a request to an engine.
+        """Return a function that submits a request to an engine, with the fields of its hand-off.
 
         Args:
             stream: the request.
@@ -211,7 +211,7 @@ class Handoffs:
         return send
 
     def on_submitted(self, stream: RequestStream, engine: DispatchTarget) -> None:
-        """Note that a request was submitted."""
+        """Update the hand-off of a request that was submitted to an engine."""
         if handoff := self._by_stream.get(stream):
             if handoff.state is HandoffState.TRANSFER and engine.name in self._successors(handoff):
                 # On other numbers of ranks, too, it goes on as intended.
@@ -221,7 +221,7 @@ class Handoffs:
     def split_prefilled(
         self, engine: DispatchTarget, message: EngineOutputs
     ) -> tuple[EngineOutputs, dict[RequestStream, bool]]:
-        """Return a message without the ends of prefilled requests that go on elsewhere, and these.
+        """Split the prefilled requests that continue elsewhere off an engine's output.
 
         Of a request of several choices one is prefilled. Its token is dropped, because the other
         engine samples the first token of all; an error is that of all.
@@ -253,7 +253,7 @@ class Handoffs:
         return message, prefilled
 
     def on_readable(self, engine: str, ticket: int, now: float) -> None:
-        """Let the decode engine fetch the blocks of a prompt that an engine has begun to compute.
+        """Let the decode engine fetch the blocks of a prompt whose prefill has begun.
 
         If it is not chosen yet, it fetches them once it is.
         """
@@ -263,7 +263,7 @@ class Handoffs:
             self._start_prefetch(stream, handoff, now)
 
     def on_first_chunk(self, engine: str, ticket: int, now: float) -> None:
-        """Choose the decode engine of a prompt of which an engine has computed the first chunk."""
+        """Choose the decode engine of a prompt whose first prefill chunk is computed."""
         stream = self._find_prefill(engine, ticket)
         if stream is None or self._pairs is None or self._by_stream[stream].decode:
             return
@@ -310,7 +310,7 @@ class Handoffs:
         )
 
     def on_prefilled(self, stream: RequestStream, is_held: bool, now: float) -> None:
-        """Note that a request has token 1, and that the engine holds its blocks or does not."""
+        """Update the hand-off of a request that has its first token."""
         handoff = self._by_stream[stream]
         handoff.on_prefilled(now, is_held)
         self._unread[stream] = None
@@ -319,7 +319,7 @@ class Handoffs:
             self._pairs.on_prefilled(stream)
 
     def on_tokens(self, engine: DispatchTarget, seqs: Iterable[int]) -> None:
-        """Note tokens of an engine, by wire id."""
+        """Update the hand-offs of sequences that an engine has returned tokens for."""
         if not self._by_stream:
             return
         for seq in seqs:
@@ -329,26 +329,26 @@ class Handoffs:
                 self._apply(choice.stream, handoff, handoff.on_decoded())
 
     def on_given_back(self, stream: RequestStream, engine: str) -> None:
-        """Note that an engine has a request no more."""
+        """Update the hand-off of a request that an engine has given back."""
         if handoff := self._by_stream.get(stream):
             self._apply(stream, handoff, handoff.on_given_back(engine))
 
     def on_end(self, stream: RequestStream) -> None:
-        """Note that a request has ended."""
+        """End the hand-off of a request that has ended, and release its blocks."""
         if self._pairs is not None:
             self._pairs.on_ended(stream)
         if handoff := self._by_stream.get(stream):
             self._apply(stream, handoff, handoff.on_end())
 
     def on_lost(self, engine: str) -> None:
-        """Note that an engine is gone, before its requests are given back."""
+        """Update the hand-offs that use a lost engine, before its requests are given back."""
         if self._pairs is not None:
             self._pairs.on_engine_lost(engine)
         for handoff in self._by_stream.values():
             handoff.on_lost(engine)
 
     def pop_read(self, now: float) -> list[RequestStream]:
-        """Renew and release holds that are due; return the requests that go on after token 1."""
+        """Renew and release due KV holds; return the prefilled requests to submit now."""
         due = [self._by_ticket[ticket] for ticket in self._ticks.pop_due(now)]
         read = {stream: None for stream in self._unread if not stream.deltas}
         for stream in read:

@@ -12,7 +12,7 @@ from gllm.scheduler.plan import FinishedSequence
 
 
 def drop_stale(engine: DispatchTarget, message: EngineOutputs) -> int:
-    """Abort requests that the engine should not have; return the number of their tokens."""
+    """Abort sequences that an engine should not run; return the number of their tokens."""
     stale = [seq for seq in message.outcome.seqs if seq not in engine.choices]
     if not stale:
         return 0
@@ -25,7 +25,7 @@ def drop_stale(engine: DispatchTarget, message: EngineOutputs) -> int:
 def split_refused(
     engine: DispatchTarget, message: EngineOutputs, on_poison: Callable[[JournalEntry], None]
 ) -> tuple[EngineOutputs, dict[RequestStream, None]]:
-    """Return a message without the ends of requests that go on elsewhere, and these.
+    """Split the requests that an engine refuses off its output.
 
     Args:
         engine: sender of the message.
@@ -47,13 +47,13 @@ def split_refused(
 
 
 def without_ends(message: EngineOutputs, seqs: set[int]) -> EngineOutputs:
-    """Return a message without the ends of some sequences."""
+    """Return a message without the finish records of some sequences."""
     finished = [end for end in message.outcome.finished if end.seq not in seqs]
     return msgspec.structs.replace(message, outcome=message.outcome._replace(finished=finished))
 
 
 def without_tokens(message: EngineOutputs, seqs: set[int]) -> EngineOutputs:
-    """Return a message without the tokens of some sequences, and what comes with tokens."""
+    """Return a message without the tokens and token details of some sequences."""
     outcome = message.outcome
     kept = [
         (seq, token)
@@ -72,7 +72,7 @@ def without_tokens(message: EngineOutputs, seqs: set[int]) -> EngineOutputs:
 def with_ends_of_all(
     message: EngineOutputs, failed: Sequence[tuple[FinishedSequence, list[int]]]
 ) -> EngineOutputs:
-    """Return a message in which all choices of some requests end as one of them.
+    """Return a message in which all choices of some requests finish like one of them.
 
     Args:
         message: output of an engine.
@@ -90,7 +90,7 @@ def with_ends_of_all(
 
 
 def can_be_handed_off(entry: JournalEntry) -> bool:
-    """Return True for a new request with more than one token to generate.
+    """Return True if a request can be prefilled on one engine and decoded on another.
 
     Several choices are sampled from the last token of the prompt, which is computed after the
     fetch: there has to be a token before it.

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class RoleControl:
-    """Roles of the attached engines. Implements `EngineRoles`."""
+    """Sets the roles of engines: prefill, decode or mixed. Implements `EngineRoles`."""
 
     def __init__(
         self,
@@ -50,16 +50,16 @@ class RoleControl:
         self._flip_policy = FlipPolicy(config.flip_conditions) if config.flips else None
 
     def leads(self, name: str) -> bool:
-        """Return True if an engine names this router as the one that may flip it by itself."""
+        """Return True if an engine names this router the one that may change its role."""
         record = self._records.get(name)
         return record is not None and record.report.leader == self._run
 
     def leads_all(self) -> bool:
-        """Return True if all engines name this router, or there are none."""
+        """Return True if all engines name this router their leader, or there are none."""
         return all(map(self.leads, self._records))
 
     def set_role(self, name: str, role: str) -> str:
-        """Command an engine to take a role; return the announced one. See EngineRoles."""
+        """Command an engine to take a role; return the role that it announces now."""
         record = self._records.get(name)
         if record is None:
             raise UnknownEngineError(f"no engine is named {name!r}")
@@ -68,7 +68,7 @@ class RoleControl:
         return record.announce.role
 
     def on_tick(self) -> None:
-        """Apply the changes that the policies want.
+        """Command the role changes that the policies decide.
 
         All routers observe the engines, so that each can lead from one moment to the next.
         """

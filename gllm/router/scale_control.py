@@ -30,7 +30,7 @@ PHASES = {"ready": EnginePhase.READY, "draining": EnginePhase.DRAINING}
 
 
 class ScaleControl:
-    """Wanted engines of a router. Implements `EngineScaling`."""
+    """Decides how many engines the router wants. Implements `EngineScaling`."""
 
     def __init__(
         self,
@@ -65,21 +65,21 @@ class ScaleControl:
 
     @property
     def park_seconds(self) -> float:
-        """Time for which requests may wait for an engine: long enough for one to start."""
+        """Longest wait of a request for an engine; includes the start of one."""
         if self._scaler is None:
             return self._park_timeout
         return max(self._park_timeout, OVERDUE_FACTOR * self._scaler.startup_seconds)
 
     @property
     def holds_requests(self) -> bool:
-        """True if requests may wait although no engine takes them: one starts at the first."""
+        """True if requests wait while no engine runs, because one is being started."""
         if self._scaler is None:
             return False
         is_asleep = not self._decision.num_wanted
         return is_asleep or self._clock() - self._woken_at < self.park_seconds
 
     def on_requests(self, count: int, slo: Slo | None) -> None:
-        """Count requests that have arrived."""
+        """Count new requests for the arrival rate."""
         self._num_arrivals += count
         if slo is not None and slo.tpot_seconds is not None:
             self._tpot_seconds = slo.tpot_seconds
@@ -89,12 +89,12 @@ class ScaleControl:
             self._observe()
 
     def on_tick(self) -> None:
-        """Decide anew."""
+        """Update the number of wanted engines."""
         if self._scaler is not None:
             self._observe()
 
     def status(self) -> ScaleStatus | None:
-        """Return the decision; None without scaling. See EngineScaling."""
+        """Return the present decision; None if scaling is off."""
         if self._scaler is None:
             return None
         return ScaleStatus(

@@ -38,7 +38,7 @@ class _PendingRequest:
 
 
 class WorkloadMonitor:
-    """Samples of a router's requests and their shifts. Implements `WorkloadReport`.
+    """Detects lasting shifts in a router's request lengths and rate.
 
     A request without a token, such as one that was shed or has failed, counts for the rate only.
     """
@@ -71,7 +71,7 @@ class WorkloadMonitor:
         self._shift: WorkloadShift | None = None
 
     def on_arrival(self, entry: JournalEntry) -> None:
-        """Note a request that was submitted."""
+        """Add a submitted request."""
         pending = _PendingRequest(entry.arrival, len(entry.prompt), entry)
         self._pending.append(pending)
         self._running[entry] = pending
@@ -81,13 +81,13 @@ class WorkloadMonitor:
             self.on_end(oldest)
 
     def on_shed(self, now: float, num_prompts: int) -> None:
-        """Note requests that were refused because their SLO could not be met."""
+        """Add requests that were refused because no engine could meet their SLO."""
         if self._is_on:
             self._pending += [_PendingRequest(now, 0, None) for _ in range(num_prompts)]
             self._count_ended()
 
     def on_end(self, entry: JournalEntry) -> None:
-        """Note the end of a request, also of one that has counted already."""
+        """Record the output length of a request that has ended."""
         pending = self._running.pop(entry, None)
         if pending is None:
             return
@@ -95,7 +95,7 @@ class WorkloadMonitor:
         self._count_ended()
 
     def status(self) -> WorkloadStatus | None:
-        """See WorkloadReport."""
+        """Return the measured workload and its latest shift; None if this is off."""
         if not self._is_on:
             return None
         profile, shift = self._detector.profile, self._shift
@@ -110,13 +110,13 @@ class WorkloadMonitor:
         )  # fmt: skip
 
     def lengths(self) -> list[tuple[int, int]] | None:
-        """See WorkloadReport."""
+        """Return prompt and output tokens of recent requests; None if this is off."""
         if not self._is_on:
             return None
         return [(request.num_prompt_tokens, request.num_output_tokens) for request in self._recent]
 
     def reset_profile(self) -> bool:
-        """See WorkloadReport."""
+        """Measure the reference workload anew; return False if this is off."""
         self._detector.reset()
         return self._is_on
 

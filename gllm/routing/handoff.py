@@ -18,7 +18,7 @@ from gllm.routing.disaggregation.policy import EnginePair
 
 
 class HandoffState(Enum):
-    """Progress of a hand-off."""
+    """State of a hand-off."""
 
     PREFILL = "prefill"
     """The prefill engine has the request, for one token."""
@@ -34,7 +34,7 @@ class HandoffState(Enum):
 
 
 class HandoffLimits(NamedTuple):
-    """Times in seconds."""
+    """Time limits of hand-offs in seconds."""
 
     renew_seconds: float = 5.0
     """Between two renewals of a hold: less than half of its lease."""
@@ -45,14 +45,14 @@ class HandoffLimits(NamedTuple):
 
 
 class ReleaseHold(NamedTuple):
-    """Let an engine free the blocks that it holds or prefetches under a ticket."""
+    """Action: let an engine free the blocks that it holds or prefetches under a ticket."""
 
     engine: str
     ticket: int
 
 
 class RenewHold(NamedTuple):
-    """Extend the lease of a ticket."""
+    """Action: let an engine extend the lease of a ticket."""
 
     engine: str
     ticket: int
@@ -63,7 +63,7 @@ HandoffAction = ReleaseHold | RenewHold
 
 
 class Handoff:
-    """Hand-off of one request."""
+    """State machine of one request's hand-off from a prefill to a decode engine."""
 
     def __init__(self, pair: EnginePair, ticket: int, limits: HandoffLimits) -> None:
         """Create a hand-off in the state PREFILL: the prefill engine has got the request.
@@ -95,7 +95,7 @@ class Handoff:
 
     @property
     def waits_for(self) -> str:
-        """Engine whose output or loss is the next event; empty if a deadline or nothing is."""
+        """Engine that computes the request now; empty in the other states."""
         match self.state:
             case HandoffState.PREFILL:
                 return self.pair.prefill
@@ -105,7 +105,7 @@ class Handoff:
 
     @property
     def next_tick(self) -> float:
-        """Earliest time at which `on_tick` acts if no other event comes first; else infinity.
+        """Time of the next deadline that `on_tick` handles; infinity if there is none.
 
         Only `start_prefetch` and `on_prefilled` make it earlier.
         """
@@ -128,16 +128,16 @@ class Handoff:
         return bool(self._prefetching) and self.state in phases
 
     def on_readable(self) -> None:
-        """Note that the blocks can be fetched while the prompt is computed."""
+        """Record that the blocks can be fetched while the prompt is computed."""
         self._is_readable = True
 
     def on_decode_chosen(self, engine: str) -> None:
-        """Note the decode engine, chosen in PREFILL; one that is known stays."""
+        """Set the decode engine during PREFILL, unless there is one."""
         if self.state is HandoffState.PREFILL:
             self.decode = self.decode or engine
 
     def start_prefetch(self, now: float) -> bool:
-        """Begin the fetch of blocks that are computed meanwhile, in PREFILL.
+        """Start to fetch the blocks while the prompt is computed, in PREFILL.
 
         Returns:
             True if `decode` is to fetch them; False without a decode engine, before
@@ -152,7 +152,7 @@ class Handoff:
         return True
 
     def on_prefilled(self, now: float, is_held: bool = True) -> None:
-        """Note that token 1 has arrived and more tokens are to follow: PREFILL -> READY.
+        """Handle token 1 of a request that continues: PREFILL -> READY.
 
         Args:
             now: time in seconds.
@@ -165,7 +165,7 @@ class Handoff:
         self._renew_at = now + self._limits.renew_seconds
 
     def on_read(self) -> bool:
-        """Note that the text of token 1 does not end the request: READY -> TRANSFER.
+        """Handle that the text of token 1 does not end the request: READY -> TRANSFER.
 
         Returns:
             True if the request is to be submitted to `decode`, with the blocks if `is_held`; False
@@ -177,7 +177,7 @@ class Handoff:
         return True
 
     def on_submitted(self, engine: str) -> list[HandoffAction]:
-        """Note the engine that got the request after `on_read`.
+        """Handle the submission of the request to an engine, in TRANSFER.
 
         The prefill engine itself, which its policy may have chosen, has the blocks anyway.
         """
@@ -189,7 +189,7 @@ class Handoff:
         return self._release_prefetch() if engine != self._prefetching else []
 
     def on_decoded(self) -> list[HandoffAction]:
-        """Note a token of the engine that decodes: TRANSFER -> DECODE."""
+        """Handle the first token of the decode engine: TRANSFER -> DECODE."""
         if self.state is not HandoffState.TRANSFER:
             return []
         self.state, self.outcome = HandoffState.DECODE, "transferred"
@@ -197,7 +197,7 @@ class Handoff:
         return self._release()
 
     def on_given_back(self, engine: str) -> list[HandoffAction]:
-        """Note that the engine which had the request has it no more; nothing for other engines.
+        """Handle that the engine which computed the request no longer does; ignores other engines.
 
         The caller parks the request, and submits it as any other one: with the blocks as before if
         they are held and their receiver has returned no token, otherwise to be computed.
@@ -213,7 +213,7 @@ class Handoff:
         return self._release()
 
     def on_lost(self, engine: str) -> None:
-        """Note that an engine is gone, with all blocks; `on_given_back` follows if it is due."""
+        """Handle the loss of an engine and its blocks; `on_given_back` may follow."""
         if engine == self.pair.prefill:
             self.is_held = False
         if engine == self.decode:
@@ -222,13 +222,13 @@ class Handoff:
             self._prefetching = ""
 
     def on_end(self) -> list[HandoffAction]:
-        """Note that the request has ended, in any way and in any state."""
+        """Handle the end of the request, in any state."""
         self.outcome = self.outcome or "ended"
         self.state = HandoffState.DONE
         return self._release()
 
     def on_tick(self, now: float) -> list[HandoffAction]:
-        """Act on deadlines: a reader that does not read, leases, and the age of a hold."""
+        """Handle due deadlines: of the reader, of the leases, and of the hold."""
         if self.state is HandoffState.READY and now >= self._read_deadline:
             self.on_read()
             return []

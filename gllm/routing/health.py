@@ -32,7 +32,7 @@ MAX_RETRIES = 100.0
 
 @dataclass(frozen=True)
 class HealthConfig:
-    """Options of the treatment of slow, lost and returning engines."""
+    """Options for ejection, slow start and retries."""
 
     outlier_factor: float = option(
         3.0,
@@ -72,7 +72,7 @@ class HealthConfig:
 
 
 class RetryBudget:
-    """Token bucket of retries: a share of the requests, so that retries cannot add up to load.
+    """Token bucket that limits retries to a share of the requests.
 
     Source: RetryBudget of Twitter's Finagle.
 
@@ -86,12 +86,12 @@ class RetryBudget:
         self._updated_at = 0.0
 
     def on_request(self, now: float) -> None:
-        """Add the share of a new request."""
+        """Add the share of a new request to the budget."""
         self._refill(now)
         self._num_retries = min(MAX_RETRIES, self._num_retries + self._ratio)
 
     def may_retry(self, now: float) -> bool:
-        """Use up one retry; return False if none is left."""
+        """Consume one retry; return False if none is left."""
         self._refill(now)
         if self._num_retries < 1:
             return False
@@ -126,7 +126,7 @@ class _EngineHealth:
 
 
 class FleetHealth:
-    """Health of all engines of a fleet."""
+    """Ejects slow engines, and gives returning ones a slow start."""
 
     def __init__(self, config: HealthConfig | None = None) -> None:
         self._config = config or HealthConfig()
@@ -135,7 +135,7 @@ class FleetHealth:
         """Retries that requests of the fleet may still use."""
 
     def on_attached(self, engine: str, now: float) -> None:
-        """Begin the slow start of an engine that returns, or joins a fleet that runs already."""
+        """Start the slow start of an engine that returns or joins a running fleet."""
         self._forget_old(now)
         is_known = engine in self._engines
         others = [name for name in self._attached() if name != engine]
@@ -154,7 +154,7 @@ class FleetHealth:
             self._eject(health, f"was lost {health.num_losses} times in a short time", now)
 
     def on_lost(self, engine: str, now: float, is_planned: bool) -> None:
-        """Record that an engine is gone, by plan or not."""
+        """Record the loss of an engine, planned or not."""
         health = self._engines.setdefault(engine, _EngineHealth())
         health.attached_at = None
         health.num_losses = 0 if is_planned else health.num_losses + 1
@@ -162,12 +162,12 @@ class FleetHealth:
         self._forget_old(now)
 
     def on_outputs(self, engine: str, wire_ids: Collection[int], now: float) -> None:
-        """Record the sequences that have a token in an output of an engine."""
+        """Record which sequences got a token in an engine's output."""
         if health := self._engines.get(engine):
             health.speed.on_outputs(wire_ids, now)
 
     def on_report(self, snapshot: EngineSnapshot, now: float) -> None:
-        """Compare the speed of an engine since its last report with its normal one.
+        """Measure the speed of an engine, and eject it if it is slow.
 
         Args:
             snapshot: state of the engine in its report.
@@ -192,7 +192,7 @@ class FleetHealth:
             self._eject(health, f"its tokens take {slowdown:.1f} times as long as before", now)
 
     def weight(self, engine: str, now: float) -> float:
-        """Return the share of its normal load that an engine should get; 0 if it is ejected."""
+        """Return the share of its normal load for an engine, 0..1; 0 if it is ejected."""
         health = self._engines.get(engine)
         if health is None:
             return 1.0
@@ -205,7 +205,7 @@ class FleetHealth:
         return min(1.0, max(MIN_WEIGHT, progress))
 
     def ejected(self, now: float) -> dict[str, str]:
-        """Return the causes of the present ejections by engine."""
+        """Return the ejected engines with the causes."""
         attached = self._attached()
         return {
             name: health.ejection_cause

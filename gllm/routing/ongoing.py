@@ -19,7 +19,7 @@ class OngoingRequests:
         self._requests[wire_id] = OngoingRequest(num_prompt_tokens)
 
     def on_tokens(self, wire_ids: Iterable[int], now: float) -> None:
-        """Count a token of each request; requests that are not ongoing are ignored."""
+        """Count a token of each sequence; unknown ids are ignored."""
         for wire_id in wire_ids:
             progress = self._requests.get(wire_id)
             if progress is None:
@@ -34,5 +34,5 @@ class OngoingRequests:
             self._requests.pop(wire_id, None)
 
     def list(self) -> list[OngoingRequest]:
-        """Return the requests, in the order in which they were sent; their tokens change them."""
+        """Return the requests in the order of submission; later tokens change them."""
         return [*self._requests.values()]

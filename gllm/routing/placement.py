@@ -26,7 +26,7 @@ SPLIT_DECODE_CONSTRAINTS = frozenset("be")
 
 
 class LatencyModel(NamedTuple):
-    """Coefficients of the latencies of one worker, in seconds per token; none is negative."""
+    """Linear latency model of one engine, in seconds per token; no coefficient is negative."""
 
     k1: float
     """Per prompt token."""
@@ -41,7 +41,7 @@ class LatencyModel(NamedTuple):
 
     @classmethod
     def from_step_costs(cls, costs: StepCostCoefficients, num_prompt_tokens: int) -> "LatencyModel":
-        """Return the model of an engine's fitted step costs.
+        """Create the model from an engine's fitted step costs.
 
         Args:
             costs: Step costs of the engine.
@@ -53,7 +53,7 @@ class LatencyModel(NamedTuple):
         )
 
     def prefill_seconds(self, num_tokens: int) -> float:
-        """Return the time in which prompts of so many tokens in all are computed."""
+        """Return the prefill time of prompts with a total number of tokens."""
         return self.k1 * num_tokens + self.c1
 
     def decode_seconds(self, batch: int, context: float) -> float:
@@ -61,7 +61,7 @@ class LatencyModel(NamedTuple):
         return self.k2 * context + self.c2 * batch + self.c3
 
     def max_context(self, batch: int, tpot_seconds: float) -> float:
-        """Return the total context in tokens up to which a step of a batch stays in a limit."""
+        """Return the total context in tokens at which a decode step reaches a time limit."""
         seconds = tpot_seconds - self.c3 - self.c2 * batch
         if seconds < 0:
             return 0.0
@@ -69,7 +69,7 @@ class LatencyModel(NamedTuple):
 
 
 class PlacedRequest(NamedTuple):
-    """Request on a worker, or one that is to be placed."""
+    """Request of an engine, or one that is being placed."""
 
     num_prompt_tokens: int
     num_expected_tokens: float
@@ -89,7 +89,7 @@ class PlacedRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class PlacementRules:
-    """Constraints of a placement, and their parameters.
+    """Constraints of a placement and their parameters.
 
     Raises:
         ValueError: A parameter is out of range.
@@ -115,7 +115,7 @@ class PlacementRules:
 
 
 class PlacementWorker(NamedTuple):
-    """A worker and its requests."""
+    """Engine with its latency model and requests."""
 
     name: str
     model: LatencyModel
@@ -127,7 +127,7 @@ class PlacementWorker(NamedTuple):
 
 
 class WorkerLoad(NamedTuple):
-    """Load of a worker for `meets_constraints`. What few decisions need is computed when needed."""
+    """Load of an engine as `meets_constraints` reads it; costly figures are computed on demand."""
 
     model: LatencyModel
     num_requests: int
@@ -144,7 +144,7 @@ class WorkerLoad(NamedTuple):
 
 
 def peak_kv_tokens(requests: Iterable[PlacedRequest]) -> float:
-    """Return the most tokens of KV cache that a batch holds in a future step, by expected lengths.
+    """Return the peak number of KV tokens of a batch, by its expected output lengths.
 
     In the order of their ends, the cache is fullest just before each of them: a request that ends
     r steps from now, and all later ones, have grown by r tokens then. O(n log n).
@@ -161,14 +161,14 @@ def peak_kv_tokens(requests: Iterable[PlacedRequest]) -> float:
 
 
 def planned_context(requests: Iterable[PlacedRequest], gamma: float) -> float:
-    """Return the context in tokens that requests are planned with: sum(l_in + gamma l_pred)."""
+    """Return the planned context of requests in tokens: sum(l_in + gamma l_pred)."""
     return sum(
         request.num_prompt_tokens + gamma * request.num_expected_tokens for request in requests
     )
 
 
 def admits(worker: PlacementWorker, request: PlacedRequest, rules: PlacementRules) -> bool:
-    """Return True if a worker meets all constraints with one more request."""
+    """Return True if an engine meets all constraints with one more request."""
     requests = worker.requests
     decoding = [request for request in requests if not request.is_new]
     load = WorkerLoad(
@@ -187,7 +187,7 @@ def admits(worker: PlacementWorker, request: PlacedRequest, rules: PlacementRule
 
 
 def meets_constraints(load: WorkerLoad, request: PlacedRequest, rules: PlacementRules) -> bool:
-    """Return True if a worker with this load meets all constraints with one more request."""
+    """Return True if an engine with this load meets all constraints with one more request."""
     if load.num_requests >= load.max_num_seqs:
         return False
     # The constraints that refuse most often first.
@@ -204,7 +204,7 @@ def meets_constraints(load: WorkerLoad, request: PlacedRequest, rules: Placement
 def admits_prefill(
     model: LatencyModel, num_new_tokens: int, slacks: Iterable[float], rules: PlacementRules
 ) -> bool:
-    """Return True if the prefill of all new prompts keeps its limit and those of decodes: (c), (d).
+    """Return True if the prefill of all new prompts meets constraints (c) and (d).
 
     Args:
         model: Of the worker.
@@ -223,7 +223,7 @@ def admits_prefill(
 
 
 def admits_context(model: LatencyModel, batch: int, context: float, rules: PlacementRules) -> bool:
-    """Return True if a decode step of a batch with a planned context keeps its limit: (b)."""
+    """Return True if a decode step with a planned context meets constraint (b)."""
     tpot = rules.slo.tpot_seconds
     if "b" not in rules.constraints or tpot is None:
         return True
@@ -233,7 +233,7 @@ def admits_context(model: LatencyModel, batch: int, context: float, rules: Place
 def admits_kv_cache(
     batch: Iterable[PlacedRequest], num_kv_tokens: float, rules: PlacementRules
 ) -> bool:
-    """Return True if a KV cache holds a batch in each future step: (e)."""
+    """Return True if the KV cache holds a batch until its end: constraint (e)."""
     return "e" not in rules.constraints or peak_kv_tokens(batch) <= num_kv_tokens
 
 

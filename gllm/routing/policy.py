@@ -13,7 +13,7 @@ from gllm.routing.state import EngineSnapshot, RoutingRequest
 
 
 class RoutingPolicy(ABC):
-    """Rule that chooses the engine of a request."""
+    """Base class of policies that choose the engine of a request."""
 
     uses_prefixes: ClassVar[bool] = False
     """True if `choose` reads the prefix index. The index stays empty otherwise."""
@@ -45,7 +45,7 @@ class RoutingPolicy(ABC):
         """
 
     def on_finished(self, num_prompt_tokens: int, num_output_tokens: int) -> None:  # noqa: B027
-        """Note a request that has finished, by the tokens of its prompt and of its output.
+        """Handle a finished request, given its prompt and output lengths in tokens.
 
         The default ignores it.
         """

@@ -33,7 +33,7 @@ POLICIES: dict[str, Callable[[Random], RoutingPolicy]] = {
 
 
 def make_policy(name: str, rng: Random) -> RoutingPolicy:
-    """Return a new policy.
+    """Create the routing policy of a name.
 
     Args:
         name: of POLICIES.

@@ -72,7 +72,7 @@ class PrefixIndex:
         return True
 
     def forget(self, engine: str) -> None:
-        """Remove an engine and all its blocks."""
+        """Remove an engine and all of its blocks."""
         self._next_numbers.pop(engine, None)
         self._remove(engine, self._blocks.get(engine, set()).copy())
         self._blocks.pop(engine, None)

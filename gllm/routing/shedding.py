@@ -15,7 +15,7 @@ MAX_RETRY_SECONDS = 60
 
 
 def shed(request: RoutingRequest, predictions: Mapping[str, Prediction]) -> str | None:
-    """Return the reason to refuse a request, or None to admit it.
+    """Return the reason to refuse a request; None to accept it.
 
     A request is refused if no engine is predicted to meet its objective. Requests without an
     objective and those of high priority (below 0), which pass the queue that the prediction counts,
@@ -33,7 +33,7 @@ def shed(request: RoutingRequest, predictions: Mapping[str, Prediction]) -> str 
 
 
 def retry_after_seconds(request: RoutingRequest, predictions: Iterable[Prediction]) -> int:
-    """Return the whole seconds after which a refused request is likely to be admitted."""
+    """Return the seconds after which a refused request is likely to be accepted."""
     excess = min((_excess_seconds(request, prediction) for prediction in predictions), default=0.0)
     return max(1, min(MAX_RETRY_SECONDS, math.ceil(excess)))
 

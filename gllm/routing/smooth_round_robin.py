@@ -7,13 +7,13 @@ from collections.abc import Mapping
 
 
 class SmoothRoundRobin:
-    """Gives every name its share of the turns, with short runs of one name."""
+    """Weighted round-robin that interleaves the names evenly."""
 
     def __init__(self) -> None:
         self._credits: dict[str, float] = {}
 
     def choose(self, weights: Mapping[str, float]) -> str | None:
-        """Return the name with the most credit; every choice gives each name its weight.
+        """Return the next name; each name is returned in proportion to its weight.
 
         Args:
             weights: Names and their weights, above 0; names may come and go. None without names.

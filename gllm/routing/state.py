@@ -11,7 +11,7 @@ from gllm.scheduler.step_cost import StepCostCoefficients
 
 
 class RoutingRequest(NamedTuple):
-    """A request, as far as routing depends on it."""
+    """Request as input of a routing policy."""
 
     num_prompt_tokens: int
     """Tokens to prefill: the prompt, and the tokens that an earlier engine has generated."""
@@ -30,7 +30,7 @@ class RoutingRequest(NamedTuple):
 
 @dataclass(slots=True)
 class OngoingRequest:
-    """Request that an engine has, as its router knows it; its tokens change it."""
+    """Unfinished request of an engine with its progress; its tokens update the object."""
 
     num_prompt_tokens: int
     num_output_tokens: int = 0
@@ -40,7 +40,7 @@ class OngoingRequest:
 
 
 class EngineSnapshot(NamedTuple):
-    """State of one engine, as this router knows it."""
+    """State and load of one engine as input of a routing policy."""
 
     name: str
     role: str = "mixed"
@@ -72,32 +72,32 @@ class EngineSnapshot(NamedTuple):
 
     @property
     def num_requests(self) -> int:
-        """Number of unfinished sequences, those on their way to the engine included."""
+        """Number of unfinished sequences, including requests that are on their way."""
         return self.stats.unfinished + self.num_sent
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Number of tokens to prefill that no micro-batch has, those on their way included."""
+        """Number of unscheduled prefill tokens, including requests that are on their way."""
         return self.stats.waiting_tokens + self.num_sent_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Number of tokens to prefill, those in computation and on their way included."""
+        """Number of prefill tokens that wait, are computed now or are on their way."""
         return self.num_waiting_tokens + self.stats.in_flight_prefill_tokens
 
     @property
     def num_kv_tokens(self) -> int:
-        """Number of tokens that the KV cache holds."""
+        """Capacity of the KV cache in tokens."""
         return self.num_blocks * self.block_size
 
     @property
     def num_used_kv_tokens(self) -> float:
-        """Number of tokens for which sequences hold KV blocks."""
+        """Number of KV tokens in use."""
         return self.stats.kv_usage * self.num_kv_tokens
 
 
 def median_coefficients(models: Sequence[StepCostCoefficients]) -> StepCostCoefficients | None:
-    """Return the median of each coefficient; None without models."""
+    """Return the median of each coefficient; None for an empty list."""
     if not models:
         return None
     return StepCostCoefficients(*(median(values) for values in zip(*models, strict=True)))

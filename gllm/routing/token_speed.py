@@ -25,7 +25,7 @@ RECENT_SECONDS = 10.0
 
 
 class TokenSpeed:
-    """Measures by what factor an engine's time per token has grown beyond its normal one.
+    """Measures how much slower an engine's tokens are than normal, from the gaps between them.
 
     The normal time is predicted for the engine's load by a step cost model, and compared with the
     gaps between the tokens of a sequence, which include delays of stages, links and host. The
@@ -55,11 +55,11 @@ class TokenSpeed:
         """Measured over predicted time of healthy samples."""
 
     def is_recent(self, now: float) -> bool:
-        """Return True if `slowdown` has been measured lately."""
+        """Return True if `slowdown` was measured within RECENT_SECONDS."""
         return self._measured_at is not None and now - self._measured_at <= RECENT_SECONDS
 
     def on_outputs(self, wire_ids: Collection[int], now: float) -> None:
-        """Record the sequences that have a token in an output of the engine."""
+        """Record which sequences got a token in an output of the engine."""
         if self._observed in wire_ids:
             self._gaps.append(now - self._observed_at)
         elif self._observed is None or self._num_absent >= MAX_ABSENT_OUTPUTS:
@@ -72,7 +72,7 @@ class TokenSpeed:
     def measure(
         self, snapshot: EngineSnapshot, typical: Sequence[StepCostCoefficients], now: float
     ) -> bool:
-        """Measure the speed since the last measurement; called with each report of the engine.
+        """Measure the slowdown since the last report; called with each report of the engine.
 
         Args:
             snapshot: state of the engine in its report.

@@ -15,7 +15,7 @@ from gllm.scheduler.step_cost import OnlineStepCostFit, StepCostCoefficients
 
 
 class BalancePolicy(ThrottlePolicy):
-    """The budgets of `throttle` with predicted time as cost.
+    """Policy `balance`: `throttle` with predicted time as cost.
 
     The unit is a prefill token at the beginning of a prompt: work that takes as long as k of these
     tokens costs k.

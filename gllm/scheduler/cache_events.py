@@ -42,7 +42,7 @@ _UNKNOWN = _Block(b"", (), "")
 
 
 class CacheEventLog:
-    """Changes of the prefix cache that have not been reported. The first report is a snapshot."""
+    """Log of prefix cache changes since the last report. The first report is a snapshot."""
 
     def __init__(self, with_token_ids: bool, cached: Iterable[bytes]) -> None:
         """Begin to watch the cache.
@@ -87,7 +87,7 @@ class CacheEventLog:
 
 
 def join_chains(blocks: dict[bytes, _Block]) -> list[StoredBlocks]:
-    """Join consecutive blocks of one chain."""
+    """Group stored blocks into chains of consecutive blocks."""
     chains: list[StoredBlocks] = []
     token_ids: list[int] = []
     for digest, (parent, tokens, cache_salt) in blocks.items():

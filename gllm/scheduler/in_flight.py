@@ -6,7 +6,7 @@ from gllm.scheduler.plan import ScheduledRow, StepPlan
 
 
 class InFlightPlans:
-    """Plans in flight; each lane commits its plans in order.
+    """Scheduled plans that have not committed; each lane commits in order.
 
     Args:
         num_lanes: 1 or 2.
@@ -28,7 +28,7 @@ class InFlightPlans:
 
     @property
     def has_room(self) -> list[bool]:
-        """For each lane, True if another plan may be added."""
+        """For each lane, True if another plan may be in flight."""
         return [len(steps) < self.limit for steps in self._lanes]
 
     def add(
@@ -38,7 +38,7 @@ class InFlightPlans:
         lane: int,
         num_prefill_tokens: int,
     ) -> StepPlan:
-        """Add the plan of the next step, which has that many prefill tokens, and return it."""
+        """Create, store and return the plan of the next step."""
         step = sum(self._num_planned)
         plan = StepPlan(step, rows, released_seqs, lane, step - self._num_planned[lane])
         self.plans[step] = plan

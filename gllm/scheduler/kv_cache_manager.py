@@ -107,7 +107,7 @@ class KVCacheManager:
         self.block_pool.event_log = CacheEventLog(with_token_ids, self.block_pool.digests)
 
     def unwatch(self) -> None:
-        """Record no changes any more."""
+        """Stop to record changes of the prefix cache."""
         self.block_pool.event_log = None
 
     def pop_events(self) -> CacheEvents | None:

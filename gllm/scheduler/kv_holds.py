@@ -22,7 +22,7 @@ HOLD_LEASE_SECONDS = 30.0
 
 
 class ReadableKv(NamedTuple):
-    """KV that can be fetched: of a hold, or of a prompt as far as it is scheduled."""
+    """KV blocks that another engine may fetch: of an ended sequence or of a running prompt."""
 
     ticket: int
     """Key by which the other engine asks for the KV."""
@@ -48,7 +48,7 @@ class _HoldState:
 
 
 class KvHolds:
-    """Holds by ticket."""
+    """Table of KV holds by ticket: blocks of ended sequences kept for another engine."""
 
     def __init__(self, block_pool: BlockPool) -> None:
         self._block_pool = block_pool
@@ -65,12 +65,12 @@ class KvHolds:
 
     @property
     def holds(self) -> list[ReadableKv]:
-        """All holds, in the order in which they began."""
+        """All holds, oldest first."""
         return [state.hold for state in self._states.values()]
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks in holds, shared ones counted once."""
+        """Number of distinct blocks in holds."""
         return len({block for state in self._states.values() for block in state.hold.block_ids})
 
     @property
@@ -86,7 +86,7 @@ class KvHolds:
         return sum(self._block_pool.count_exclusive(state.hold.block_ids) for state in states)
 
     def add(self, hold: ReadableKv, rank: tuple[int, float, int], now: float) -> None:
-        """Hold blocks that a sequence still refers to.
+        """Add a hold of blocks that a sequence still references.
 
         Args:
             hold: its ticket is not in use.
@@ -97,19 +97,19 @@ class KvHolds:
         self._states[hold.ticket] = _HoldState(hold, rank, now + HOLD_LEASE_SECONDS)
 
     def release(self, tickets: Iterable[int]) -> None:
-        """Ask for the revocation of holds that nobody needs; unknown tickets are ignored."""
+        """Revoke holds; unknown tickets are ignored."""
         for ticket in tickets:
             if ticket in self._states:
                 self._revoke(self._states[ticket])
 
     def renew(self, tickets: Iterable[int], now: float) -> None:
-        """Begin the leases of holds anew; unknown tickets are ignored."""
+        """Restart the leases of holds; unknown tickets are ignored."""
         for ticket in tickets:
             if ticket in self._states:
                 self._states[ticket].lease_end = now + HOLD_LEASE_SECONDS
 
     def revoke_worst(self, num_blocks: int) -> int:
-        """Ask for the revocation of holds, worst rank first, until enough blocks will return.
+        """Revoke holds, lowest priority first, until enough blocks are about to be freed.
 
         Args:
             num_blocks: number of blocks to free.
@@ -135,7 +135,7 @@ class KvHolds:
         return tickets
 
     def confirm(self, ticket: int) -> None:
-        """Return the blocks of a hold that nobody reads any more; unknown tickets are ignored.
+        """Free the blocks of a hold that nobody reads any more; unknown tickets are ignored.
 
         Whoever serves the blocks may also confirm what nobody has revoked.
         """
@@ -163,7 +163,7 @@ class _OpenPrompt:
 
 
 class ReadablePrompts:
-    """Prompts that can be fetched, by ticket, from their first chunk to their end."""
+    """Table of running prompts whose KV other engines may fetch, by ticket."""
 
     def __init__(self, threshold_tokens: int | None, block_size: int) -> None:
         """Create the table.
@@ -184,13 +184,13 @@ class ReadablePrompts:
 
     @property
     def is_ending(self) -> bool:
-        """True if blocks return once a ticket has been revoked."""
+        """True if a revocation is pending after which blocks are freed."""
         return any(prompt.sequence.is_freeing_blocks for prompt in self.prompts.values())
 
     def on_scheduled(
         self, step: int, rows: Iterable[ScheduledRow], sequences: Mapping[int, Sequence]
     ) -> None:
-        """Make the prompt tokens in a plan readable, if their prompt is long enough."""
+        """Make the prompt tokens of a plan readable, for prompts above the threshold."""
         for row in rows:
             sequence = sequences[row.seq]
             ticket = sequence.request.kv_ticket
@@ -208,7 +208,7 @@ class ReadablePrompts:
             self.new.append(ReadableKv(ticket, num_tokens, block_ids, step, is_partial, is_first))
 
     def pop_revocations(self) -> list[int]:
-        """Return the tickets of sequences that have ended early or are victims, once each."""
+        """Return the tickets to revoke: their sequences have ended early or are preempted."""
         tickets = []
         for ticket, prompt in self.prompts.items():
             if prompt.sequence.is_freeing_blocks and not prompt.is_revoked:
@@ -217,7 +217,7 @@ class ReadablePrompts:
         return tickets
 
     def confirm(self, ticket: int) -> Sequence | None:
-        """End a ticket that nobody reads any more; return its sequence, None if there is none.
+        """Remove a ticket that nobody reads any more; return its sequence, None if unknown.
 
         The other engine may have all of a prompt before the sequence ends.
         """

@@ -30,7 +30,7 @@ from gllm.scheduler.sequence import SchedulerRequest, Sequence
 
 
 class KvFetch(NamedTuple):
-    """KV of a sequence to fetch, in whole runs of tokens."""
+    """Fetch of a sequence's KV from another engine: tokens, blocks and source."""
 
     seq: int
     first_token: int
@@ -47,7 +47,7 @@ class KvFetch(NamedTuple):
 
 
 class PrefetchRequest(NamedTuple):
-    """Request whose prompt another engine computes."""
+    """Request to fetch the KV of a prompt that another engine is computing."""
 
     ticket: int
     prompt_token_ids: list[int]
@@ -69,7 +69,7 @@ class _Prefetch:
 
 
 class SchedulerTransfers:
-    """Sequences whose blocks another engine reads, or fills."""
+    """KV transfers of the scheduler's sequences: fetches, prefetches and holds."""
 
     def __init__(
         self,
@@ -123,23 +123,23 @@ class SchedulerTransfers:
 
     @property
     def tickets(self) -> list[int]:
-        """Tickets under which other engines may read blocks."""
+        """Tickets under which other engines may read blocks of this engine."""
         return [*(hold.ticket for hold in self._holds.holds), *self.readable.prompts]
 
     @property
     def has_pending_fetches(self) -> bool:
-        """True if a fetch may have to be started, or to be released."""
+        """True if a fetch may have to be started or its source released."""
         return bool(self._pending or self._prefetches or self._released)
 
     @property
     def is_active(self) -> bool:
-        """True while a lease or a fetch can end without a step."""
+        """True while leases or fetches need `start_fetches` to be called without a step."""
         return bool(
             self._holds or self.readable.prompts or self.fetches or self.has_pending_fetches
         )
 
     def returns_blocks(self, sequences: Collection[Sequence]) -> bool:
-        """Return True if blocks return without a step, though nothing fits and nothing runs.
+        """Return True if blocks will be freed without a step, when nothing fits and nothing runs.
 
         A fetch ends, or a revocation is confirmed. Prefetches are released. Holds are revoked if a
         sequence came from another engine. Two engines may otherwise wait for each other's blocks
@@ -165,7 +165,7 @@ class SchedulerTransfers:
     # Fetches.
 
     def add(self, sequence: Sequence) -> None:
-        """Enqueue a new sequence, or let it go on with the blocks of its prefetch."""
+        """Enqueue a new sequence, or continue it with the blocks of its prefetch."""
         request = sequence.request
         num_tokens = request.kv_source_tokens
         if num_tokens and self._adopt(sequence, request.kv_source_ticket):
@@ -176,7 +176,7 @@ class SchedulerTransfers:
             insort(self._pending, sequence, key=rank_of)
 
     def prefetch(self, request: PrefetchRequest, now: float) -> int:
-        """Fetch KV of a request that arrives later; return the id for `start_fetches`, negative.
+        """Fetch KV of a request that arrives later; return a negative sequence id for it.
 
         Raises:
             ValueError: the request could not run, or its ticket is in use.
@@ -207,7 +207,7 @@ class SchedulerTransfers:
         return seq
 
     def start_fetches(self, now: float) -> list[KvFetch]:
-        """Admit sequences whose KV can be fetched, and return the fetches to begin.
+        """Admit sequences whose KV can be fetched; return the fetches to start.
 
         A sequence starts, in the order of the ranks, if its whole prefill fits into the free blocks
         and the admission rule permits it. It overtakes a prompt only if that one is admitted and
@@ -242,7 +242,7 @@ class SchedulerTransfers:
         return fetches
 
     def record_progress(self, seq: int) -> None:
-        """Record that bytes of a fetch have arrived, so that it is no early victim any more.
+        """Record that bytes have arrived, so that this fetch is not preempted first any more.
 
         Other sequences are ignored.
         """
@@ -252,7 +252,7 @@ class SchedulerTransfers:
             self.started_prefetches[seq].sequence.has_fetched_bytes = True
 
     def finish_fetch(self, seq: int, is_ok: bool) -> bool:
-        """End a fetch, after which nothing is written to its blocks any more.
+        """Complete a fetch: nothing is written to its blocks after this call.
 
         Returns True for a victim, whose fetch `start_fetches` returns again: its source is kept.
 
@@ -296,7 +296,7 @@ class SchedulerTransfers:
         return False
 
     def pop_cancellations(self) -> list[int]:
-        """Return the sequences that no longer need their source, since the last call.
+        """Return the sequences whose fetch is cancelled, since the last call.
 
         Those with a fetch in flight have ended or are victims; `finish_fetch` is still due for
         them. The others have ended or were prefilled before their fetch began. Complete prefetches
@@ -428,7 +428,7 @@ class SchedulerTransfers:
     # Tickets.
 
     def on_chunk_computed(self, sequence: Sequence, start: int) -> None:
-        """Note a computed row that does not end its prompt, from its first token."""
+        """Record the first computed chunk of a prompt with several chunks."""
         request = sequence.request
         if not request.reports_first_chunk or sequence.is_finished:
             return
@@ -436,7 +436,7 @@ class SchedulerTransfers:
             self._first_chunks.append(request.kv_ticket)
 
     def pop_first_chunks(self) -> list[int]:
-        """Return the tickets of prompts whose first of several chunks is computed, once each."""
+        """Return the tickets of prompts whose first of several chunks is computed."""
         tickets, self._first_chunks = self._first_chunks, []
         return tickets
 
@@ -461,12 +461,12 @@ class SchedulerTransfers:
         return hold
 
     def pop_readable(self) -> list[ReadableKv]:
-        """Return the KV that can be fetched in addition since the last call."""
+        """Return the KV that has become readable since the last call."""
         readable, self.readable.new = self.readable.new, []
         return readable
 
     def renew(self, tickets: Iterable[int], now: float) -> None:
-        """Begin the leases of holds and prefetches anew; unknown tickets are ignored."""
+        """Restart the leases of holds and prefetches; unknown tickets are ignored."""
         tickets = list(tickets)
         self._holds.renew(tickets, now)
         for prefetch in map(self._prefetches.get, tickets):
@@ -474,7 +474,7 @@ class SchedulerTransfers:
                 prefetch.lease_end = now + HOLD_LEASE_SECONDS
 
     def release(self, tickets: Iterable[int]) -> None:
-        """Release holds and prefetches that nobody needs; unknown tickets are ignored."""
+        """End holds and prefetches; unknown tickets are ignored."""
         tickets = list(tickets)
         self._holds.release(tickets)
         for prefetch in map(self._prefetches.get, tickets):
@@ -490,7 +490,7 @@ class SchedulerTransfers:
         return self._holds.pop_revocations(now) + self.readable.pop_revocations()
 
     def confirm_revocation(self, ticket: int) -> None:
-        """Return the blocks of a ticket, which nobody reads any more, to the pool.
+        """Free the blocks of a ticket that nobody reads any more.
 
         Also permitted for a ticket that was not revoked: its reader has all of the blocks.
         """

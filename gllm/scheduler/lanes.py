@@ -15,14 +15,14 @@ bounds the wait of a prompt at a stage that decodes keep busy."""
 
 
 class LaneOrder:
-    """Order of one stage's steps: selects the oldest step of one of the two lanes."""
+    """Chooses the lane whose oldest step a stage computes next."""
 
     def __init__(self) -> None:
         self._num_overtakes = 0
         """Decode steps chosen since a prefill step has been ready."""
 
     def choose(self, has_decode: bool, has_prefill: bool) -> int | None:
-        """Return the lane of the step to compute now; None if no step is ready.
+        """Return the lane of the next step; None if no step is ready.
 
         Args:
             has_decode: the next step of the decode lane has its plan and its activations.

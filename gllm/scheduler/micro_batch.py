@@ -17,7 +17,7 @@ from gllm.scheduler.sequence import Sequence
 
 
 class MicroBatchFiller:
-    """Schedules rows of the sequences in the queues."""
+    """Fills micro-batches with decodes and prefill chunks of the queued sequences."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class MicroBatchFiller:
         return self._policy.fill(self, now)
 
     def fill_one_phase(self, prefill_leads: bool, now: float) -> list[ScheduledRow]:
-        """Return rows of one phase by the policy's budgets: those of the other if it has none.
+        """Return rows of one phase; of the other phase if the first one has none.
 
         Prefill never leads while a decode lacks a block: a victim of preemption would take its
         freed blocks back.
@@ -74,7 +74,7 @@ class MicroBatchFiller:
         return self.schedule_decodes()[0] or self.schedule_prefills([], 0.0, now)
 
     def fill_lane(self, now: float, decodes_fit: bool, prefill_fits: bool) -> list[ScheduledRow]:
-        """Return rows of one lane by the policy's budgets: all of them decodes, or all prefill.
+        """Return rows of one lane: all of them decodes, or all prefill.
 
         Decodes get their blocks first, as in `fill`. While a decode lacks a block, prefill is
         therefore scheduled only after all ready decodes have been tried.
@@ -102,7 +102,7 @@ class MicroBatchFiller:
         return self.schedule_prefills([], 0.0, now)
 
     def load(self) -> SchedulerLoad:
-        """Return the load before anything of the micro-batch is scheduled."""
+        """Return the load record before the micro-batch is filled."""
         return self._queues.load()
 
     def select_decodes(self) -> list[Sequence]:
@@ -110,7 +110,7 @@ class MicroBatchFiller:
         return self._admission.select_decodes(self._queues.ready)
 
     def schedule_decodes(self) -> tuple[list[ScheduledRow], float]:
-        """Return decode rows, those of one token first, and their cost for the policy."""
+        """Return rows of the ready decodes within the policy's budget, and their cost."""
         budget = self._policy.decode_budget(self._queues.load())
         self.is_decode_stalled = False
         return self.schedule_ready(self.select_decodes(), budget, self.max_num_batched_tokens)
@@ -118,7 +118,7 @@ class MicroBatchFiller:
     def schedule_ready(
         self, decodes: list[Sequence], budget: float, num_left: int
     ) -> tuple[list[ScheduledRow], float]:
-        """Return rows of ready decodes, those of one token first, and their cost for the policy.
+        """Return rows of given decodes within a budget, and their cost.
 
         Args:
             decodes: ready decodes in the order of service.
@@ -156,7 +156,7 @@ class MicroBatchFiller:
     def schedule_prefills(
         self, decodes: list[ScheduledRow], decode_cost: float, now: float
     ) -> list[ScheduledRow]:
-        """Return prefill chunks for a micro-batch with these decodes."""
+        """Return prefill chunks that fit next to the decodes of a micro-batch."""
         if not self._queues.waiting:
             return []
         budget = self._policy.prefill_budget(self._queues.load(len(decodes), decode_cost))
@@ -186,7 +186,7 @@ class MicroBatchFiller:
         return rows
 
     def force(self, sequences: Mapping[int, Sequence], now: float) -> list[ScheduledRow]:
-        """Return a row of the best-ranked sequence; nothing may be in flight.
+        """Return a row of the highest-priority sequence when nothing else is in flight.
 
         Preempts other sequences, worst rank first, until the row fits. Returns no row if only
         blocks are in the way that other engines may read.

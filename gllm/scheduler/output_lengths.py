@@ -76,7 +76,7 @@ class OutputClasses:
 
     @property
     def recent_lengths(self) -> dict[int, list[int]]:
-        """Lengths of the last outputs by class: all that the predictions depend on."""
+        """Lengths of the last outputs by class, to initialize another predictor."""
         return {key: list(history.recent) for key, history in self.histories.items()}
 
     def record(self, num_tokens: int, length: int) -> None:
@@ -105,7 +105,7 @@ class OutputLengthPredictor(OutputClasses):
         self._prior = prior
 
     def has_history(self, max_tokens: int) -> bool:
-        """Return True if outputs of the class of a limit have been recorded."""
+        """Return True if an output of the class of `max_tokens` has been recorded."""
         return self.class_of(max_tokens) in self.histories
 
     def predict(self, max_tokens: int, generated: int) -> int:

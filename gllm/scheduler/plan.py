@@ -56,7 +56,7 @@ class StepPlan(NamedTuple):
 
     @property
     def turn(self) -> int:
-        """Number of the step within its lane, without gaps; with one lane the step number."""
+        """Number of the step within its lane; with one lane the step number."""
         return self.step - self.num_other_steps
 
 
@@ -165,7 +165,7 @@ class SchedulerCounters:
 
 
 class FirstToken(NamedTuple):
-    """Figures of a sequence that has its first output token."""
+    """Cached tokens and queue time of a sequence, sent with its first token."""
 
     seq: int
     num_cached_tokens: int

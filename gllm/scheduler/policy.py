@@ -139,7 +139,7 @@ class TokenBudgetPolicy:
         return True
 
     def decode_cost(self, num_context_tokens: int) -> float:
-        """Return one token."""
+        """Return 1: the cost of a decode is its token."""
         return 1
 
     def size_chunk(self, start: int, max_tokens: int, budget: float) -> tuple[int, float]:
@@ -148,7 +148,7 @@ class TokenBudgetPolicy:
         return num_tokens, num_tokens
 
     def observe_step(self, work: StageWork, seconds: float) -> None:
-        """Ignore the step."""
+        """Ignore step times."""
 
 
 class PrefillLeads:
@@ -159,7 +159,7 @@ class PrefillLeads:
         return batch.fill_one_phase(True, now)
 
     def leads_with_prefill(self, follows_decodes: bool) -> bool:
-        """Return True."""
+        """Return True: prefill always precedes decodes."""
         return True
 
 

@@ -31,7 +31,7 @@ POLICY_METHODS = (
 
 
 def expand_policy(name: str) -> str:
-    """Return the entry of a short name; any other name as it is."""
+    """Return the entry `module:Class` of a short name; other names unchanged."""
     return BASELINE_ENTRIES.get(name, name)
 
 

@@ -30,7 +30,7 @@ POLICIES: dict[str, Callable[[SchedulerConfig], SchedulingPolicy]] = {
 
 
 def create_policy(config: SchedulerConfig) -> SchedulingPolicy:
-    """Return a new policy: the one that the resolved configuration names.
+    """Create the policy that the resolved configuration names.
 
     Raises:
         ValueError: The configuration has an entry `module:Class` that is no policy.

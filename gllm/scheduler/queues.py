@@ -21,7 +21,7 @@ rank_of = attrgetter("rank")
 
 
 class QueueSnapshot(NamedTuple):
-    """Copy of the queues: sequence ids and sums, for tests and diagnostics."""
+    """Copy of the queues and their sums, for tests and diagnostics."""
 
     waiting_seqs: list[int]
     """Sequences with unscheduled prefill, in the order of prefill."""
@@ -34,7 +34,7 @@ class QueueSnapshot(NamedTuple):
 
 
 class SequenceQueues:
-    """The sequences that can be scheduled.
+    """Prefill queue and ready decodes, with running sums over both.
 
     Args:
         kv_cache: KV cache of the pipeline, for the prefix cache and the free share.
@@ -103,7 +103,7 @@ class SequenceQueues:
             del self.waiting[index]
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence from both queues and from the running sums."""
+        """Remove a sequence from both queues and from the sums."""
         self.dequeue(sequence)
         self.ready.pop(sequence.seq, None)
         if sequence.seq in self.decoding_seqs:
@@ -131,7 +131,7 @@ class SequenceQueues:
             self.num_decode_context_tokens += num_scheduled
 
     def describe(self) -> QueueSnapshot:
-        """Return the present state."""
+        """Return a copy of the queues."""
         waiting_seqs = [sequence.seq for sequence in self.waiting]
         decoding_seqs = frozenset(self.decoding_seqs)
         return QueueSnapshot(waiting_seqs, list(self.ready), decoding_seqs, self.load())

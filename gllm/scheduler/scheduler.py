@@ -38,7 +38,7 @@ from gllm.scheduler.step_cost import StepTimeCollector
 
 
 class Scheduler:
-    """Scheduler of one pipeline.
+    """Scheduler of one pipeline: forms micro-batches and commits their results.
 
     Args:
         config: resolved configuration (SchedulerConfig.resolve).
@@ -212,7 +212,7 @@ class Scheduler:
         return min(count, num_stages)
 
     def unfinished_requests(self, now: float) -> list[SchedulerRequest]:
-        """Return the requests that have not ended, as another scheduler continues them."""
+        """Return the unfinished requests in the form in which another scheduler continues them."""
         return self.table.unfinished_requests(now)
 
     def stats(self) -> SchedulerStats:

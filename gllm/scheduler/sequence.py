@@ -103,7 +103,7 @@ class SchedulerRequest(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One choice of a request."""
+    """One choice of a request with its tokens, blocks and progress."""
 
     seq: int
     request: SchedulerRequest
@@ -179,7 +179,7 @@ class Sequence:
 
     @property
     def num_unscheduled_tokens(self) -> int:
-        """Number of tokens to generate, if each row in flight samples one of the others."""
+        """Number of tokens to generate that no row in flight samples."""
         num_missing = self.request.max_tokens - self.num_output_tokens
         return max(0, num_missing - self.num_rows_in_flight)
 
@@ -200,7 +200,7 @@ class Sequence:
 
     @property
     def is_fetch_ending(self) -> bool:
-        """True while a fetch is in flight that ends whatever waits here: its source is complete.
+        """True while a fetch is in flight whose source is complete, so that it ends by itself.
 
         The source of a prefetch, whose id is negative, may not be computed yet.
         """
@@ -300,7 +300,7 @@ class Sequence:
 
 
 class SequenceTable:
-    """Sequences by id from creation to release, and choices that have not been forked.
+    """Sequences by id, and choices that wait for the prompt to be computed.
 
     The choices of a request share one prompt. Only one sequence exists until the prompt is
     computed; the others are forked from it then.
@@ -341,7 +341,7 @@ class SequenceTable:
         return choices
 
     def cancel_fork(self, seq: int) -> bool:
-        """Release a choice that waits for its fork; return False if the id is not that of one."""
+        """Release a choice that waits for its prompt; return False if the id is none."""
         if self.pending_forks.pop(seq, None) is None:
             return False
         self._released_seqs.append(seq)

@@ -7,7 +7,7 @@ from gllm.scheduler.plan import ON_DEVICE, ScheduledRow
 
 
 class StageWork(NamedTuple):
-    """Work of one micro-batch, the same on every stage."""
+    """Work of one micro-batch, as input of cost models; the same on every stage."""
 
     step: int
     """Step number of the plan."""

@@ -30,7 +30,7 @@ DESCENT_SWEEPS = 60
 
 
 class StepCostCoefficients(NamedTuple):
-    """Seconds per unit of each feature; none is negative."""
+    """Coefficients of the linear step time model, in seconds; none is negative."""
 
     step: float = 0.0
     token: float = 1.0
@@ -89,7 +89,7 @@ def solve_nonnegative(
 
 
 class OnlineStepCostFit:
-    """Coefficients fitted to the observed steps, recent ones with more weight.
+    """Online fit of StepCostCoefficients; recent steps have more weight.
 
     early_fits: numbers of steps after which there is a fit before the first interval ends.
     """
@@ -124,7 +124,7 @@ class OnlineStepCostFit:
 
 
 class StepTimeCollector:
-    """Joins the stages' reports on a step.
+    """Collects the stages' times of each step.
 
     Args:
         observe: called with the work of each step and the time of its slowest stage; None if
@@ -138,7 +138,7 @@ class StepTimeCollector:
         self._pending: dict[int, tuple[StageWork, list[float]]] = {}
 
     def on_scheduled(self, plan: StepPlan) -> None:
-        """Remember the work of a step that the stages will report."""
+        """Store the work of a step until all stages have reported its time."""
         if self._observe is None:
             return
         self._pending[plan.step] = compute_stage_work(plan.step, plan.rows), []
@@ -157,7 +157,7 @@ class StepTimeCollector:
 
 
 class StepCostMeter:
-    """Fit of the step cost to a part of all steps, for routers that predict latencies.
+    """Fits step costs to a sample of the steps, for routers that predict latencies.
 
     Unlike a policy's own fit it decides nothing, so it may leave steps out to save time.
     """
@@ -168,12 +168,12 @@ class StepCostMeter:
         self._reported: StepCostCoefficients | None = None
 
     def on_scheduled(self, plan: StepPlan) -> None:
-        """Remember the work of a step, if it counts."""
+        """Store the work of a step, if it is in the sample."""
         if plan.step % REPORTED_STEP_INTERVAL == 0:
             self._collector.on_scheduled(plan)
 
     def on_stage_times(self, times: list[StepTime]) -> StepCostCoefficients | None:
-        """Record a stage's report; return the coefficients if they were fitted anew."""
+        """Add the times of a stage; return the coefficients if there is a new fit."""
         for time in times:
             if time.step % REPORTED_STEP_INTERVAL == 0:
                 self._collector.on_stage_time(time)

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from gllm.pacing.depth import LinkSeconds
-from gllm.pacing.pacer import PathSeconds, PipelinePacer
+from gllm.pacing.depth import LinkSeconds, PipelineSeconds
+from gllm.pacing.pacer import PipelinePacer
 from gllm.scheduler.plan import StepOutput, StepPlan, StepTime
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import CostModel
@@ -93,7 +93,7 @@ def _set_depth(now: float, change: tuple[SimulatedPipeline, tuple[int, int | Non
         pipeline.scheduler.set_depth(*arguments)
 
 
-def read_paths(cost: CostModel, num_stages: int) -> PathSeconds:
+def read_paths(cost: CostModel, num_stages: int) -> PipelineSeconds:
     """Return the times of a cost model's links, as a driver measures them.
 
     The time per token is that of a few tokens more; what a message takes besides counts as latency.
@@ -110,7 +110,7 @@ def read_paths(cost: CostModel, num_stages: int) -> PathSeconds:
         before + cost.plan_transfer(stage, small).total_seconds for stage in range(num_stages)
     ]
     way_back = cost.return_seconds(small) + cost.return_transfer(small).total_seconds
-    return PathSeconds(links, latencies, way_back)
+    return PipelineSeconds([], links, latencies, way_back)
 
 
 def _probe_work(num_tokens: int) -> StageWork:

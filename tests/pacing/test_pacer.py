@@ -2,11 +2,10 @@
 
 import pytest
 
-from gllm.pacing.depth import LinkSeconds, Pace
+from gllm.pacing.depth import LinkSeconds, Pace, PipelineSeconds
 from gllm.pacing.pacer import (
     EARLY_FITS,
     MAX_PENDING_STEPS,
-    PathSeconds,
     PipelinePacer,
     StageTimeFits,
 )
@@ -15,7 +14,7 @@ from gllm.scheduler.plan import StepTime
 from gllm.scheduler.stage_work import StageWork
 
 STAGES, MAX_PREFILL = 3, 2560
-SLOW = PathSeconds([LinkSeconds(0.03, 0.001)] * 2, [0.0, 0.03, 0.03], 0.03)
+SLOW = PipelineSeconds([], [LinkSeconds(0.03, 0.001)] * 2, [0.0, 0.03, 0.03], 0.03)
 """30 ms, and 1 ms per token."""
 
 
@@ -65,7 +64,7 @@ def test_prefill_has_a_cap_with_one_lane_only() -> None:
 def test_the_load_is_a_mean_over_seconds() -> None:
     """A load of one moment does not move the depth; one that lasts does."""
     pacer = make_pacer()
-    pacer.on_paths(PathSeconds([LinkSeconds(0.0, 0.001)] * 2, [0.0] * 3, 0.1))
+    pacer.on_paths(PipelineSeconds([], [LinkSeconds(0.0, 0.001)] * 2, [0.0] * 3, 0.1))
     report(pacer)
     # Links are the slowest with 400 decodes, and stages with few.
     assert pacer.update(400, 40_000, 0.0) is not None

@@ -112,12 +112,15 @@ class RouterAttachment:
     @property
     def announcement(self) -> AnnounceEngine:
         """Description of the engine with the present figures."""
-        return self._current_announcement()
+        announce = self._announce()
+        if self._role is None:
+            return announce
+        return msgspec.structs.replace(announce, role=self._role)
 
     @property
     def role(self) -> str:
         """Role that the engine announces."""
-        return self._current_announcement().role
+        return self.announcement.role
 
     def set_role(self, role: str) -> str:
         """Announce a role to all routers; running requests go on. Return the role before.
@@ -161,7 +164,7 @@ class RouterAttachment:
     def on_connected(self, connection: PeerConnection) -> None:
         """See PeerHandler."""
         self._sessions[connection] = None
-        self._announced = self._current_announcement()
+        self._announced = self.announcement
         connection.send(self._announced)
 
     def on_message(self, connection: PeerConnection, message: AnyMessage) -> None:
@@ -199,15 +202,9 @@ class RouterAttachment:
         self._announce_changes()
         self._report()
 
-    def _current_announcement(self) -> AnnounceEngine:
-        announce = self._announce()
-        if self._role is None:
-            return announce
-        return msgspec.structs.replace(announce, role=self._role)
-
     def _announce_changes(self) -> None:
         """Announce the engine again if one of the facts has changed."""
-        announce = self._current_announcement()
+        announce = self.announcement
         if announce != self._announced:
             self._announced = announce
             for connection in self._sessions:

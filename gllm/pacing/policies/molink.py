@@ -86,7 +86,7 @@ class DecodeFirstPolicy(ABC):
 
 
 def clamp_chunk(budget_bytes: float, least_bytes: int, remaining_bytes: int) -> int:
-    """Return a budget as a chunk: at least `least_bytes`, at most `remaining_bytes`.
+    """Clamp a budget to a chunk size between `least_bytes` and `remaining_bytes`.
 
     A budget may be negative, infinite or not a number; the last one counts as none.
     """
@@ -121,7 +121,7 @@ FLUSH_FACTOR = 4
 
 
 class MolinkPolicy(DecodeFirstPolicy):
-    """Decodes first; a prefill chunk fills the link until the next decode is ready, within bounds.
+    """Policy `molink`: decodes first, prefill chunks until the next decode is ready.
 
     A chunk has `least_bytes` to `most_bytes`. A prefill that has waited `patience` times sends
     FLUSH_FACTOR x `least_bytes`; Algorithm 1 as printed sends the whole rest, which would block

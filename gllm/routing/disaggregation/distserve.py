@@ -18,7 +18,7 @@ from gllm.routing.state import EngineSnapshot
 
 
 class DistServePairPolicy(PairPolicy):
-    """Shortest prefill queue; when the prefill has ended, the least loaded decode engine."""
+    """Policy `distserve`: shortest prefill queue, then the least loaded decode engine."""
 
     decode_choice = DecodeChoice.PREFILL_END
 
@@ -37,7 +37,7 @@ class DistServePairPolicy(PairPolicy):
     def choose_decode(
         self, request: PairRequest, engines: Sequence[EngineSnapshot], now: float
     ) -> str | None:
-        """Return the decode engine with the fewest requests, those on their way included."""
+        """Return the decode engine with the fewest unfinished requests."""
 
         def load(engine: EngineSnapshot) -> float:
             num_requests = max(engine.num_requests, self.loads.of(engine.name).num_decodes)

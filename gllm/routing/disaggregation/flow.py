@@ -22,7 +22,7 @@ Routes = Mapping[str, Mapping[str, float]]
 
 
 def parse_routes(routes: Iterable[str]) -> dict[str, dict[str, float]]:
-    """Return the flows of routes such as `p0:d1=2.5`.
+    """Parse routes such as `p0:d1=2.5` into flows by pair of engines.
 
     Raises:
         ValueError: A route has another form, appears twice, or its flow is not above 0.
@@ -46,7 +46,7 @@ def parse_routes(routes: Iterable[str]) -> dict[str, dict[str, float]]:
 
 
 def format_routes(routes: Routes) -> str:
-    """Return routes as `parse_routes` reads them, separated by commas."""
+    """Format flows as `parse_routes` reads them, separated by commas."""
     return ",".join(
         f"{prefill}:{decode}={flow:.6g}"
         for prefill, targets in routes.items()
@@ -55,7 +55,7 @@ def format_routes(routes: Routes) -> str:
 
 
 class FlowPairPolicy(PairPolicy):
-    """Engines of both phases in turn, as often as the flow of a plan says.
+    """Policy `flow`: pairs of engines in proportion to the flows of a plan.
 
     Engines that the plan does not name get a turn only where none of its engines is left; they
     share the turns by their weights then.
@@ -77,7 +77,7 @@ class FlowPairPolicy(PairPolicy):
     def choose(
         self, request: PairRequest, engines: Sequence[EngineSnapshot], now: float
     ) -> EnginePair | None:
-        """Return both engines of a request."""
+        """Return the next prefill and decode engine in proportion to the flows."""
         flows = {prefill: sum(targets.values()) for prefill, targets in self._routes.items()}
         weights = _weights(engines, flows) or _weights(engines_of("prefill", engines), None)
         prefill = self._prefill_turns.choose(weights)

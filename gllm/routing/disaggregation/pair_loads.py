@@ -9,7 +9,7 @@ HEAVY_TOKENS = 128
 
 @dataclass(slots=True)
 class PairedRequest:
-    """One unfinished request and its engines."""
+    """Unfinished request with its prefill and decode engine."""
 
     num_prompt_tokens: int
     num_output_tokens: int
@@ -21,18 +21,18 @@ class PairedRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens in the KV cache at the predicted end."""
+        """Number of KV tokens when the predicted output is complete."""
         return self.num_prompt_tokens + self.num_output_tokens
 
     @property
     def is_heavy(self) -> bool:
-        """True if the request has a long output."""
+        """True if the predicted output is longer than HEAVY_TOKENS."""
         return self.num_output_tokens > HEAVY_TOKENS
 
 
 @dataclass(slots=True)
 class PairLoad:
-    """Requests of one engine, those included that are only assigned to it."""
+    """Number of requests and tokens assigned to one engine, by phase."""
 
     num_prefills: int = 0
     """Requests that it prefills or is going to prefill."""
@@ -47,12 +47,12 @@ class PairLoad:
 
     @property
     def num_light_decodes(self) -> int:
-        """Number of decodes with a short output."""
+        """Number of decodes with a predicted output of at most HEAVY_TOKENS."""
         return self.num_decodes - self.num_heavy_decodes
 
 
 class PairLoads:
-    """Unfinished requests by engine and phase; each call takes constant time."""
+    """Loads of all engines from the unfinished requests; each update takes constant time."""
 
     def __init__(self) -> None:
         self._requests: dict[Hashable, PairedRequest] = {}
@@ -63,7 +63,7 @@ class PairLoads:
         return len(self._requests)
 
     def of(self, engine: str) -> PairLoad:
-        """Return the load of an engine, which changes with the next call of another method."""
+        """Return the present load of an engine; the next update may change the object."""
         return self._loads.get(engine) or PairLoad()
 
     def add(self, key: Hashable, request: PairedRequest) -> None:
@@ -73,28 +73,23 @@ class PairLoads:
         self._count(request, 1)
 
     def get(self, key: Hashable) -> PairedRequest | None:
-        """Return a request, which is not to be changed; None if it is unknown."""
+        """Return an unfinished request, not to be modified; None if it is unknown."""
         return self._requests.get(key)
 
     def set_engines(self, key: Hashable, prefill: str, decode: str) -> None:
-        """Set the engines of a request. Raises KeyError for an unknown one."""
+        """Assign a request to other engines. Raises KeyError for an unknown request."""
         request = self._requests[key]
         self._count(request, -1)
         request.prefill, request.decode = prefill, decode
         self._count(request, 1)
 
-    def on_prefill_ended(self, key: Hashable) -> None:
-        """Count a request as load of its decode engine alone; an unknown one is ignored."""
-        if request := self._requests.get(key):
-            self.set_engines(key, "", request.decode)
-
     def remove(self, key: Hashable) -> None:
-        """Forget a request; an unknown one is ignored."""
+        """Remove a request; an unknown one is ignored."""
         if request := self._requests.pop(key, None):
             self._count(request, -1)
 
     def on_engine_lost(self, engine: str) -> None:
-        """Let no request count for an engine any more."""
+        """Remove an engine from its requests."""
         if engine not in self._loads:
             return
         for key, request in self._requests.items():

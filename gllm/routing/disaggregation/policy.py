@@ -30,7 +30,7 @@ class DecodeChoice(Enum):
 
 
 class PairRequest(NamedTuple):
-    """A request, as far as the choice of its two engines depends on it."""
+    """Request for which a pair policy chooses engines."""
 
     key: Hashable
     """Unique among the unfinished requests of the caller."""
@@ -41,7 +41,7 @@ class PairRequest(NamedTuple):
 
 
 class EnginePair(NamedTuple):
-    """Engines of a request."""
+    """Prefill and decode engine of a request."""
 
     prefill: str
     """Name of the engine that prefills."""
@@ -51,7 +51,7 @@ class EnginePair(NamedTuple):
 
 
 class RoleChange(NamedTuple):
-    """New role of an engine."""
+    """Change of an engine's role."""
 
     engine: str
     role: str
@@ -59,7 +59,7 @@ class RoleChange(NamedTuple):
 
 
 class PairPolicy(ABC):
-    """Rule that chooses the engines of both phases of a request."""
+    """Base class of policies that choose the prefill and the decode engine of a request."""
 
     decode_choice: ClassVar[DecodeChoice]
     """Moment at which the decode engine is chosen."""
@@ -74,7 +74,7 @@ class PairPolicy(ABC):
     def choose(
         self, request: PairRequest, engines: Sequence[EngineSnapshot], now: float
     ) -> EnginePair | None:
-        """Return the engines of a request that arrives; None if there are no engines.
+        """Return the engines of a new request; None if there are no engines.
 
         The request counts as load of its engines from now on. A request that is chosen again
         leaves those that it had.
@@ -89,26 +89,27 @@ class PairPolicy(ABC):
     def choose_decode(
         self, request: PairRequest, engines: Sequence[EngineSnapshot], now: float
     ) -> str | None:
-        """Return the engine that decodes a request with a prefill engine; None without engines.
+        """Return the decode engine of a prefilled request; None without engines.
 
         The prefill engine itself if it is best that no KV is transferred. The request counts as
         load of the engine from now on. Arguments as of `choose`.
         """
 
     def on_prefill_ended(self, key: Hashable, now: float) -> None:
-        """Note that a request has its first token; it is load of its decode engine alone then."""
-        self.loads.on_prefill_ended(key)
+        """Count a request that has its first token as load of its decode engine alone."""
+        if request := self.loads.get(key):
+            self.loads.set_engines(key, "", request.decode)
 
     def on_ended(self, key: Hashable, now: float) -> None:
-        """Note that a request has ended, for whatever reason; an unknown one is ignored."""
+        """Remove a request that has ended; an unknown one is ignored."""
         self.loads.remove(key)
 
     def on_engine_lost(self, engine: str) -> None:
-        """Note that an engine has gone; its requests stay known until they are chosen again."""
+        """Remove an engine; its requests stay until their engines are chosen again."""
         self.loads.on_engine_lost(engine)
 
     def role_changes(self, engines: Sequence[EngineSnapshot], now: float) -> list[RoleChange]:
-        """Return the engines that should get another role for good, with that role.
+        """Return the role changes that the policy decides.
 
         Of several routers only the leading one applies them. The default changes none.
 
@@ -142,7 +143,7 @@ class PairPolicy(ABC):
 
 
 def engines_of(role: str, engines: Sequence[EngineSnapshot]) -> Sequence[EngineSnapshot]:
-    """Return the engines of a role and mixed ones; all if there are none.
+    """Return the engines of a role and the mixed ones; all engines if there are none.
 
     Every engine can run both phases, so a fleet that has lost all engines of a role still serves.
 

@@ -18,7 +18,7 @@ PAIR_POLICIES: dict[str, type[PairPolicy]] = {
 
 
 def make_pair_policy(name: str, rng: Random, routes: Routes | None = None) -> PairPolicy:
-    """Return a new pair policy.
+    """Create the pair policy of a name.
 
     Args:
         name: of PAIR_POLICIES.

@@ -22,7 +22,7 @@ OPPOSITE_ROLES = {"prefill": "decode", "decode": "prefill"}
 
 
 class Pools(NamedTuple):
-    """Machines of each pool."""
+    """Engines by pool."""
 
     prefill: list[EngineSnapshot]
     decode: list[EngineSnapshot]
@@ -37,7 +37,7 @@ class _Stay(NamedTuple):
 
 
 class RolePools:
-    """The pool of each machine."""
+    """Assigns engines to the prefill, decode and mixed pools of Splitwise."""
 
     def __init__(self, loads: PairLoads) -> None:
         """Create the pools.
@@ -49,7 +49,7 @@ class RolePools:
         self._stays: dict[str, _Stay] = {}
 
     def divide(self, engines: Sequence[EngineSnapshot]) -> Pools:
-        """Return the pools, after machines without work of the other phase have returned home."""
+        """Return the engines by pool; idle engines of the mixed pool return to their own."""
         pools = Pools([], [], [])
         for engine in engines:
             if engine.role not in OPPOSITE_ROLES or self._is_away(engine):
@@ -61,16 +61,16 @@ class RolePools:
         return pools
 
     def lend(self, engine: EngineSnapshot, now: float) -> None:
-        """Put a machine into the mixed pool, unless it is there; the caller gives it work."""
+        """Move an engine to the mixed pool, because it gets work of the other phase."""
         if engine.role in OPPOSITE_ROLES and engine.name not in self._stays:
             self._stays[engine.name] = _Stay(engine.role, now)
 
     def forget(self, engine: str) -> None:
-        """Forget a machine that has gone."""
+        """Remove an engine."""
         self._stays.pop(engine, None)
 
     def overdue(self, engines: Sequence[EngineSnapshot], now: float) -> list[EngineSnapshot]:
-        """Return the machines that have been mixed for so long that they change their home.
+        """Return the engines that have been mixed for long enough to change their role.
 
         A phase keeps its last machine: one whose home is that phase, mixed or not.
         """

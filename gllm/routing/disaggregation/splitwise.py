@@ -23,7 +23,7 @@ MAX_PENDING_TOKENS = 8192
 
 
 class SplitwisePairPolicy(PairPolicy):
-    """Both machines at arrival: from home pool, mixed pool, the other pool, or one for both.
+    """Policy `splitwise`: chooses both engines at arrival, least loaded of the role pools.
 
     A prompt goes to the machine with the fewest pending tokens, its decode to the one with the
     least reserved KV memory.
@@ -39,7 +39,7 @@ class SplitwisePairPolicy(PairPolicy):
     def choose(
         self, request: PairRequest, engines: Sequence[EngineSnapshot], now: float
     ) -> EnginePair | None:
-        """Return the prompt and the token machine."""
+        """Return the prefill and the decode engine."""
         if not engines:
             return None
         # The request leaves the engines that it had before pools and loads are read.
@@ -61,7 +61,7 @@ class SplitwisePairPolicy(PairPolicy):
     def choose_decode(
         self, request: PairRequest, engines: Sequence[EngineSnapshot], now: float
     ) -> str | None:
-        """Return another token machine for a request that has lost its own."""
+        """Return another decode engine for a request that has lost its own."""
         if not engines:
             return None
         pools = self.pools.divide(engines)
@@ -72,12 +72,12 @@ class SplitwisePairPolicy(PairPolicy):
         return self._assign_decode(request, decode.name)
 
     def on_engine_lost(self, engine: str) -> None:
-        """Forget the engine's load and pool."""
+        """Remove the engine from loads and pools."""
         super().on_engine_lost(engine)
         self.pools.forget(engine)
 
     def role_changes(self, engines: Sequence[EngineSnapshot], now: float) -> list[RoleChange]:
-        """Return the machines that have been mixed for too long, with the other role."""
+        """Return the engines that have been mixed for too long, with the other role."""
         overdue = self.pools.overdue(engines, now)
         return [RoleChange(machine.name, OPPOSITE_ROLES[machine.role]) for machine in overdue]
 

@@ -21,7 +21,7 @@ from gllm.routing.state import EngineSnapshot
 
 
 class TetriPairPolicy(PairPolicy):
-    """Least loaded prefill; after the first chunk the decode engine with the least interference."""
+    """Policy `tetri`: least loaded prefill, then decode with the least interference."""
 
     decode_choice = DecodeChoice.FIRST_CHUNK
 

@@ -19,7 +19,7 @@ its decodes."""
 def count_cached_tokens(
     request: RoutingRequest, engines: Sequence[EngineSnapshot], prefixes: PrefixIndex
 ) -> Mapping[str, int]:
-    """Return the number of a request's tokens that each engine need not compute, by name.
+    """Return the number of cached prompt tokens by engine name.
 
     An engine computes at least the last token, because it samples from it.
     """

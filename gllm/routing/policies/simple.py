@@ -13,14 +13,14 @@ from gllm.routing.state import EngineSnapshot, RoutingRequest
 
 
 def weighted_requests(engine: EngineSnapshot) -> float:
-    """Return an engine's requests with one more, in relation to its weight."""
+    """Return (requests + 1) / weight of an engine."""
     return (engine.num_requests + 1) / engine.weight
 
 
 def choose_least(
     engines: Sequence[EngineSnapshot], load: Callable[[EngineSnapshot], float], rng: Random
 ) -> str | None:
-    """Return the engine with the least load, a random one of several; None without engines.
+    """Return the name of the engine with the least load, ties at random; None without engines.
 
     Routers that share engines and broke ties by name would all choose the same engine.
     """
@@ -32,7 +32,7 @@ def choose_least(
 
 
 class RoundRobinPolicy(RoutingPolicy):
-    """Every engine in turn, as often as its weight says."""
+    """Weighted round-robin over the engines."""
 
     uses_statistics = False
 
@@ -41,12 +41,12 @@ class RoundRobinPolicy(RoutingPolicy):
         self._turns = SmoothRoundRobin()
 
     def choose(self, request: RoutingRequest, engines: Sequence[EngineSnapshot]) -> str | None:
-        """Return the engine whose turn it is."""
+        """Return the next engine of the round-robin order."""
         return self._turns.choose({engine.name: engine.weight for engine in engines})
 
 
 class RandomPolicy(RoutingPolicy):
-    """A random engine."""
+    """Random engine, with probabilities in proportion to the weights."""
 
     uses_statistics = False
 

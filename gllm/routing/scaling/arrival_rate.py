@@ -26,7 +26,7 @@ MAX_SECONDS = 900.0
 
 
 def num_arrivals_for(relative_error: float) -> float:
-    """Return the number of Poisson arrivals whose mean has a relative standard error."""
+    """Return the number of Poisson arrivals at which the mean rate has a relative error."""
     return 1.0 / relative_error**2
 
 
@@ -67,7 +67,7 @@ class _Sum:
 
 
 class ArrivalRate:
-    """Estimate of the rate of arrivals. Pure: time is an argument.
+    """Estimator of the arrival rate since its last change. Pure: time is an argument.
 
     Args:
         now: Time in seconds from which arrivals are counted.
@@ -86,7 +86,7 @@ class ArrivalRate:
 
     @property
     def num_arrivals(self) -> int:
-        """Number of arrivals that the estimate is made of."""
+        """Number of arrivals in the estimate."""
         return self._count
 
     @property
@@ -95,7 +95,7 @@ class ArrivalRate:
         return self._count / self._seconds if self._seconds else 0.0
 
     def bound(self, z: float) -> float:
-        """Return the rate with a margin of `z` standard errors; at least 0."""
+        """Return the rate plus `z` standard errors; at least 0."""
         if not self._seconds:
             return 0.0
         margin = z * sqrt(self._count + (1 if z > 0 else 0))

@@ -31,7 +31,7 @@ OVERDUE_FACTOR = 2.0
 
 
 class EnginePhase(Enum):
-    """Phase of an engine's life that scaling distinguishes."""
+    """State of an engine for scaling."""
 
     STARTING = "starting"
     READY = "ready"
@@ -39,7 +39,7 @@ class EnginePhase(Enum):
 
 
 class EngineLoad(NamedTuple):
-    """An engine that a router knows."""
+    """State and number of requests of an engine."""
 
     name: str
     phase: EnginePhase
@@ -48,7 +48,7 @@ class EngineLoad(NamedTuple):
 
 
 class FleetLoad(NamedTuple):
-    """Load of a fleet at one moment."""
+    """Load of the fleet at one time."""
 
     num_arrivals: int
     """Requests that have arrived since the last observation."""
@@ -62,7 +62,7 @@ class FleetLoad(NamedTuple):
 
 
 class ScaleDecision(NamedTuple):
-    """Decision of an observation."""
+    """Number of wanted engines, and the engines to drain, undrain or stop."""
 
     num_wanted: int
     """Engines that should run, draining ones not counted."""
@@ -75,20 +75,20 @@ class ScaleDecision(NamedTuple):
 
 
 class ScaleRule(NamedTuple):
-    """N = ceil(k5 rate + c5)."""
+    """Linear scaling rule: N = ceil(k5 rate + c5)."""
 
     k5: float
     """Engines per request per second."""
     c5: float = 0.0
 
     def num_engines(self, rate: float) -> int:
-        """Return the number of engines for a rate in requests per second."""
+        """Return the number of engines for a request rate per second."""
         # A rate of 1.6 engines must not become 2.0000001 of them.
         return max(0, ceil(self.k5 * rate + self.c5 - 1e-9))
 
 
 def fit_scale_rule(points: Sequence[tuple[float, int]]) -> ScaleRule:
-    """Return the rule with the least squared error; k5 is not negative.
+    """Fit a scaling rule by least squares; k5 is not negative.
 
     Args:
         points: Rates in requests per second, and the numbers of workers that they need.
@@ -108,7 +108,7 @@ def fit_scale_rule(points: Sequence[tuple[float, int]]) -> ScaleRule:
 
 
 class Autoscaler:
-    """Number of wanted engines, from observations of a fleet. Pure: time is an argument.
+    """Decides how many engines a fleet needs. Pure: time is an argument.
 
     Args:
         config: Limits and times.
@@ -149,11 +149,11 @@ class Autoscaler:
 
     @property
     def startup_seconds(self) -> float:
-        """Time from the wish for an engine until it serves: the longest of the last ones."""
+        """Start-up time of an engine: the longest of the last ones."""
         return max(self._startups, default=self._config.scale_startup_seconds)
 
     def observe(self, load: FleetLoad, now: float) -> ScaleDecision:
-        """Return the decision for the present load; called about once per second."""
+        """Return the decision for the present load; call about once per second."""
         if self.rate.observe(load.num_arrivals, now):
             self._least_k5 = 0.0
         ready = [engine for engine in load.engines if engine.phase is EnginePhase.READY]

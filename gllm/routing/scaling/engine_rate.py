@@ -17,13 +17,13 @@ USED_SHARE = 0.8
 
 
 class RecentLengths(NamedTuple):
-    """Mean lengths of recent requests in tokens."""
+    """Moving average of prompt and output lengths in tokens."""
 
     prompt: float
     output: float
 
     def mix(self, latest: "RecentLengths") -> "RecentLengths":
-        """Return the lengths with those of the latest request."""
+        """Return the average updated with the latest request."""
         pairs = zip(self, latest, strict=True)
         return RecentLengths(*(LENGTH_DECAY * old + (1 - LENGTH_DECAY) * new for old, new in pairs))
 
@@ -34,7 +34,7 @@ def sustained_rate(
     lengths: RecentLengths,
     tpot_seconds: float | None = None,
 ) -> float:
-    """Return the requests per second that an engine sustains.
+    """Return the requests per second that an engine can serve in steady state.
 
     Args:
         engine: The engine.

@@ -19,7 +19,7 @@ from gllm.routing.state import EngineSnapshot
 
 @dataclass(frozen=True)
 class FlipConfig:
-    """Conditions of a flip."""
+    """Options for the change of an engine between prefill and decode."""
 
     flip_low_load: float = option(
         0.1, "mean load of an engine below which it may be flipped, from 0 to 1", gt=0, lt=1
@@ -64,7 +64,7 @@ def phase_load(engine: EngineSnapshot) -> float:
 
 
 class FlipPolicy:
-    """Watcher of the loads; it returns at most one flip at a time.
+    """Policy that changes the role of idle engines when the other phase is overloaded.
 
     A phase keeps its last engine. Mixed engines are neither observed nor flipped.
     """
@@ -76,7 +76,7 @@ class FlipPolicy:
         self._flipped_at: float | None = None
 
     def observe(self, engines: Sequence[EngineSnapshot], now: float) -> RoleChange | None:
-        """Note the present loads and return the engine to flip, if any.
+        """Record the present loads; return the role change, if any.
 
         Args:
             engines: all attached engines; those that do not take requests are not flipped, but

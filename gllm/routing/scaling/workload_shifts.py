@@ -19,7 +19,7 @@ QUANTITIES = ("prompt tokens", "output tokens", "seconds between arrivals")
 
 
 class RequestSample(NamedTuple):
-    """A finished request, as far as a plan depends on it."""
+    """Arrival time and lengths of a finished request."""
 
     arrival_seconds: float
     num_prompt_tokens: int
@@ -51,7 +51,7 @@ class WindowMeans(NamedTuple):
 
 
 class WorkloadShift(NamedTuple):
-    """A lasting shift."""
+    """Lasting change of the workload's mean lengths or rate."""
 
     quantities: tuple[str, ...]
     """Names of QUANTITIES that have shifted."""
@@ -125,7 +125,7 @@ class ShiftConfig:
 
 
 class ShiftDetector:
-    """Profile of a workload, and the windows of requests after it.
+    """Detector of lasting changes between a reference profile and later windows of requests.
 
     The first windows are the profile. After a shift the next windows are a new one, so that a shift
     is reported once.
@@ -139,7 +139,7 @@ class ShiftDetector:
         self.reset()
 
     def reset(self) -> None:
-        """Take the next windows as the profile."""
+        """Measure the reference profile anew from the next windows."""
         self._samples: list[RequestSample] = []
         self._profile: WindowMeans | None = None
         self._directions = [0] * len(QUANTITIES)
@@ -147,11 +147,11 @@ class ShiftDetector:
 
     @property
     def profile(self) -> WindowMeans | None:
-        """Means that windows are compared with; None while they are measured."""
+        """Means of the reference profile; None while they are measured."""
         return self._profile
 
     def observe(self, sample: RequestSample) -> WorkloadShift | None:
-        """Add a request, in the order of arrivals; return a shift at the end of its last window."""
+        """Add a request in order of arrival; return a shift if this request confirms one."""
         self._samples.append(sample)
         rule = self._rule
         if self._profile is None:
@@ -187,7 +187,7 @@ class ShiftDetector:
 
 
 def measure_means(samples: Sequence[RequestSample]) -> WindowMeans:
-    """Return the means of consecutive requests; the first one begins the first gap only."""
+    """Return the means of consecutive requests; the first one only starts the first interval."""
     later = samples[1:]
     gaps: list[float] = []
     for first, second in zip(samples, later, strict=False):

@@ -4,8 +4,8 @@ import logging
 
 from gllm.messages.measurement import LinkTimes
 from gllm.messages.reports import StageTimes
-from gllm.pacing.depth import LinkSeconds
-from gllm.pacing.pacer import PathSeconds, PipelinePacer
+from gllm.pacing.depth import LinkSeconds, PipelineSeconds
+from gllm.pacing.pacer import PipelinePacer
 from gllm.scheduler.plan import StepPlan
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.stage_work import compute_stage_work
@@ -58,7 +58,7 @@ class DriverPacing:
         )
 
 
-def convert_link_times(message: LinkTimes, bytes_per_token: int) -> PathSeconds:
+def convert_link_times(message: LinkTimes, bytes_per_token: int) -> PipelineSeconds:
     """Return the times of a pipeline's links; one way takes half of the round trip."""
     links = [
         LinkSeconds(
@@ -68,4 +68,4 @@ def convert_link_times(message: LinkTimes, bytes_per_token: int) -> PathSeconds:
         for link in message.links
     ]
     latencies = [seconds / 2 for seconds in message.driver_round_trips]
-    return PathSeconds(links, latencies, latencies[-1])
+    return PipelineSeconds([], links, latencies, latencies[-1])

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from random import Random
 from typing import Protocol
@@ -312,23 +312,24 @@ class ConnectionPool:
         self._closers[connection] = close
         self._handler.on_connected(connection)
 
-    def _deliver(self, connection: PeerConnection, message: AnyMessage) -> None:
-        """Pass a message to the handler, unless the session has ended."""
-        if not connection.is_open:
-            return
-        connection.last_heard = time.monotonic()
-        try:
-            self._handler.on_message(connection, message)
-        except Exception as error:
-            log.exception("a message of %s could not be handled", connection.address)
-            self._lose(connection, f"a message could not be handled: {error}")
+    def _deliver(self, connection: PeerConnection, messages: Iterable[AnyMessage]) -> None:
+        """Pass messages to the handler, as long as the session has not ended."""
+        for message in messages:
+            if not connection.is_open:
+                return
+            connection.last_heard = time.monotonic()
+            try:
+                self._handler.on_message(connection, message)
+            except Exception as error:
+                log.exception("a message of %s could not be handled", connection.address)
+                self._lose(connection, f"a message could not be handled: {error}")
 
     def _on_hub_messages(self, messages: list[tuple[int, AnyMessage]]) -> None:
         for sender, message in messages:
             if isinstance(message, Hello):
                 self._begin_guest(sender)
             elif connection := self._guests.get(sender):
-                self._deliver(connection, message)
+                self._deliver(connection, (message,))
 
     def _begin_guest(self, sender: int) -> None:
         hub = self._hub
@@ -392,16 +393,9 @@ class ConnectionPool:
             on_end(cause, is_refused)
 
         connection = PeerConnection(address, spoke.send, time.monotonic())
-        spoke.start(
-            lambda messages: self._deliver_all(connection, messages),
-            lambda cause: self._lose(connection, cause),
-        )
+        spoke.start(partial(self._deliver, connection), partial(self._lose, connection))
         self._begin(connection, close)
         return connection
-
-    def _deliver_all(self, connection: PeerConnection, messages: list[AnyMessage]) -> None:
-        for message in messages:
-            self._deliver(connection, message)
 
     async def _tick(self) -> None:
         """Send heartbeats, and lose the peers that send none."""

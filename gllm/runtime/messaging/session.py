@@ -121,12 +121,24 @@ class SessionReceiver:
             if whole is None:
                 return None
             payload = whole
-        if epoch in (self._epoch, ANY_EPOCH):
-            return self._decode_message(payload)
-        if epoch < self._epoch:
+        is_current = epoch in (self._epoch, ANY_EPOCH)
+        if not is_current and epoch < self._epoch:
             self.num_stale += 1
-        else:
-            self._keep(payload, epoch)
+            return None
+        if not is_current:
+            self._num_kept_bytes += len(payload)
+            if self._num_kept_bytes > self._max_kept_bytes:
+                raise SessionError("too many messages of a later epoch")
+        try:
+            message = self._decode(payload)
+        # Errors of values nested too deeply, text that is none and numbers out of range are no
+        # DecodeErrors.
+        except Exception as error:
+            raise SessionError(f"no message that this peer may send: {error}") from error
+        if is_current:
+            return message
+        # Decoded already, so that `advance` cannot fail.
+        self._kept.append((epoch, message))
         return None
 
     def advance(self, epoch: int) -> list[AnyMessage]:
@@ -154,18 +166,3 @@ class SessionReceiver:
         payload = b"".join(self._parts)
         self._parts.clear()
         return payload
-
-    def _keep(self, payload: bytes, epoch: int) -> None:
-        """Keep a message of a later epoch; decoded now, so that `advance` cannot fail."""
-        self._num_kept_bytes += len(payload)
-        if self._num_kept_bytes > self._max_kept_bytes:
-            raise SessionError("too many messages of a later epoch")
-        self._kept.append((epoch, self._decode_message(payload)))
-
-    def _decode_message(self, payload: bytes) -> AnyMessage:
-        try:
-            return self._decode(payload)
-        # Errors of values nested too deeply, text that is none and numbers out of range are no
-        # DecodeErrors.
-        except Exception as error:
-            raise SessionError(f"no message that this peer may send: {error}") from error

@@ -24,7 +24,7 @@ MAX_PREEMPTIONS = 4
 
 
 class SplitwisePolicy(CappedPromptPolicy):
-    """Prompts displace decodes from a micro-batch, each of them at most four times.
+    """Policy `splitwise`: prompts displace decodes, each decode at most four times.
 
     A micro-batch has as many tokens as several prompts may have, decodes included; a longer prompt
     runs beside the decodes that have been displaced four times.
@@ -38,7 +38,7 @@ class SplitwisePolicy(CappedPromptPolicy):
         return self._prompt_budget
 
     def fill(self, batch: "MicroBatchFiller", now: float) -> list[ScheduledRow]:
-        """Return decodes that have been displaced often, prefill, and other decodes.
+        """Return rows of often displaced decodes, then prefill, then the other decodes.
 
         The other decodes get the places that prefill leaves of `prefill_batch_tokens`. While a
         decode lacks a block, decodes come first: a victim of preemption would take it back.

@@ -10,7 +10,7 @@ from gllm.scheduler.policy import PrefillLeads, SchedulerLoad, TokenBudgetPolicy
 
 
 class TetriPolicy(PrefillLeads, TokenBudgetPolicy):
-    """Chunks of equal size over prompt boundaries, or all ready decodes.
+    """Policy `tetri`: prefill chunks of equal size over prompt boundaries, or all ready decodes.
 
     A chunk has fewer tokens only if no more wait, or if the KV cache has no space for more. It is
     not padded.

@@ -50,7 +50,7 @@ class PromptAdmission(AdmissionController):
 
 
 class WholePromptPolicy(SarathiPolicy):
-    """Prompts in one piece: only the first one of a micro-batch is split, if it does not fit.
+    """Base of policies that do not split prompts; only one that is too long is split.
 
     A micro-batch has at most max_num_seqs / depth decodes, Vidur's limit for each of the
     micro-batches in flight.
@@ -85,7 +85,7 @@ class VllmPolicy(PrefillLeads, WholePromptPolicy):
 
 
 class CappedPromptPolicy(WholePromptPolicy):
-    """Whole prompts in the order of the queue: several of them have at most `max_tokens` together.
+    """Base of policies that limit the prompt tokens of a micro-batch with several prompts.
 
     A prompt longer than that is the only one of its micro-batch.
     """

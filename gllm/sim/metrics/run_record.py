@@ -185,7 +185,7 @@ class RunRecord:
         for time, stage, value in self._changes():
             totals.advance(time if time < end else end)
             if stage is None:
-                totals.set_parallelism(value)
+                totals.parallelism = value
             else:
                 totals.change_steps(stage, value)
         return [

@@ -23,7 +23,7 @@ a size that is not fetched would otherwise keep a prediction that is too high.""
 
 @dataclass
 class FetchDecision:
-    """Decides about fetches from one engine, and learns from them.
+    """Decides whether KV is fetched from one engine or computed, by measured transfers.
 
     What is not fetched is not measured, so the estimate is trusted only for sizes like the measured
     ones, and for a limited time: otherwise a few slow or small transfers could end all fetches.

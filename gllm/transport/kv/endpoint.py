@@ -12,7 +12,7 @@ from gllm.messages.kv_layout import KvLayout
 
 
 class KvMachine(msgspec.Struct, frozen=True, array_like=True):
-    """One machine with workers of an engine."""
+    """Address and KV cache layouts of one machine of an engine."""
 
     host: str
     """Identity of the machine until it restarts; equal for processes of one machine."""

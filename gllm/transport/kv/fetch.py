@@ -26,7 +26,7 @@ from gllm.transport.kv.part_gate import ReceiverGate
 
 @dataclass
 class RunningFetch:
-    """State of a fetch that the mover's threads share."""
+    """State of one fetch, shared by the mover's threads."""
 
     command: FetchKv
     reader: int
@@ -40,11 +40,11 @@ class RunningFetch:
     _is_cancelled: threading.Event = field(default_factory=threading.Event)
 
     def cancel(self) -> None:
-        """End the fetch soon; called on any thread."""
+        """Cancel the fetch; callable on any thread."""
         self._is_cancelled.set()
 
     def check(self) -> None:
-        """Raise KvTransferError if the fetch has to end."""
+        """Raise KvTransferError if the fetch is cancelled or late."""
         if self._is_cancelled.is_set():
             raise KvTransferError("the fetch was cancelled")
         if self.deadline.is_late(self.clock()):
@@ -103,7 +103,7 @@ def fetch_from_machine(
     names: tuple[str, str],
     parts: list[TargetPart],
 ) -> None:
-    """Fetch the parts that one machine has.
+    """Fetch the parts of a fetch that one machine holds.
 
     Args:
         fetch: The whole fetch.

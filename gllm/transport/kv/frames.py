@@ -121,7 +121,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class KvConnection:
-    """Connection of two movers; used by one thread, except `shut_down`."""
+    """Connection of two KV movers; used by one thread, except `shut_down`."""
 
     def __init__(
         self,
@@ -198,11 +198,11 @@ class KvConnection:
         return part, first, count, np.frombuffer(payload, np.uint8, offset=RUN_HEADER.size)
 
     def refuse(self, cause: str) -> None:
-        """Refuse what the other end has requested. Raises OSError."""
+        """Send REFUSE with a cause. Raises OSError."""
         self.send(KvFrameKind.REFUSE, cause.encode()[:1024])
 
     def shut_down(self) -> None:
-        """End the connection; called on any thread."""
+        """End the connection; callable on any thread."""
         try:
             # Not the method of SSLSocket, which would go on without encryption.
             socket.socket.shutdown(self.socket, socket.SHUT_RDWR)

@@ -59,7 +59,7 @@ Dial = Callable[[KvMachine], socket.socket]
 
 
 def make_backend(name: str) -> KvBackend:
-    """Return a backend.
+    """Create the KV transfer backend of a name.
 
     Args:
         name: Of BACKENDS, or mock:GIGABYTES_PER_SECOND.
@@ -79,7 +79,7 @@ def make_backend(name: str) -> KvBackend:
 
 
 class KvMover:
-    """Mover of the workers of one machine."""
+    """Serves and fetches the KV blocks of one machine's workers."""
 
     def __init__(
         self,
@@ -133,17 +133,17 @@ class KvMover:
 
     @property
     def num_malformed(self) -> int:
-        """Connections that have sent invalid frames."""
+        """Number of connections that sent invalid frames."""
         return self._state.num_malformed
 
     @property
     def num_fetches(self) -> int:
-        """Number of fetches that have not ended."""
+        """Number of running fetches."""
         return len(self._fetches)
 
     @property
     def num_fetched_bytes(self) -> int:
-        """Bytes that the fetches that have not ended have received."""
+        """Number of bytes that the running fetches have received."""
         return sum(fetch.num_bytes for fetch in list(self._fetches.values()))
 
     @property
@@ -152,7 +152,7 @@ class KvMover:
         return self._source.num_readers
 
     def machine(self, address: str = "", certificate: bytes = b"") -> KvMachine:
-        """Return how other movers reach this one, with the caches that are open.
+        """Return the address and the layouts of this machine for other movers.
 
         Args:
             address: HOST:PORT of the data port whose connections get to `adopt`.
@@ -162,7 +162,7 @@ class KvMover:
         return KvMachine(read_host_id(), self.socket_name, address, certificate, layouts)
 
     def open_caches(self, epoch: int, caches: list[tuple[KvLayout, int]]) -> None:
-        """Serve and fill the KV caches of an epoch; those before it are closed.
+        """Open the KV caches of an epoch; the previous ones are closed.
 
         Args:
             epoch: Number of the epoch.
@@ -189,11 +189,11 @@ class KvMover:
         self._replace_caches(ServedCaches(epoch, pages, read_only, progress))
 
     def close_caches(self) -> None:
-        """End the epoch: all tickets and fetches end without reports."""
+        """Close the KV caches; all tickets and fetches end without reports."""
         self._replace_caches(ServedCaches(self._state.caches.epoch))
 
     def handle(self, command: KvCommand) -> None:
-        """Execute a command of the present epoch's driver."""
+        """Execute a command of the driver."""
         match command:
             case ServeKv():
                 self._serve(command)
@@ -219,7 +219,7 @@ class KvMover:
                     running.cancel()
 
     def adopt(self, connection: socket.socket, address: str) -> None:
-        """Serve a connection that a mover with an IP address has opened at the data port."""
+        """Serve a connection that the data port has accepted."""
         self._source.adopt(KvConnection(connection, idle_seconds=IDLE_SECONDS), address)
 
     def close(self) -> None:
@@ -370,7 +370,7 @@ class KvMover:
 
 
 def read_host_id() -> str:
-    """Return the identity of this machine and its network namespace, until it restarts."""
+    """Return an id of this machine and network namespace that is valid until it restarts."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     # Abstract sockets belong to a network namespace.
     return f"{boot}:{os.readlink('/proc/self/ns/net')}"

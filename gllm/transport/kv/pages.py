@@ -84,7 +84,7 @@ class KvPages:
             self._layers[layer.layer] = layer, arrays
 
     def find_slots(self, block_ids: Sequence[int], offset: int, num_tokens: int) -> Slots:
-        """See the function `find_slots`. Raises KvPagesError for unknown blocks too."""
+        """Return positions as the function `find_slots`. Raises KvPagesError for unknown blocks too."""
         for block in block_ids:
             if not 0 <= block < self.layout.num_blocks:
                 raise KvPagesError(f"block {block} of {self.layout.num_blocks}")
@@ -101,33 +101,29 @@ class KvPages:
         Raises:
             KvPagesError: The worker does not have the layer or the heads.
         """
-        part, arrays = self._find(layer, heads)
-        own = slice(heads.start - part.first_head, heads.stop - part.first_head)
-        return np.concatenate([array[slots, own].reshape(-1) for array in arrays])
+        _, arrays = self._find(layer, heads)
+        return np.concatenate([array[slots].reshape(-1) for array in arrays])
 
     def write(self, layer: int, heads: range, slots: Slots, run: Bytes) -> None:
         """Write a run as `read` returns it. Raises KvPagesError."""
         part, arrays = self._find(layer, heads)
         if len(run) != len(slots) * len(heads) * part.bytes_per_head:
             raise KvPagesError(f"{len(run)} bytes for {len(slots)} tokens of {len(heads)} heads")
-        own = slice(heads.start - part.first_head, heads.stop - part.first_head)
         begin = 0
         for array in arrays:
             shape = len(slots), len(heads), array.shape[-1]
             end = begin + len(slots) * len(heads) * array.shape[-1]
-            array[slots, own] = run[begin:end].reshape(shape)
+            array[slots] = run[begin:end].reshape(shape)
             begin = end
 
     def copy(
         self, layer: int, heads: range, slots: Slots, source: "KvPages", source_slots: Slots
     ) -> None:
         """Copy a run from another worker's memory without a buffer. Raises KvPagesError."""
-        part, arrays = self._find(layer, heads)
-        other, other_arrays = source._find(layer, heads)
-        own = slice(heads.start - part.first_head, heads.stop - part.first_head)
-        theirs = slice(heads.start - other.first_head, heads.stop - other.first_head)
+        _, arrays = self._find(layer, heads)
+        _, other_arrays = source._find(layer, heads)
         for array, other_array in zip(arrays, other_arrays, strict=True):
-            array[slots, own] = other_array[source_slots, theirs]
+            array[slots] = other_array[source_slots]
 
     def close(self) -> None:
         """Unmap the memory once no view of it is left."""
@@ -138,7 +134,8 @@ class KvPages:
             # A reader still copies; the memory ends with its view.
             return
 
-    def _find(self, layer: int, heads: range) -> tuple[LayerLayout, tuple[Bytes, ...]]:
+    def _find(self, layer: int, heads: range) -> tuple[LayerLayout, list[Bytes]]:
+        """Return the layout of a layer, and its keys and values of a head range, as views."""
         if layer not in self._layers:
             raise KvPagesError(f"the worker does not have layer {layer}")
         part, arrays = self._layers[layer]
@@ -147,4 +144,5 @@ class KvPages:
                 f"heads {heads.start} to {heads.stop - 1} of layer {layer}: the worker has "
                 f"{part.heads.start} to {part.heads.stop - 1}"
             )
-        return part, arrays
+        own = slice(heads.start - part.first_head, heads.stop - part.first_head)
+        return part, [array[:, own] for array in arrays]

@@ -21,7 +21,7 @@ _READY = struct.Struct("!II")
 
 
 class OwnerGate:
-    """Owner's side: waits until tokens are scheduled and parts are computed."""
+    """Lets the owner wait until tokens are scheduled and parts are computed."""
 
     def __init__(
         self,
@@ -40,25 +40,10 @@ class OwnerGate:
         """
         self._is_held = is_held
         self._connection, self._clock, self._sleep = connection, clock, sleep
-        self._num_tokens = self._num_parts = self._num_ready = 0
-        self._is_computed: Callable[[int], bool] = lambda index: False
-
-    @property
-    def num_ready(self) -> int:
+        self._num_tokens = self._num_parts = 0
+        self.num_ready = 0
         """Number of parts that are known to be computed."""
-        return self._num_ready
-
-    def wait_for_tokens(self, are_scheduled: Callable[[], bool]) -> None:
-        """Wait until a READ can be answered.
-
-        Args:
-            are_scheduled: Returns whether requested tokens are computed or scheduled.
-
-        Raises:
-            OSError: The receiver has gone.
-            KvTransferError: The blocks are not kept any more, or the tokens are late.
-        """
-        self._wait(are_scheduled)
+        self._is_computed: Callable[[int], bool] = lambda index: False
 
     def announce(self, num_tokens: int) -> None:
         """Announce the tokens for which the READ is answered. Raises OSError."""
@@ -66,7 +51,7 @@ class OwnerGate:
         self._send()
 
     def watch(self, num_parts: int, is_computed: Callable[[int], bool]) -> None:
-        """Note the parts of the READ, and the function that returns whether a part is computed."""
+        """Set the number of parts, and the function that returns True for a computed part."""
         self._num_parts, self._is_computed = num_parts, is_computed
 
     def wait_for_part(self, index: int) -> None:
@@ -76,12 +61,21 @@ class OwnerGate:
             OSError: The receiver has gone.
             KvTransferError: The blocks are not kept any more, or the part is late.
         """
-        if index < self._num_ready:
+        if index < self.num_ready:
             return
-        self._wait(lambda: self._find_ready(index))
+        self.wait(lambda: self._find_ready(index))
         self._send()
 
-    def _wait(self, is_ready: Callable[[], bool]) -> None:
+    def wait(self, is_ready: Callable[[], bool]) -> None:
+        """Wait until a condition holds; repeat READY meanwhile, so that the receiver waits longer.
+
+        Args:
+            is_ready: Returns True once the requested tokens or part are computed or scheduled.
+
+        Raises:
+            OSError: The receiver has gone.
+            KvTransferError: The blocks are no longer held, or the tokens or the part are late.
+        """
         now = self._clock()
         limit, next_sign = now + MAX_PART_SECONDS, now + SIGN_SECONDS
         while not is_ready():
@@ -96,18 +90,18 @@ class OwnerGate:
 
     def _find_ready(self, index: int) -> bool:
         """Count the computed parts; return whether they include one."""
-        while self._num_ready < self._num_parts and self._is_computed(self._num_ready):
-            self._num_ready += 1
-        return index < self._num_ready
+        while self.num_ready < self._num_parts and self._is_computed(self.num_ready):
+            self.num_ready += 1
+        return index < self.num_ready
 
     def _send(self) -> None:
         if self._connection is not None:
-            payload = _READY.pack(self._num_tokens, self._num_ready)
+            payload = _READY.pack(self._num_tokens, self.num_ready)
             self._connection.send(KvFrameKind.READY, payload)
 
 
 class ReceiverGate:
-    """Receiver's side: waits until the owner has announced tokens and parts."""
+    """Lets the receiver wait until the owner has announced tokens and parts."""
 
     def __init__(
         self,
@@ -126,15 +120,12 @@ class ReceiverGate:
         """
         self._connection, self._on_ready = connection, on_ready
         self._max_tokens, self._num_parts = num_tokens, num_parts
-        self._num_tokens = self._num_ready = 0
-
-    @property
-    def num_ready(self) -> int:
+        self._num_tokens = 0
+        self.num_ready = 0
         """Number of parts that the owner has announced as computed."""
-        return self._num_ready
 
     def wait_for_tokens(self) -> int:
-        """Wait until the owner has announced for how many tokens it answers; return their number.
+        """Wait until the owner announces how many tokens it sends; return their number.
 
         Raises:
             OSError, KvFrameError: The connection ends.
@@ -146,7 +137,7 @@ class ReceiverGate:
 
     def wait_for_part(self, index: int) -> None:
         """Wait until a part and all before it may be read. Raises as `wait_for_tokens` does."""
-        while index >= self._num_ready:
+        while index >= self.num_ready:
             self._receive()
 
     def _receive(self) -> None:
@@ -156,7 +147,7 @@ class ReceiverGate:
         num_tokens, count = _READY.unpack(payload)
         if num_tokens > self._max_tokens or num_tokens != (self._num_tokens or num_tokens):
             raise KvFrameError(f"{num_tokens} of {self._max_tokens} tokens are announced")
-        if not self._num_ready <= count <= (self._num_parts if num_tokens else 0):
+        if not self.num_ready <= count <= (self._num_parts if num_tokens else 0):
             raise KvFrameError(f"{count} of {self._num_parts} parts are ready")
-        self._num_tokens, self._num_ready = num_tokens, count
+        self._num_tokens, self.num_ready = num_tokens, count
         self._on_ready()

@@ -14,7 +14,7 @@ _LAYER_BITS = 16
 
 
 class LayerProgress:
-    """Counter of one worker; it has a page of its own in the worker's file."""
+    """Shared counter of the layers that one worker has computed."""
 
     def __init__(self, descriptor: int, layout: KvLayout, is_writable: bool = False) -> None:
         """Map the page.
@@ -38,7 +38,7 @@ class LayerProgress:
         self._counter = memoryview(memory).cast("Q")
 
     def record(self, step: int, num_layers: int) -> None:
-        """Note that the first `num_layers` layers of a step are in the KV cache.
+        """Record that the first `num_layers` layers of a step are in the KV cache.
 
         Steps are numbered from 1 on: a new page reads as no step.
 
@@ -47,12 +47,12 @@ class LayerProgress:
         self._counter[0] = step << _LAYER_BITS | num_layers
 
     def has_computed(self, step: int, num_layers: int) -> bool:
-        """Return whether that many layers of a step are in the KV cache."""
+        """Return True if that many layers of a step are in the KV cache."""
         return self._counter[0] >= step << _LAYER_BITS | num_layers
 
 
 def open_progress(descriptor: int, layout: KvLayout) -> LayerProgress | None:
-    """Return a worker's counter; None if it has none."""
+    """Open a worker's layer counter; None if it has none."""
     try:
         return LayerProgress(descriptor, layout)
     except ValueError:

@@ -37,7 +37,7 @@ _CLOSE_SECONDS = 5.0
 
 @dataclass
 class ServedCaches:
-    """KV caches of one epoch, by place."""
+    """KV caches of one epoch, by place of the worker."""
 
     epoch: int
     pages: Sequence[KvPages] = ()
@@ -47,7 +47,7 @@ class ServedCaches:
     """Counters of the workers that count their layers."""
 
     def find_awaited(self, step: int, part: ReadPart) -> tuple[LayerProgress, int] | None:
-        """Return what has to be awaited for a part: the counter and the number of layers.
+        """Return the counter and the number of layers to wait for before a part is read.
 
         Args:
             step: That computes the last tokens; 0 if all are computed.
@@ -70,7 +70,7 @@ class ServedCaches:
 
 @dataclass
 class KvSourceState:
-    """Caches and tickets that the threads of the owner's mover share."""
+    """KV caches and tickets, shared by the threads of a mover."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     book: TicketBook = field(default_factory=TicketBook)
@@ -101,7 +101,7 @@ class _Use:
 
 
 class KvSourceServer:
-    """Answers the READs of other movers, each connection on a thread."""
+    """Server that answers READs of other movers, one thread per connection."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class KvSourceServer:
         return len(self._readers)
 
     def adopt(self, connection: KvConnection, address: str = "") -> None:
-        """Serve a connection on a thread.
+        """Serve a connection on a new thread.
 
         If there are too many, strangers make room: connections that have shown no valid ticket. A
         connection that finds only readers is closed.
@@ -248,7 +248,7 @@ class KvSourceServer:
         gate = OwnerGate(read.is_held, receiver, self._clock, self._sleep)
         if receiver is not None:
             first = request.first_token
-            gate.wait_for_tokens(lambda: held.num_tokens > first)
+            gate.wait(lambda: held.num_tokens > first)
             with self._state.lock:
                 # More tokens may follow meanwhile, by later steps.
                 end, step = held.find_chunk(first)

@@ -10,12 +10,12 @@ _MAX_ENDED = 4096
 
 
 class TicketError(Exception):
-    """A ticket permits nothing of what is requested."""
+    """A ticket does not permit the requested read."""
 
 
 @dataclass
 class HeldBlocks:
-    """Blocks that are kept for one receiver."""
+    """Blocks that are held for one receiver."""
 
     num_tokens: int
     """Tokens whose keys and values the blocks have."""
@@ -34,7 +34,7 @@ class HeldBlocks:
         self._chunks.append((self.num_tokens, self.step))
 
     def extend(self, other: "HeldBlocks") -> None:
-        """Add the tokens that `other` has in addition; their step computes none of the others."""
+        """Add the further tokens of `other`, which another step computes."""
         self.num_tokens, self.block_ids = other.num_tokens, other.block_ids
         self.step, self.is_partial = other.step, other.is_partial
         if not other.step:
@@ -42,12 +42,12 @@ class HeldBlocks:
         self._chunks.append((other.num_tokens, other.step))
 
     def find_chunk(self, first_token: int) -> tuple[int, int]:
-        """Return the end of the chunk with a token, and its step; the last chunk if none has it."""
+        """Return the end of the chunk that has a token, and its step; else the last chunk."""
         return next((chunk for chunk in self._chunks if chunk[0] > first_token), self._chunks[-1])
 
 
 class TicketBook:
-    """Tickets that are served by one worker's mover.
+    """Tickets that a mover serves, with their readers.
 
     A ticket is used once: its first reader is the only one, unless it leaves before it has all. The
     workers of a receiving engine read under the same reader number, each its own layers and heads.
@@ -69,14 +69,14 @@ class TicketBook:
         return ticket in self._held
 
     def may_come(self, ticket: int, reader: int) -> bool:
-        """Return True if a ticket may be free for a reader later: it is unknown or in use."""
+        """Return True if a reader may use a ticket later: it is unknown or in use now."""
         held = self._held.get(ticket)
         if held is None:
             return ticket not in self._ended
         return held.reader not in (0, reader)
 
     def hold(self, ticket: int, held: HeldBlocks) -> None:
-        """Serve blocks under a ticket; for a ticket that is served, more of its sequence.
+        """Serve blocks under a ticket, or more blocks of its sequence.
 
         Raises:
             TicketError: The ticket has ended, is no ticket, or its blocks are others or fewer.
@@ -101,7 +101,7 @@ class TicketBook:
         num_tokens: int,
         accepts_part: bool = False,
     ) -> HeldBlocks:
-        """Return the blocks of a ticket.
+        """Return the blocks of a ticket for a reader.
 
         Args:
             ticket: The ticket.
@@ -130,7 +130,7 @@ class TicketBook:
         return held
 
     def leave(self, ticket: int, reader: int) -> None:
-        """Let another reader use a ticket, because its reader has gone without all of the blocks.
+        """Free a ticket for another reader, because its reader has disconnected early.
 
         Nothing happens if the ticket has ended or has another reader.
         """
@@ -139,7 +139,7 @@ class TicketBook:
             held.reader = 0
 
     def is_held(self, ticket: int, held: HeldBlocks) -> bool:
-        """Return whether the blocks that a reader got are still kept under the ticket."""
+        """Return True if a reader's blocks are still held under the ticket."""
         return self._held.get(ticket) is held
 
     def revoke(self, ticket: int) -> None:

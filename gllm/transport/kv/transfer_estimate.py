@@ -38,12 +38,12 @@ class MeasuredTransfer(NamedTuple):
 
 
 def size_class(num_bytes: int) -> int:
-    """Return the size class of a transfer: those of one class differ by less than a factor of 2."""
+    """Return the size class of a transfer: the number of bits of its bytes."""
     return num_bytes.bit_length()
 
 
 def fit_line(points: Iterable[tuple[float, float, float]]) -> tuple[float, float]:
-    """Return the a, b >= 0 of the line a + b * x with the least squared errors.
+    """Fit a + b * x by weighted least squares with a, b >= 0; return a and b.
 
     points: x, y and the weight of each, at least one.
     """
@@ -60,7 +60,7 @@ def fit_line(points: Iterable[tuple[float, float, float]]) -> tuple[float, float
 
 @dataclass
 class TransferEstimate:
-    """Duration of transfers from one engine by their sizes."""
+    """Predicts the duration of transfers from one engine by their size."""
 
     bytes_per_second: float | None = None
     """Rate before the first measurement, for example a link's; None if it is unknown. Infinite if
@@ -75,7 +75,7 @@ class TransferEstimate:
     """Last transfers, if all took far longer than predicted."""
 
     def observe(self, num_bytes: int, seconds: float, now: float) -> None:
-        """Note a complete transfer; transfers of no bytes are ignored.
+        """Add a complete transfer; transfers of no bytes are ignored.
 
         Args:
             num_bytes: Its size.
@@ -115,7 +115,7 @@ class TransferEstimate:
             self.bytes_per_second = x / (y - self.fixed_seconds)
 
     def predict(self, num_bytes: int) -> float | None:
-        """Return the seconds of a transfer; None before the rate is known.
+        """Return the predicted seconds of a transfer; None before the rate is known.
 
         It is on a line through the medians, in which sizes near the transfer's count for more.
         """

@@ -128,6 +128,7 @@ def routed(
     try:
         yield cluster
     finally:
-        cluster.fleet._handoff_poll.close()
+        if cluster.fleet._read_poll is not None:
+            cluster.fleet._read_poll.cancel()
         for engine in cluster.engines.values():
             engine.mover.close()

@@ -12,7 +12,7 @@ def skip_wait(index: int) -> None:
 
 
 class ServedRead(NamedTuple):
-    """A READ at the owner of the blocks."""
+    """A READ with the blocks that answer it, at their owner."""
 
     request: ReadRequest
     pages: Sequence[KvPages]
@@ -31,7 +31,7 @@ class ServedRead(NamedTuple):
 
 
 class TargetPart(NamedTuple):
-    """Part of a READ at the receiver."""
+    """Part of a READ with the place that it is written to."""
 
     part: ReadPart
     pages: KvPages
@@ -41,7 +41,7 @@ class TargetPart(NamedTuple):
 
 
 class FetchTarget(NamedTuple):
-    """Memory that a READ fills."""
+    """A READ with the memory that it fills, at the receiver."""
 
     request: ReadRequest
     parts: Sequence[TargetPart]
@@ -54,10 +54,10 @@ class FetchTarget(NamedTuple):
 
 
 class KvBackend(Protocol):
-    """Way to transfer bytes. One object serves all transfers of a process, on several threads."""
+    """Transport of KV blocks. One object serves all transfers of a process, on several threads."""
 
     def serve(self, connection: KvConnection, read: ServedRead) -> None:
-        """Answer a READ up to its last byte; the mover confirms it.
+        """Send the blocks of a READ; the mover confirms them afterwards.
 
         Raises:
             OSError, KvFrameError: The connection ends.
@@ -65,7 +65,7 @@ class KvBackend(Protocol):
         """
 
     def fetch(self, connection: KvConnection, target: FetchTarget) -> None:
-        """Receive the KV blocks that a READ, sent before by the caller, asked for; write them.
+        """Receive the blocks of a READ that was sent before, and write them.
 
         Raises:
             OSError, KvFrameError: The connection ends.

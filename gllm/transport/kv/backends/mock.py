@@ -13,12 +13,12 @@ from gllm.transport.kv.frames import KvConnection
 
 
 def mock_seconds(bytes_per_token: int, num_tokens: int, bytes_per_second: float) -> float:
-    """Return the duration of a transfer of so many tokens."""
+    """Return the duration of a transfer in seconds."""
     return bytes_per_token * num_tokens / bytes_per_second
 
 
 class MockBackend:
-    """Adds the delay of a link to another backend."""
+    """Backend that adds the delay of a slow link to another backend."""
 
     def __init__(
         self,
@@ -43,11 +43,11 @@ class MockBackend:
         self._inner, self._rate, self._clock, self._sleep = inner, bytes_per_second, clock, sleep
 
     def serve(self, connection: KvConnection, read: ServedRead) -> None:
-        """See KvBackend."""
+        """Send the blocks as the inner backend does."""
         self._inner.serve(connection, read)
 
     def fetch(self, connection: KvConnection, target: FetchTarget) -> None:
-        """See KvBackend. All bytes are in place before the delay ends, none later.
+        """Receive the blocks, and wait until the delay of the link is over.
 
         The link begins with a part when it may be read and the parts before it have arrived.
         """

@@ -41,7 +41,7 @@ class _NixlDetails(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NixlBackend:
-    """Reads the memory of another machine."""
+    """Backend that reads the memory of another machine by RDMA."""
 
     def __init__(self) -> None:
         """Create the agent of this process.
@@ -62,7 +62,7 @@ class NixlBackend:
         """Addresses of caches that the agent knows."""
 
     def serve(self, connection: KvConnection, read: ServedRead) -> None:
-        """See KvBackend."""
+        """Grant the receiver access to the registered memory of the blocks."""
         read.wait_for_part(len(read.request.parts) - 1)
         places = sorted({part.place for part in read.request.parts})
         pages = [read.pages[place] for place in places]
@@ -77,7 +77,7 @@ class NixlBackend:
         connection.send_struct(KvFrameKind.GRANT, grant)
 
     def fetch(self, connection: KvConnection, target: FetchTarget) -> None:
-        """See KvBackend."""
+        """Read the blocks from the owner's memory."""
         target.wait_for_part(len(target.parts) - 1)
         grant = connection.receive_struct(KvFrameKind.GRANT, ReadGrant)
         try:

@@ -28,10 +28,10 @@ _MAX_PLACES = 64
 
 
 class ShmBackend:
-    """Copies between two processes of one machine."""
+    """Backend that copies between two processes of one machine through shared memory."""
 
     def serve(self, connection: KvConnection, read: ServedRead) -> None:
-        """See KvBackend."""
+        """Send the descriptors of the KV caches to the receiver."""
         if connection.socket.family != socket.AF_UNIX:
             raise KvTransferError("shared memory needs a Unix socket")
         places = sorted({part.place for part in read.request.parts})
@@ -45,7 +45,7 @@ class ShmBackend:
             read.wait_for_part(index)
 
     def fetch(self, connection: KvConnection, target: FetchTarget) -> None:
-        """See KvBackend."""
+        """Map the owner's KV caches and copy the blocks."""
         grant = connection.receive_struct(KvFrameKind.GRANT, ReadGrant)
         places = sorted({part.place for part in target.request.parts})
         descriptors = _receive_descriptors(connection, len(places))

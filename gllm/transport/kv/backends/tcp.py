@@ -58,7 +58,7 @@ class RunEncoding:
             ]
 
     def encode(self, run: Bytes) -> Bytes:
-        """Return a run, keys then values, as it travels."""
+        """Encode a run of keys, then values, for the connection."""
         if self._encoding is None:
             return run
         num_rows = len(run) // sum(row.num_bytes for row in self._rows)
@@ -70,7 +70,7 @@ class RunEncoding:
         return np.concatenate(parts)
 
     def decode(self, encoded: Bytes) -> Bytes:
-        """Return a run as it was, or nearly. Raises KvPagesError for a wrong length."""
+        """Decode a run. Raises KvPagesError for a wrong length."""
         if self._encoding is None:
             return encoded
         sizes = [self._encoding.row_bytes(row) for row in self._rows]
@@ -88,10 +88,10 @@ class RunEncoding:
 
 
 class TcpBackend:
-    """Sends the bytes themselves."""
+    """Backend that sends the blocks over a TCP connection."""
 
     def serve(self, connection: KvConnection, read: ServedRead) -> None:
-        """See KvBackend."""
+        """Send the blocks in chunks."""
         request = read.request
         for index, part in enumerate(request.parts):
             read.wait_for_part(index)
@@ -109,7 +109,7 @@ class TcpBackend:
                 connection.send(KvFrameKind.RUN, header, run.data)
 
     def fetch(self, connection: KvConnection, target: FetchTarget) -> None:
-        """See KvBackend."""
+        """Receive the chunks and write them."""
         for index, part, first, count in _expected_runs(target):
             if not first:
                 target.wait_for_part(index)
