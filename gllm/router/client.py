@@ -125,16 +125,11 @@ class FleetClient(RequestClient):
         self._on_output_length = on_output_length or (lambda entry, length: None)
         self._engines: dict[str, DispatchTarget] = {}
         self.handoffs = Handoffs(self._engines, pairs, handoff_limits)
-        self._numerics = NumericsIndex(numerics_patience)
+        self.numerics = NumericsIndex(numerics_patience)
         self._parked: dict[RequestStream, Parked] = {}
         self._suspects: SuspectTracker[RequestStream] = SuspectTracker(migration_limit - 1)
         self._reserved = ""
         """Engine that a suspect has for itself."""
-
-    @property
-    def num_inexact_migrations(self) -> int:
-        """Number of requests that continued on an engine with other numerics."""
-        return self._numerics.num_inexact_migrations
 
     @property
     def num_parked(self) -> int:
@@ -164,7 +159,7 @@ class FleetClient(RequestClient):
         """
         self.detach(engine, "another session took its place", is_planned=False)
         self._engines[engine] = DispatchTarget(engine, numerics, send, kv)
-        self._numerics.update(self._engines.values())
+        self.numerics.update(self._engines.values())
         self.dispatch_parked()
 
     def detach(self, engine: str, cause: str, is_planned: bool) -> None:
@@ -180,7 +175,7 @@ class FleetClient(RequestClient):
         if attached is None:
             return
         self.handoffs.on_lost(engine)
-        self._numerics.update(self._engines.values())
+        self.numerics.update(self._engines.values())
         owners = {seq: choice.stream for seq, choice in attached.choices.items()}
         for stream in list(attached.streams):
             self._take_back(attached, stream, "drained" if is_planned else "lost")
@@ -329,7 +324,7 @@ class FleetClient(RequestClient):
         """Return the engines that may get a request, in the order of preference."""
         parked = self._parked.get(stream)
         waited = self._clock() - parked.since if parked is not None else 0.0
-        return self._numerics.eligible(stream.entry, waited, self._reserved)
+        return self.numerics.eligible(stream.entry, waited, self._reserved)
 
     def _choose_among(self, stream: RequestStream, names: frozenset[str]) -> DispatchTarget | None:
         name = self._choose(stream, names) if names else None
@@ -348,7 +343,7 @@ class FleetClient(RequestClient):
         """Submit a new or parked request to an engine, the first one of a pair if there is one."""
         self._submit(stream, self.handoffs.sender(stream, engine, pair), engine.choices)
         self.handoffs.on_submitted(stream, engine)
-        self._numerics.on_submission(stream.entry, engine)
+        self.numerics.on_submission(stream.entry, engine)
         stream.entry.engine = engine.name
         self.num_dispatched[engine.name] += 1
         parked = self._parked.pop(stream, None) or Parked(self._clock(), "")

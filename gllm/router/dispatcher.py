@@ -73,8 +73,11 @@ class Dispatcher:
             return None
         request = self._routing_request(stream.entry, engines[0].block_size)
         name = self._apply_policy(request, engines)
-        if name is None or not self._may_submit(stream.entry, now):
+        if name is None:
             return None
+        if stream.entry.num_refusals and not self.health.retry_budget.may_retry(now):
+            return None
+        stream.entry.num_refusals = 0
         record = self.records[name]
         num_cached = 0
         if self.policy.uses_prefixes:
@@ -152,13 +155,6 @@ class Dispatcher:
             )
             least = min(engines, key=lambda engine: engine.stats.unfinished + engine.num_sent)
             return least.name
-
-    def _may_submit(self, entry: JournalEntry, now: float) -> bool:
-        """Return False for a request that an engine has refused while no retry is left."""
-        if entry.num_refusals and not self.health.retry_budget.may_retry(now):
-            return False
-        entry.num_refusals = 0
-        return True
 
     def candidates(self, names: Collection[str], now: float) -> list[EngineSnapshot]:
         """Return the engines that accept requests; ejected ones only if there are no others."""

@@ -145,7 +145,9 @@ class Fleet:
             block_size=max((record.announce.block_size for record in records), default=0),
             epoch=1,
             recovering_since=None if self._is_draining else self._unready_since,
-            recovery_cause=self._unready_cause() if self._unready_since is not None else "",
+            recovery_cause=fleet_status.unready_cause(self._dispatcher.records)
+            if self._unready_since is not None
+            else "",
             is_recovery_overdue=self._is_overdue(),
             num_resumed_requests=self.client.num_resumed_requests,
         )
@@ -176,7 +178,7 @@ class Fleet:
             refused_engines=self._num_refused,
             refused_peers=self._links.num_refused_peers,
             shed_requests=dict(self._dispatcher.num_shed),
-            inexact_migrations=client.num_inexact_migrations,
+            inexact_migrations=client.numerics.num_inexact_migrations,
             stale_outputs=client.num_stale_tokens,
             preset=config.preset or "",
             decode_choice=config.decode_choice,
@@ -196,7 +198,9 @@ class Fleet:
             case "ready":
                 return
             case "recovering":
-                raise fleet_status.no_engines_error(self._unready_cause())
+                raise fleet_status.no_engines_error(
+                    fleet_status.unready_cause(self._dispatcher.records)
+                )
             case state:
                 raise EngineUnavailableError(state, f"the router is {state}")
 
@@ -410,14 +414,13 @@ class Fleet:
         self.scaling.on_tick()
         if self.client.num_parked:
             self.client.dispatch_parked()
-            self.client.reject_parked(self._unready_cause(), self.scaling.park_seconds)
+            self.client.reject_parked(
+                fleet_status.unready_cause(self._dispatcher.records), self.scaling.park_seconds
+            )
 
     def _is_overdue(self) -> bool:
         since = self._unready_since
         return since is not None and self._clock() - since > self._config.park_timeout
-
-    def _unready_cause(self) -> str:
-        return fleet_status.unready_cause(self._dispatcher.records)
 
     def _find(self, name: str) -> EngineRecord:
         if name not in self._dispatcher.records:

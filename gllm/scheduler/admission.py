@@ -114,6 +114,12 @@ class AdmissionController:
         """
         return list(ready.values())
 
+    def _num_free(self, victims: Container[int]) -> int:
+        """Return the number of free blocks, those of victims included."""
+        if victims:
+            return self._kv_cache.num_reclaimable_blocks(victims)
+        return self._kv_cache.block_pool.num_free_blocks
+
     def _horizon(self, candidate: Sequence) -> int:
         """Return the number of tokens per decode to look ahead."""
         if self._credit >= candidate.num_prefill_tokens:

@@ -88,23 +88,13 @@ class CacheEventLog:
 
 def join_chains(blocks: dict[bytes, _Block]) -> list[StoredBlocks]:
     """Group stored blocks into chains of consecutive blocks."""
-    chains: list[StoredBlocks] = []
-    token_ids: list[int] = []
+    chains: list[tuple[StoredBlocks, list[int]]] = []
     for digest, (parent, tokens, cache_salt) in blocks.items():
-        last = chains[-1] if chains else None
+        last = chains[-1][0] if chains else None
         # Blocks with unknown parents are joined with each other alone.
         if last is None or parent != (last.digests[-1] if last.parent else b""):
-            _set_token_ids(chains, token_ids)
-            chains.append(StoredBlocks(parent, [digest], (), cache_salt))
-            token_ids = [*tokens]
+            chains.append((StoredBlocks(parent, [digest], (), cache_salt), [*tokens]))
         else:
             last.digests.append(digest)
-            token_ids += tokens
-    _set_token_ids(chains, token_ids)
-    return chains
-
-
-def _set_token_ids(chains: list[StoredBlocks], token_ids: list[int]) -> None:
-    """Set the token ids of the last chain."""
-    if token_ids:
-        chains[-1] = chains[-1]._replace(token_ids=tuple(token_ids))
+            chains[-1][1].extend(tokens)
+    return [chain._replace(token_ids=tuple(token_ids)) for chain, token_ids in chains]

@@ -60,20 +60,8 @@ class GreedyAdmission(AdmissionController):
             owner.num_missing_blocks(owner.num_tokens + num_owner_tokens, self._block_size)
             for owner in owners
         )
-        return missing + self._count_missing(sequence, num_new_tokens) <= self._num_free(victims)
-
-    def _count_missing(self, sequence: Sequence, num_new_tokens: int) -> int:
-        """Return the free blocks that a waiting sequence takes for its prefill and more tokens."""
-        shared = self._kv_cache.find_shareable_blocks(sequence)
-        num_tokens = sequence.num_prefill_tokens + num_new_tokens
-        missing = sequence.num_missing_blocks(num_tokens, self._block_size) - len(shared)
-        return missing + self._kv_cache.block_pool.count_unreferenced(shared)
-
-    def _num_free(self, victims: Container[int]) -> int:
-        """Return the number of free blocks, those of victims included."""
-        if victims:
-            return self._kv_cache.num_reclaimable_blocks(victims)
-        return self._kv_cache.block_pool.num_free_blocks
+        missing += self._kv_cache.num_admission_blocks(sequence, num_new_tokens)
+        return missing <= self._num_free(victims)
 
     def _predict_remaining(self, sequence: Sequence) -> int:
         """Return the predicted number of tokens that a sequence still generates; at least 1."""
@@ -122,7 +110,7 @@ class LongestReservation(GreedyAdmission):
             owner.num_missing_blocks(owner.num_tokens + _most_new(owner), self._block_size)
             for owner in owners
         )
-        missing += self._count_missing(sequence, _most_new(sequence))
+        missing += self._kv_cache.num_admission_blocks(sequence, _most_new(sequence))
         missing += sum(map(self._count_unborn, (sequence, *owners)))
         return missing <= self._num_free(victims)
 

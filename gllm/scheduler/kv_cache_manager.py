@@ -61,6 +61,18 @@ class KVCacheManager:
         missing = num_blocks - len(sequence.block_ids)
         return missing if missing > 0 else 0
 
+    def num_admission_blocks(self, sequence: Sequence, num_new_tokens: int = 0) -> int:
+        """Return the number of free blocks that a waiting sequence takes for its prefill.
+
+        Args:
+            sequence: a sequence without blocks.
+            num_new_tokens: tokens to generate that have to fit as well.
+        """
+        shared = self.find_shareable_blocks(sequence)
+        num_tokens = sequence.num_prefill_tokens + num_new_tokens
+        missing = sequence.num_missing_blocks(num_tokens, self._block_size) - len(shared)
+        return missing + self.block_pool.count_unreferenced(shared)
+
     def allocate(self, sequence: Sequence, num_tokens: int) -> None:
         """Allocate the blocks for `num_tokens` more tokens; enough blocks must be free."""
         missing = self.num_missing_blocks(sequence, num_tokens)

@@ -327,9 +327,7 @@ class SchedulerTransfers:
         is_overtaking = head is not None and not head.is_fetch_pending
         if head is not None and is_overtaking and head.seq not in kv_cache.running:
             return False
-        shared = kv_cache.find_shareable_blocks(sequence)
-        missing = kv_cache.num_missing_blocks(sequence, sequence.num_prefill_tokens)
-        missing += kv_cache.block_pool.count_unreferenced(shared) - len(shared)
+        missing = kv_cache.num_admission_blocks(sequence)
         if sequence.num_preemptions:
             # Fetches start before decodes are scheduled: a victim must not take back, again and
             # again, the blocks that it has lost to a decode.

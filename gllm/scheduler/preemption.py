@@ -126,17 +126,17 @@ class PreemptionManager:
         """
         kv_cache = self._kv_cache
         num_victims = len(victims)
-        missing = kv_cache.num_missing_blocks(
-            head, head.num_prefill_tokens - head.num_scheduled_tokens
-        )
-        if head.seq not in kv_cache.running:
-            if num_owners - num_victims >= self._max_num_seqs:
-                return False
-            if not self._admission.is_admissible(head, victims):
-                return False
-            shared = kv_cache.find_shareable_blocks(head)
-            missing += kv_cache.block_pool.count_unreferenced(shared) - len(shared)
-        reserve = self._reserve if num_owners > num_victims + (head.seq in kv_cache.running) else 0
+        is_running = head.seq in kv_cache.running
+        if is_running:
+            num_tokens = head.num_prefill_tokens - head.num_scheduled_tokens
+            missing = kv_cache.num_missing_blocks(head, num_tokens)
+        elif num_owners - num_victims >= self._max_num_seqs or not self._admission.is_admissible(
+            head, victims
+        ):
+            return False
+        else:
+            missing = kv_cache.num_admission_blocks(head)
+        reserve = self._reserve if num_owners > num_victims + is_running else 0
         return missing + reserve <= kv_cache.num_reclaimable_blocks(victims)
 
     def preempt(self, victim: Sequence) -> None:

@@ -204,7 +204,7 @@ async def check_cases(
             await rig.start_missing()
             await rig.router.reset_prefix_cache()
             await check_case(rig, case, expected[case[0]])
-        assert rig.fleet.client.num_inexact_migrations == 0
+        assert rig.fleet.client.numerics.num_inexact_migrations == 0
 
 
 @pytest.mark.full

@@ -162,10 +162,10 @@ def test_other_numerics_continue_a_request_that_has_waited_for_equal_ones() -> N
     rig.now = 109.0
     rig.client.dispatch_parked()
     assert rig.submitted("b") == [1]
-    assert (rig.client.num_inexact_migrations, stream.entry.numerics) == (1, "y")
+    assert (rig.client.numerics.num_inexact_migrations, stream.entry.numerics) == (1, "y")
     rig.lose("b")
     assert rig.submitted("c") == [1], "its numerics are those of the engine that had it last"
-    assert rig.client.num_inexact_migrations == 1
+    assert rig.client.numerics.num_inexact_migrations == 1
 
 
 def test_equal_numerics_are_preferred_after_any_wait() -> None:
@@ -180,7 +180,7 @@ def test_equal_numerics_are_preferred_after_any_wait() -> None:
     rig.closed.clear()
     rig.client.dispatch_parked()
     assert (rig.submitted("a"), rig.submitted("b")) == ([], [1])
-    assert rig.client.num_inexact_migrations == 0
+    assert rig.client.numerics.num_inexact_migrations == 0
 
 
 def test_a_migration_of_tokens_needs_equal_numerics_too() -> None:

@@ -110,7 +110,7 @@ def test_numerics_may_differ_if_the_numbers_in_the_caches_do_not() -> None:
     rig.run(streams)
     assert [text(stream)[0] for stream in streams] == expected(*given)
     assert rig.client.handoffs.num_ended == {"transferred": 8}
-    assert rig.client.num_inexact_migrations == 0
+    assert rig.client.numerics.num_inexact_migrations == 0
     rig.check_empty()
 
 
@@ -128,7 +128,7 @@ def test_tokens_stay_with_the_numerics_that_computed_them(state: HandoffState) -
     rig.moves_kv = True
     rig.run([stream])
     assert text(stream)[0] == whole
-    assert rig.client.num_inexact_migrations == 0
+    assert rig.client.numerics.num_inexact_migrations == 0
     has_computed = state in (HandoffState.TRANSFER, HandoffState.DECODE)
     assert rig.client.num_dispatched["E"] == has_computed
     rig.check_empty()

@@ -38,15 +38,8 @@ class PromptAdmission(AdmissionController):
         kv_cache = self._kv_cache
         if all(s.seq in victims for s in kv_cache.remaining_sequences()):
             return True
-        shared = kv_cache.find_shareable_blocks(sequence)
-        missing = sequence.num_missing_blocks(sequence.num_prefill_tokens, self._block_size)
-        missing += kv_cache.block_pool.count_unreferenced(shared) - len(shared)
-        free = (
-            kv_cache.num_reclaimable_blocks(victims)
-            if victims
-            else kv_cache.block_pool.num_free_blocks
-        )
-        return missing + self._watermark <= free
+        missing = kv_cache.num_admission_blocks(sequence)
+        return missing + self._watermark <= self._num_free(victims)
 
 
 class WholePromptPolicy(SarathiPolicy):

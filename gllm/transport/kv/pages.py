@@ -84,7 +84,7 @@ class KvPages:
             self._layers[layer.layer] = layer, arrays
 
     def find_slots(self, block_ids: Sequence[int], offset: int, num_tokens: int) -> Slots:
-        """Return positions as the function `find_slots`. Raises KvPagesError for unknown blocks too."""
+        """Return positions as `find_slots` does. Raises KvPagesError for unknown blocks too."""
         for block in block_ids:
             if not 0 <= block < self.layout.num_blocks:
                 raise KvPagesError(f"block {block} of {self.layout.num_blocks}")

@@ -223,7 +223,8 @@ class KvSourceServer:
             caches.pages[part.place].bytes_per_token(part.layer, part.heads)
 
         def is_held() -> bool:
-            return self._is_held(request.ticket, held)
+            with self._state.lock:
+                return self._state.book.is_held(request.ticket, held)
 
         read = ServedRead(
             request, caches.pages, caches.descriptors, held.block_ids, is_held, self._yield
@@ -278,10 +279,6 @@ class KvSourceServer:
                     )
                     return held, state.caches
             self._sleep(_TICKET_TICK_SECONDS)
-
-    def _is_held(self, ticket: int, held: HeldBlocks) -> bool:
-        with self._state.lock:
-            return self._state.book.is_held(ticket, held)
 
 
 def _is_computed(step: int, awaited: tuple[LayerProgress, int] | None) -> bool:

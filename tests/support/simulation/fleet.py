@@ -174,8 +174,8 @@ class SimulatedRouter:
         self.readers: list[Reader] = []
         config = RouterConfig(model="demo", **options)
         self.fleet = Fleet(config, MODEL_HASH, MAX_MODEL_LEN, policy=policy)
-        self._count_submission = self.fleet.client._numerics.on_submission
-        self.fleet.client._numerics.on_submission = self._on_submission  # type: ignore[method-assign]
+        self._count_submission = self.fleet.client.numerics.on_submission
+        self.fleet.client.numerics.on_submission = self._on_submission  # type: ignore[method-assign]
         self._context = Context(network, self.process)
         self._task = network.loop.create_task(self._start())
         self._task.add_done_callback(raise_error)

@@ -406,7 +406,9 @@ class FleetScenario:
         kinds = tuple(sorted(set(self.num_stages.values())))
         readers = self.readers + self.lost_readers
         exact = [reader for reader in readers if any(map(reader.is_output_of, kinds))]
-        num_inexact = sum(each.fleet.client.num_inexact_migrations for each in self.all_routers)
+        num_inexact = sum(
+            each.fleet.client.numerics.num_inexact_migrations for each in self.all_routers
+        )
         assert len(readers) - len(exact) <= num_inexact
         for reader in self.lost_readers:
             reader.check(kinds, is_cut_short=True)
