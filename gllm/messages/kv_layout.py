@@ -154,12 +154,6 @@ def find_moves(mine: KvLayout, theirs: Sequence[KvLayout], position: int = 0) ->
     return [move for own in mine.layers for move in _find_layer_moves(own, by_layer)]
 
 
-def count_move_bytes(layout: KvLayout, moves: Sequence[KvMove]) -> int:
-    """Return the bytes of one token over some moves into a worker."""
-    sizes = {layer.layer: layer.bytes_per_head for layer in layout.layers}
-    return sum(len(move.heads) * sizes[move.layer] for move in moves)
-
-
 def count_token_bytes(layouts: Sequence[KvLayout]) -> int:
     """Return the bytes of one token over all layers and heads; replicated heads count once."""
     sizes = {

@@ -101,7 +101,7 @@ class Dispatcher:
         """
         num_generated = min((len(entry.outputs[choice]) for choice in entry.alive), default=0)
         length = self.output_lengths.predict(entry.max_tokens, num_generated)
-        is_known = self.output_lengths.has_history(entry.max_tokens)
+        is_known = self.output_lengths.class_of(entry.max_tokens) in self.output_lengths.histories
         entry.predicted_output_tokens = length if is_known else 0
         return length
 

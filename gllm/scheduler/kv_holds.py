@@ -55,7 +55,8 @@ class KvHolds:
         self._states: dict[int, _HoldState] = {}
         self._revocations: list[int] = []
         """Tickets whose revocation has not been reported yet."""
-        self._num_revoked = 0
+        self.num_revoked = 0
+        """Number of holds whose revocation has not been confirmed yet."""
 
     def __len__(self) -> int:
         return len(self._states)
@@ -73,14 +74,9 @@ class KvHolds:
         """Number of distinct blocks in holds."""
         return len({block for state in self._states.values() for block in state.hold.block_ids})
 
-    @property
-    def num_revoked(self) -> int:
-        """Number of holds whose revocation has not been confirmed yet."""
-        return self._num_revoked
-
     def count_returning_blocks(self) -> int:
         """Count the blocks that become free when all revocations are confirmed."""
-        if not self._num_revoked:
+        if not self.num_revoked:
             return 0
         states = [state for state in self._states.values() if state.is_revoked]
         return sum(self._block_pool.count_exclusive(state.hold.block_ids) for state in states)
@@ -143,7 +139,7 @@ class KvHolds:
         if state is None:
             return
         if state.is_revoked:
-            self._num_revoked -= 1
+            self.num_revoked -= 1
             self._revocations = [
                 revocation for revocation in self._revocations if revocation != ticket
             ]
@@ -152,7 +148,7 @@ class KvHolds:
     def _revoke(self, state: _HoldState) -> None:
         if not state.is_revoked:
             state.is_revoked = True
-            self._num_revoked += 1
+            self.num_revoked += 1
             self._revocations.append(state.hold.ticket)
 
 

@@ -104,10 +104,6 @@ class OutputLengthPredictor(OutputClasses):
         super().__init__(recent)
         self._prior = prior
 
-    def has_history(self, max_tokens: int) -> bool:
-        """Return True if an output of the class of `max_tokens` has been recorded."""
-        return self.class_of(max_tokens) in self.histories
-
     def predict(self, max_tokens: int, generated: int) -> int:
         """Return the expected final length of an output, in tokens; at most `max_tokens`.
 

@@ -89,7 +89,7 @@ class FlowPairPolicy(PairPolicy):
         self, request: PairRequest, engines: Sequence[EngineSnapshot], now: float
     ) -> str | None:
         """Return another decode engine for a request that has lost its own."""
-        known = self.loads.get(request.key)
+        known = self.loads.requests.get(request.key)
         name = self._next_decode(known.prefill if known else "", engines)
         return self._assign_decode(request, name) if name is not None else None
 

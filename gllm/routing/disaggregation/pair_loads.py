@@ -55,12 +55,13 @@ class PairLoads:
     """Loads of all engines from the unfinished requests; each update takes constant time."""
 
     def __init__(self) -> None:
-        self._requests: dict[Hashable, PairedRequest] = {}
+        self.requests: dict[Hashable, PairedRequest] = {}
+        """Unfinished requests, only modified by the methods of this object."""
         self._loads: dict[str, PairLoad] = {}
 
     def __len__(self) -> int:
         """Return the number of unfinished requests."""
-        return len(self._requests)
+        return len(self.requests)
 
     def of(self, engine: str) -> PairLoad:
         """Return the present load of an engine; the next update may change the object."""
@@ -69,30 +70,26 @@ class PairLoads:
     def add(self, key: Hashable, request: PairedRequest) -> None:
         """Add a request, or replace it."""
         self.remove(key)
-        self._requests[key] = request
+        self.requests[key] = request
         self._count(request, 1)
-
-    def get(self, key: Hashable) -> PairedRequest | None:
-        """Return an unfinished request, not to be modified; None if it is unknown."""
-        return self._requests.get(key)
 
     def set_engines(self, key: Hashable, prefill: str, decode: str) -> None:
         """Assign a request to other engines. Raises KeyError for an unknown request."""
-        request = self._requests[key]
+        request = self.requests[key]
         self._count(request, -1)
         request.prefill, request.decode = prefill, decode
         self._count(request, 1)
 
     def remove(self, key: Hashable) -> None:
         """Remove a request; an unknown one is ignored."""
-        if request := self._requests.pop(key, None):
+        if request := self.requests.pop(key, None):
             self._count(request, -1)
 
     def on_engine_lost(self, engine: str) -> None:
         """Remove an engine from its requests."""
         if engine not in self._loads:
             return
-        for key, request in self._requests.items():
+        for key, request in self.requests.items():
             if engine in (request.prefill, request.decode):
                 prefill = "" if request.prefill == engine else request.prefill
                 decode = "" if request.decode == engine else request.decode

@@ -97,7 +97,7 @@ class PairPolicy(ABC):
 
     def on_prefill_ended(self, key: Hashable, now: float) -> None:
         """Count a request that has its first token as load of its decode engine alone."""
-        if request := self.loads.get(key):
+        if request := self.loads.requests.get(key):
             self.loads.set_engines(key, "", request.decode)
 
     def on_ended(self, key: Hashable, now: float) -> None:
@@ -134,7 +134,7 @@ class PairPolicy(ABC):
 
     def _assign_decode(self, request: PairRequest, engine: str) -> str:
         """Count a request as load of its decode engine; return the engine."""
-        known = self.loads.get(request.key)
+        known = self.loads.requests.get(request.key)
         if known is None:
             self._assign(request, EnginePair("", engine))
         else:

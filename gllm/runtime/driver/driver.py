@@ -31,7 +31,7 @@ from gllm.observability.bubbles import BubbleMeter
 from gllm.runtime.driver.driver_kv import DriverKv
 from gllm.runtime.driver.driver_pacing import DriverPacing
 from gllm.runtime.driver.plan_record import PlanRecord
-from gllm.scheduler.plan import FinishedSequence, SchedulerStats, StepOutput, StepPlan
+from gllm.scheduler.plan import FinishedSequence, SchedulerStats, StepOutput
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.step_cost import StepCostMeter
@@ -309,7 +309,15 @@ class Driver:
             self._pacing.update(time.monotonic())
         if self.kv is not None:
             self.kv.start_fetches()
-        while (plan := self._schedule()) is not None:
+        while True:
+            now = time.monotonic()
+            plan = self.scheduler.schedule(now)
+            self._meter.record_parallelism(now, self.scheduler.available_parallelism())
+            if plan is None:
+                break
+            self._step_costs.on_scheduled(plan)
+            if self._pacing is not None:
+                self._pacing.on_scheduled(plan)
             self._has_new_stats = True
             if self._plan_record is not None:
                 # First: a stage may die as soon as it has the plan.
@@ -347,17 +355,6 @@ class Driver:
         self.scheduler.abort(list(seqs))
         ends = [FinishedSequence(sequence, "error", error=error) for sequence in seqs]
         self._outputs.append((StepOutput([], [], [], ends), []))
-
-    def _schedule(self) -> StepPlan | None:
-        """Return the next plan, and record how much work is left."""
-        now = time.monotonic()
-        plan = self.scheduler.schedule(now)
-        self._meter.record_parallelism(now, self.scheduler.available_parallelism())
-        if plan is not None:
-            self._step_costs.on_scheduled(plan)
-            if self._pacing is not None:
-                self._pacing.on_scheduled(plan)
-        return plan
 
     def _register(self, message: SubmitRequest) -> None:
         """Register a request's sequences with all ranks of all stages.

@@ -19,7 +19,7 @@ from gllm.runtime.head.request_client import RequestClient, SendFunction
 from gllm.runtime.head.request_stream import RequestStream, SubmittedChoice, deliver
 from gllm.runtime.head.suspects import SuspectTracker
 from gllm.scheduler.output_lengths import OutputLengthPredictor
-from gllm.scheduler.plan import FinishedSequence, SchedulerStats
+from gllm.scheduler.plan import SchedulerStats
 from gllm.scheduler.step_cost import StepCostCoefficients
 
 _POISON_ERROR = (
@@ -234,7 +234,13 @@ class EngineClient(RequestClient):
         if tokens:
             self.step_sizes[1 << (tokens - 1).bit_length()] += 1
         ended = deliver(message, self._choices)
-        self._record_lengths(message.outcome.finished)
+        for end in message.outcome.finished:
+            target = self._choices.get(end.seq)
+            # Only outputs that have ended by themselves, as the scheduler does.
+            if target is not None and end.finish_reason in ("stop", "length"):
+                entry = target.stream.entry
+                length = len(entry.outputs[target.choice])
+                self.totals.output_lengths.record(entry.max_tokens, length)
         if self._suspects.has_deaths:
             self._clear_suspects(message.outcome.seqs)
         for stream, choice, _ in ended:
@@ -242,16 +248,6 @@ class EngineClient(RequestClient):
         if self._is_isolating:
             self._continue_isolation(is_idle=not (stats.unfinished or stats.in_flight))
         self._notify()
-
-    def _record_lengths(self, finished: list[FinishedSequence]) -> None:
-        """Record the lengths of outputs that have ended by themselves, as the scheduler does."""
-        for end in finished:
-            target = self._choices.get(end.seq)
-            if target is not None and end.finish_reason in ("stop", "length"):
-                entry = target.stream.entry
-                self.totals.output_lengths.record(
-                    entry.max_tokens, len(entry.outputs[target.choice])
-                )
 
     def _clear_suspects(self, seqs: list[int]) -> None:
         """Forget the deaths of requests that have a new token."""

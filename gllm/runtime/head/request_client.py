@@ -238,7 +238,9 @@ class RequestClient(ABC):
         self._pending.clear()
         for stream in pending:
             try:
-                stream.notify()
+                # Another listener may have read the output already.
+                if stream.deltas:
+                    stream.listener()
             except Exception as error:
                 log.exception("the reader of a request failed")
                 self._fail(stream, f"its reader failed: {type(error).__name__}: {error}")

@@ -43,11 +43,11 @@ class RequestStream:
     """Output of one request's choices, by index; a slow reader gets larger deltas."""
 
     __slots__ = (
-        "_listener",
         "_pending",
         "alive",
         "deltas",
         "entry",
+        "listener",
         "num_resumptions",
         "request_id",
         "submitted_to",
@@ -70,7 +70,8 @@ class RequestStream:
         self.request_id = request_id
         self.num_resumptions = 0
         """Number of recoveries after which the request was submitted again."""
-        self._listener: Callable[[], None] = _no_listener
+        self.listener: Callable[[], None] = _no_listener
+        """Called after a step that added output to the empty stream."""
         self._pending = pending
         self.submitted_to: dict[int, SubmittedChoice] = {}
         """Running choices by wire id of the scheduler that has the request, or had it last."""
@@ -99,18 +100,13 @@ class RequestStream:
         It is called after a step that added output to an empty stream, and at once if the stream
         has output. It must not raise.
         """
-        self._listener = listener
+        self.listener = listener
         if self.deltas:
             listener()
 
     def remove_listener(self) -> None:
         """Keep deltas until they are read."""
-        self._listener = _no_listener
-
-    def notify(self) -> None:
-        """Call the listener, unless another listener has read the output already."""
-        if self.deltas:
-            self._listener()
+        self.listener = _no_listener
 
     async def wait(self) -> None:
         """Wait until the stream has output; for one task, instead of a listener."""

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from gllm.config.kv_backends import AUTO, BACKENDS, MOCK, check_backend_name, parse_mock_rate
 from gllm.config.link_encodings import PLAIN
-from gllm.messages.kv_layout import KvLayout, KvMove, count_move_bytes
+from gllm.messages.kv_layout import KvLayout
 from gllm.messages.kv_transfer import (
     CancelKvFetch,
     FetchKv,
@@ -264,8 +264,7 @@ class KvMover:
         """Report a ticket as revoked, because its reader has all that it needs."""
         with self._state.lock:
             epoch = self._state.caches.epoch
-            is_held = ticket in self._state.book
-            self._state.book.revoke(ticket)
+            is_held = self._state.book.revoke(ticket)
         if is_held:
             self._on_report(epoch, KvRevoked(ticket))
 
@@ -378,6 +377,5 @@ def read_host_id() -> str:
 
 def _count_bytes(parts: list[TargetPart], num_tokens: int) -> int:
     return num_tokens * sum(
-        count_move_bytes(part.pages.layout, [KvMove(0, part.part.layer, part.part.heads)])
-        for part in parts
+        part.pages.bytes_per_token(part.part.layer, part.part.heads) for part in parts
     )

@@ -142,10 +142,12 @@ class TicketBook:
         """Return True if a reader's blocks are still held under the ticket."""
         return self._held.get(ticket) is held
 
-    def revoke(self, ticket: int) -> None:
-        """Serve a ticket no longer; an unknown one is ignored."""
-        if self._held.pop(ticket, None) is not None:
-            self._ended.append(ticket)
+    def revoke(self, ticket: int) -> bool:
+        """Serve a ticket no longer; return False for an unknown one, which is ignored."""
+        if self._held.pop(ticket, None) is None:
+            return False
+        self._ended.append(ticket)
+        return True
 
     def clear(self) -> None:
         """Revoke all tickets."""

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gllm.messages.kv_layout import KvLayoutError, count_move_bytes, find_moves
+from gllm.messages.kv_layout import KvLayoutError, find_moves
 from tests.support.engines.kv_layouts import cut_layouts
 
 CUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
@@ -44,7 +44,9 @@ def test_each_layer_and_head_is_moved_exactly_once(
         for move in moves:
             owned = {each.layer: each.heads for each in theirs[move.peer].layers}
             assert set(move.heads) <= set(owned[move.layer])
-        assert count_move_bytes(layout, moves) == layout.bytes_per_token
+        sizes = {each.layer: each.bytes_per_head for each in layout.layers}
+        num_bytes = sum(len(move.heads) * sizes[move.layer] for move in moves)
+        assert num_bytes == layout.bytes_per_token
 
 
 @pytest.mark.parametrize("prefill", CUTS)
