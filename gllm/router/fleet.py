@@ -229,9 +229,7 @@ class Fleet:
 
     def drain_engine(self, name: str, migrates: bool) -> int:
         """Send an engine no new requests; return the number of requests that still run on it."""
-        record = self._find(name)
-        record.is_drain_requested = True
-        self._links.links[name].send(DrainEngine(True))
+        self._set_draining(name, True)
         if migrates:
             self.client.migrate(name)
         self._on_engines_changed()
@@ -239,9 +237,7 @@ class Fleet:
 
     def undrain_engine(self, name: str) -> None:
         """Send a drained engine requests again."""
-        record = self._find(name)
-        record.is_drain_requested = False
-        self._links.links[name].send(DrainEngine(False))
+        self._set_draining(name, False)
         self._on_engines_changed()
 
     async def start(self) -> None:
@@ -422,10 +418,12 @@ class Fleet:
         since = self._unready_since
         return since is not None and self._clock() - since > self._config.park_timeout
 
-    def _find(self, name: str) -> EngineRecord:
+    def _set_draining(self, name: str, is_on: bool) -> None:
+        """Command an engine to drain, or to accept requests again. Raises UnknownEngineError."""
         if name not in self._dispatcher.records:
             raise UnknownEngineError(f"no engine is named {name!r}")
-        return self._dispatcher.records[name]
+        self._dispatcher.records[name].is_drain_requested = is_on
+        self._links.links[name].send(DrainEngine(is_on))
 
 
 def request_sender(

@@ -11,7 +11,7 @@ import math
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.policy import SchedulerLoad, ThrottlePolicy
 from gllm.scheduler.stage_work import StageWork, count_query_key_pairs
-from gllm.scheduler.step_cost import OnlineStepCostFit, StepCostCoefficients
+from gllm.scheduler.step_cost import OnlineStepCostFit
 
 
 class BalancePolicy(ThrottlePolicy):
@@ -38,7 +38,9 @@ class BalancePolicy(ThrottlePolicy):
         self._fit.observe_step(work, seconds)
         coefficients = self._fit.coefficients
         if coefficients is not None and coefficients.token > 0:
-            self._update_costs(coefficients)
+            self._pair_cost = coefficients.pair / coefficients.token
+            self._base_decode_cost = 1 + coefficients.decode / coefficients.token
+            self._context_token_cost = coefficients.context_token / coefficients.token
 
     def decode_budget(self, load: SchedulerLoad) -> float:
         """Return (4) in cost: an even share of the cost of all running decodes."""
@@ -85,8 +87,3 @@ class BalancePolicy(ThrottlePolicy):
         waiting = load.num_waiting_tokens + self._pair_cost * load.num_waiting_pairs
         started = load.num_started_tokens + self._pair_cost * load.num_started_pairs
         return load._replace(num_waiting_tokens=waiting, num_started_tokens=started)
-
-    def _update_costs(self, coefficients: StepCostCoefficients) -> None:
-        self._pair_cost = coefficients.pair / coefficients.token
-        self._base_decode_cost = 1 + coefficients.decode / coefficients.token
-        self._context_token_cost = coefficients.context_token / coefficients.token

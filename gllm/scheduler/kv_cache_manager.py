@@ -57,9 +57,8 @@ class KVCacheManager:
 
     def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
         """Return the number of blocks to allocate before `num_tokens` more tokens fit."""
-        num_blocks = -(-(sequence.num_scheduled_tokens + num_tokens) // self._block_size)
-        missing = num_blocks - len(sequence.block_ids)
-        return missing if missing > 0 else 0
+        num_total = sequence.num_scheduled_tokens + num_tokens
+        return sequence.num_missing_blocks(num_total, self._block_size)
 
     def num_admission_blocks(self, sequence: Sequence, num_new_tokens: int = 0) -> int:
         """Return the number of free blocks that a waiting sequence takes for its prefill.

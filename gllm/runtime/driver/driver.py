@@ -31,7 +31,7 @@ from gllm.observability.bubbles import BubbleMeter
 from gllm.runtime.driver.driver_kv import DriverKv
 from gllm.runtime.driver.driver_pacing import DriverPacing
 from gllm.runtime.driver.plan_record import PlanRecord
-from gllm.scheduler.plan import FinishedSequence, SchedulerStats, StepOutput
+from gllm.scheduler.plan import FinishedSequence, StepOutput
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.step_cost import StepCostMeter
@@ -333,21 +333,20 @@ class Driver:
         if self._has_new_stats and not outputs:
             outputs = [(StepOutput([], [], [], []), [])]
         self._has_new_stats = False
-        for output, details in outputs:
-            self._frontend.send(EngineOutputs(output, self._stats(), details))
+        if outputs:
+            # Held requests count as waiting.
+            held = [request.request for request in self._held.values()]
+            stats = self.scheduler.stats()
+            stats = stats._replace(
+                waiting=stats.waiting + sum(request.n for request in held),
+                waiting_tokens=stats.waiting_tokens + sum(map(_count_prefill_tokens, held)),
+            )
+            for output, details in outputs:
+                self._frontend.send(EngineOutputs(output, stats, details))
         # There are events only while the frontend watches the prefix cache.
         if (events := self.scheduler.kv_cache.pop_events()) is not None:
             self._frontend.send(KvCacheEvents(self._num_cache_events, *events))
             self._num_cache_events += 1
-
-    def _stats(self) -> SchedulerStats:
-        """Return the scheduler's statistics; held requests count as waiting."""
-        stats = self.scheduler.stats()
-        requests = [held.request for held in self._held.values()]
-        return stats._replace(
-            waiting=stats.waiting + sum(request.n for request in requests),
-            waiting_tokens=stats.waiting_tokens + sum(map(_count_prefill_tokens, requests)),
-        )
 
     def _fail(self, seq: int, n: int, error: str) -> None:
         """End the sequences seq .. seq + n - 1 with an error, scheduled or not."""

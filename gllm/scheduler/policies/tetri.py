@@ -6,10 +6,10 @@ and cut into chunks of ChunkSize tokens, at which a prefill instance saturates.
 """
 
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.policy import PrefillLeads, SchedulerLoad, TokenBudgetPolicy
+from gllm.scheduler.policy import PrefillLeads, SarathiPolicy
 
 
-class TetriPolicy(PrefillLeads, TokenBudgetPolicy):
+class TetriPolicy(PrefillLeads, SarathiPolicy):
     """Policy `tetri`: prefill chunks of equal size over prompt boundaries, or all ready decodes.
 
     A chunk has fewer tokens only if no more wait, or if the KV cache has no space for more. It is
@@ -17,13 +17,6 @@ class TetriPolicy(PrefillLeads, TokenBudgetPolicy):
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
         assert config.prefill_batch_tokens is not None
-        self._chunk_size = config.prefill_batch_tokens
-
-    def decode_budget(self, load: SchedulerLoad) -> float:
-        """Return the number of all ready decodes."""
-        return load.num_ready_decodes
-
-    def prefill_budget(self, load: SchedulerLoad) -> float:
-        """Return the size of a chunk."""
-        return self._chunk_size
+        self._budget = config.prefill_batch_tokens
