@@ -156,23 +156,14 @@ class BubbleMeter:
     """
 
     def __init__(self, stages: int, begin: float) -> None:
-        self._totals = BubbleTotals(stages, begin)
+        self.totals = BubbleTotals(stages, begin)
+        """Totals up to the time that all stages have reported."""
         self._reported_until = [begin] * stages
         self._order = count()
         self._changes: list[tuple[float, int, int | None, int]] = []
         """Changes that have not been applied: a heap by time and order of arrival. Then the stage,
         or None for the parallelism, and the value."""
         self._parallelism = 0
-
-    @property
-    def seconds(self) -> list[float]:
-        """Bubble of each stage."""
-        return self._totals.bubble_seconds
-
-    @property
-    def work_seconds(self) -> float:
-        """Time in which there was work for at least one stage."""
-        return self._totals.work_seconds
 
     def record_parallelism(self, time: float, stages: int) -> None:
         """Record that from `time` on the available work could keep `stages` stages busy."""
@@ -189,12 +180,12 @@ class BubbleMeter:
         until = min(self._reported_until)
         while self._changes and self._changes[0][0] <= until:
             time, _, changed, value = heapq.heappop(self._changes)
-            self._totals.advance(time)
+            self.totals.advance(time)
             if changed is None:
-                self._totals.parallelism = value
+                self.totals.parallelism = value
             else:
-                self._totals.change_steps(changed, value)
-        self._totals.advance(until)
+                self.totals.change_steps(changed, value)
+        self.totals.advance(until)
 
     def _push(self, time: float, stage: int | None, value: int) -> None:
         heapq.heappush(self._changes, (time, next(self._order), stage, value))

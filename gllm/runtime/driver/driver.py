@@ -294,7 +294,7 @@ class Driver:
             self._pacing.on_stage_times(message)
         meter = self._meter
         meter.record_steps(message.stage, message.steps, message.complete_until)
-        self._frontend.send(BubbleReport(meter.seconds, meter.work_seconds))
+        self._frontend.send(BubbleReport(meter.totals.bubble_seconds, meter.totals.work_seconds))
         if (coefficients := self._step_costs.on_stage_times(message.steps)) is not None:
             self._frontend.send(StepCostReport(coefficients))
             if self.kv is not None:

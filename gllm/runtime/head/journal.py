@@ -6,7 +6,6 @@ is an argument.
 """
 
 from array import array
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -23,7 +22,7 @@ class JournalEntry:
     """One request, the output that was delivered, and its current submission."""
 
     prompt: "array[int] | list[int]"
-    """Token ids; see `pack_prompt`."""
+    """Token ids; an array of four bytes per token once the request is submitted."""
     sampling: SequenceSamplingParams
     """Parameters of the first choice."""
     max_tokens: int
@@ -125,15 +124,6 @@ class JournalEntry:
     def num_prefill_tokens(self) -> int:
         """Tokens that the next scheduler has to prefill; the choices share the prompt."""
         return len(self.prompt) + sum(len(self.outputs[choice]) for choice in self.alive)
-
-    def pack_prompt(self) -> None:
-        """Store the prompt with four bytes per token, if it consists of token ids.
-
-        Prompts of anything else are rejected when they are submitted.
-        """
-        if isinstance(self.prompt, list):
-            with suppress(TypeError, OverflowError):
-                self.prompt = array("i", self.prompt)
 
     def submission(self, first_seq: int, now: float, request_id: str = "") -> SubmitRequest:
         """Return the message that starts the request or continues its living choices.

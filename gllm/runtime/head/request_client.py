@@ -7,7 +7,9 @@ stays open, and it is submitted again with the tokens that were delivered.
 import logging
 import time
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 
 from gllm.messages.codec import encode
 from gllm.messages.handoff import KvHandoff
@@ -111,7 +113,10 @@ class RequestClient(ABC):
         self._poison.check(entry.prompt, entry.sampling, self._clock())
         stream = RequestStream(entry, request_id, self._pending)
         self._dispatch(stream)
-        entry.pack_prompt()
+        if isinstance(entry.prompt, list):
+            # Prompts of anything but token ids are rejected when they are submitted.
+            with suppress(TypeError, OverflowError):
+                entry.prompt = array("i", entry.prompt)
         self._streams[stream] = None
         self._num_requests += 1
         if self.on_submitted is not None:
