@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, fields, replace
-from types import TracebackType
 from typing import Any, TypeVar
 
 from tqdm import tqdm
@@ -150,12 +149,7 @@ class LLM:
     def __enter__(self) -> "LLM":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def generate(

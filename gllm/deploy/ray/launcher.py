@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -78,12 +77,7 @@ class RayLauncher:
     def __enter__(self) -> NodesConfig:
         return self.place()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def place(self) -> NodesConfig:

@@ -140,9 +140,7 @@ def _parse_escape(reader: TextReader, sink: TextSink) -> ParserCoroutine[bool]:
 
 def _parse_scalar(reader: TextReader, sink: TextSink) -> ParserCoroutine[bool]:
     """Parse a number, true, false or null and pass it on as a whole."""
-    pieces: list[str] = []
-    yield from reader.consume_while(_SCALAR_CHARS, pieces.append)
-    text = "".join(pieces)
+    text = yield from reader.read_while(_SCALAR_CHARS)
     if not _SCALAR.fullmatch(text):
         return False
     sink(text)

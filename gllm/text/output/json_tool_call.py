@@ -68,8 +68,7 @@ class _CallParser:
             yield from reader.skip_space()
             if not (yield from self._parse_value(key)):
                 return
-            yield from reader.skip_space()
-            end = yield from reader.consume_any(",", "}")
+            end = yield from reader.consume_next(",", "}")
             if end != ",":
                 self._is_closed = end == "}"
                 return

@@ -108,9 +108,24 @@ class TextReader:
                 return
             sink(self.consume(match.end() - self._position))
 
+    def read_while(self, pattern: re.Pattern[str]) -> ParserCoroutine[str]:
+        """Consume characters while they match a class of characters, and return them."""
+        pieces: list[str] = []
+        yield from self.consume_while(pattern, pieces.append)
+        return "".join(pieces)
+
     def skip_space(self) -> ParserCoroutine[None]:
         """Consume whitespace."""
         yield from self.consume_while(SPACE, discard)
+
+    def consume_next(self, *texts: str) -> ParserCoroutine[str]:
+        """Skip whitespace, then consume and return the first of the texts that follows it.
+
+        Returns:
+            The text; empty if none follows. The whitespace is consumed in any case.
+        """
+        yield from self.skip_space()
+        return (yield from self.consume_any(*texts))
 
     def consume_any(self, *texts: str) -> ParserCoroutine[str]:
         """Consume and return the first of the texts that comes next; empty if none does."""

@@ -60,8 +60,7 @@ class ReasoningSplitter:
     def parse(self, reader: TextReader) -> ParserCoroutine[None]:
         """Parse the whole text."""
         reader.start_recording()
-        yield from reader.skip_space()
-        is_opened = yield from reader.consume_any(self._tags.opening)
+        is_opened = yield from reader.consume_next(self._tags.opening)
         before = reader.stop_recording()
         if is_opened or self._starts_in_reasoning:
             yield from reader.skip_space()

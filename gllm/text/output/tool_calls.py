@@ -128,6 +128,30 @@ ParseToolCalls = Callable[[TextReader, ToolCallEmitter], ParserCoroutine[None]]
 """Parser of an output into content and tool calls."""
 
 
+def parse_marked_calls(
+    openings: tuple[str, ...],
+    closings: tuple[str, ...],
+    parse_call: Callable[[TextReader, ToolCallEmitter, str], ParserCoroutine[bool]],
+) -> ParseToolCalls:
+    """Return a parser of outputs in which a marker stands before each call.
+
+    Args:
+        openings: Markers before a call.
+        closings: Markers after a call, which may also stand alone.
+        parse_call: Parses the call after an opening marker, which it receives.
+    """
+
+    def parse(reader: TextReader, emitter: ToolCallEmitter) -> ParserCoroutine[None]:
+        stops = (*openings, *closings)
+        while marker := (yield from reader.consume_until(stops, emitter.add_content)):
+            if marker in openings:
+                yield from emitter.try_call(parse_call(reader, emitter, marker), marker)
+            else:
+                emitter.add_closing_marker(marker)
+
+    return parse
+
+
 @dataclass(frozen=True)
 class ToolCallFormat:
     """Format in which the models of a family write tool calls."""

@@ -9,7 +9,7 @@ import re
 from gllm.text.output import json_parser
 from gllm.text.output.grammar_builder import ToolCallDelimiters
 from gllm.text.output.reader import ParserCoroutine, TextReader
-from gllm.text.output.tool_calls import ToolCallEmitter, ToolCallFormat
+from gllm.text.output.tool_calls import ToolCallEmitter, ToolCallFormat, parse_marked_calls
 
 BLOCK, BLOCK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 """Markers around all calls."""
@@ -22,41 +22,24 @@ FENCE, FENCE_END = "```json", "```"
 _WORD = re.compile(r"[^\s<]+")
 
 
-def _parse(reader: TextReader, emitter: ToolCallEmitter) -> ParserCoroutine[None]:
-    stops = (BLOCK, OPEN, CLOSE, BLOCK_END)
-    while marker := (yield from reader.consume_until(stops, emitter.add_content)):
-        if marker in (BLOCK, OPEN):
-            yield from emitter.try_call(_parse_call(reader, emitter, marker), marker)
-        else:
-            emitter.add_closing_marker(marker)
-
-
 def _parse_call(reader: TextReader, emitter: ToolCallEmitter, marker: str) -> ParserCoroutine[bool]:
-    if marker == BLOCK:
-        yield from reader.skip_space()
-        if not (yield from reader.consume_any(OPEN)):
-            return False
-    first: list[str] = []
-    yield from reader.consume_while(_WORD, first.append)
+    if marker == BLOCK and not (yield from reader.consume_next(OPEN)):
+        return False
+    name = yield from reader.read_while(_WORD)
     if not (yield from reader.consume_any(SEPARATOR)):
         return False
     yield from reader.skip_space()
-    name = "".join(first)
     if (yield from reader.peek()) != "{":
         # The first word was the type of tool.
-        second: list[str] = []
-        yield from reader.consume_while(_WORD, second.append)
+        name = yield from reader.read_while(_WORD)
+        yield from reader.consume_next(FENCE)
         yield from reader.skip_space()
-        yield from reader.consume_any(FENCE)
-        yield from reader.skip_space()
-        name = "".join(second)
     if (yield from reader.peek()) != "{" or not emitter.start_call(name):
         return False
     if not (yield from json_parser.parse_value(reader, emitter.add_arguments)):
         return False
     for ending in (FENCE_END, CLOSE, BLOCK_END):
-        yield from reader.skip_space()
-        yield from reader.consume_any(ending)
+        yield from reader.consume_next(ending)
     return True
 
 
@@ -70,7 +53,7 @@ def _delimiters(template: str) -> ToolCallDelimiters:
 
 FORMAT = ToolCallFormat(
     name="deepseek",
-    parse=_parse,
+    parse=parse_marked_calls((BLOCK, OPEN), (CLOSE, BLOCK_END), _parse_call),
     markers=(BLOCK, BLOCK_END, OPEN, CLOSE, SEPARATOR),
     is_used_by=lambda template: BLOCK in template,
     delimiters=_delimiters,

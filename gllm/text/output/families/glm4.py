@@ -17,16 +17,14 @@ _BLANK = re.compile(r"[ \t]+")
 def _parse(reader: TextReader, emitter: ToolCallEmitter) -> ParserCoroutine[None]:
     while (yield from reader.peek()):
         if not (yield from emitter.try_call(_parse_call(reader, emitter))):
-            emitter.add_content((yield from _add_line(reader, emitter)))
-
-
-def _add_line(reader: TextReader, emitter: ToolCallEmitter) -> ParserCoroutine[str]:
-    """Add the rest of a line to the content and return its end."""
-    return (yield from reader.consume_until(("\n",), emitter.add_content))
+            line_end = yield from reader.consume_until(("\n",), emitter.add_content)
+            emitter.add_content(line_end)
 
 
 def _parse_call(reader: TextReader, emitter: ToolCallEmitter) -> ParserCoroutine[bool]:
-    name = yield from _known_name(reader, emitter)
+    # Longer names first: one name may be the beginning of another.
+    names = sorted(emitter.tool_schemas, key=len, reverse=True)
+    name = yield from reader.consume_any(*names)
     if not name:
         return False
     yield from reader.consume_while(_BLANK, discard)
@@ -37,13 +35,6 @@ def _parse_call(reader: TextReader, emitter: ToolCallEmitter) -> ParserCoroutine
         return False
     emitter.start_call(name)
     return (yield from json_parser.parse_value(reader, emitter.add_arguments))
-
-
-def _known_name(reader: TextReader, emitter: ToolCallEmitter) -> ParserCoroutine[str]:
-    """Consume and return the longest name of a tool that comes next; empty if none does."""
-    # Longer names first: one name may be the beginning of another.
-    names = sorted(emitter.tool_schemas, key=len, reverse=True)
-    return (yield from reader.consume_any(*names))
 
 
 FORMAT = ToolCallFormat(

@@ -9,7 +9,7 @@ import re
 from gllm.text.output.grammar_builder import ToolCallDelimiters
 from gllm.text.output.reader import ParserCoroutine, TextReader
 from gllm.text.output.tagged_tool_call import TaggedArguments, tagged_arguments_expression
-from gllm.text.output.tool_calls import ToolCallEmitter, ToolCallFormat
+from gllm.text.output.tool_calls import ToolCallEmitter, ToolCallFormat, parse_marked_calls
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 """Markers around a call."""
@@ -21,39 +21,27 @@ _NAME = re.compile(r"[^<\s]+")
 _KEY = re.compile(r"[^<\n]+")
 
 
-def _parse(reader: TextReader, emitter: ToolCallEmitter) -> ParserCoroutine[None]:
-    while marker := (yield from reader.consume_until((OPEN, CLOSE), emitter.add_content)):
-        if marker == OPEN:
-            yield from emitter.try_call(_parse_call(reader, emitter), OPEN)
-        else:
-            emitter.add_closing_marker(marker)
-
-
-def _parse_call(reader: TextReader, emitter: ToolCallEmitter) -> ParserCoroutine[bool]:
-    name: list[str] = []
+def _parse_call(reader: TextReader, emitter: ToolCallEmitter, _: str) -> ParserCoroutine[bool]:
     yield from reader.skip_space()
-    yield from reader.consume_while(_NAME, name.append)
+    name = yield from reader.read_while(_NAME)
     yield from reader.skip_space()
     # A call needs a tag after the name, not just a word after the marker.
     tag = yield from reader.consume_any(KEY, CLOSE)
-    if not tag or not emitter.start_call("".join(name)):
+    if not tag or not emitter.start_call(name):
         return False
-    arguments = TaggedArguments(emitter, emitter.tool_schemas.get("".join(name), {}))
+    arguments = TaggedArguments(emitter, emitter.tool_schemas.get(name, {}))
     while tag == KEY:
-        key: list[str] = []
-        yield from reader.consume_while(_KEY, key.append)
+        key = yield from reader.read_while(_KEY)
         if not (yield from reader.consume_any(KEY_END)):
             return False
-        yield from reader.skip_space()
-        if not (yield from reader.consume_any(VALUE)):
+        if not (yield from reader.consume_next(VALUE)):
             return False
-        text = "".join(key).strip()
-        if not (
-            yield from arguments.parse(text, lambda sink: reader.consume_until((VALUE_END,), sink))
-        ):
+        end = yield from arguments.parse(
+            key.strip(), lambda sink: reader.consume_until((VALUE_END,), sink)
+        )
+        if not end:
             return False
-        yield from reader.skip_space()
-        tag = yield from reader.consume_any(KEY, CLOSE)
+        tag = yield from reader.consume_next(KEY, CLOSE)
     if tag:
         arguments.finish()
     return bool(tag)
@@ -61,7 +49,7 @@ def _parse_call(reader: TextReader, emitter: ToolCallEmitter) -> ParserCoroutine
 
 FORMAT = ToolCallFormat(
     name="glm45",
-    parse=_parse,
+    parse=parse_marked_calls((OPEN,), (CLOSE,), _parse_call),
     markers=(OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END),
     is_used_by=lambda template: KEY in template,
     delimiters=lambda template: ToolCallDelimiters(

@@ -7,32 +7,23 @@ Source: the models' chat templates.
 from gllm.text.output import json_tool_call
 from gllm.text.output.grammar_builder import ToolCallDelimiters
 from gllm.text.output.reader import ParserCoroutine, TextReader
-from gllm.text.output.tool_calls import ToolCallEmitter, ToolCallFormat
+from gllm.text.output.tool_calls import ToolCallEmitter, ToolCallFormat, parse_marked_calls
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 """Markers around a call."""
 
 
-def _parse(reader: TextReader, emitter: ToolCallEmitter) -> ParserCoroutine[None]:
-    while marker := (yield from reader.consume_until((OPEN, CLOSE), emitter.add_content)):
-        if marker == OPEN:
-            yield from emitter.try_call(_parse_call(reader, emitter), OPEN)
-        else:
-            emitter.add_closing_marker(marker)
-
-
-def _parse_call(reader: TextReader, emitter: ToolCallEmitter) -> ParserCoroutine[bool]:
+def _parse_call(reader: TextReader, emitter: ToolCallEmitter, _: str) -> ParserCoroutine[bool]:
     yield from reader.skip_space()
     is_call = yield from json_tool_call.parse_json_call(reader, emitter)
     if is_call:
-        yield from reader.skip_space()
-        yield from reader.consume_any(CLOSE)
+        yield from reader.consume_next(CLOSE)
     return is_call
 
 
 FORMAT = ToolCallFormat(
     name="hermes",
-    parse=_parse,
+    parse=parse_marked_calls((OPEN,), (CLOSE,), _parse_call),
     markers=(OPEN, CLOSE),
     is_used_by=lambda template: OPEN in template and '"arguments"' in template,
     delimiters=lambda template: ToolCallDelimiters(

@@ -23,8 +23,7 @@ def _parse(reader: TextReader, emitter: ToolCallEmitter) -> ParserCoroutine[None
         parse_call = _parse_object if bracket else _parse_single
         is_call = yield from emitter.try_call(parse_call(reader, emitter), marker + bracket)
         while is_call and bracket:
-            yield from reader.skip_space()
-            separator = yield from reader.consume_any(",", "]")
+            separator = yield from reader.consume_next(",", "]")
             if separator != ",":
                 break
             is_call = yield from emitter.try_call(_parse_object(reader, emitter), separator)
@@ -39,13 +38,12 @@ def _parse_single(reader: TextReader, emitter: ToolCallEmitter) -> ParserCorouti
     yield from reader.skip_space()
     if (yield from reader.peek()) == "{":
         return (yield from _parse_object(reader, emitter))
-    name: list[str] = []
-    yield from reader.consume_while(_NAME, name.append)
+    name = yield from reader.read_while(_NAME)
     if (yield from reader.consume_any(ID)):
         yield from reader.consume_while(_NAME, discard)
     yield from reader.consume_any(ARGUMENTS)
     yield from reader.skip_space()
-    if (yield from reader.peek()) != "{" or not emitter.start_call("".join(name)):
+    if (yield from reader.peek()) != "{" or not emitter.start_call(name):
         return False
     return (yield from json_parser.parse_value(reader, emitter.add_arguments))
 
