@@ -1,38 +1,42 @@
 """Parse Prometheus's text format into numbers by metric name."""
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
 PREFIX = "gllm:"
 
 
-@dataclass(frozen=True)
+def _by_name() -> dict[str, dict[Any, float]]:
+    return defaultdict(dict)
+
+
+@dataclass
 class MetricsScrape:
     """Metrics at one moment, by name without the prefix. A missing metric counts as 0."""
 
     time: float
     """Time of the scrape, in seconds of any clock."""
     model: str = ""
-    values: Mapping[str, float] = field(default_factory=dict)
+    values: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Gauges, counters, sums and counts; summed over labels other than the model's."""
-    stages: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    stages: dict[str, dict[int, float]] = field(default_factory=_by_name)
     """Metrics with a `stage` label: by name, then by stage."""
-    ranks: Mapping[str, Mapping[tuple[int, int], float]] = field(default_factory=dict)
+    ranks: dict[str, dict[tuple[int, int], float]] = field(default_factory=_by_name)
     """Metrics with a `stage` and a `rank` label: by name, then by stage and rank."""
-    engines: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    engines: dict[str, dict[str, float]] = field(default_factory=_by_name)
     """Metrics of a router with an `engine` label: by name, then by engine."""
-    engine_states: Mapping[str, str] = field(default_factory=dict)
+    engine_states: dict[str, str] = field(default_factory=dict)
     """States of a router's engines."""
-    finished: Mapping[str, float] = field(default_factory=dict)
+    finished: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Number of finished requests by reason."""
-    node_counts: Mapping[str, float] = field(default_factory=dict)
+    node_counts: dict[str, float] = field(default_factory=dict)
     """Number of an engine's machines, by state."""
-    buckets: Mapping[str, Mapping[float, float]] = field(default_factory=dict)
+    buckets: dict[str, dict[float, float]] = field(default_factory=_by_name)
     """Histograms: cumulative number of observations by bucket bound."""
-    counters: frozenset[str] = frozenset()
+    counters: set[str] = field(default_factory=set)
     """Names in `values` of metrics that only increase."""
 
     def value(self, name: str) -> float:
@@ -52,7 +56,7 @@ class MetricsScrape:
         return self.engines.get(name, {}).get(engine, 0.0)
 
     def follows(self, before: "MetricsScrape") -> bool:
-        """Return whether the same process answered the earlier scrape: no counter decreased."""
+        """Return True if the same process answered the earlier scrape: no counter decreased."""
         return self.model == before.model and all(
             self.value(name) >= before.value(name) for name in before.counters
         )
@@ -64,55 +68,35 @@ def parse_metrics(text: str, time: float) -> MetricsScrape:
     Raises:
         ValueError: It contains no gllm metrics.
     """
-    values: dict[str, float] = defaultdict(float)
-    stages: dict[str, dict[int, float]] = defaultdict(dict)
-    ranks: dict[str, dict[tuple[int, int], float]] = defaultdict(dict)
-    engines: dict[str, dict[str, float]] = defaultdict(dict)
-    states: dict[str, str] = {}
-    finished: dict[str, float] = defaultdict(float)
-    node_counts: dict[str, float] = {}
-    buckets: dict[str, dict[float, float]] = defaultdict(dict)
-    counters: set[str] = set()
-    model = ""
+    scrape = MetricsScrape(time)
     for family in text_string_to_metric_families(text):
         if not family.name.startswith(PREFIX):
             continue
         for sample in family.samples:
             name, labels = sample.name.removeprefix(PREFIX), sample.labels
-            model = labels.get("model_name", model)
+            scrape.model = labels.get("model_name", scrape.model)
             if "le" in labels:
-                buckets[name.removesuffix("_bucket")][float(labels["le"])] = sample.value
+                bound = float(labels["le"])
+                scrape.buckets[name.removesuffix("_bucket")][bound] = sample.value
             elif "engine" in labels:
-                engines[name][labels["engine"]] = sample.value
+                scrape.engines[name][labels["engine"]] = sample.value
                 if "state" in labels:
-                    states[labels["engine"]] = labels["state"]
+                    scrape.engine_states[labels["engine"]] = labels["state"]
             elif "node" in labels:
                 # Series of machines come and go, and their counters begin anew.
                 continue
             elif name == "nodes":
-                node_counts[labels["state"]] = sample.value
+                scrape.node_counts[labels["state"]] = sample.value
             elif "rank" in labels:
-                ranks[name][int(labels["stage"]), int(labels["rank"])] = sample.value
+                scrape.ranks[name][int(labels["stage"]), int(labels["rank"])] = sample.value
             elif "stage" in labels:
-                stages[name][int(labels["stage"])] = sample.value
+                scrape.stages[name][int(labels["stage"])] = sample.value
             else:
                 if name == "request_success_total":
-                    finished[labels["finished_reason"]] += sample.value
-                values[name] += sample.value
+                    scrape.finished[labels["finished_reason"]] += sample.value
+                scrape.values[name] += sample.value
                 if family.type == "counter":
-                    counters.add(name)
-    if not values:
+                    scrape.counters.add(name)
+    if not scrape.values:
         raise ValueError("its /metrics has no gllm metrics")
-    return MetricsScrape(
-        time,
-        model,
-        values,
-        stages,
-        ranks,
-        engines,
-        states,
-        finished,
-        node_counts,
-        buckets,
-        frozenset(counters),
-    )
+    return scrape

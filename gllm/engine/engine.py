@@ -15,7 +15,6 @@ from gllm.engine.interface import KvParticipant
 from gllm.engine.pipeline import PipelineBackend
 from gllm.engine.preflight import plan_model
 from gllm.engine.text_engine import TextEngine
-from gllm.messages.fleet import AnnounceEngine
 from gllm.messages.handoff import MAX_TICKETS, ReleaseKvHolds
 from gllm.messages.node_report import NodeReport
 from gllm.models.split import layer_costs
@@ -80,12 +79,12 @@ class Engine(TextEngine):
             config.seed,
         )
         self.model = replace(self.model, root=config.model)
-        if attachment is not None and attachment.is_used:
-            backend.attachment = attach_to_routers(
-                backend.supervisor, self.model, plan.folder, self.config, attachment
-            )
         self._folder = plan.folder
         self._attachment_config = attachment or AttachmentConfig()
+        if self._attachment_config.is_used:
+            backend.attachment = attach_to_routers(
+                backend.supervisor, self._announce, self._attachment_config
+            )
 
     def nodes(self) -> list[NodeReport]:
         """Return the state of each machine of the engine, the head first."""
@@ -108,7 +107,8 @@ class Engine(TextEngine):
         """Return the engine as it takes part in hand-offs; None if it does not."""
         if self.config.kv_transfer is None:
             return None
-        announce = self._announce()
+        attachment = self._pipeline.attachment
+        announce = self._announce() if attachment is None else attachment.announcement
         return KvParticipant(
             announce.name, announce.run, announce.role, announce.kv_digest, announce.kv_endpoint
         )
@@ -135,11 +135,8 @@ class Engine(TextEngine):
         return super().set_role(role) if attachment is None else attachment.set_role(role)
 
     @cached_property
-    def _announce(self) -> Callable[[], AnnounceEngine]:
+    def _announce(self) -> EngineAnnouncer:
         """Function that describes the engine with the present figures."""
-        attachment = self._pipeline.attachment
-        if attachment is not None:
-            return lambda: attachment.announcement
         return EngineAnnouncer(
             self._supervisor, self.model, self._folder, self.config, self._attachment_config
         )

@@ -1,6 +1,5 @@
 """Backend of an engine whose requests run on one pipeline of worker processes of its own."""
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from gllm.messages.control import StartProfile, StopProfile
 from gllm.messages.node_report import NodeReport
 from gllm.observability.logs import LogConfig
 from gllm.options.slo import Slo
-from gllm.runtime.head.client import EngineClient
 from gllm.runtime.head.cluster_head import ClusterHead
 from gllm.runtime.head.kv_publisher import KvEventPublisher
 from gllm.runtime.head.layer_planner import LayerPlanner
@@ -65,7 +63,10 @@ class PipelineBackend:
             ValueError: the machines cannot form an engine; the message says what to do.
             ModelError: the model's files cannot be read.
         """
-        self.supervisor = Supervisor(config, planner, self._show_progress, nodes)
+        supervisor = self.supervisor = Supervisor(config, planner, self._show_progress, nodes)
+        self.client, self.died = supervisor.client, supervisor.died
+        self.set_sleeping = supervisor.set_sleeping
+        self.reset_prefix_cache = supervisor.reset_prefix_cache
         self._cluster: ClusterHead | None = None
         """Other machines; None for this one alone."""
         if nodes is not None and nodes.is_used:
@@ -92,19 +93,9 @@ class PipelineBackend:
         """Progress bar of the weights; None until the first bytes are loaded."""
 
     @property
-    def client(self) -> EngineClient:
-        """See Backend."""
-        return self.supervisor.client
-
-    @property
     def state(self) -> str:
         """See Backend."""
         return self.supervisor.state
-
-    @property
-    def died(self) -> asyncio.Event:
-        """See Backend."""
-        return self.supervisor.died
 
     def status(self) -> EngineStatus:
         """See Backend."""
@@ -222,14 +213,6 @@ class PipelineBackend:
             await self.attachment.stop()
         await self.supervisor.stop()
         await self._stop_publisher()
-
-    def set_sleeping(self, is_on: bool) -> None:
-        """See Backend."""
-        self.supervisor.set_sleeping(is_on)
-
-    async def reset_prefix_cache(self) -> str:
-        """See Backend."""
-        return await self.supervisor.reset_prefix_cache()
 
     async def start_profile(self, folder: str) -> str:
         """See Backend."""

@@ -107,7 +107,6 @@ def lay_out(
     engines: Sequence[PlannedEngine],
     router: RouterPlan,
     expected: ExpectedFigures,
-    checkpoint: str | None = None,
     routes: Mapping[str, dict[str, float]] | None = None,
 ) -> ServingPlan:
     """Return the plan of a service.
@@ -121,7 +120,6 @@ def lay_out(
         engines: The engines, with different names.
         router: The router; the plan names its node.
         expected: Figures that the planner predicts.
-        checkpoint: Folder or hub name of the model; None: the name of its shape.
         routes: Share of a prefill engine's requests that each decode engine gets.
     """
     used = [0] * len(cluster.nodes)
@@ -148,7 +146,7 @@ def lay_out(
     }
     ttft, tpot = problem.limits.limit_of("ttft"), problem.limits.limit_of("tpot")
     return ServingPlan(
-        checkpoint or problem.model,
+        problem.model,
         nodes,
         dict(sorted(plans.items(), key=lambda item: ROLES.index(item[1].role))),
         links=_links(cluster),

@@ -4,8 +4,8 @@ A strategy reads a `ServiceProblem` and returns engines that `layout.lay_out` ma
 of. Its module in `gllm.commands.plan` has the name of the strategy and two functions:
 
 - `make_parser()` returns its flags, `--output` among them.
-- `plan(values, command)` prints what the search finds and returns a function that lays out the
-  plan, or None if nothing serves the workload.
+- `plan(values)` prints what the search finds and returns a function that lays out the plan, or None
+  if nothing serves the workload. `gllm plan` adds the command and the checkpoint to the plan.
 """
 
 from typing import NamedTuple

@@ -136,9 +136,9 @@ def test_engines_are_counted_for_a_rate() -> None:
     forecast = forecast_fleet(planner, best, "round-robin")
     assert forecast.num_engines >= best.num_engines
     assert forecast.is_within
-    assert forecast.rate == 12
+    assert forecast.expected.rate == 12
     closed = forecast_closed(planner, best)
-    assert closed.capacity == best.num_engines * best.capacity
+    assert closed.expected.capacity == best.num_engines * best.capacity
 
 
 def test_hopeless_designs_are_named() -> None:

@@ -12,7 +12,7 @@ from gllm.plan.nodes import CORE, NO_NODES, DeviceCluster, DeviceNode, parse_nod
 from gllm.plan.problem import ServiceProblem
 from gllm.plan.search.designs import EngineDesign
 from gllm.plan.search.planner import FleetForecast, lay_out_fleet
-from gllm.plan.serving_plan import ServingPlan, check_plan, read_plan, write_plan
+from gllm.plan.serving_plan import ExpectedFigures, ServingPlan, check_plan, read_plan, write_plan
 from gllm.sim.costs.base import ConstantCostModel
 from gllm.sim.deployment import Deployment
 from gllm.sim.hardware.stages import split_layers_evenly
@@ -30,9 +30,10 @@ def lay_out(
     resolved = config.scheduler.resolve(design.parallelism.pp, 100, 1000)
     layers = split_layers_evenly(32, design.parallelism.pp)
     deployment = Deployment("model", layers, ConstantCostModel(0.0), resolved)
-    forecast = FleetForecast(num_engines, 3.0, 4.0, 0.95, 0.5, 0.05, True)
+    figures = ExpectedFigures("", 3.0, 4.0, 0.95, 0.5, 0.05)
+    forecast = FleetForecast(num_engines, figures, True)
     problem = ServiceProblem("model", "azure-conv", cluster, limits=LIMITS, prices={"H100": 4.0})
-    return lay_out_fleet(problem, design, deployment, config, forecast, "gllm plan search")
+    return lay_out_fleet(problem, design, deployment, config, forecast)
 
 
 @settings(max_examples=num_examples(40, 1000), deadline=None)

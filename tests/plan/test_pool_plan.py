@@ -131,7 +131,7 @@ def test_the_best_of_several_designs() -> None:
 def test_every_machine_is_a_node_with_one_engine() -> None:
     problem = make_problem("conversation", model="llama-2-70b")
     plan = PoolPlan("HA", ClusterDesign(*machine_pair("HA"), 3, 2), 7.0, 4, True)
-    serving = lay_out_pools(plan, problem, "gllm plan pools", "meta-llama/Llama-2-70b-hf")
+    serving = lay_out_pools(plan, problem)
     check_plan(serving)
     roles = [engine.role for engine in serving.engines.values()]
     assert roles == ["prefill"] * 3 + ["decode"] * 2

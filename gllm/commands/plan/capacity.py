@@ -21,7 +21,7 @@ from gllm.plan.engine_bounds import EngineBounds
 from gllm.plan.problem import ServiceProblem
 from gllm.plan.search.designs import design_of
 from gllm.plan.search.planner import FleetForecast, lay_out_fleet
-from gllm.plan.serving_plan import ServingPlan
+from gllm.plan.serving_plan import ExpectedFigures, ServingPlan
 from gllm.plan.workload_moments import measure_workload
 from gllm.sim.capacity import CapacityRule
 from gllm.sim.configured import build_simulation
@@ -67,7 +67,7 @@ def add_limit_flags(parser: argparse.ArgumentParser, rule: str) -> None:
     )
 
 
-def plan(values: argparse.Namespace, command: str) -> Callable[[], ServingPlan] | None:
+def plan(values: argparse.Namespace) -> Callable[[], ServingPlan] | None:
     """Search for the capacity, print it, and return the layout of the configuration's plan.
 
     None: no rate is within the limits.
@@ -101,23 +101,14 @@ def plan(values: argparse.Namespace, command: str) -> Callable[[], ServingPlan] 
     figures = capacity.figures
     if not capacity.rate or figures is None:
         return None
-    forecast = FleetForecast(
-        config.engines,
-        capacity.rate,
-        capacity.rate,
-        figures.attainment,
-        figures.ttft_p50,
-        figures.tpot_p50,
-        True,
-    )
+    rate, attainment = capacity.rate, figures.attainment
+    expected = ExpectedFigures("", rate, rate, attainment, figures.ttft_p50, figures.tpot_p50)
     return lambda: lay_out_fleet(
         ServiceProblem(config.model, config.workload, limits=limits),
         design_of(config, deployment),
         deployment,
         config,
-        forecast,
-        command,
-        values.checkpoint,
+        FleetForecast(config.engines, expected, True),
         engine_flags(config),
     )
 

@@ -5,7 +5,9 @@ import shlex
 import sys
 from pathlib import Path
 
-from gllm.plan.serving_plan import write_plan
+from msgspec.structs import replace
+
+from gllm.plan.serving_plan import ServingPlan, write_plan
 from gllm.plan.strategies import STRATEGIES, UnservableError
 
 REPORTS = {"diff": "compare what a plan expects with the step logs of its engines"}
@@ -43,11 +45,16 @@ def run_strategy(name: str, argv: list[str]) -> int:
     strategy = importlib.import_module(f"gllm.commands.plan.{name}")
     values = strategy.make_parser().parse_args(argv)
     try:
-        lay_out = strategy.plan(values, shlex.join(["gllm", "plan", name, *argv]))
+        lay_out = strategy.plan(values)
         if lay_out is None:
             return 1
         if values.output:
-            write_plan(lay_out(), Path(values.output))
+            plan: ServingPlan = lay_out()
+            assert plan.expected is not None, "planners predict figures"
+            command = plan.expected.by or shlex.join(["gllm", "plan", name, *argv])
+            expected = replace(plan.expected, by=command)
+            plan = replace(plan, model=values.checkpoint or plan.model, expected=expected)
+            write_plan(plan, Path(values.output))
             print(f"wrote {values.output}")
     except BrokenPipeError:
         raise  # The reader of the table has gone, which is no error: see gllm/__main__.py.

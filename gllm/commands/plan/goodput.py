@@ -99,7 +99,7 @@ def _add_problem_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def plan(values: argparse.Namespace, command: str) -> Callable[[], ServingPlan]:
+def plan(values: argparse.Namespace) -> Callable[[], ServingPlan]:
     """Search for engines, print them, and return the layout of their plan.
 
     Raises:
@@ -112,7 +112,7 @@ def plan(values: argparse.Namespace, command: str) -> Callable[[], ServingPlan]:
     place = planner.place_together if values.placement == "together" else planner.place_apart
     best = place(values.rate)
     print(format_plan(best, problem))
-    return lambda: planner.lay_out(best, command, values.checkpoint)
+    return lambda: planner.lay_out(best)
 
 
 def make_goodput_problem(values: argparse.Namespace) -> ServiceProblem:

@@ -120,7 +120,7 @@ def show_plan(plan: HeteroPlan) -> str:
     )
 
 
-def plan(values: argparse.Namespace, command: str) -> Callable[[], ServingPlan]:
+def plan(values: argparse.Namespace) -> Callable[[], ServingPlan]:
     """Search for replicas, print them, and return the layout of their plan.
 
     Raises:
@@ -144,7 +144,7 @@ def plan(values: argparse.Namespace, command: str) -> Callable[[], ServingPlan]:
 
     def lay_out() -> ServingPlan:
         print()
-        return make_serving_plan(best, format_plan_command(values), values.checkpoint)
+        return make_serving_plan(best, format_plan_command(values))
 
     return lay_out
 

@@ -72,7 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def plan(values: argparse.Namespace, command: str) -> Callable[[], ServingPlan]:
+def plan(values: argparse.Namespace) -> Callable[[], ServingPlan]:
     """Search for clusters, print them, and return the layout of the best one.
 
     Raises:
@@ -87,7 +87,7 @@ def plan(values: argparse.Namespace, command: str) -> Callable[[], ServingPlan]:
     print(format_plans(plans, problem, values.scale))
     best = best_plan(plans, problem.objective)
     print(f"\n{best.name}, {best.cluster}: best for {problem.objective}")
-    return lambda: lay_out_pools(best, problem, command, values.checkpoint)
+    return lambda: lay_out_pools(best, problem)
 
 
 def _design_names(text: str) -> list[str]:

@@ -81,7 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def plan(values: argparse.Namespace, command: str) -> Callable[[], ServingPlan] | None:
+def plan(values: argparse.Namespace) -> Callable[[], ServingPlan] | None:
     """Search for engines by rate, print them, and return the layout of their plan.
 
     None: more engines are needed than `--max-dollars` allows.
@@ -118,9 +118,7 @@ def plan(values: argparse.Namespace, command: str) -> Callable[[], ServingPlan] 
             "second"
         )
         return None
-    return lambda: to_serving_plan(
-        problem, result, command, values.checkpoint, values.startup_seconds
-    )
+    return lambda: to_serving_plan(problem, result, values.startup_seconds)
 
 
 def _format(result: ScaleResult, rate: float, price: float | None) -> str:

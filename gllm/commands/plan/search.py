@@ -158,7 +158,7 @@ def _add_space_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def plan(values: argparse.Namespace, command: str) -> Callable[[], ServingPlan] | None:
+def plan(values: argparse.Namespace) -> Callable[[], ServingPlan] | None:
     """Search for a design, print the designs, and return the layout of the best one's fleet.
 
     None: no design serves the workload within the limits.
@@ -204,8 +204,6 @@ def plan(values: argparse.Namespace, command: str) -> Callable[[], ServingPlan] 
         planner.deployment_of(best.design),
         chosen,
         forecast,
-        command,
-        values.checkpoint,
         engine_flags(chosen),
     )
 

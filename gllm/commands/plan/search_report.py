@@ -50,22 +50,23 @@ def find_pareto_set(outcome: Outcome) -> list[AssessedDesign]:
 
 def format_forecast(best: AssessedDesign, forecast: FleetForecast) -> str:
     """Return the best design and what is expected of it."""
+    expected = forecast.expected
     engines = f"{forecast.num_engines} engine{'s' * (forecast.num_engines > 1)}"
     figures = [
-        f"capacity {show_value(forecast.capacity)}/s",
+        f"capacity {show_value(expected.capacity)}/s",
         *(
             f"{name} {show_value(value, factor)} {unit}"
             for name, value, factor, unit in (
-                ("TTFT p50", forecast.ttft_p50, 1.0, "s"),
-                ("TPOT p50", forecast.tpot_p50, 1.0, "s"),
-                ("within the limits", forecast.attainment, 100.0, "%"),
+                ("TTFT p50", expected.ttft_seconds, 1.0, "s"),
+                ("TPOT p50", expected.tpot_seconds, 1.0, "s"),
+                ("within the limits", expected.attainment, 100.0, "%"),
             )
             if value is not None
         ),
     ]
     lines = [
         f"\nbest: {engines} of {best.design}",
-        f"at {show_value(forecast.rate)} requests/s: {', '.join(figures)}",
+        f"at {show_value(expected.rate)} requests/s: {', '.join(figures)}",
     ]
     if not forecast.is_within:
         lines.append("this misses the limits: the fleet has no further devices, or no --rate")

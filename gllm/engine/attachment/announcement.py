@@ -84,18 +84,13 @@ class EngineAnnouncer:
 
 
 def attach_to_routers(
-    supervisor: Supervisor,
-    model: ModelInfo,
-    folder: Path,
-    config: EngineConfig,
-    attachment: AttachmentConfig,
+    supervisor: Supervisor, announcer: EngineAnnouncer, attachment: AttachmentConfig
 ) -> RouterAttachment:
-    """Return the attachment of an engine, which has not started. Arguments as of EngineAnnouncer.
+    """Return the attachment of an engine to its routers, which has not started.
 
     Raises:
-        ValueError: an address or the secret cannot be used, or the model's files cannot be read.
+        ValueError: an address or the secret cannot be used.
     """
-    announcer = EngineAnnouncer(supervisor, model, folder, config, attachment)
     links = FleetLinkConfig(
         attachment.hub, attachment.router, attachment.node_secret_file, attachment.router_timeout
     )

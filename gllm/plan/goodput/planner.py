@@ -305,19 +305,8 @@ class GoodputPlanner:
             most_rate=max(bound.score, first_rate),
         )
 
-    def lay_out(
-        self, plan: GoodputPlan, command: str, checkpoint: str | None = None
-    ) -> ServingPlan:
-        """Return the plan of a service.
-
-        Args:
-            plan: Engines of both phases.
-            command: Command that made the plan.
-            checkpoint: Folder or hub name of the model; None: the name of its shape.
-
-        Raises:
-            ValueError: The engines do not fit the nodes.
-        """
+    def lay_out(self, plan: GoodputPlan) -> ServingPlan:
+        """Return the plan of a service. Raises ValueError if the engines do not fit the nodes."""
         problem, system, unit = self.problem, plan.system, plan.unit
         assert system.decode is not None
         layers = problem.shape.layers
@@ -349,13 +338,12 @@ class GoodputPlanner:
             engines,
             RouterPlan("", preset=PRESET),
             ExpectedFigures(
-                command,
+                "",
                 plan.rate,
                 attainment=plan.attainment,
                 ttft_seconds=median(outcome.ttft),
                 tpot_seconds=median(outcome.tpot),
             ),
-            checkpoint,
             routes if unit is not None else {},
         )
 

@@ -18,7 +18,7 @@ from gllm.plan.hetero.workload import MeanLengths, mean_lengths
 from gllm.plan.layout import PlannedEngine, lay_out
 from gllm.plan.nodes import DeviceCluster
 from gllm.plan.problem import ServiceProblem
-from gllm.plan.serving_plan import ExpectedFigures, RouterPlan, ServingPlan, check_plan
+from gllm.plan.serving_plan import ExpectedFigures, RouterPlan, ServingPlan
 from gllm.routing.disaggregation.flow import format_routes
 from gllm.sim.hardware.shapes import ModelShape
 from gllm.sim.hardware.stages import look_up
@@ -135,16 +135,12 @@ def _weights_gb(problem: ServiceProblem) -> float:
     return problem.shape.parameters * problem.shape.bytes_per_weight / 1e9
 
 
-def make_serving_plan(plan: HeteroPlan, command: str, checkpoint: str | None = None) -> ServingPlan:
+def make_serving_plan(plan: HeteroPlan, command: str) -> ServingPlan:
     """Return the plan that `gllm up` starts.
 
     Args:
         plan: The replicas. Those that get no flow are left out.
         command: Command line that repeats the plan.
-        checkpoint: Folder or hub name of the model; None: the name of its shape.
-
-    Raises:
-        PlanError: The plan cannot be served.
     """
     routes, flow = plan.best.routes(), plan.best.score.flow
     engines = [
@@ -159,17 +155,14 @@ def make_serving_plan(plan: HeteroPlan, command: str, checkpoint: str | None = N
         for name, (replica, engine_flow) in plan.best.engines().items()
         if engine_flow > 0
     ]
-    serving = lay_out(
+    return lay_out(
         plan.problem,
         plan.problem.cluster,
         engines,
         RouterPlan("", preset="flow", flags={"routes": format_routes(routes)}),
         ExpectedFigures(command, flow, capacity=flow),
-        checkpoint,
         {
             source: {target: share / sum(targets.values()) for target, share in targets.items()}
             for source, targets in routes.items()
         },
     )
-    check_plan(serving)
-    return serving

@@ -205,16 +205,12 @@ def best_plan(plans: list[PoolPlan], objective: str) -> PoolPlan:
     return min(plans, key=lambda plan: BUDGETS[objective](plan.cluster))
 
 
-def lay_out_pools(
-    plan: PoolPlan, problem: ServiceProblem, command: str, checkpoint: str | None = None
-) -> ServingPlan:
+def lay_out_pools(plan: PoolPlan, problem: ServiceProblem) -> ServingPlan:
     """Return the plan of a service: one engine of one stage on all devices of each machine.
 
     Args:
         plan: Cluster of prompt and token machines.
         problem: Its model and workload.
-        command: Command that made the plan.
-        checkpoint: Folder or hub name of the model; None: the name of its shape.
     """
     cluster = plan.cluster
     machines = [
@@ -239,6 +235,5 @@ def lay_out_pools(
         DeviceCluster(nodes),
         engines,
         RouterPlan("", preset=PRESET),
-        ExpectedFigures(command, plan.rate, capacity=plan.rate),
-        checkpoint,
+        ExpectedFigures("", plan.rate, capacity=plan.rate),
     )

@@ -148,19 +148,13 @@ def _search_point(
 
 
 def to_serving_plan(
-    problem: ServiceProblem,
-    result: ScaleResult,
-    command: str,
-    checkpoint: str | None = None,
-    startup_seconds: float | None = None,
+    problem: ServiceProblem, result: ScaleResult, startup_seconds: float | None = None
 ) -> ServingPlan:
     """Return the plan that `gllm up` starts: a node for each worker.
 
     Args:
         problem: What was planned.
         result: Its outcome.
-        command: Command that planned it.
-        checkpoint: Folder or hub name of the model; None: the name in the table.
         startup_seconds: Time from the start of an engine until it serves; None: unknown.
     """
     assert problem.rate is not None, "workers are counted for a rate"
@@ -186,12 +180,11 @@ def to_serving_plan(
         engines,
         RouterPlan("", policy="aladdin", flags=flags),
         ExpectedFigures(
-            command,
+            "",
             problem.rate,
             attainment=at_rate.attainment,
             startup_seconds=startup_seconds,
         ),
-        checkpoint,
     )
 
 

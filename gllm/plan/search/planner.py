@@ -286,15 +286,8 @@ class FleetForecast(NamedTuple):
     """Expected figures of a fleet at a rate."""
 
     num_engines: int
-    rate: float
-    """Requests per second."""
-    capacity: float
-    """Requests per second of all engines."""
-    attainment: float | None
-    """Share of requests within the limits, 0..1; None: unknown."""
-    ttft_p50: float | None
-    """Seconds."""
-    tpot_p50: float | None
+    expected: ExpectedFigures
+    """Figures of the whole fleet; the command that predicted them is empty."""
     is_within: bool
     """True if the limits are kept."""
 
@@ -304,10 +297,10 @@ def forecast_closed(planner: DesignPlanner, best: AssessedDesign) -> FleetForeca
     count = best.num_engines
     rate = planner.problem.rate or best.capacity
     point = planner.bounds_of(best.design).point_at(rate / count)
-    if point is None:
-        return FleetForecast(count, rate, count * best.capacity, None, None, None, True)
-    figures = point.ttft(), point.step_seconds
-    return FleetForecast(count, rate, count * best.capacity, None, *figures, True)
+    ttft, tpot = (None, None) if point is None else (point.ttft(), point.step_seconds)
+    capacity = count * best.capacity
+    expected = ExpectedFigures("", rate, capacity, ttft_seconds=ttft, tpot_seconds=tpot)
+    return FleetForecast(count, expected, True)
 
 
 def forecast_fleet(planner: DesignPlanner, best: AssessedDesign, router: str) -> FleetForecast:
@@ -333,15 +326,10 @@ def forecast_fleet(planner: DesignPlanner, best: AssessedDesign, router: str) ->
         count += 1
     figures = run.figures[rate]
     attainment = figures.attainment if problem.limits else None
-    return FleetForecast(
-        count,
-        rate,
-        count * best.capacity,
-        attainment,
-        figures.ttft_p50,
-        figures.tpot_p50,
-        is_within,
+    expected = ExpectedFigures(
+        "", rate, count * best.capacity, attainment, figures.ttft_p50, figures.tpot_p50
     )
+    return FleetForecast(count, expected, is_within)
 
 
 def lay_out_fleet(
@@ -350,8 +338,6 @@ def lay_out_fleet(
     deployment: Deployment,
     config: SimulationConfig,
     forecast: FleetForecast,
-    command: str,
-    checkpoint: str | None = None,
     flags: dict[str, Any] | None = None,
 ) -> ServingPlan:
     """Return the plan of equal engines on the nodes of a problem, or on as many as they need.
@@ -362,8 +348,6 @@ def lay_out_fleet(
         deployment: The simulated engine.
         config: Its options.
         forecast: Number of engines, and what is expected of them.
-        command: Command that made the plan.
-        checkpoint: Folder or hub name of the model; None: that of the simulated engine.
         flags: Further flags of the engines.
 
     Raises:
@@ -377,22 +361,14 @@ def lay_out_fleet(
     )
     scheduler = changed_options(config.scheduler)
     return lay_out(
-        problem,
+        replace(problem, model=deployment.model),
         cluster,
         [
             PlannedEngine(f"engine-{index}", stages, "mixed", scheduler, flags or {})
             for index, stages in enumerate(placed)
         ],
         RouterPlan("", policy=config.routing_policy),
-        ExpectedFigures(
-            command,
-            forecast.rate,
-            forecast.capacity,
-            forecast.attainment,
-            forecast.ttft_p50,
-            forecast.tpot_p50,
-        ),
-        checkpoint or deployment.model,
+        forecast.expected,
     )
 
 

@@ -22,7 +22,7 @@ from tests.support.text import tokenizers as some
 
 def scrape(time: float, output: float = 0.0, **more: float) -> MetricsScrape:
     values = {"generation_tokens_total": output, **more}
-    return MetricsScrape(time, "m", values, counters=frozenset(values))
+    return MetricsScrape(time, "m", values, counters=set(values))
 
 
 def test_a_real_server_s_metrics_are_read() -> None:
