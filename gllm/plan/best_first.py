@@ -31,7 +31,7 @@ class CandidateBound(NamedTuple):
 
 @dataclass
 class BestFirstOutcome(Generic[Candidate, Result]):
-    """Result of a search, and an account of every candidate."""
+    """Result of a search: the best candidate, and the reason why each other one was not evaluated."""
 
     evaluated: list[tuple[Candidate, Result]] = field(default_factory=list)
     """In the order of evaluation."""
@@ -55,7 +55,7 @@ def search_best(
     batch: int = 1,
     is_exhaustive: bool = False,
 ) -> BestFirstOutcome[Candidate, Result]:
-    """Return the best candidate, and what happened to the others.
+    """Evaluate the candidates that can still win, in the order of their estimates.
 
     Args:
         candidates: Candidates with their bounds; equal scores keep this order.

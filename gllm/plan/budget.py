@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 class SearchBudget:
-    """Time and number of evaluations that a search may take.
+    """Limit of the time and of the number of evaluations of a search.
 
     A search asks before each evaluation, so that it ends in time: an evaluation is expected to take
     as long as the longest one before it.
@@ -39,11 +39,11 @@ class SearchBudget:
 
     @property
     def elapsed_seconds(self) -> float:
-        """Seconds since the start."""
+        """Seconds since the budget was created."""
         return self._clock() - self._begin
 
     def refusal(self) -> str:
-        """Return the reason against a further evaluation; empty: there is none."""
+        """Return the limit that a further evaluation would exceed; empty if it is within the budget."""
         limit = self._max_evaluations
         if limit is not None and self.num_evaluations >= limit:
             return f"beyond the best {limit} by closed forms"
@@ -52,7 +52,10 @@ class SearchBudget:
         return ""
 
     def end_evaluation(self) -> None:
-        """Count an evaluation that began when the previous one ended, or with the budget."""
+        """Count an evaluation that has just ended.
+
+        It began when the previous evaluation ended, or when the budget was created.
+        """
         now = self._clock()
         self._longest = max(self._longest, now - self._last)
         self._last = now
@@ -60,7 +63,7 @@ class SearchBudget:
 
     @contextmanager
     def evaluation(self, count: int = 1) -> Iterator[None]:
-        """Measure the time of evaluations and count them.
+        """Count evaluations and measure their time, as a context manager.
 
         Args:
             count: Number of evaluations in the block.

@@ -29,7 +29,7 @@ arrives cost the run nothing: by Little's law they raise the capacity by at most
 
 
 def extend_rule(rule: CapacityRule, request_seconds: float) -> CapacityRule:
-    """Return a rule whose runs outlast their requests several times.
+    """Return a capacity rule whose simulations last at least several request durations.
 
     Args:
         rule: The rule; runs that it has already long enough keep their length.
@@ -45,7 +45,7 @@ def extend_rule(rule: CapacityRule, request_seconds: float) -> CapacityRule:
 
 
 class ConfigurationCapacity(NamedTuple):
-    """Result of a search."""
+    """Highest request rate of a configuration, and the simulations that found it."""
 
     rate: float
     """Highest request rate per second; 0: no rate is within the limits."""
@@ -66,7 +66,7 @@ def measure_capacity(
     on_trial: TrialObserver = lambda rate, trial: None,
     budget: SearchBudget | None = None,
 ) -> ConfigurationCapacity:
-    """Return the highest rate that a rule calls sustained and that keeps all limits.
+    """Search by simulation for the highest request rate within a rule and latency limits.
 
     Args:
         config: Deployment, number of engines and workload; its rate does not matter.
@@ -82,17 +82,16 @@ def measure_capacity(
         OSError: The profile cannot be read.
     """
     run = SimulationAtRate(config, rule, limits)
+    budget = budget or SearchBudget()
     trials: list[tuple[float, RateTrial]] = []
 
     def observe(rate: float, trial: RateTrial) -> None:
         trials.append((rate, trial))
-        if budget:
-            budget.end_evaluation()
+        budget.end_evaluation()
         on_trial(rate, trial)
 
     try:
-        refusal = budget.refusal if budget else lambda: ""
-        found = find_capacity(run, start_rate, rule, jobs, observe, refusal)
+        found = find_capacity(run, start_rate, rule, jobs, observe, budget.refusal)
     except CostRangeError as error:
         return ConfigurationCapacity(0.0, None, tuple(trials), f"outside of the profile: {error}")
     except ValueError as error:

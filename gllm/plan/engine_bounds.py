@@ -36,7 +36,7 @@ LONG_REQUEST_PERCENT = 90.0
 
 
 class EngineBounds:
-    """Closed forms of one engine under a workload.
+    """Closed-form bounds and estimates of the request rate and latencies of one engine.
 
     Args:
         deployment: The engine.
@@ -64,7 +64,7 @@ class EngineBounds:
         """Micro-batches and their seconds on each stage, by number of tokens."""
 
     def max_rate(self) -> float:
-        """Return requests per second that the engine cannot exceed; infinite if unknown.
+        """Return an upper bound of the request rate per second; infinite if unknown.
 
         Latency limits lower it: see `max_rate_of_run`.
         """
@@ -82,7 +82,7 @@ class EngineBounds:
         delay_seconds: float,
         limits: Slo = NO_SLO,
     ) -> float:
-        """Return the rate per second that no run with bounded delays can exceed.
+        """Return an upper bound of the request rate of a run of limited length and delays.
 
         In a run, the requests that have not finished when the last one arrives do not count: those
         that run by then, as many as the engine holds, and those that wait for less than the delay.
@@ -107,7 +107,7 @@ class EngineBounds:
         )
 
     def max_decode_rate(self, seconds: float) -> float:
-        """Return decode steps per second of which none takes longer than `seconds`.
+        """Return the most decode steps per second if each takes at most `seconds`.
 
         Each token passes all stages, so a gap between two tokens is not shorter than the time of
         the later one's micro-batch on all stages and links in a row: T(b) >= sum_s t_s(b) + links
@@ -161,7 +161,10 @@ class EngineBounds:
     def best_point(
         self, limits: Slo, max_delay_seconds: float = MAX_DELAY_SECONDS
     ) -> OperatingPoint | None:
-        """Return the estimates at the highest rate within limits; None: no rate, or unknown."""
+        """Return the estimates at the highest request rate within limits; None without such a rate.
+
+        None also if the profile does not have the micro-batches.
+        """
         kept = [point for point in self._points if point.keeps(limits, max_delay_seconds)]
         best = max(kept, key=lambda point: point.rate, default=None)
         if best is None:
@@ -180,7 +183,7 @@ class EngineBounds:
         return points[bisect_last(keeps, 0, NUM_STEPS)]
 
     def point_at(self, rate: float) -> OperatingPoint | None:
-        """Return the estimates at a rate per second; None: the rate is too high, or unknown."""
+        """Return the estimates at a request rate per second; None if it is too high or unknown."""
         lower: OperatingPoint | None = None
         for point in self._points:
             if point.rate >= rate:
@@ -217,32 +220,30 @@ class EngineBounds:
         ]
 
     def missed_limit(self, limits: Slo, max_delay_seconds: float = MAX_DELAY_SECONDS) -> str:
-        """Return the reason why there is no rate within limits; empty: there may be one."""
+        """Return the reason why no request rate is within limits; empty if there may be one."""
         if not self._points:
             return self._unknown_reason
         return self._points[0].missed_limit(limits, max_delay_seconds)
 
     def request_seconds(
-        self,
-        limits: Slo = NO_SLO,
-        max_delay_seconds: float = MAX_DELAY_SECONDS,
-        percent: float = LONG_REQUEST_PERCENT,
+        self, limits: Slo = NO_SLO, max_delay_seconds: float = MAX_DELAY_SECONDS
     ) -> float:
-        """Return the estimated duration of a long request at the capacity, without its wait.
+        """Return the estimated duration of a long request at the capacity, without queueing.
+
+        Its output has the length of percentile LONG_REQUEST_PERCENT, its prompt the mean length.
 
         Args:
             limits: Latency limits of the capacity; where no rate keeps them they do not count.
             max_delay_seconds: Limit of the scheduling delay.
-            percent: Percentile (0..100) of the output lengths; the prompt is a mean one.
         """
         point = self.best_point(limits, max_delay_seconds) or self.best_point(NO_SLO)
-        steps = self._moments.step_percentile(percent)
+        steps = self._moments.step_percentile(LONG_REQUEST_PERCENT)
         if point is None:
             return steps * self.least_token_seconds()
         return point.prefill_seconds + steps * point.step_seconds
 
     def least_first_token_seconds(self, percent: float) -> float:
-        """Return a time that this percentile of the TTFT is not below."""
+        """Return a lower bound of a percentile (0..100) of the TTFT in seconds."""
         tokens = self._moments.prompt_percentile(percent)
         try:
             return max(self._engine.stages(prefill_work([tokens])))
@@ -250,7 +251,7 @@ class EngineBounds:
             return 0.0
 
     def least_token_seconds(self) -> float:
-        """Return a time that no gap between two tokens of a request is below."""
+        """Return a lower bound of the time between two tokens of a request in seconds."""
         try:
             return self._least_gap(decode_work(1, self._moments.prompts[0] + 1))
         except CostRangeError:

@@ -20,7 +20,7 @@ _steps = count(1)
 def make_work(
     num_decodes: int, context: int, chunks: Sequence[tuple[int, int]], num_sampled: int
 ) -> StageWork:
-    """Return a micro-batch.
+    """Return the work of a micro-batch with prefill chunks and decodes.
 
     Steps differ, because cost models keep results by step.
 
@@ -35,17 +35,17 @@ def make_work(
 
 
 def prefill_work(prompts: Sequence[int]) -> StageWork:
-    """Return a micro-batch of whole prompts, by their tokens."""
+    """Return the work of a micro-batch of whole prompts, given by their numbers of tokens."""
     return make_work(0, 0, [(0, tokens) for tokens in prompts], len(prompts))
 
 
 def decode_work(batch_size: int, mean_context: float) -> StageWork:
-    """Return a decode step of a batch with a mean context in tokens."""
+    """Return the work of a decode step of a batch; `mean_context` is in tokens per request."""
     return make_work(batch_size, round(batch_size * mean_context), (), batch_size)
 
 
 class EngineTimes:
-    """Seconds of micro-batches on the stages of an engine, and on the links between them.
+    """Predicted seconds of micro-batches on the stages of an engine and the links between them.
 
     Args:
         cost: Predicts the times.
@@ -57,22 +57,22 @@ class EngineTimes:
         self._num_stages = num_stages
 
     def stages(self, work: StageWork) -> list[float]:
-        """Return the time of each stage."""
+        """Return the compute seconds of each stage."""
         return [self._cost.stage_seconds(stage, work) for stage in range(self._num_stages)]
 
     def hops(self, work: StageWork) -> list[float]:
-        """Return the time from each stage but the last to the next one."""
+        """Return the transfer seconds from each stage to the next one."""
         return [
             self._cost.activation_transfer(stage, work).total_seconds
             for stage in range(self._num_stages - 1)
         ]
 
     def total(self, work: StageWork) -> float:
-        """Return the time of all stages one after the other, with the links between them."""
+        """Return the seconds of a micro-batch on all stages and links in sequence."""
         return sum(self.stages(work)) + sum(self.hops(work))
 
     def largest_batch(self, mean_context: float, limit_seconds: float, most: int) -> int:
-        """Return the largest batch whose decode step meets a limit; 0 if a single one does not.
+        """Return the largest batch whose decode step meets a time limit; 0 if there is none.
 
         Args:
             mean_context: Tokens of context per request.
@@ -86,7 +86,7 @@ class EngineTimes:
         return bisect_last(keeps, 0, most + 1)
 
     def decode_rate(self, mean_context: float, limit_seconds: float, most: int) -> float:
-        """Return the most decode steps per second with a limit of their time; 0 if none keeps it.
+        """Return the most decode steps per second within a limit of the step time; 0 without any.
 
         Every stage has a batch of its own; the slowest one counts.
 

@@ -301,19 +301,15 @@ class _DevicePool:
 
     def __init__(self, plan: ServingPlan, staying: dict[str, str]) -> None:
         self._nodes = plan.nodes
-        stages = {
-            name: [(stage.node, device) for stage in engine.stages for device in stage.devices]
+        owners = {
+            (stage.node, device): name
             for name, engine in plan.engines.items()
+            for stage in engine.stages
+            for device in stage.devices
         }
-        used = {place for name, places in stages.items() if name in staying for place in places}
-        leaving = [place for name, places in stages.items() if name not in staying
-                   for place in places]  # fmt: skip
-        every = [
-            (name, device)
-            for name, node in plan.nodes.items()
-            for device in range(len(node.devices))
-        ]
-        idle = [place for place in every if place not in used and place not in leaving]
+        every = [(name, i) for name, node in plan.nodes.items() for i in range(len(node.devices))]
+        idle = [place for place in every if place not in owners]
+        leaving = [place for place, owner in owners.items() if owner not in staying]
         self._free = idle + leaving
 
     def place(self, stage: StagePlan) -> StagePlan:
@@ -321,13 +317,13 @@ class _DevicePool:
         kinds = self._nodes[stage.node].devices
         devices = []
         for device in stage.devices:
-            place = next(
-                (node, free)
+            free = next(
+                free
                 for node, free in self._free
                 if node == stage.node and kinds[free] == kinds[device]
             )
-            self._free.remove(place)
-            devices.append(place[1])
+            self._free.remove((stage.node, free))
+            devices.append(free)
         return msgspec.structs.replace(stage, devices=devices)
 
 

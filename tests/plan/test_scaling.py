@@ -133,7 +133,7 @@ def test_a_request_at_both_limits_is_within_them() -> None:
     }
     served = {index: ServedRequest(1, line.num_tokens, line) for index, line in lines.items()}
     outcome = measure_fleet(ClusterRun({}, served, []), Slo(1.0, 0.5), 3)
-    assert outcome == (3, 0.4, 0.6, 0.6, (0.0, 0.5, 0.5, 0.75, 0.75))
+    assert outcome == (3, 0.4, 0.6, (0.0, 0.5, 0.5, 0.75, 0.75))
 
 
 def test_least_fleet_is_found_between_failures_and_successes() -> None:

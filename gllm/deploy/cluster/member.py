@@ -23,7 +23,7 @@ from gllm.messages.nodes import (
     WelcomeNode,
 )
 from gllm.messages.services import DrainServiceNode, EndServiceProcess, StartServiceProcess
-from gllm.options.addresses import Resolve, resolve_host
+from gllm.options.addresses import resolve_host
 from gllm.runtime.node.agent_state import AgentConfig, AgentStatus
 from gllm.runtime.node.head_session import HeadDialer, NodeReading
 
@@ -42,7 +42,6 @@ class ClusterMember:
         facts: NodeFacts,
         machine: ServiceMachine,
         read_load: Callable[[], NodeLoad] = NodeLoad,
-        resolve: Resolve = resolve_host,
         make_command: MakeCommand | None = None,
     ) -> None:
         """Create a node that has not started.
@@ -52,7 +51,6 @@ class ClusterMember:
             facts: about this machine.
             machine: properties that the processes of services share.
             read_load: reads the load of this machine.
-            resolve: resolution of host names.
             make_command: returns program and arguments of a process of a service; None for this
                 Python.
 
@@ -71,7 +69,7 @@ class ClusterMember:
         self._end_cause = ""
         self._dialer = HeadDialer(
             config,
-            resolve,
+            resolve_host,
             self._make_join,
             self._on_message,
             lambda: NodeReading([], self._read(), []),

@@ -321,5 +321,4 @@ def _improve_order(
 
 def _degree(node: NodeCandidate, gpus_per_node: int) -> int:
     """Return the tensor-parallel ranks of a node: as required, else the GPUs as a power of two."""
-    num_gpus = gpus_per_node or len(node.devices)
-    return num_gpus if gpus_per_node else 1 << max(0, num_gpus.bit_length() - 1)
+    return gpus_per_node or 1 << max(0, len(node.devices).bit_length() - 1)

@@ -103,23 +103,19 @@ def check_answer(answer: HeadAnswer, own: JoinFacts, secret_file: str | None) ->
 
 
 def _explain_silence(cause: str, secret_file: str | None) -> Finding:
-    topic = "session with the head"
     if "secret" in cause and secret_file is None:
-        return bad(
-            topic,
-            cause,
+        fix = (
             "copy the head's secret file here and pass --node-secret-file FILE; or, if the head "
-            "has none, correct the port, which is that of --master-addr, not of the API",
+            "has none, correct the port, which is that of --master-addr, not of the API"
         )
-    if "secret" in cause:
-        return bad(
-            topic,
-            cause,
+    elif "secret" in cause:
+        fix = (
             f"compare `sha256sum {secret_file}` here with that of the head's --node-secret-file, "
-            f"and copy it: scp HEAD:FILE {secret_file}",
+            f"and copy it: scp HEAD:FILE {secret_file}"
         )
-    fix = (
-        "check that the port is that of --master-addr (not of the API), that the head has "
-        "--node-secret-file if this machine has it, and that both run the same version of gllm"
-    )
-    return bad(topic, cause, fix)
+    else:
+        fix = (
+            "check that the port is that of --master-addr (not of the API), that the head has "
+            "--node-secret-file if this machine has it, and that both run the same version of gllm"
+        )
+    return bad("session with the head", cause, fix)

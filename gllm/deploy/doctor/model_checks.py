@@ -28,14 +28,9 @@ def check_model(name: str) -> tuple[Finding, LocalModel | None]:
     """Check that a model is on this machine and can be read; return it too."""
     folder = find_folder(name)
     if folder is None:
-        return (
-            bad(
-                "model",
-                f"{name!r} is neither a folder here nor in the local cache of the hub",
-                f"rsync -a HEAD:FOLDER/ FOLDER/ and pass --model FOLDER, or `hf download {name}`",
-            ),
-            None,
-        )
+        text = f"{name!r} is neither a folder here nor in the local cache of the hub"
+        fix = f"rsync -a HEAD:FOLDER/ FOLDER/ and pass --model FOLDER, or `hf download {name}`"
+        return bad("model", text, fix), None
     try:
         digest = hash_model(folder)
         num_bytes = sum(path.stat().st_size for path in find_weight_files(folder))

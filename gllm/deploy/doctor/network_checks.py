@@ -18,15 +18,10 @@ def check_name(host: str, port: int) -> tuple[Finding, str]:
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
-        return (
-            bad(
-                "name of the head",
-                f"{host} is not known here: {error.strerror or error}",
-                f"use the IP address of the head in --master-addr, or add `ADDRESS {host}` to "
-                "/etc/hosts",
-            ),
-            "",
-        )
+        text = f"{host} is not known here: {error.strerror or error}"
+        fix = "use the IP address of the head in --master-addr, or add `ADDRESS "
+        fix += f"{host}` to /etc/hosts"
+        return bad("name of the head", text, fix), ""
     addresses = list(dict.fromkeys(str(info[4][0]) for info in infos))
     if addresses[0] == host:
         return good("name of the head", f"{host} is an IP address"), host

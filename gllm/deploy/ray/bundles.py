@@ -6,7 +6,7 @@ from typing import Any
 
 from gllm.recovery.node_layout import distribute_stages
 
-_NODE_SHARE = 0.001
+NODE_SHARE = 0.001
 """Amount of Ray's resource `node:ADDRESS`, of which a machine has 1: it selects the machine."""
 
 
@@ -85,7 +85,7 @@ def plan_bundles(
     for degree, node in zip(degrees, owners, strict=True):
         counts[node] += degree
     bundles = [{"CPU": 1.0, "GPU": n} if has_gpus else {"CPU": n} for n in counts]
-    bundles[0][f"node:{head_address}"] = _NODE_SHARE
+    bundles[0][f"node:{head_address}"] = NODE_SHARE
     return bundles
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from gllm.deploy.ray.actors import INVALID_STATUS, ChildActor
+from gllm.deploy.ray.bundles import NODE_SHARE
 from gllm.deploy.ray.ray_cluster import RayCluster
 from gllm.deploy.server_client import ServerClient
 from gllm.options.addresses import format_host_port
@@ -33,8 +34,6 @@ STATUS_SECONDS = 5.0
 MIN_END_SECONDS = 15.0
 """Time beyond --shutdown-timeout for a process to end."""
 ACTOR_PROBE_SECONDS = 1.0
-NODE_SHARE = 0.001
-"""Amount of Ray's resource `node:ADDRESS`, of which a machine has 1: it selects the machine."""
 
 
 class RayGroup(NamedTuple):

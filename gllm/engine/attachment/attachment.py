@@ -40,8 +40,7 @@ latency is below 200 ms. Source: TetriInfer's cluster monitor collects loads eve
 class ReportPacer:
     """Decides when a change is reported: at once, or when the latest report is old enough."""
 
-    def __init__(self, interval_seconds: float = LOAD_REPORT_SECONDS) -> None:
-        self._interval = interval_seconds
+    def __init__(self) -> None:
         self._reported_at: float | None = None
         self._is_scheduled = False
 
@@ -52,7 +51,7 @@ class ReportPacer:
         self._is_scheduled = True
         if self._reported_at is None:
             return 0.0
-        return max(0.0, self._reported_at + self._interval - now)
+        return max(0.0, self._reported_at + LOAD_REPORT_SECONDS - now)
 
     def on_reported(self, now: float) -> None:
         """Note a report, scheduled or not."""

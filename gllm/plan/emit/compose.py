@@ -22,7 +22,9 @@ The node secret is the file `secret` beside this one, the same on all machines:
 
 
 def emit(plan: ServingPlan, options: EmitOptions) -> dict[str, str]:
-    """Return `compose.NODE.yaml` for each node; `compose.yaml` if there is one.
+    """Return a docker compose file for each node, by file name: `compose.NODE.yaml`.
+
+    A plan with one node has `compose.yaml`.
 
     Raises:
         PlanError: a flag of the plan is not valid.

@@ -43,7 +43,7 @@ _NAME = re.compile(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?")
 
 
 def emit(plan: ServingPlan, options: EmitOptions) -> dict[str, str]:
-    """Return one file with all objects.
+    """Return one YAML file with all Kubernetes objects of a plan, by file name.
 
     Raises:
         PlanError: a name is none for Kubernetes, or the workers of an engine differ.

@@ -29,7 +29,7 @@ The image is Dockerfile.cpu or Dockerfile.cuda of deploy/, with `pip install 'gl
 
 
 def emit(plan: ServingPlan, options: EmitOptions) -> dict[str, str]:
-    """Return one file: the plan as a ConfigMap, the RayJob, and the Service of its API.
+    """Return one YAML file for KubeRay: ConfigMap, RayJob and Service of a plan, by file name.
 
     Raises:
         PlanError: the plan has no router, which is the address of all engines.
@@ -73,7 +73,7 @@ def emit(plan: ServingPlan, options: EmitOptions) -> dict[str, str]:
 
 
 def count_workers(plan: ServingPlan) -> dict[int, int]:
-    """Return the number of machines with engines, by their number of devices."""
+    """Return the number of machines that run engines, by their number of devices."""
     used = {node for engine in plan.engines.values() for node in engine.nodes}
     counts: dict[int, int] = {}
     for name, node in plan.nodes.items():

@@ -21,7 +21,7 @@ SECRET_NAME = "gllm-node"
 
 @dataclass(frozen=True)
 class EmitOptions:
-    """Options of the manifests."""
+    """Options that all emitters of manifests share."""
 
     image: str = IMAGE
     """Container image with gllm."""
@@ -30,7 +30,7 @@ class EmitOptions:
 
 
 def replace_flags(arguments: Sequence[str], values: Mapping[str, str | None]) -> list[str]:
-    """Return a command line with other values of some flags.
+    """Replace, remove or append flags of a command line.
 
     Args:
         arguments: flags of the form `--name=value`.
@@ -41,7 +41,7 @@ def replace_flags(arguments: Sequence[str], values: Mapping[str, str | None]) ->
 
 
 def with_hosts(plan: ServingPlan, hosts: Mapping[str, str]) -> ServingPlan:
-    """Return a plan whose nodes have other hosts, by their names."""
+    """Return a plan with other host addresses for some nodes."""
     nodes = {
         name: msgspec.structs.replace(node, host=hosts.get(name, node.host))
         for name, node in plan.nodes.items()
@@ -50,27 +50,30 @@ def with_hosts(plan: ServingPlan, hosts: Mapping[str, str]) -> ServingPlan:
 
 
 def stop_seconds(shutdown_seconds: float) -> int:
-    """Return the time that a process gets from the pause before SIGTERM until SIGKILL."""
+    """Return the seconds that a process has to end, from its stop request until SIGKILL."""
     return PAUSE_SECONDS + int(shutdown_seconds) + STOP_SECONDS
 
 
 def kubernetes_object(
     api_version: str, kind: str, name: str, spec: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return an object of Kubernetes."""
+    """Return a Kubernetes object with a name and a spec."""
     return {"apiVersion": api_version, "kind": kind, "metadata": {"name": name}, "spec": spec}
 
 
 def kubernetes_service(
     name: str, labels: Mapping[str, str], port: int, target: str
 ) -> dict[str, Any]:
-    """Return a Service for the pods with some labels; `target` is the name of their port."""
+    """Return a Kubernetes Service for the pods with some labels.
+
+    `target` is the name of the port of the pods.
+    """
     ports = [{"name": target, "port": port, "targetPort": target}]
     return kubernetes_object("v1", "Service", name, {"selector": labels, "ports": ports})
 
 
 def pod_spec(container: dict[str, Any], **volumes: dict[str, Any]) -> dict[str, Any]:
-    """Return the spec of a pod that has the node secret; `volumes` are further ones by name."""
+    """Return the spec of a pod that mounts the node secret; `volumes` are further volumes by name."""
     secret = {"secretName": SECRET_NAME, "defaultMode": 0o440}  # The group may read it.
     volumes["node-secret"] = {"secret": secret}
     return {
@@ -87,7 +90,7 @@ def request_gpus(container: dict[str, Any], count: int) -> None:
 
 
 def to_yaml(documents: Sequence[Any], comment: str) -> str:
-    """Return YAML documents below a comment.
+    """Return YAML documents below a comment, as the text of a file.
 
     Args:
         documents: of dicts, lists and scalars.
@@ -107,7 +110,7 @@ EMITTERS = {
 
 
 def emit_manifests(name: str, plan: ServingPlan, options: EmitOptions) -> dict[str, str]:
-    """Return the manifests of a plan: contents by the names of files.
+    """Return the manifests of a plan for a cluster manager: contents by file name.
 
     Args:
         name: of EMITTERS.

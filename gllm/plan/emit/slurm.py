@@ -78,7 +78,10 @@ exit "$status"
 
 
 def emit(plan: ServingPlan, options: EmitOptions) -> dict[str, str]:
-    """Return the batch script, and the plan with places for the names of the machines.
+    """Return the batch script and a plan template that the script completes, by file name.
+
+    The template has `@NODE@` as the host of each node; the job replaces it by the name of a
+    machine.
 
     Raises:
         PlanError: a flag of the plan is not valid, or a name is none for a shell.
@@ -114,7 +117,7 @@ def emit(plan: ServingPlan, options: EmitOptions) -> dict[str, str]:
 
 
 def group_nodes(plan: ServingPlan, nodes: list[str]) -> list[list[str]]:
-    """Return the nodes of equal devices together, in the order of the first of each group."""
+    """Return the nodes grouped by equal devices, ordered by the first node of each group."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name in nodes:
         groups.setdefault(tuple(plan.nodes[name].devices), []).append(name)

@@ -37,7 +37,7 @@ MIN_SAMPLES = 3
 
 
 class MeasuredBatch(NamedTuple):
-    """A line of the file."""
+    """One measured batch: a line of the file of `--batches`."""
 
     tp: int
     phase: str
@@ -47,7 +47,7 @@ class MeasuredBatch(NamedTuple):
 
 
 def parse_batches(text: str, name: str) -> list[MeasuredBatch]:
-    """Return the batches of a file's text.
+    """Parse the text of a file of measured batches.
 
     Raises:
         ValueError: A column is missing, or a value is invalid; the message names file and line.
@@ -82,13 +82,13 @@ def parse_batches(text: str, name: str) -> list[MeasuredBatch]:
 
 @cache
 def read_batches(file: str) -> list[MeasuredBatch]:
-    """Return the batches of a file. Raises ValueError or OSError."""
+    """Read a file of measured batches. Raises ValueError or OSError."""
     return parse_batches(Path(file).read_text(encoding="utf-8"), file)
 
 
 @cache
 def fit_batches(file: str, tp: int) -> DistServeCoefficients:
-    """Return the coefficients of the batches that a file has for a degree of tensor parallelism.
+    """Fit latency coefficients to the batches measured with a tensor-parallel degree.
 
     Raises:
         ValueError: The file has none, or too few to determine the coefficients.
@@ -147,7 +147,7 @@ LOCAL_LINK = "nvlink"
 
 @dataclass(frozen=True)
 class EngineCosts:
-    """Source of the step times of engines."""
+    """Source of the step times of engines: published, measured or a data sheet."""
 
     kind: str
     """A name of COST_KINDS."""
@@ -174,7 +174,7 @@ def make_engine(
     kv_admission: str = "auto",
     has_prefill: bool = True,
 ) -> Deployment:
-    """Return an engine.
+    """Return the simulated deployment of an engine.
 
     Args:
         costs: Source of its step times.

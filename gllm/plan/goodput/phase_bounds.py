@@ -22,7 +22,7 @@ CONSTRAINTS = ("GPU memory", "KV cache", "TTFT", "TPOT")
 
 
 def bound_prefill(engine: Deployment, jobs: Sequence[WorkloadRequest], slo: Slo) -> CandidateBound:
-    """Return the bound and the estimate of a prefill engine's goodput, requests per second.
+    """Return the bound and the estimate of a prefill engine's goodput in requests per second.
 
     The bound is the throughput with all requests at once. The estimate is the rate at which the
     longest prompt that has to keep the limit of TTFT just keeps it after the mean wait: that of the
@@ -58,7 +58,7 @@ def _pack(prompts: Sequence[int], limit: int) -> list[list[int]]:
 
 
 def bound_decode(engine: Deployment, jobs: Sequence[WorkloadRequest], slo: Slo) -> CandidateBound:
-    """Return the bound and the estimate of a decode engine's goodput, requests per second."""
+    """Return the bound and the estimate of a decode engine's goodput in requests per second."""
     if reason := _refuse_cache(engine, jobs):
         return CandidateBound(0.0, 0.0, reason)
     _, tpot = slo.require("ttft", "tpot")
@@ -82,6 +82,6 @@ def _refuse_cache(engine: Deployment, jobs: Sequence[WorkloadRequest]) -> str:
 
 
 def binding_constraint(reasons: Sequence[str]) -> str:
-    """Return the constraint that the most successful of several refused engines fails."""
+    """Return the last constraint, in the order of CONSTRAINTS, that any candidate failed."""
     known = [constraint for constraint in CONSTRAINTS if constraint in reasons]
     return known[-1] if known else CONSTRAINTS[0]

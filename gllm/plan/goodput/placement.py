@@ -20,7 +20,7 @@ ROUNDING = 1e-9
 
 
 class PlacementUnit(NamedTuple):
-    """One prefill and one decode engine whose stages share nodes, equally many on each."""
+    """A prefill engine and a decode engine whose corresponding stages share nodes."""
 
     prefill: Parallelism
     decode: Parallelism
@@ -38,7 +38,7 @@ class PlacementUnit(NamedTuple):
         return self.num_gpus // self.num_nodes
 
     def stage_node(self, engine: Parallelism, stage: int) -> int:
-        """Return the node of a stage, counted from the unit's first one."""
+        """Return the node of a stage, counted from the first node of the unit."""
         return stage * self.num_nodes // engine.pp
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class PlacementUnit(NamedTuple):
 
 @dataclass(frozen=True)
 class PhaseGoodput:
-    """Engine of one phase and its goodput."""
+    """Parallelism of an engine of one phase, and its goodput."""
 
     parallelism: Parallelism
     rate: float
@@ -60,7 +60,7 @@ class PhaseGoodput:
 
 
 def engine_choices(cluster: DeviceCluster, heads: int, layers: int) -> Iterator[Parallelism]:
-    """Yield the engines that equal nodes hold: ranks of a stage share a node.
+    """Yield the parallelisms that fit equal nodes; the ranks of a stage share a node.
 
     Ranks divide the heads and stages the layers, as in DistServe's artifact.
     """
@@ -72,7 +72,7 @@ def engine_choices(cluster: DeviceCluster, heads: int, layers: int) -> Iterator[
 
 
 def unit_choices(cluster: DeviceCluster, heads: int, layers: int) -> Iterator[PlacementUnit]:
-    """Yield the units that equal nodes hold, the smallest numbers of nodes first."""
+    """Yield the placement units that fit equal nodes, those of few nodes first."""
     segments = list(engine_choices(equal_nodes(1, cluster.devices_per_node), heads, 0))
     for num_nodes in range(1, len(cluster.nodes) + 1):
         fitting = [engine for engine in segments if layers % (num_nodes * engine.pp) == 0]
@@ -87,7 +87,7 @@ def unit_choices(cluster: DeviceCluster, heads: int, layers: int) -> Iterator[Pl
 
 
 def count_engines(rate: float, goodput: float) -> int:
-    """Return the engines that a rate needs, each with a goodput in requests per second.
+    """Return the number of engines of a goodput, in requests per second, that a rate requires.
 
     Raises:
         ValueError: The goodput is not above 0.
@@ -100,7 +100,7 @@ def count_engines(rate: float, goodput: float) -> int:
 def count_for_cluster(
     num_gpus: int, prefill: PhaseGoodput, decode: PhaseGoodput
 ) -> tuple[int, int]:
-    """Return the numbers of engines of both phases with the highest rate on a number of GPUs.
+    """Return the numbers of prefill and decode engines with the highest rate on some GPUs.
 
     Of equal rates the fewest GPUs count.
 
@@ -127,7 +127,7 @@ def count_for_cluster(
 def place_units(
     cluster: DeviceCluster, unit: PlacementUnit, count: int, num_layers: int
 ) -> list[tuple[Stages, Stages]]:
-    """Return the stages of the prefill and the decode engine of each unit.
+    """Return the stages of the prefill engine and of the decode engine of each unit.
 
     Stages with the same layers are on one node. Units fill groups of nodes, one after another.
 

@@ -71,7 +71,7 @@ MAX_ADDED = 4
 
 @dataclass(frozen=True)
 class GoodputPlan:
-    """Engines of both phases for a rate, and the account of the search."""
+    """Prefill and decode engines for a request rate, and the searches that found them."""
 
     system: System
     unit: PlacementUnit | None
@@ -89,7 +89,7 @@ class GoodputPlan:
 
 
 class GoodputPlanner:
-    """Search for the placement of a problem; goodputs of phases are measured once.
+    """Search for prefill and decode engines; the goodput of each phase is measured once.
 
     Args:
         problem: Model, workload, limits of each request, and equal nodes.
@@ -125,7 +125,9 @@ class GoodputPlanner:
             )
 
     def place_apart(self, rate: float | None) -> GoodputPlan:
-        """Return the placement of Algorithm 1 for a rate, or for all GPUs if it is None.
+        """Return the engines by DistServe's Algorithm 1: each phase is placed for itself.
+
+        They serve `rate` requests per second, or as many as all GPUs can if it is None.
 
         Raises:
             UnservableError: No engine of a phase keeps the limits.
@@ -151,7 +153,9 @@ class GoodputPlanner:
         return self._finish(system, None, rate, per_gpu, searches)
 
     def place_together(self, rate: float | None) -> GoodputPlan:
-        """Return the placement of Algorithm 2 for a rate, or for all GPUs if it is None.
+        """Return the engines by DistServe's Algorithm 2: both phases share nodes.
+
+        They serve `rate` requests per second, or as many as all GPUs can if it is None.
 
         Raises:
             UnservableError: No unit keeps the limits.
@@ -306,7 +310,7 @@ class GoodputPlanner:
         )
 
     def lay_out(self, plan: GoodputPlan) -> ServingPlan:
-        """Return the plan of a service. Raises ValueError if the engines do not fit the nodes."""
+        """Return the serving plan. Raises ValueError if the engines do not fit the nodes."""
         problem, system, unit = self.problem, plan.system, plan.unit
         assert system.decode is not None
         layers = problem.shape.layers
@@ -355,7 +359,7 @@ def bound_phase(
     phase: str,
     engine: Parallelism,
 ) -> CandidateBound:
-    """Return the closed forms of a phase on an engine, requests per second.
+    """Return the closed-form bound and estimate of one phase on an engine, requests per second.
 
     Args:
         problem: Model and limits.

@@ -31,7 +31,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class System:
-    """Engines with published coefficients."""
+    """Prefill and decode engines, or engines for both phases, to be simulated."""
 
     name: str
     model: str
@@ -48,13 +48,13 @@ class System:
 
     @property
     def num_gpus(self) -> int:
-        """Number of devices."""
+        """Number of GPUs of all engines."""
         decode = self.num_decode * self.decode.num_gpus if self.decode else 0
         return self.num_prefill * self.prefill.num_gpus + decode
 
     @property
     def placement(self) -> str:
-        """Engines as text."""
+        """Numbers and parallelism of the engines as text."""
         if self.decode is None:
             return str(self.prefill)
         counts = f"{self.num_prefill} x {self.prefill}, {self.num_decode} x {self.decode}"
@@ -62,7 +62,7 @@ class System:
 
 
 class Outcome(NamedTuple):
-    """Latencies of all requests of a run, in seconds."""
+    """Latencies of the requests of a simulation in seconds."""
 
     ttft: tuple[float, ...]
     tpot: tuple[float, ...]
@@ -73,7 +73,7 @@ class Outcome(NamedTuple):
     """Seconds of each transfer."""
 
     def attainment(self, ttft: float | None, tpot: float | None, scale: float = 1.0) -> float:
-        """Return the share (0..1) of requests within limits in seconds, times a scale."""
+        """Return the share (0..1) of requests within latency limits multiplied by a scale."""
         met = [
             (ttft is None or first <= ttft * scale)
             and (tpot is None or tpot_seconds <= tpot * scale)
@@ -89,7 +89,7 @@ PARTS = ("prefill queue", "prefill", "transfer", "decode queue", "decode")
 def run_system(
     system: System, workload: str, rate: float, num_requests: int, seed: int = SEED
 ) -> Outcome:
-    """Simulate a system.
+    """Simulate a system at a request rate and return the latencies.
 
     Args:
         system: The system.
@@ -209,7 +209,7 @@ MAX_GROWTH = 8
 
 
 class RunTask(NamedTuple):
-    """One simulation."""
+    """Arguments of one simulation, for a pool of processes."""
 
     system: System
     lengths: str
@@ -221,7 +221,7 @@ class RunTask(NamedTuple):
 
 
 class GoodputTask(NamedTuple):
-    """Search for the goodput of a system, or of one phase alone."""
+    """Arguments of a search for the goodput of a system, or of one phase alone."""
 
     system: System
     lengths: str
@@ -240,7 +240,7 @@ class GoodputTask(NamedTuple):
 
 
 def run_task(task: RunTask) -> Outcome:
-    """Simulate a system."""
+    """Simulate the system of a task and return the latencies."""
     num_requests = _count_requests(task.rate, task.num_requests)
     return run_system(task.system, task.lengths, task.rate, num_requests, task.seed)
 
@@ -250,7 +250,7 @@ def _count_requests(rate: float, num_requests: int) -> int:
 
 
 def measure_goodput(task: GoodputTask) -> float:
-    """Return the highest rate of the whole system that attains the target, requests per second.
+    """Search for the highest request rate per second at which a system attains the target.
 
     Source: simu_prefill and simu_decode of DistServe's artifact (arXiv 2401.09670, section 4.1),
     here with the joint test of both limits. Attainment is taken to fall with the rate.

@@ -57,28 +57,28 @@ class ReplicaCosts(ABC):
 
     @abstractmethod
     def prefill(self, stages: Stages) -> PhaseSeconds:
-        """Return the times of a batch of prompts."""
+        """Return the seconds of a batch of prompts, by stage and link."""
 
     @abstractmethod
     def decode(self, stages: Stages, batch: float) -> PhaseSeconds:
-        """Return the times of all output tokens of a batch of requests."""
+        """Return the seconds of all output tokens of a batch of requests, by stage and link."""
 
     @abstractmethod
     def max_batch(self, stages: Stages) -> int:
-        """Return the requests that the memory of every stage holds; 0 if the model does not fit."""
+        """Return the most requests that fit the memory of every stage; 0 if the model does not fit."""
 
     def prefill_spread(self, num_stages: int) -> float:
-        """Return the factor by which unlike prompts prolong the turns of a pipeline's stages."""
+        """Return the factor by which prompts of different lengths slow a pipeline down."""
         return 1.0
 
     def kv_seconds(self, prefill: Stages, decode: Stages) -> float:
-        """Return the time of one request's KV transfer; links of device pairs act in parallel."""
+        """Return the seconds of the KV transfer of one request; links work in parallel."""
         layer_bytes = self._lengths.prompt * self._shape.kv_bytes
         return kv_transfer_seconds(prefill, decode, layer_bytes, self._cluster.link)
 
 
 class Table1Costs(ReplicaCosts):
-    """Costs by Table 1 of HexGen-2: all prompts are alike, and computed one by one."""
+    """Costs by Table 1 of HexGen-2: prompts have equal lengths and are computed one by one."""
 
     def __init__(self, cluster: DeviceCluster, shape: ModelShape, lengths: MeanLengths) -> None:
         super().__init__(cluster, shape, lengths)
@@ -105,7 +105,7 @@ class Table1Costs(ReplicaCosts):
         )
 
     def max_batch(self, stages: Stages) -> int:
-        """Return the largest batch that the memory of every device holds."""
+        """Return the largest batch that fits the memory of every device."""
         most = float(MAX_BATCH)
         for stage in stages:
             weights = self.device_bytes(stage, 0)
@@ -116,12 +116,12 @@ class Table1Costs(ReplicaCosts):
     # Rows of the table.
 
     def prefill_compute(self, stage: PlannedStage) -> float:
-        """Return the arithmetic of a prompt on the slowest device."""
+        """Return the compute seconds of a prompt on the slowest device of a stage."""
         flops = 24 * self._lengths.prompt * self._shape.hidden**2 * stage.layers
         return flops / len(stage.devices) / self._least(stage, "flops")
 
     def decode_compute(self, stage: PlannedStage, batch: float) -> float:
-        """Return the reads of the weights and the arithmetic of all decode steps of a batch."""
+        """Return the seconds of weight reads and arithmetic of all decode steps of a batch."""
         output, ranks = self._lengths.output, len(stage.devices)
         read = 12 * self._shape.hidden**2 * BYTES_PER_ELEMENT * output * stage.layers
         flops = 24 * batch * output * self._shape.hidden**2 * stage.layers
@@ -129,7 +129,7 @@ class Table1Costs(ReplicaCosts):
         return seconds + flops / ranks / self._least(stage, "flops")
 
     def rank_transfers(self, stage: PlannedStage, size: float) -> float:
-        """Return the sums of activations over the ranks, at the rank with the worst links."""
+        """Return the all-reduce seconds of a stage, at the rank with the slowest links."""
         ranks = len(stage.devices)
         worst = 0.0
         for index, device in enumerate(stage.devices):
@@ -143,7 +143,7 @@ class Table1Costs(ReplicaCosts):
         return SUMS_PER_LAYER * worst * stage.layers
 
     def hops(self, stages: Stages, size: float) -> list[float]:
-        """Return the transfers of activations to the next stage, each over the best link."""
+        """Return the transfer seconds of activations between stages, each over the fastest link."""
         return [
             min(
                 link.latency + size / link.bandwidth
@@ -153,7 +153,7 @@ class Table1Costs(ReplicaCosts):
         ]
 
     def device_bytes(self, stage: PlannedStage, batch: float) -> float:
-        """Return the memory that a batch needs on each device of a stage."""
+        """Return the bytes that a batch occupies on each device of a stage."""
         tokens = batch * self._lengths.total
         weights = 12 * self._shape.hidden**2 * BYTES_PER_ELEMENT
         kv = tokens * self._shape.kv_bytes
@@ -166,7 +166,7 @@ class Table1Costs(ReplicaCosts):
 
 
 class RooflineCosts(ReplicaCosts):
-    """Costs by the simulator's roofline."""
+    """Costs by the simulator's roofline model."""
 
     def __init__(self, cluster: DeviceCluster, shape: ModelShape, lengths: MeanLengths) -> None:
         super().__init__(cluster, shape, lengths)
@@ -186,7 +186,7 @@ class RooflineCosts(ReplicaCosts):
         return PhaseSeconds(times.stages(self._prefill_work), times.hops(self._prefill_work))
 
     def decode(self, stages: Stages, batch: float) -> PhaseSeconds:
-        """Return the times of all decode steps, at the mean context, and of the way back."""
+        """Return the seconds of all decode steps at the mean context, with the return of the tokens."""
         rows, output = max(1, round(batch)), self._lengths.output
         if rows not in self._decode_works:
             self._decode_works[rows] = decode_work(rows, self._lengths.prompt + output / 2)
@@ -200,7 +200,7 @@ class RooflineCosts(ReplicaCosts):
         )
 
     def prefill_spread(self, num_stages: int) -> float:
-        """Return the expected longest of as many prompts as stages, over the mean.
+        """Return the expected longest of as many prompts as stages, divided by the mean length.
 
         A pipeline has one prompt per stage in flight, and each waits for the longest of them.
         """
@@ -208,7 +208,7 @@ class RooflineCosts(ReplicaCosts):
         return spread[min(num_stages, len(spread)) - 1] if spread else 1.0
 
     def max_batch(self, stages: Stages) -> int:
-        """Return the requests of mean length that the KV blocks beside the weights hold."""
+        """Return the most requests of mean length that fit the KV cache; 0 if the model does not fit."""
         if stages not in self._engines:
             self._engines[stages] = None
             with suppress(ValueError):
@@ -231,7 +231,7 @@ class RooflineCosts(ReplicaCosts):
 
 
 def build_pipeline(cluster: DeviceCluster, shape: ModelShape, stages: Stages) -> PipelineSpec:
-    """Return the hardware of a replica. Ranks on unlike devices run at the slowest one's rates.
+    """Return the hardware of a replica; different devices of a stage run at the slowest rates.
 
     Raises:
         ValueError: Sizes do not divide.
@@ -257,7 +257,7 @@ def build_pipeline(cluster: DeviceCluster, shape: ModelShape, stages: Stages) ->
 
 
 def slowest_device(cluster: DeviceCluster, stage: PlannedStage) -> DeviceSpec:
-    """Return a device with the least rate and memory of each kind among a stage's devices."""
+    """Return a device with the lowest rates and the least memory among those of a stage."""
     specs = [cluster.nodes[node].spec for node in set(stage.devices)]
     launches = [spec.launch_seconds for spec in specs]
     known = [seconds for seconds in launches if seconds is not None]
@@ -271,14 +271,14 @@ def slowest_device(cluster: DeviceCluster, stage: PlannedStage) -> DeviceSpec:
 
 
 def slowest_link(cluster: DeviceCluster, stage: PlannedStage) -> NetworkLink:
-    """Return the link with the least bandwidth between two ranks of a stage."""
+    """Return the link with the lowest bandwidth between ranks of a stage."""
     devices = stage.devices
     links = [cluster.link(a, b) for i, a in enumerate(devices) for b in devices[i + 1 :]]
     return min(links, key=lambda link: link.bandwidth)
 
 
 def best_link(cluster: DeviceCluster, stage: PlannedStage, following: PlannedStage) -> NetworkLink:
-    """Return the link with the most bandwidth between two stages."""
+    """Return the link with the highest bandwidth between two stages."""
     links = [cluster.link(a, b) for a in stage.devices for b in following.devices]
     return max(links, key=lambda link: link.bandwidth)
 
@@ -286,7 +286,7 @@ def best_link(cluster: DeviceCluster, stage: PlannedStage, following: PlannedSta
 def kv_transfer_seconds(
     prefill: Stages, decode: Stages, layer_bytes: float, link: Callable[[int, int], NetworkLink]
 ) -> float:
-    """Return the time in which the KV cache of a request moves between two replicas.
+    """Return the seconds in which the KV cache of a request moves between two replicas.
 
     Each layer's shards go to the ranks that hold the same heads; the link of each pair of devices
     carries its shards of all layers, and the slowest one counts.

@@ -14,7 +14,7 @@ iterates over sets, and the hashes of strings differ between processes."""
 
 
 class PlanFlow(NamedTuple):
-    """Flow through the replicas of a plan, requests per second."""
+    """Maximum flow through the replicas of a plan, in requests per second."""
 
     value: float
     prefill: list[float]
@@ -27,7 +27,7 @@ class PlanFlow(NamedTuple):
     """Capacity of each of these ways."""
 
     def shares(self, prefill: int) -> dict[int, float]:
-        """Return the share of a prefill replica's requests that each decode replica gets."""
+        """Return the share of the requests of a prefill replica that each decode replica receives."""
         flows = {d: flow for (p, d), flow in self.routes.items() if p == prefill}
         total = sum(flows.values())
         return {d: flow / total for d, flow in flows.items()} if total else {}
@@ -42,7 +42,7 @@ def _vertex(side: str, index: int) -> int:
 def build_graph(
     prefill: Sequence[Replica], decode: Sequence[Replica], planner: ReplicaPlanner
 ) -> Any:
-    """Return the flow network: source, both ends of each replica, sink.
+    """Return the flow network: a source, two vertices per replica, a sink.
 
     Edges from the source and to the sink carry prompts and tokens, which limit nothing.
 
@@ -71,7 +71,7 @@ def build_graph(
 def solve_flow(
     prefill: Sequence[Replica], decode: Sequence[Replica], planner: ReplicaPlanner
 ) -> PlanFlow:
-    """Return the maximum flow, by the preflow-push algorithm."""
+    """Return the maximum flow of requests, computed by the preflow-push algorithm."""
     from networkx.algorithms.flow import preflow_push
 
     graph = build_graph(prefill, decode, planner)
@@ -105,12 +105,12 @@ Partition = tuple[TypedGroup, ...]
 
 
 def make_partition(groups: Iterable[TypedGroup]) -> Partition:
-    """Return a partition without its empty groups, in canonical order."""
+    """Return a partition without empty groups, in sorted order."""
     return tuple(sorted(group for group in groups if any(group[1])))
 
 
 class GroupLoad(NamedTuple):
-    """Flow through one group."""
+    """Request rate and capacity of one group of devices."""
 
     phase: Phase
     group: Group
@@ -120,17 +120,17 @@ class GroupLoad(NamedTuple):
 
     @property
     def is_saturated(self) -> bool:
-        """Return True for a bottleneck."""
+        """True if the request rate is at the capacity."""
         return self.capacity > 0 and self.flow >= self.capacity * (1 - 1e-6)
 
     @property
     def slack(self) -> float:
-        """Return the unused share of the capacity; 1 for a group that serves nothing."""
+        """Unused share of the capacity; 1 for a group that serves nothing."""
         return 1 - self.flow / self.capacity if self.capacity else 1.0
 
 
 class Score(NamedTuple):
-    """Value of a partition; larger is better, in the order of the fields."""
+    """Value of a partition; fields are compared in their order, larger is better."""
 
     flow: float
     """Requests per second."""
@@ -140,7 +140,7 @@ class Score(NamedTuple):
     """Capacity of the other phase."""
 
     def beats(self, other: "Score") -> bool:
-        """Return True if a field is larger by more than rounding, and no earlier one smaller."""
+        """Return True if this score is larger than another by more than rounding errors."""
         for ours, theirs in zip(self, other, strict=True):
             if abs(ours - theirs) > 1e-6 * max(abs(ours), abs(theirs)):
                 return ours > theirs
@@ -148,7 +148,7 @@ class Score(NamedTuple):
 
 
 class EvaluatedPlan(NamedTuple):
-    """A partition with its replicas and their flow."""
+    """A partition with its replicas, their maximum flow and its score."""
 
     partition: Partition
     prefill: list[Replica]
@@ -191,7 +191,7 @@ class EvaluatedPlan(NamedTuple):
 
 
 class PlanEvaluator:
-    """Evaluates partitions and counts what it does.
+    """Evaluator of partitions, with a cache and counters.
 
     Args:
         planner: Chooses the layout of each group.
@@ -211,7 +211,7 @@ class PlanEvaluator:
         return self._evaluate(partition)
 
     def evaluate_if_better(self, partition: Partition, best: Score) -> EvaluatedPlan | None:
-        """Return a plan that beats a score; None if it does not.
+        """Return the plan of a partition if its score beats another one; otherwise None.
 
         A flow is at most the capacity of each phase, so most partitions need no flow.
         """

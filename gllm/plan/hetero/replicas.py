@@ -176,16 +176,13 @@ class ReplicaPlanner:
         """Return the best replica of a group; None if the model does not fit it."""
         key = group, phase
         if key not in self._best:
-            replicas = self.candidates(group, phase)
-            if phase is Phase.PREFILL:
-                best = min(
-                    replicas, key=lambda replica: (replica.latency, -replica.capacity), default=None
-                )
-            else:
-                best = max(
-                    replicas, key=lambda replica: (replica.capacity, -replica.latency), default=None
-                )
-            self._best[key] = best
+            is_prefill = phase is Phase.PREFILL
+
+            def cost(replica: Replica) -> tuple[float, float]:
+                figures = replica.latency, -replica.capacity
+                return figures if is_prefill else figures[::-1]
+
+            self._best[key] = min(self.candidates(group, phase), key=cost, default=None)
         return self._best[key]
 
     def candidates(self, group: Group, phase: Phase) -> list[Replica]:

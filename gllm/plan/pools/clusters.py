@@ -234,10 +234,8 @@ def _serve(point: ClusterPoint, jobs: list[WorkloadRequest]) -> tuple[list[Reque
 def mean_workload_lengths(workload: str) -> tuple[float, float]:
     """Return the mean prompt and output tokens of a workload."""
     jobs = make_workload(WORKLOADS[workload], 4000)
-    return (
-        sum(job.num_prompt_tokens for job in jobs) / len(jobs),
-        sum(job.num_output_tokens for job in jobs) / len(jobs),
-    )
+    num_prompt_tokens = sum(job.num_prompt_tokens for job in jobs)
+    return num_prompt_tokens / len(jobs), sum(job.num_output_tokens for job in jobs) / len(jobs)
 
 
 def fluid_rate(design: ClusterDesign, workload: str, model: str = MODEL) -> float:

@@ -8,6 +8,7 @@ Source: Patel et al., "Splitwise", ISCA 2024 (arXiv 2311.18677), section on prov
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 from gllm.plan.budget import SearchBudget
@@ -132,10 +133,8 @@ class PoolSearch:
                 raise SearchEndedError
             num_points += 1
             with self.budget.evaluation():
-                margins = self.simulate(self._point(design, rate))
-            if not (is_served := all(margin.is_met for margin in margins)):
-                self.worst[design] = worst_margin(margins)
-            else:
+                is_served = self._is_served(design, rate)
+            if is_served:
                 served.append(design)
             return is_served
 
@@ -152,27 +151,28 @@ class PoolSearch:
         return PoolPlan(name, best, problem.rate, num_points, is_complete)
 
     def _highest_rate(self, design: ClusterDesign) -> float:
-        def serves(rate: float) -> bool:
-            margins = self.simulate(self._point(design, rate))
-            is_served = all(margin.is_met for margin in margins)
-            if not is_served:
-                self.worst[design] = worst_margin(margins)
-            return is_served
-
         saturated = fluid_rate(design, self.problem.workload, self.problem.model)
-        return search_rate(serves, START_SHARE * saturated)[0]
+        return search_rate(partial(self._is_served, design), START_SHARE * saturated)[0]
 
-    def _point(self, design: ClusterDesign, rate: float) -> ClusterPoint:
+    def _is_served(self, design: ClusterDesign, rate: float) -> bool:
+        """Simulate a cluster at a rate; return True if all SLOs hold, else keep the worst one."""
         problem = self.problem
-        return ClusterPoint(
-            design,
-            problem.workload,
-            rate,
-            SampleSize(problem.num_requests, problem.min_seconds),
-            policy=POLICY,
-            seed=problem.seed,
-            model=problem.model,
+        size = SampleSize(problem.num_requests, problem.min_seconds)
+        margins = self.simulate(
+            ClusterPoint(
+                design,
+                problem.workload,
+                rate,
+                size,
+                policy=POLICY,
+                seed=problem.seed,
+                model=problem.model,
+            )
         )
+        is_served = all(margin.is_met for margin in margins)
+        if not is_served:
+            self.worst[design] = worst_margin(margins)
+        return is_served
 
 
 def border_limit(

@@ -111,7 +111,6 @@ class FleetOutcome(NamedTuple):
     attainment: float
     """Share of requests within both limits, 0..1."""
     ttft_attainment: float
-    tpot_attainment: float
     tpots: tuple[float, ...]
     """Time per output token of each request in seconds, sorted; 0 with a single token."""
 
@@ -139,7 +138,6 @@ def measure_fleet(run: ClusterRun, slo: Slo, num_workers: int) -> FleetOutcome:
         num_workers,
         slo_attainment(lines, slo),
         slo_attainment(lines, Slo(slo.ttft_seconds)),
-        slo_attainment(lines, Slo(None, slo.tpot_seconds)),
         tuple(sorted(line.tpot or 0.0 for line in lines)),
     )
 

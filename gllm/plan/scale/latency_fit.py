@@ -34,17 +34,10 @@ class FittedLatency(NamedTuple):
     decode_max_error: float
 
 
-def fit_latency(cost: CostModel, max_tokens: int = PREFILL_TOKENS[-1]) -> FittedLatency:
-    """Return the latency model of a cost model of one stage.
-
-    Args:
-        cost: Predicts steps.
-        max_tokens: Most prompt tokens of a step.
-    """
+def fit_latency(cost: CostModel) -> FittedLatency:
+    """Return the latency model of a cost model of one stage."""
     prefills = [
-        (tokens, cost.stage_seconds(0, prefill_work([tokens])))
-        for tokens in PREFILL_TOKENS
-        if tokens <= max_tokens
+        (tokens, cost.stage_seconds(0, prefill_work([tokens]))) for tokens in PREFILL_TOKENS
     ]
     decodes = [
         (batch, batch * context, cost.stage_seconds(0, decode_work(batch, context)))

@@ -12,7 +12,13 @@ from gllm.plan.nodes import DeviceCluster, DeviceNode
 from gllm.plan.problem import ServiceProblem
 from gllm.plan.scale.fleet_size import FleetCase, FleetOutcome, WorkerSpec, least_fleet
 from gllm.plan.scale.latency_fit import FittedLatency, fit_latency
-from gllm.plan.scale.worker_type import DEGREES, WorkerType, best_worker, rate_workers
+from gllm.plan.scale.worker_type import (
+    DEGREES,
+    MAX_MODEL_LEN,
+    WorkerType,
+    best_worker,
+    rate_workers,
+)
 from gllm.plan.serving_plan import ExpectedFigures, RouterPlan, ServingPlan
 from gllm.routing.scaling.autoscaler import ScaleRule, fit_scale_rule
 from gllm.sim.deployment import roofline_deployment
@@ -22,7 +28,6 @@ RATE_SHARES = (0.5, 0.75, 1.0)
 """Rates at which the number of workers is searched, per planned rate."""
 BASELINE = "least-tokens"
 """Policy that the placement is compared with: join the shortest queue."""
-MAX_MODEL_LEN = 4096
 NUM_SAMPLES = 1000
 """Requests of which the mean lengths are taken."""
 

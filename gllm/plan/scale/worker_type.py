@@ -17,6 +17,9 @@ from gllm.sim.deployment import roofline_deployment
 
 DEGREES = (1, 2, 4, 8)
 MAX_BATCH = 4096
+"""Largest batch that is tried, in requests."""
+MAX_MODEL_LEN = 4096
+"""Longest request in tokens."""
 
 
 class WorkerType(NamedTuple):
@@ -45,7 +48,6 @@ def rate_workers(
     context: float,
     rank_link: str = "nvlink",
     degrees: Sequence[int] = DEGREES,
-    max_model_len: int = 4096,
 ) -> list[WorkerType]:
     """Return the throughput of each degree that holds the model, by the roofline cost model.
 
@@ -56,7 +58,6 @@ def rate_workers(
         context: Mean tokens of a request over its life: m_r in tokens.
         rank_link: A name of LINKS.
         degrees: Numbers of GPUs.
-        max_model_len: Longest request in tokens.
 
     Raises:
         ValueError: A name is unknown, or no degree holds the model.
@@ -65,7 +66,7 @@ def rate_workers(
     for degree in degrees:
         try:
             deployment = roofline_deployment(
-                model, device, 1, max_model_len, degrees=(degree,), rank_link=rank_link
+                model, device, 1, MAX_MODEL_LEN, degrees=(degree,), rank_link=rank_link
             )
         except ValueError as error:
             refusals.append(str(error))
@@ -75,15 +76,8 @@ def rate_workers(
         times = EngineTimes(deployment.cost)
         seconds = times.total(decode_work(max(1, round(batch)), context))
         largest = times.largest_batch(context, tpot_seconds, MAX_BATCH)
-        workers.append(
-            WorkerType(
-                degree,
-                batch / (degree * seconds),
-                largest / (degree * tpot_seconds),
-                batch,
-                largest,
-            )
-        )
+        by_memory, by_slo = batch / (degree * seconds), largest / (degree * tpot_seconds)
+        workers.append(WorkerType(degree, by_memory, by_slo, batch, largest))
     if not workers:
         raise ValueError(refusals[0])
     return workers

@@ -5,8 +5,9 @@ configuration within a limit of the scheduling delay, and QPS per dollar within 
 closed forms, which save most simulations, are this project's.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from math import ceil, inf
@@ -50,10 +51,6 @@ MOMENT_REQUESTS = 2000
 """Least number of requests over which a workload's lengths are averaged."""
 START_SHARE = 0.9
 """First rate of a capacity search, as a share of the estimate."""
-
-
-Simulate = Callable[[Sequence[EngineDesign]], list[AssessedDesign]]
-"""Returns the figures of some designs, in their order."""
 
 
 class DesignPlanner:
@@ -103,7 +100,7 @@ class DesignPlanner:
             self.unfit.append((design, str(error)))
             return CandidateBound(-inf, -inf, UNSUITABLE)
         reason = self._hopeless_reason(bounds)
-        highest = self._highest_rate(bounds)
+        highest = self._highest_rate(design)
         num_engines = count_planned_engines(self.problem, design, highest)
         if not reason and num_engines > max_engines(self.problem, design):
             reason = TOO_SLOW
@@ -114,22 +111,17 @@ class DesignPlanner:
         """Return the figures of a design by closed forms."""
         if design not in self._estimates:
             bounds = self.bounds_of(design)
+            rate, latencies, note = 0.0, UNKNOWN, ""
+            delay, limits = self.rule.max_p99_delay_seconds, self.problem.limits
             if self.problem.objective == MAKESPAN:
                 highest = bounds.max_rate()
                 rate = highest if highest < inf else 0.0
-                self._estimates[design] = assess_capacity(self.problem, design, rate)
+            elif (point := bounds.best_point(limits, delay)) is None:
+                note = bounds.missed_limit(limits, delay)
             else:
-                delay = self.rule.max_p99_delay_seconds
-                point = bounds.best_point(self.problem.limits, delay)
-                rate, latencies, note = 0.0, UNKNOWN, ""
-                if point is None:
-                    note = bounds.missed_limit(self.problem.limits, delay)
-                else:
-                    rate = point.rate
-                    latencies = EngineLatencies(point.ttft(90), point.step_seconds, point.itl(99))
-                self._estimates[design] = assess_capacity(
-                    self.problem, design, rate, latencies, note
-                )
+                rate = point.rate
+                latencies = EngineLatencies(point.ttft(90), point.step_seconds, point.itl(99))
+            self._estimates[design] = assess_capacity(self.problem, design, rate, latencies, note)
         return self._estimates[design]
 
     def search(
@@ -159,40 +151,29 @@ class DesignPlanner:
         if len(self.unfit) == len(candidates):
             raise ValueError(self._describe_unfit())
 
-        if uses_closed_forms:
-            return self._run(candidates, self._estimate_all, budget, is_exhaustive=True)
+        def score(result: AssessedDesign) -> float:
+            return result.score
 
-        def simulate(run: Callable[..., Iterator[AssessedDesign]]) -> Simulate:
-            def run_batch(chosen: Sequence[EngineDesign]) -> list[AssessedDesign]:
+        if uses_closed_forms:
+
+            def estimate(chosen: Sequence[EngineDesign]) -> list[AssessedDesign]:
+                return [self.estimate(design) for design in chosen]
+
+            return search_best(candidates, estimate, score, budget, is_exhaustive=True)
+
+        with ProcessPoolExecutor(jobs) if jobs > 1 else nullcontext() as pool:
+
+            def simulate(chosen: Sequence[EngineDesign]) -> list[AssessedDesign]:
                 trials = [
                     (design, self._start_rate(design), self.rule_of(design)) for design in chosen
                 ]
-                results = list(run(partial(simulate_design, self.problem, self.config), trials))
+                run = partial(simulate_design, self.problem, self.config)
+                results = list(pool.map(run, trials) if pool else map(run, trials))
                 for result in results:
                     on_result(result)
                 return results
 
-            return run_batch
-
-        if jobs == 1:
-            return self._run(candidates, simulate(map), budget, 1, is_exhaustive)
-        with ProcessPoolExecutor(jobs) as pool:
-            return self._run(candidates, simulate(pool.map), budget, jobs, is_exhaustive)
-
-    @staticmethod
-    def _run(
-        candidates: list[tuple[EngineDesign, CandidateBound]],
-        assess: Simulate,
-        budget: SearchBudget,
-        batch: int = 1,
-        is_exhaustive: bool = False,
-    ) -> BestFirstOutcome[EngineDesign, AssessedDesign]:
-        return search_best(
-            candidates, assess, lambda result: result.score, budget, batch, is_exhaustive
-        )
-
-    def _estimate_all(self, designs: Sequence[EngineDesign]) -> list[AssessedDesign]:
-        return [self.estimate(design) for design in designs]
+            return search_best(candidates, simulate, score, budget, jobs, is_exhaustive)
 
     def bounds_of(self, design: EngineDesign) -> EngineBounds:
         """Return the closed forms of a design. Raises ValueError if it does not fit."""
@@ -207,17 +188,15 @@ class DesignPlanner:
 
     def rule_of(self, design: EngineDesign) -> CapacityRule:
         """Return the problem's rule with runs that outlast the design's requests."""
-        return self._rule(self.bounds_of(design))
-
-    def _rule(self, bounds: EngineBounds) -> CapacityRule:
-        delay = self.rule.max_p99_delay_seconds
+        bounds, delay = self.bounds_of(design), self.rule.max_p99_delay_seconds
         return extend_rule(self.rule, bounds.request_seconds(self.problem.limits, delay))
 
-    def _highest_rate(self, bounds: EngineBounds) -> float:
+    def _highest_rate(self, design: EngineDesign) -> float:
         """Return requests per second that no run of the problem can sustain within its limits."""
+        bounds = self.bounds_of(design)
         if self.problem.objective == MAKESPAN:
             return bounds.max_rate()
-        rule, requests = self._rule(bounds), self.problem.num_requests
+        rule, requests = self.rule_of(design), self.problem.num_requests
         return bounds.max_rate_of_run(
             requests, rule.min_seconds, rule.max_p99_delay_seconds, self.problem.limits
         )
