@@ -31,7 +31,7 @@ class CandidateBound(NamedTuple):
 
 @dataclass
 class BestFirstOutcome(Generic[Candidate, Result]):
-    """Result of a search: the best candidate, and the reason why each other one was not evaluated."""
+    """Result of a search: the best candidate, and the reasons why others were not evaluated."""
 
     evaluated: list[tuple[Candidate, Result]] = field(default_factory=list)
     """In the order of evaluation."""

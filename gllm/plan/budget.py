@@ -43,7 +43,7 @@ class SearchBudget:
         return self._clock() - self._begin
 
     def refusal(self) -> str:
-        """Return the limit that a further evaluation would exceed; empty if it is within the budget."""
+        """Return the limit that a further evaluation would exceed; empty within the budget."""
         limit = self._max_evaluations
         if limit is not None and self.num_evaluations >= limit:
             return f"beyond the best {limit} by closed forms"

@@ -21,18 +21,18 @@ from gllm.plan.serving_plan import (
 
 
 class Parallelism(NamedTuple):
-    """Tensor-parallel ranks of each stage, and pipeline stages, of one engine."""
+    """Tensor-parallel and pipeline-parallel degree of an engine."""
 
     tp: int
     pp: int = 1
 
     @property
     def num_gpus(self) -> int:
-        """Number of devices."""
+        """Number of GPUs of the engine."""
         return self.tp * self.pp
 
     def split_layers(self, num_layers: int) -> list[int]:
-        """Return the layers of each stage; the stages divide them."""
+        """Return the number of layers of each stage; the stages divide the layers evenly."""
         return [num_layers // self.pp] * self.pp
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class Parallelism(NamedTuple):
 
 
 class PlannedStage(NamedTuple):
-    """One pipeline stage on nodes."""
+    """A pipeline stage and the node of each of its ranks."""
 
     devices: tuple[int, ...]
     """Index of each rank's node in the cluster. Plans have all ranks of a stage on one node."""
@@ -51,7 +51,7 @@ Stages = tuple[PlannedStage, ...]
 
 
 class PlannedEngine(NamedTuple):
-    """An engine on nodes, for a plan."""
+    """An engine whose stages are placed on nodes."""
 
     name: str
     stages: Stages
@@ -67,7 +67,7 @@ def place_engines(
     engines: Sequence[tuple[Parallelism, Sequence[int]]],
     device: str | None = None,
 ) -> list[Stages]:
-    """Return the stages of engines, which are placed one after the other.
+    """Place engines on nodes, one after the other, and return their stages.
 
     The ranks of a stage share a node. An engine's stages are on as few nodes as possible: each one
     takes the node of the stage before, or else the one with the most free devices. Engines with
@@ -109,7 +109,7 @@ def lay_out(
     expected: ExpectedFigures,
     routes: Mapping[str, dict[str, float]] | None = None,
 ) -> ServingPlan:
-    """Return the plan of a service.
+    """Return the serving plan of engines that are placed on nodes.
 
     The engines get the devices of their nodes in their order. The plan lists prefill engines before
     decode engines, and nodes without engines only if the links of the cluster are known.

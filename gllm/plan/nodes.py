@@ -27,7 +27,7 @@ GBIT_BYTES = 1e9 / 8
 
 
 class DeviceNode(NamedTuple):
-    """A machine with equal devices."""
+    """A machine whose devices are all of one kind."""
 
     name: str
     device: str
@@ -42,7 +42,7 @@ class DeviceNode(NamedTuple):
 
     @property
     def spec(self) -> DeviceSpec:
-        """Return the data sheet of each device."""
+        """Data sheet of one of the devices."""
         return DEVICES[self.device]
 
 
@@ -59,21 +59,21 @@ class DeviceCluster:
 
     @property
     def all_devices(self) -> Group:
-        """Return the group of all devices."""
+        """Group of all devices of the cluster."""
         return tuple(node.num_devices for node in self.nodes)
 
     @property
     def num_devices(self) -> int:
-        """Return the number of devices."""
+        """Number of devices of the cluster."""
         return sum(self.all_devices)
 
     @property
     def devices_per_node(self) -> int:
-        """Return the number of devices of the smallest node."""
+        """Number of devices of the smallest node."""
         return min(self.all_devices)
 
     def link(self, a: int, b: int) -> NetworkLink:
-        """Return the link between a device of node `a` and another one of node `b`."""
+        """Return the link between a device of node `a` and a device of node `b`."""
         if a == b:
             link = self.nodes[a].inner_link
         else:
@@ -82,12 +82,12 @@ class DeviceCluster:
         return link
 
     def memory(self, group: Group) -> float:
-        """Return the bytes of memory of a group."""
+        """Return the total memory of a group of devices in bytes."""
         pairs = zip(group, self.nodes, strict=True)
         return sum(count * node.spec.memory for count, node in pairs)
 
     def describe(self, group: Group) -> str:
-        """Return a group as text, such as `2 H100 + 1 L40`; devices of several nodes add up."""
+        """Return a group of devices as text, such as `2 H100 + 1 L40`."""
         counts: dict[str, int] = {}
         for count, node in zip(group, self.nodes, strict=True):
             if count:
@@ -100,14 +100,14 @@ NO_NODES = DeviceCluster(())
 
 
 def equal_nodes(count: int, devices_per_node: int, device: str = "A100-80G") -> DeviceCluster:
-    """Return a cluster of nodes `node-0`, `node-1`, ... with equal devices and unknown links."""
+    """Return a cluster of `count` nodes with equal devices and unknown links."""
     return DeviceCluster(
         tuple(DeviceNode(f"node-{index}", device, devices_per_node) for index in range(count))
     )
 
 
 def assume_nodes(device: str, num_devices: int) -> DeviceCluster:
-    """Return nodes with this many devices in all: of 8 devices each, or this machine's cores."""
+    """Return a cluster with this many devices: nodes of 8 devices, or the cores of this machine."""
     if device == CORE:
         return DeviceCluster((DeviceNode("local", CORE, num_devices, host="127.0.0.1"),))
     counts = [
@@ -120,7 +120,7 @@ def assume_nodes(device: str, num_devices: int) -> DeviceCluster:
 
 
 def parse_nodes(text: str) -> DeviceCluster:
-    """Return the nodes of a text such as `a=10.0.0.1:8xH100,b=10.0.0.2:4xA100-80G`.
+    """Parse nodes such as `a=10.0.0.1:8xH100,b=10.0.0.2:4xA100-80G`.
 
     Raises:
         ValueError: A node has another form, an unknown device, or a name twice.
@@ -141,12 +141,12 @@ def parse_nodes(text: str) -> DeviceCluster:
 
 
 def read_data(name: str) -> str:
-    """Return the text of a file of gllm/plan/data, which ships with the planners."""
+    """Return the text of a data file that ships with the planners."""
     return (files("gllm.plan") / "data" / name).read_text(encoding="utf-8")
 
 
 class LinkFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Class of links in a cluster file."""
+    """A class of links in a cluster file: rate and latency."""
 
     gbit: float
     """Gbit/s in one direction."""
@@ -154,12 +154,12 @@ class LinkFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Latency in microseconds."""
 
     def build(self) -> NetworkLink:
-        """Return the link."""
+        """Return the link in bytes per second and seconds."""
         return NetworkLink(self.gbit * GBIT_BYTES, self.us * 1e-6)
 
 
 class MachineFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Machine of a cluster file."""
+    """A machine in a cluster file."""
 
     device: str
     count: int
@@ -170,7 +170,7 @@ class MachineFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ClusterFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A cluster file: classes of links, machines, and the network between them."""
+    """Contents of a cluster file: classes of links, machines, and the network between them."""
 
     links: dict[str, LinkFields]
     machines: dict[str, MachineFields]
@@ -181,7 +181,7 @@ class ClusterFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MachineClassFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Class of machines of the shipped clusters."""
+    """A class of machines in the file of the shipped clusters."""
 
     device: str
     link: str
@@ -190,7 +190,7 @@ class MachineClassFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 class ShippedClusters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The file of the shipped clusters."""
+    """Contents of the file of the shipped clusters."""
 
     links: dict[str, LinkFields]
     machine_classes: dict[str, MachineClassFields]
@@ -215,7 +215,7 @@ def named_cluster(name: str) -> DeviceCluster:
 
 
 def build_cluster(counts: Mapping[str, int]) -> DeviceCluster:
-    """Return a cluster of the shipped classes of machines and links.
+    """Return a cluster of machines and links of the shipped classes.
 
     Args:
         counts: Number of devices by class of machines; as few machines as possible hold them.
@@ -236,7 +236,7 @@ def build_cluster(counts: Mapping[str, int]) -> DeviceCluster:
 
 
 def read_cluster(path: Path) -> DeviceCluster:
-    """Return the cluster of a file.
+    """Read a cluster file.
 
     Raises:
         ValueError: A field is unknown, has a wrong type or value, or names nothing.

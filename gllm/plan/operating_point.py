@@ -20,7 +20,7 @@ NAMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "TBT"}
 
 
 class OperatingPoint(NamedTuple):
-    """Estimates at one request rate."""
+    """Estimated latencies of an engine at one request rate."""
 
     rate: float
     """Requests per second."""
@@ -41,18 +41,18 @@ class OperatingPoint(NamedTuple):
     """Micro-batches among which a mean prompt is divided."""
 
     def wait(self, percent: float) -> float:
-        """Return a percentile (0..100) of the wait before the prefill, with an exponential tail."""
+        """Return a percentile (0..100) of the queueing time before the prefill in seconds."""
         utilization = min(self.rate * self.slowest_seconds, MAX_UTILIZATION)
         share = wait_probability(utilization, self.num_servers) / max(1 - percent / 100, 1e-6)
         # Mean wait of those that wait; it does not depend on the number of servers.
         return self.slowest_seconds / (2 * (1 - utilization)) * log(share) if share > 1 else 0.0
 
     def ttft(self, percent: float = 50.0) -> float:
-        """Return a percentile (0..100) of the time to the first token."""
+        """Return a percentile (0..100) of the time to first token in seconds."""
         return self.prefill_seconds + self.wait(percent)
 
     def itl(self, percent: float) -> float:
-        """Return a percentile (0..100) of the time between two tokens.
+        """Return a percentile (0..100) of the time between two tokens in seconds.
 
         In a pipeline a micro-batch of decodes waits for one with a prompt that is on a stage before
         it. So many gaps pass that a prompt as chunks of prompts arrive in a step, and the stage is
@@ -65,7 +65,7 @@ class OperatingPoint(NamedTuple):
         return self.chunk_seconds + wait
 
     def between(self, lower: "OperatingPoint", rate: float) -> "OperatingPoint":
-        """Return the estimates at a rate between that of a point with smaller steps and this."""
+        """Interpolate between this point and one of a lower rate; return the estimates at `rate`."""
         share = (rate - lower.rate) / (self.rate - lower.rate)
         step, chunk, chunk_stage = (
             low + share * (high - low)
@@ -87,7 +87,7 @@ class OperatingPoint(NamedTuple):
         return not self.missed_limit(limits, max_delay_seconds)
 
     def missed_limit(self, limits: Slo, max_delay_seconds: float = MAX_DELAY_SECONDS) -> str:
-        """Return the first limit that the estimates miss, with the estimate; empty: none."""
+        """Return a message about the first limit that the estimates exceed; empty if none does."""
         for metric, name in NAMES.items():
             limit = limits.limit_of(metric)
             if limit is None:
@@ -109,7 +109,7 @@ class OperatingPoint(NamedTuple):
 
 
 def wait_probability(utilization: float, num_servers: float = 1.0) -> float:
-    """Return the probability that a request finds all servers busy.
+    """Return the probability that an arriving request finds all servers busy.
 
     Source: Sakasegawa, "An approximation formula Lq = a rho^b / (1 - rho)", 1977.
 

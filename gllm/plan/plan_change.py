@@ -24,19 +24,19 @@ FLOW_PRESET = "flow"
 
 
 class StartEngine(NamedTuple):
-    """Start an engine and wait until it is ready."""
+    """Action: start an engine and wait until it is ready."""
 
     name: str
 
 
 class StopEngine(NamedTuple):
-    """Drain an engine and wait for its end."""
+    """Action: drain an engine and wait until it has ended."""
 
     name: str
 
 
 class ChangeRole(NamedTuple):
-    """Give a running engine another role."""
+    """Action: change the role of a running engine."""
 
     name: str
     role: str
@@ -46,7 +46,7 @@ ChangeAction = StartEngine | StopEngine | ChangeRole
 
 
 class PlanChange(NamedTuple):
-    """Plan of a service after a change, and the actions of the change, one after the other."""
+    """Plan of a service after a change, and the actions that lead to it, in order."""
 
     plan: ServingPlan
     """All ports are written out; engines that stay have their names, ports and devices."""
@@ -54,7 +54,7 @@ class PlanChange(NamedTuple):
 
 
 def pin_ports(plan: ServingPlan) -> ServingPlan:
-    """Return a plan with the port of each engine, so that it does not depend on the others."""
+    """Return a plan in which every engine has an explicit port."""
     engines = {
         name: msgspec.structs.replace(engine, port=plan.first_port(name, engine.nodes[0]))
         for name, engine in plan.engines.items()
@@ -63,7 +63,7 @@ def pin_ports(plan: ServingPlan) -> ServingPlan:
 
 
 def adopt_plan(running: ServingPlan, new: ServingPlan) -> ServingPlan:
-    """Return a planner's plan as one of the running service.
+    """Return the running plan with the engines and the routes of a new plan.
 
     Model, nodes, router and goals stay as they are. Flags that all running engines share stay too,
     unless the new plan has them.
@@ -102,7 +102,7 @@ def adopt_plan(running: ServingPlan, new: ServingPlan) -> ServingPlan:
 
 
 def change_plan(old: ServingPlan, new: ServingPlan) -> PlanChange:
-    """Return the change of a running service to another plan with the same nodes and router.
+    """Return the actions that change a running service to another plan.
 
     Args:
         old: Plan of the running service.
@@ -124,7 +124,7 @@ def change_plan(old: ServingPlan, new: ServingPlan) -> PlanChange:
 
 
 def undo_actions(done: Sequence[ChangeAction], old: ServingPlan) -> list[ChangeAction]:
-    """Return the actions that bring back the engines of a plan after some actions of a change.
+    """Return the actions that undo some actions of a change.
 
     Args:
         done: Actions that were applied, in their order.

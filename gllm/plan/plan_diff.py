@@ -15,7 +15,7 @@ from gllm.sim.metrics.run_record import build_run_record
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """Requests that one engine has served."""
+    """Requests that one engine has served, from its step log."""
 
     name: str
     role: str
@@ -25,12 +25,12 @@ class LoggedRun:
 
     @property
     def serves_prefill(self) -> bool:
-        """True if requests arrive here."""
+        """True if the engine computes prompts."""
         return self.role != "decode"
 
     @property
     def serves_decode(self) -> bool:
-        """True if requests end here."""
+        """True if the engine decodes."""
         return self.role != "prefill"
 
     @property
@@ -42,7 +42,7 @@ class LoggedRun:
 
 
 class FigureComparison(NamedTuple):
-    """One figure of a plan and of its run."""
+    """An expected figure of a plan and its measured value."""
 
     name: str
     expected: float | None
@@ -56,7 +56,7 @@ class FigureComparison(NamedTuple):
 
     @property
     def difference(self) -> float | None:
-        """Relative difference to the expected figure, or that of two shares; None without both."""
+        """Relative difference to the expected figure, absolute for a share; None without both."""
         if self.expected is None or self.measured is None:
             return None
         if self.is_share:
@@ -65,7 +65,7 @@ class FigureComparison(NamedTuple):
 
 
 def read_engine_run(plan: ServingPlan, name: str, events: Sequence[StepLogEvent]) -> LoggedRun:
-    """Return the requests of an engine's step log, without warm-up requests.
+    """Return the requests in the step log of a plan's engine, without warm-up requests.
 
     Raises:
         PlanError: the log is that of an engine with other stages.
@@ -86,7 +86,7 @@ def read_engine_run(plan: ServingPlan, name: str, events: Sequence[StepLogEvent]
 
 
 def measure_startup(events: Iterable[StepLogEvent]) -> float | None:
-    """Return the seconds from the start of an engine's process until its warm-up had ended.
+    """Return the seconds from the start of an engine process to the end of its warm-up.
 
     None if the log does not have it: that of a simulation, or one without a warm-up.
     """
@@ -107,7 +107,7 @@ def measure_startup(events: Iterable[StepLogEvent]) -> float | None:
 
 
 def compare_with_plan(plan: ServingPlan, runs: Sequence[LoggedRun]) -> list[FigureComparison]:
-    """Return each figure of the plan beside that of its run.
+    """Compare the expected figures of a plan with those of its step logs.
 
     Prompts are measured where requests arrive, further tokens where they end. A request that two
     engines serve is in two logs, which do not say that it is the same one: the attainment of such a
@@ -141,7 +141,9 @@ def compare_with_plan(plan: ServingPlan, runs: Sequence[LoggedRun]) -> list[Figu
 def measure_attainment(
     plan: ServingPlan, arriving: Sequence[RequestTimeline], ending: Sequence[RequestTimeline]
 ) -> float | None:
-    """Return the share of requests within the goals of a plan; None without goals or requests.
+    """Return the share (0..1) of requests within the latency goals of a plan.
+
+    None without goals or requests.
 
     Args:
         plan: with the goals.
@@ -161,7 +163,7 @@ def measure_attainment(
 
 
 def exceeds(figures: Iterable[FigureComparison], tolerance: float) -> list[str]:
-    """Return the names of the figures that differ by more than a tolerance."""
+    """Return the names of the figures whose difference exceeds a tolerance."""
     return [
         figure.name
         for figure in figures
@@ -170,7 +172,7 @@ def exceeds(figures: Iterable[FigureComparison], tolerance: float) -> list[str]:
 
 
 def format_figures(figures: Sequence[FigureComparison]) -> str:
-    """Return the figures as a table."""
+    """Return expected and measured figures as a table."""
     rows = []
     for figure in figures:
         cells = [show_value(value, figure.factor) for value in (figure.expected, figure.measured)]

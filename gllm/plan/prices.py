@@ -23,7 +23,7 @@ DEFAULT_PRICES = "vidur"
 
 
 def parse_prices(text: str) -> dict[str, float]:
-    """Return dollars per hour by device of a text.
+    """Parse prices of devices in US dollars per hour.
 
     Args:
         text: A name of PRICE_TABLES, prices such as `H100=4.25,L20=0.7`, or a name followed by such

@@ -11,7 +11,9 @@ from gllm.sim.hardware.stages import look_up
 
 @dataclass(frozen=True)
 class ServiceProblem:
-    """A model and a workload, and what may serve them. A strategy reads the fields that it needs.
+    """A planning problem: model, workload, machines, latency limits and objective.
+
+    A strategy reads the fields that it needs.
 
     What only one strategy knows, such as the costs that it compares by, is an argument of its
     search.
@@ -43,5 +45,5 @@ class ServiceProblem:
 
     @property
     def shape(self) -> ModelShape:
-        """Return the shape of the model. Raises ValueError for an unknown one."""
+        """Shape of the model. Raises ValueError for an unknown name."""
         return look_up("model", self.model, MODELS)

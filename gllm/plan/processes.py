@@ -58,7 +58,7 @@ def render_flags(
     path: str,
     derived: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """Return flags as arguments of a command line.
+    """Return values of flags as command-line arguments.
 
     Args:
         configs: configurations that have the flags.
@@ -107,7 +107,7 @@ class EnginePorts(NamedTuple):
 
 
 class LaunchOptions(NamedTuple):
-    """Properties of the machine that starts a node's processes."""
+    """Options of one machine for the processes that it starts."""
 
     node_secret_file: str | None = None
     """File of the secret that all machines share; None without one."""
@@ -118,7 +118,7 @@ class LaunchOptions(NamedTuple):
 
 
 class ProcessSpec(msgspec.Struct, frozen=True):
-    """One process of a plan."""
+    """Command line, environment and URL of one process of a plan."""
 
     name: str
     """Name of the engine, or ROUTER_NAME."""
@@ -137,12 +137,12 @@ class ProcessSpec(msgspec.Struct, frozen=True):
 
     @property
     def is_router(self) -> bool:
-        """True if it is the router."""
+        """True for the router."""
         return self.module == "gllm.commands.router"
 
     @property
     def title(self) -> str:
-        """Name for people."""
+        """Name of the process in messages."""
         if self.is_router:
             return self.name
         return f"engine {self.name}" + (f" rank {self.node_rank}" if self.node_rank else "")
@@ -162,7 +162,7 @@ def engine_ports(plan: ServingPlan, name: str, node: str) -> EnginePorts:
 def commands_for(
     plan: ServingPlan, node: str, options: LaunchOptions | None = None
 ) -> list[ProcessSpec]:
-    """Return the processes of a plan on one of its nodes, the router first.
+    """Return the processes that a plan has on one node, the router first.
 
     Raises:
         PlanError: the plan has no such node, a flag is unknown or one that the plan sets by other
@@ -181,7 +181,7 @@ def commands_for(
 
 
 def crosses_machines(plan: ServingPlan) -> bool:
-    """Return True if processes of the plan talk to each other over a network."""
+    """Return True if processes of a plan communicate between machines."""
     nodes = {node for engine in plan.engines.values() for node in engine.nodes}
     has_wide_engine = any(len(engine.nodes) > 1 for engine in plan.engines.values())
     is_apart = plan.router is not None and nodes != {plan.router.node}
@@ -190,7 +190,7 @@ def crosses_machines(plan: ServingPlan) -> bool:
 
 
 def explain_missing_transfers(plan: ServingPlan) -> dict[str, str]:
-    """Return why engines with a phase of their own cannot pass KV blocks on, by engine."""
+    """Return the reasons why engines cannot transfer KV blocks, by name of the engine."""
     if not _has_phases(plan):
         return {}
     causes = {}
@@ -203,7 +203,7 @@ def explain_missing_transfers(plan: ServingPlan) -> dict[str, str]:
 
 
 def transfer_flag_names(plan: ServingPlan, name: str) -> tuple[str, ...]:
-    """Return the flags with which an engine passes KV blocks on; none where it need not or cannot.
+    """Return the names of the KV transfer flags of an engine; empty if it transfers none.
 
     They follow from all engines of the plan, so a change of another engine may change them.
     """
@@ -212,7 +212,7 @@ def transfer_flag_names(plan: ServingPlan, name: str) -> tuple[str, ...]:
 
 
 def router_hub(plan: ServingPlan) -> str:
-    """Return HOST:PORT at which the engines of a plan attach to its router."""
+    """Return HOST:PORT at which the engines of a plan connect to its router."""
     assert plan.router is not None
     hub = _own_hub(plan)
     host = plan.nodes[plan.router.node].host if crosses_machines(plan) else LOOPBACK
@@ -227,7 +227,7 @@ def _own_hub(plan: ServingPlan) -> str:
 
 
 def router_url(plan: ServingPlan) -> str:
-    """Return the URL under which the machines of a plan reach its router."""
+    """Return the URL of the router for the machines of a plan."""
     router = plan.router
     assert router is not None
     flags = {key.replace("-", "_"): value for key, value in router.flags.items()}
@@ -235,12 +235,12 @@ def router_url(plan: ServingPlan) -> str:
 
 
 def scaling_router_url(plan: ServingPlan) -> str:
-    """Return the URL of a router that decides how many engines run; empty if none does."""
+    """Return the URL of a router that scales its engines; empty if there is none."""
     return router_url(plan) if plan.router and find_flag(plan.router.flags, "scale") else ""
 
 
 def router_api_key(plan: ServingPlan) -> str:
-    """Return the first API key of the router; empty if it has none.
+    """Return the first API key of the router of a plan; empty if it has none.
 
     Keys are those of the plan's flag `api-key`, or else of the variable GLLM_API_KEY.
     """

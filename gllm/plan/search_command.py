@@ -17,7 +17,7 @@ RATE_FLAGS = ("--rate", "--rat", "--ra")
 
 
 def with_shift_detection(plan: ServingPlan) -> ServingPlan:
-    """Return a plan whose router detects shifts."""
+    """Return a plan whose router detects shifts of the workload."""
     assert plan.router is not None
     others = {
         key: value
@@ -31,7 +31,7 @@ def with_shift_detection(plan: ServingPlan) -> ServingPlan:
 def make_search_command(
     plan: ServingPlan, workload: Path, rate: float, output: Path, budget_seconds: float
 ) -> list[str]:
-    """Return the arguments of `gllm` that search for engines as the plan's own command has.
+    """Return the `gllm` arguments that repeat the search of a plan for another workload.
 
     Later flags override earlier ones, so everything else stays as it was. A command without a rate
     stays without one.
@@ -54,7 +54,7 @@ def make_search_command(
 
 
 def check_replannable(plan: ServingPlan) -> None:
-    """Raise PlanError, which names the fix, for a plan that cannot follow its workload."""
+    """Raise PlanError, which names the fix, if the search of a plan cannot be repeated."""
     if plan.router is None:
         raise PlanError("router: none: --replan follows the workload that a router observes")
     if find_flag(plan.router.flags, "scale"):

@@ -22,11 +22,11 @@ MAX_PORT = 2**16 - 1
 
 
 class PlanError(ValueError):
-    """Error in a plan; its text begins with the path of the field and names the fix."""
+    """Error in a plan; the text names the field and the fix."""
 
 
 class NodePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One machine."""
+    """A machine of a plan."""
 
     host: str
     """Address under which the other machines reach it."""
@@ -37,7 +37,7 @@ class NodePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LinkPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Connection of two machines, each way."""
+    """Network link between two machines, the same in both directions."""
 
     gbit: float
     """Rate in Gbit/s."""
@@ -60,7 +60,7 @@ class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EnginePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One engine: its stages, in order, and its flags."""
+    """An engine of a plan: its stages, role, flags and port."""
 
     stages: list[StagePlan]
     role: str = "mixed"
@@ -79,7 +79,7 @@ class EnginePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def nodes(self) -> list[str]:
-        """Names of its nodes in the order of their ranks; the first one has the head."""
+        """Names of the nodes of its stages, ordered by node rank; the first one has the head."""
         return list(dict.fromkeys(stage.node for stage in self.stages))
 
     def stages_of(self, node: str) -> list[StagePlan]:
@@ -88,7 +88,7 @@ class EnginePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RouterPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The router in front of the engines."""
+    """The router of a plan."""
 
     node: str
     port: int = 8000
@@ -99,14 +99,14 @@ class RouterPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LatencyGoals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Limits of one request in seconds; None: no limit."""
+    """Latency limits of each request in seconds; None for no limit."""
 
     ttft: float | None = None
     tpot: float | None = None
 
 
 class ExpectedFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Figures that the planner predicts, and the command that predicted them."""
+    """Figures that a planner predicts, and the command line of the planner."""
 
     by: str
     rate: float
@@ -124,7 +124,10 @@ class ExpectedFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ServingPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything that `gllm up` starts. Names of nodes and engines are keys."""
+    """A service: machines, links, engines, router, goals and expected figures.
+
+    Names of nodes and engines are keys.
+    """
 
     model: str
     nodes: dict[str, NodePlan]
@@ -141,7 +144,7 @@ class ServingPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     expected: ExpectedFigures | None = None
 
     def first_port(self, engine: str, node: str) -> int:
-        """Return the first of the ports of an engine on one of its nodes.
+        """Return the first port of an engine on one of its nodes.
 
         The ports are those of the API, control, activations and KV caches.
         """
@@ -154,7 +157,7 @@ class ServingPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_plan(path: Path) -> ServingPlan:
-    """Return the plan of a file.
+    """Read and check a plan file.
 
     Raises:
         PlanError: A field is unknown, has a wrong type or a value that cannot be served.
@@ -169,13 +172,13 @@ def read_plan(path: Path) -> ServingPlan:
 
 
 def write_plan(plan: ServingPlan, path: Path) -> None:
-    """Write a plan with all defaults. Raises PlanError or OSError."""
+    """Check a plan and write it to a file. Raises PlanError or OSError."""
     check_plan(plan)
     path.write_bytes(msgspec.yaml.encode(plan))
 
 
 def check_plan(plan: ServingPlan) -> None:
-    """Raise PlanError, which names the field and the fix, for a plan that cannot be served."""
+    """Check that a plan can be served. Raises PlanError, which names the field and the fix."""
     if plan.version != PLAN_VERSION:
         raise PlanError(f"version: {plan.version} is not {PLAN_VERSION}: write the plan anew")
     if not plan.engines:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Strategy(NamedTuple):
-    """Entry of the registry."""
+    """Registry entry of a planner."""
 
     description: str
     is_repeatable: bool = False
@@ -36,4 +36,4 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 class UnservableError(ValueError):
-    """Nothing that a strategy may choose serves the workload within its limits."""
+    """No configuration that a planner may choose serves the workload within its limits."""

@@ -9,7 +9,7 @@ from gllm.sim.workloads.requests import WorkloadRequest
 
 
 class WorkloadMoments(NamedTuple):
-    """Means over the requests of a workload, and the lengths of its prompts, in tokens."""
+    """Mean lengths of the requests of a workload, and sorted lengths, in tokens."""
 
     num_requests: int
     prompt_tokens: float
@@ -44,7 +44,7 @@ class WorkloadMoments(NamedTuple):
 
 
 def measure_workload(jobs: Sequence[WorkloadRequest]) -> WorkloadMoments:
-    """Return the moments of a workload of at least one request."""
+    """Return the mean and sorted lengths of a workload with at least one request."""
     prompts = [job.parts[-1].num_tokens if job.parts else job.num_prompt_tokens for job in jobs]
     steps = [job.num_output_tokens - 1 for job in jobs]
     contexts = [

@@ -37,7 +37,7 @@ START_SHARE = 0.9
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the flags: those of SimulationConfig, limits and outputs."""
+    """Return the parser of the flags of `gllm plan capacity`."""
     parser = FlagParser(prog="gllm plan capacity", description=__doc__.splitlines()[0])
     parser.add_config_flag()
     add_flags(parser, SimulationConfig, EXCLUDED, takes_entries=True)
@@ -48,7 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def add_limit_flags(parser: argparse.ArgumentParser, rule: str) -> None:
-    """Add the flags of limits and of the search for a capacity."""
+    """Add `--slo`, `--attainment`, `--rule` and `--jobs`."""
     add_slo_flags(parser, f"latency limits in seconds, such as {EXAMPLE}", "")
     parser.add_argument(
         "--rule",
@@ -68,7 +68,7 @@ def add_limit_flags(parser: argparse.ArgumentParser, rule: str) -> None:
 
 
 def plan(values: argparse.Namespace) -> Callable[[], ServingPlan] | None:
-    """Search for the capacity, print it, and return the layout of the configuration's plan.
+    """Search for the capacity and print it; return a function that makes the serving plan.
 
     None: no rate is within the limits.
 

@@ -15,7 +15,7 @@ REPORTS = {"diff": "compare what a plan expects with the step logs of its engine
 
 
 def usage() -> str:
-    """Return the help text."""
+    """Return the help text of `gllm plan`."""
     texts = {name: strategy.description for name, strategy in STRATEGIES.items()}
     lines = [f"  {name:12}{text}" for name, text in {**texts, **REPORTS}.items()]
     end = "`gllm plan NAME --help` lists the arguments of a planner."
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
 
 
 def run_strategy(name: str, argv: list[str]) -> int:
-    """Run a strategy and write its plan to `--output`.
+    """Run a planner and write its plan to `--output`.
 
     Returns:
         The exit status: 1 if nothing serves the workload, 2 for invalid input.

@@ -22,7 +22,7 @@ from gllm.plan.serving_plan import PlanError, ServingPlan, read_plan
 
 
 def make_parser() -> FlagParser:
-    """Return the flags of the command."""
+    """Return the parser of the flags of `gllm plan diff`."""
     parser = FlagParser(
         prog="gllm plan diff",
         description="Compare what a plan expects with the step logs of its engines.",

@@ -12,7 +12,7 @@ def add_slo_flags(
     default: str | None = None,
     attainment: float = TARGET_ATTAINMENT,
 ) -> None:
-    """Add `--slo LIMITS`, which is required without a default, and `--attainment SHARE`."""
+    """Add `--slo`, which is required unless it has a default, and `--attainment`."""
     parser.add_argument(
         "--slo", default=default, required=default is None, metavar="LIMITS", help=help_text
     )
@@ -40,7 +40,7 @@ def add_budget_flag(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def add_plan_flags(parser: argparse.ArgumentParser, num_requests: int) -> None:
-    """Add the flags of the simulations, of the search's time limit and of the plan's file.
+    """Add `--requests`, `--seed`, `--budget`, `--checkpoint` and `--output`.
 
     Args:
         parser: Parser of a planner with a flag `--model`.

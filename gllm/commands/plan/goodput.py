@@ -24,7 +24,7 @@ NUM_SHOWN = 8
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the flags of the command."""
+    """Return the parser of the flags of `gllm plan goodput`."""
     parser = FlagParser(prog="gllm plan goodput", description=__doc__.splitlines()[0])
     parser.add_config_flag()
     _add_problem_flags(parser)
@@ -100,7 +100,7 @@ def _add_problem_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def plan(values: argparse.Namespace) -> Callable[[], ServingPlan]:
-    """Search for engines, print them, and return the layout of their plan.
+    """Search for engines and print them; return a function that makes the serving plan.
 
     Raises:
         UnservableError: Nothing serves the workload.
@@ -116,7 +116,7 @@ def plan(values: argparse.Namespace) -> Callable[[], ServingPlan]:
 
 
 def make_goodput_problem(values: argparse.Namespace) -> ServiceProblem:
-    """Return the problem that the flags state.
+    """Return the planning problem of the flags.
 
     Raises:
         ValueError: Limits are missing, or flags do not fit each other.
@@ -136,7 +136,7 @@ def make_goodput_problem(values: argparse.Namespace) -> ServiceProblem:
 
 
 def format_plan(plan: GoodputPlan, problem: ServiceProblem) -> str:
-    """Return the searches as tables, and the chosen engines."""
+    """Return the best candidates as tables, and the chosen engines."""
     parts = [_search_table(title, search) for title, search in plan.searches.items()]
     parts.append(
         f"{plan.system.placement}: {plan.system.num_gpus} GPUs, "

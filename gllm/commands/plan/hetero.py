@@ -40,7 +40,7 @@ a cluster file, with Gbit/s in one direction and latencies in microseconds:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the flags of the command."""
+    """Return the parser of the flags of `gllm plan hetero`."""
     parser = FlagParser(
         prog="gllm plan hetero",
         description=__doc__.splitlines()[0],
@@ -85,7 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def find_cluster(name: str) -> DeviceCluster:
-    """Return a shipped cluster or that of a file. Raises ValueError or OSError."""
+    """Return a shipped cluster, or read a cluster file. Raises ValueError or OSError."""
     if name in cluster_names():
         return named_cluster(name)
     if not Path(name).exists():
@@ -95,7 +95,7 @@ def find_cluster(name: str) -> DeviceCluster:
 
 
 def format_plan_command(values: argparse.Namespace) -> str:
-    """Return the command line that repeats the plan."""
+    """Return the command line that repeats the search."""
     words = ["gllm", "plan", "hetero"]
     for name in ("cluster", "model", "workload", "costs", "credit", "budget", "seed"):
         value = getattr(values, name)
@@ -121,7 +121,7 @@ def show_plan(plan: HeteroPlan) -> str:
 
 
 def plan(values: argparse.Namespace) -> Callable[[], ServingPlan]:
-    """Search for replicas, print them, and return the layout of their plan.
+    """Search for replicas and print them; return a function that makes the serving plan.
 
     Raises:
         ValueError: A name is unknown, or no two replicas fit.
@@ -150,7 +150,7 @@ def plan(values: argparse.Namespace) -> Callable[[], ServingPlan]:
 
 
 def replica_table(plan: HeteroPlan) -> str:
-    """Return a row for each replica: devices, parallelism, layers, capacity and flow."""
+    """Return a table of the replicas: devices, parallelism, layers, capacity and flow."""
     rows = []
     for name, (replica, flow) in plan.best.engines().items():
         rows.append(
@@ -175,7 +175,7 @@ def replica_table(plan: HeteroPlan) -> str:
 
 
 def draw_placement(plan: HeteroPlan) -> str:
-    """Return a line for each machine: the engine and stage on each of its devices."""
+    """Return a drawing with a line per machine: the engine and stage of each device."""
     cluster = plan.problem.cluster
     cells: list[list[str]] = [[] for _ in cluster.nodes]
     for name, (replica, _) in plan.best.engines().items():
@@ -193,7 +193,7 @@ def draw_placement(plan: HeteroPlan) -> str:
 
 
 def draw_routes(plan: HeteroPlan) -> str:
-    """Return a line for each prefill engine: the share of each decode engine."""
+    """Return a line per prefill engine: the share of requests of each decode engine."""
     lines = []
     for source, targets in plan.best.routes().items():
         total = sum(targets.values())
@@ -203,7 +203,7 @@ def draw_routes(plan: HeteroPlan) -> str:
 
 
 def describe_hetero_search(plan: HeteroPlan) -> str:
-    """Return how the plan was found, and what the search left out."""
+    """Return a summary of the search and of its limits."""
     search = plan.search
     text = (
         f"first partition {search.first.score.flow:.3g}/s, best {search.best.score.flow:.3g}/s "

@@ -19,7 +19,7 @@ DESIGNS = ("AA", "HH", "HA", "HHcap")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the flags of the command."""
+    """Return the parser of the flags of `gllm plan pools`."""
     parser = FlagParser(prog="gllm plan pools", description=__doc__.splitlines()[0])
     parser.add_config_flag()
     parser.add_argument(
@@ -73,7 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def plan(values: argparse.Namespace) -> Callable[[], ServingPlan]:
-    """Search for clusters, print them, and return the layout of the best one.
+    """Search for clusters and print them; return a function that makes the serving plan.
 
     Raises:
         UnservableError: No cluster serves the workload.
@@ -98,7 +98,7 @@ def _design_names(text: str) -> list[str]:
 
 
 def make_pools_problem(values: argparse.Namespace) -> ServiceProblem:
-    """Return the problem that the flags state.
+    """Return the planning problem of the flags.
 
     Raises:
         ValueError: The objective lacks its limit or its rate, or has more than it needs.

@@ -28,7 +28,7 @@ from gllm.sim.workloads.lengths import WORKLOAD_HELP
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the flags of the command."""
+    """Return the parser of the flags of `gllm plan scale`."""
     parser = FlagParser(prog="gllm plan scale", description=__doc__.splitlines()[0])
     positive = number_type(float, gt=0)
     add_slo_flags(
@@ -82,7 +82,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def plan(values: argparse.Namespace) -> Callable[[], ServingPlan] | None:
-    """Search for engines by rate, print them, and return the layout of their plan.
+    """Search for fleet sizes and print them; return a function that makes the serving plan.
 
     None: more engines are needed than `--max-dollars` allows.
 

@@ -59,7 +59,7 @@ BUDGET_SECONDS = 600.0
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the flags: the workload's, the space's, the objective's and those of the outputs."""
+    """Return the parser of the flags of `gllm plan search`."""
     parser = FlagParser(prog="gllm plan search", description=__doc__.splitlines()[0])
     parser.add_config_flag()
     add_flags(parser, SimulationConfig, EXCLUDED, takes_entries=True)
@@ -159,7 +159,7 @@ def _add_space_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def plan(values: argparse.Namespace) -> Callable[[], ServingPlan] | None:
-    """Search for a design, print the designs, and return the layout of the best one's fleet.
+    """Search for a design and print the table; return a function that makes the serving plan.
 
     None: no design serves the workload within the limits.
 
@@ -211,7 +211,7 @@ def plan(values: argparse.Namespace) -> Callable[[], ServingPlan] | None:
 def build_problem(
     values: argparse.Namespace, config: SimulationConfig
 ) -> tuple[ServiceProblem, DesignSpace, CapacityRule]:
-    """Return the task, the space and the rule of a search.
+    """Return the planning problem, the design space and the capacity rule of the flags.
 
     Raises:
         ValueError: Flags contradict each other.

@@ -21,7 +21,7 @@ NUM_ROWS = 20
 def describe_search(
     outcome: Outcome, problem: ServiceProblem, num_designs: int, is_closed: bool
 ) -> str:
-    """Return the designs as a table, best first, and an account of all others."""
+    """Return a table of the designs, best first, and the counts of all others by reason."""
     results = sorted((result for _, result in outcome.evaluated), key=lambda result: -result.score)
     front = find_pareto_set(outcome)
     shown = results[:NUM_ROWS] + [result for result in front if result not in results[:NUM_ROWS]]
@@ -38,7 +38,7 @@ def describe_search(
 
 
 def find_pareto_set(outcome: Outcome) -> list[AssessedDesign]:
-    """Return the designs that no other one exceeds in objective, TTFT p90 and TBT p99 at once."""
+    """Return the designs that are Pareto-optimal in objective, TTFT p90 and TBT p99."""
     served = [result for _, result in outcome.evaluated if result.num_engines and not result.note]
 
     def costs(result: AssessedDesign) -> tuple[float, ...]:
@@ -49,7 +49,7 @@ def find_pareto_set(outcome: Outcome) -> list[AssessedDesign]:
 
 
 def format_forecast(best: AssessedDesign, forecast: FleetForecast) -> str:
-    """Return the best design and what is expected of it."""
+    """Return the best design and its expected figures as text."""
     expected = forecast.expected
     engines = f"{forecast.num_engines} engine{'s' * (forecast.num_engines > 1)}"
     figures = [
@@ -74,7 +74,7 @@ def format_forecast(best: AssessedDesign, forecast: FleetForecast) -> str:
 
 
 def plot_search(outcome: Outcome, problem: ServiceProblem, path: Path) -> None:
-    """Plot the objective over the TTFT; see `plot_scatter` for errors."""
+    """Plot the objective over the TTFT of all designs. Raises the errors of `plot_scatter`."""
 
     def point(result: AssessedDesign) -> tuple[float, float]:
         return result.latencies.ttft_p90 or 0.0, result.value
@@ -117,7 +117,7 @@ Item = TypeVar("Item")
 
 
 def pareto_set(items: Sequence[Item], costs: Callable[[Item], tuple[float, ...]]) -> list[Item]:
-    """Return the items that no other one dominates, by rising first cost.
+    """Return the items that no other one dominates, sorted by their first cost.
 
     An item dominates another one if none of its costs is higher and one is lower. Of items with
     equal costs the first is kept.

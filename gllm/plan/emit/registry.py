@@ -73,7 +73,7 @@ def kubernetes_service(
 
 
 def pod_spec(container: dict[str, Any], **volumes: dict[str, Any]) -> dict[str, Any]:
-    """Return the spec of a pod that mounts the node secret; `volumes` are further volumes by name."""
+    """Return the spec of a pod that mounts the node secret; `volumes` are others by name."""
     secret = {"secretName": SECRET_NAME, "defaultMode": 0o440}  # The group may read it.
     volumes["node-secret"] = {"secret": secret}
     return {

@@ -65,7 +65,7 @@ class ReplicaCosts(ABC):
 
     @abstractmethod
     def max_batch(self, stages: Stages) -> int:
-        """Return the most requests that fit the memory of every stage; 0 if the model does not fit."""
+        """Return the most requests that fit the memory of every stage; 0 without room for one."""
 
     def prefill_spread(self, num_stages: int) -> float:
         """Return the factor by which prompts of different lengths slow a pipeline down."""
@@ -186,7 +186,7 @@ class RooflineCosts(ReplicaCosts):
         return PhaseSeconds(times.stages(self._prefill_work), times.hops(self._prefill_work))
 
     def decode(self, stages: Stages, batch: float) -> PhaseSeconds:
-        """Return the seconds of all decode steps at the mean context, with the return of the tokens."""
+        """Return the seconds of all decode steps at the mean context, by stage and link."""
         rows, output = max(1, round(batch)), self._lengths.output
         if rows not in self._decode_works:
             self._decode_works[rows] = decode_work(rows, self._lengths.prompt + output / 2)
@@ -208,7 +208,7 @@ class RooflineCosts(ReplicaCosts):
         return spread[min(num_stages, len(spread)) - 1] if spread else 1.0
 
     def max_batch(self, stages: Stages) -> int:
-        """Return the most requests of mean length that fit the KV cache; 0 if the model does not fit."""
+        """Return the most requests of mean length that fit the KV cache; 0 without room for one."""
         if stages not in self._engines:
             self._engines[stages] = None
             with suppress(ValueError):

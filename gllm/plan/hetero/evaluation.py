@@ -27,7 +27,7 @@ class PlanFlow(NamedTuple):
     """Capacity of each of these ways."""
 
     def shares(self, prefill: int) -> dict[int, float]:
-        """Return the share of the requests of a prefill replica that each decode replica receives."""
+        """Return the share of a prefill replica's requests that each decode replica receives."""
         flows = {d: flow for (p, d), flow in self.routes.items() if p == prefill}
         total = sum(flows.values())
         return {d: flow / total for d, flow in flows.items()} if total else {}

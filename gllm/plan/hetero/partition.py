@@ -83,7 +83,7 @@ def balance_groups(
     labels: list[int],
     num_groups: int,
 ) -> list[int]:
-    """Improve groups by swaps and moves, as Kernighan and Lin do for two groups.
+    """Improve the division of devices into groups by swaps and moves (Kernighan and Lin).
 
     Each step takes the swap of two devices, or the move of one, that lowers most the share of the
     bandwidth between groups plus the weighted deviation of their memory from the mean.
@@ -141,7 +141,7 @@ def _swap_gains(weights: Any, inner: Any, loads: Any, share: Any, current: Any) 
 
 
 def choose_phases(planner: ReplicaPlanner, groups: list[Group]) -> list[Phase]:
-    """Return the phase of each group: the most bandwidth between phases, then the most capacity.
+    """Choose prefill or decode for each group: the most bandwidth between phases, then capacity.
 
     All divisions are compared for few groups; for many, single flips improve an alternating one.
     """

@@ -33,7 +33,7 @@ def make_planner(
     costs: str = "roofline",
     credit: PipelineCredit = PipelineCredit.PIPELINED,
 ) -> ReplicaPlanner:
-    """Return a planner of the replicas of a problem.
+    """Return the planner that chooses the layout of each replica of a problem.
 
     Args:
         problem: Model, workload and cluster.
@@ -51,7 +51,7 @@ def make_planner(
 
 
 class HeteroPlan(NamedTuple):
-    """Best plan of a search."""
+    """Best plan of a search over partitions of the devices."""
 
     problem: ServiceProblem
     search: SearchResult
@@ -59,12 +59,12 @@ class HeteroPlan(NamedTuple):
 
     @property
     def best(self) -> EvaluatedPlan:
-        """Return the replicas and their flow."""
+        """Replicas of the best partition, and the flow of requests through them."""
         return self.search.best
 
     @property
     def tokens_per_second(self) -> float:
-        """Return the output tokens per second at the maximum flow."""
+        """Output tokens per second at the maximum flow."""
         return self.best.score.flow * mean_lengths(self.problem.workload).output
 
 
@@ -74,7 +74,7 @@ def plan_replicas(
     budget: SearchBudget | None = None,
     max_vain_restarts: int = MAX_VAIN_RESTARTS,
 ) -> HeteroPlan:
-    """Return the best plan within the budget.
+    """Search for the partition of the devices into replicas that serves the most requests.
 
     Args:
         problem: Model, workload and cluster.
@@ -104,7 +104,7 @@ def plan_replicas(
 
 
 def check_fit(problem: ServiceProblem, planner: ReplicaPlanner) -> None:
-    """Raise ValueError, which names the binding constraint, if two replicas cannot fit."""
+    """Raise ValueError, which names the constraint, if the cluster cannot hold two replicas."""
     cluster, shape = problem.cluster, problem.shape
     memory = cluster.memory(cluster.all_devices) / 1e9
     weights, lengths = _weights_gb(problem), mean_lengths(problem.workload)
@@ -136,7 +136,7 @@ def _weights_gb(problem: ServiceProblem) -> float:
 
 
 def make_serving_plan(plan: HeteroPlan, command: str) -> ServingPlan:
-    """Return the plan that `gllm up` starts.
+    """Return the serving plan of the replicas that get requests.
 
     Args:
         plan: The replicas. Those that get no flow are left out.

@@ -24,7 +24,9 @@ MAX_ORDERED_NODES = 4
 def stage_layouts(
     cluster: DeviceCluster, group: Group, num_layers: int, num_heads: int
 ) -> list[Stages]:
-    """Return the ways to cut a group into stages; a stage's ranks divide the heads.
+    """Return the divisions of a group of devices into pipeline stages.
+
+    The number of ranks of each stage divides the number of attention heads.
 
     The ranks of a stage are on one machine, as gllm runs them: of one number in all stages, or up
     to a number, the remainder of each machine as smaller stages. Layers are divided by memory.
@@ -48,7 +50,7 @@ def stage_layouts(
 def split_by_memory(
     cluster: DeviceCluster, cut: Sequence[tuple[int, ...]], num_layers: int
 ) -> list[int]:
-    """Return the layers of each stage in proportion to its memory, at least one.
+    """Return the number of layers of each stage, in proportion to its memory, at least one.
 
     The ranks of a stage hold equal shares, so the smallest memory among them counts for all.
     """
@@ -110,7 +112,7 @@ def _cut_machine(machine: int, count: int, degree: int, num_heads: int) -> list[
 
 
 class PipelineCredit(StrEnum):
-    """Rule by which stages that work at the same time count for the capacity of a replica."""
+    """Rule for the capacity of a pipeline whose stages work at the same time."""
 
     PIPELINED = "pipelined"
     """Every stage has a micro-batch; all micro-batches together are the batch that memory holds."""
@@ -121,7 +123,7 @@ class PipelineCredit(StrEnum):
 
 
 class Phase(StrEnum):
-    """Work of a replica."""
+    """Phases that a replica computes."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -130,7 +132,7 @@ class Phase(StrEnum):
 
 
 class Replica(NamedTuple):
-    """A group of devices as one engine."""
+    """A group of devices that runs as one engine, with its predicted latency and capacity."""
 
     group: Group
     phase: Phase
@@ -152,7 +154,7 @@ class Replica(NamedTuple):
 
 
 class ReplicaPlanner:
-    """Best replica of each group; results are kept.
+    """Planner of the best layout of each group of devices; results are cached.
 
     Args:
         cluster: Devices and links.
@@ -186,7 +188,7 @@ class ReplicaPlanner:
         return self._best[key]
 
     def candidates(self, group: Group, phase: Phase) -> list[Replica]:
-        """Return a replica for each layout that holds at least one request."""
+        """Return a replica for each layout of a group that fits at least one request."""
         layouts = stage_layouts(self.cluster, group, self.shape.layers, self.shape.heads)
         replicas = []
         for stages in layouts:
@@ -196,7 +198,7 @@ class ReplicaPlanner:
         return replicas
 
     def kv_seconds(self, prefill: Replica, decode: Replica) -> float:
-        """Return the time of one request's KV transfer."""
+        """Return the seconds of the KV transfer of one request."""
         key = prefill.stages, decode.stages
         if key not in self._kv_seconds:
             self._kv_seconds[key] = self.costs.kv_seconds(*key)

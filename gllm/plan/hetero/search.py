@@ -24,7 +24,7 @@ MAX_KICKED_CHANGES = 2
 
 
 class SearchStep(NamedTuple):
-    """Improvement of the best plan."""
+    """An improvement of the best plan during a search."""
 
     num_evaluations: int
     flow: float
@@ -32,7 +32,7 @@ class SearchStep(NamedTuple):
 
 
 class SearchResult(NamedTuple):
-    """Best plan of a search, and how it was found."""
+    """Best plan of a search, and its counters."""
 
     first: EvaluatedPlan
     """Plan of the first partition."""
@@ -47,7 +47,7 @@ class SearchResult(NamedTuple):
 
 
 class LocalSearch:
-    """First-improvement search with restarts.
+    """Local search that accepts the first improvement, with random restarts.
 
     Args:
         evaluator: A new evaluator.
@@ -75,7 +75,7 @@ class LocalSearch:
         self._steps: list[SearchStep] = []
 
     def run(self, partition: Partition) -> SearchResult:
-        """Return the best plan that is found from a first partition."""
+        """Return the best plan that is reached from a first partition."""
         first = self._evaluate(partition)
         self._note(first)
         best, is_complete = self._climb(first, self._changes, None)

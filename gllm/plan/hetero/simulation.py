@@ -32,7 +32,7 @@ MIN_REQUESTS = 200
 
 
 class PairLinks(KvNetwork):
-    """Links that carry KV caches, one per pair of engines, as the flow assumes.
+    """Simulated network with one link per pair of prefill and decode engine.
 
     Args:
         seconds: Time of a transfer of `num_tokens` tokens by sending and receiving engine.
@@ -50,13 +50,13 @@ class PairLinks(KvNetwork):
         }
 
     def path(self, source: str, target: str, loop: EventLoop) -> TransferPath:
-        """Return the link of the pair."""
+        """Return the link between two engines."""
         link = super().path(f"{source}-{target}", target, loop).link
         return TransferPath(link, self._ways[source, target])
 
 
 class SimulatedThroughput(NamedTuple):
-    """Throughput of a simulated plan beside its estimate."""
+    """Simulated and estimated throughput of a plan."""
 
     estimate: float
     """Requests per second."""
@@ -65,12 +65,12 @@ class SimulatedThroughput(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Return the relative deviation of the simulation from the estimate."""
+        """Relative deviation of the simulation from the estimate."""
         return self.simulated / self.estimate - 1
 
 
 class SimulatedFleet(NamedTuple):
-    """Engines of a plan and their router."""
+    """Simulated engines of a plan, with the estimates of the planner."""
 
     estimate: float
     """Requests per second that the planner predicts."""
@@ -85,7 +85,7 @@ class SimulatedFleet(NamedTuple):
 def build_engine_deployment(
     problem: ServiceProblem, replica: Replica, max_model_len: int, policy: str = "vllm"
 ) -> Deployment:
-    """Return an engine on a replica's devices, with the batch of its plan.
+    """Return the simulated engine of a replica, with the batch size of its plan.
 
     Args:
         problem: Model and cluster.
@@ -121,7 +121,7 @@ def build_engine_deployment(
 def plan_fleet(
     problem: ServiceProblem, planner: ReplicaPlanner, plan: EvaluatedPlan, seed: int = 0
 ) -> SimulatedFleet:
-    """Return the engines of a prefill and decode plan; the routes are those of its flow."""
+    """Return the simulated engines of a plan; routes follow the maximum flow."""
     routes = plan.routes()
     used = {*routes, *(name for targets in routes.values() for name in targets)}
     replicas = {name: replica for name, (replica, _) in plan.engines().items() if name in used}
@@ -150,7 +150,7 @@ def plan_fleet(
 
 
 def simulate_throughput(fleet: SimulatedFleet, workload: str, seed: int = 0) -> SimulatedThroughput:
-    """Simulate a fleet at a rate above its estimate, with arrivals at even intervals."""
+    """Simulate engines above their estimated capacity, with evenly spaced arrivals."""
     load = _Load.for_latency(OVERLOAD * fleet.estimate, fleet.latency)
     lengths = sample_workload(workload, load.num_requests, seed)
     times = [index / load.rate for index in range(load.num_requests)]
@@ -159,7 +159,7 @@ def simulate_throughput(fleet: SimulatedFleet, workload: str, seed: int = 0) -> 
 
 
 def simulate_plan(plan: HeteroPlan, seed: int = 0) -> SimulatedThroughput:
-    """Simulate a plan at a rate above its flow.
+    """Simulate a plan at a request rate above its estimated capacity.
 
     Args:
         plan: The replicas.
@@ -170,7 +170,7 @@ def simulate_plan(plan: HeteroPlan, seed: int = 0) -> SimulatedThroughput:
 
 
 def make_jobs(lengths: Lengths, times: list[float], max_model_len: int) -> list[WorkloadRequest]:
-    """Return requests; prompts of longer ones are cut."""
+    """Return requests with these lengths and arrival times; prompts are truncated to fit."""
     return [
         WorkloadRequest(time, min(prompt, max_model_len - output), output)
         for time, (prompt, output) in zip(times, lengths, strict=True)
@@ -200,7 +200,7 @@ class _Load(NamedTuple):
 
 
 def max_model_len_of(problem: ServiceProblem, replicas: list[Replica]) -> int:
-    """Return the tokens that every engine can hold."""
+    """Return the most tokens per request that fit the KV cache of every replica."""
     pipelines = [
         build_pipeline(problem.cluster, problem.shape, replica.stages) for replica in replicas
     ]

@@ -31,12 +31,12 @@ class MeanLengths(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Return the tokens of a request at its end."""
+        """Tokens of a request at its end, prompt and output."""
         return self.prompt + self.output
 
 
 def class_of(prompt: int, output: int) -> str:
-    """Return the class of a request by its lengths in tokens."""
+    """Return the name of the class of a request by its lengths in tokens, such as HPLD."""
     heavy_prompt = "H" if prompt > HEAVY_PROMPT else "L"
     return f"{heavy_prompt}P{'H' if output > HEAVY_OUTPUT else 'L'}D"
 
@@ -51,7 +51,7 @@ def _lengths_by_class() -> dict[str, Lengths]:
 
 @cache
 def mean_lengths(workload: str) -> MeanLengths:
-    """Return the mean lengths of a class of CLASSES, or of another workload of the simulator.
+    """Return the mean lengths of a workload: a class of CLASSES, or one of the simulator.
 
     Raises:
         ValueError: The workload is unknown.
@@ -71,7 +71,7 @@ def mean_lengths(workload: str) -> MeanLengths:
 
 
 def sample_workload(workload: str, count: int, seed: int) -> Lengths:
-    """Return lengths of `count` requests of a workload; 0: all of a trace or class.
+    """Return the lengths of `count` requests of a workload; 0 for all of a trace or class.
 
     Those of a class are a stratified sample in random order: the trace's hour drifts (prompts of
     HPLD are 3,200 tokens long in its middle and 2,000 at its end), and plans are for the mean.

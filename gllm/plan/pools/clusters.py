@@ -62,7 +62,7 @@ WORKLOADS = {"code": "azure-code", "conversation": "azure-conv"}
 
 
 class SampleSize(NamedTuple):
-    """Number of requests of a simulation."""
+    """Least number of requests and least duration of a simulation."""
 
     requests: int
     """Least number."""
@@ -70,13 +70,13 @@ class SampleSize(NamedTuple):
     """Shortest time in which requests arrive."""
 
     def at_rate(self, rate: float) -> int:
-        """Return the number of requests at a rate per second."""
+        """Return the number of requests of a simulation at a rate per second."""
         return max(self.requests, ceil(rate * self.seconds))
 
 
 @dataclass(frozen=True)
 class ClusterPoint:
-    """One simulated point."""
+    """Arguments of one simulation: a cluster, its workload and a request rate."""
 
     design: ClusterDesign
     workload: str
@@ -94,13 +94,13 @@ class ClusterPoint:
 
     @property
     def num_requests(self) -> int:
-        """Return the number of simulated requests."""
+        """Number of simulated requests."""
         return self.size.requests if self.is_static else self.size.at_rate(self.rate)
 
 
 @dataclass(frozen=True)
 class PointOutcome:
-    """Figures of a simulated point."""
+    """Result of one simulation."""
 
     margins: list[SloMargin]
     requests_per_second: float
@@ -109,17 +109,17 @@ class PointOutcome:
 
     @property
     def is_served(self) -> bool:
-        """Return True if all nine SLOs hold."""
+        """True if all nine SLOs hold."""
         return all(margin.is_met for margin in self.margins)
 
     @property
     def worst(self) -> SloMargin:
-        """Return the slowdown that is largest relative to its limit."""
+        """Slowdown that is largest relative to its limit."""
         return worst_margin(self.margins)
 
 
 def machine_profile(model: str, device: str) -> SplitwiseProfile:
-    """Return the measured times of a model on a machine.
+    """Return the measured step times of a model on a machine.
 
     Raises:
         ValueError: The model was not measured.
@@ -130,14 +130,14 @@ def machine_profile(model: str, device: str) -> SplitwiseProfile:
 
 
 def reference_latencies(prompt: int, output: int, model: str = MODEL) -> RequestLatencies:
-    """Return the latencies of a request that is alone on a DGX-A100."""
+    """Return the latencies of a request on an idle DGX-A100."""
     profile = machine_profile(model, "a100-80gb")
     ttft, tbt = profile.prompt_seconds(prompt), profile.token_seconds(1)
     return RequestLatencies(ttft, tbt if output > 1 else None, ttft + (output - 1) * tbt)
 
 
 def kv_capacity(machine: MachineType, model: str, num_machines: int = 1) -> int:
-    """Return the tokens that the KV cache of an engine on equal machines holds.
+    """Return the tokens that fit the KV cache of an engine on one or more equal machines.
 
     Raises:
         ValueError: The weights do not fit.
@@ -155,7 +155,7 @@ def build_machine(
     model: str = MODEL,
     num_stages: int = 1,
 ) -> Deployment:
-    """Return the deployment of an engine: the model at TP 8, each stage on a machine."""
+    """Return the simulated engine of a machine: the model at TP 8, a stage per machine."""
     config = SchedulerConfig(
         policy=policy,
         max_num_batched_tokens=PROMPT_BATCH_TOKENS + MAX_BATCH,
@@ -177,14 +177,14 @@ def build_machine(
 
 
 def transfer_seconds(design: ClusterDesign, num_tokens: int, model: str = MODEL) -> float:
-    """Return the visible time of a per-layer transfer; the slower of both cards counts."""
+    """Return the seconds of a KV transfer that computation does not hide."""
     shape = MODELS[model]
     bandwidth = min(design.prompt.link.bandwidth, design.token.link.bandwidth)
     return num_tokens * shape.layers * shape.kv_bytes / (bandwidth * OVERLAP_FACTOR)
 
 
 def simulate_point(point: ClusterPoint) -> PointOutcome:
-    """Simulate a point."""
+    """Simulate a cluster at a request rate and check the SLOs."""
     arrivals = "static" if point.is_static else "poisson"
     jobs = make_workload(
         WORKLOADS[point.workload], point.num_requests, point.rate, arrivals, point.seed
@@ -198,7 +198,7 @@ def simulate_point(point: ClusterPoint) -> PointOutcome:
 def pair_latencies(
     lines: Sequence[RequestTimeline], jobs: Sequence[WorkloadRequest], model: str = MODEL
 ) -> list[tuple[RequestLatencies, RequestLatencies]]:
-    """Return the latencies of each request, and those of the same request alone on a DGX-A100."""
+    """Return the latencies of each request, paired with its latencies on an idle DGX-A100."""
     pairs = []
     for line, job in zip(lines, jobs, strict=True):
         if (latencies := measure_latencies(line)) is not None:
@@ -239,7 +239,7 @@ def mean_workload_lengths(workload: str) -> tuple[float, float]:
 
 
 def fluid_rate(design: ClusterDesign, workload: str, model: str = MODEL) -> float:
-    """Return the rate at which one pool is saturated, without queues, in requests per second.
+    """Return the request rate per second that saturates one of the pools, without queueing.
 
     A prompt machine computes full batches; a token machine the largest batch that keeps the limit
     of the median TBT and fits its KV cache. A cluster that is not split does both in turn.
@@ -267,7 +267,7 @@ def _token_rate(machine: MachineType, length: float, model: str) -> float:
 
 
 def highest_rate(point: ClusterPoint) -> tuple[float, int]:
-    """Return the highest rate that meets all SLOs, and the number of simulations.
+    """Return the highest request rate that meets all SLOs, and the number of simulations.
 
     The search begins at the point's rate.
     """
@@ -275,7 +275,7 @@ def highest_rate(point: ClusterPoint) -> tuple[float, int]:
 
 
 def search_rate(serves: Callable[[float], bool], start_rate: float) -> tuple[float, int]:
-    """Return the highest rate that is served, and the number of calls of `serves`.
+    """Return the highest request rate for which `serves` is True, and the number of calls.
 
     Rates are powers of RATE_STEP. The search begins near a rate and ends at MAX_FACTOR times that
     rate, which few requests may be served at. 0 if a MAX_FACTORth of the rate is not served.

@@ -30,7 +30,7 @@ machines that the mean load needs."""
 
 
 class DesignResult(NamedTuple):
-    """Result of a search."""
+    """Best cluster of a search, and its throughput."""
 
     design: ClusterDesign
     value: float
@@ -41,7 +41,7 @@ class DesignResult(NamedTuple):
 def maximal_designs(
     pair: tuple[MachineType, MachineType], constraint: str, budget: float
 ) -> Iterator[ClusterDesign]:
-    """Yield the clusters that a budget admits and that no further token machine fits into.
+    """Yield the clusters within a budget that cannot have another token machine.
 
     Args:
         pair: Prompt and token machine.
@@ -129,7 +129,7 @@ def find_border(
     limit: tuple[int, int],
     num_doublings: int = MAX_DOUBLINGS,
 ) -> tuple[list[ClusterDesign], int]:
-    """Return the clusters that serve a throughput within the SLOs and lack no machine for it.
+    """Return the smallest clusters that serve a throughput within the SLOs.
 
     Walks along the border between clusters that serve it and those that do not, from the most
     prompt machines down: at most the sum of both limits in evaluations, and one per doubling. For
@@ -171,7 +171,7 @@ def find_border(
 
 
 def choose_cheapest(border: Sequence[ClusterDesign], objective: str) -> ClusterDesign:
-    """Return the cluster that takes least of an objective, a name of BUDGETS.
+    """Return the cluster with the lowest value of an objective, a name of BUDGETS.
 
     Ties take the fewest prompt machines.
     """

@@ -51,7 +51,7 @@ SimulatePoint = Callable[[ClusterPoint], list[SloMargin]]
 
 
 class PoolPlan(NamedTuple):
-    """Best cluster of one design."""
+    """Best cluster of one design, such as HH."""
 
     name: str
     """A name of the paper's designs: AA, HH, HA or HHcap."""
@@ -67,7 +67,7 @@ class PoolPlan(NamedTuple):
 
 @dataclass
 class PoolSearch:
-    """Searches of one planner; counts simulations and keeps the worst margins.
+    """Search for the best cluster of each design.
 
     Args:
         problem: Model, workload (a name of WORKLOADS) and objective: THROUGHPUT under one bound,
@@ -85,7 +85,7 @@ class PoolSearch:
     """SLO that binds just above the highest rate, by simulated cluster."""
 
     def plan(self, name: str) -> PoolPlan | None:
-        """Return the best cluster of a design; None if no cluster serves anything.
+        """Return the best cluster of a design; None if none meets the SLOs.
 
         Raises:
             ValueError: The design is unknown, or the limit admits no cluster of it.
@@ -178,7 +178,7 @@ class PoolSearch:
 def border_limit(
     pair: tuple[MachineType, MachineType], rate: float, workload: str, model: str = MODEL
 ) -> tuple[int, int]:
-    """Return the most prompt and token machines of clusters that are tried for a rate per second.
+    """Return the largest numbers of prompt and token machines to try for a request rate.
 
     These are BORDER_FACTOR times the machines of a kind that the closed form needs if the other
     kind is no limit.
@@ -192,14 +192,14 @@ def border_limit(
 
 
 def scale_cluster(design: ClusterDesign, factor: int) -> ClusterDesign:
-    """Return a cluster with a multiple of the machines."""
+    """Return a cluster with `factor` times as many machines."""
     return design._replace(
         num_prompt=design.num_prompt * factor, num_token=design.num_token * factor
     )
 
 
 def best_plan(plans: list[PoolPlan], objective: str) -> PoolPlan:
-    """Return the best of several designs: the highest rate, or the least of a quantity."""
+    """Return the best of several plans by an objective."""
     if objective == THROUGHPUT:
         return max(plans, key=lambda plan: plan.rate)
     return min(plans, key=lambda plan: BUDGETS[objective](plan.cluster))

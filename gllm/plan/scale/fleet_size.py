@@ -33,7 +33,7 @@ MAX_WORKERS = 512
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """One worker."""
+    """An engine of a simulated fleet: its cost model, KV cache and GPUs."""
 
     name: str
     """Name of the model."""
@@ -46,7 +46,7 @@ class WorkerSpec:
     max_num_seqs: int = 128
 
     def deployment(self) -> Deployment:
-        """Return an engine that computes prompts first, as vLLM of the paper's time did."""
+        """Return the simulated engine; it schedules prompts first, as early vLLM did."""
         config = SchedulerConfig(
             policy="vllm",
             max_num_batched_tokens=MAX_TOKENS,
@@ -61,7 +61,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class FleetCase:
-    """A workload and the rule that divides its requests among workers."""
+    """A workload and the routing policy that distributes its requests."""
 
     worker: WorkerSpec
     workload: str
@@ -74,7 +74,7 @@ class FleetCase:
     constraints: frozenset[str] = field(default=ALL_CONSTRAINTS)
 
     def jobs(self) -> list[WorkloadRequest]:
-        """Return the requests, cut to the longest that a worker takes."""
+        """Return the requests, truncated to the longest that a worker accepts."""
         count = max(2, round(self.rate * self.seconds))
         most = min(MAX_TOKENS, self.worker.num_kv_tokens // BLOCK_SIZE * BLOCK_SIZE)
         return [
@@ -83,18 +83,18 @@ class FleetCase:
         ]
 
     def router(self) -> PolicyRouter:
-        """Return a new router; Aladdin's has learned lengths from earlier requests."""
+        """Return a new router with the routing policy."""
         if self.policy != "aladdin":
             return PolicyRouter(make_policy(self.policy, Random(self.seed)), self.slo)
         return PolicyRouter(self.best_fit(), self.slo)
 
     @property
     def rules(self) -> PlacementRules:
-        """Return the constraints of `aladdin`."""
+        """Constraints of the policy `aladdin`."""
         return PlacementRules(self.slo, self.theta, constraints=self.constraints)
 
     def best_fit(self) -> AladdinPolicy:
-        """Return a new policy `aladdin` that has learned lengths from earlier requests."""
+        """Return a new policy `aladdin` whose length predictor is trained on earlier requests."""
         policy = AladdinPolicy(Random(self.seed), self.rules, self.worker.latency)
         history = make_workload(
             self.workload, NUM_HISTORY, self.rate, seed=self.seed + HISTORY_SEED
@@ -105,7 +105,7 @@ class FleetCase:
 
 
 class FleetOutcome(NamedTuple):
-    """Latencies of a run of a fleet."""
+    """SLO attainment and latencies of a simulated fleet."""
 
     num_workers: int
     attainment: float
@@ -116,23 +116,23 @@ class FleetOutcome(NamedTuple):
 
 
 def run_fleet_case(case: FleetCase, num_workers: int) -> ClusterRun:
-    """Return the run of a workload on a number of workers."""
+    """Simulate a workload on a number of workers; return the whole run."""
     return simulate_cluster(fleet_deployments(case, num_workers), case.jobs(), case.router())
 
 
 def fleet_deployments(case: FleetCase, num_workers: int) -> dict[str, Deployment]:
-    """Return equal workers by name."""
+    """Return simulated engines of equal workers, by name."""
     deployment = case.worker.deployment()
     return {f"w{index}": deployment for index in range(num_workers)}
 
 
 def simulate_fleet(case: FleetCase, num_workers: int) -> FleetOutcome:
-    """Return the latencies of a workload on a number of workers."""
+    """Simulate a workload on a number of workers; return attainment and latencies."""
     return measure_fleet(run_fleet_case(case, num_workers), case.slo, num_workers)
 
 
 def measure_fleet(run: ClusterRun, slo: Slo, num_workers: int) -> FleetOutcome:
-    """Return the latencies of a run on a number of workers, and how many keep limits."""
+    """Return the SLO attainment and the latencies of a simulated run."""
     lines = [served.line for served in run.requests.values()]
     return FleetOutcome(
         num_workers,
@@ -150,7 +150,7 @@ def least_fleet(
     on_outcome: Callable[[FleetOutcome], None] = lambda outcome: None,
     budget: SearchBudget | None = None,
 ) -> FleetOutcome | None:
-    """Return the smallest fleet that attains a share of requests; None if none up to a limit does.
+    """Return the smallest fleet that reaches a required SLO attainment; None if none does.
 
     More workers are assumed not to harm.
 

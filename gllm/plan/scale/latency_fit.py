@@ -25,7 +25,7 @@ DECODE_CONTEXTS = (128, 256, 512, 1024, 1536, 2048)
 
 
 class FittedLatency(NamedTuple):
-    """A latency model and its relative errors, 0..1, on the steps that it is fitted to."""
+    """A fitted latency model and its relative errors (0..1)."""
 
     model: LatencyModel
     prefill_mean_error: float
@@ -35,7 +35,7 @@ class FittedLatency(NamedTuple):
 
 
 def fit_latency(cost: CostModel) -> FittedLatency:
-    """Return the latency model of a cost model of one stage."""
+    """Fit the linear latency model to a cost model of one stage."""
     prefills = [
         (tokens, cost.stage_seconds(0, prefill_work([tokens]))) for tokens in PREFILL_TOKENS
     ]
@@ -50,7 +50,7 @@ def fit_latency(cost: CostModel) -> FittedLatency:
 def fit_steps(
     prefills: Sequence[tuple[int, float]], decodes: Sequence[tuple[int, int, float]]
 ) -> FittedLatency:
-    """Return the latency model of measured steps.
+    """Fit the linear latency model to measured steps.
 
     Args:
         prefills: Prompt tokens and seconds of steps that only prefill.
@@ -75,7 +75,7 @@ def fit_steps(
 
 
 def solve_nonnegative_least_squares(features: Array, values: Array) -> list[float]:
-    """Return coefficients >= 0 that predict values [rows] from features [rows, columns].
+    """Return nonnegative coefficients that fit values [rows] to features [rows, columns].
 
     Minimises the sum of squared relative errors.
 
@@ -94,7 +94,7 @@ def _columns(rows: Sequence[tuple[float, ...]]) -> list[Array]:
 
 
 def import_optimize() -> Any:
-    """Return scipy.optimize. Raises ModuleNotFoundError that says what to install."""
+    """Import scipy.optimize. Raises ModuleNotFoundError that names the package to install."""
     try:
         return importlib.import_module("scipy.optimize")
     except ModuleNotFoundError as error:

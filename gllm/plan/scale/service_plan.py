@@ -33,7 +33,7 @@ NUM_SAMPLES = 1000
 
 
 class ScalePoint(NamedTuple):
-    """Workers at a rate."""
+    """Numbers of workers that a request rate requires."""
 
     rate: float
     placed: FleetOutcome
@@ -43,7 +43,7 @@ class ScalePoint(NamedTuple):
 
 
 class ScaleResult(NamedTuple):
-    """Worker type, fleets by rate, and the rule that follows."""
+    """Worker type, fleet sizes by request rate, and the scaling rule fitted to them."""
 
     workers: list[WorkerType]
     worker: WorkerSpec
@@ -52,13 +52,13 @@ class ScaleResult(NamedTuple):
     rule: ScaleRule
 
     def num_workers(self, rate: float) -> int:
-        """Return the number of workers for a rate: that of the rule, and at least the searched."""
+        """Return the number of workers for a request rate per second."""
         searched = [point.placed.num_workers for point in self.points if point.rate >= rate]
         return max(1, self.rule.num_engines(rate), min(searched, default=0))
 
 
 def mean_context(workload: str, seed: int = 0) -> float:
-    """Return the mean tokens that a request holds over its life: m_r."""
+    """Return the mean KV tokens of a request over its lifetime: m_r."""
     jobs = make_workload(workload, NUM_SAMPLES, seed=seed)
     return fmean(
         min(MAX_MODEL_LEN, job.num_prompt_tokens + job.num_output_tokens / 2) for job in jobs
@@ -72,7 +72,7 @@ def plan_scale(
     on_outcome: Callable[[], None] = lambda: None,
     budget: SearchBudget | None = None,
 ) -> ScaleResult:
-    """Return the worker type and the number of workers at each rate.
+    """Search for the worker type and the number of workers at several request rates.
 
     Args:
         problem: Model, workload, rate and limits, and one kind of devices.
@@ -109,7 +109,7 @@ def plan_scale(
 def describe_worker(
     model: str, device: str, num_gpus: int, rank_link: str
 ) -> tuple[WorkerSpec, FittedLatency]:
-    """Return a worker by the roofline cost model, and the linear fit of its latencies."""
+    """Return a worker with roofline costs, and the linear fit of its latencies."""
     deployment = roofline_deployment(
         model, device, 1, MAX_MODEL_LEN, degrees=(num_gpus,), rank_link=rank_link
     )
@@ -155,7 +155,7 @@ def _search_point(
 def to_serving_plan(
     problem: ServiceProblem, result: ScaleResult, startup_seconds: float | None = None
 ) -> ServingPlan:
-    """Return the plan that `gllm up` starts: a node for each worker.
+    """Return the serving plan of a fleet: a node for each worker.
 
     Args:
         problem: What was planned.
@@ -196,7 +196,7 @@ def to_serving_plan(
 def affordable_workers(
     price: float | None, gpus_per_worker: int, max_dollars: float | None
 ) -> float:
-    """Return the number of workers within dollars per hour; infinite without a limit.
+    """Return the most workers within a price limit per hour; infinite without a limit.
 
     Raises:
         ValueError: There is a limit, but no price.

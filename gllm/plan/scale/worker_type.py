@@ -23,7 +23,7 @@ MAX_MODEL_LEN = 4096
 
 
 class WorkerType(NamedTuple):
-    """Throughput of a worker of N GPUs."""
+    """Throughput of an engine on N GPUs."""
 
     num_gpus: int
     memory_rate: float
@@ -37,7 +37,7 @@ class WorkerType(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """T_max: tokens per second and GPU."""
+        """T_max: tokens per second per GPU."""
         return min(self.memory_rate, self.slo_rate)
 
 
@@ -49,7 +49,7 @@ def rate_workers(
     rank_link: str = "nvlink",
     degrees: Sequence[int] = DEGREES,
 ) -> list[WorkerType]:
-    """Return the throughput of each degree that holds the model, by the roofline cost model.
+    """Return the throughput of an engine for each tensor-parallel degree that fits the model.
 
     Args:
         model: A name of MODELS.
@@ -84,5 +84,5 @@ def rate_workers(
 
 
 def best_worker(workers: Sequence[WorkerType]) -> WorkerType:
-    """Return N*: the worker with the highest throughput per GPU; of equal ones the smallest."""
+    """Return N*: the worker type with the highest throughput per GPU, the smallest of equals."""
     return max(workers, key=lambda worker: (worker.rate, -worker.num_gpus))

@@ -17,7 +17,7 @@ from gllm.sim.options import SimulationConfig
 
 
 class EngineDesign(NamedTuple):
-    """One engine of equal stages, and how it schedules."""
+    """Device, parallelism, policy and batch size of an engine with equal stages."""
 
     device: str
     """A name of DEVICES, or CORE."""
@@ -34,7 +34,7 @@ class EngineDesign(NamedTuple):
 
     @property
     def policy_text(self) -> str:
-        """Policy and its tokens per micro-batch, as `--policies` takes them."""
+        """Policy and its tokens per micro-batch, in the form of `--policies`."""
         tokens = self.max_num_batched_tokens
         return self.policy if tokens is None else f"{self.policy}:{tokens}"
 
@@ -44,7 +44,7 @@ class EngineDesign(NamedTuple):
         return f"{device} (PP {pp}, TP {tp}), {self.policy_text}, batch {self.max_num_seqs}"
 
     def configure(self, config: SimulationConfig) -> SimulationConfig:
-        """Return a configuration with this design."""
+        """Return a simulation configuration with this design."""
         scheduler = replace(
             config.scheduler,
             policy=self.policy,
@@ -63,7 +63,7 @@ class EngineDesign(NamedTuple):
 
 @dataclass(frozen=True)
 class DesignSpace:
-    """Values of each field of a design."""
+    """Values of each field of a design that a search combines."""
 
     devices: Sequence[str]
     stages: Sequence[int]
@@ -73,7 +73,7 @@ class DesignSpace:
     max_num_seqs: Sequence[int]
 
     def designs(self, max_devices: int) -> Iterator[EngineDesign]:
-        """Yield the designs of at most `max_devices` devices."""
+        """Yield all designs with at most `max_devices` devices."""
         for device, stages, ranks, policy, seqs in product(
             self.devices, self.stages, self.ranks, self.policies, self.max_num_seqs
         ):
@@ -82,7 +82,7 @@ class DesignSpace:
 
 
 def parse_policies(text: str) -> tuple[tuple[str, int | None], ...]:
-    """Return names and tokens per micro-batch of a text such as `vllm,sarathi:512`.
+    """Parse policies and their tokens per micro-batch, such as `vllm,sarathi:512`.
 
     Raises:
         ValueError: A policy is unknown or cannot be imported, or its tokens are no number from 1
@@ -106,7 +106,7 @@ def parse_policies(text: str) -> tuple[tuple[str, int | None], ...]:
 
 
 def parse_devices(text: str) -> tuple[str, ...]:
-    """Return the names of devices, separated by commas. Raises ValueError for an unknown one."""
+    """Parse names of devices, separated by commas. Raises ValueError for an unknown name."""
     names = tuple(name.strip() for name in text.split(","))
     for name in names:
         if name not in DEVICES:
@@ -115,7 +115,7 @@ def parse_devices(text: str) -> tuple[str, ...]:
 
 
 def design_of(config: SimulationConfig, deployment: Deployment) -> EngineDesign:
-    """Return the design of a configuration.
+    """Return the engine design of a simulation configuration.
 
     Raises:
         ValueError: Its stages have different devices or numbers of ranks.
@@ -139,7 +139,7 @@ def design_of(config: SimulationConfig, deployment: Deployment) -> EngineDesign:
 def cap_policies(
     policies: Sequence[tuple[str, int | None]], config: SchedulerConfig, profile: CostProfile
 ) -> tuple[tuple[tuple[str, int | None], ...], list[str]]:
-    """Return policies whose micro-batches the profile has measured, and a note for each change.
+    """Limit policies to the micro-batch sizes that a profile has measured; note each change.
 
     Two policies that become the same count once.
 

@@ -15,12 +15,12 @@ TOO_SLOW = "too slow for the rate on the permitted devices"
 
 
 def max_engines(problem: ServiceProblem, design: EngineDesign) -> int:
-    """Return the number of engines of a design on the devices that the problem permits."""
+    """Return the most engines of a design that the permitted devices can hold."""
     return int(problem.bounds["devices"]) // design.num_devices
 
 
 def count_planned_engines(problem: ServiceProblem, design: EngineDesign, capacity: float) -> int:
-    """Return the number of engines for the problem's rate, 1 without one.
+    """Return the number of engines for the problem's request rate; 1 without a rate.
 
     Args:
         problem: Rate, and the bound of `devices`.
@@ -35,7 +35,7 @@ def count_planned_engines(problem: ServiceProblem, design: EngineDesign, capacit
 
 
 def engine_price(problem: ServiceProblem, design: EngineDesign) -> float:
-    """Return the US dollars per hour of one engine."""
+    """Return the price of one engine in US dollars per hour."""
     return design.num_devices * problem.prices[design.device]
 
 
@@ -47,7 +47,7 @@ def engine_power(design: EngineDesign) -> float:
 
 
 class Objective(NamedTuple):
-    """Quantity that a search optimizes."""
+    """A quantity that a search minimizes or maximizes."""
 
     unit: str
     is_least: bool
@@ -59,7 +59,7 @@ class Objective(NamedTuple):
     needs_rate: bool = False
 
     def score(self, capacity: float, problem: ServiceProblem, design: EngineDesign) -> float:
-        """Return a score that is better if it is higher; -inf if the fleet cannot serve."""
+        """Return a score, higher is better; -inf if the devices are too few for the rate."""
         if not capacity > 0:
             return -inf
         if count_planned_engines(problem, design, capacity) > max_engines(problem, design):
@@ -107,7 +107,7 @@ engine is its throughput with all requests at once."""
 
 
 class EngineLatencies(NamedTuple):
-    """Latencies of an engine at its capacity in seconds; None: unknown."""
+    """Latencies of an engine at its capacity in seconds; None if unknown."""
 
     ttft_p90: float | None = None
     tpot_p50: float | None = None
@@ -118,7 +118,7 @@ UNKNOWN = EngineLatencies()
 
 
 class AssessedDesign(NamedTuple):
-    """A design and its figures, by closed forms or by simulation."""
+    """A design with its capacity, latencies and score, estimated or simulated."""
 
     design: EngineDesign
     capacity: float
@@ -132,7 +132,7 @@ class AssessedDesign(NamedTuple):
 
 
 def check_problem(problem: ServiceProblem) -> None:
-    """Raise ValueError if the objective lacks a fact of a device, or the rate."""
+    """Raise ValueError if a price, a power or the rate is missing for the objective."""
     name = problem.objective
     objective = OBJECTIVES[name]
     if objective.needs_rate and problem.rate is None:
@@ -156,7 +156,7 @@ def assess_capacity(
     latencies: EngineLatencies = UNKNOWN,
     note: str = "",
 ) -> AssessedDesign:
-    """Return a design with the value and the score of its capacity in requests per second.
+    """Return the assessment of a design by the capacity of one engine.
 
     Args:
         problem: The task.

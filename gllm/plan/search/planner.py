@@ -54,7 +54,7 @@ START_SHARE = 0.9
 
 
 class DesignPlanner:
-    """Closed forms of all designs of a problem; searches them.
+    """Search for the best design of a problem: closed forms first, then simulations.
 
     Args:
         problem: The task; it bounds `devices`.
@@ -90,7 +90,7 @@ class DesignPlanner:
         self._estimates: dict[EngineDesign, AssessedDesign] = {}
 
     def bound(self, design: EngineDesign) -> CandidateBound:
-        """Return the closed-form figures of a design's score."""
+        """Return the closed-form bound and estimate of the score of a design."""
         try:
             bounds = self.bounds_of(design)
         except ModelFitError as error:
@@ -108,7 +108,7 @@ class DesignPlanner:
         return CandidateBound(score, -inf if reason else self.estimate(design).score, reason)
 
     def estimate(self, design: EngineDesign) -> AssessedDesign:
-        """Return the figures of a design by closed forms."""
+        """Return the assessment of a design by closed forms."""
         if design not in self._estimates:
             bounds = self.bounds_of(design)
             rate, latencies, note = 0.0, UNKNOWN, ""
@@ -133,7 +133,7 @@ class DesignPlanner:
         uses_closed_forms: bool = False,
         on_result: Callable[[AssessedDesign], None] = lambda result: None,
     ) -> BestFirstOutcome[EngineDesign, AssessedDesign]:
-        """Return the best design, and what happened to the others.
+        """Return the best design, and the reasons why others were not simulated.
 
         Args:
             designs: The candidates.
@@ -176,18 +176,18 @@ class DesignPlanner:
             return search_best(candidates, simulate, score, budget, jobs, is_exhaustive)
 
     def bounds_of(self, design: EngineDesign) -> EngineBounds:
-        """Return the closed forms of a design. Raises ValueError if it does not fit."""
+        """Return the closed forms of a design. Raises ValueError if the model does not fit."""
         if design not in self._bounds:
             self._bounds[design] = EngineBounds(self.deployment_of(design), self.moments)
         return self._bounds[design]
 
     def deployment_of(self, design: EngineDesign) -> Deployment:
-        """Return a design's engine. Raises ValueError if it does not fit."""
+        """Return the simulated engine of a design. Raises ValueError if the model does not fit."""
         config = design.configure(self.config)
         return build_deployment(config, self.moments.longest_tokens)
 
     def rule_of(self, design: EngineDesign) -> CapacityRule:
-        """Return the problem's rule with runs that outlast the design's requests."""
+        """Return the capacity rule for a design, with runs several times as long as its requests."""
         bounds, delay = self.bounds_of(design), self.rule.max_p99_delay_seconds
         return extend_rule(self.rule, bounds.request_seconds(self.problem.limits, delay))
 
@@ -231,7 +231,7 @@ def simulate_design(
     config: SimulationConfig,
     candidate: tuple[EngineDesign, float, CapacityRule],
 ) -> AssessedDesign:
-    """Return the simulated figures of a design.
+    """Return the assessment of a design by simulation.
 
     Args:
         problem: The task.
@@ -262,7 +262,7 @@ def _measure_throughput(config: SimulationConfig, share: int) -> float:
 
 
 class FleetForecast(NamedTuple):
-    """Expected figures of a fleet at a rate."""
+    """Expected figures of equal engines at a request rate."""
 
     num_engines: int
     expected: ExpectedFigures
@@ -272,7 +272,7 @@ class FleetForecast(NamedTuple):
 
 
 def forecast_closed(planner: DesignPlanner, best: AssessedDesign) -> FleetForecast:
-    """Return what closed forms expect of the fleet."""
+    """Return the expected figures of the engines by closed forms."""
     count = best.num_engines
     rate = planner.problem.rate or best.capacity
     point = planner.bounds_of(best.design).point_at(rate / count)
@@ -283,7 +283,7 @@ def forecast_closed(planner: DesignPlanner, best: AssessedDesign) -> FleetForeca
 
 
 def forecast_fleet(planner: DesignPlanner, best: AssessedDesign, router: str) -> FleetForecast:
-    """Simulate the fleet at the rate; add engines as long as it misses a limit and may have more.
+    """Simulate the engines at the request rate; add engines while a limit is missed.
 
     Args:
         planner: Closed forms of the task's designs.
@@ -319,7 +319,9 @@ def lay_out_fleet(
     forecast: FleetForecast,
     flags: dict[str, Any] | None = None,
 ) -> ServingPlan:
-    """Return the plan of equal engines on the nodes of a problem, or on as many as they need.
+    """Return the serving plan of equal engines on the nodes of a problem.
+
+    A problem without nodes gets as many as the engines need.
 
     Args:
         problem: Workload, limits and nodes.
@@ -352,7 +354,7 @@ def lay_out_fleet(
 
 
 def changed_options(config: SchedulerConfig) -> dict[str, Any]:
-    """Return the options that differ from their defaults."""
+    """Return the scheduler options that differ from their defaults."""
     default = msgspec.to_builtins(SchedulerConfig())
     derived = ("stages", "num_blocks", "max_model_len")
     return {
