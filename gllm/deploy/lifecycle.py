@@ -14,42 +14,42 @@ log = logging.getLogger("gllm")
 
 
 class GroupProcess(Protocol):
-    """A process of a group that runs."""
+    """A running process of an engine or of a plan."""
 
     @property
     def is_entry(self) -> bool:
-        """True if requests reach the group by it."""
+        """True if it receives the requests of the group."""
 
     @property
     def is_ending(self) -> bool:
-        """True if it was told to end."""
+        """True if its end was requested."""
 
 
 P = TypeVar("P", bound=GroupProcess)
 
 
 class RunningProcess(Protocol):
-    """A process of a machine or of Ray, from its start to its end."""
+    """A process that is started, drained and ended, on this machine or by Ray."""
 
     @property
     def is_ending(self) -> bool:
-        """True once it shall end."""
+        """True if its end was requested."""
 
     @property
     def has_failed(self) -> bool:
         """True if it has ended with an error."""
 
     async def run(self) -> str:
-        """Start it, wait for its end and return the cause. Any error is a failure."""
+        """Start the process, wait until it has ended and return the cause; errors are failures."""
 
     async def is_ready(self) -> bool:
         """Return True if it is ready for requests."""
 
     def end(self) -> None:
-        """Let it finish its requests and end, now or once it has started."""
+        """Drain the process and end it, immediately or once it has started."""
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the process."""
 
 
 async def run_to_end(process: RunningProcess) -> tuple[str, bool]:
@@ -66,7 +66,7 @@ async def run_to_end(process: RunningProcess) -> tuple[str, bool]:
 
 
 def next_to_end(processes: Iterable[P]) -> list[P]:
-    """Return the processes of a group that shall end now, if the group ends.
+    """Return the processes to end next when a group is shut down.
 
     The entry finishes its requests first, for which it needs the others.
 

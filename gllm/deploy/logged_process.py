@@ -25,7 +25,10 @@ MAX_LINE_BYTES = 2**16
 
 
 class LoggedProcess:
-    """A child process with its log. It dies with its parent, and `end` may come before `start`."""
+    """A child process whose output lines are forwarded.
+
+    The process dies with its parent. `end` may be called before `start`.
+    """
 
     def __init__(self, on_line: Callable[[str], None], kill_seconds: float = KILL_SECONDS) -> None:
         """Create a process that does not run.
@@ -49,7 +52,7 @@ class LoggedProcess:
         has_own_group: bool = False,
         dies_with_parent: bool = True,
     ) -> None:
-        """Start the process.
+        """Start the child process.
 
         Args:
             command: program and arguments.
@@ -73,7 +76,7 @@ class LoggedProcess:
             self.send(self.end_signal)
 
     async def wait(self) -> str:
-        """Forward the lines of the process until it exits; return the cause of its end."""
+        """Forward output lines until the process exits; return a description of its exit."""
         assert self._process is not None
         try:
             await self._forward_lines()
@@ -89,13 +92,13 @@ class LoggedProcess:
         return None if self._process is None else self._process.poll()
 
     async def kill_group(self) -> None:
-        """Kill the process, if it runs, and its children; it was started with `has_own_group`."""
+        """Kill the process and its children; `start` needs `has_own_group` for it."""
         if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             await self._process.exited()
 
     def end(self, shutdown_seconds: float) -> None:
-        """Send SIGTERM, now or once the process has started, and SIGKILL if it does not end.
+        """Send SIGTERM, now or once the process has started, and SIGKILL after a timeout.
 
         Args:
             shutdown_seconds: time that the process has for its running requests.
@@ -107,7 +110,7 @@ class LoggedProcess:
             )
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal that ends the process, now or once it has started."""
+        """Send a signal that ends the process, immediately or once it has started."""
         self.end_signal = number
         if self._process is not None:
             self._process.send_signal(number)
@@ -135,7 +138,7 @@ class LoggedProcess:
 
 
 class LocalProcess:
-    """Process of this machine.
+    """A process of a plan or a service on this machine; implements `RunningProcess`.
 
     Args:
         spec: the process.
@@ -163,16 +166,16 @@ class LocalProcess:
 
     @property
     def is_ending(self) -> bool:
-        """True once it shall end."""
+        """True if its end was requested."""
         return self._child.end_signal is not None
 
     @property
     def has_failed(self) -> bool:
-        """True if it has ended with an error, or could not be started."""
+        """True if it has ended with an error or could not be started."""
         return self._child.status != 0
 
     async def run(self) -> str:
-        """Start it, wait for its end and return the cause. Raises OSError."""
+        """Start the process, wait for its exit and return the cause. Raises OSError."""
         environment = remove_launcher(self._environment) | self._spec.environment
         self._child.start(self._command, environment, has_own_group=True)
         return await self._child.wait()
@@ -182,14 +185,14 @@ class LocalProcess:
         return await asyncio.to_thread(self._server.is_ready)
 
     def end(self) -> None:
-        """Let it finish its requests and end; it is killed if it does not."""
+        """Drain the process and end it; it is killed after a timeout."""
         self._child.end(self._spec.shutdown_seconds)
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the process."""
         self._child.send(signal.SIGKILL)
 
 
 def python_command(spec: ProcessSpec) -> list[str]:
-    """Return program and arguments of a process."""
+    """Return the command line that runs a process with this Python."""
     return [sys.executable, "-m", spec.module, *spec.arguments]

@@ -15,7 +15,7 @@ def _by_name() -> dict[str, dict[Any, float]]:
 
 @dataclass
 class MetricsScrape:
-    """Metrics at one moment, by name without the prefix. A missing metric counts as 0."""
+    """Metrics of a server at one time, by name without the prefix; missing ones are 0."""
 
     time: float
     """Time of the scrape, in seconds of any clock."""
@@ -40,23 +40,23 @@ class MetricsScrape:
     """Names in `values` of metrics that only increase."""
 
     def value(self, name: str) -> float:
-        """Return the value of a metric without a stage."""
+        """Return the value of a metric without a label."""
         return self.values.get(name, 0.0)
 
     def stage(self, name: str, stage: int) -> float:
-        """Return the value of a metric of one stage."""
+        """Return the value of a metric for one stage."""
         return self.stages.get(name, {}).get(stage, 0.0)
 
     def rank(self, name: str, stage: int, rank: int) -> float:
-        """Return the value of a metric of one rank of a stage."""
+        """Return the value of a metric for one rank of a stage."""
         return self.ranks.get(name, {}).get((stage, rank), 0.0)
 
     def engine(self, name: str, engine: str) -> float:
-        """Return the value of a metric of one of a router's engines."""
+        """Return the value of a metric for one engine of a router."""
         return self.engines.get(name, {}).get(engine, 0.0)
 
     def follows(self, before: "MetricsScrape") -> bool:
-        """Return True if the same process answered the earlier scrape: no counter decreased."""
+        """Return True if an earlier scrape is of the same process: no counter has decreased."""
         return self.model == before.model and all(
             self.value(name) >= before.value(name) for name in before.counters
         )

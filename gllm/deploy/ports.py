@@ -4,7 +4,7 @@ import socket
 
 
 def probe_port(address: str, port: int) -> int:
-    """Listen at a port for a moment; return its number, which the system chooses for port 0.
+    """Bind a TCP port for a moment and return its number; port 0 chooses a free one.
 
     Raises:
         OSError: the port is in use, or this user may not listen there.

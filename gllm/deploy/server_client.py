@@ -24,7 +24,7 @@ MAX_POLL_SECONDS = 2.0
 
 
 class ServerError(Exception):
-    """The server cannot be reached, or refuses; the message is the reason."""
+    """The server cannot be reached, or has returned an error."""
 
     def __init__(self, message: str, status: int = 0, code: str = "", reason: str = "") -> None:
         """Create the error.
@@ -42,7 +42,7 @@ class ServerError(Exception):
 
 
 class ServerClient:
-    """Client whose calls block: an event loop makes them in threads.
+    """Blocking HTTP client of a gllm server.
 
     Args:
         url: of the server; a path /v1 at its end is left out.
@@ -73,7 +73,7 @@ class ServerClient:
         self._opener = urllib.request.build_opener(*handlers)
 
     def open(self, path: str, body: Any = None, method: str | None = None) -> Any:
-        """Return an open answer, a context manager.
+        """Send a request and return the open response, a context manager.
 
         Args:
             path: of the endpoint, from the slash on.
@@ -95,15 +95,15 @@ class ServerClient:
             raise ServerError(f"cannot read {self.url}{path} ({error})") from error
 
     def get(self, path: str) -> Any:
-        """Return the JSON of an answer to GET. Raises ServerError."""
+        """Return the JSON of a GET response. Raises ServerError."""
         return self._read(json.loads, path)
 
     def post(self, path: str, body: Any = None) -> Any:
-        """Return the JSON of an answer to POST. Raises ServerError."""
+        """Return the JSON of a POST response. Raises ServerError."""
         return self._read(json.loads, path, body, "POST")
 
     def get_text(self, path: str) -> str:
-        """Return the text of an answer to GET. Raises ServerError."""
+        """Return the text of a GET response. Raises ServerError."""
         return str(self._read(bytes.decode, path))
 
     def is_ready(self) -> bool:
@@ -143,7 +143,7 @@ class ServerClient:
 async def follow_router(
     router: ServerClient, on_engines: Callable[[Any], Awaitable[None]], poll_seconds: float
 ) -> None:
-    """Pass each answer of a router's GET /engines on, until this task is cancelled.
+    """Poll GET /engines of a router and call a function with each response, until cancelled.
 
     Args:
         router: client of the router, which may be starting or away for a while.
@@ -165,7 +165,7 @@ async def follow_router(
 
 
 class EventReader:
-    """Split a byte stream into the data of server-sent events.
+    """Incremental parser of server-sent events.
 
     Every `data:` line is one event, because these servers put no line break into their JSON.
     """
@@ -174,14 +174,14 @@ class EventReader:
         self._incomplete_line = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Add received bytes and return the data of the events that they complete."""
+        """Add received bytes; return the data of the events that are complete."""
         lines = (self._incomplete_line + data).split(b"\n")
         self._incomplete_line = lines.pop()
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
 
 def read_events(answer: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the data of an answer's server-sent events until [DONE]."""
+    """Yield the data of the server-sent events of a response, up to [DONE]."""
     reader = EventReader()
     for data in answer:
         for event in reader.feed(data):
@@ -191,7 +191,7 @@ def read_events(answer: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def error_message(error: Any) -> str:
-    """Return the message of an error object in any of the common forms."""
+    """Return the message of a JSON error body in any of the common formats."""
     if isinstance(error, dict):
         inner = error.get("error", error)
         return str(inner.get("message", inner)) if isinstance(inner, dict) else str(inner)

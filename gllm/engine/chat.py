@@ -14,7 +14,7 @@ from gllm.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class PreparedChat:
-    """A chat as the engine takes it, and the format in which to parse its output."""
+    """Prompt tokens and sampling parameters of a chat, and the format of its output."""
 
     token_ids: list[int]
     """Prompt tokens, truncated as the sampling parameters require."""
@@ -30,7 +30,7 @@ def prepare_chat(
     tokenizer: Tokenizer,
     parsers: OutputParserConfig,
 ) -> PreparedChat:
-    """Render and check a chat, and build the grammar that its output has to follow.
+    """Render and check a chat, and build the grammar of its output.
 
     Takes long for long prompts and large schemas: call it in a thread, not on an event loop.
 

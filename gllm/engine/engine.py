@@ -91,7 +91,7 @@ class Engine(TextEngine):
         return self._pipeline.nodes()
 
     def drain_node(self, name: str) -> str:
-        """Move the stages of a machine to others and end its membership; requests go on.
+        """Move the stages of a machine to other machines and remove it; requests continue.
 
         Returns:
             draining, or drained if it is no member any more.
@@ -104,7 +104,7 @@ class Engine(TextEngine):
         return self._pipeline.drain_node(name)
 
     def kv_participant(self) -> KvParticipant | None:
-        """Return the engine as it takes part in hand-offs; None if it does not."""
+        """Return the KV transfer endpoint of the engine; None without KV transfers."""
         if self.config.kv_transfer is None:
             return None
         attachment = self._pipeline.attachment
@@ -114,19 +114,19 @@ class Engine(TextEngine):
         )
 
     def release_kv(self, tickets: list[int]) -> None:
-        """Free KV blocks that are kept under tickets; unknown tickets are ignored."""
+        """Free the KV blocks that are held for tickets; unknown tickets are ignored."""
         for start in range(0, len(tickets), MAX_TICKETS):
             batch = tickets[start : start + MAX_TICKETS]
             self._supervisor.send_kv_command(ReleaseKvHolds(batch))
 
     @property
     def role(self) -> str:
-        """Role that routers see at present: mixed, prefill or decode."""
+        """Current role: mixed, prefill or decode."""
         attachment = self._pipeline.attachment
         return self._attachment_config.role if attachment is None else attachment.role
 
     def set_role(self, role: str) -> str:
-        """Announce another role to all routers, and return the one before; requests go on.
+        """Announce another role to all routers and return the previous role; requests continue.
 
         Raises:
             RoleSwitchError: the engine has no routers.

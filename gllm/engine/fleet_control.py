@@ -6,7 +6,7 @@ import msgspec
 
 
 class EngineRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One of a router's engines, as the router sees it."""
+    """State and counters of an engine of a router, for GET /engines."""
 
     name: str
     role: str
@@ -91,7 +91,7 @@ class ScaleStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WorkloadFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Means of consecutive requests."""
+    """Mean rate and lengths of consecutive requests."""
 
     rate: float
     """Requests per second."""
@@ -101,7 +101,7 @@ class WorkloadFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WorkloadShiftStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Lasting shift of a workload."""
+    """A lasting shift of the workload of a router."""
 
     quantities: list[str]
     """Means that have shifted: prompt tokens, output tokens, seconds between arrivals."""
@@ -111,7 +111,7 @@ class WorkloadShiftStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
 
 class WorkloadStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Workload of a router that detects shifts."""
+    """Workload statistics of a router that detects shifts."""
 
     is_leader: bool
     """True if all engines name this router their leader, or there are none."""
@@ -130,10 +130,10 @@ class UnknownEngineError(Exception):
 
 
 class EngineRoles(Protocol):
-    """Roles of a router's engines."""
+    """Interface to change the roles of the engines of a router."""
 
     def set_role(self, name: str, role: str) -> str:
-        """Command an engine to take a role; its running requests go on where they are.
+        """Command an engine to take another role; its running requests continue.
 
         The role is shown once the engine has announced it.
 
@@ -150,30 +150,30 @@ class EngineRoles(Protocol):
 
 
 class EngineScaling(Protocol):
-    """Number of engines that a router wants."""
+    """Interface to the autoscaling of a router."""
 
     def status(self) -> ScaleStatus | None:
-        """Return the latest decision; None without scaling."""
+        """Return the latest scaling decision; None without autoscaling."""
 
 
 class WorkloadReport(Protocol):
-    """Lengths and rate of a router's requests."""
+    """Interface to the workload statistics of a router."""
 
     def status(self) -> WorkloadStatus | None:
-        """Return the means and the latest shift; None unless the router detects shifts."""
+        """Return mean lengths and the latest shift; None unless shifts are detected."""
 
     def lengths(self) -> list[tuple[int, int]] | None:
-        """Return prompt and output tokens of the latest requests in the order of their arrival.
+        """Return (prompt tokens, output tokens) of the latest requests, in order of arrival.
 
         None unless the router detects shifts.
         """
 
     def reset_profile(self) -> bool:
-        """Take the next requests as the profile; return False unless the router detects shifts."""
+        """Measure a new profile from the next requests; return False if shifts are not detected."""
 
 
 class FleetControl(Protocol):
-    """A router's view of its engines, and their control."""
+    """Interface to the engines of a router and their control."""
 
     @property
     def roles(self) -> EngineRoles:
@@ -181,20 +181,20 @@ class FleetControl(Protocol):
 
     @property
     def scaling(self) -> EngineScaling:
-        """Number of wanted engines."""
+        """Autoscaling of the engines."""
 
     @property
     def workload(self) -> WorkloadReport:
-        """Lengths and rate of the requests."""
+        """Workload statistics of the requests."""
 
     def engines(self) -> list[EngineRow]:
-        """Return the attached engines, by name."""
+        """Return state and counters of the attached engines, by name."""
 
     def totals(self) -> RouterTotals:
         """Return the router's counters."""
 
     def drain_engine(self, name: str, migrates: bool) -> int:
-        """Send an engine no more requests; return the number of its running ones.
+        """Send no new requests to an engine; return the number of its running requests.
 
         Args:
             name: of the engine.

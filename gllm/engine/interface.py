@@ -27,7 +27,7 @@ from gllm.text.tokenizer import Tokenizer
 
 
 class OutputDelta(msgspec.Struct, frozen=True):
-    """One increment of one choice."""
+    """New tokens and text of one choice of a request."""
 
     index: int
     text: str
@@ -56,7 +56,7 @@ class OutputDelta(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """Public facts about the served model, against which requests are checked."""
+    """Name, limits and sampling defaults of the served model."""
 
     name: str
     """Name that clients use in requests."""
@@ -74,7 +74,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class KvParticipant:
-    """An engine as it takes part in hand-offs."""
+    """Identity and KV transfer endpoint of an engine in a disaggregated deployment."""
 
     engine: str
     """Name of the engine, unique in its fleet."""
@@ -90,7 +90,7 @@ class KvParticipant:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """Snapshot of an engine: its state, its load and its counters."""
+    """Snapshot of the state, load and counters of an engine."""
 
     state: str
     """loading, ready, recovering, sleeping, draining or dead."""
@@ -146,7 +146,7 @@ class EngineStatus:
 
 
 class EngineUnavailableError(Exception):
-    """The engine accepts no request at present.
+    """The engine currently accepts no requests.
 
     `reason` is loading, recovering, draining, sleeping, dead, full or no_engines. `dropped_reason`
     is llm-d's name of the cause, if it differs from the usual one of the reason.
@@ -163,7 +163,7 @@ class EngineUnavailableError(Exception):
 
 
 class OverloadedError(Exception):
-    """The request is refused because its objective cannot be met under the present load.
+    """The request is refused because its SLO cannot be met under the current load.
 
     `reason` is llm-d's name of the cause, such as rejected-saturated.
     """
@@ -176,11 +176,11 @@ class OverloadedError(Exception):
 
 
 class EmbeddingError(Exception):
-    """An embedding could not be computed; the message gives the reason."""
+    """An embedding could not be computed; the message has the cause."""
 
 
 def embedding_error(message: str, kind: ErrorKind) -> Exception:
-    """Return the exception of an embedding that ended with an error of this kind."""
+    """Return the exception for an embedding that ended with an error."""
     match kind:
         case "unavailable":
             return EngineUnavailableError("recovering", message)
@@ -191,21 +191,21 @@ def embedding_error(message: str, kind: ErrorKind) -> Exception:
 
 
 class RoleSwitchError(Exception):
-    """The engine has no role that routers see."""
+    """The engine has no role, because it has no routers."""
 
 
 class ProfileError(Exception):
-    """A profile could not be started or stopped; the message gives the reason."""
+    """A profile could not be started or stopped; the message has the cause."""
 
 
 class RequestHandle(Protocol):
-    """A running request.
+    """Handle of a running request, from which its output is read.
 
     Deltas that the caller has not read yet are merged into one delta per choice.
     """
 
     def set_listener(self, listener: Callable[[], None]) -> None:
-        """Set the function that is called when output arrives and none was pending.
+        """Set a function to call when output arrives and none was pending.
 
         It is called at once if output is pending, and must not raise. All output of a step is
         available when it is called, so reading it right away is cheapest: waking a task per token
@@ -220,15 +220,15 @@ class RequestHandle(Protocol):
         """Return the deltas since the last call."""
 
     def close(self) -> None:
-        """Release the request; choices that have not finished are aborted."""
+        """Release the request; unfinished choices are aborted."""
 
 
 class EngineInterface(Protocol):
-    """An engine: starts, serves requests, reports its status, stops."""
+    """Interface of an engine or a router for the HTTP frontend."""
 
     @property
     def fleet(self) -> FleetControl | None:
-        """Control of a router's engines; None for an engine."""
+        """Control of the engines of a router; None for an engine."""
 
     @property
     def model(self) -> ModelInfo:
@@ -240,11 +240,11 @@ class EngineInterface(Protocol):
 
     @property
     def role(self) -> str:
-        """Role that routers see at present: mixed, prefill or decode; mixed for a router."""
+        """Current role: mixed, prefill or decode; mixed for a router."""
 
     @property
     def state(self) -> str:
-        """Present state: loading, ready, recovering, sleeping, draining or dead."""
+        """Current state: loading, ready, recovering, sleeping, draining or dead."""
 
     @property
     def accepts_requests(self) -> bool:
@@ -252,7 +252,7 @@ class EngineInterface(Protocol):
 
     @property
     def num_requests(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
 
     def status(self) -> EngineStatus:
         """Return a snapshot of the engine's state and counters, for metrics and probes."""
@@ -281,7 +281,7 @@ class EngineInterface(Protocol):
         session: str = "",
         handoffs: Sequence[KvHandoff] = (),
     ) -> Sequence[RequestHandle]:
-        """Start one request per prompt, all or none; each handle has to be closed.
+        """Start one request per prompt, all or none; each handle must be closed.
 
         `request_id` is the id by which `abort` finds the requests. `slo` and `session` are hints
         for routers: latencies that the client asks for, and a name whose requests go to one engine.
@@ -313,22 +313,22 @@ class EngineInterface(Protocol):
         """
 
     def abort(self, request_id: str | None) -> int:
-        """AbortSequences the requests with this id, or all if it is None; return their number."""
+        """Abort the requests with this id, or all if it is None; return their number."""
 
     async def sleep(self, keeps_prefix_cache: bool = False) -> None:
-        """Refuse new requests until `wake_up`, wait for the running ones, empty the prefix cache.
+        """Refuse new requests until `wake_up`, finish the running ones, reset the prefix cache.
 
         Weights and KV cache stay in memory. Raises EngineUnavailableError.
         """
 
     def wake_up(self) -> None:
-        """Accept requests again after `sleep`; without effect if the engine is awake."""
+        """Accept requests again after `sleep`; no effect if the engine is awake."""
 
     async def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache. Raises EngineUnavailableError."""
+        """Reset the prefix cache. Raises EngineUnavailableError."""
 
     async def start_profile(self, folder: str) -> None:
-        """Start to record the operations of every stage; `stop_profile` writes them to `folder`.
+        """Start recording the operations of every stage; `stop_profile` writes them to `folder`.
 
         Raises EngineUnavailableError, and ProfileError if a stage cannot record.
         """
@@ -343,7 +343,7 @@ class EngineInterface(Protocol):
         """Return the state of each machine of the engine, the head first; none for a router."""
 
     def drain_node(self, name: str) -> str:
-        """Move the stages of a machine to others and end its membership; requests go on.
+        """Move the stages of a machine to other machines and remove it; requests continue.
 
         Returns:
             draining, or drained if it is no member any more.
@@ -355,17 +355,17 @@ class EngineInterface(Protocol):
         """
 
     def set_role(self, role: str) -> str:
-        """Announce another role to all routers, and return the one before; requests go on.
+        """Announce another role to all routers and return the previous role; requests continue.
 
         Raises:
             RoleSwitchError: the engine has no routers.
         """
 
     def kv_participant(self) -> KvParticipant | None:
-        """Return the engine as it takes part in hand-offs; None if it does not."""
+        """Return the KV transfer endpoint of the engine; None without KV transfers."""
 
     def release_kv(self, tickets: list[int]) -> None:
-        """Free KV blocks that are kept under tickets; unknown tickets are ignored."""
+        """Free the KV blocks that are held for tickets; unknown tickets are ignored."""
 
     def describe(self) -> dict[str, Any]:
         """Return the engine's configuration and state as JSON values."""

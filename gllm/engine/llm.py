@@ -61,7 +61,7 @@ class RequestOutput:
 
 @dataclass
 class ChatCompletionOutput(CompletionOutput):
-    """One finished choice of a chat: an assistant message, and the output it was parsed from."""
+    """One finished choice of a chat: an assistant message and the raw output."""
 
     content: str = ""
     """The answer without reasoning and tool calls."""
@@ -143,7 +143,7 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The engine that computes: its model, its status, its description."""
+        """The underlying engine."""
         return self._engine
 
     def __enter__(self) -> "LLM":

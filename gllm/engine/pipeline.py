@@ -34,7 +34,7 @@ RECOVERY_RETRY_SECONDS = 5
 
 
 class PipelineBackend:
-    """One pipeline of worker processes, with their supervisor and a progress bar of the weights."""
+    """Backend that runs requests on a pipeline of worker processes."""
 
     def __init__(
         self,
@@ -94,16 +94,16 @@ class PipelineBackend:
 
     @property
     def state(self) -> str:
-        """See Backend."""
+        """Current state: loading, ready, recovering, sleeping, draining or dead."""
         return self.supervisor.state
 
     def status(self) -> EngineStatus:
-        """See Backend."""
+        """Return a snapshot of state and counters."""
         return read_status(self.supervisor, self._config, self._cluster)
 
     @property
     def num_local_workers(self) -> int:
-        """Number of the workers that start on this machine."""
+        """Number of workers on this machine."""
         degrees = self._config.stage_degrees
         if self._cluster is None:
             return sum(degrees)
@@ -111,7 +111,7 @@ class PipelineBackend:
         return sum(size for size, node in zip(degrees, stage_nodes, strict=True) if node == 0)
 
     def describe(self) -> dict[str, Any]:
-        """See Backend."""
+        """Return configuration and state as JSON values."""
         return {
             "state": self.supervisor.state,
             "layers": [len(layers) for layers in self.supervisor.planner.layers],
@@ -140,7 +140,7 @@ class PipelineBackend:
         ]
 
     def drain_node(self, name: str) -> str:
-        """Move the stages of a machine to others; see Engine."""
+        """Move the stages of a machine to other machines and remove it."""
         if self._cluster is not None:
             return self._cluster.drain(name, self.check_ready)
         if name == self._facts.host_name:
@@ -149,14 +149,14 @@ class PipelineBackend:
 
     @property
     def accepts_requests(self) -> bool:
-        """See Backend."""
+        """True if requests run, or wait for the end of a recovery."""
         state = self.supervisor.state
         return state == "ready" or (
             state == "recovering" and not self.supervisor.is_recovery_overdue
         )
 
     def check_ready(self) -> None:
-        """See Backend."""
+        """Raise EngineUnavailableError unless the engine is ready."""
         state, cause = self.supervisor.state, self.supervisor.cause
         if state == "recovering":
             cause = f"the engine is recovering: {self.supervisor.deaths.cause}"
@@ -172,7 +172,7 @@ class PipelineBackend:
         cache_salt: str,
         slo: Slo | None,
     ) -> None:
-        """Accept every request; a router refuses some."""
+        """Accept every request; only a router refuses requests by their SLO."""
 
     async def start(self) -> None:
         """Start the workers and wait until a warm-up step has run on all of them.
@@ -201,13 +201,13 @@ class PipelineBackend:
                 self._bar.close()
 
     async def drain(self, seconds: float) -> None:
-        """See Backend."""
+        """Reject new requests and wait at most `seconds` for the running ones."""
         if self.attachment is not None:
             await self.attachment.drain()
         await self.supervisor.drain(seconds)
 
     async def stop(self) -> None:
-        """See Backend."""
+        """Stop the workers; running requests end with an error."""
         # First, so that routers continue the remaining requests elsewhere.
         if self.attachment is not None:
             await self.attachment.stop()
@@ -215,11 +215,11 @@ class PipelineBackend:
         await self._stop_publisher()
 
     async def start_profile(self, folder: str) -> str:
-        """See Backend."""
+        """Start a profile on all stages; return the first error, empty on success."""
         return await self.supervisor.run_command(lambda number: StartProfile(number, folder))
 
     async def stop_profile(self) -> str:
-        """See Backend."""
+        """Stop the profile on all stages; return the first error, empty on success."""
         return await self.supervisor.run_command(StopProfile)
 
     def _start_publisher(self) -> None:

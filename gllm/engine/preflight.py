@@ -36,7 +36,7 @@ BACKEND_DEVICES = {
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """A model and its division into stages."""
+    """A model folder, its configuration and its division into stages."""
 
     folder: Path
     config: ModelConfig
@@ -119,7 +119,7 @@ def _check_kv_cache(config: EngineConfig, model: ModelSpec, length: int) -> None
 
 
 def make_join_facts(config: EngineConfig, folder: Path, max_model_len: int) -> JoinFacts:
-    """Return the facts of this machine, as head or as a machine with a rank.
+    """Return the version, model and configuration by which machines check that they match.
 
     Args:
         config: of the engine.

@@ -22,7 +22,7 @@ NOT_FIRST = FirstToken(0, 0, 0.0)
 
 
 class RequestState:
-    """RequestHandle of a request that was submitted to the worker processes."""
+    """Handle of a request on the worker processes; implements `RequestHandle`."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class RequestState:
         return deltas
 
     def close(self) -> None:
-        """Release the request; choices that have not finished are aborted."""
+        """Release the request; unfinished choices are aborted."""
         self._client.release(self._stream)
 
 
@@ -130,7 +130,7 @@ def _delta(
 def build_sequence_params(
     params: SamplingParams, stop_ids: set[int], bad_words: BadWords, grammar: str, seeds: Random
 ) -> SequenceSamplingParams:
-    """Return the parameters that the last stage needs to sample; draw a seed if there is none.
+    """Return the sampling parameters for the last stage, with a random seed if none is set.
 
     Args:
         params: The request's parameters.

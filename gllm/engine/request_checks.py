@@ -15,7 +15,7 @@ class PromptTooLongError(FieldError):
 
 
 def truncate_prompt(prompt: list[int], params: SamplingParams, model: ModelInfo) -> list[int]:
-    """Return the last tokens of a prompt that `truncate_prompt_tokens` allows."""
+    """Truncate a prompt from the left to `truncate_prompt_tokens`."""
     num_tokens = params.truncate_prompt_tokens
     if num_tokens is None:
         return prompt
@@ -27,7 +27,7 @@ def truncate_prompt(prompt: list[int], params: SamplingParams, model: ModelInfo)
 def check_options(
     params: SamplingParams, priority: int, cache_salt: str, request_id: str
 ) -> tuple[int, str]:
-    """Check the options of a request; return the priority and the cache salt, converted.
+    """Check the options of a request; return the priority and the cache salt.
 
     Raises FieldError.
     """
@@ -49,7 +49,7 @@ def encode_prompt(
     tokenizer: Tokenizer,
     param: str = "prompt",
 ) -> list[int]:
-    """Return a prompt's token ids after `truncate_prompt_tokens`. Runs in a thread.
+    """Tokenize a prompt and truncate it to `truncate_prompt_tokens`; blocks for long texts.
 
     Raises PromptTooLongError, without tokenizing a text that cannot fit.
     """
@@ -60,7 +60,7 @@ def encode_prompt(
 
 @contextmanager
 def convert_length_errors(param: str, model: ModelInfo) -> Iterator[None]:
-    """Raise PromptTooLongError in place of TooManyTokens."""
+    """Convert TooManyTokensError into PromptTooLongError, as a context manager."""
     try:
         yield
     except TooManyTokensError as error:

@@ -43,15 +43,15 @@ from gllm.text.tokenizer import Tokenizer
 
 
 class Backend(Protocol):
-    """Computes requests of token ids for a `TextEngine`."""
+    """Interface of the backend of a `TextEngine`, which runs requests of token ids."""
 
     @property
     def client(self) -> RequestClient:
-        """Running requests."""
+        """Client that submits and aborts requests."""
 
     @property
     def state(self) -> str:
-        """Present state: loading, ready, recovering, sleeping, draining or dead."""
+        """Current state: loading, ready, recovering, sleeping, draining or dead."""
 
     @property
     def died(self) -> asyncio.Event:
@@ -65,10 +65,10 @@ class Backend(Protocol):
 
     @property
     def accepts_requests(self) -> bool:
-        """True if requests run, or wait until they can."""
+        """True if requests run, or wait for the end of a recovery."""
 
     def check_ready(self) -> None:
-        """Raise EngineUnavailableError unless requests run."""
+        """Raise EngineUnavailableError unless the backend is ready."""
 
     def check_admission(
         self,
@@ -78,7 +78,7 @@ class Backend(Protocol):
         cache_salt: str,
         slo: Slo | None,
     ) -> None:
-        """Refuse a new request that is not likely to meet its objectives, if that is configured.
+        """Raise OverloadedError for a request that is not likely to meet its SLO.
 
         Args:
             prompts: token ids of each prompt.
@@ -101,10 +101,10 @@ class Backend(Protocol):
         """Stop; running requests end with an error."""
 
     def set_sleeping(self, is_on: bool) -> None:
-        """Refuse new requests, or accept them again; running ones go on."""
+        """Refuse new requests, or accept them again; running requests continue."""
 
     async def reset_prefix_cache(self) -> str:
-        """Empty the prefix cache; return the error, empty on success."""
+        """Reset the prefix cache; return the error, empty on success."""
 
     async def start_profile(self, folder: str) -> str:
         """Start a profile on all stages; return the first error, empty on success."""
@@ -117,7 +117,7 @@ log = logging.getLogger(__name__)
 
 
 class TextEngine:
-    """Requests of text over a backend that computes token ids. Implements `EngineInterface`."""
+    """Engine without a backend: tokenizer, grammars and text output of requests."""
 
     def __init__(
         self,
@@ -163,12 +163,12 @@ class TextEngine:
 
     @property
     def fleet(self) -> FleetControl | None:
-        """Control of a router's engines; None for an engine."""
+        """None: an engine has no engines of its own; a router overrides it."""
         return None
 
     @property
     def role(self) -> str:
-        """Return mixed: only an engine with routers can have another role."""
+        """Role: mixed, because only an engine with routers can have another one."""
         return "mixed"
 
     async def __aenter__(self) -> Self:
@@ -180,7 +180,7 @@ class TextEngine:
 
     @property
     def state(self) -> str:
-        """Present state: loading, ready, recovering, sleeping, draining or dead."""
+        """Current state: loading, ready, recovering, sleeping, draining or dead."""
         return self._backend.state
 
     @property
@@ -190,7 +190,7 @@ class TextEngine:
 
     @property
     def num_requests(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return self._client.num_requests
 
     def status(self) -> EngineStatus:
@@ -264,7 +264,7 @@ class TextEngine:
         session: str = "",
         handoffs: Sequence[KvHandoff] = (),
     ) -> list[RequestState]:
-        """Start one request per prompt, all or none; each handle has to be closed.
+        """Start one request per prompt, all or none; each handle must be closed.
 
         In contrast to `generate`, the caller can read the deltas while the engine handles the step
         that produced them. Arguments and errors are those of `generate`.
@@ -378,7 +378,7 @@ class TextEngine:
         return self._client.abort_request(request_id) + len(compiling)
 
     async def sleep(self, keeps_prefix_cache: bool = False) -> None:
-        """Refuse new requests until `wake_up`, wait for the running ones, empty the prefix cache.
+        """Refuse new requests until `wake_up`, finish the running ones, reset the prefix cache.
 
         Weights and KV cache stay in memory. Raises EngineUnavailableError.
         """
@@ -393,17 +393,17 @@ class TextEngine:
             raise EngineUnavailableError(self._backend.state, cause)
 
     def wake_up(self) -> None:
-        """Accept requests again after `sleep`; without effect if the engine is awake."""
+        """Accept requests again after `sleep`; no effect if the engine is awake."""
         self._backend.set_sleeping(False)
 
     async def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache. Raises EngineUnavailableError."""
+        """Reset the prefix cache. Raises EngineUnavailableError."""
         self._backend.check_ready()
         if cause := await self._backend.reset_prefix_cache():
             raise EngineUnavailableError(self._backend.state, cause)
 
     async def start_profile(self, folder: str) -> None:
-        """Start to record the operations of every stage; `stop_profile` writes them to `folder`.
+        """Start recording the operations of every stage; `stop_profile` writes them to `folder`.
 
         Raises EngineUnavailableError, and ProfileError if a stage cannot record.
         """
@@ -425,19 +425,19 @@ class TextEngine:
         return []
 
     def drain_node(self, name: str) -> str:
-        """See EngineInterface; a router has no machines."""
+        """Raise UnknownNodeError: a router has no machines."""
         raise UnknownNodeError(f"there is no machine {name!r}")
 
     def set_role(self, role: str) -> str:
-        """See EngineInterface; only an engine with routers has a role."""
+        """Raise RoleSwitchError: only an engine with routers has a role."""
         raise RoleSwitchError("the engine has no routers: start it with --router or --hub")
 
     def kv_participant(self) -> KvParticipant | None:
-        """Return None: a router hands requests off by itself."""
+        """Return None: a router takes no part in KV transfers."""
         return None
 
     def release_kv(self, tickets: list[int]) -> None:
-        """See EngineInterface; nothing is kept here."""
+        """Do nothing: a router holds no KV blocks."""
 
     def describe(self) -> dict[str, Any]:
         """Return the engine's configuration and state as JSON values."""

@@ -65,7 +65,7 @@ class OperatingPoint(NamedTuple):
         return self.chunk_seconds + wait
 
     def between(self, lower: "OperatingPoint", rate: float) -> "OperatingPoint":
-        """Interpolate between this point and one of a lower rate; return the estimates at `rate`."""
+        """Return the estimates at `rate`, interpolated between this point and a lower one."""
         share = (rate - lower.rate) / (self.rate - lower.rate)
         step, chunk, chunk_stage = (
             low + share * (high - low)

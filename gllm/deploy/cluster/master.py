@@ -46,20 +46,20 @@ KEY_BYTES = 32
 
 
 class UnknownServiceError(Exception):
-    """There is no service of that name; the message names it."""
+    """No service has the requested name."""
 
 
 class UnknownClusterNodeError(Exception):
-    """There is no node of that name; the message names it."""
+    """No node has the requested name."""
 
 
 class ServiceExistsError(Exception):
-    """There is a service of that name already."""
+    """The requested name of a service is in use."""
 
 
 @dataclass(frozen=True)
 class ClusterNode:
-    """Node of a cluster."""
+    """State of a node of the cluster, for GET /nodes."""
 
     report: NodeReport
     num_cores: int
@@ -74,7 +74,7 @@ class ClusterNode:
 
 
 class Master:
-    """Owns the nodes that have joined without a model, and the services on them."""
+    """Master of a cluster: the sessions with its nodes, and the services on them."""
 
     def __init__(self, config: ClusterConfig, shutdown_seconds: float = 30.0) -> None:
         """Create a master that has not started.
@@ -114,7 +114,7 @@ class Master:
 
     @property
     def refused_peers(self) -> dict[str, int]:
-        """Refused connections of nodes by IP address."""
+        """Number of refused connections of nodes by IP address."""
         return self._hub.refused_peers
 
     def start(self) -> None:
@@ -157,17 +157,17 @@ class Master:
         return service
 
     def services(self) -> list[Service]:
-        """Return all services, in the order of their deployment; for reading only."""
+        """Return all services, in the order of their deployment; the caller must not change them."""
         return list(self._table.services.values())
 
     def service(self, name: str) -> Service:
-        """Return a service, for reading only. Raises UnknownServiceError."""
+        """Return a service, which the caller must not change. Raises UnknownServiceError."""
         if (service := self._table.services.get(name)) is None:
             raise UnknownServiceError(f"there is no service {name!r}: see GET /services")
         return service
 
     def delete(self, name: str) -> bool:
-        """Begin to end a service; return False if there is none of that name."""
+        """Drain and end a service; return False if there is none of that name."""
         has_service = self._table.delete(name)
         if has_service:
             log.info("service %s is deleted", name)
@@ -175,18 +175,18 @@ class Master:
         return has_service
 
     def nodes(self) -> list[ClusterNode]:
-        """Return all nodes, also those that are lost."""
+        """Return the state of all nodes, including lost ones."""
         return [self._cluster_node(record) for record in self._hub.membership.nodes.values()]
 
     def node(self, name: str) -> ClusterNode:
-        """Return a node. Raises UnknownClusterNodeError."""
+        """Return the state of a node. Raises UnknownClusterNodeError."""
         record = self._hub.membership.nodes.get(name)
         if record is None:
             raise UnknownClusterNodeError(f"there is no node {name!r}: see GET /nodes")
         return self._cluster_node(record)
 
     def drain_node(self, name: str) -> ClusterNode:
-        """Begin to take a node out of the cluster: its service moves, then it leaves.
+        """Move the service of a node to other nodes, then remove the node from the cluster.
 
         A node that is lost is forgotten at once.
 
@@ -200,7 +200,7 @@ class Master:
         return node
 
     def on_node_joined(self, session: AgentSession) -> None:
-        """See NodeListener."""
+        """Handle a node that has joined; implements NodeListener."""
         join = session.join
         if session.name not in self._table.busy_nodes:
             # It has left before, and joins anew.
@@ -211,7 +211,7 @@ class Master:
         self._advance()
 
     def on_node_message(self, session: AgentSession, message: AnyMessage) -> None:
-        """See NodeListener."""
+        """Handle a message of a node; implements NodeListener."""
         now, number = time.monotonic(), getattr(message, "process", None)
         if number is None or self._table.node_of(number) != session.name:
             # Others may not report about a process.
@@ -232,7 +232,7 @@ class Master:
     def on_node_lost(
         self, session: AgentSession, cause: str, is_death: bool, has_left: bool
     ) -> None:
-        """See NodeListener."""
+        """Handle a node that was lost or has left; implements NodeListener."""
         what = "has left" if has_left else "is lost"
         log.warning("node %s (%s) %s: %s", session.name, session.address, what, cause)
         self._table.on_node_lost(session.name, cause, has_left, time.monotonic())

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class ClusterMember:
-    """A node of a cluster, from the first attempt to join until the end."""
+    """A machine that joins a cluster and runs processes of its services."""
 
     _finished: "asyncio.Future[tuple[int, str]]"
     """Exit status and its cause."""
@@ -78,7 +78,7 @@ class ClusterMember:
         self._processes = ServiceProcesses(machine, self._send, make_command)
 
     def status(self) -> AgentStatus:
-        """Return the present state."""
+        """Return the state of the membership."""
         is_member = self._dialer.is_member and not self._has_ended
         session = self._dialer.session
         clock = None if session is None else session.clock
@@ -103,14 +103,14 @@ class ClusterMember:
         )
 
     def leave(self, cause: str) -> None:
-        """Leave the cluster: notify the master, end the processes; `run` returns 0 then."""
+        """Notify the master and end all processes; `run` then returns 0."""
         if self._is_running:
             self._finish(0, cause)
         else:
             self._end_cause = cause
 
     async def run(self) -> int:
-        """Serve until the membership ends; return the exit status of the process.
+        """Run until the membership ends; return the exit status of the process.
 
         0 after `leave`, or when the master ends the membership; 1 if no master was there for too
         long; 2 if this machine cannot be a member.

@@ -22,12 +22,12 @@ MAX_SUBSETS = 20_000
 
 
 class SelectionError(ValueError):
-    """No nodes fit; the message says why each node that was considered does not."""
+    """Too few nodes fit a service; the message gives the reason for each node."""
 
 
 @dataclass(frozen=True)
 class NodeCandidate:
-    """Node that may run a process of a service."""
+    """A free node that may run a process of a service."""
 
     name: str
     devices: tuple[str, ...] = ()
@@ -42,18 +42,18 @@ class NodeCandidate:
 
     @property
     def speed_kind(self) -> tuple[tuple[str, ...], int]:
-        """Value that nodes of equal speed share: the GPUs, or the cores of a node without any."""
+        """Kind of hardware: the GPUs, or the number of cores of a node without GPUs."""
         return tuple(sorted(self.devices)), 0 if self.devices else self.num_cores
 
     @property
     def idle_cores(self) -> float:
-        """Cores that are not in use."""
+        """Number of cores that are not in use."""
         return self.num_cores * (1.0 - min(1.0, max(0.0, self.cpu_utilization)))
 
 
 @dataclass(frozen=True)
 class NodeRequirements:
-    """Requirements of a service on its nodes."""
+    """Requirements of a service: number of nodes, GPUs, memory, names."""
 
     num_nodes: int = 1
     gpus_per_node: int = 0
@@ -65,7 +65,7 @@ class NodeRequirements:
 
 @dataclass(frozen=True)
 class NodeSelection:
-    """Nodes of a service."""
+    """Nodes chosen for a service, in the order of the pipeline stages."""
 
     nodes: tuple[str, ...]
     """In the order of the pipeline stages, the head first."""
@@ -76,14 +76,14 @@ class NodeSelection:
 
 
 class LinkQuality(NamedTuple):
-    """Measured link between two nodes; None for what is unknown."""
+    """Measured latency and bandwidth between two nodes; None if unknown."""
 
     round_trip_seconds: float | None = None
     bytes_per_second: float | None = None
 
 
 class NetworkView:
-    """Time of messages between nodes, measured or estimated."""
+    """Estimated message times between nodes."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class NetworkView:
         self._usual_trip = max(self._round_trips.values(), default=0.0)
 
     def message_seconds(self, first: str, second: str) -> float:
-        """Return the time of a message of REFERENCE_BYTES from one node to another."""
+        """Return the seconds of a message of REFERENCE_BYTES between two nodes."""
         link = self._links.get(frozenset((first, second)), LinkQuality())
         trip = link.round_trip_seconds
         if trip is None:
@@ -121,7 +121,7 @@ class NetworkView:
 def select_nodes(
     candidates: Iterable[NodeCandidate], requirements: NodeRequirements, network: NetworkView
 ) -> NodeSelection:
-    """Return the nodes of a service.
+    """Choose the nodes of a service and the order of its pipeline stages.
 
     Args:
         candidates: nodes that are free.
@@ -155,7 +155,7 @@ def select_nodes(
 
 
 def choose_head(nodes: Sequence[NodeCandidate], network: NetworkView) -> NodeCandidate:
-    """Return the node with the best CPU and network among the nodes of a service.
+    """Return the node with the best CPU and network, which runs the head of the engine.
 
     Each node has a place by its idle cores and one by its time to all others; the least sum of both
     wins, then the better network, then the name.

@@ -41,7 +41,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 @dataclass(frozen=True)
 class ServiceRequest:
-    """Service to deploy.
+    """Request to deploy a service: name, model, nodes and engine parameters.
 
     Raises:
         FieldError: a field is invalid; the message names it and the fix.
@@ -67,7 +67,7 @@ class ServiceRequest:
 
 
 def check_parameters(model: str, parameters: Mapping[str, Any]) -> None:
-    """Check the parameters of an engine.
+    """Check the engine parameters of a service.
 
     Raises:
         FieldError: a parameter is unknown or has an invalid value; the message names it.
@@ -96,13 +96,13 @@ class ServiceRates(NamedTuple):
 
 
 class ServiceMeter:
-    """Readings of the last WINDOW_SECONDS, and the rates between the oldest and the newest one."""
+    """Sliding window of readings of an engine, from which rates are computed."""
 
     def __init__(self) -> None:
         self._readings: deque[tuple[float, ServiceReading]] = deque()
 
     def add(self, reading: ServiceReading, now: float) -> None:
-        """Add a reading; counters that decrease belong to another engine and begin anew.
+        """Add a reading; counters that decrease belong to a new engine and clear the window.
 
         Args:
             reading: of the engine.
@@ -165,7 +165,7 @@ RUNNING_STATES = frozenset({ServiceState.STARTING, ServiceState.READY, ServiceSt
 
 @dataclass(slots=True)
 class ServiceProcess:
-    """Process of a service on a node."""
+    """State of a process of a service on a node."""
 
     number: int
     service: str
@@ -186,7 +186,7 @@ class ServiceProcess:
 
 @dataclass(slots=True)
 class Service:
-    """A service that was deployed and not deleted."""
+    """A deployed service: its request, nodes, state and latest reading."""
 
     request: ServiceRequest
     api_key: str
@@ -209,12 +209,12 @@ class Service:
     """Time of its deployment, in seconds since 1970."""
 
     def uptime_seconds(self, now: float) -> float:
-        """Return the time since its engine was ready first; 0 before, and after it has failed."""
+        """Return the time since its engine was first ready; 0 before that and after a failure."""
         if self.ready_at is None or self.state not in RUNNING_STATES:
             return 0.0
         return now - self.ready_at
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Nodes of its engine, the head first."""
+        """Names of the nodes of its engine, the head first."""
         return tuple(name for name in self.selection.nodes if name not in self.left_nodes)

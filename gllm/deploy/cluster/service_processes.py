@@ -43,7 +43,7 @@ GOOD_REASONS = ("stop", "length")
 
 
 def read_engine(server: ServerClient) -> ServiceReading:
-    """Return the state and the counters of an engine; one that does not answer is unreachable."""
+    """Read the state and the counters of an engine over HTTP; `unreachable` on an error."""
     try:
         state, cause = _read_state(server)
         if state in ("loading", "dead"):
@@ -54,7 +54,7 @@ def read_engine(server: ServerClient) -> ServiceReading:
 
 
 def request_drain(server: ServerClient, name: str) -> str:
-    """Let a node leave an engine; return the reason for which it may not, empty for none."""
+    """Drain a node of an engine over HTTP; return the error, empty on success."""
     try:
         server.post(f"/nodes/{quote(name, safe='')}/drain")
     except ServerError as error:
@@ -81,7 +81,7 @@ def _read_links(server: ServerClient) -> list[PeerLink]:
 
 
 def parse_reading(state: str, cause: str, metrics: str, links: list[PeerLink]) -> ServiceReading:
-    """Return the reading of an engine from its metrics in Prometheus's text format.
+    """Return the reading of an engine from its Prometheus metrics.
 
     Raises:
         ValueError: the text cannot be parsed.
@@ -105,7 +105,7 @@ def parse_reading(state: str, cause: str, metrics: str, links: list[PeerLink]) -
 
 
 def parse_links(nodes: dict[str, Any]) -> list[PeerLink]:
-    """Return the links of GET /nodes whose rate or round trip was measured."""
+    """Return the links in a response of GET /nodes that were measured."""
     links = [
         PeerLink(
             row["name"], link["peer"], link.get("bytes_per_second"), link.get("round_trip_seconds")
@@ -118,7 +118,7 @@ def parse_links(nodes: dict[str, Any]) -> list[PeerLink]:
 
 @dataclass(frozen=True)
 class ServiceMachine:
-    """Properties of a node that the processes of all its services share."""
+    """Address and configuration of a node, shared by the processes of all its services."""
 
     name: str
     address: str
@@ -128,7 +128,7 @@ class ServiceMachine:
 
 
 class ServicePorts(NamedTuple):
-    """Ports of a head's process; 0 for those that it does not need."""
+    """Ports of the process of a head; 0 for a port that it does not use."""
 
     api: int = 0
     head: int = 0
@@ -137,7 +137,7 @@ class ServicePorts(NamedTuple):
 def make_spec(
     machine: ServiceMachine, start: StartServiceProcess, ports: ServicePorts, head: str
 ) -> ProcessSpec:
-    """Return a process of a service.
+    """Return the command line and the URL of a process of a service.
 
     Args:
         machine: of this node.
@@ -200,7 +200,7 @@ class _RunningProcess:
 
 
 class ServiceProcesses:
-    """All processes of services on this node."""
+    """The processes of services that run on this node."""
 
     def __init__(
         self,
@@ -226,12 +226,12 @@ class ServiceProcesses:
 
     @property
     def living(self) -> list[int]:
-        """Numbers of the processes that have not exited and are not about to."""
+        """Numbers of the processes that run and are not ending."""
         processes = self._processes.items()
         return [number for number, running in processes if not running.process.is_ending]
 
     def start(self, command: StartServiceProcess) -> None:
-        """Start a process; its start and its end are reported."""
+        """Start a process; its start and its exit are reported to the master."""
         number, machine = command.process, self._machine
         try:
             has_members = len(command.degrees) > 1
@@ -249,7 +249,7 @@ class ServiceProcesses:
         self._spawn(self._run(running))
 
     def end(self, number: int) -> None:
-        """Let a process finish its running requests and exit; it is killed if it does not."""
+        """Drain a process and end it; it is killed after a timeout."""
         running = self._processes.get(number)
         if running is None:
             # It has exited, which the master may not know.
@@ -258,7 +258,7 @@ class ServiceProcesses:
         running.process.end()
 
     def drain_node(self, number: int, node: str) -> None:
-        """Let a node leave the engine of a head; a refusal is reported."""
+        """Drain a node of the engine of a head; a refusal is reported to the master."""
         running = self._processes.get(number)
         if running is None:
             self._send(ServiceNodeKept(number, node, "its head does not run"))
@@ -266,7 +266,7 @@ class ServiceProcesses:
             self._spawn(self._drain_node(running, node))
 
     def keep(self, wanted: list[int]) -> None:
-        """Kill all processes but some, and report those that are heads anew."""
+        """Kill all processes that are not listed, and report the heads among the others again."""
         for number, running in self._processes.items():
             if number not in wanted:
                 running.process.kill()
@@ -274,7 +274,7 @@ class ServiceProcesses:
                 self._report_start(running)
 
     async def close(self) -> None:
-        """Kill all processes and wait for their end."""
+        """Kill all processes and wait until they have exited."""
         self.keep([])
         await asyncio.gather(*self._tasks, return_exceptions=True)
 

@@ -32,7 +32,7 @@ RESTART_SECONDS = 1.0
 
 
 class ServiceTable:
-    """All services, and who runs what."""
+    """Lifecycle of all services and of their processes on the nodes."""
 
     def __init__(self, return_seconds: float, shutdown_seconds: float = 30.0) -> None:
         """Create a table without services.
@@ -57,21 +57,21 @@ class ServiceTable:
 
     @property
     def busy_nodes(self) -> dict[str, str]:
-        """Service of each node that has a process, also of one that ends."""
+        """Name of the service of each node that has a process, running or ending."""
         return {process.node: process.service for process in self._processes.values()}
 
     def node_of(self, number: int) -> str | None:
-        """Return the node of a process that has not exited; None for another number."""
+        """Return the node of a process; None if the process has exited or is unknown."""
         process = self._processes.get(number)
         return None if process is None else process.node
 
     @property
     def processes(self) -> list[ServiceProcess]:
-        """Processes of all services that have not exited; for reading only."""
+        """Processes that have not exited; the caller must not change them."""
         return list(self._processes.values())
 
     def deploy(self, request: ServiceRequest, selection: NodeSelection, api_key: str) -> Service:
-        """Add a service and start its head; the name and the nodes are free.
+        """Add a service and start its head. The name and the nodes must be free.
 
         Args:
             request: of the service.
@@ -83,20 +83,20 @@ class ServiceTable:
         return service
 
     def resume(self, name: str, selection: NodeSelection) -> None:
-        """Start a service again whose processes have ended, on other nodes."""
+        """Restart a service on other nodes, after its processes have exited."""
         service = self.services[name]
         service.selection, service.state, service.cause = selection, ServiceState.STARTING, ""
         service.meter, service.ready_at, service.left_nodes = ServiceMeter(), None, set()
         self._start(service)
 
     def fail(self, name: str, cause: str) -> None:
-        """End the processes of a service, which has failed."""
+        """Mark a service as failed and end its processes."""
         service = self.services[name]
         service.state, service.cause = ServiceState.FAILED, cause
         self._end_processes(service)
 
     def delete(self, name: str) -> bool:
-        """Begin to end a service; return False if there is none of that name.
+        """Drain and end a service; return False if there is none of that name.
 
         It is removed once its processes have exited, or at once without any.
         """
@@ -109,7 +109,7 @@ class ServiceTable:
         return True
 
     def drain_node(self, name: str, now: float) -> None:
-        """Begin to take a node out of the cluster.
+        """Move the service of a node to other nodes, so that the node can leave the cluster.
 
         The engine of its service moves its layers to the other nodes while it serves. Where it
         cannot, such as without its head, the service starts again on other nodes.
@@ -130,7 +130,7 @@ class ServiceTable:
                 self._move(service, name)
 
     def on_node_kept(self, number: int, node: str) -> None:
-        """Handle an engine that does not let a node leave: its service moves as a whole.
+        """Handle an engine that refused to release a node: the whole service moves.
 
         Args:
             number: process of the engine's head.
@@ -141,14 +141,14 @@ class ServiceTable:
             self._move(self.services[process.service], node)
 
     def forget_node(self, name: str) -> None:
-        """Forget a node that has left."""
+        """Remove the state of a node that has left."""
         self.draining.discard(name)
         self._drain_deadlines.pop(name, None)
         self._lost.pop(name, None)
 
     @property
     def movable(self) -> list[str]:
-        """Names of services that move and whose processes have ended, to be resumed or failed."""
+        """Names of the moving services whose processes have all exited."""
         return [
             name
             for name, service in self.services.items()
@@ -156,7 +156,7 @@ class ServiceTable:
         ]
 
     def on_started(self, number: int, head: str, url: str) -> None:
-        """Handle the start of a head's process: start the other nodes of its engine.
+        """Handle the start of a head: start the processes on its other nodes.
 
         Args:
             number: of the process.
@@ -173,7 +173,7 @@ class ServiceTable:
                 self._send_start(other)
 
     def on_reading(self, number: int, reading: ServiceReading, now: float) -> None:
-        """Handle a report on the engine of a service.
+        """Handle a reading of the engine of a service.
 
         Args:
             number: of its head's process.
@@ -196,7 +196,7 @@ class ServiceTable:
             service.cause = reading.cause or f"its engine is {reading.state}"
 
     def on_exited(self, number: int, cause: str, now: float, may_restart: bool = True) -> None:
-        """Handle the end of a process.
+        """Handle the exit of a process.
 
         Args:
             number: of the process.
@@ -223,7 +223,7 @@ class ServiceTable:
         self._remove_if_ended(service)
 
     def on_node_joined(self, name: str, living: Collection[int], now: float) -> list[int]:
-        """Handle a node that joins, first or again.
+        """Handle a node that joins or rejoins.
 
         Args:
             name: of the node.
@@ -244,7 +244,7 @@ class ServiceTable:
         ]
 
     def on_node_lost(self, name: str, cause: str, has_left: bool, now: float) -> None:
-        """Handle a node that is lost, or has left.
+        """Handle a node that was lost or has left.
 
         Args:
             name: of the node.
@@ -263,7 +263,7 @@ class ServiceTable:
                 service.cause = f"node {name}, which runs the head, is lost: {cause}"
 
     def tick(self, now: float) -> None:
-        """Restart processes whose time has come; give up those of nodes lost for too long."""
+        """Restart processes that are due, and give up those of nodes lost for too long."""
         for node, deadline in list(self._drain_deadlines.items()):
             if now >= deadline:
                 del self._drain_deadlines[node]

@@ -5,7 +5,7 @@ from enum import StrEnum
 
 
 class Verdict(StrEnum):
-    """Result of a check in one word, as it is printed."""
+    """Verdict of a check, as it is printed."""
 
     GOOD = "ok"
     NOTE = "note"
@@ -15,7 +15,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of a check, and the command that mends it."""
+    """Result of a check, with a command that fixes the problem."""
 
     topic: str
     verdict: Verdict
@@ -29,15 +29,15 @@ class Finding:
 
 
 def good(topic: str, text: str) -> Finding:
-    """Return the result of a check that found nothing wrong."""
+    """Return a finding without a problem."""
     return Finding(topic, Verdict.GOOD, text)
 
 
 def note(topic: str, text: str, fix: str = "") -> Finding:
-    """Return a result that the user may want to know."""
+    """Return a finding that is worth knowing, but no problem."""
     return Finding(topic, Verdict.NOTE, text, fix)
 
 
 def bad(topic: str, text: str, fix: str) -> Finding:
-    """Return the result of a check that found a problem."""
+    """Return a finding with a problem and its fix."""
     return Finding(topic, Verdict.BAD, text, fix)

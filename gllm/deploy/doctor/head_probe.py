@@ -26,7 +26,7 @@ ANSWER_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class HeadAnswer:
-    """Answer of a head to a probe, or the cause for which there is none."""
+    """Facts of a head, or the reason why it did not answer."""
 
     facts: JoinFacts | None = None
     cause: str = ""
@@ -36,7 +36,7 @@ class HeadAnswer:
 async def probe_head(
     address: str, port: int, keys: KeyPair | None, seconds: float = ANSWER_SECONDS
 ) -> HeadAnswer:
-    """Ask a head for its facts.
+    """Request the facts of a head without joining its engine.
 
     Args:
         address: IP address of the head.
@@ -79,7 +79,7 @@ def _on_lost(answer: "asyncio.Future[HeadAnswer]", cause: str) -> None:
 
 
 def check_answer(answer: HeadAnswer, own: JoinFacts, secret_file: str | None) -> list[Finding]:
-    """Return what a head's answer says about the secret, the version and the model.
+    """Compare secret, version and model of a head with those of this machine.
 
     Args:
         answer: of the head.

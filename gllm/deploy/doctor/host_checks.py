@@ -25,7 +25,7 @@ KERNEL_CALLS = ("memfd_create", "pidfd_open", "eventfd")
 
 
 def check_platform(calls: Sequence[str] = KERNEL_CALLS) -> Finding:
-    """Check Python and the kernel."""
+    """Check the versions of Python and Linux, and the system calls that gllm uses."""
     topic = "Python and kernel"
     version = platform.python_version()
     if sys.platform != "linux":
@@ -57,7 +57,7 @@ def _works(name: str) -> bool:
 
 
 def check_descriptors(limits: tuple[int, int] | None = None) -> Finding:
-    """Check the limit of open files; `limits` are the soft and the hard one, None to read them."""
+    """Check the limit of open files; `limits` are (soft, hard), None to read them."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE) if limits is None else limits
     text = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
     if hard != resource.RLIM_INFINITY and hard < MIN_DESCRIPTORS:
@@ -73,7 +73,7 @@ def check_descriptors(limits: tuple[int, int] | None = None) -> Finding:
 def check_shared_memory(
     num_gpus: int, folder: Path = Path("/dev/shm"), min_bytes: int = MIN_SHARED_BYTES
 ) -> Finding:
-    """Check /dev/shm, which NCCL needs between the GPUs of a machine, and gllm itself does not."""
+    """Check the free space of /dev/shm, which NCCL uses between the GPUs of a machine."""
     try:
         status = os.statvfs(folder)
     except OSError as error:
@@ -90,7 +90,7 @@ def check_shared_memory(
 
 
 def check_congestion_control(name: str | None, path: Path = CONGESTION_CONTROLS) -> Finding | None:
-    """Check that the kernel has a congestion control; None if none is chosen."""
+    """Check that the kernel has a TCP congestion control; None if none is configured."""
     if name is None:
         return None
     available: list[str] = []
@@ -106,7 +106,7 @@ def check_congestion_control(name: str | None, path: Path = CONGESTION_CONTROLS)
 
 
 def check_slow_start(congestion: str | None, path: Path = SLOW_START_AFTER_IDLE) -> Finding | None:
-    """Check whether TCP forgets a link's rate while it is idle; None if the kernel does not say.
+    """Check the kernel setting of TCP slow start after idle; None if it cannot be read.
 
     Args:
         congestion: congestion control of the data connections; None for the system's default.
@@ -129,7 +129,7 @@ def check_slow_start(congestion: str | None, path: Path = SLOW_START_AFTER_IDLE)
 
 
 def check_secret(path: str | None) -> Finding | None:
-    """Check the file of the node secret; None without one."""
+    """Check the file of the node secret; None without a file."""
     if path is None:
         return None
     topic = "node secret"
@@ -149,7 +149,7 @@ def check_secret(path: str | None) -> Finding | None:
 def check_launcher(
     nodes: NodesConfig, num_stages: int | None, environment: Mapping[str, str]
 ) -> Finding:
-    """Check the rank and the size that flags and the launcher's environment give."""
+    """Check node rank and number of nodes of the flags and the launcher's environment."""
     try:
         place = read_node_place(nodes, environment, num_stages)
     except ValueError as error:

@@ -15,7 +15,7 @@ MEMORY_MARGIN = 1.1
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A model on this machine."""
+    """A model in a folder of this machine."""
 
     name: str
     folder: Path
@@ -25,7 +25,7 @@ class LocalModel:
 
 
 def check_model(name: str) -> tuple[Finding, LocalModel | None]:
-    """Check that a model is on this machine and can be read; return it too."""
+    """Check that a model is in a folder of this machine; return the finding and the model."""
     folder = find_folder(name)
     if folder is None:
         text = f"{name!r} is neither a folder here nor in the local cache of the hub"
@@ -44,7 +44,7 @@ def check_model(name: str) -> tuple[Finding, LocalModel | None]:
 def check_memory(
     model: LocalModel, num_nodes: int, available_bytes: int, has_gpus: bool
 ) -> Finding:
-    """Check that this machine's share of the weights fits into its memory.
+    """Check that the weights of this machine fit its memory.
 
     Args:
         model: to be served.

@@ -14,7 +14,7 @@ CONNECT_SECONDS = 5.0
 
 
 def check_name(host: str, port: int) -> tuple[Finding, str]:
-    """Check that the name of the head is known; return its first IP address too."""
+    """Resolve the name of the head; return the finding and its first IP address."""
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -31,7 +31,7 @@ def check_name(host: str, port: int) -> tuple[Finding, str]:
 def check_route(
     address: str, port: int, find_source: Callable[[str, int], str] = find_own_address
 ) -> tuple[Finding, str]:
-    """Check that there is a route to the head; return the own address on it too.
+    """Check the route to the head; return the finding and the own address on that route.
 
     Args:
         address: of the head.
@@ -53,7 +53,7 @@ def check_route(
 
 
 def check_secret_is_needed(address: str, has_secret: bool) -> Finding | None:
-    """Check that the connection is encrypted, or within this machine; None if it is."""
+    """Check that a connection to another machine has a node secret; None if it is fine."""
     if has_secret or is_loopback(address):
         return None
     return bad(
@@ -79,7 +79,7 @@ def check_head_port(address: str, port: int, seconds: float = CONNECT_SECONDS) -
 
 
 def check_data_port(own_address: str, port: int) -> Finding:
-    """Check that this machine can listen at its data port."""
+    """Check that the data port of this machine is free."""
     if port == 0:
         text = "none: this machine dials its neighbours, which have to accept connections"
         return note("data port", text)
@@ -100,7 +100,7 @@ def check_data_port(own_address: str, port: int) -> Finding:
 
 
 def check_data_port_of_head(address: str, port: int, seconds: float = CONNECT_SECONDS) -> Finding:
-    """Check that no firewall is before the head's data port."""
+    """Check that no firewall blocks the data port of the head."""
     topic, target = "data port of the head", format_host_port(address, port)
     refused = note(topic, f"{target} refuses connections, which is usual before the engine starts")
     fix = "or --data-port 0 on the head, which then dials this machine"

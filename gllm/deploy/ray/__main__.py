@@ -23,7 +23,7 @@ END_SECONDS = 10.0
 
 
 def main() -> int:
-    """Run the launcher; return the exit status."""
+    """Run the Ray launcher of an engine; return the exit status."""
     # Ray writes to standard output, which is for events.
     events = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

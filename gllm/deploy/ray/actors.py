@@ -27,13 +27,13 @@ INVALID_RESTART_SECONDS = 30.0
 
 
 class ChildActor:
-    """Owner of one process; Ray creates an actor with `ray.remote`.
+    """Ray actor that runs one child process.
 
     The process is not that of the actor, so that Ray's threads and signal handlers stay out of it.
     """
 
     def start(self, name: str, command: Sequence[str]) -> None:
-        """Run `python COMMAND...` on a thread.
+        """Run `python COMMAND...` as a child process, on a thread.
 
         Args:
             name: of the process in front of its lines.
@@ -61,7 +61,7 @@ class ChildActor:
 
 
 class AgentActor(ChildActor):
-    """Owner of the agent of a machine.
+    """Ray actor that runs the agent of a machine, `gllm node`.
 
     Args:
         arguments: of `gllm node`, without name and ports.
@@ -83,14 +83,14 @@ class AgentActor(ChildActor):
 def agent_command(
     arguments: Sequence[str], name: str, ports: dict[str, int], offset: int
 ) -> list[str]:
-    """Return the command line of an agent on this machine; see `port_offset`."""
+    """Return the command line of the agent of this machine, with free ports."""
     free = {flag: free_port(port + offset) if port else 0 for flag, port in ports.items()}
     flags = [text for flag, port in free.items() for text in (flag, str(port))]
     return ["-m", "gllm", "node", *arguments, "--node-name", name, *flags]
 
 
 def free_port(preferred: int) -> int:
-    """Return the port, or a free one if it is in use, as by another engine."""
+    """Return the preferred port, or another free one if it is in use."""
     for port in (preferred, 0):
         with suppress(OSError):
             return probe_port("", port)

@@ -32,7 +32,7 @@ log = logging.getLogger("gllm")
 
 
 class LaunchSpec(msgspec.Struct, frozen=True):
-    """Machines that an engine needs from Ray, and the command line of their agents."""
+    """Machines that an engine requests from Ray, and the command line of their agents."""
 
     address: str | None
     """Address of the Ray cluster; None for RAY_ADDRESS or the cluster of this machine."""
@@ -64,7 +64,7 @@ class LaunchSpec(msgspec.Struct, frozen=True):
 
 
 class LaunchEvent(msgspec.Struct, frozen=True):
-    """Report of the launcher: Ray has found the machines, or cannot be used."""
+    """Event of the launcher: Ray has reserved the machines, or an error."""
 
     num_nodes: int = 0
     """Machines of the engine, the head included."""
@@ -77,7 +77,7 @@ class LaunchEvent(msgspec.Struct, frozen=True):
 
 
 class RayAgents:
-    """Connection to a Ray cluster that keeps the agents of one engine running.
+    """The agents of one engine in a Ray cluster.
 
     Args:
         spec: machines that the engine needs, and the command line of their agents.
@@ -114,7 +114,7 @@ class RayAgents:
         """Machines with an agent at the last call of `poll`."""
 
     def start(self) -> LaunchEvent:
-        """Connect, reserve the machines and start their agents.
+        """Connect to Ray, reserve machines and start their agents.
 
         Raises:
             LaunchError: Ray cannot be reached, or does not find the machines in time.
@@ -149,7 +149,7 @@ class RayAgents:
         return LaunchEvent(num_nodes, self._host, gpu_ids)
 
     def poll(self) -> None:
-        """Log machines that Ray has lost, and start spares on machines that have no agent."""
+        """Log lost machines, and start spare agents on machines without an agent."""
         machines = self._cluster.machines()
         self._report_changes(machines)
         dead = {machine.identity for machine in machines if not machine.is_alive}
@@ -166,7 +166,7 @@ class RayAgents:
             self._spares[machine.identity] = self._start_agent(bundle, machine.identity)
 
     def close(self) -> None:
-        """End the agents and return the machines to Ray."""
+        """End the agents and release the machines."""
         if self._cluster.ray.is_initialized():
             self._cluster.release([*self._actors, *self._spares.values()], self._group)
             self._cluster.close()
@@ -217,8 +217,8 @@ class RayAgents:
 
 
 class GpuHolder:
-    """Actor that holds the GPUs of the head's machine, whose workers Ray does not start."""
+    """Ray actor that reserves the GPUs of the head's machine."""
 
     def gpu_ids(self) -> list[str]:
-        """Return the numbers of the GPUs that Ray has reserved."""
+        """Return the numbers of the reserved GPUs."""
         return [str(number) for number in import_ray().get_gpu_ids()]

@@ -12,7 +12,7 @@ NODE_SHARE = 0.001
 
 @dataclass(frozen=True)
 class RayMachine:
-    """A machine of the Ray cluster, one raylet."""
+    """A node of a Ray cluster."""
 
     identity: str
     """Id of its raylet."""
@@ -24,12 +24,12 @@ class RayMachine:
 
 
 def ray_node_name(address: str, identity: str) -> str:
-    """Return the name of the agent on a machine; a host may have several raylets."""
+    """Return the name of the agent on a Ray node; a host may have several Ray nodes."""
     return f"ray-{address}-{identity[:6]}"
 
 
 def read_ray_machines(nodes: Sequence[Mapping[str, Any]]) -> list[RayMachine]:
-    """Return the machines of `ray.nodes()`."""
+    """Convert the result of `ray.nodes()`."""
     return [
         RayMachine(
             node["NodeID"],
@@ -43,7 +43,7 @@ def read_ray_machines(nodes: Sequence[Mapping[str, Any]]) -> list[RayMachine]:
 
 
 def port_offset(machines: Sequence[RayMachine], identity: str, head: str) -> int:
-    """Return the number to add to the ports of a machine's agent: 0, 1, ... on one host.
+    """Return the offset (0, 1, ...) of the ports of an agent among the agents of its host.
 
     A host may have several raylets, whose agents start at the same time.
 
@@ -58,12 +58,12 @@ def port_offset(machines: Sequence[RayMachine], identity: str, head: str) -> int
 
 
 def needs_gpus(machines: Sequence[RayMachine], identity: str) -> bool:
-    """Return True if the head's machine has GPUs in Ray: then all machines need them."""
+    """Return True if the head's machine has GPUs in Ray; all machines then need GPUs."""
     return any(m.identity == identity and m.resources.get("GPU", 0) > 0 for m in machines)
 
 
 def choose_num_nodes(num_stages: int, machines: Sequence[RayMachine], has_gpus: bool) -> int:
-    """Return the number of machines of an engine: as many as fit, but each needs a stage."""
+    """Return the number of machines of an engine: those that fit, at most one per stage."""
     resource = "GPU" if has_gpus else "CPU"
     num_fitting = sum(m.is_alive and m.resources.get(resource, 0) >= 1 for m in machines)
     return max(1, min(num_stages, num_fitting))
@@ -76,7 +76,7 @@ def plan_bundles(
     head_address: str,
     stages_per_node: Sequence[int] = (),
 ) -> list[dict[str, float]]:
-    """Return the resources to reserve on each machine; the first bundle is the head's.
+    """Return the resources to reserve on each machine, those of the head first.
 
     A worker takes a GPU, or a CPU without GPUs; an agent takes a CPU beside GPUs.
     """
@@ -90,7 +90,7 @@ def plan_bundles(
 
 
 def spare_bundle(bundles: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the resources of a spare, which can take the place of any machine but the head's."""
+    """Return the resources of a spare that can replace any machine except the head."""
     others = bundles[1:] or bundles
     return {
         name: max(bundle[name] for bundle in others) for name in ("CPU", "GPU") if name in others[0]
@@ -103,7 +103,7 @@ def find_spare_machines(
     bundle: Mapping[str, float],
     num_wanted: int,
 ) -> list[RayMachine]:
-    """Return machines on which further spares can start.
+    """Return unused machines with enough resources for a spare.
 
     Args:
         machines: of the Ray cluster.
@@ -122,7 +122,7 @@ def find_spare_machines(
 
 
 def describe_wait(bundles: Sequence[Mapping[str, float]], machines: Sequence[RayMachine]) -> str:
-    """Return the log line while Ray has not found the machines."""
+    """Return the log line about the resources that Ray has not reserved yet."""
     alive = [m for m in machines if m.is_alive]
     have = ", ".join(f"{m.address} ({describe_resources(m.resources)})" for m in alive)
     needs = "; ".join(describe_resources(bundle) for bundle in bundles)
@@ -133,5 +133,5 @@ def describe_wait(bundles: Sequence[Mapping[str, float]], machines: Sequence[Ray
 
 
 def describe_resources(resources: Mapping[str, float]) -> str:
-    """Return counts of CPUs and GPUs as text."""
+    """Return numbers of CPUs and GPUs as text."""
     return ", ".join(f"{resources[name]:g} {name}" for name in ("CPU", "GPU") if name in resources)

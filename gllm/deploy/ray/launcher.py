@@ -38,7 +38,7 @@ log = logging.getLogger("gllm")
 
 
 class RayLauncher:
-    """Machines of an engine that Ray finds, and restarts where their agents end.
+    """Launcher of the other machines of an engine, by a process that connects to Ray.
 
     Args:
         engine: configuration of the engine.
@@ -110,7 +110,7 @@ class RayLauncher:
         return replace(self._nodes, nnodes=event.num_nodes, node_rank=0, master_addr=address)
 
     def close(self) -> None:
-        """End the agents and return the machines to Ray."""
+        """End the agents and release the machines."""
         self._is_closed.set()
         self._end_process()
         if self._watcher.is_alive():
@@ -180,7 +180,7 @@ class RayLauncher:
 def make_launch_spec(
     engine: EngineConfig, nodes: NodesConfig, node_secret_file: str | None, logs: LogConfig
 ) -> LaunchSpec:
-    """Return what the launcher has to know about an engine."""
+    """Return the machines and the agent command line that an engine requires."""
     host, port = None, DEFAULT_HEAD_PORT
     if nodes.master_addr is not None:
         host, port = parse_head_address(nodes.master_addr)
@@ -205,7 +205,7 @@ def make_launch_spec(
 def agent_arguments(
     engine: EngineConfig, nodes: NodesConfig, node_secret_file: str | None, logs: LogConfig
 ) -> list[str]:
-    """Return the arguments of `gllm node` that all machines share.
+    """Return the `gllm node` arguments that all machines share.
 
     An agent takes the model and most of the configuration from the head, but not what may differ
     between machines.

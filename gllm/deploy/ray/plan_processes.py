@@ -37,7 +37,7 @@ ACTOR_PROBE_SECONDS = 1.0
 
 
 class RayGroup(NamedTuple):
-    """Processes that Ray places together: those of an engine, one on each of its nodes."""
+    """Processes with one placement group: the router, or an engine with one on each node."""
 
     name: str
     """Name of the engine, or ROUTER_NAME."""
@@ -48,7 +48,7 @@ class RayGroup(NamedTuple):
 
 
 class ProcessTask(msgspec.Struct, frozen=True):
-    """Everything that an actor knows about its process."""
+    """Arguments of the actor that runs a process of a plan."""
 
     plan: ServingPlan
     name: str
@@ -62,7 +62,7 @@ class ProcessTask(msgspec.Struct, frozen=True):
 
 
 def make_groups(plan: ServingPlan, router_address: str) -> list[RayGroup]:
-    """Return the groups of a plan, the router's first.
+    """Return the placement groups of a plan, that of the router first.
 
     A worker takes a GPU, or as many CPUs as it has threads; a process with GPUs takes a CPU.
 
@@ -84,7 +84,7 @@ def make_groups(plan: ServingPlan, router_address: str) -> list[RayGroup]:
 
 
 def make_process(task: ProcessTask, own_host: str, head_host: str) -> ProcessSpec:
-    """Return what a Ray actor has to start: one process of the plan, with its addresses filled in.
+    """Return the command line of a process of a plan, with the addresses of its machines.
 
     Args:
         task: Which router or engine of the plan, and on which of its nodes.
@@ -144,7 +144,7 @@ class ProcessStatus(msgspec.Struct, frozen=True):
 
 
 class ProcessActor(ChildActor):
-    """Owner of one process of a plan.
+    """Ray actor that runs one process of a plan.
 
     Args:
         task: `ProcessTask` as JSON.
@@ -163,7 +163,7 @@ class ProcessActor(ChildActor):
         self.start(spec.name, ["-m", spec.module, *spec.arguments])
 
     def status(self) -> bytes:
-        """Return a `ProcessStatus` as JSON."""
+        """Return the `ProcessStatus` of the process as JSON."""
         has_ended = bool(self._cause)
         status = ProcessStatus(
             not has_ended and self._server.is_ready(),
@@ -174,19 +174,19 @@ class ProcessActor(ChildActor):
         return msgspec.json.encode(status)
 
     def drain(self) -> None:
-        """Let the process finish its requests and exit; the actor stays, to report its end."""
+        """Drain the process and let it exit; the actor stays to report the exit."""
         self._child.send(signal.SIGTERM)
 
 
 def find_head(ray: Any, group: Any) -> str | None:
-    """Return the address of the machine that has the first bundle of a group; None if none has."""
+    """Return the address of the machine of the first bundle of a group; None if unplaced."""
     identity = ray.util.placement_group_table(group)["bundles_to_node_id"].get(0)
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     return addresses.get(identity)
 
 
 class RayProcess:
-    """The router, or all processes of an engine, as actors. Implements `RunningProcess`.
+    """The router or an engine of a plan as Ray actors; implements `RunningProcess`.
 
     Args:
         cluster: the connection.
@@ -220,7 +220,7 @@ class RayProcess:
         """State of each process; None for an actor that starts or is lost."""
 
     async def run(self) -> str:
-        """Start the processes, wait for their end and return the cause.
+        """Start the actors, wait until their processes have ended and return the cause.
 
         A process that cannot run whatever is done is a failure; Ray restarts others.
         """
@@ -238,7 +238,7 @@ class RayProcess:
         return is_ready
 
     def end(self) -> None:
-        """Let the processes finish their requests and end; they are killed if they do not."""
+        """Drain the processes and end them; they are killed after a timeout."""
         if not self.is_ending:
             self.is_ending = True
             self._deadline = time.monotonic() + self._shutdown_seconds + MIN_END_SECONDS
@@ -246,7 +246,7 @@ class RayProcess:
                 actor.drain.remote()
 
     def kill(self) -> None:
-        """End the processes at once."""
+        """Kill the processes."""
         self.is_ending, self._deadline = True, 0.0
 
     async def _run(self) -> str:
@@ -295,7 +295,7 @@ class RayProcess:
 
 
 class RayPlan:
-    """A plan whose router is on this machine, and whose engines are where Ray places them.
+    """A plan whose engines run where Ray places them; the router is on this machine.
 
     Args:
         plan: with a router.
@@ -327,7 +327,7 @@ class RayPlan:
             self.specs.append(head)
 
     def launch(self, spec: ProcessSpec) -> RayProcess:
-        """Return the processes of an engine, or the router, which have not started."""
+        """Return the router or an engine as Ray actors that have not started."""
         group, tasks = self._groups[spec.name], self._tasks[spec.name]
         is_scaled = self._is_scaled and not spec.is_router
         return RayProcess(self._cluster, group, tasks, spec.shutdown_seconds, is_scaled)

@@ -15,11 +15,11 @@ log = logging.getLogger("gllm")
 
 
 class LaunchError(RuntimeError):
-    """Ray cannot be used, or has no machines; the message says what to change."""
+    """Ray is not available or lacks resources; the message has the fix."""
 
 
 def import_ray(flag: str = "--distributed-executor-backend ray") -> Any:
-    """Return the package ray. Raises LaunchError, which names the flag, if it is not installed."""
+    """Import ray. Raises LaunchError, which names the flag, if it is not installed."""
     try:
         import ray
         import ray.util
@@ -33,7 +33,7 @@ def import_ray(flag: str = "--distributed-executor-backend ray") -> Any:
 
 
 class RayCluster:
-    """A Ray cluster to which this machine belongs.
+    """Connection to the Ray cluster of this machine.
 
     Args:
         ray: the package.
@@ -49,7 +49,7 @@ class RayCluster:
         self._log_seconds = log_seconds
 
     def connect(self, address: str | None, shows_logs: bool = True) -> None:
-        """Connect this process.
+        """Connect this process to Ray.
 
         Args:
             address: of the cluster; None for RAY_ADDRESS or the cluster of this machine.
@@ -75,16 +75,16 @@ class RayCluster:
         return str(self.ray.util.get_node_ip_address())
 
     def machines(self) -> list[RayMachine]:
-        """Return the machines of the cluster, also those that are lost."""
+        """Return the nodes of the Ray cluster, including lost ones."""
         return read_ray_machines(self.ray.nodes())
 
     def reserve(self, bundles: Sequence[Mapping[str, float]]) -> Any:
-        """Return a placement group that gets each bundle on a machine of its own, in time."""
+        """Create a placement group with each bundle on another machine."""
         strategy = "STRICT_SPREAD" if len(bundles) > 1 else "PACK"
         return self.ray.util.placement_group(bundles, strategy=strategy)
 
     def wait(self, placement: Any, bundles: Sequence[Mapping[str, float]]) -> Iterator[str]:
-        """Yield what is missing, once per poll and sometimes logged, until Ray has the bundles."""
+        """Wait for a placement group; yield a description of the missing resources per poll."""
         next_log = time.monotonic() + self._log_seconds
         while not placement.wait(self.poll_seconds):
             text = describe_wait(bundles, self.machines())
@@ -126,13 +126,13 @@ class RayCluster:
         return creator.remote(*arguments)
 
     def release(self, actors: Sequence[Any], placement: Any = None) -> None:
-        """End actors, and return the resources of their placement group, if they have one."""
+        """Kill actors and remove their placement group."""
         for actor in actors:
             self.ray.kill(actor, no_restart=True)
         if placement is not None:
             self.ray.util.remove_placement_group(placement)
 
     def close(self) -> None:
-        """End the connection."""
+        """Disconnect from Ray."""
         if self.ray.is_initialized():
             self.ray.shutdown()

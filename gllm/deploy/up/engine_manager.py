@@ -38,7 +38,7 @@ class _ManagedProcess:
 
 
 class EngineManager:
-    """Owner of the engines of a plan and their router.
+    """Lifecycle of the engines of a plan and of their router.
 
     One failure ends all of them: a plan with fewer engines than it says does not meet its goals,
     and who started it knows better whether to start it again.
@@ -74,16 +74,16 @@ class EngineManager:
 
     @property
     def running(self) -> list[str]:
-        """Names of the processes that run and shall not end."""
+        """Names of the processes that run and are not ending."""
         return [name for name, managed in self._processes.items() if not managed.is_ending]
 
     @property
     def is_stopping(self) -> bool:
-        """True once all processes end."""
+        """True once all processes are being shut down."""
         return self._should_stop.is_set()
 
     async def run(self) -> int:
-        """Run all processes until a signal, a failure or the end of all.
+        """Run all processes until a signal, a failure or their exit.
 
         Returns:
             The exit status: 1 after a failure, whose text is in `cause`.
@@ -112,17 +112,17 @@ class EngineManager:
         return 1 if self.cause else 0
 
     def stop(self) -> None:
-        """End all processes: first the router, which finishes its requests, then the engines."""
+        """Shut down all processes: first the router, which finishes its requests."""
         self._should_stop.set()
 
     def set_specs(self, specs: Iterable[ProcessSpec]) -> None:
-        """Set the processes that may be started from now on; those that run go on."""
+        """Replace the processes that can be started; running ones continue."""
         self._specs = {spec.name: spec for spec in specs}
 
     async def start_engine(
         self, name: str, timeout_seconds: float | None = None, may_fail: bool = False
     ) -> None:
-        """Start an engine that does not run, and wait until it is ready.
+        """Start an engine and wait until it is ready.
 
         Args:
             name: of the engine.
@@ -162,7 +162,7 @@ class EngineManager:
             managed.may_fail = self._is_scaled
 
     async def drain_engine(self, name: str, may_fail: bool = False) -> None:
-        """Let an engine finish or pass on its requests, and wait for its end.
+        """Drain an engine and wait until it has ended.
 
         Args:
             name: of the engine.
@@ -179,7 +179,7 @@ class EngineManager:
         await asyncio.shield(managed.task)
 
     def fail(self, cause: str) -> None:
-        """End all processes because of a failure; the first cause is kept."""
+        """Shut down all processes because of a failure; the first cause is recorded."""
         if not self.cause:
             self.cause = cause
             log.error("%s", cause)

@@ -22,7 +22,7 @@ log = logging.getLogger("gllm")
 
 
 class EngineActions(NamedTuple):
-    """Engines of this node to start, to drain, to take back and to stop."""
+    """Engines of this node to start, drain, undrain and stop."""
 
     start: tuple[str, ...] = ()
     drain: tuple[str, ...] = ()
@@ -37,7 +37,7 @@ def choose_actions(
     attached: Mapping[str, str],
     scaling: Mapping[str, Any],
 ) -> EngineActions:
-    """Return what this node has to do so that all nodes run as many engines as are wanted.
+    """Return the actions of this node that lead to the number of engines the router requests.
 
     Args:
         order: All engines of the plan, in its order.
@@ -65,7 +65,7 @@ def choose_actions(
 
 
 class EngineScaler:
-    """Loop that follows a router's decision.
+    """Loop that starts and stops engines as a router decides.
 
     Args:
         manager: Owner of the engines of this node.

@@ -49,11 +49,11 @@ log = logging.getLogger("gllm")
 
 
 class PlanSearchError(Exception):
-    """No plan was made; the message has the cause."""
+    """The search has produced no plan; the message has the cause."""
 
 
 class PlanSearch:
-    """Searches for plans of one service, one after the other.
+    """Repeats the search of a plan for an observed workload, as a child process.
 
     Args:
         plan: The plan that was started, whose command is repeated.
@@ -84,7 +84,7 @@ class PlanSearch:
         """Time after which a search is ended."""
 
     async def run(self, lengths: str, rate: float) -> tuple[ServingPlan, Path]:
-        """Return a plan for observed requests, and its file.
+        """Search for a plan for observed requests; return the plan and its file.
 
         Args:
             lengths: Text of a CSV file of prompt and output tokens.
@@ -125,7 +125,7 @@ class PlanSearch:
 
 
 def nice_command(arguments: list[str]) -> list[str]:
-    """Return a command of gllm that takes only CPU time which no other process wants."""
+    """Return a `gllm` command line with the lowest CPU priority."""
     nice = shutil.which("nice")
     return [*([nice, "-n", "19"] if nice else []), sys.executable, "-m", "gllm", *arguments]
 
@@ -141,7 +141,7 @@ class ReplanTimes:
 
 
 class Replanner:
-    """Loop that plans again after each lasting shift, and applies the new plan.
+    """Loop that searches and applies a new plan after each shift of the workload.
 
     Args:
         manager: Owner of the engines of this node.
@@ -304,6 +304,6 @@ class Replanner:
 
 
 def describe_actions(actions: Sequence[ChangeAction]) -> str:
-    """Return the actions of a change in words."""
+    """Return the actions of a plan change as text."""
     verbs = {StartEngine: "start {0}", StopEngine: "end {0}", ChangeRole: "{0} becomes {1}"}
     return ", ".join(verbs[type(action)].format(*action) for action in actions)

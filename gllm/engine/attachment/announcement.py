@@ -15,7 +15,7 @@ from gllm.runtime.messaging.link_config import FleetLinkConfig, default_engine_n
 
 
 class EngineAnnouncer:
-    """Creates the announcements of an engine."""
+    """Callable that returns the current announcement of an engine to routers."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class EngineAnnouncer:
 def attach_to_routers(
     supervisor: Supervisor, announcer: EngineAnnouncer, attachment: AttachmentConfig
 ) -> RouterAttachment:
-    """Return the attachment of an engine to its routers, which has not started.
+    """Return the router sessions of an engine; they have not started.
 
     Raises:
         ValueError: an address or the secret cannot be used.

@@ -38,14 +38,14 @@ latency is below 200 ms. Source: TetriInfer's cluster monitor collects loads eve
 
 
 class ReportPacer:
-    """Decides when a change is reported: at once, or when the latest report is old enough."""
+    """Rate limit of load reports: at most one per LOAD_REPORT_SECONDS."""
 
     def __init__(self) -> None:
         self._reported_at: float | None = None
         self._is_scheduled = False
 
     def on_change(self, now: float) -> float | None:
-        """Return the seconds until the report of a change; None if one is scheduled already."""
+        """Return the delay in seconds of the report of a change; None if one is scheduled."""
         if self._is_scheduled:
             return None
         self._is_scheduled = True
@@ -54,13 +54,13 @@ class ReportPacer:
         return max(0.0, self._reported_at + LOAD_REPORT_SECONDS - now)
 
     def on_reported(self, now: float) -> None:
-        """Note a report, scheduled or not."""
+        """Record that a report was sent."""
         self._is_scheduled = False
         self._reported_at = now
 
 
 class RouterAttachment:
-    """The sessions of an engine with its routers, in the engine's head process."""
+    """Sessions of an engine with its routers, in the head process."""
 
     def __init__(
         self,
@@ -100,17 +100,17 @@ class RouterAttachment:
 
     @property
     def hub_address(self) -> str:
-        """Address that routers dial, with its port; empty without a hub."""
+        """Address with port to which routers connect; empty without a hub."""
         return self._pool.hub_address
 
     @property
     def routers(self) -> list[RouterSession]:
-        """Accepted routers."""
+        """Sessions with the accepted routers."""
         return [session for session in self._sessions.values() if session is not None]
 
     @property
     def announcement(self) -> AnnounceEngine:
-        """Description of the engine with the present figures."""
+        """Current announcement of the engine."""
         announce = self._announce()
         if self._role is None:
             return announce
@@ -122,7 +122,7 @@ class RouterAttachment:
         return self.announcement.role
 
     def set_role(self, role: str) -> str:
-        """Announce a role to all routers; running requests go on. Return the role before.
+        """Announce a role to all routers and return the previous role; requests continue.
 
         Raises:
             ValueError: there is no such role.
@@ -138,17 +138,17 @@ class RouterAttachment:
         return before
 
     async def start(self) -> None:
-        """Listen and dial. Raises OSError if the hub's address cannot be bound."""
+        """Listen and connect. Raises OSError if the address of the hub cannot be bound."""
         await self._pool.start()
         if self.hub_address:
             log.info("listening for routers on %s", self.hub_address)
 
     async def drain(self) -> None:
-        """Let routers send their new requests elsewhere; running ones go on."""
+        """Make routers send new requests to other engines; running requests continue."""
         self._set_draining(True)
 
     async def stop(self) -> None:
-        """End all sessions and their requests; routers continue these elsewhere."""
+        """End all sessions and their requests; routers continue the requests on other engines."""
         self._set_draining(True)
         await self._pool.stop()
         for session in self.routers:
@@ -156,18 +156,18 @@ class RouterAttachment:
         self._sessions.clear()
 
     def on_prefill(self, report: KvPushStarted | FirstChunkComputed) -> None:
-        """Pass a report on a prompt that is still computed on to its router."""
+        """Forward a report about a running prefill to the router of its request."""
         for session in self.routers:
             session.on_prefill(report)
 
     def on_connected(self, connection: PeerConnection) -> None:
-        """See PeerHandler."""
+        """Announce the engine on a new connection; implements PeerHandler."""
         self._sessions[connection] = None
         self._announced = self.announcement
         connection.send(self._announced)
 
     def on_message(self, connection: PeerConnection, message: AnyMessage) -> None:
-        """See PeerHandler."""
+        """Handle a message of a router; implements PeerHandler."""
         session = self._sessions[connection]
         match message:
             case GreetEngine() if session is None:
@@ -185,7 +185,7 @@ class RouterAttachment:
                 session.on_message(message, self._refusal())
 
     def on_lost(self, connection: PeerConnection, cause: str) -> None:
-        """See PeerHandler."""
+        """End the session of a lost connection; implements PeerHandler."""
         if session := self._end(connection):
             log.warning(
                 "the session with router %s (%s) has ended: %s",
@@ -195,7 +195,7 @@ class RouterAttachment:
             )
 
     def on_tick(self) -> None:
-        """See PeerHandler."""
+        """Send changes and a load report; implements PeerHandler."""
         if not self._sessions:
             return
         self._announce_changes()

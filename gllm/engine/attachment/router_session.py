@@ -40,11 +40,11 @@ from gllm.scheduler.plan import FinishedSequence, StepOutput
 
 
 class AttachedEngine(Protocol):
-    """An engine as sessions with routers see it; `gllm.runtime.head.supervisor` implements it."""
+    """Interface of an engine for router sessions; the supervisor implements it."""
 
     @property
     def client(self) -> EngineClient:
-        """Running requests and the latest figures."""
+        """Client of the driver, with the running requests and counters."""
 
     @property
     def kv_events(self) -> KvEventSource:
@@ -52,24 +52,24 @@ class AttachedEngine(Protocol):
 
     @property
     def state(self) -> str:
-        """loading, ready, recovering, sleeping, draining or dead."""
+        """State: loading, ready, recovering, sleeping, draining or dead."""
 
     @property
     def state_cause(self) -> str:
-        """Reason of the death or of the running recovery; otherwise empty."""
+        """Cause of the death or of the running recovery; otherwise empty."""
 
     @property
     def is_recovery_overdue(self) -> bool:
-        """True if requests no longer wait for the end of the running recovery."""
+        """True if the recovery takes so long that requests no longer wait for it."""
 
     async def reset_prefix_cache(self) -> str:
         """Empty the prefix cache; return the error, empty on success."""
 
     def send_kv_command(self, message: HandoffCommand) -> None:
-        """Pass a command about KV blocks on; it is dropped while no driver has any."""
+        """Send a command about KV blocks to the driver; dropped while there is no driver."""
 
     def add_change_listener(self, listener: Callable[[], None]) -> None:
-        """Call a function after each event that may change the state."""
+        """Register a function to call after each event that may change the state."""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +82,7 @@ class _Running:
 
 
 class RouterSession:
-    """The requests that one router has sent, until its session ends.
+    """Session of an engine with one router: runs the requests of the router.
 
     The output of all requests in one turn of the event loop becomes one message.
     """
@@ -107,7 +107,7 @@ class RouterSession:
 
     @property
     def num_requests(self) -> int:
-        """Requests that run."""
+        """Number of running requests."""
         return len(self._running)
 
     def on_message(self, message: AnyMessage, refusal: str) -> None:
@@ -143,13 +143,13 @@ class RouterSession:
                 task.add_done_callback(self._tasks.discard)
 
     def on_prefill(self, report: KvPushStarted | FirstChunkComputed) -> None:
-        """Pass a report on a prompt of the router's own on to it, if it knows such reports."""
+        """Forward a report about a prefill of this router, if the router supports it."""
         is_known = isinstance(report, FirstChunkComputed) or self.greeting.accepts_pushes
         if report.ticket in self._tickets and is_known:
             self.connection.send(report)
 
     def end(self) -> None:
-        """End all requests, because nobody reads their output any more."""
+        """Abort all requests, because the router no longer reads their output."""
         if self._unwatch is not None:
             self._unwatch()
             self._unwatch = None

@@ -187,7 +187,7 @@ class DesignPlanner:
         return build_deployment(config, self.moments.longest_tokens)
 
     def rule_of(self, design: EngineDesign) -> CapacityRule:
-        """Return the capacity rule for a design, with runs several times as long as its requests."""
+        """Return the capacity rule for a design; runs last several times as long as a request."""
         bounds, delay = self.bounds_of(design), self.rule.max_p99_delay_seconds
         return extend_rule(self.rule, bounds.request_seconds(self.problem.limits, delay))
 
