@@ -13,7 +13,7 @@ from gllm.text.tokenizer import BYTE_TOKEN, Tokenizer
 
 
 class StopStrings:
-    """The stop strings of one request, prepared once for the matchers of all its choices."""
+    """Stop strings of a request, compiled for the matchers of all its choices."""
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
         self._stops = tuple(dict.fromkeys(stops))
@@ -25,7 +25,7 @@ class StopStrings:
         self._first = re.compile("|".join(map(re.escape, by_first)) or "(?!)")
 
     def find(self, text: str, num_searched: int) -> tuple[int, str] | None:
-        """Return the start and the text of the stop string that ends first, None if there is none.
+        """Return start and text of the stop string that ends first; None if there is none.
 
         Of several that end at the same character, the longest counts.
 
@@ -41,7 +41,9 @@ class StopStrings:
         return None if not matches else min(matches)[1:]
 
     def held_from(self, text: str) -> int:
-        """Return the start of the longest suffix of `text` that may begin a stop string.
+        """Return the start of the longest suffix that may be the beginning of a stop string.
+
+        `text` contains no complete stop string. Without such a suffix the result is its length.
 
         `text` contains no complete stop string. Without such a suffix the result is its length.
         """
@@ -56,7 +58,7 @@ class StopStrings:
 
 
 class StopMatcher:
-    """Matcher that ends a stream of text at the first complete stop string.
+    """Incremental search for stop strings in the text of one choice.
 
     The result does not depend on how the stream is cut into pieces. The start of the held-back text
     only moves forward, so each character costs at most one `str.startswith` per stop string.
@@ -67,7 +69,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Return the text that can be shown, and the stop string that ends the stream, if any."""
+        """Add text; return the text that can be shown, and the stop string that was found, if any."""
         window = self._held + text
         match = self._stops.find(window, len(self._held))
         if match is not None:
@@ -79,7 +81,7 @@ class StopMatcher:
         return window[:cut], None
 
     def finish(self) -> str:
-        """End the stream and return the text that was held back."""
+        """End the text and return the part that was buffered."""
         held, self._held = self._held, ""
         return held
 
@@ -148,7 +150,7 @@ NO_STOPS = StopStrings()
 
 
 class IncrementalDetokenizer:
-    """Detokenizer of one choice: token ids in, text out, up to the first stop string.
+    """Incremental detokenizer of one choice, which stops at the first stop string.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -177,7 +179,7 @@ class IncrementalDetokenizer:
         self._include_stop = include_stop
 
     def push(self, token_ids: Sequence[int]) -> tuple[str, int, str | None]:
-        """Return the text that can be shown, the number of tokens used, and the stop string.
+        """Add tokens; return the new text, the number of tokens used, and the stop string.
 
         Without a stop string all tokens are used; otherwise those up to the one that completes it.
         """
@@ -196,7 +198,7 @@ class IncrementalDetokenizer:
         return "".join(pieces), len(token_ids), None
 
     def finish(self) -> str:
-        """Return the text that was held back, up to a stop string that it completes."""
+        """Return the buffered text, up to a stop string that it completes."""
         text = self._decoder.finish()
         if self._stops is None:
             return text

@@ -20,12 +20,12 @@ COMPARED_KEYS = ("role", "type")
 
 
 def new_mark() -> str:
-    """Return a random mark that no text contains; digits survive JSON and changes of case."""
+    """Return a random text that marks special tokens in messages; it occurs in no other text."""
     return str(secrets.randbits(128)).zfill(39)
 
 
 class SpecialTokenMarker:
-    """Marker of the special tokens of one tokenizer, as they are spelled in text."""
+    """Marker of special tokens spelled in messages, so that they are encoded as ordinary text."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         added = backend.get_added_tokens_decoder()
@@ -64,7 +64,7 @@ class SpecialTokenMarker:
         """Ids that ordinary text must not be encoded as; the unknown token is no control token."""
 
     def mark_values(self, value: Any, mark: str) -> Any:
-        """Return a copy of JSON values with a mark inside every special token in their strings.
+        """Return a copy of JSON values with a mark in every special token of their strings.
 
         The ends of a string are marked as well if they could become part of a special token
         together with the text around the string in the rendered chat.
@@ -86,7 +86,7 @@ class SpecialTokenMarker:
         return copy
 
     def mark(self, text: str, mark: str) -> str:
-        """Return a text with a mark inside every special token, and at its ends if necessary."""
+        """Return a text with a mark in every special token, and at its ends if necessary."""
         text = self._mark_inside(text, mark)
         body = text.strip()
         if self._overlap(body, self._longest, self._endings, at_end=False):
@@ -98,7 +98,7 @@ class SpecialTokenMarker:
         return text
 
     def encode_marked(self, text: str, mark: str) -> list[int]:
-        """Return the token ids of a rendered text; marked special tokens are ordinary text."""
+        """Tokenize a rendered chat; marked special tokens become ordinary text."""
         pieces, begin = [], 0
         for start, end in self._find(text):
             pieces += [text[begin:start], self._aliases[text[start:end]]]
@@ -106,7 +106,7 @@ class SpecialTokenMarker:
         return self.encode_as_text("".join([*pieces, text[begin:]]).replace(mark, ""))
 
     def encode_as_text(self, text: str) -> list[int]:
-        """Return the token ids of a text in which special tokens are ordinary text."""
+        """Tokenize a text in which special tokens are ordinary text."""
         ids = self._encode_text(text)
         originals, forbidden = self._originals, self._forbidden_ids
         if forbidden.isdisjoint(ids):

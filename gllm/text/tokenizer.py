@@ -19,7 +19,7 @@ LOSSLESS_PRE_TOKENIZERS = ("ByteLevel", "Digits", "Metaspace", "Split")
 
 
 def compute_max_token_characters(backend: tokenizers.Tokenizer) -> int | None:
-    """Return the largest number of characters of a text that one token stands for.
+    """Return the largest number of characters that one token can stand for.
 
     Returns:
         None if there is no bound, because unknown characters may be dropped or merged, or
@@ -73,7 +73,7 @@ BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class TooManyTokensError(ValueError):
-    """A text with more tokens than permitted.
+    """A text has more tokens than permitted.
 
     Args:
         count: Number of tokens.
@@ -87,7 +87,7 @@ class TooManyTokensError(ValueError):
 
 
 class Tokenizer:
-    """A tokenizer, with the chat template if the model has one."""
+    """Tokenizer of a model, with the chat template if the model has one."""
 
     def __init__(
         self, backend: tokenizers.Tokenizer, chat_template: ChatTemplate | None = None
@@ -137,7 +137,7 @@ class Tokenizer:
     def encode(
         self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[int]:
-        """Return the token ids of a text.
+        """Tokenize a text.
 
         Releases the GIL, so other threads run meanwhile.
 
@@ -157,7 +157,7 @@ class Tokenizer:
         return encoding.ids
 
     def encode_chat(self, text: str, mark: str, max_tokens: int | None = None) -> list[int]:
-        """Return the token ids of a rendered chat; marked special tokens are ordinary text.
+        """Tokenize a rendered chat; marked special tokens are ordinary text.
 
         Args:
             text: The rendered chat.
@@ -185,7 +185,7 @@ class Tokenizer:
 
     @cached_property
     def special_token_marker(self) -> SpecialTokenMarker:
-        """The marker of special tokens that are spelled in text."""
+        """Marker of special tokens that are spelled in messages."""
         return SpecialTokenMarker(self._backend)
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:

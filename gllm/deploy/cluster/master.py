@@ -157,7 +157,7 @@ class Master:
         return service
 
     def services(self) -> list[Service]:
-        """Return all services, in the order of their deployment; the caller must not change them."""
+        """Return all services in the order of their deployment; the caller must not change them."""
         return list(self._table.services.values())
 
     def service(self, name: str) -> Service:

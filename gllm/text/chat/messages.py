@@ -14,7 +14,7 @@ ChatMessage = dict[str, Any]
 
 
 class ToolCallArguments(dict[str, Any]):
-    """Arguments of a tool call, usable by templates both as an object and as JSON text.
+    """Arguments of a tool call that chat templates can use as an object or as JSON text.
 
     Some templates iterate over an object, others append to a text. The object therefore converts
     into its own JSON text wherever a string is needed.
@@ -35,7 +35,7 @@ class ToolCallArguments(dict[str, Any]):
 
 
 def normalize_messages(messages: object) -> list[ChatMessage]:
-    """Return copies of the messages with text contents and without deprecated fields.
+    """Validate chat messages and return copies in the form that chat templates expect.
 
     A deprecated `function_call` becomes a tool call, a message of role `function` its result.
 
@@ -111,7 +111,7 @@ def _normalize_content(path: str, message: ChatMessage) -> str | None:
 
 
 def get_content_text(content: object) -> str | None:
-    """Return the text of a content, one part per line; None if it is not text."""
+    """Return the text of a message content, one line per part; None if it is not text."""
     if not isinstance(content, list):
         return content if isinstance(content, str) else None
     texts = []

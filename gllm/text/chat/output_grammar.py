@@ -34,7 +34,7 @@ def constrain_output(
     template_source: str,
     token_id: Callable[[str], int | None],
 ) -> tuple[StructuredOutput | None, OutputFormat]:
-    """Return the structure to enforce on the whole output, None for none, and the format to parse.
+    """Return the grammar of the whole output, None for none, and the format to parse.
 
     Args:
         structured: The requested structure of the answer's content.

@@ -15,7 +15,7 @@ from gllm.text.tokenizer import Tokenizer
 
 
 class ChatOutputParser:
-    """Parser of all choices of one request, streamed (`push`) or finished (`parse`)."""
+    """Parser of all choices of a request, for streamed output (`push`) or whole output (`parse`)."""
 
     def __init__(self, output_format: OutputFormat) -> None:
         self._format = output_format
@@ -30,7 +30,7 @@ class ChatOutputParser:
     def push(
         self, index: int, text: str, finish_reason: str | None
     ) -> tuple[list[OutputEvent], str | None]:
-        """Return the events of more text of a choice, and the finish reason if the choice ended."""
+        """Parse new text of a choice; return its events, and the finish reason at its end."""
         if self.is_plain_text:
             return [ContentDelta(text)] if text else [], finish_reason
         if index not in self._parsers:
@@ -48,7 +48,7 @@ class ChatOutputParser:
         return events, _finish_reason(finish_reason, bool(calls))
 
     def parse(self, text: str, finish_reason: str | None) -> tuple[AssistantMessage, str | None]:
-        """Return the message of a finished choice and its finish reason."""
+        """Parse the whole text of a choice; return the message and the finish reason."""
         parser, message = OutputParser(self._format), AssistantMessage()
         message.apply(parser.push(text))
         message.apply(parser.finish())

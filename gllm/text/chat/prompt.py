@@ -24,7 +24,7 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """Messages of a chat with its tools and the options of its prompt.
+    """Messages, tools and template options of a chat.
 
     Attributes:
         messages: The conversation; `gllm.text.chat.messages` checks it.
@@ -63,7 +63,7 @@ class ChatRequest:
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """The rendered prompt of a chat and the format of the output that follows it."""
+    """Prompt tokens of a chat, and the format of the output that follows."""
 
     token_ids: list[int]
     output_format: OutputFormat

@@ -27,12 +27,12 @@ _NULL_TEST = re.compile(r"""\bcontent(['"]\])?\s+is\s+(not\s+)?none""")
 
 
 class GenerationTag(Extension):
-    """Extension for `{% generation %}`, which marks text for training: only renders its body."""
+    """Jinja extension for `{% generation %}` blocks, which mark training text; renders the body."""
 
     tags = {"generation"}  # noqa: RUF012 (the base class declares a plain set)
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Return the body in a scope of its own."""
+        """Return the body of the block in a scope of its own."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body, lineno=line)
@@ -95,7 +95,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, object]] = (),
         continue_final: bool = False,
     ) -> str:
-        """Return the prompt of a chat.
+        """Render a chat as the text of its prompt.
 
         Args:
             messages: The conversation, not yet validated.
@@ -161,7 +161,7 @@ class ChatTemplate:
 
 
 def load_chat_template(folder: Path, file: Path | None = None) -> ChatTemplate | None:
-    """Return the chat template of a model folder or of a file, None if there is none.
+    """Load the chat template of a model folder or of a file; None if there is none.
 
     Args:
         folder: The model folder.

@@ -32,7 +32,7 @@ NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 @dataclass(frozen=True)
 class ToolOptions:
-    """The tools of a request, in the form that chat templates expect, and the choice among them."""
+    """Tools of a request in the form that chat templates expect, and the tool choice."""
 
     tools: tuple[Tool, ...] = ()
     choice: str = "none"

@@ -52,7 +52,7 @@ MAX_ATTEMPTS = 2
 
 @dataclass(frozen=True)
 class CompilerLimits:
-    """Limits of a GrammarCompiler."""
+    """Limits of the cache, queue and answers of a `GrammarCompiler`."""
 
     max_cached_grammars: int = MAX_CACHED_GRAMMARS
     max_cached_characters: int = MAX_CACHED_CHARACTERS
@@ -62,15 +62,15 @@ class CompilerLimits:
 
 
 class GrammarError(ValueError):
-    """A grammar cannot be used; the message is for its author."""
+    """A grammar is invalid or too complex; the message is for its author."""
 
 
 class CompilerBusyError(Exception):
-    """Grammars cannot be compiled at the moment, for a reason other than the grammar."""
+    """Grammars cannot be compiled now, for a reason other than the grammar."""
 
 
 class GrammarCompiler:
-    """Compiler of the grammars of one model, with a cache; starts its process on first use.
+    """Compiler of grammars for one model, in a child process and with a cache.
 
     Concurrent requests with the same grammar share one compilation.
 
@@ -103,7 +103,7 @@ class GrammarCompiler:
         """True if the process has not compiled a grammar yet."""
 
     def describe(self) -> dict[str, int | None]:
-        """Return the state of the compiler: its process, its work so far and its cache."""
+        """Return counters of the compiler, its cache and its process."""
         return {
             "process_id": None if self._process is None else self._process.pid,
             "num_compiled": self._num_compiled,
@@ -112,7 +112,7 @@ class GrammarCompiler:
         }
 
     async def compile_structured_output(self, structured: StructuredOutput) -> str:
-        """Return the compiled grammar of a structured output.
+        """Compile the grammar of a structured output.
 
         Raises:
             FieldError: The grammar is invalid or too complex; the error names the request's field.
@@ -126,7 +126,7 @@ class GrammarCompiler:
             raise FieldError(param, f"{param} cannot be used: {error}") from error
 
     async def compile(self, source: GrammarSource) -> str:
-        """Return the grammar in the form that the last stage compiles.
+        """Compile a grammar into the form that the last stage loads.
 
         Raises:
             GrammarError: The grammar is invalid or too complex.

@@ -71,7 +71,7 @@ CompileFunction = Callable[[list[str], Any], list[str]]
 def compile_or_error(
     source: list[str], tokens: Any, compile_source: CompileFunction = compile_grammar
 ) -> list[str]:
-    """Return the result of `compile_source`, or an error if it raises."""
+    """Compile a grammar; exceptions become an error message."""
     try:
         return compile_source(source, tokens)
     except MemoryError:
@@ -101,7 +101,7 @@ def _limit_memory() -> None:
 
 
 def run(folder: Path, vocab_size: int, eos_ids: list[int], compile_source: CompileFunction) -> None:
-    """Answer each line of standard input until its end."""
+    """Compile the grammar of each line of standard input, until its end."""
     from gllm.text.grammar.vocabulary import load_grammar_tokenizer
 
     try:

@@ -19,7 +19,7 @@ TOKEN_SECONDS = 60.0
 
 
 class GrammarGuideError(Exception):
-    """A sequence cannot continue with its grammar."""
+    """The output of a sequence does not fit its grammar, or a time limit was exceeded."""
 
 
 def _describe(error: Exception) -> str:
@@ -28,7 +28,7 @@ def _describe(error: Exception) -> str:
 
 
 class GuideOptions(NamedTuple):
-    """Properties of the model and the executor that a guide depends on."""
+    """Options that all guides of a stage share."""
 
     vocab_size: int
     """Vocabulary size of the model."""
@@ -43,7 +43,7 @@ class GuideOptions(NamedTuple):
 
 
 def filter_eos_ids(eos_ids: Sequence[int], vocab_size: int) -> list[int]:
-    """Return the end-of-sequence ids inside the model's vocabulary."""
+    """Return the end-of-sequence token ids that are within the vocabulary."""
     return [token for token in eos_ids if token < vocab_size]
 
 
@@ -52,7 +52,7 @@ MaskFunction = Callable[[], bytes]
 
 
 class GrammarGuide:
-    """Guide of one sequence; output tokens are counted from 0.
+    """State of the grammar of one sequence; output tokens are counted from 0.
 
     A sampled token settles its position and, if the grammar forces the following tokens, theirs as
     well: rows that were planned before this was known get the settled token.
@@ -90,11 +90,11 @@ class GrammarGuide:
 
     @property
     def first_mask(self) -> "Future[bytes]":
-        """Future of the first mask, valid before a token is accepted."""
+        """Future of the first mask; valid until a token is accepted."""
         return self._mask
 
     def allowed_tokens(self, index: int) -> int | bytes:
-        """Return the settled output token `index`, or the mask of the tokens that are allowed.
+        """Return output token `index` if it is fixed, otherwise the mask of allowed tokens.
 
         The mask has one bit per token, lowest bit of a byte first. Waits until all tokens before
         `index` have been accepted.
@@ -116,7 +116,7 @@ class GrammarGuide:
         return self._wait_for_mask(mask)
 
     def accept_token(self, index: int, token: int) -> tuple[int, ...]:
-        """Accept the sampled output token `index`; return the newly settled tokens.
+        """Accept the sampled output token `index`; return the tokens that are fixed by it.
 
         The result begins with this token, or with the settled one in its place. It is empty if
         that one was returned before.
@@ -143,17 +143,17 @@ class GrammarGuide:
             return tuple(self._tokens[first_new:])
 
     def fail(self, error: str) -> None:
-        """Mark the sequence as failed; the first error counts."""
+        """Fail the sequence with an error; the first error is recorded."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     def cancel(self) -> None:
-        """Do not compute the mask that is queued; nobody waits for it or uses the guide again."""
+        """Cancel the queued mask; the guide must not be used afterwards."""
         self._mask.cancel()
 
     def settled_token(self, index: int) -> int:
-        """Return output token `index`, which must be settled."""
+        """Return output token `index`, which must be fixed already."""
         return self._tokens[index]
 
     def _is_known(self, index: int) -> bool:

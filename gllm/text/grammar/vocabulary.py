@@ -21,7 +21,7 @@ LEXER_STATES = 20_000
 
 
 def create_parser_limits() -> LLParserLimits:
-    """Return the limits of one grammar."""
+    """Return the limits of the grammar library for one grammar."""
     return LLParserLimits(
         step_lexer_fuel=STEP_FUEL,
         initial_lexer_fuel=COMPILE_FUEL,
@@ -31,7 +31,7 @@ def create_parser_limits() -> LLParserLimits:
 
 
 def load_grammar_tokenizer(folder: Path, vocab_size: int, eos_ids: Sequence[int]) -> LLTokenizer:
-    """Load the tokenizer.json of a model folder, padded to the model's vocabulary.
+    """Load the tokenizer of a model folder for the grammar library.
 
     Raises:
         ValueError: The model has no token that ends a sequence, or a tokenizer that the grammar

@@ -8,21 +8,21 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """More text of the answer."""
+    """Event: new text of the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """More text of the reasoning before the answer."""
+    """Event: new text of the reasoning section."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """Start of a tool call. Indices count the calls of an output from 0."""
+    """Event: a tool call starts. Indices count the calls of an output from 0."""
 
     index: int
     id: str
@@ -33,7 +33,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallArgumentsDelta:
-    """More arguments of a tool call: text of a JSON object, or of a custom tool's input."""
+    """Event: new text of the arguments of a tool call, JSON or the input of a custom tool."""
 
     index: int
     text: str
@@ -41,7 +41,7 @@ class ToolCallArgumentsDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallAborted:
-    """A started tool call was invalid; its whole text follows as content."""
+    """Event: a started tool call was invalid; its text follows as content."""
 
     index: int
 
@@ -73,7 +73,7 @@ class ToolCall:
 
 @dataclass
 class AssistantMessage:
-    """A whole parsed output."""
+    """Message of a whole output: content, reasoning and tool calls."""
 
     content: str = ""
     reasoning: str = ""
@@ -81,7 +81,7 @@ class AssistantMessage:
     """Tool calls by index, without the aborted ones."""
 
     def apply(self, events: Iterable[OutputEvent]) -> None:
-        """Add events to the message."""
+        """Add the text and the tool calls of events to the message."""
         for event in events:
             match event:
                 case ContentDelta(text):
@@ -97,7 +97,7 @@ class AssistantMessage:
 
 
 def merge_events(events: list[OutputEvent]) -> list[OutputEvent]:
-    """Return the events with consecutive deltas of one kind joined."""
+    """Return the events with consecutive deltas of the same kind merged."""
     if len(events) < 2:
         return events
     merged: list[OutputEvent] = []

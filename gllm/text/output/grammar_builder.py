@@ -27,7 +27,7 @@ _BLANKS = r"/[ \n]{0,4}/"
 
 
 class GrammarBuilder:
-    """Builder that collects rules; its methods return expressions to be used in other rules.
+    """Builder of a Lark grammar; its methods return expressions for use in rules.
 
     Args:
         token_id: Returns the id of a vocabulary entry, None if there is none.
@@ -40,7 +40,7 @@ class GrammarBuilder:
         self._rules: list[str] = []
 
     def literal(self, text: str) -> str:
-        """Return the expression of a text. Markers in it become tokens, which have no spelling."""
+        """Return the expression of a fixed text; markers become special tokens."""
         positions = [(text.find(marker), marker) for marker in self._ids]
         matches = [match for match in positions if match[0] >= 0]
         if not matches:
@@ -52,7 +52,7 @@ class GrammarBuilder:
         )
 
     def json_value(self, schema: Schema) -> str:
-        """Return the expression of a JSON value that fits the schema of a tool."""
+        """Return the expression of a JSON value that matches a schema."""
         return f"%json {json.dumps({**schema, 'x-guidance': _STYLE}, ensure_ascii=False)}"
 
     def text_until(self, end: str) -> str:
@@ -68,20 +68,20 @@ class GrammarBuilder:
         return name
 
     def to_lark(self, start: str) -> str:
-        """Return the grammar with this start expression."""
+        """Return the text of the grammar with a start expression."""
         grammar = "\n".join([f"start: {start}", *self._rules])
         # "::=" marks a grammar as GBNF; here it can only be part of a text.
         return grammar.replace("::=", r":\u003a=")
 
 
 def add_json_arguments_rule(grammar: GrammarBuilder, schema: Schema) -> str:
-    """Add the rule of arguments written as a JSON object and return its name."""
+    """Add a rule for arguments written as a JSON object; return its name."""
     return grammar.add_rule(grammar.json_value({"type": "object", **schema}))
 
 
 @dataclass(frozen=True)
 class ToolCallDelimiters:
-    """Text around tool calls and their arguments. NAME stands for the tool's name."""
+    """Texts around tool calls and their arguments; NAME stands for the name of the tool."""
 
     call_prefix: str
     """Text before the arguments of a call."""
@@ -105,7 +105,7 @@ def add_tool_call_rule(
     tool_schemas: Mapping[str, Schema],
     allows_parallel: bool,
 ) -> str:
-    """Add the rule of a call of one of the tools, or of several calls, and return its name."""
+    """Add a rule for one or several calls of some tools; return its name."""
     calls = []
     for name, schema in tool_schemas.items():
         prefix = grammar.literal(delimiters.call_prefix.replace("NAME", name))

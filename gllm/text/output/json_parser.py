@@ -21,7 +21,7 @@ _CLOSERS = {"{": "}", "[": "]"}
 
 
 def parse_value(reader: TextReader, sink: TextSink) -> ParserCoroutine[bool]:
-    """Parse a value and pass its text on.
+    """Parse a JSON value incrementally and write its text to a sink.
 
     Returns:
         False for invalid JSON; the valid beginning has been passed on then.
@@ -62,7 +62,7 @@ def parse_value(reader: TextReader, sink: TextSink) -> ParserCoroutine[bool]:
 
 
 def parse_string(reader: TextReader, sink: TextSink) -> ParserCoroutine[bool]:
-    """Parse a string and pass it on with its quotes; return False if it is invalid.
+    """Parse a JSON string incrementally and write it to a sink; return False if it is invalid.
 
     Control characters, which JSON does not allow in strings but models write, are passed on as
     escapes.
@@ -86,7 +86,7 @@ def parse_string(reader: TextReader, sink: TextSink) -> ParserCoroutine[bool]:
 
 
 def parse_decoded_string(reader: TextReader) -> ParserCoroutine[str | None]:
-    """Parse a string and return its value, None if it is invalid."""
+    """Parse a JSON string and return its value; None if it is invalid."""
     pieces: list[str] = []
     if not (yield from parse_string(reader, pieces.append)):
         return None

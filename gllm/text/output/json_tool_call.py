@@ -14,7 +14,7 @@ def parse_json_call(
     *,
     argument_keys: tuple[str, ...] = ("arguments",),
 ) -> ParserCoroutine[bool]:
-    """Parse an object with `name` and one of `argument_keys`; other keys are skipped.
+    """Parse a tool call: a JSON object with `name` and one of `argument_keys`.
 
     The object is a call as soon as it has a name and arguments: invalid text after them is left
     unread.

@@ -40,7 +40,10 @@ _LONE_SURROGATE = re.compile(
 
 
 class CustomToolInputDecoder:
-    """Incremental decoder of one call's arguments; arguments of another form pass unchanged."""
+    """Incremental decoder of the JSON arguments of a custom tool into its input text.
+
+    Arguments of another form pass unchanged.
+    """
 
     def __init__(self) -> None:
         self._pending = ""
@@ -49,7 +52,7 @@ class CustomToolInputDecoder:
         """prefix, string, end or verbatim."""
 
     def push(self, text: str) -> str:
-        """Return the input that more text of the arguments adds."""
+        """Add text of the arguments; return the new text of the input."""
         self._pending += text
         if self._state == "prefix":
             self._match_prefix()
@@ -87,7 +90,7 @@ class CustomToolInputDecoder:
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """The parts that an output may contain besides content, and how they are written."""
+    """Format of a model output: reasoning tags, tool calls and tools."""
 
     reasoning_tags: ReasoningTags | None = None
     """Tags of the reasoning section, None if reasoning is not split off."""
@@ -104,7 +107,7 @@ class OutputFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Tokens that the parser has to see even if they are special tokens of the vocabulary."""
+        """Special tokens that must be visible in the text to parse it."""
         markers: list[str] = []
         if self.reasoning_tags is not None:
             markers += [self.reasoning_tags.opening, self.reasoning_tags.closing]
@@ -136,7 +139,7 @@ class _ParserRun:
 
 
 class OutputParser:
-    """Incremental parser of one choice: text in, events out.
+    """Incremental parser of one choice into content, reasoning and tool calls.
 
     The events do not depend on how the text is cut into pieces, except for where deltas are cut.
     """
@@ -177,12 +180,12 @@ class OutputParser:
         self._feed = answer
 
     def push(self, text: str) -> list[OutputEvent]:
-        """Return the events that more text adds."""
+        """Add text; return its events."""
         self._feed(text)
         return self._pop_events()
 
     def finish(self) -> list[OutputEvent]:
-        """End the text and return the events of what was held back."""
+        """End the text; return the events of the buffered text."""
         for run in self._runs:
             run.close()
         if self._emitter is not None:

@@ -19,18 +19,18 @@ SPACE = re.compile(r"\s+")
 
 
 def discard(text: str) -> None:
-    """Ignore text: a sink for text without use."""
+    """Ignore a text; a sink for text that is not used."""
 
 
 class TrailingSpaceFilter:
-    """Filter that passes text on to a sink, but whitespace only once other text follows it."""
+    """Filter in front of a sink that buffers whitespace until other text follows."""
 
     def __init__(self, sink: TextSink) -> None:
         self._sink = sink
         self._space: list[str] = []
 
     def push(self, text: str) -> None:
-        """Add text."""
+        """Write text to the sink, except trailing whitespace."""
         visible = text.rstrip()
         if visible:
             self._sink("".join([*self._space, visible]))
@@ -39,18 +39,21 @@ class TrailingSpaceFilter:
             self._space.append(text[len(visible) :])
 
     def drop(self) -> None:
-        """Discard the whitespace that is held back."""
+        """Discard the buffered whitespace."""
         self._space.clear()
 
     def flush(self) -> None:
-        """Pass on the whitespace that is held back."""
+        """Write the buffered whitespace to the sink."""
         if self._space:
             self._sink("".join(self._space))
             self._space.clear()
 
 
 class TextReader:
-    """Text from the parser's position on. After `close` there is no more text to wait for."""
+    """Buffer of text for incremental parsers, read from its position on.
+
+    After `close` there is no more text to wait for.
+    """
 
     def __init__(self) -> None:
         self._text = ""
@@ -59,7 +62,7 @@ class TextReader:
         self._recorded: list[str] | None = None
 
     def feed(self, text: str) -> None:
-        """Append text."""
+        """Append text to the buffer."""
         self._text = self._text[self._position :] + text
         self._position = 0
 
@@ -68,7 +71,7 @@ class TextReader:
         self._is_closed = True
 
     def start_recording(self, consumed: str = "") -> None:
-        """Record the text consumed from here on.
+        """Start recording the text that is consumed.
 
         Args:
             consumed: Text consumed just before, with which the record begins.
@@ -81,7 +84,7 @@ class TextReader:
         return "".join(recorded)
 
     def consume(self, count: int) -> str:
-        """Consume and return so many characters, which must have arrived."""
+        """Consume and return `count` characters, which must be in the buffer."""
         text = self._text[self._position : self._position + count]
         self._position += count
         if self._recorded is not None:
@@ -128,7 +131,7 @@ class TextReader:
         return (yield from self.consume_any(*texts))
 
     def consume_any(self, *texts: str) -> ParserCoroutine[str]:
-        """Consume and return the first of the texts that comes next; empty if none does."""
+        """Consume and return the first of the texts that matches; empty if none does."""
         for text in texts:
             while True:
                 available = self._text[self._position : self._position + len(text)]

@@ -12,7 +12,7 @@ from gllm.text.output.reader import ParserCoroutine, TextReader, TextSink, Trail
 
 @dataclass(frozen=True)
 class ReasoningTags:
-    """Tags that enclose the reasoning of a model family."""
+    """Opening and closing tag of the reasoning section of a model family."""
 
     name: str
     """Value of --reasoning-parser."""
@@ -20,15 +20,15 @@ class ReasoningTags:
     closing: str
 
     def are_used_by(self, template: str) -> bool:
-        """Return whether a chat template, given as source, contains these tags."""
+        """Return True if the source of a chat template contains one of the tags."""
         return self.opening in template or self.closing in template
 
     def are_opened_by(self, prompt: str) -> bool:
-        """Return whether a prompt ends with the opening tag."""
+        """Return True if a prompt ends with the opening tag."""
         return prompt.rstrip().endswith(self.opening)
 
     def are_open_in(self, text: str) -> bool:
-        """Return whether a text that is to be continued ends inside a reasoning section."""
+        """Return True if a text ends inside a reasoning section."""
         return text.rfind(self.opening) > text.rfind(self.closing)
 
 
@@ -40,7 +40,7 @@ REASONING_TAGS = {
 
 
 class ReasoningSplitter:
-    """Splitter of reasoning, which becomes events, from the answer, which goes to a sink.
+    """Splitter of an output into reasoning events and the answer, which goes to a sink.
 
     Reasoning can only stand at the beginning.
 
@@ -58,7 +58,7 @@ class ReasoningSplitter:
         self._reasoning = TrailingSpaceFilter(lambda text: self.events.append(ReasoningDelta(text)))
 
     def parse(self, reader: TextReader) -> ParserCoroutine[None]:
-        """Parse the whole text."""
+        """Parse the whole output."""
         reader.start_recording()
         is_opened = yield from reader.consume_next(self._tags.opening)
         before = reader.stop_recording()

@@ -32,7 +32,7 @@ TOOL_CALL_FORMATS = {
 def select_tool_call_format(
     parser: str, template: str, model_type: str = ""
 ) -> ToolCallFormat | None:
-    """Return the format of the model's tool calls, None for `none` and for unknown models.
+    """Return the tool call format of a model; None for `none` and for unknown models.
 
     Args:
         parser: Value of --tool-call-parser. `auto` selects the format that the template shows, or
@@ -50,7 +50,7 @@ def select_tool_call_format(
 
 @lru_cache(maxsize=16)
 def select_reasoning_tags(parser: str, template: str) -> ReasoningTags | None:
-    """Return the tags of the model's reasoning, None for `none` and for models without reasoning.
+    """Return the reasoning tags of a model; None for `none` and for models without reasoning.
 
     Args:
         parser: Value of --reasoning-parser. `auto` selects the tags that the template contains.

@@ -28,7 +28,7 @@ _PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 
 
 class TaggedArguments:
-    """Arguments of one call, emitted as the text of a JSON object.
+    """Converter of the tagged arguments of a call into the text of a JSON object.
 
     Args:
         emitter: Receives the text.
@@ -41,7 +41,7 @@ class TaggedArguments:
         self._num_arguments = 0
 
     def finish(self) -> None:
-        """End the object."""
+        """Emit the end of the JSON object."""
         self._emitter.add_arguments("}" if self._num_arguments else "{}")
 
     def parse(
@@ -74,7 +74,7 @@ class TaggedArguments:
 def tagged_arguments_expression(
     grammar: GrammarBuilder, schema: Schema, start_tag: str, end_tag: str, separator: str
 ) -> str:
-    """Return the expression of arguments in the schema's order; optional ones may be missing.
+    """Return the expression of tagged arguments in the order of the schema.
 
     Args:
         grammar: Receives the rules.
@@ -108,7 +108,7 @@ def _value_rule(grammar: GrammarBuilder, schema: Schema, value_schema: Schema, e
 
 
 def get_property_types(schema: Schema, key: str) -> set[str]:
-    """Return the JSON types that a property may have; empty if the schema does not say."""
+    """Return the JSON types of a property of a schema; empty if they are not specified."""
     properties = schema.get("properties")
     value_schema = properties.get(key) if isinstance(properties, Mapping) else None
     return _json_types(value_schema) if isinstance(value_schema, Mapping) else set()
@@ -131,7 +131,7 @@ def _json_types(schema: Schema) -> set[str]:
 
 
 def to_typed_json(text: str, types: set[str]) -> str:
-    """Return a value as JSON of one of the types, or as a string if it cannot be read so.
+    """Return a text as JSON of one of the types, or as a JSON string if that is not possible.
 
     Without types every JSON value is accepted. Unless a string is permitted, Python's True, False
     and None are accepted as well.

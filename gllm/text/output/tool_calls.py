@@ -27,17 +27,17 @@ _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
 def new_call_id() -> str:
-    """Return a new id in the form of OpenAI's."""
+    """Return a new id of a tool call in the form that OpenAI uses."""
     return f"call_{secrets.token_hex(12)}"
 
 
 def new_short_call_id() -> str:
-    """Return a new id of nine letters and digits, the only form that Mistral's templates accept."""
+    """Return a new id of nine letters and digits, as Mistral's chat templates require."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
 class ToolCallEmitter:
-    """Emitter of events for content and tool calls that a parser finds; one call open at a time.
+    """Collector of the events of content and tool calls that a parser finds.
 
     Args:
         reader: The text that the parser reads.
@@ -67,11 +67,11 @@ class ToolCallEmitter:
         self._content = TrailingSpaceFilter(lambda text: self.events.append(ContentDelta(text)))
 
     def add_content(self, text: str) -> None:
-        """Add content."""
+        """Add text to the content."""
         self._content.push(text)
 
     def start_call(self, name: str) -> bool:
-        """Start a call; return False if the name cannot be that of a tool."""
+        """Start a tool call; return False if no tool can have the name."""
         is_known = name in self.tool_schemas if self._only_known_tools else _NAME.fullmatch(name)
         if not is_known:
             return False
@@ -86,7 +86,7 @@ class ToolCallEmitter:
             self.events.append(ToolCallArgumentsDelta(self._num_started - 1, text))
 
     def try_call(self, parser: ParserCoroutine[bool], marker: str = "") -> ParserCoroutine[bool]:
-        """Run the parser of one call; if it fails, its text becomes content.
+        """Run the parser of one call; if it fails, the text of the call becomes content.
 
         Args:
             parser: Returns whether there is a call.
@@ -110,7 +110,7 @@ class ToolCallEmitter:
         return is_call
 
     def add_closing_marker(self, marker: str) -> None:
-        """Add a closing marker that stands alone.
+        """Handle a closing marker without a call before it.
 
         It ends a call with invalid text after its arguments; without such a call it is content.
         """
@@ -119,7 +119,7 @@ class ToolCallEmitter:
         self._accepts_closing_marker = False
 
     def finish(self) -> None:
-        """End the output."""
+        """End the output and emit the buffered whitespace if there was no call."""
         if not self._num_finished:
             self._content.flush()
 
@@ -133,7 +133,7 @@ def parse_marked_calls(
     closings: tuple[str, ...],
     parse_call: Callable[[TextReader, ToolCallEmitter, str], ParserCoroutine[bool]],
 ) -> ParseToolCalls:
-    """Return a parser of outputs in which a marker stands before each call.
+    """Return a parser of outputs whose tool calls follow markers.
 
     Args:
         openings: Markers before a call.
@@ -154,7 +154,7 @@ def parse_marked_calls(
 
 @dataclass(frozen=True)
 class ToolCallFormat:
-    """Format in which the models of a family write tool calls."""
+    """Tool call format of a model family: its parser and its grammar."""
 
     name: str
     """Value of --tool-call-parser."""

@@ -82,7 +82,7 @@ last three lines do not restrict valid values."""
 
 
 def check_schema(schema: object) -> None:
-    """Check the keywords and references of a schema.
+    """Check that the compiler supports the keywords and references of a JSON Schema.
 
     Raises:
         ValueError: A keyword is not supported or a reference leads outside the schema; the message
@@ -116,7 +116,7 @@ def check_schema(schema: object) -> None:
 
 
 def resolve_reference(root: object, reference: object) -> object:
-    """Return the schema within `root` that a `$ref` refers to; None if there is none."""
+    """Return the schema that a `$ref` refers to within `root`; None if there is none."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     target = root
@@ -132,7 +132,7 @@ def resolve_reference(root: object, reference: object) -> object:
 
 
 def compute_nesting_depth(value: object) -> int:
-    """Return the nesting depth of a JSON value; 0 if it contains no other values."""
+    """Return the nesting depth of a JSON value; 0 for a value without members."""
     return sum(1 for _ in _levels(value)) - 1
 
 

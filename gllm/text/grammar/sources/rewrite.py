@@ -44,11 +44,11 @@ ANNOTATIONS = {
 
 
 class UnsupportedKeywordError(ValueError):
-    """The value of a keyword cannot be expressed by keywords that the compiler implements."""
+    """A keyword of a JSON Schema cannot be enforced."""
 
 
 def rewrite_schema(schema: Mapping[str, Any], strict: bool, lenient: bool = False) -> Schema:
-    """Return a copy of a schema that the grammar compiler enforces completely.
+    """Return a copy of a JSON Schema with only keywords that the grammar compiler enforces.
 
     Args:
         schema: A JSON Schema.

@@ -18,7 +18,7 @@ blanks forever."""
 
 
 class GrammarSource(NamedTuple):
-    """Text of a grammar to be compiled."""
+    """Format and text of a grammar to compile."""
 
     format: str
     """json_schema, regex, lark or gbnf."""
@@ -26,7 +26,7 @@ class GrammarSource(NamedTuple):
 
 
 def to_grammar_source(structured: StructuredOutput) -> GrammarSource:
-    """Return the grammar source of a structured output.
+    """Check a structured output and convert it into a grammar source.
 
     Raises:
         FieldError: The schema, expression, choice or grammar is invalid; the error names the
