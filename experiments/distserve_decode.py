@@ -6,7 +6,7 @@ Source: "DistServe" (OSDI'24, arXiv 2401.09670), section 3.2 and Figure 5.
 from typing import NamedTuple
 
 from experiments.claims import ExpectedDirection, PaperClaim
-from gllm.plan.engine_times import EngineTimes, decode_work
+from gllm.plan.engine_times import EngineTimes, decode_step_work
 from gllm.plan.goodput.engines import DISTSERVE_COSTS, make_engine
 from gllm.plan.layout import Parallelism
 from gllm.sim.metrics.report import format_table
@@ -32,7 +32,7 @@ def decode_points() -> list[DecodePoint]:
     points = []
     for engine in engines:
         deployment = make_engine(DISTSERVE_COSTS, MODEL, engine, "distserve")
-        times, work = EngineTimes(deployment.cost, engine.pp), decode_work(BATCH, CONTEXT)
+        times, work = EngineTimes(deployment.cost, engine.pp), decode_step_work(BATCH, CONTEXT)
         points.append(DecodePoint(engine, times.total(work), BATCH / max(times.stages(work))))
     return points
 

@@ -60,18 +60,18 @@ from experiments.hexgen2_text import (
     SIMULATION,
 )
 from experiments.parallel import map_parallel
-from gllm.plan.hetero.replicas import PipelineCredit
+from gllm.plan.hetero.replicas import PipelineCapacityRule
 from gllm.plan.hetero.search import SearchResult
 from gllm.plan.hetero.workload import CLASSES
 
 Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")
 RULES = (
-    ("roofline", PipelineCredit.PIPELINED),
-    ("roofline", PipelineCredit.LITERAL),
-    ("table1", PipelineCredit.PIPELINED),
-    ("table1", PipelineCredit.LITERAL),
-    ("table1", PipelineCredit.CREDITED),
+    ("roofline", PipelineCapacityRule.PIPELINED),
+    ("roofline", PipelineCapacityRule.LITERAL),
+    ("table1", PipelineCapacityRule.PIPELINED),
+    ("table1", PipelineCapacityRule.LITERAL),
+    ("table1", PipelineCapacityRule.CREDITED),
 )
 """Costs and rules of the capacities that are compared."""
 SCALES = (20, 64, 128)
@@ -87,7 +87,7 @@ class PageFigures(NamedTuple):
     chunking: Mapping[str, ChunkedOutcome]
     online: Mapping[str, OnlineOutcome]
     deadlines: Mapping[str, DeadlineOutcome]
-    rules: Mapping[tuple[str, PipelineCredit, str], float]
+    rules: Mapping[tuple[str, PipelineCapacityRule, str], float]
     searches: Mapping[str, Sequence[SearchResult]]
     scales: Sequence[ScaleOutcome]
 

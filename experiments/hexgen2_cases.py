@@ -8,13 +8,18 @@ from typing import NamedTuple
 
 from experiments.hexgen2_baselines import best_colocated, best_uniform
 from experiments.hexgen2_genetic import GeneticSearch
-from gllm.plan.budget import SearchBudget
+from gllm.plan.best_first import SearchBudget
 from gllm.plan.hetero.evaluation import EvaluatedPlan, Partition, PlanEvaluator
-from gllm.plan.hetero.moves import NeighbourFinder, guided_changes, random_changes
 from gllm.plan.hetero.partition import count_groups, first_partition
 from gllm.plan.hetero.planner import make_planner, plan_replicas
-from gllm.plan.hetero.replicas import PipelineCredit
-from gllm.plan.hetero.search import LocalSearch, SearchResult
+from gllm.plan.hetero.replicas import PipelineCapacityRule
+from gllm.plan.hetero.search import (
+    LocalSearch,
+    NeighbourFinder,
+    SearchResult,
+    guided_changes,
+    random_changes,
+)
 from gllm.plan.hetero.workload import mean_lengths
 from gllm.plan.nodes import DeviceCluster, build_cluster, named_cluster
 from gllm.plan.prices import PRICE_TABLES
@@ -81,7 +86,7 @@ def measure_cell(cell: Cell) -> CellOutcome:
     return CellOutcome(plan.best.score.flow, colocated, uniform, output, fleet_price(cluster))
 
 
-def measure_rule(case: tuple[str, PipelineCredit, str]) -> float:
+def measure_rule(case: tuple[str, PipelineCapacityRule, str]) -> float:
     """Return the gain of the plan over the colocated optimum on setting 1.
 
     Args:

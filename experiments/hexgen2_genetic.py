@@ -7,10 +7,9 @@ parents.
 
 from random import Random
 
-from gllm.plan.budget import SearchBudget
+from gllm.plan.best_first import SearchBudget
 from gllm.plan.hetero.evaluation import EvaluatedPlan, Partition, PlanEvaluator, make_partition
-from gllm.plan.hetero.moves import NeighbourFinder
-from gllm.plan.hetero.search import SearchResult, SearchStep
+from gllm.plan.hetero.search import NeighbourFinder, SearchResult, SearchStep
 
 POPULATION = 16
 MUTATION_SHARE = 0.5

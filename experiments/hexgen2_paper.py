@@ -14,7 +14,7 @@ from experiments.hexgen2_simulated import (
     OnlineOutcome,
     SimulatedCell,
 )
-from gllm.plan.hetero.replicas import PipelineCredit
+from gllm.plan.hetero.replicas import PipelineCapacityRule
 from gllm.plan.hetero.workload import CLASSES
 from gllm.plan.nodes import read_data
 from gllm.sim.metrics.report import format_table
@@ -143,7 +143,7 @@ def simulation_table(
     return format_table(header, rows)
 
 
-def rules_table(gains: Mapping[tuple[str, PipelineCredit, str], float]) -> str:
+def rules_table(gains: Mapping[tuple[str, PipelineCapacityRule, str], float]) -> str:
     """Return the gains over the colocated optimum by costs and rule of the capacities."""
     by_rule: dict[tuple[str, str], list[float]] = {}
     for (costs, credit, _), gain in gains.items():

@@ -4,8 +4,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from gllm.options.slo import parse_slo
-from gllm.plan.best_first import BestFirstOutcome
-from gllm.plan.budget import SearchBudget
+from gllm.plan.best_first import BestFirstOutcome, SearchBudget
 from gllm.plan.capacity import PLAN_RULES
 from gllm.plan.prices import PRICE_TABLES
 from gllm.plan.problem import ServiceProblem

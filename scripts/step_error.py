@@ -74,7 +74,7 @@ def prefill_work(batch_size: int, num_tokens: int, num_cached_tokens: int = 0) -
     return StageWork(0, batch_size * num_tokens, chunks, 0, 0, batch_size)
 
 
-def decode_work(batch_size: int, context: int) -> StageWork:
+def decode_step_work(batch_size: int, context: int) -> StageWork:
     """Return a batch of decodes with equal contexts."""
     return StageWork(0, batch_size, (), batch_size, batch_size * context, batch_size)
 
@@ -97,7 +97,7 @@ def vidur_works() -> Iterator[tuple[str, StageWork]]:
         if chunk + kv <= 4096
     )
     yield from (
-        ("decode", decode_work(batch, context))
+        ("decode", decode_step_work(batch, context))
         for batch in (1, 2, 4, 8, 16, 32, 64, 96, 128)
         for context in (64, 256, 512, 1024, 2048, 4000)
     )
@@ -135,7 +135,7 @@ def splitwise_steps(longest_output: int = OUTPUT_TOKENS) -> list[SplitwiseStep]:
         (capacity,) = splitwise_hardware(*key).stage_kv_blocks(1, USABLE_MEMORY_SHARE)
         if batch * (prompt + output) > capacity:
             continue
-        decodes = decode_work(batch, prompt + output // 2)
+        decodes = decode_step_work(batch, prompt + output // 2)
         prefill, decode = float(row["prefill_ms"]) / 1e3, float(row["decode_step_ms"]) / 1e3
         steps.append(SplitwiseStep(*key, "prefill", prefill_work(batch, prompt), prefill))
         steps.append(SplitwiseStep(*key, "decode", decodes, decode))
@@ -230,7 +230,7 @@ def table_iv_rows() -> list[list[str]]:
     for (workload, device), (prompt, output, *measured) in TABLE_IV.items():
         predict = predictor(splitwise_hardware("llama2-70b", device, 8))
         ttft = predict(prefill_work(1, prompt))
-        tbt = predict(decode_work(1, prompt + output // 2))
+        tbt = predict(decode_step_work(1, prompt + output // 2))
         predicted = ttft, tbt, ttft + (output - 1) * tbt
         cells = [
             f"{1e3 * ours:.0f} / {1e3 * theirs:.0f} ms ({ours / theirs - 1:+.0%})"

@@ -10,7 +10,7 @@ from functools import cached_property
 from gllm.config.attachment import AttachmentConfig
 from gllm.config.engine import EngineConfig
 from gllm.config.nodes import NodesConfig
-from gllm.engine.attachment.announcement import EngineAnnouncer, attach_to_routers
+from gllm.engine.attachment.attachment import EngineAnnouncer, attach_to_routers
 from gllm.engine.interface import KvParticipant
 from gllm.engine.pipeline import PipelineBackend
 from gllm.engine.preflight import plan_model

@@ -5,7 +5,7 @@ from math import inf
 from typing import NamedTuple
 
 from gllm.options.slo import NO_SLO, Slo
-from gllm.plan.budget import SearchBudget
+from gllm.plan.best_first import SearchBudget
 from gllm.sim.capacity import (
     CAPACITY_RULES,
     CapacityRule,

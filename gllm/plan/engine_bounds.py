@@ -6,22 +6,200 @@ all that the limits permit: tokens per micro-batch, sequences, KV cache. That is
 largest: times of matrix products rise in steps of a tile's rows, so 512 tokens may take 40 % less
 time than 549. Limits of the time between tokens lower the bound: `max_decode_rate`.
 
-Estimates: see `operating_point`.
+Estimates of latencies at a request rate: the micro-batch that the rate needs gives the time between
+tokens; the wait before a prefill is that of an M/D/1 queue whose service time is the time of the
+slowest stage per request, or of an M/D/c queue where sequences, not tokens, limit the
+micro-batches: each sequence is a server.
 """
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from math import ceil, floor, inf
+from math import ceil, floor, inf, log, sqrt
 from statistics import fmean
+from typing import NamedTuple
 
+from gllm.observability.latency import percentile
 from gllm.options.slo import NO_SLO, Slo
-from gllm.plan.engine_times import EngineTimes, decode_work, make_work, prefill_work
-from gllm.plan.operating_point import MAX_DELAY_SECONDS, OperatingPoint
-from gllm.plan.workload_moments import WorkloadMoments
+from gllm.plan.engine_times import EngineTimes, decode_step_work, make_work, prefill_work
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import CostRangeError
 from gllm.sim.deployment import Deployment
 from gllm.sim.monotone_search import bisect_last
+from gllm.sim.workloads.requests import WorkloadRequest
+
+DELAY_PERCENT = 99.0
+"""Percentile of the scheduling delay that every capacity limits, as in CAPACITY_RULES."""
+MAX_DELAY_SECONDS = 5.0
+"""Default of that limit."""
+MAX_UTILIZATION = 0.999
+NAMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "TBT"}
+"""Metrics with an estimate, by their names in messages."""
+
+
+class OperatingPoint(NamedTuple):
+    """Estimated latencies of an engine at one request rate."""
+
+    rate: float
+    """Requests per second."""
+    slowest_seconds: float
+    """Seconds between two requests at the highest rate."""
+    prefill_seconds: float
+    """Seconds of a mean prompt on all stages, alone."""
+    step_seconds: float
+    """Seconds of a mean micro-batch on all stages: the time per output token."""
+    chunk_seconds: float
+    """The same of a micro-batch with as many prefill tokens as are permitted."""
+    num_servers: float = 1.0
+    """Requests that are served at once before one has to wait: 1 where tokens are the limit."""
+    chunk_stage_seconds: float = 0.0
+    """Seconds of that micro-batch on the slowest of several stages; 0 with one stage, which has no
+    other micro-batch in flight."""
+    chunks_per_request: float = 1.0
+    """Micro-batches among which a mean prompt is divided."""
+
+    def wait(self, percent: float) -> float:
+        """Return a percentile (0..100) of the queueing time before the prefill in seconds."""
+        utilization = min(self.rate * self.slowest_seconds, MAX_UTILIZATION)
+        share = wait_probability(utilization, self.num_servers) / max(1 - percent / 100, 1e-6)
+        # Mean wait of those that wait; it does not depend on the number of servers.
+        return self.slowest_seconds / (2 * (1 - utilization)) * log(share) if share > 1 else 0.0
+
+    def ttft(self, percent: float = 50.0) -> float:
+        """Return a percentile (0..100) of the time to first token in seconds."""
+        return self.prefill_seconds + self.wait(percent)
+
+    def itl(self, percent: float) -> float:
+        """Return a percentile (0..100) of the time between two tokens in seconds.
+
+        In a pipeline a micro-batch of decodes waits for one with a prompt that is on a stage before
+        it. So many gaps pass that a prompt as chunks of prompts arrive in a step, and the stage is
+        busy for its utilization; the wait is uniform up to the time of the prompt on the stage.
+        """
+        share = min(1.0, self.rate * self.slowest_seconds)
+        share *= min(1.0, self.rate * self.chunks_per_request * self.step_seconds)
+        tail = 1 - percent / 100
+        wait = self.chunk_stage_seconds * (1 - tail / share) if share > tail else 0.0
+        return self.chunk_seconds + wait
+
+    def between(self, lower: "OperatingPoint", rate: float) -> "OperatingPoint":
+        """Return the estimates at `rate`, interpolated between this point and a lower one."""
+        share = (rate - lower.rate) / (self.rate - lower.rate)
+        step, chunk, chunk_stage = (
+            low + share * (high - low)
+            for low, high in (
+                (lower.step_seconds, self.step_seconds),
+                (lower.chunk_seconds, self.chunk_seconds),
+                (lower.chunk_stage_seconds, self.chunk_stage_seconds),
+            )
+        )
+        return self._replace(
+            rate=rate, step_seconds=step, chunk_seconds=chunk, chunk_stage_seconds=chunk_stage
+        )
+
+    def keeps(self, limits: Slo, max_delay_seconds: float = MAX_DELAY_SECONDS) -> bool:
+        """Return True if the estimates are within the limits and the scheduling delay is bounded.
+
+        Limits of `e2el` are not estimated.
+        """
+        return not self.missed_limit(limits, max_delay_seconds)
+
+    def missed_limit(self, limits: Slo, max_delay_seconds: float = MAX_DELAY_SECONDS) -> str:
+        """Return a message about the first limit that the estimates exceed; empty if none does."""
+        for metric, name in NAMES.items():
+            limit = limits.limit_of(metric)
+            if limit is None:
+                continue
+            seconds = self._estimate(metric, limit[1])
+            if seconds > limit[0]:
+                return (
+                    f"the estimate of {name} P{limit[1]:g} is {seconds:.3g} s at "
+                    f"{self.rate:.3g} requests/s, above the limit of {limit[0]:g} s"
+                )
+        if self.wait(DELAY_PERCENT) > max_delay_seconds:
+            return f"the scheduling delay is above {max_delay_seconds:g} s at any rate"
+        return ""
+
+    def _estimate(self, metric: str, percent: float) -> float:
+        if metric == "ttft":
+            return self.ttft(percent)
+        return self.step_seconds if metric == "tpot" else self.itl(percent)
+
+
+def wait_probability(utilization: float, num_servers: float = 1.0) -> float:
+    """Return the probability that an arriving request finds all servers busy.
+
+    Source: Sakasegawa, "An approximation formula Lq = a rho^b / (1 - rho)", 1977.
+
+    Args:
+        utilization: Share of the servers that are busy in the mean, 0..1.
+        num_servers: At least 1.
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+    if not 0 <= utilization <= 1 or num_servers < 1:
+        raise ValueError(
+            f"utilization is {utilization}, num_servers {num_servers}: they must be in 0..1 and at "
+            "least 1"
+        )
+    return utilization ** (sqrt(2 * (num_servers + 1)) - 1)
+
+
+class WorkloadMoments(NamedTuple):
+    """Mean lengths of the requests of a workload, and sorted lengths, in tokens."""
+
+    num_requests: int
+    prompt_tokens: float
+    """Tokens that are prefilled: without parts of prompts that requests share."""
+    square_prompt_tokens: float
+    """Mean square of the prompt's length."""
+    decode_steps: float
+    """Output tokens but the first, which the prefill samples."""
+    context_tokens: float
+    """Tokens that all decode steps of a request attend to together."""
+    longest_tokens: int
+    """Prompt and output of the longest request."""
+    prompts: tuple[int, ...]
+    """Length of each prefilled prompt, rising."""
+    steps: tuple[int, ...]
+    """Decode steps of each request, rising."""
+    is_shared: bool = False
+    """True if requests share parts of their prompts, and so KV blocks."""
+
+    @property
+    def mean_context_tokens(self) -> float:
+        """Mean KV tokens of a sequence over its decode steps; 0 without such steps."""
+        return self.context_tokens / self.decode_steps if self.decode_steps else 0.0
+
+    def prompt_percentile(self, percent: float) -> int:
+        """Return a percentile (0..100) of the prompts' lengths, rounded down."""
+        return max(1, int(percentile(self.prompts, percent)))
+
+    def step_percentile(self, percent: float) -> float:
+        """Return a percentile (0..100) of the decode steps per request."""
+        return percentile(self.steps, percent)
+
+
+def measure_workload(jobs: Sequence[WorkloadRequest]) -> WorkloadMoments:
+    """Return the mean and sorted lengths of a workload with at least one request."""
+    prompts = [job.parts[-1].num_tokens if job.parts else job.num_prompt_tokens for job in jobs]
+    steps = [job.num_output_tokens - 1 for job in jobs]
+    contexts = [
+        count * job.num_prompt_tokens + count * (count + 1) / 2
+        for job, count in zip(jobs, steps, strict=True)
+    ]
+    return WorkloadMoments(
+        len(jobs),
+        fmean(prompts),
+        fmean(tokens**2 for tokens in prompts),
+        fmean(steps),
+        fmean(contexts),
+        max(job.num_prompt_tokens + job.num_output_tokens for job in jobs),
+        tuple(sorted(prompts)),
+        tuple(sorted(steps)),
+        any(job.parts for job in jobs),
+    )
+
 
 BOUND_SLACK = 1.1
 """Factor on the bound, because micro-batches are rounded to whole tokens, a run's lengths differ
@@ -127,7 +305,7 @@ class EngineBounds:
         highest, least, size = 0.0, 0.0, 1
         while size <= self._max_seqs:
             next_size = size + max(1, (1 << size.bit_length() - 1) // SIZES_PER_OCTAVE)
-            work = decode_work(size, self._moments.prompts[0] + 1)
+            work = decode_step_work(size, self._moments.prompts[0] + 1)
             try:
                 least = self._least_gap(work)
             except CostRangeError:
@@ -253,7 +431,7 @@ class EngineBounds:
     def least_token_seconds(self) -> float:
         """Return a lower bound of the time between two tokens of a request in seconds."""
         try:
-            return self._least_gap(decode_work(1, self._moments.prompts[0] + 1))
+            return self._least_gap(decode_step_work(1, self._moments.prompts[0] + 1))
         except CostRangeError:
             return 0.0
 

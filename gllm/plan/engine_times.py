@@ -39,7 +39,7 @@ def prefill_work(prompts: Sequence[int]) -> StageWork:
     return make_work(0, 0, [(0, tokens) for tokens in prompts], len(prompts))
 
 
-def decode_work(batch_size: int, mean_context: float) -> StageWork:
+def decode_step_work(batch_size: int, mean_context: float) -> StageWork:
     """Return the work of a decode step of a batch; `mean_context` is in tokens per request."""
     return make_work(batch_size, round(batch_size * mean_context), (), batch_size)
 
@@ -81,7 +81,7 @@ class EngineTimes:
         """
 
         def keeps(batch_size: int, *_: int) -> bool:
-            return self.total(decode_work(batch_size, mean_context)) <= limit_seconds
+            return self.total(decode_step_work(batch_size, mean_context)) <= limit_seconds
 
         return bisect_last(keeps, 0, most + 1)
 
@@ -97,7 +97,7 @@ class EngineTimes:
         """
         highest = 0.0
         for batch_size in range(1, most + 1):
-            work = decode_work(batch_size, mean_context)
+            work = decode_step_work(batch_size, mean_context)
             stages = self.stages(work)
             if sum(stages) + sum(self.hops(work)) > limit_seconds:
                 break

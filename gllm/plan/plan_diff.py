@@ -162,7 +162,7 @@ def measure_attainment(
     return max(0.0, sum(shares) - 1)
 
 
-def exceeds(figures: Iterable[FigureComparison], tolerance: float) -> list[str]:
+def find_exceeding_figures(figures: Iterable[FigureComparison], tolerance: float) -> list[str]:
     """Return the names of the figures whose difference exceeds a tolerance."""
     return [
         figure.name

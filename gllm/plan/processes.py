@@ -298,6 +298,7 @@ def _engine_process(plan: ServingPlan, name: str, node: str, options: LaunchOpti
     ports = engine_ports(plan, name, node)
     # Requests reach an engine by the router; without one, by its head.
     is_entry = plan.router is None and rank == 0
+    folder = options.step_log_folder
     host = plan.nodes[node].host
     derived: dict[str, Any] = {
         "model": plan.model,
@@ -312,7 +313,8 @@ def _engine_process(plan: ServingPlan, name: str, node: str, options: LaunchOpti
         **_transfer_flags(plan, name, ports),
         "slo_ttft": plan.slo.ttft if is_entry else None,
         "slo_tpot": plan.slo.tpot if is_entry else None,
-        "step_log": _step_log(name, rank, options),
+        # The driver writes the log, on the first node.
+        "step_log": f"{folder}/{name}.jsonl" if folder is not None and rank == 0 else None,
         "node_secret_file": options.node_secret_file if crosses_machines(plan) else None,
     }
     render_flags(ENGINE_CONFIGS, engine.flags, f"{path}.flags", DERIVED_ENGINE_FIELDS)
@@ -328,13 +330,6 @@ def _engine_process(plan: ServingPlan, name: str, node: str, options: LaunchOpti
         _shutdown_seconds(flags),
         rank,
     )
-
-
-def _step_log(name: str, rank: int, options: LaunchOptions) -> str | None:
-    """Return the file of an engine's step log; None without one, and where its driver is not."""
-    if options.step_log_folder is None or rank:
-        return None
-    return f"{options.step_log_folder}/{name}.jsonl"
 
 
 def _node_flags(plan: ServingPlan, name: str, node: str) -> dict[str, Any]:

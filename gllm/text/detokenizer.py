@@ -40,7 +40,7 @@ class StopStrings:
                 matches.append((begin + len(stop), begin, stop))
         return None if not matches else min(matches)[1:]
 
-    def held_from(self, text: str) -> int:
+    def find_partial_stop(self, text: str) -> int:
         """Return the start of the longest suffix that may be the beginning of a stop string.
 
         `text` contains no complete stop string. Without such a suffix the result is its length.
@@ -69,14 +69,14 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Add text; return the text that can be shown, and the stop string that was found, if any."""
+        """Add text; return the text that can be shown, and the stop string if one was found."""
         window = self._held + text
         match = self._stops.find(window, len(self._held))
         if match is not None:
             begin, stop = match
             self._held = ""
             return window[:begin], stop
-        cut = self._stops.held_from(window)
+        cut = self._stops.find_partial_stop(window)
         self._held = window[cut:]
         return window[:cut], None
 

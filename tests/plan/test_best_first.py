@@ -7,8 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gllm.plan.best_first import DOMINATED, BestFirstOutcome, CandidateBound, search_best
-from gllm.plan.budget import SearchBudget
+from gllm.plan.best_first import (
+    DOMINATED,
+    BestFirstOutcome,
+    CandidateBound,
+    SearchBudget,
+    search_best,
+)
 from tests.support.examples import num_examples
 
 Pair = tuple[float, CandidateBound]

@@ -13,11 +13,9 @@ from experiments.linear_costs import LinearCostModel
 from gllm.observability.latency import keeps_slo, percentile
 from gllm.options.slo import NO_SLO, parse_slo
 from gllm.plan.capacity import PLAN_RULES, measure_capacity
-from gllm.plan.engine_bounds import EngineBounds
+from gllm.plan.engine_bounds import EngineBounds, OperatingPoint, measure_workload
 from gllm.plan.layout import Parallelism
-from gllm.plan.operating_point import OperatingPoint
 from gllm.plan.search.designs import EngineDesign
-from gllm.plan.workload_moments import measure_workload
 from gllm.routing.placement import LatencyModel
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.stage_work import StageWork

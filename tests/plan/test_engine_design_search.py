@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gllm.commands.plan.search_report import pareto_set
 from gllm.options.slo import parse_slo
-from gllm.plan.budget import SearchBudget
+from gllm.plan.best_first import SearchBudget
 from gllm.plan.capacity import PLAN_RULES
 from gllm.plan.layout import Parallelism
 from gllm.plan.nodes import CORE

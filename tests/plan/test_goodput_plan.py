@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gllm.commands.plan.command import main
 from gllm.options.slo import Slo
-from gllm.plan.budget import SearchBudget
+from gllm.plan.best_first import SearchBudget
 from gllm.plan.goodput import systems
 from gllm.plan.goodput.engines import (
     DISTSERVE_COSTS,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gllm.options.slo import NO_SLO, Slo, parse_slo
-from gllm.plan.budget import SearchBudget
+from gllm.plan.best_first import SearchBudget
 from gllm.plan.capacity import (
     PLAN_RULES,
     REQUESTS_PER_RUN,

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from gllm.plan.operating_point import wait_probability
+from gllm.plan.engine_bounds import wait_probability
 from tests.support.full_cases import full_but
 
 NUM_ARRIVALS = 400_000

@@ -13,7 +13,7 @@ from gllm.observability.step_log import StartEvent, StepLogEvent, StepLogWriter
 from gllm.plan.plan_diff import (
     FigureComparison,
     compare_with_plan,
-    exceeds,
+    find_exceeding_figures,
     measure_startup,
     read_engine_run,
 )
@@ -81,7 +81,7 @@ def test_figures_of_one_engine() -> None:
     assert figures["SLO attainment, %"].measured == 0.0
     assert figures["SLO attainment, %"].difference == -0.5
     assert figures["startup, s"].measured is None
-    assert exceeds(figures.values(), 0.3) == [
+    assert find_exceeding_figures(figures.values(), 0.3) == [
         "requests/s", "SLO attainment, %", "TTFT median, ms",
     ]  # fmt: skip
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gllm.commands.plan.command import main
-from gllm.plan.budget import SearchBudget
+from gllm.plan.best_first import SearchBudget
 from gllm.plan.pools.clusters import MODEL, RATE_STEP, ClusterPoint, fluid_rate
 from gllm.plan.pools.design_search import BUDGETS, MAX_DOUBLINGS
 from gllm.plan.pools.planner import (

@@ -10,7 +10,7 @@ from experiments.linear_costs import LinearCostModel
 from gllm.commands.plan.command import main
 from gllm.observability.latency import RequestTimeline
 from gllm.options.slo import Slo
-from gllm.plan.engine_times import EngineTimes, decode_work
+from gllm.plan.engine_times import EngineTimes, decode_step_work
 from gllm.plan.scale.fleet_size import (
     FleetCase,
     WorkerSpec,
@@ -106,8 +106,8 @@ def test_worker_type_has_the_highest_throughput_per_gpu() -> None:
         "llama-2-70b", "A100-80G", 1, 4096, degrees=(best.num_gpus,), rank_link="nvlink"
     ).cost
     times = EngineTimes(cost)
-    assert times.total(decode_work(best.slo_batch, 850)) <= 0.075
-    assert times.total(decode_work(best.slo_batch + 1, 850)) > 0.075
+    assert times.total(decode_step_work(best.slo_batch, 850)) <= 0.075
+    assert times.total(decode_step_work(best.slo_batch + 1, 850)) > 0.075
     with pytest.raises(ValueError, match="does not fit"):
         rate_workers("llama-2-70b", "V100", 0.075, 850, degrees=(1, 2))
 

@@ -8,7 +8,7 @@ import pytest
 
 from gllm.config.attachment import AttachmentConfig
 from gllm.config.engine import EngineConfig
-from gllm.engine.attachment.announcement import EngineAnnouncer
+from gllm.engine.attachment.attachment import EngineAnnouncer
 from gllm.engine.interface import ModelInfo
 from gllm.messages.fleet import AnnounceEngine
 from gllm.models.hub import DEMO

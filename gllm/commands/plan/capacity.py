@@ -15,14 +15,13 @@ from gllm.options.flags import (
     number_type,
 )
 from gllm.options.slo import EXAMPLE, NO_SLO, Slo, parse_slo
-from gllm.plan.budget import SearchBudget
+from gllm.plan.best_first import SearchBudget
 from gllm.plan.capacity import PLAN_RULES, ConfigurationCapacity, extend_rule, measure_capacity
-from gllm.plan.engine_bounds import EngineBounds
+from gllm.plan.engine_bounds import EngineBounds, measure_workload
 from gllm.plan.problem import ServiceProblem
 from gllm.plan.search.designs import design_of
 from gllm.plan.search.planner import FleetForecast, lay_out_fleet
 from gllm.plan.serving_plan import ExpectedFigures, ServingPlan
-from gllm.plan.workload_moments import measure_workload
 from gllm.sim.capacity import CapacityRule
 from gllm.sim.configured import build_simulation
 from gllm.sim.costs.profile import read_profile

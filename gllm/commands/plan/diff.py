@@ -13,7 +13,7 @@ from gllm.options.flags import FlagParser, number_type
 from gllm.plan.plan_diff import (
     LoggedRun,
     compare_with_plan,
-    exceeds,
+    find_exceeding_figures,
     format_figures,
     format_runs,
     read_engine_run,
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"\nexpected by: {plan.expected.by}")
     if arguments.tolerance is None:
         return 0
-    excess = exceeds(figures, arguments.tolerance)
+    excess = find_exceeding_figures(figures, arguments.tolerance)
     if excess:
         text = f"more than {arguments.tolerance:.0%} from the plan: {', '.join(excess)}"
         print(f"gllm plan diff: {text}", file=sys.stderr)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from gllm.commands.plan.flags import add_plan_flags, add_slo_flags
 from gllm.options.flags import FlagParser, FlagType, input_file, number_type
 from gllm.options.slo import parse_slo
-from gllm.plan.budget import SearchBudget
+from gllm.plan.best_first import SearchBudget
 from gllm.plan.goodput.engines import COST_KINDS, MAX_MODEL_LEN, EngineCosts
 from gllm.plan.goodput.planner import GoodputPlan, GoodputPlanner, PhaseSearch, UnitSearch
 from gllm.plan.nodes import equal_nodes

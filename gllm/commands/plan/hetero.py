@@ -8,7 +8,7 @@ from pathlib import Path
 from gllm.commands.plan.flags import add_output_flags
 from gllm.options.flags import FlagParser, number_type
 from gllm.options.options import INT32_MAX
-from gllm.plan.budget import SearchBudget
+from gllm.plan.best_first import SearchBudget
 from gllm.plan.hetero.planner import (
     COSTS,
     HeteroPlan,
@@ -16,7 +16,7 @@ from gllm.plan.hetero.planner import (
     make_serving_plan,
     plan_replicas,
 )
-from gllm.plan.hetero.replicas import Phase, PipelineCredit
+from gllm.plan.hetero.replicas import Phase, PipelineCapacityRule
 from gllm.plan.hetero.search import MAX_EVALUATIONS
 from gllm.plan.hetero.simulation import simulate_plan
 from gllm.plan.hetero.workload import CLASSES
@@ -67,8 +67,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--credit",
-        choices=[str(credit) for credit in PipelineCredit],
-        default=str(PipelineCredit.PIPELINED),
+        choices=[str(credit) for credit in PipelineCapacityRule],
+        default=str(PipelineCapacityRule.PIPELINED),
         help="pipelined: stages work at once on one batch that memory holds; credited: each on a "
         "batch of that size; literal: one batch passes all stages",
     )
@@ -135,7 +135,7 @@ def plan(values: argparse.Namespace) -> Callable[[], ServingPlan]:
         prices=PRICE_TABLES["hexgen-2"],
         seed=values.seed,
     )
-    planner = make_planner(problem, values.costs, PipelineCredit(values.credit))
+    planner = make_planner(problem, values.costs, PipelineCapacityRule(values.credit))
     best = plan_replicas(problem, planner, budget)
     print(show_plan(best))
     if values.simulate:
@@ -208,7 +208,7 @@ def describe_hetero_search(plan: HeteroPlan) -> str:
     text = (
         f"first partition {search.first.score.flow:.3g}/s, best {search.best.score.flow:.3g}/s "
         f"after {search.num_evaluations} partitions ({search.num_flows} maximum flows, "
-        f"{search.num_kicks} restarts)"
+        f"{search.num_restarts} restarts)"
     )
     if search.is_complete:
         text += "; no single change improves the first local optimum. "

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from gllm.commands.plan.flags import add_plan_flags
 from gllm.options.flags import FlagParser, number_type
-from gllm.plan.budget import SearchBudget
+from gllm.plan.best_first import SearchBudget
 from gllm.plan.pools.clusters import MIN_SECONDS, MODEL, PROFILES, WORKLOADS
 from gllm.plan.pools.design_search import BUDGETS
 from gllm.plan.pools.planner import THROUGHPUT, PoolPlan, PoolSearch, best_plan, lay_out_pools

@@ -8,7 +8,7 @@ from gllm.observability.progress import show_progress
 from gllm.options.flags import FlagParser, number_type
 from gllm.options.options import MAX_TIMEOUT_SECONDS
 from gllm.options.slo import parse_slo
-from gllm.plan.budget import SearchBudget
+from gllm.plan.best_first import SearchBudget
 from gllm.plan.prices import DEFAULT_PRICES, parse_prices
 from gllm.plan.problem import ServiceProblem
 from gllm.plan.scale.service_plan import (

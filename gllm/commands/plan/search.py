@@ -24,7 +24,7 @@ from gllm.options.flags import (
     parse_counts,
 )
 from gllm.options.slo import parse_slo
-from gllm.plan.budget import SearchBudget
+from gllm.plan.best_first import SearchBudget
 from gllm.plan.capacity import PLAN_RULES
 from gllm.plan.nodes import CORE, NO_NODES, DeviceCluster, parse_nodes
 from gllm.plan.prices import DEFAULT_PRICES, PRICE_TABLES, parse_prices

@@ -224,7 +224,7 @@ class Master:
                 self._add_links(reading.links)
             case ServiceNodeKept(process, node, cause):
                 log.warning("node %s cannot leave its running engine: %s", node, cause)
-                self._table.on_node_kept(process, node)
+                self._table.on_release_refused(process, node)
             case ServiceProcessExited(process, cause):
                 self._table.on_exited(process, cause, now)
         self._advance()

@@ -190,7 +190,7 @@ class ClusterMember:
                     "node %s is a member of the cluster at %s",
                     self._config.name, self._config.head,
                 )  # fmt: skip
-                self._processes.keep(message.workers)
+                self._processes.kill_all_except(message.workers)
             case LeaveCluster(cause):
                 self._is_dismissed = True
                 self._finish(0, f"the master ends this node: {cause}")

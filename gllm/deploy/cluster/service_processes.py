@@ -265,7 +265,7 @@ class ServiceProcesses:
         else:
             self._spawn(self._drain_node(running, node))
 
-    def keep(self, wanted: list[int]) -> None:
+    def kill_all_except(self, wanted: list[int]) -> None:
         """Kill all processes that are not listed, and report the heads among the others again."""
         for number, running in self._processes.items():
             if number not in wanted:
@@ -275,7 +275,7 @@ class ServiceProcesses:
 
     async def close(self) -> None:
         """Kill all processes and wait until they have exited."""
-        self.keep([])
+        self.kill_all_except([])
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _run(self, running: _RunningProcess) -> None:

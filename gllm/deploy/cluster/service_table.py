@@ -129,7 +129,7 @@ class ServiceTable:
             else:
                 self._move(service, name)
 
-    def on_node_kept(self, number: int, node: str) -> None:
+    def on_release_refused(self, number: int, node: str) -> None:
         """Handle an engine that refused to release a node: the whole service moves.
 
         Args:

@@ -1,14 +1,18 @@
-"""Attachment of an engine to routers: it dials them, or they dial it."""
+"""Sessions of an engine with routers, and the announcements that describe the engine to them."""
 
 import asyncio
 import logging
 import time
 from collections.abc import Callable
+from functools import lru_cache, partial
+from pathlib import Path
 
 import msgspec
 
-from gllm.config.attachment import ROLES
+from gllm.config.attachment import ROLES, AttachmentConfig
+from gllm.config.engine import EngineConfig
 from gllm.engine.attachment.router_session import AttachedEngine, RouterSession
+from gllm.engine.interface import ModelInfo
 from gllm.messages.codec import AnyMessage, decode_for_engine
 from gllm.messages.fleet import (
     OLDEST_PROTOCOL,
@@ -24,9 +28,17 @@ from gllm.messages.fleet import (
     is_compatible,
 )
 from gllm.messages.handoff import FirstChunkComputed, KvPushStarted
+from gllm.models.identity import hash_model, hash_numerics
 from gllm.options.addresses import Resolve, resolve_host
+from gllm.options.version import __version__
+from gllm.runtime.head.supervisor import Supervisor
 from gllm.runtime.messaging.connection_pool import ConnectionPool, PeerConnection
-from gllm.runtime.messaging.link_config import FleetLinkConfig, is_valid_name
+from gllm.runtime.messaging.link_config import (
+    FleetLinkConfig,
+    default_engine_name,
+    is_valid_name,
+    new_run,
+)
 
 log = logging.getLogger(__name__)
 
@@ -301,3 +313,88 @@ class RouterAttachment:
         delay = self._pacer.on_change(time.monotonic()) if self._sessions else None
         if delay is not None:
             asyncio.get_running_loop().call_later(delay, self._report)
+
+
+class EngineAnnouncer:
+    """Callable that returns the current announcement of an engine to routers."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        model: ModelInfo,
+        folder: Path,
+        config: EngineConfig,
+        attachment: AttachmentConfig,
+    ) -> None:
+        """Create the announcer; reads parts of the model's files.
+
+        Args:
+            supervisor: of the engine.
+            model: the served model.
+            folder: of the model.
+            config: of the engine, with max_model_len resolved.
+            attachment: role and name.
+
+        Raises:
+            ModelError: the model's files cannot be read.
+        """
+        self.name = attachment.name or default_engine_name()
+        self._supervisor = supervisor
+        self._model = model
+        self._config = config
+        self._role = attachment.role
+        self._run = new_run()
+        self._model_hash = hash_model(folder)
+        self._resolve = lru_cache(maxsize=1)(config.scheduler.resolve)
+        # Announcements are compared twice per second, and seldom change.
+        self._hash_numerics = lru_cache(maxsize=1)(partial(hash_numerics, self._model_hash))
+
+    def __call__(self) -> AnnounceEngine:
+        """Return the announcement with the present figures."""
+        supervisor, model = self._supervisor, self._model
+        num_blocks = supervisor.num_blocks
+        block_size = self._config.scheduler.block_size
+        num_stages = len(supervisor.planner.layers)
+        # Only sizes that do not depend on the number of blocks are read.
+        limits = self._resolve(
+            num_stages, max(num_blocks, -(-model.max_model_len // block_size)), model.max_model_len
+        )
+        return AnnounceEngine(
+            PROTOCOL,
+            OLDEST_PROTOCOL,
+            self.name,
+            self._run,
+            self._role,
+            model.name,
+            self._model_hash,
+            self._hash_numerics(supervisor.numerics),
+            __version__,
+            model.max_model_len,
+            model.vocab_size,
+            block_size,
+            num_blocks,
+            num_stages,
+            limits.max_num_seqs,
+            limits.max_num_batched_tokens or 0,
+            supervisor.kv_mover.endpoint,
+            supervisor.kv_mover.bytes_per_token,
+            policy=limits.policy,
+            kv_digest=supervisor.kv_mover.digest,
+            accepts_prefetches=True,
+        )
+
+
+def attach_to_routers(
+    supervisor: Supervisor, announcer: EngineAnnouncer, attachment: AttachmentConfig
+) -> RouterAttachment:
+    """Return the router sessions of an engine; they have not started.
+
+    Raises:
+        ValueError: an address or the secret cannot be used.
+    """
+    links = FleetLinkConfig(
+        attachment.hub, attachment.router, attachment.node_secret_file, attachment.router_timeout
+    )
+    routers = RouterAttachment(supervisor, announcer, links)
+    supervisor.kv_mover.on_prefill = routers.on_prefill
+    return routers

@@ -93,7 +93,8 @@ def emit(plan: ServingPlan, options: EmitOptions) -> dict[str, str]:
             )
     placed = with_hosts(plan, {node: f"@{node}@" for node in plan.nodes})
     has_secret = crosses_machines(placed)
-    launch = LaunchOptions(options.node_secret_file if has_secret else None)
+    secret_file = options.node_secret_file
+    launch = LaunchOptions(secret_file if has_secret else None)
     nodes = [node for node in placed.nodes if commands_for(placed, node, launch)]
     groups = group_nodes(placed, nodes)
     ordered = [node for group in groups for node in group]
@@ -102,8 +103,8 @@ def emit(plan: ServingPlan, options: EmitOptions) -> dict[str, str]:
     script = SCRIPT.format(
         script=SCRIPT_FILE,
         plan=PLAN_FILE,
-        secret_comment=_secret_comment(options) if has_secret else "",
-        secret=f"secret={_shell_path(options.node_secret_file)}\n" if has_secret else "",
+        secret_comment=f"#   gllm node --new-secret {secret_file}\n" if has_secret else "",
+        secret=f"secret={_shell_path(secret_file)}\n" if has_secret else "",
         secret_flag=' --node-secret-file "$secret"' if has_secret else "",
         resources=_resources(placed, groups),
         nodes=" ".join(ordered),
@@ -129,11 +130,8 @@ def _resources(plan: ServingPlan, groups: list[list[str]]) -> str:
     components = []
     for group in groups:
         node: NodePlan = plan.nodes[group[0]]
-        lines = [
-            f"#SBATCH --nodes={len(group)}",
-            "#SBATCH --ntasks-per-node=1",
-            "#SBATCH --exclusive",
-        ]
+        lines = [f"#SBATCH --nodes={len(group)}", "#SBATCH --ntasks-per-node=1"]
+        lines.append("#SBATCH --exclusive")
         if node.devices:
             kinds = ", ".join(sorted(set(node.devices)))
             lines.append(f"# Devices of the plan: {kinds}. Name the type as your cluster does.")
@@ -145,10 +143,6 @@ def _resources(plan: ServingPlan, groups: list[list[str]]) -> str:
 def _host_line(number: int, is_het: bool) -> str:
     variable = f"$SLURM_JOB_NODELIST_HET_GROUP_{number}" if is_het else "$SLURM_JOB_NODELIST"
     return f'mapfile -t -O "${{#hosts[@]}}" hosts < <(scontrol show hostnames "{variable}")'
-
-
-def _secret_comment(options: EmitOptions) -> str:
-    return f"#   gllm node --new-secret {options.node_secret_file}\n"
 
 
 def _shell_path(path: str) -> str:

@@ -81,7 +81,7 @@ def _refuse_cache(engine: Deployment, jobs: Sequence[WorkloadRequest]) -> str:
     return CONSTRAINTS[1] if config.num_blocks * config.block_size < longest else ""
 
 
-def binding_constraint(reasons: Sequence[str]) -> str:
+def constraint_of_nearest_candidate(reasons: Sequence[str]) -> str:
     """Return the last constraint, in the order of CONSTRAINTS, that any candidate failed."""
     known = [constraint for constraint in CONSTRAINTS if constraint in reasons]
     return known[-1] if known else CONSTRAINTS[0]

@@ -11,14 +11,13 @@ from functools import partial
 from statistics import median
 from typing import TypeVar
 
-from gllm.plan.best_first import BestFirstOutcome, CandidateBound, search_best
-from gllm.plan.budget import SearchBudget
+from gllm.plan.best_first import BestFirstOutcome, CandidateBound, SearchBudget, search_best
 from gllm.plan.goodput.engines import EngineCosts, make_engine
 from gllm.plan.goodput.phase_bounds import (
     CONSTRAINTS,
-    binding_constraint,
     bound_decode,
     bound_prefill,
+    constraint_of_nearest_candidate,
 )
 from gllm.plan.goodput.placement import (
     PhaseGoodput,
@@ -437,7 +436,7 @@ def _require(
         constraint = "latency limits, with queues"
         counts[constraint] = len(search.evaluated)
     else:
-        constraint = binding_constraint(list(counts))
+        constraint = constraint_of_nearest_candidate(list(counts))
     account = ", ".join(f"{count} by {reason}" for reason, count in counts.items())
     raise UnservableError(
         f"no {title} of {len(bounds)} fits: {constraint} binds ({account or 'none to try'}): "

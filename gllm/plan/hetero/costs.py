@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from gllm.plan.engine_times import EngineTimes, decode_work, prefill_work
+from gllm.plan.engine_times import EngineTimes, decode_step_work, prefill_work
 from gllm.plan.hetero.workload import MeanLengths
 from gllm.plan.layout import PlannedStage, Stages
 from gllm.plan.nodes import DeviceCluster
@@ -189,7 +189,7 @@ class RooflineCosts(ReplicaCosts):
         """Return the seconds of all decode steps at the mean context, by stage and link."""
         rows, output = max(1, round(batch)), self._lengths.output
         if rows not in self._decode_works:
-            self._decode_works[rows] = decode_work(rows, self._lengths.prompt + output / 2)
+            self._decode_works[rows] = decode_step_work(rows, self._lengths.prompt + output / 2)
         work, model = self._decode_works[rows], self._model(stages)
         times, way_back = EngineTimes(model, len(stages)), model.return_transfer(work).total_seconds
         driver = model.plan_seconds(work) + model.return_seconds(work)

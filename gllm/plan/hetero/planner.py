@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from gllm.plan.budget import SearchBudget
+from gllm.plan.best_first import SearchBudget
 from gllm.plan.hetero.costs import ReplicaCosts, RooflineCosts, Table1Costs
 from gllm.plan.hetero.evaluation import EvaluatedPlan, PlanEvaluator
 from gllm.plan.hetero.partition import count_groups, first_partition
-from gllm.plan.hetero.replicas import Phase, PipelineCredit, ReplicaPlanner
+from gllm.plan.hetero.replicas import Phase, PipelineCapacityRule, ReplicaPlanner
 from gllm.plan.hetero.search import (
     MAX_EVALUATIONS,
     MAX_VAIN_RESTARTS,
@@ -31,7 +31,7 @@ COSTS: dict[str, CostsFactory] = {"roofline": RooflineCosts, "table1": Table1Cos
 def make_planner(
     problem: ServiceProblem,
     costs: str = "roofline",
-    credit: PipelineCredit = PipelineCredit.PIPELINED,
+    credit: PipelineCapacityRule = PipelineCapacityRule.PIPELINED,
 ) -> ReplicaPlanner:
     """Return the planner that chooses the layout of each replica of a problem.
 

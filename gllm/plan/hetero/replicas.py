@@ -111,7 +111,7 @@ def _cut_machine(machine: int, count: int, degree: int, num_heads: int) -> list[
     return stages
 
 
-class PipelineCredit(StrEnum):
+class PipelineCapacityRule(StrEnum):
     """Rule for the capacity of a pipeline whose stages work at the same time."""
 
     PIPELINED = "pipelined"
@@ -168,7 +168,7 @@ class ReplicaPlanner:
         cluster: DeviceCluster,
         shape: ModelShape,
         costs: ReplicaCosts,
-        rule: PipelineCredit = PipelineCredit.PIPELINED,
+        rule: PipelineCapacityRule = PipelineCapacityRule.PIPELINED,
     ) -> None:
         self.cluster, self.shape, self.costs, self.rule = cluster, shape, costs, rule
         self._best: dict[tuple[Group, Phase], Replica | None] = {}
@@ -220,19 +220,19 @@ class ReplicaPlanner:
         seconds, hops = self.costs.prefill(stages)
         latency = sum(seconds) + sum(hops)
         busy = latency
-        if self.rule is PipelineCredit.PIPELINED:
+        if self.rule is PipelineCapacityRule.PIPELINED:
             turn = max([*seconds, *hops]) * self.costs.prefill_spread(len(stages))
             busy = min(latency, turn)
         return latency, self.costs.prompts_per_batch / busy
 
     def _decode(self, stages: Stages, batch: int) -> tuple[float, float]:
         """Return latency and requests per second of decodes."""
-        num_flying = min(len(stages), batch) if self.rule is PipelineCredit.PIPELINED else 1
+        num_flying = min(len(stages), batch) if self.rule is PipelineCapacityRule.PIPELINED else 1
         size = batch / num_flying
         seconds, hops = self.costs.decode(stages, size)
         latency = sum(seconds) + sum(hops)
-        if self.rule is PipelineCredit.LITERAL:
+        if self.rule is PipelineCapacityRule.LITERAL:
             return latency, batch / latency
-        if self.rule is PipelineCredit.CREDITED:
+        if self.rule is PipelineCapacityRule.CREDITED:
             return latency, batch / max(seconds)
         return latency, batch / max(latency, num_flying * max(seconds))

@@ -11,7 +11,7 @@ from math import ceil, log
 from typing import NamedTuple
 
 from gllm.observability.latency import RequestTimeline
-from gllm.plan.engine_times import EngineTimes, decode_work, prefill_work
+from gllm.plan.engine_times import EngineTimes, decode_step_work, prefill_work
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.cluster.paired import busy_seconds, simulate_pool, simulate_split
 from gllm.sim.costs.base import CostModel, DecodeOnlyCostModel
@@ -263,7 +263,7 @@ def _token_rate(machine: MachineType, length: float, model: str) -> float:
     times = EngineTimes(SplitwiseCostModel(machine_profile(model, machine.device)))
     limit = MEDIAN_TBT_LIMIT * machine_profile(model, "a100-80gb").token_seconds(1)
     most = max(1, min(MAX_BATCH, int(kv_capacity(machine, model) / length)))
-    return times.decode_rate(length, limit, most) or 1 / times.total(decode_work(1, length))
+    return times.decode_rate(length, limit, most) or 1 / times.total(decode_step_work(1, length))
 
 
 def highest_rate(point: ClusterPoint) -> tuple[float, int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
-from gllm.plan.budget import SearchBudget
+from gllm.plan.best_first import SearchBudget
 from gllm.plan.layout import PlannedEngine, PlannedStage, lay_out
 from gllm.plan.nodes import DeviceCluster, DeviceNode
 from gllm.plan.pools.clusters import (

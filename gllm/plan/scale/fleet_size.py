@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from gllm.observability.latency import slo_attainment
 from gllm.options.slo import Slo
-from gllm.plan.budget import SearchBudget
+from gllm.plan.best_first import SearchBudget
 from gllm.routing.placement import ALL_CONSTRAINTS, LatencyModel, PlacementRules
 from gllm.routing.policies.aladdin import AladdinPolicy
 from gllm.routing.policy_registry import make_policy

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gllm.plan.engine_times import decode_work, prefill_work
+from gllm.plan.engine_times import decode_step_work, prefill_work
 from gllm.routing.placement import LatencyModel
 from gllm.sim.costs.base import CostModel
 
@@ -40,7 +40,7 @@ def fit_latency(cost: CostModel) -> FittedLatency:
         (tokens, cost.stage_seconds(0, prefill_work([tokens]))) for tokens in PREFILL_TOKENS
     ]
     decodes = [
-        (batch, batch * context, cost.stage_seconds(0, decode_work(batch, context)))
+        (batch, batch * context, cost.stage_seconds(0, decode_step_work(batch, context)))
         for batch in DECODE_BATCHES
         for context in DECODE_CONTEXTS
     ]

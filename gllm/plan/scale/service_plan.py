@@ -6,7 +6,7 @@ from math import inf
 from statistics import fmean
 from typing import NamedTuple
 
-from gllm.plan.budget import SearchBudget
+from gllm.plan.best_first import SearchBudget
 from gllm.plan.layout import PlannedEngine, PlannedStage, lay_out
 from gllm.plan.nodes import DeviceCluster, DeviceNode
 from gllm.plan.problem import ServiceProblem

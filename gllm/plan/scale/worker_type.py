@@ -12,7 +12,7 @@ N does not depend on the load.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gllm.plan.engine_times import EngineTimes, decode_work
+from gllm.plan.engine_times import EngineTimes, decode_step_work
 from gllm.sim.deployment import roofline_deployment
 
 DEGREES = (1, 2, 4, 8)
@@ -74,7 +74,7 @@ def rate_workers(
         capacity = deployment.scheduler.num_blocks * deployment.scheduler.block_size
         batch = capacity / context
         times = EngineTimes(deployment.cost)
-        seconds = times.total(decode_work(max(1, round(batch)), context))
+        seconds = times.total(decode_step_work(max(1, round(batch)), context))
         largest = times.largest_batch(context, tpot_seconds, MAX_BATCH)
         by_memory, by_slo = batch / (degree * seconds), largest / (degree * tpot_seconds)
         workers.append(WorkerType(degree, by_memory, by_slo, batch, largest))

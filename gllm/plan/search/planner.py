@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from gllm.plan.best_first import BestFirstOutcome, CandidateBound, search_best
-from gllm.plan.budget import SearchBudget
+from gllm.plan.best_first import BestFirstOutcome, CandidateBound, SearchBudget, search_best
 from gllm.plan.capacity import PLAN_RULES, extend_rule, measure_capacity
-from gllm.plan.engine_bounds import EngineBounds
+from gllm.plan.engine_bounds import EngineBounds, WorkloadMoments, measure_workload
 from gllm.plan.layout import PlannedEngine, lay_out, place_engines
 from gllm.plan.nodes import assume_nodes
 from gllm.plan.problem import ServiceProblem
@@ -35,7 +34,6 @@ from gllm.plan.search.objectives import (
     max_engines,
 )
 from gllm.plan.serving_plan import ExpectedFigures, RouterPlan, ServingPlan
-from gllm.plan.workload_moments import WorkloadMoments, measure_workload
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.capacity import CapacityRule
 from gllm.sim.configured import SimulationAtRate, simulate_requests

@@ -15,7 +15,7 @@ from gllm.text.tokenizer import Tokenizer
 
 
 class ChatOutputParser:
-    """Parser of all choices of a request, for streamed output (`push`) or whole output (`parse`)."""
+    """Parser of all choices of a request: streamed output (`push`) or whole output (`parse`)."""
 
     def __init__(self, output_format: OutputFormat) -> None:
         self._format = output_format

@@ -8,7 +8,7 @@ converts its arguments back into text. The deprecated `functions` become tools a
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 
@@ -58,19 +58,14 @@ class ToolOptions:
         }
 
 
-@dataclass(frozen=True)
-class _CheckedTool:
+class _CheckedTool(NamedTuple):
     """A valid tool."""
 
+    name: str
     tool: Tool
     type: str
     """function or custom."""
     is_strict: bool
-
-    @property
-    def name(self) -> str:
-        name: str = self.tool["function"]["name"]
-        return name
 
 
 def parse_tools(tools: object, choice: object) -> ToolOptions:
@@ -229,7 +224,7 @@ def _check_tool(param: str, path: str, tool: object) -> _CheckedTool:
         fail("has parameters that are not a JSON Schema of an object")
     fields = {"name": name, "description": description, "parameters": parameters}
     function = {key: value for key, value in fields.items() if value is not None}
-    return _CheckedTool({"type": "function", "function": function}, kind, bool(strict))
+    return _CheckedTool(name, {"type": "function", "function": function}, kind, bool(strict))
 
 
 def _custom_tool_schema(input_format: object, fail: Callable[[str], NoReturn]) -> Tool:

@@ -164,7 +164,7 @@ async def test_a_head_reports_its_addresses_and_its_end(node: Node) -> None:
     assert started.url != f"http://{started.head}"
     assert node.processes.living == [1]
     # The master of another session learns of it.
-    node.processes.keep([1])
+    node.processes.kill_all_except([1])
     assert node.of(ServiceProcessStarted) == [started, started]
     node.processes.end(1)
     assert node.processes.living == []

@@ -177,12 +177,12 @@ def test_a_node_that_leaves_takes_its_service_elsewhere(is_refused: bool) -> Non
     assert service.state == "ready"
     assert sent(table) == [("a", DrainServiceNode(head, "b"))]
     if is_refused:
-        table.on_node_kept(head, "b")
+        table.on_release_refused(head, "b")
     else:
         table.tick(10.9)
         assert service.state == "ready"
         table.tick(11.0)
-    table.on_node_kept(head, "b")
+    table.on_release_refused(head, "b")
     assert (service.state, ends(table)) == ("moving", {"a": head})
     table.on_exited(head, "it exited with 0", 2.0)
     table.on_exited(member, "it exited with 0", 2.0)
@@ -301,7 +301,7 @@ def deliver(table: ServiceTable, nodes: dict[str, NodeModel], now: float) -> Non
                     if each.node == command.node and each.is_started
                 ]
                 if now % 1 < 0.5 or not own or not leaves.is_alive:
-                    table.on_node_kept(command.process, command.node)
+                    table.on_release_refused(command.process, command.node)
                 else:
                     for number in numbers:
                         leaves.living.discard(number)

@@ -5,7 +5,7 @@ import pytest
 from gllm.plan.hetero.costs import RooflineCosts, Table1Costs
 from gllm.plan.hetero.replicas import (
     Phase,
-    PipelineCredit,
+    PipelineCapacityRule,
     ReplicaPlanner,
     split_by_memory,
     stage_layouts,
@@ -89,13 +89,13 @@ def test_credit_for_full_stages_makes_decode_a_pipeline(workload: str) -> None:
             for group in ((2, 0), (0, 2))
             for phase in (Phase.PREFILL, Phase.DECODE)
         ]
-        for rule in PipelineCredit
+        for rule in PipelineCapacityRule
         for planner in [ReplicaPlanner(cluster, shape, costs, rule)]
     }
-    assert degrees[PipelineCredit.CREDITED] == ["TP2 PP1", "TP1 PP2"] * 2
+    assert degrees[PipelineCapacityRule.CREDITED] == ["TP2 PP1", "TP1 PP2"] * 2
     # A batch that is divided over the stages, or waits for all of them, needs no pipeline.
-    assert degrees[PipelineCredit.LITERAL] == ["TP2 PP1"] * 4
-    assert degrees[PipelineCredit.PIPELINED] == ["TP2 PP1"] * 4
+    assert degrees[PipelineCapacityRule.LITERAL] == ["TP2 PP1"] * 4
+    assert degrees[PipelineCapacityRule.PIPELINED] == ["TP2 PP1"] * 4
 
 
 @pytest.mark.parametrize("costs", [Table1Costs, RooflineCosts])
@@ -103,15 +103,15 @@ def test_rules_agree_without_a_pipeline_and_are_ordered_with_one(costs: type) ->
     shape = MODELS["opt-30b"]
     model = costs(CLUSTER, shape, LENGTHS)
     capacities = {}
-    for rule in PipelineCredit:
+    for rule in PipelineCapacityRule:
         planner = ReplicaPlanner(CLUSTER, shape, model, rule)
         by_layout = {
             each.stages: each.capacity for each in planner.candidates((2, 0, 1), Phase.DECODE)
         }
         capacities[rule] = by_layout
-    for stages, literal in capacities[PipelineCredit.LITERAL].items():
-        pipelined = capacities[PipelineCredit.PIPELINED][stages]
-        credited = capacities[PipelineCredit.CREDITED][stages]
+    for stages, literal in capacities[PipelineCapacityRule.LITERAL].items():
+        pipelined = capacities[PipelineCapacityRule.PIPELINED][stages]
+        credited = capacities[PipelineCapacityRule.CREDITED][stages]
         if len(stages) == 1:
             assert pipelined == near(literal)
         assert pipelined <= credited * (1 + 1e-9)

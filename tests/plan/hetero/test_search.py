@@ -8,14 +8,9 @@ import pytest
 
 from experiments.hexgen2_cases import random_exchanges
 from experiments.hexgen2_genetic import GeneticSearch
-from gllm.plan.budget import SearchBudget
+from gllm.plan.best_first import SearchBudget
 from gllm.plan.hetero.costs import RooflineCosts, Table1Costs
 from gllm.plan.hetero.evaluation import PlanEvaluator, make_partition
-from gllm.plan.hetero.moves import (
-    NeighbourFinder,
-    guided_changes,
-    random_changes,
-)
 from gllm.plan.hetero.partition import (
     MAX_BRUTE_FORCE,
     choose_phases,
@@ -24,13 +19,16 @@ from gllm.plan.hetero.partition import (
     first_partition,
 )
 from gllm.plan.hetero.planner import plan_replicas
-from gllm.plan.hetero.replicas import Phase, PipelineCredit, ReplicaPlanner
+from gllm.plan.hetero.replicas import Phase, PipelineCapacityRule, ReplicaPlanner
 from gllm.plan.hetero.search import (
     MAX_EVALUATIONS,
     MAX_VAIN_RESTARTS,
     Changes,
     LocalSearch,
+    NeighbourFinder,
     SearchResult,
+    guided_changes,
+    random_changes,
 )
 from gllm.plan.hetero.workload import mean_lengths
 from gllm.plan.nodes import Group, build_cluster, named_cluster
@@ -52,7 +50,9 @@ FIXTURES = [
 QUICK_FIXTURES = (FIXTURES[0], FIXTURES[3], FIXTURES[5])
 
 
-def make_planner(cluster, model, workload, costs=RooflineCosts, rule=PipelineCredit.PIPELINED):
+def make_planner(
+    cluster, model, workload, costs=RooflineCosts, rule=PipelineCapacityRule.PIPELINED
+):
     shape, lengths = MODELS[model], mean_lengths(workload)
     return ReplicaPlanner(cluster, shape, costs(cluster, shape, lengths), rule)
 
@@ -72,10 +72,10 @@ def search(
 
 
 @pytest.mark.parametrize(("counts", "model", "workload"), full_but(QUICK_FIXTURES, FIXTURES))
-@pytest.mark.parametrize("rule", [PipelineCredit.PIPELINED, PipelineCredit.CREDITED])
+@pytest.mark.parametrize("rule", [PipelineCapacityRule.PIPELINED, PipelineCapacityRule.CREDITED])
 def test_flow_is_near_the_best_of_all_partitions(counts, model, workload, rule) -> None:
     cluster = build_cluster(counts)
-    costs = RooflineCosts if rule is PipelineCredit.PIPELINED else Table1Costs
+    costs = RooflineCosts if rule is PipelineCapacityRule.PIPELINED else Table1Costs
     planner = make_planner(cluster, model, workload, costs, rule)
     best = best_flow(PlanEvaluator(planner), cluster.all_devices)
     result = search(planner, model, workload)
@@ -220,7 +220,7 @@ def test_whole_search_ends_before_its_budget() -> None:
     result = search(planner, "llama-2-70b", "HPHD")
     assert result.is_complete
     assert result.num_evaluations < MAX_EVALUATIONS
-    assert result.num_kicks >= MAX_VAIN_RESTARTS
+    assert result.num_restarts >= MAX_VAIN_RESTARTS
     # Most partitions are refused by their bound, without a maximum flow.
     assert result.num_flows < 0.1 * result.num_evaluations
 
