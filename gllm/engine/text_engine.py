@@ -277,8 +277,7 @@ class TextEngine:
         words: BadWords = ()
         if params.bad_words:
             words = await asyncio.to_thread(self._token_sequences, params.bad_words)
-        if not self._backend.accepts_requests:
-            self._backend.check_ready()
+        self._check_accepting()
         self._backend.check_admission(prompts, params.max_tokens, priority, cache_salt, slo)
         grammar: str | None = ""
         if params.structured is not None:

@@ -84,16 +84,15 @@ class OperatingPoint(NamedTuple):
     def between(self, lower: "OperatingPoint", rate: float) -> "OperatingPoint":
         """Return the estimates at `rate`, interpolated between this point and a lower one."""
         share = (rate - lower.rate) / (self.rate - lower.rate)
-        step, chunk, chunk_stage = (
-            low + share * (high - low)
-            for low, high in (
-                (lower.step_seconds, self.step_seconds),
-                (lower.chunk_seconds, self.chunk_seconds),
-                (lower.chunk_stage_seconds, self.chunk_stage_seconds),
-            )
-        )
+
+        def interpolate(low: float, high: float) -> float:
+            return low + share * (high - low)
+
         return self._replace(
-            rate=rate, step_seconds=step, chunk_seconds=chunk, chunk_stage_seconds=chunk_stage
+            rate=rate,
+            step_seconds=interpolate(lower.step_seconds, self.step_seconds),
+            chunk_seconds=interpolate(lower.chunk_seconds, self.chunk_seconds),
+            chunk_stage_seconds=interpolate(lower.chunk_stage_seconds, self.chunk_stage_seconds),
         )
 
     def keeps(self, limits: Slo, max_delay_seconds: float = MAX_DELAY_SECONDS) -> bool:
@@ -489,9 +488,8 @@ class EngineBounds:
         return OperatingPoint(rate, inf, prefill_seconds, step, chunk, chunk_stage_seconds=on_stage)
 
     def _prefill_seconds(self, tokens: int) -> float:
-        chunks = []
-        for start in range(0, tokens, self._max_tokens):
-            chunks.append((start, min(self._max_tokens, tokens - start)))
+        starts = range(0, tokens, self._max_tokens)
+        chunks = [(start, min(self._max_tokens, tokens - start)) for start in starts]
         return sum(self._pass_seconds(make_work(0, 0, [chunk], 1)) for chunk in chunks)
 
     def _pass_seconds(self, work: StageWork) -> float:

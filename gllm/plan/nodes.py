@@ -110,13 +110,12 @@ def assume_nodes(device: str, num_devices: int) -> DeviceCluster:
     """Return a cluster with this many devices: nodes of 8 devices, or the cores of this machine."""
     if device == CORE:
         return DeviceCluster((DeviceNode("local", CORE, num_devices, host="127.0.0.1"),))
-    counts = [
+    counts = (
         min(DEVICES_PER_NODE, num_devices - first)
         for first in range(0, num_devices, DEVICES_PER_NODE)
-    ]
-    return DeviceCluster(
-        tuple(DeviceNode(f"node-{i}", device, count) for i, count in enumerate(counts))
     )
+    nodes = [DeviceNode(f"node-{i}", device, count) for i, count in enumerate(counts)]
+    return DeviceCluster(tuple(nodes))
 
 
 def parse_nodes(text: str) -> DeviceCluster:

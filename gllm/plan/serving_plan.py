@@ -3,7 +3,6 @@
 Planners write plans, `gllm up` starts them. Every reader of the file checks it with `read_plan`.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -267,12 +266,9 @@ def _check_devices(plan: ServingPlan) -> None:
 
 
 def _check_route(plan: ServingPlan, source: str, shares: dict[str, float]) -> None:
-    roles: dict[str, Callable[[str], bool]] = {
-        source: lambda role: role != "decode",
-        **{target: lambda role: role != "prefill" for target in shares},
-    }
-    for engine, fits in roles.items():
-        if engine not in plan.engines or not fits(plan.engines[engine].role):
+    unfit_roles = {source: "decode", **dict.fromkeys(shares, "prefill")}
+    for engine, role in unfit_roles.items():
+        if engine not in plan.engines or plan.engines[engine].role == role:
             raise PlanError(f"routes.{source}: {engine!r} is no engine with a role for it")
     if min(shares.values(), default=0) < 0 or abs(sum(shares.values()) - 1) > 1e-6:
         raise PlanError(f"routes.{source}: the shares must be at least 0 and sum up to 1")

@@ -22,7 +22,6 @@ from gllm.messages.codec import AnyMessage
 from gllm.messages.node_report import NodeReport
 from gllm.messages.nodes import PROTOCOL
 from gllm.messages.services import (
-    PeerLink,
     ServiceNodeKept,
     ServiceProcessExited,
     ServiceProcessStarted,
@@ -221,7 +220,9 @@ class Master:
                 self._table.on_started(process, head, url)
             case ServiceReport(process, reading):
                 self._table.on_reading(process, reading, now)
-                self._add_links(reading.links)
+                for link in reading.links:
+                    quality = LinkQuality(link.round_trip_seconds, link.bytes_per_second)
+                    self._links[frozenset((link.source, link.target))] = quality
             case ServiceNodeKept(process, node, cause):
                 log.warning("node %s cannot leave its running engine: %s", node, cause)
                 self._table.on_release_refused(process, node)
@@ -296,11 +297,6 @@ class Master:
         except SelectionError as error:
             others = [f"{name}: runs service {service}" for name, service in busy.items()]
             raise SelectionError("; ".join([str(error), *others])) from error
-
-    def _add_links(self, links: list[PeerLink]) -> None:
-        for link in links:
-            quality = LinkQuality(link.round_trip_seconds, link.bytes_per_second)
-            self._links[frozenset((link.source, link.target))] = quality
 
     def _cluster_node(self, record: NodeRecord) -> ClusterNode:
         session = self._hub.sessions_by_name.get(record.name)

@@ -276,11 +276,9 @@ class Replanner:
                     await self._manager.drain_engine(name, may_fail=True)
                 case ChangeRole(name, role):
                     done.append(action)
-                    await self._change_role(name, role)
-
-    async def _change_role(self, name: str, role: str) -> None:
-        await asyncio.to_thread(self._router.post, f"/engines/{name}/role", {"role": role})
-        await self._wait_for_engine(name, "role", role)
+                    path, body = f"/engines/{name}/role", {"role": role}
+                    await asyncio.to_thread(self._router.post, path, body)
+                    await self._wait_for_engine(name, "role", role)
 
     async def _wait_for_engine(self, name: str, field: str, value: str) -> None:
         """Wait until the router shows a value for an engine. Raises TimeoutError."""

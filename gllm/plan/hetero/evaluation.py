@@ -156,14 +156,17 @@ class EvaluatedPlan(NamedTuple):
     flow: PlanFlow
     score: Score
 
+    @property
+    def _phases(self) -> list[tuple[Phase, list[Replica], list[float]]]:
+        """Replicas of each phase and their flows."""
+        prefill = Phase.PREFILL, self.prefill, self.flow.prefill
+        return [prefill, (Phase.DECODE, self.decode, self.flow.decode)]
+
     def engines(self) -> dict[str, tuple[Replica, float]]:
         """Return each replica and its flow by name: p0, p1, ... for prefill, d0, ... for decode."""
         return {
-            f"{phase}{index}": pair
-            for phase, replicas, flows in (
-                ("p", self.prefill, self.flow.prefill),
-                ("d", self.decode, self.flow.decode),
-            )
+            f"{phase[0]}{index}": pair
+            for phase, replicas, flows in self._phases
             for index, pair in enumerate(zip(replicas, flows, strict=True))
         }
 
@@ -177,10 +180,7 @@ class EvaluatedPlan(NamedTuple):
     def loads(self) -> list[GroupLoad]:
         """Return the load of each group, in the order of the partition."""
         known: dict[TypedGroup, list[GroupLoad]] = {}
-        for phase, replicas, flows in (
-            (Phase.PREFILL, self.prefill, self.flow.prefill),
-            (Phase.DECODE, self.decode, self.flow.decode),
-        ):
+        for phase, replicas, flows in self._phases:
             for replica, flow in zip(replicas, flows, strict=True):
                 load = GroupLoad(phase, replica.group, replica.capacity, flow)
                 known.setdefault((phase, replica.group), []).append(load)

@@ -151,11 +151,15 @@ def plan_fleet(
 
 def simulate_throughput(fleet: SimulatedFleet, workload: str, seed: int = 0) -> SimulatedThroughput:
     """Simulate engines above their estimated capacity, with evenly spaced arrivals."""
-    load = _Load.for_latency(OVERLOAD * fleet.estimate, fleet.latency)
-    lengths = sample_workload(workload, load.num_requests, seed)
-    times = [index / load.rate for index in range(load.num_requests)]
+    rate = OVERLOAD * fleet.estimate
+    latency = max(fleet.latency, MIN_REQUESTS / rate / WINDOW[1])
+    begin, end = WINDOW[0] * latency, WINDOW[1] * latency
+    lengths = sample_workload(workload, round(rate * end), seed)
+    times = [index / rate for index in range(len(lengths))]
     run = fleet.serve(make_jobs(lengths, times, fleet.max_model_len))
-    return SimulatedThroughput(fleet.estimate, load.finished_rate(run))
+    ends = [served.line.times[-1] for served in run.requests.values() if served.line.times]
+    num_finished = sum(begin <= seconds < end for seconds in ends)
+    return SimulatedThroughput(fleet.estimate, num_finished / (end - begin))
 
 
 def simulate_plan(plan: HeteroPlan, seed: int = 0) -> SimulatedThroughput:
@@ -175,28 +179,6 @@ def make_jobs(lengths: Lengths, times: list[float], max_model_len: int) -> list[
         WorkloadRequest(time, min(prompt, max_model_len - output), output)
         for time, (prompt, output) in zip(times, lengths, strict=True)
     ]
-
-
-class _Load(NamedTuple):
-    """Arrivals of a simulation, and the window in which it counts."""
-
-    rate: float
-    num_requests: int
-    begin: float
-    end: float
-
-    @classmethod
-    def for_latency(cls, rate: float, latency: float) -> "_Load":
-        """Return arrivals for replicas of a latency in seconds."""
-        latency = max(latency, MIN_REQUESTS / rate / WINDOW[1])
-        return cls(
-            rate, round(rate * WINDOW[1] * latency), WINDOW[0] * latency, WINDOW[1] * latency
-        )
-
-    def finished_rate(self, run: ClusterRun) -> float:
-        """Return the requests per second that finish in the window."""
-        ends = [served.line.times[-1] for served in run.requests.values() if served.line.times]
-        return sum(self.begin <= end < self.end for end in ends) / (self.end - self.begin)
 
 
 def max_model_len_of(problem: ServiceProblem, replicas: list[Replica]) -> int:

@@ -1,6 +1,6 @@
 """Plan of a service that scales by its rate: worker type, number of workers by rate, plan.yaml."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 from statistics import fmean
@@ -99,9 +99,29 @@ def plan_scale(
         )
     worker, fit = describe_worker(model, device, best.num_gpus, rank_link)
     points: list[ScalePoint] = []
+    attainment, start, is_compared = problem.limits.attainment, 2, True
     for share in RATE_SHARES:
-        rate = share * problem.rate
-        points.append(_search_point(problem, worker, rate, points, on_outcome, budget))
+        case = FleetCase(
+            worker, problem.workload, share * problem.rate, problem.limits, seed=problem.seed,
+            seconds=problem.min_seconds,
+        )  # fmt: skip
+        placed = least_fleet(
+            case, attainment, start, on_outcome=lambda _: on_outcome(), budget=budget
+        )
+        if placed is None:
+            raise ValueError(
+                f"slo: no fleet keeps the limits of a share of {attainment:g} of the requests at "
+                f"{case.rate:g} requests per second: loosen a limit or the attainment"
+            )
+        start, baseline = placed.num_workers, None
+        if is_compared:
+            # Where a fleet of four times the size is too small, a larger one is not tried.
+            baseline = least_fleet(
+                replace(case, policy=BASELINE), attainment, start, 4 * start,
+                lambda _: on_outcome(), budget,
+            )  # fmt: skip
+            is_compared = baseline is not None
+        points.append(ScalePoint(case.rate, placed, baseline))
     rule = fit_scale_rule([(point.rate, point.placed.num_workers) for point in points])
     return ScaleResult(workers, worker, fit, points, rule)
 
@@ -120,36 +140,6 @@ def describe_worker(
         config.num_blocks * config.block_size, num_gpus,
     )  # fmt: skip
     return worker, fit
-
-
-def _search_point(
-    problem: ServiceProblem,
-    worker: WorkerSpec,
-    rate: float,
-    earlier: Sequence[ScalePoint],
-    on_outcome: Callable[[], None],
-    budget: SearchBudget | None,
-) -> ScalePoint:
-    case = FleetCase(
-        worker, problem.workload, rate, problem.limits, seed=problem.seed,
-        seconds=problem.min_seconds,
-    )  # fmt: skip
-    start = earlier[-1].placed.num_workers if earlier else 2
-    attainment = problem.limits.attainment
-    placed = least_fleet(case, attainment, start, on_outcome=lambda _: on_outcome(), budget=budget)
-    if placed is None:
-        raise ValueError(
-            f"slo: no fleet keeps the limits of a share of {attainment:g} of the requests at "
-            f"{rate:g} requests per second: loosen a limit or the attainment"
-        )
-    baseline = None
-    if not earlier or earlier[-1].baseline is not None:
-        # Where a fleet of four times the size is too small, a larger one is not tried.
-        baseline = least_fleet(
-            replace(case, policy=BASELINE), attainment, placed.num_workers,
-            4 * placed.num_workers, lambda _: on_outcome(), budget,
-        )  # fmt: skip
-    return ScalePoint(rate, placed, baseline)
 
 
 def to_serving_plan(

@@ -112,12 +112,9 @@ def _content_rule(grammar: GrammarBuilder, source: GrammarSource) -> str:
         case "json_schema":
             return grammar.add_rule(f"%json {source.text}")
         case "regex":
-            return grammar.add_rule(f"/{_escape_slashes(source.text)}/")
+            # Existing escapes stay.
+            text = _ESCAPE.sub(lambda match: _WITHIN_SLASHES.get(match[0], match[0]), source.text)
+            return grammar.add_rule(f"/{text}/")
         case _:
             # A list of strings.
             return grammar.add_rule(source.text.removeprefix("start: "))
-
-
-def _escape_slashes(regex: str) -> str:
-    """Return a regular expression as it is written between slashes, keeping existing escapes."""
-    return _ESCAPE.sub(lambda match: _WITHIN_SLASHES.get(match[0], match[0]), regex)

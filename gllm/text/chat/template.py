@@ -63,7 +63,8 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
+        # The local date, for templates that state it in the prompt.
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         tools_source = source if tool_source is None else tool_source
         try:
             self._plain = environment.from_string(source)
@@ -254,8 +255,3 @@ def _to_json(
 def _raise_exception(message: str) -> NoReturn:
     """Raise the error of a template that rejects a chat."""
     raise TemplateError(message)
-
-
-def _strftime_now(date_format: str) -> str:
-    """Return the local date, for templates that tell the model the date."""
-    return datetime.now().strftime(date_format)

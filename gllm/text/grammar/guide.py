@@ -107,7 +107,7 @@ class GrammarGuide:
             self._wait_for_mask(self._mask)
         with self._changed:
             limit = self._options.token_seconds
-            if not self._changed.wait_for(lambda: self._is_known(index), limit):
+            if not self._changed.wait_for(lambda: self._error or index <= len(self._tokens), limit):
                 self._error = f"its last token did not come in {limit:g} s"
             self._check()
             if index < len(self._tokens):
@@ -155,9 +155,6 @@ class GrammarGuide:
     def settled_token(self, index: int) -> int:
         """Return output token `index`, which must be fixed already."""
         return self._tokens[index]
-
-    def _is_known(self, index: int) -> bool:
-        return bool(self._error) or index <= len(self._tokens)
 
     def _wait_for_mask(self, mask: "Future[bytes]") -> bytes:
         try:

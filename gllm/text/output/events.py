@@ -101,7 +101,7 @@ def merge_events(events: list[OutputEvent]) -> list[OutputEvent]:
     if len(events) < 2:
         return events
     merged: list[OutputEvent] = []
-    for _, group in groupby(events, _merge_key):
+    for _, group in groupby(events, lambda event: (type(event), getattr(event, "index", 0))):
         neighbors = list(group)
         text = "".join(getattr(event, "text", "") for event in neighbors)
         match neighbors[0]:
@@ -114,8 +114,3 @@ def merge_events(events: list[OutputEvent]) -> list[OutputEvent]:
             case _:
                 merged += neighbors
     return merged
-
-
-def _merge_key(event: OutputEvent) -> tuple[type[OutputEvent], int]:
-    """Return a key that is the same for events that can be joined."""
-    return type(event), getattr(event, "index", 0)

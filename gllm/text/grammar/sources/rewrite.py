@@ -212,12 +212,7 @@ def _express_unique_items(schema: Schema, unique: object, root: Schema) -> Schem
     if unique is not True or values is None or "prefixItems" in schema:
         return schema
     min_items, max_items = schema.get("minItems", 0), schema.get("maxItems", len(values))
-    if (
-        not isinstance(min_items, int)
-        or not isinstance(max_items, int)
-        or min_items < 0
-        or max_items < 0
-    ):
+    if not all(isinstance(bound, int) and bound >= 0 for bound in (min_items, max_items)):
         return schema
     sizes = range(min_items, min(max_items, len(values)) + 1)
     if len(values) <= MAX_VALUES and sum(perm(len(values), n) for n in sizes) <= MAX_ARRANGEMENTS:
