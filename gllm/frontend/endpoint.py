@@ -5,6 +5,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -19,16 +20,8 @@ Operation = Literal["chat", "text_completion"]
 
 
 @dataclass(frozen=True)
-class PathParameter:
-    """A placeholder of a path. Its value may contain slashes."""
-
-    name: str
-    description: str
-
-
-@dataclass(frozen=True)
-class QueryParameter:
-    """A parameter of the query string. Others are ignored."""
+class EndpointParameter:
+    """A placeholder of a path, whose value may contain slashes, or a query parameter."""
 
     name: str
     description: str
@@ -58,8 +51,9 @@ class Endpoint:
     """Fields of a server-sent event, which is one of these."""
     content_type: str = "application/json"
     """Media type of an answer that is not streamed."""
-    path_parameters: tuple[PathParameter, ...] = ()
-    query_parameters: tuple[QueryParameter, ...] = ()
+    path_parameters: tuple[EndpointParameter, ...] = ()
+    query_parameters: tuple[EndpointParameter, ...] = ()
+    """Other parameters of the query string are ignored."""
     operation: Operation | None = None
     """Kind of text generation, for traces; None if the endpoint generates no text."""
     is_public: bool = False
@@ -102,6 +96,13 @@ class Endpoint:
             path = path.replace(f"{{{parameter.name}}}", f"{{{parameter.name}:.+}}")
         return path
 
+
+get = partial(Endpoint, "GET")
+post = partial(Endpoint, "POST")
+get_probe = partial(Endpoint, "GET", is_public=True, is_polled=True)
+"""Endpoint for probes and scrapers."""
+post_command = partial(Endpoint, "POST", is_control=True)
+"""Endpoint that controls the server."""
 
 ENDPOINTS_BY_ROUTE = web.AppKey("endpoints_by_route", Mapping[web.AbstractRoute, Endpoint])
 """Endpoints of an application. A GET endpoint has two routes."""

@@ -106,26 +106,16 @@ def _operation(endpoint: Endpoint, method: str) -> JsonObject:
 
 def _parameters(endpoint: Endpoint) -> list[JsonObject]:
     """Return the parameters of an endpoint's path and query string."""
-    path: list[JsonObject] = [
-        {
-            "name": parameter.name,
-            "in": "path",
-            "description": parameter.description,
-            "required": True,
-            "schema": {"type": "string"},
-        }
-        for parameter in endpoint.path_parameters
+    placed = [
+        *(("path", parameter) for parameter in endpoint.path_parameters),
+        *(("query", parameter) for parameter in endpoint.query_parameters),
     ]
-    query: list[JsonObject] = [
-        {
-            "name": parameter.name,
-            "in": "query",
-            "description": parameter.description,
-            "schema": dict(parameter.schema),
-        }
-        for parameter in endpoint.query_parameters
+    return [
+        {"name": parameter.name, "in": place, "description": parameter.description}
+        | ({"required": True} if place == "path" else {})
+        | {"schema": dict(parameter.schema)}
+        for place, parameter in placed
     ]
-    return path + query
 
 
 def _responses(endpoint: Endpoint, method: str, error: JsonObject) -> JsonObject:

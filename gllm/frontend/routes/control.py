@@ -4,7 +4,7 @@ from aiohttp import web
 
 from gllm.engine.interface import ProfileError
 from gllm.frontend.context import CONTEXT
-from gllm.frontend.endpoint import QueryParameter
+from gllm.frontend.endpoint import EndpointParameter
 from gllm.frontend.errors import ApiError
 from gllm.frontend.fields.control import AbortFields
 from gllm.frontend.fields.parsing import read_fields
@@ -60,13 +60,13 @@ async def _control_profile(request: web.Request, is_start: bool) -> web.Response
 
 
 SLEEP_PARAMETERS = (
-    QueryParameter(
+    EndpointParameter(
         "level",
         "1 (default): empty the prefix cache too; 0: keep it; 2 of vLLM is refused, because the "
         "weights stay in memory",
         {"type": "integer", "enum": [0, 1]},
     ),
-    QueryParameter(
+    EndpointParameter(
         "mode",
         "running requests: wait (default) for their end, or abort them",
         {"type": "string", "enum": ["wait", "abort"]},
