@@ -23,7 +23,8 @@ from aiohttp import web
 from gllm.config.engine import EngineConfig
 from gllm.config.server import ServerConfig
 from gllm.engine.engine import Engine
-from gllm.frontend.app import make_app, make_runner
+from gllm.frontend.app import make_app
+from gllm.frontend.connection import ConnectionRunner
 from gllm.frontend.sse import STREAM_HEADERS
 from gllm.messages.base import WireMessage
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
@@ -128,7 +129,7 @@ async def serve(options: argparse.Namespace) -> None:
         engine = Engine(EngineConfig("demo"))
         app = make_app(engine, config)
         pipeline = asyncio.ensure_future(EndlessPipeline(engine).run())
-    runner = make_runner(app, config)
+    runner = ConnectionRunner(app, config)
     await runner.setup()
     await web.TCPSite(runner, config.host, 0).start()
     # The real server freezes the collector's objects, too.

@@ -30,7 +30,8 @@ from benchmarks.loop_watch import Gaps, LoopWatch
 from gllm.config.engine import EngineConfig
 from gllm.config.server import ServerConfig
 from gllm.engine.engine import Engine
-from gllm.frontend.app import make_app, make_runner
+from gllm.frontend.app import make_app
+from gllm.frontend.connection import ConnectionRunner
 from gllm.frontend.server import THREAD_SWITCH_SECONDS
 from gllm.messages.base import WireMessage
 from gllm.messages.requests import SubmitRequest
@@ -103,7 +104,7 @@ async def measure(rounds: int) -> dict[str, list[tuple[Gaps, str]]]:
     engine = Engine(EngineConfig("demo"))
     app = make_app(engine, config)
     pipeline = asyncio.ensure_future(ScoringPipeline(engine).run())
-    runner = make_runner(app, config)
+    runner = ConnectionRunner(app, config)
     await runner.setup()
     await web.TCPSite(runner, config.host, 0).start()
     sys.setswitchinterval(THREAD_SWITCH_SECONDS)

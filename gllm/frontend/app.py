@@ -7,7 +7,6 @@ from aiohttp import web
 
 from gllm.config.server import ServerConfig
 from gllm.engine.interface import EngineInterface
-from gllm.frontend.connection import ConnectionRunner
 from gllm.frontend.context import CONTEXT, SERVER_CONFIG, ServerContext
 from gllm.frontend.endpoint import register_endpoints
 from gllm.frontend.handoffs import registry
@@ -33,8 +32,3 @@ def make_app(engine: EngineInterface, config: ServerConfig) -> web.Application:
     registry.install(app, context)
     register_endpoints(app, ENDPOINTS)
     return app
-
-
-def make_runner(app: web.Application, config: ServerConfig) -> ConnectionRunner:
-    """Return the runner that serves the application."""
-    return ConnectionRunner(app, config)

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from gllm.config.server import ServerConfig
 from gllm.deploy.cluster.master import Master
-from gllm.frontend.app import make_runner
+from gllm.frontend.connection import ConnectionRunner
 from gllm.frontend.context import SERVER_CONFIG
 from gllm.frontend.endpoint import register_endpoints
 from gllm.frontend.listening import listen, raise_open_files_limit, tls_context
@@ -58,7 +58,7 @@ class ClusterServer:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         raise_open_files_limit()
         tls = tls_context(self._config)
-        runner = make_runner(make_cluster_app(self._master, self._config), self._config)
+        runner = ConnectionRunner(make_cluster_app(self._master, self._config), self._config)
         await runner.setup()
         self._master.start()
         try:

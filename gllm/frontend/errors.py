@@ -8,7 +8,16 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET
 
-from gllm.engine.interface import EngineUnavailableError, OverloadedError, PoisonRequestError
+from gllm.engine.fleet_control import UnknownEngineError
+from gllm.engine.interface import (
+    EmbeddingError,
+    EngineUnavailableError,
+    NodeDrainError,
+    OverloadedError,
+    PoisonRequestError,
+    ProfileError,
+    UnknownNodeError,
+)
 from gllm.engine.request_checks import PromptTooLongError
 from gllm.frontend.request_id import current_request_id
 from gllm.frontend.response_schemas import ErrorObject, ErrorResponse, ErrorType, Unset
@@ -38,6 +47,15 @@ ERROR_TYPES: Mapping[int, ErrorType] = {
     503: "unavailable_error",
 }
 """Value of `type` by status code."""
+
+ENGINE_ERRORS: Mapping[type[Exception], tuple[int, str, str | None]] = {
+    EmbeddingError: (500, "embedding_failed", None),
+    NodeDrainError: (409, "node_not_drainable", "name"),
+    ProfileError: (409, "profile_failed", None),
+    UnknownEngineError: (404, "engine_not_found", "name"),
+    UnknownNodeError: (404, "node_not_found", "name"),
+}
+"""Status, code and `param` of the engine's errors whose message is the answer's."""
 
 DROPPED_REASON_HEADER = "x-llm-d-request-dropped-reason"
 """Header with llm-d's name of the reason why a request was refused."""
@@ -100,6 +118,9 @@ def to_api_error(error: Exception) -> ApiError:
             if "Allow" in error.headers:
                 api_error.headers["Allow"] = error.headers["Allow"]
             return api_error
+        case _ if type(error) in ENGINE_ERRORS:
+            status, code, param = ENGINE_ERRORS[type(error)]
+            return ApiError(status, str(error), param=param, code=code)
         case _:
             log.error("request %s failed", current_request_id(), exc_info=error)
             return ApiError(500, "The server failed on this request.", code="internal_error")

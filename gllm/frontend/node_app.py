@@ -1,7 +1,6 @@
 """HTTP server of a machine that is not the head: probes and metrics, without the model's API."""
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
@@ -10,58 +9,9 @@ from prometheus_client.registry import Collector
 
 from gllm.frontend.listening import listen
 from gllm.frontend.node_metrics import gauge, link_metrics, machine_load
-from gllm.messages.nodes import LinkState, NodeLoad
+from gllm.runtime.node.agent_state import AgentStatus
 
-
-class AgentView(Protocol):
-    """State of an agent, as its probes and metrics show it."""
-
-    @property
-    def name(self) -> str:
-        """Name of the machine."""
-
-    @property
-    def head(self) -> str:
-        """HOST:PORT of the head."""
-
-    @property
-    def state(self) -> str:
-        """State in one word, such as joining or member."""
-
-    @property
-    def cause(self) -> str:
-        """Cause of the state; empty for none."""
-
-    @property
-    def is_healthy(self) -> bool:
-        """True while the agent has not lost its head for too long."""
-
-    @property
-    def is_ready(self) -> bool:
-        """True if the head has a session with the agent and its engine is ready."""
-
-    @property
-    def load(self) -> NodeLoad:
-        """Load of the machine."""
-
-    @property
-    def num_workers(self) -> int:
-        """Living worker processes of the machine."""
-
-    @property
-    def links(self) -> Sequence[LinkState]:
-        """Data connections of the machine."""
-
-    @property
-    def clock_offset_seconds(self) -> float | None:
-        """Clock of the head minus that of the machine; None if unknown."""
-
-    @property
-    def round_trip_seconds(self) -> float | None:
-        """Round trip to the head; None if unknown."""
-
-
-ReadStatus = Callable[[], AgentView]
+ReadStatus = Callable[[], AgentStatus]
 
 
 class AgentCollector(Collector):
@@ -143,7 +93,7 @@ async def start_node_server(read_status: ReadStatus, host: str, port: int) -> we
     return runner
 
 
-def _probe(status: AgentView, is_good: bool) -> web.Response:
+def _probe(status: AgentStatus, is_good: bool) -> web.Response:
     body = {
         "status": "ok" if is_good else "unavailable",
         "state": status.state,

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from gllm.config.server import ServerConfig
 from gllm.engine.interface import EngineInterface
-from gllm.frontend.app import make_app, make_runner
+from gllm.frontend.app import make_app
 from gllm.frontend.connection import ConnectionRunner
 from gllm.frontend.listening import listen, raise_open_files_limit, tls_context
 
@@ -65,7 +65,7 @@ class Server:
         raise_open_files_limit()
         sys.setswitchinterval(THREAD_SWITCH_SECONDS)
         tls = tls_context(self._config)
-        runner = make_runner(make_app(self._engine, self._config), self._config)
+        runner = ConnectionRunner(make_app(self._engine, self._config), self._config)
         await runner.setup()
         await listen(runner, self._config.host, self._config.port, tls)
         try:

@@ -10,7 +10,7 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from gllm.config.server import ServerConfig
-from gllm.frontend.app import make_app, make_runner
+from gllm.frontend.app import make_app
 from gllm.frontend.connection import Connection, ConnectionRunner
 from gllm.text.chat.template import ChatTemplate
 from gllm.text.tokenizer import Tokenizer
@@ -101,7 +101,7 @@ class RealServer(TestServer):
         self._config = config
 
     async def _make_runner(self, **_: Any) -> ConnectionRunner:
-        return make_runner(self.app, self._config)
+        return ConnectionRunner(self.app, self._config)
 
 
 @asynccontextmanager

@@ -8,7 +8,8 @@ import pytest
 from aiohttp import web
 
 from gllm.config.server import ServerConfig
-from gllm.frontend.app import make_app, make_runner
+from gllm.frontend.app import make_app
+from gllm.frontend.connection import ConnectionRunner
 from gllm.frontend.listening import tls_context
 from gllm.frontend.middleware.origin import host_check, host_name
 from gllm.frontend.routes.registry import ENDPOINTS
@@ -194,7 +195,7 @@ def test_hosts_that_cannot_be(value):
 async def test_tls(engine, tmp_path):
     files = make_certificate(tmp_path, "server")
     config = ServerConfig(ssl_certfile=files[0], ssl_keyfile=files[1])
-    runner = make_runner(make_app(engine, config), config)
+    runner = ConnectionRunner(make_app(engine, config), config)
     await runner.setup()
     trusted = ssl.create_default_context(cafile=files[0])
     try:

@@ -9,7 +9,8 @@ import pytest
 from aiohttp import web
 
 from gllm.config.server import ServerConfig
-from gllm.frontend.app import make_app, make_runner
+from gllm.frontend.app import make_app
+from gllm.frontend.connection import ConnectionRunner
 from gllm.frontend.listening import tls_context
 from tests.frontend.conftest import CHAT, CHAT_PATH
 from tests.support.network.certificates import make_certificate
@@ -28,7 +29,7 @@ def files(folder) -> tuple[str, str]:
 @asynccontextmanager
 async def secured(engine, config):
     """The URL of a server."""
-    runner = make_runner(make_app(engine, config), config)
+    runner = ConnectionRunner(make_app(engine, config), config)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls_context(config)).start()
     try:

@@ -6,7 +6,9 @@ CheckNodeStatus, NodeExit. NodeAccess is `gllm node --join`.
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal
 
 import msgspec
 from aiohttp import web
@@ -47,18 +49,30 @@ CLUSTER: web.AppKey[Master] = web.AppKey("cluster")
 """Key of the master."""
 
 
+CLUSTER_ERRORS: Mapping[type[Exception], tuple[int, str, str]] = {
+    SelectionError: (409, "insufficient_nodes", "resource_specification"),
+    ServiceExistsError: (409, "service_exists", "service_name"),
+    UnknownClusterNodeError: (404, "node_not_found", "name"),
+    UnknownServiceError: (404, "service_not_found", "name"),
+}
+"""Status, code and `param` of the master's errors, as in `errors.ENGINE_ERRORS`."""
+
+
+@contextmanager
+def open_cluster(request: web.Request) -> Iterator[Master]:
+    """Yield the master and convert its errors to ApiError."""
+    try:
+        yield request.app[CLUSTER]
+    except tuple(CLUSTER_ERRORS) as error:
+        status, code, param = CLUSTER_ERRORS[type(error)]
+        raise ApiError(status, str(error), param=param, code=code) from error
+
+
 async def deploy_service(request: web.Request) -> web.Response:
     """Start a service on free nodes (DeployLLMService)."""
     fields = await read_fields(request, DeployServiceFields)
-    try:
-        service = request.app[CLUSTER].deploy(fields.to_request())
-    except ServiceExistsError as error:
-        raise ApiError(409, str(error), param="service_name", code="service_exists") from error
-    except SelectionError as error:
-        raise ApiError(
-            409, str(error), param="resource_specification", code="insufficient_nodes"
-        ) from error
-    return json_response(_service(service))
+    with open_cluster(request) as cluster:
+        return json_response(_service(cluster.deploy(fields.to_request())))
 
 
 async def list_services(request: web.Request) -> web.Response:
@@ -69,40 +83,25 @@ async def list_services(request: web.Request) -> web.Response:
 
 async def get_service(request: web.Request) -> web.Response:
     """Return state, uptime, request counts, throughput and utilization (CheckServiceStatus)."""
-    try:
-        return json_response(_service(request.app[CLUSTER].service(_name(request))))
-    except UnknownServiceError as error:
-        raise _not_found(error) from error
+    with open_cluster(request) as cluster:
+        return json_response(_service(cluster.service(request.match_info["name"])))
 
 
 async def get_service_key(request: web.Request) -> web.Response:
     """Return the API key of a service (GetAPIKey)."""
-    name = _name(request)
-    try:
-        key = request.app[CLUSTER].service(name).api_key
-    except UnknownServiceError as error:
-        raise _not_found(error) from error
-    return json_response(
-        ServiceKeyResponse(service_name=name, api_key=key), headers={"Cache-Control": "no-store"}
-    )
+    name = request.match_info["name"]
+    with open_cluster(request) as cluster:
+        answer = ServiceKeyResponse(service_name=name, api_key=cluster.service(name).api_key)
+    return json_response(answer, headers={"Cache-Control": "no-store"})
 
 
 async def delete_service(request: web.Request) -> web.Response:
     """End a service; without one of that name nothing happens (DeleteLLMService)."""
-    name = _name(request)
-    has_service = request.app[CLUSTER].delete(name)
-    return json_response(
-        ServiceDeletionResponse(service_name=name, state="stopping" if has_service else "absent")
+    name = request.match_info["name"]
+    state: Literal["stopping", "absent"] = (
+        "stopping" if request.app[CLUSTER].delete(name) else "absent"
     )
-
-
-def _name(request: web.Request) -> str:
-    return request.match_info["name"]
-
-
-def _not_found(error: UnknownServiceError | UnknownClusterNodeError) -> ApiError:
-    code = "service_not_found" if isinstance(error, UnknownServiceError) else "node_not_found"
-    return ApiError(404, str(error), param="name", code=code)
+    return json_response(ServiceDeletionResponse(service_name=name, state=state))
 
 
 def _service(service: Service) -> ServiceResponse:
@@ -128,11 +127,7 @@ def _service(service: Service) -> ServiceResponse:
         tokens=ServiceTokenCounts(
             prompt=reading.num_prompt_tokens, generated=reading.num_generated_tokens
         ),
-        throughput=ServiceThroughput(
-            requests_per_second=rates.requests_per_second,
-            prompt_tokens_per_second=rates.prompt_tokens_per_second,
-            generated_tokens_per_second=rates.generated_tokens_per_second,
-        ),
+        throughput=msgspec.convert(rates, ServiceThroughput, from_attributes=True),
         utilization=ServiceUtilization(kv_cache=reading.kv_cache_usage, stages=list(rates.stages)),
     )
 
@@ -146,20 +141,16 @@ async def list_cluster_nodes(request: web.Request) -> web.Response:
 
 async def get_cluster_node(request: web.Request) -> web.Response:
     """Return address, hardware, load, power and temperature of a node (CheckNodeStatus)."""
-    try:
-        return json_response(_node(request.app[CLUSTER].node(request.match_info["name"])))
-    except UnknownClusterNodeError as error:
-        raise _not_found(error) from error
+    with open_cluster(request) as cluster:
+        return json_response(_node(cluster.node(request.match_info["name"])))
 
 
 async def drain_cluster_node(request: web.Request) -> web.Response:
     """Let a node leave the cluster; its service moves to other nodes (NodeExit)."""
     name = request.match_info["name"]
-    try:
-        node = request.app[CLUSTER].drain_node(name)
-    except UnknownClusterNodeError as error:
-        raise _not_found(error) from error
-    return json_response(NodeExitResponse(name=name, state="draining", service=node.service))
+    with open_cluster(request) as cluster:
+        service = cluster.drain_node(name).service
+    return json_response(NodeExitResponse(name=name, state="draining", service=service))
 
 
 async def get_cluster_health(request: web.Request) -> web.Response:

@@ -2,7 +2,6 @@
 
 from aiohttp import web
 
-from gllm.engine.interface import ProfileError
 from gllm.frontend.context import CONTEXT
 from gllm.frontend.endpoint import EndpointParameter
 from gllm.frontend.errors import ApiError
@@ -43,19 +42,16 @@ async def stop_profile(request: web.Request) -> web.Response:
 
 
 async def _control_profile(request: web.Request, is_start: bool) -> web.Response:
-    """Start or stop a profile. Raises ApiError if profiles are off or the engine refuses."""
+    """Start or stop a profile. Raises ApiError if profiles are off, and the engine's errors."""
     context = request.app[CONTEXT]
     folder = context.config.profile_dir
     if folder is None:
         message = "Profiles are disabled: start the server with --profile-dir FOLDER."
         raise ApiError(501, message, code="profile_off")
-    try:
-        if is_start:
-            await context.engine.start_profile(folder)
-        else:
-            await context.engine.stop_profile()
-    except ProfileError as error:
-        raise ApiError(409, str(error), code="profile_failed") from error
+    if is_start:
+        await context.engine.start_profile(folder)
+    else:
+        await context.engine.stop_profile()
     return json_response(ProfileResponse(status="ok", folder=folder))
 
 

@@ -9,10 +9,9 @@ from functools import partial
 from aiohttp import web
 
 from gllm.config.sampling import SamplingParams
-from gllm.engine.interface import EmbeddingError, EngineInterface
+from gllm.engine.interface import EngineInterface
 from gllm.engine.request_checks import check_request, encode_prompt
 from gllm.frontend.context import CONTEXT, REQUEST_ID
-from gllm.frontend.errors import ApiError
 from gllm.frontend.fields.completions import EmbeddingFields, parse_prompts
 from gllm.frontend.fields.parsing import read_fields
 from gllm.frontend.json_encoding import encode_json_in_pieces
@@ -71,7 +70,7 @@ async def _embed_prompts(
     If one prompt fails or the client disconnects, the others are aborted.
 
     Raises:
-        ApiError: The engine failed to compute an embedding.
+        EmbeddingError: The engine failed to compute an embedding.
     """
     embed = partial(
         engine.embed,
@@ -83,10 +82,7 @@ async def _embed_prompts(
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(embed(prompt)) for prompt in prompts]
     except ExceptionGroup as errors:
-        error = errors.exceptions[0]
-        if isinstance(error, EmbeddingError):
-            raise ApiError(500, str(error), code="embedding_failed") from error
-        raise error from None
+        raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
 
 

@@ -71,20 +71,13 @@ async def drain_engine(request: web.Request) -> web.Response:
             400, f"migrate is {text!r}, but has to be true or false", param="migrate",
             code="invalid_value",
         )  # fmt: skip
-    try:
-        num_running = fleet.drain_engine(name, text in TRUE_VALUES)
-    except UnknownEngineError as error:
-        raise _not_found(error) from error
+    num_running = fleet.drain_engine(name, text in TRUE_VALUES)
     return json_response(DrainResponse(name=name, state="draining", num_requests=num_running))
 
 
 async def undrain_engine(request: web.Request) -> web.Response:
     """Send requests to a drained engine again."""
-    fleet, name = _fleet(request), request.match_info["name"]
-    try:
-        fleet.undrain_engine(name)
-    except UnknownEngineError as error:
-        raise _not_found(error) from error
+    _fleet(request).undrain_engine(request.match_info["name"])
     return json_response(StatusResponse(status="ok"))
 
 
@@ -101,24 +94,15 @@ def _no_workload() -> ApiError:
     return ApiError(404, text, code="no_workload")
 
 
-def _not_found(error: UnknownEngineError) -> ApiError:
-    return ApiError(404, str(error), param="name", code="engine_not_found")
-
-
 async def set_engine_role(request: web.Request) -> web.Response:
     """Change the role of an engine; it announces the new role to all its routers.
 
     There is no restart and no drain: its running requests go on where they are.
     """
     fields = await read_fields(request, EngineRoleFields)
-    fleet, name = request.app[CONTEXT].engine.fleet, request.match_info["name"]
-    if fleet is None:
-        raise ApiError(404, "This server is an engine, not a router.", code="not_a_router")
+    fleet, name = _fleet(request), request.match_info["name"]
     role = check_role("role", fields.role)
-    try:
-        previous = fleet.roles.set_role(name, role)
-    except UnknownEngineError as error:
-        raise ApiError(404, str(error), param="name", code="engine_not_found") from error
+    previous = fleet.roles.set_role(name, role)
     return json_response(EngineRoleResponse(name=name, role=role, previous_role=previous))
 
 

@@ -2,7 +2,7 @@
 
 from aiohttp import web
 
-from gllm.engine.interface import EngineInterface, NodeDrainError, UnknownNodeError
+from gllm.engine.interface import EngineInterface
 from gllm.frontend.context import CONTEXT
 from gllm.frontend.errors import ApiError
 from gllm.frontend.json_encoding import json_response
@@ -32,13 +32,8 @@ async def drain_node(request: web.Request) -> web.Response:
     Returns at once. GET /nodes shows the machine as `draining` until it has left. Repeated requests
     return the same.
     """
-    engine, name = _engine(request), request.match_info["name"]
-    try:
-        state = engine.drain_node(name)
-    except UnknownNodeError as error:
-        raise ApiError(404, str(error), param="name", code="node_not_found") from error
-    except NodeDrainError as error:
-        raise ApiError(409, str(error), param="name", code="node_not_drainable") from error
+    name = request.match_info["name"]
+    state = _engine(request).drain_node(name)
     return json_response(NodeDrainResponse(name, "drained" if state == "drained" else "draining"))
 
 

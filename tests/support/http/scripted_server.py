@@ -27,7 +27,8 @@ from llguidance import LLMatcher, LLTokenizer
 from gllm.config.sampling import SamplingParams, StructuredOutput
 from gllm.config.server import ServerConfig
 from gllm.engine.interface import OutputDelta
-from gllm.frontend.app import make_app, make_runner
+from gllm.frontend.app import make_app
+from gllm.frontend.connection import ConnectionRunner
 from gllm.options.field_types import FieldError
 from gllm.text.grammar.compiler_process import _set_bits, compile_grammar
 from gllm.text.grammar.sources.structured_output import to_grammar_source
@@ -118,7 +119,7 @@ async def scripted_server(reasoning: str = "auto") -> AsyncIterator[Server]:
 async def _serve(port: int) -> None:
     for at, reasoning in ((port, "auto"), (port + 1, "think")):
         config = ServerConfig(reasoning_parser=reasoning)
-        runner = make_runner(make_app(scripted_engine(), config), config)
+        runner = ConnectionRunner(make_app(scripted_engine(), config), config)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", at).start()
         print(f"scripted server at http://127.0.0.1:{at}", flush=True)

@@ -16,7 +16,6 @@ from gllm import __version__
 from gllm.config.cluster import ClusterConfig
 from gllm.config.server import ServerConfig
 from gllm.deploy.cluster.master import Master
-from gllm.frontend.app import make_runner
 from gllm.frontend.cluster_server import make_cluster_app
 from gllm.frontend.connection import ConnectionRunner
 from gllm.frontend.openapi import build_openapi_document
@@ -196,7 +195,7 @@ class _Server(TestServer):
         self._config = config
 
     async def _make_runner(self, **_: Any) -> ConnectionRunner:
-        return make_runner(self.app, self._config)
+        return ConnectionRunner(self.app, self._config)
 
 
 @asynccontextmanager
