@@ -1,11 +1,12 @@
 """Prometheus metrics of the server: counters of requests, and the engine's own at each scrape."""
 
 import asyncio
+import math
 import re
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, product
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
@@ -65,9 +66,10 @@ _BLOCK = re.compile(r"^# HELP gllm:(\w+) .*\n(?:(?!# HELP ).*\n)*", re.MULTILINE
 
 
 def repeat_with_aliases(text: str) -> str:
-    """Return those metrics of a text in Prometheus's format that have vLLM's names, with these.
+    """Return copies, under vLLM's names, of the metrics that vLLM has too.
 
-    Works on the text, because writing the samples again takes as long as writing all of them.
+    Works on Prometheus's text format, because formatting the samples again would take as long as
+    formatting all metrics.
     """
     parts = []
     for block in _BLOCK.finditer(text):
@@ -80,51 +82,29 @@ def repeat_with_aliases(text: str) -> str:
     return "".join(parts)
 
 
-class AdapterCollector(Collector):
-    """Collector of the metric by which llm-d selects servers with a LoRA adapter: there are none.
-
-    Args:
-        model: Name of the served model.
-    """
-
-    def __init__(self, model: str) -> None:
-        self._model = model
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the metric."""
-        labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters", "model_name")
-        text = "LoRA adapters in use; the value is the time of the scrape"
-        gauge = GaugeMetricFamily(VLLM_PREFIX + "lora_requests_info", text, labels=labels)
-        gauge.add_metric(["0", "", "", self._model], time.time())
-        yield gauge
+def adapter_metric(model: str) -> Metric:
+    """Return the metric by which llm-d selects servers with a LoRA adapter: there are none."""
+    labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters", "model_name")
+    text = "LoRA adapters in use; the value is the time of the scrape"
+    family = GaugeMetricFamily(VLLM_PREFIX + "lora_requests_info", text, labels=labels)
+    family.add_metric(["0", "", "", model], time.time())
+    return family
 
 
-class EventLoopCollector(Collector):
-    """Collector of the number of asyncio tasks, read at each scrape on the event loop.
-
-    Args:
-        model: Name of the served model.
-    """
-
-    def __init__(self, model: str) -> None:
-        self._model = model
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the gauge; 0 if the calling thread has no running event loop."""
-        try:
-            num_tasks = len(asyncio.all_tasks())
-        except RuntimeError:
-            num_tasks = 0
-        text = "Tasks of the event loop: one per open connection, and those of the server itself"
-        yield gauge("event_loop_tasks", text, {"model_name": self._model}, num_tasks)
+def num_event_loop_tasks() -> int:
+    """Return the number of asyncio tasks; 0 if this thread has no running event loop."""
+    try:
+        return len(asyncio.all_tasks())
+    except RuntimeError:
+        return 0
 
 
 def kv_transfer_metrics(labels: dict[str, str], status: EngineStatus) -> Iterator[Metric]:
-    """Yield the metrics of an engine's transfers; none if it neither gives nor fetches blocks.
+    """Yield the metrics of an engine's KV transfers; none if transfers are disabled.
 
     Args:
-        labels: common labels and their values.
-        status: of the engine.
+        labels: Labels of all samples, and their values.
+        status: Status of the engine.
     """
     stats, totals = status.stats, status.kv_transfers
     if totals is None:
@@ -156,21 +136,8 @@ def kv_transfer_metrics(labels: dict[str, str], status: EngineStatus) -> Iterato
 FAST_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0)
 """Bucket bounds of latencies per token, in seconds."""
 SLOW_BUCKETS = (
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-    20.0,
-    40.0,
-    80.0,
-    160.0,
-    320.0,
+    *(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5),
+    *(5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0),
 )
 """Bucket bounds of latencies of whole requests, in seconds."""
 STEP_TOKEN_BUCKETS = tuple(2**exponent for exponent in range(15))
@@ -184,15 +151,8 @@ LABELS = ("model_name",)
 OBJECTIVES = ("ttft", "tpot")
 """Values of the label `objective`."""
 RECOVERY_CAUSES = (
-    "killed",
-    "failed",
-    "frozen",
-    "lost",
-    "rebalanced",
-    "drained",
-    "joined",
-    "node",
-    "link",
+    *("killed", "failed", "frozen", "lost", "rebalanced", "drained", "joined"),
+    *("node", "link"),
 )
 """Values of the label `cause` of recoveries."""
 SPAN_DROP_REASONS = ("queue_full", "export_failed")
@@ -245,6 +205,27 @@ RANK_COUNTERS = {
 """Counters per rank of stages with several: field of StageUtilization and help text, by name."""
 
 
+def histogram(
+    name: str, text: str, model: str, bounds: Sequence[float], counts: Sequence[int], total: float
+) -> Metric:
+    """Return a histogram with all buckets.
+
+    Prometheus reads a series that appears later as an increase from 0.
+
+    Args:
+        name: Name after PREFIX.
+        text: Help text.
+        model: Name of the served model.
+        bounds: Upper bounds of the buckets.
+        counts: Number of values up to each bound, then of all values.
+        total: Sum of the values.
+    """
+    family = HistogramMetricFamily(PREFIX + name, text, labels=LABELS)
+    names = [*(str(float(bound)) for bound in bounds), "+Inf"]
+    family.add_metric([model], list(zip(names, map(float, counts), strict=True)), total)
+    return family
+
+
 class EngineCollector(Collector):
     """Collector of the engine's gauges and counters, read at each scrape."""
 
@@ -264,28 +245,23 @@ class EngineCollector(Collector):
         text = "Size of the KV cache, as labels; the value is 1"
         size = (str(status.block_size), str(status.num_kv_blocks))
         yield gauge("cache_config_info", text, model, [(size, 1)], "block_size num_gpu_blocks")
-        yield self._step_sizes(model, status)
+        yield self._step_sizes(self._engine.model.name, status)
         yield from self._stages(model, status)
         yield from self._recoveries(model, status)
         yield from kv_transfer_metrics(model, status)
+        yield adapter_metric(self._engine.model.name)
+        text = "Tasks of the event loop: one per open connection, and those of the server itself"
+        yield gauge("event_loop_tasks", text, model, num_event_loop_tasks())
 
-    def _step_sizes(self, model: dict[str, str], status: EngineStatus) -> Metric:
-        """Return tokens per micro-batch as a histogram with all buckets.
-
-        Prometheus reads a series that appears later as an increase from 0.
-        """
+    def _step_sizes(self, model: str, status: EngineStatus) -> Metric:
+        """Return tokens per micro-batch as a histogram."""
         text = "Tokens of a micro-batch, prefill and decode together"
-        histogram = HistogramMetricFamily(PREFIX + "iteration_tokens_total", text, labels=LABELS)
-        sizes = status.step_sizes
-        buckets = [
-            (str(float(bound)), float(sum(n for size, n in sizes.items() if size <= bound)))
-            for bound in STEP_TOKEN_BUCKETS
+        counts = [
+            sum(count for size, count in status.step_sizes.items() if size <= bound)
+            for bound in (*STEP_TOKEN_BUCKETS, math.inf)
         ]
-        count = float(sum(sizes.values()))
-        stats = status.stats
-        total = stats.prefill_tokens + stats.decode_tokens
-        histogram.add_metric([*model.values()], [*buckets, ("+Inf", count)], total)
-        return histogram
+        total = status.stats.prefill_tokens + status.stats.decode_tokens
+        return histogram("iteration_tokens_total", text, model, STEP_TOKEN_BUCKETS, counts, total)
 
     def _stages(self, model: dict[str, str], status: EngineStatus) -> Iterator[Metric]:
         bubbles = status.bubbles
@@ -319,12 +295,11 @@ class EngineCollector(Collector):
         counts = [((cause,), status.recoveries.get(cause, 0)) for cause in causes]
         yield counter("recoveries", text, model, counts, "cause")
         text = "Duration of recoveries, from a death to the first new step"
-        durations = HistogramMetricFamily(PREFIX + "recovery_seconds", text, labels=LABELS)
         seconds = status.recovery_seconds
-        buckets = [(str(b), float(sum(s <= b for s in seconds))) for b in SLOW_BUCKETS]
-        total = ("+Inf", float(len(seconds)))
-        durations.add_metric([*model.values()], [*buckets, total], sum(seconds))
-        yield durations
+        numbers = [sum(each <= bound for each in seconds) for bound in (*SLOW_BUCKETS, math.inf)]
+        yield histogram(
+            "recovery_seconds", text, model["model_name"], SLOW_BUCKETS, numbers, sum(seconds)
+        )
         text = "Requests submitted again after a recovery, each time counted"
         yield counter("resumed_requests", text, model, status.num_resumed_requests)
         text = "Messages of earlier epochs that arrived late and were dropped"
@@ -356,13 +331,42 @@ class TokenCounters(Collector):
         """Yield both metrics."""
         model = {"model_name": self._model}
         yield counter("generation_tokens", "Tokens generated", model, self.num_tokens)
-        name, text = PREFIX + "inter_token_latency_seconds", "Time between tokens"
-        histogram = HistogramMetricFamily(name, text, labels=LABELS)
-        counts = accumulate(self._gaps)
-        bounds = [*map(str, FAST_BUCKETS), "+Inf"]
-        buckets = [(bound, float(count)) for bound, count in zip(bounds, counts, strict=True)]
-        histogram.add_metric([self._model], buckets, self._gap_seconds)
-        yield histogram
+        yield histogram(
+            "inter_token_latency_seconds", "Time between tokens", self._model, FAST_BUCKETS,
+            list(accumulate(self._gaps)), self._gap_seconds,
+        )  # fmt: skip
+
+
+class LabeledCounter:
+    """Counter of a server with labels besides the model's name.
+
+    Args:
+        registry: Registry of the server's metrics.
+        model: Name of the served model.
+        name: Name after PREFIX.
+        text: Help text.
+        labels: Names of the labels, separated by spaces.
+        series: Values of the labels of the series that exist from the start.
+    """
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        model: str,
+        name: str,
+        text: str,
+        labels: str,
+        series: Iterable[tuple[str, ...]],
+    ) -> None:
+        names = (*LABELS, *labels.split())
+        self._model = model
+        self._counter = PrometheusCounter(PREFIX + name, text, names, registry=registry)
+        for values in series:
+            self._counter.labels(model, *values)
+
+    def count(self, *values: str, amount: int = 1) -> None:
+        """Add an amount to the series with these values of the labels. Thread-safe."""
+        self._counter.labels(self._model, *values).inc(amount)
 
 
 class Metrics:
@@ -371,86 +375,55 @@ class Metrics:
     def __init__(self, engine: EngineInterface) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(engine))
-        self.registry.register(AdapterCollector(engine.model.name))
-        self.registry.register(EventLoopCollector(engine.model.name))
         if engine.fleet is not None:
             self.registry.register(RouterCollector(engine.fleet, engine.model.name))
         else:
             self.registry.register(NodeCollector(engine))
         model = engine.model.name
 
-        def new_counter(name: str, text: str) -> PrometheusCounter:
-            return PrometheusCounter(PREFIX + name, text, LABELS, registry=self.registry).labels(
-                model
-            )
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        def add_histogram(
+            name: str, text: str, buckets: tuple[float, ...] = SLOW_BUCKETS
+        ) -> Histogram:
             family = Histogram(PREFIX + name, text, LABELS, registry=self.registry, buckets=buckets)
             return family.labels(model)
 
-        self.prompt_tokens = new_counter("prompt_tokens", "Prompt tokens of requests")
+        prompt_tokens = PrometheusCounter(
+            PREFIX + "prompt_tokens", "Prompt tokens of requests", LABELS, registry=self.registry
+        )
+        self.prompt_tokens = prompt_tokens.labels(model)
         self.output = TokenCounters(model)
         self.registry.register(self.output)
-        self._success = PrometheusCounter(
-            PREFIX + "request_success",
-            "Choices that ended, by reason",
-            (*LABELS, "finished_reason"),
-            registry=self.registry,
-        )
-        self._model = model
-        for reason in FINISH_REASONS:
-            self._success.labels(model, reason)
-        self._dropped_spans = PrometheusCounter(
-            PREFIX + "trace_spans_dropped",
+        self.finished = LabeledCounter(
+            self.registry, model, "request_success", "Choices that ended, by reason",
+            "finished_reason", [(reason,) for reason in FINISH_REASONS],
+        )  # fmt: skip
+        self.dropped_spans = LabeledCounter(
+            self.registry, model, "trace_spans_dropped",
             "Spans of requests that no collector got, by reason",
-            (*LABELS, "reason"),
-            registry=self.registry,
-        )
-        for reason in SPAN_DROP_REASONS:
-            self._dropped_spans.labels(model, reason)
-        self._objectives = PrometheusCounter(
-            PREFIX + "slo_choices",
+            "reason", [(reason,) for reason in SPAN_DROP_REASONS],
+        )  # fmt: skip
+        self.objectives = LabeledCounter(
+            self.registry, model, "slo_choices",
             "Choices that ended by themselves, by the objective that they had and if it was met",
-            (*LABELS, "objective", "met"),
-            registry=self.registry,
-        )
-        for objective, met in product(OBJECTIVES, ("true", "false")):
-            self._objectives.labels(model, objective, met)
-        self.ttft = histogram("time_to_first_token_seconds", "Time to first token", SLOW_BUCKETS)
-        self.tpot = histogram(
+            "objective met", product(OBJECTIVES, ("true", "false")),
+        )  # fmt: skip
+        self.ttft = add_histogram("time_to_first_token_seconds", "Time to first token")
+        self.tpot = add_histogram(
             "time_per_output_token_seconds", "Mean time per output token", FAST_BUCKETS
         )
-        self.e2el = histogram(
-            "e2e_request_latency_seconds", "Arrival to the last token", SLOW_BUCKETS
+        self.e2el = add_histogram("e2e_request_latency_seconds", "Arrival to the last token")
+        self.queue = add_histogram("request_queue_time_seconds", "Arrival to first step")
+        self.prefill = add_histogram("request_prefill_time_seconds", "First step to token")
+        self.decode = add_histogram("request_decode_time_seconds", "First token to the last")
+        self.inference = add_histogram(
+            "request_inference_time_seconds", "First step to the last token"
         )
-        self.queue = histogram("request_queue_time_seconds", "Arrival to first step", SLOW_BUCKETS)
-        self.prefill = histogram(
-            "request_prefill_time_seconds", "First step to token", SLOW_BUCKETS
-        )
-        self.decode = histogram(
-            "request_decode_time_seconds", "First token to the last", SLOW_BUCKETS
-        )
-        self.inference = histogram(
-            "request_inference_time_seconds", "First step to the last token", SLOW_BUCKETS
-        )
-        self.request_prompt_tokens = histogram(
+        self.request_prompt_tokens = add_histogram(
             "request_prompt_tokens", "Prompt tokens of a request that ended", TOKEN_BUCKETS
         )
-        self.request_generation_tokens = histogram(
+        self.request_generation_tokens = add_histogram(
             "request_generation_tokens", "Tokens of a choice that ended", TOKEN_BUCKETS
         )
-
-    def count_finished(self, reason: str) -> None:
-        """Count a finished choice by its finish reason."""
-        self._success.labels(self._model, reason).inc()
-
-    def count_objective(self, objective: str, is_met: bool) -> None:
-        """Count a choice with an objective, which is one of OBJECTIVES."""
-        self._objectives.labels(self._model, objective, "true" if is_met else "false").inc()
-
-    def count_dropped_spans(self, reason: str, spans: int) -> None:
-        """Count dropped spans; `reason` is one of SPAN_DROP_REASONS. Thread-safe."""
-        self._dropped_spans.labels(self._model, reason).inc(spans)
 
     def render(self) -> bytes:
         """Return all metrics in Prometheus's text format, also under vLLM's names."""

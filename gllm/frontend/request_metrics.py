@@ -71,7 +71,7 @@ class RequestMetrics:
         if not any(self.finish_reasons):
             self._metrics.request_prompt_tokens.observe(self._num_prompt_tokens)
         self.finish_reasons[index] = reason
-        self._metrics.count_finished(reason)
+        self._metrics.finished.count(reason)
         line = self._lines[index]
         self._metrics.request_generation_tokens.observe(line.num_tokens)
         if reason != "abort" and self._slo:
@@ -87,10 +87,12 @@ class RequestMetrics:
     def _count_objectives(self, line: RequestTimeline) -> None:
         """Count which objectives a choice has met; one without output has missed that of TTFT."""
         ttft, tpot = self._slo.ttft_seconds, self._slo.tpot_seconds
+        count = self._metrics.objectives.count
         if ttft is not None:
-            self._metrics.count_objective("ttft", line.ttft is not None and line.ttft <= ttft)
+            is_met = line.ttft is not None and line.ttft <= ttft
+            count("ttft", "true" if is_met else "false")
         if tpot is not None and line.tpot is not None:
-            self._metrics.count_objective("tpot", line.tpot <= tpot)
+            count("tpot", "true" if line.tpot <= tpot else "false")
 
 
 @dataclass

@@ -10,6 +10,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -35,8 +36,13 @@ SHUTDOWN_SECONDS = 5.0
 """Time for the queued spans to reach the collector when the server stops."""
 
 AttributeValue = str | bool | int | float | list[str]
-OnDrop = Callable[[str, int], None]
-"""Called with a reason, `queue_full` or `export_failed`, and a number of spans; from any thread."""
+
+
+class OnDrop(Protocol):
+    """Function that counts dropped spans, called from any thread."""
+
+    def __call__(self, reason: str, /, *, amount: int) -> None:
+        """Count spans dropped for a reason, `queue_full` or `export_failed`."""
 
 
 class RequestTracer:
@@ -162,7 +168,7 @@ class CountingSpanProcessor(BatchSpanProcessor):
         if self._free_places.acquire(blocking=False):
             super().on_end(span)
         else:
-            self._on_drop("queue_full", 1)
+            self._on_drop("queue_full", amount=1)
 
     def _on_export(self, num_spans: int) -> None:
         self._free_places.release(num_spans)
@@ -186,7 +192,7 @@ class _CountingExporter(SpanExporter):
             result = self._exporter.export(spans)
         finally:
             if result is not SpanExportResult.SUCCESS:
-                self._on_drop("export_failed", len(spans))
+                self._on_drop("export_failed", amount=len(spans))
         return result
 
     def shutdown(self) -> None:

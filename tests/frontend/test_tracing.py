@@ -179,7 +179,7 @@ class Stuck(SpanExporter):
 
 def test_a_full_queue_drops_and_counts(engine: FakeEngine) -> None:
     metrics, exporter = Metrics(engine), Stuck()
-    processor = tracing.CountingSpanProcessor(exporter, metrics.count_dropped_spans, 3, 1, 3)
+    processor = tracing.CountingSpanProcessor(exporter, metrics.dropped_spans.count, 3, 1, 3)
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(processor)
     tracer = provider.get_tracer("test")

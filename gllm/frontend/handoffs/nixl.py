@@ -8,53 +8,58 @@ from typing import Any
 
 from gllm.frontend.answer_writer import WholeAnswerWriter
 from gllm.frontend.fields.generation import HandoffFields
-from gllm.frontend.handoffs.dialect import HandoffBorder
-from gllm.frontend.handoffs.legs import DecodeLeg, HandoffLeg, PrefillLeg
+from gllm.frontend.handoffs.sides import (
+    DecodeHandoff,
+    HandoffContext,
+    HandoffSubmitter,
+    PrefillHandoff,
+)
 from gllm.frontend.response_schemas import KvTransferParams
 from gllm.options.field_types import FieldError
 
 FIELD = "kv_transfer_params"
 
 
-class NixlDialect:
-    """HandoffDialect of vLLM's NixlConnector. `remote_engine_id` has the grant."""
+def parse_kv_transfer_params(
+    fields: HandoffFields, context: HandoffContext, writer: WholeAnswerWriter
+) -> HandoffSubmitter | None:
+    """Return the side of a hand-off that `kv_transfer_params` requests; None if it requests none.
 
-    field_names = (FIELD,)
+    `remote_engine_id` contains the grant. The prefill side sets `writer.transfer_params`.
 
-    def parse(
-        self, fields: HandoffFields, border: HandoffBorder, writer: WholeAnswerWriter
-    ) -> HandoffLeg | None:
-        """See HandoffDialect."""
-        params = fields.kv_transfer_params or {}
-        is_prefill = _read_flag(params, "do_remote_decode")
-        is_decode = _read_flag(params, "do_remote_prefill")
-        if is_prefill and is_decode:
-            raise FieldError(
-                FIELD,
-                f"{FIELD} has do_remote_decode and do_remote_prefill: an engine has one half of a "
-                "hand-off, so set one of them to false",
-            )
-        if is_prefill:
+    Raises:
+        FieldError: The field is invalid.
+    """
+    params = fields.kv_transfer_params or {}
+    is_prefill = _read_flag(params, "do_remote_decode")
+    is_decode = _read_flag(params, "do_remote_prefill")
+    if is_prefill and is_decode:
+        raise FieldError(
+            FIELD,
+            f"{FIELD} has do_remote_decode and do_remote_prefill: an engine has one half of a "
+            "hand-off, so set one of them to false",
+        )
+    if is_prefill:
 
-            def publish(grant: str) -> None:
-                writer.transfer_params = to_transfer_params(grant)
+        def publish(grant: str) -> None:
+            writer.transfer_params = to_transfer_params(grant)
 
-            publish("")
-            return PrefillLeg(border.engine, border.sealer, border.totals.count, publish)
-        if not is_decode:
-            return None
-        grant = params.get("remote_engine_id")
-        if not isinstance(grant, str):
-            raise FieldError(
-                FIELD,
-                f"{FIELD}.remote_engine_id is no text: pass on {FIELD} of the prefill engine's "
-                "answer unchanged",
-            )
+        publish("")
+        return PrefillHandoff(context, publish)
+    if not is_decode:
+        return None
+    grant = params.get("remote_engine_id")
+    if not isinstance(grant, str):
+        raise FieldError(
+            FIELD,
+            f"{FIELD}.remote_engine_id is no text: pass on {FIELD} of the prefill engine's "
+            "answer unchanged",
+        )
 
-        async def read_grant() -> str:
-            return grant
+    async def read_grant() -> str:
+        return grant
 
-        return DecodeLeg(border.engine, border.sealer, border.totals.count, read_grant)
+    return DecodeHandoff(context, read_grant)
 
 
 def to_transfer_params(grant: str) -> KvTransferParams | None:

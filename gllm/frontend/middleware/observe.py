@@ -56,7 +56,7 @@ def install(app: web.Application, config: ServerConfig) -> None:
         ) from error
     model = context.engine.model.name
     app[TRACER] = RequestTracer(
-        config.otlp_traces_endpoint, model, context.metrics.count_dropped_spans
+        config.otlp_traces_endpoint, model, context.metrics.dropped_spans.count
     )
 
 

@@ -127,7 +127,11 @@ def _service(service: Service) -> ServiceResponse:
         tokens=ServiceTokenCounts(
             prompt=reading.num_prompt_tokens, generated=reading.num_generated_tokens
         ),
-        throughput=msgspec.convert(rates, ServiceThroughput, from_attributes=True),
+        throughput=ServiceThroughput(
+            requests_per_second=rates.requests_per_second,
+            prompt_tokens_per_second=rates.prompt_tokens_per_second,
+            generated_tokens_per_second=rates.generated_tokens_per_second,
+        ),
         utilization=ServiceUtilization(kv_cache=reading.kv_cache_usage, stages=list(rates.stages)),
     )
 

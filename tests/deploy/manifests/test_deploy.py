@@ -35,7 +35,7 @@ def families() -> dict[str, set[str]]:
     texts = []
     for fleet in (ScriptedFleet(), None):
         metrics = Metrics(FakeEngine(Tokenizer(some.byte_level()), fleet=fleet))
-        metrics.count_finished("stop")
+        metrics.finished.count("stop")
         texts.append(metrics.render().decode())
     found = [family for text in texts for family in text_string_to_metric_families(text)]
     # When a counter was made is no metric of ours, and vLLM's names are shown under ours.

@@ -1,16 +1,18 @@
-"""Both halves of a hand-off over HTTP: the prefill, and the decode.
+"""Both sides of a hand-off over HTTP: the engine that prefills, and the one that decodes.
 
-Whatever fails in a hand-off is an ordinary prefill of the decode engine.
+If a hand-off fails, the decode engine computes the prompt itself.
 """
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from gllm.config.sampling import SamplingParams
 from gllm.engine.interface import EngineInterface, OutputDelta, RequestHandle
+from gllm.frontend.handoffs.access import ControlAccess
 from gllm.frontend.handoffs.grant import (
     VERSION,
     GrantError,
@@ -19,31 +21,63 @@ from gllm.frontend.handoffs.grant import (
     KvGrant,
     digest_tokens,
 )
+from gllm.frontend.handoffs.rooms import RoomClient, RoomTable
+from gllm.frontend.metrics import LabeledCounter
 from gllm.messages.handoff import KvHandoff, KvSource, make_ticket
 
 log = logging.getLogger(__name__)
 
+OUTCOMES = (
+    ("prefill", "held"),
+    ("prefill", "not_held"),
+    ("decode", "granted"),
+    ("decode", "no_grant"),
+    ("decode", "unfit_grant"),
+)
+"""Sides of a hand-off and their outcomes. `granted`: the KV blocks may be fetched; with `no_grant`
+and `unfit_grant` the decode engine computes the prompt."""
 
-class HandoffLeg(Protocol):
-    """One half of a hand-off, which submits the request in place of the engine."""
+
+@dataclass
+class HandoffContext:
+    """State of the hand-offs over HTTP of one engine."""
+
+    engine: EngineInterface
+    access: ControlAccess
+    sealer: GrantSealer
+    client: RoomClient
+    outcomes: LabeledCounter
+    """Counter of the sides of hand-offs by outcome, pairs of OUTCOMES."""
+    rooms: RoomTable = field(default_factory=RoomTable)
+
+
+class HandoffSubmitter(ABC):
+    """One side of a hand-off, which submits the request in place of the engine."""
+
+    def __init__(self, context: HandoffContext) -> None:
+        self._context = context
+        self._engine = context.engine
 
     def limit(self, params: SamplingParams) -> SamplingParams:
-        """Return the sampling parameters of this half."""
+        """Return the sampling parameters of this side."""
+        return params
 
+    @abstractmethod
     async def submit(
         self, prompts: Sequence[list[int]], params: SamplingParams, **options: Any
     ) -> Sequence[RequestHandle]:
-        """Submit the requests with their part in the hand-off, as `EngineInterface.submit`.
+        """Submit the requests with the tickets of their KV blocks, as `EngineInterface.submit`.
 
-        Without a part in it they are ordinary requests.
+        Without KV blocks to transfer they are ordinary requests.
         """
 
     def close(self) -> None:
-        """End the half, whether or not its prompts have ended."""
+        """End the hand-off on this side, even if its prompts are still running."""
+        return
 
 
 class PrefillRequest:
-    """RequestHandle of a first half: reports the end of its prompt.
+    """RequestHandle of a prefill engine: reports the end of its prompt.
 
     Args:
         handle: Handle of the engine.
@@ -58,11 +92,11 @@ class PrefillRequest:
 
     @property
     def num_resumptions(self) -> int:
-        """See RequestHandle."""
+        """Number of recoveries after which the request was submitted again."""
         return self._handle.num_resumptions
 
     def pop_deltas(self) -> list[OutputDelta]:
-        """See RequestHandle."""
+        """Return the new deltas, and report the last one."""
         deltas = self._handle.pop_deltas()
         for delta in deltas:
             if delta.finish_reason is not None:
@@ -70,27 +104,16 @@ class PrefillRequest:
         return deltas
 
 
-class PrefillLeg:
-    """First half: computes one token per prompt, and keeps the KV blocks of the prompts."""
+class PrefillHandoff(HandoffSubmitter):
+    """Prefill side: computes one token per prompt, and keeps the KV blocks of the prompts.
 
-    def __init__(
-        self,
-        engine: EngineInterface,
-        sealer: GrantSealer,
-        count: Callable[[str, str], None],
-        publish: Callable[[str], None],
-    ) -> None:
-        """Create the half of a request.
+    Args:
+        context: State of the engine's hand-offs.
+        publish: Called once with the grant, or with an empty text if no KV blocks are held.
+    """
 
-        Args:
-            engine: runs the request.
-            sealer: of the grant.
-            count: counts the half with its outcome; see HandoffTotals.
-            publish: called once with the grant, or with an empty text if nothing is held.
-        """
-        self._engine = engine
-        self._sealer = sealer
-        self._count = count
+    def __init__(self, context: HandoffContext, publish: Callable[[str], None]) -> None:
+        super().__init__(context)
         self._publish = publish
         self._prompts: Sequence[list[int]] = ()
         self._tickets: list[int] = []
@@ -101,13 +124,13 @@ class PrefillLeg:
         """None until all prompts have ended."""
 
     def limit(self, params: SamplingParams) -> SamplingParams:
-        """Return parameters for one choice of one token: the KV cache of the prompt is needed."""
+        """Return parameters for one choice of one token: only the prompt's KV cache is needed."""
         return replace(params, n=1, max_tokens=1, min_tokens=min(params.min_tokens, 1))
 
     async def submit(
         self, prompts: Sequence[list[int]], params: SamplingParams, **options: Any
     ) -> Sequence[RequestHandle]:
-        """See HandoffLeg."""
+        """Submit the requests; the engine keeps the KV blocks of their prompts."""
         participant = self._engine.kv_participant()
         if participant is None or not participant.endpoint:
             return await self._engine.submit(prompts, params, **options)
@@ -121,7 +144,7 @@ class PrefillLeg:
         ]
 
     def close(self) -> None:
-        """Publish that there is no grant and free the blocks, if a prompt has not ended."""
+        """If a prompt has not ended, publish an empty grant and free the KV blocks."""
         if self._grant is None:
             self._end("")
             self._engine.release_kv([self._tickets[prompt] for prompt in self._held])
@@ -135,7 +158,7 @@ class PrefillLeg:
 
     def _end(self, grant: str) -> None:
         self._grant = grant
-        self._count("prefill", "held" if grant else "not_held")
+        self._context.outcomes.count("prefill", "held" if grant else "not_held")
         self._publish(grant)
 
     def _seal(self) -> str:
@@ -149,7 +172,7 @@ class PrefillLeg:
             digest = digest_tokens(prompt[:num_tokens])
             ticket = self._tickets[number]
             held.append(HeldPrompt(ticket, num_tokens, digest) if num_tokens else None)
-        return self._sealer.seal(
+        return self._context.sealer.seal(
             KvGrant(
                 VERSION,
                 participant.engine,
@@ -161,64 +184,46 @@ class PrefillLeg:
         )
 
 
-class DecodeLeg:
-    """Second half: fetches the KV blocks of the prompts instead of computing them."""
+class DecodeHandoff(HandoffSubmitter):
+    """Decode side: fetches the KV blocks of the prompts instead of computing them.
 
-    def __init__(
-        self,
-        engine: EngineInterface,
-        sealer: GrantSealer,
-        count: Callable[[str, str], None],
-        read_grant: Callable[[], Awaitable[str]],
-    ) -> None:
-        """Create the half of a request.
+    Args:
+        context: State of the engine's hand-offs.
+        read_grant: Returns the grant; empty if there is none. May raise FieldError for a field of
+            the request.
+    """
 
-        Args:
-            engine: runs the request.
-            sealer: of the grant.
-            count: counts the half with its outcome; see HandoffTotals.
-            read_grant: returns the grant; empty if there is none. May raise FieldError for a field
-                of the request.
-        """
-        self._engine = engine
-        self._sealer = sealer
-        self._count = count
+    def __init__(self, context: HandoffContext, read_grant: Callable[[], Awaitable[str]]) -> None:
+        super().__init__(context)
         self._read_grant = read_grant
-
-    def limit(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters unchanged."""
-        return params
 
     async def submit(
         self, prompts: Sequence[list[int]], params: SamplingParams, **options: Any
     ) -> Sequence[RequestHandle]:
-        """See HandoffLeg; raises the FieldError of `read_grant`."""
+        """Submit the requests; the engine fetches the KV blocks. Raises FieldError."""
         handoffs = await self._read_handoffs(prompts, params)
         return await self._engine.submit(prompts, params, handoffs=handoffs, **options)
-
-    def close(self) -> None:
-        """Do nothing: the blocks are the other engine's."""
 
     async def _read_handoffs(
         self, prompts: Sequence[list[int]], params: SamplingParams
     ) -> Sequence[KvHandoff]:
-        """Return where to fetch the blocks of each prompt; empty if they are to be computed."""
+        """Return the source of each prompt's KV blocks; empty if the prompts are computed here."""
         text = await self._read_grant()
         if not text:
-            self._count("decode", "no_grant")
+            self._context.outcomes.count("decode", "no_grant")
             return ()
         try:
-            grant = self._sealer.unseal(text)
+            grant = self._context.sealer.unseal(text)
             self._check(grant, prompts, params)
         except GrantError as error:
             log.warning("a prompt that another engine has prefilled is computed here: %s", error)
-            self._count("decode", "unfit_grant")
+            self._context.outcomes.count("decode", "unfit_grant")
             return ()
-        self._count("decode", "granted")
+        self._context.outcomes.count("decode", "granted")
         return [KvHandoff() if held is None else _to_handoff(grant, held) for held in grant.prompts]
 
     def _check(self, grant: KvGrant, prompts: Sequence[list[int]], params: SamplingParams) -> None:
-        """Raise GrantError if the blocks of a grant are of no use for a request."""
+        """Raise GrantError if a request cannot use the KV blocks of a grant."""
         participant = self._engine.kv_participant()
         if participant is None or not participant.endpoint:
             raise GrantError("this engine has no KV cache for transfers at present")
