@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     import uvloop
 
     from gllm.deploy.cluster.master import Master
-    from gllm.frontend.cluster_server import ClusterServer
+    from gllm.frontend.cluster_server import serve_cluster
 
     try:
         cluster = config_from_flags(ClusterConfig, values)
@@ -41,6 +41,6 @@ def main(argv: list[str] | None = None) -> int:
                 "$GLLM_API_KEY; who has it can start services on all nodes and read their keys"
             )
         master = Master(cluster, server.shutdown_timeout)
-        return uvloop.run(ClusterServer(master, server).run())
+        return uvloop.run(serve_cluster(master, server))
     except (ValueError, OSError) as error:
         return report_error(error, 2, logs)

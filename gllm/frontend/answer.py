@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from gllm.engine.interface import EngineUnavailableError, OutputDelta, PoisonRequestError
 from gllm.frontend.answer_writer import AnswerWriter, WholeAnswerWriter
 from gllm.frontend.choices import CollectedChoice, UsageCounter
-from gllm.frontend.context import ARRIVAL, REQUEST_ID, RETRY_AFTER_SECONDS, ServerContext
+from gllm.frontend.context import ARRIVAL, CONTEXT, REQUEST_ID, RETRY_AFTER_SECONDS
 from gllm.frontend.errors import ApiError, to_api_error
 from gllm.frontend.handoffs.registry import open_handoff
 from gllm.frontend.json_encoding import encode_json_in_pieces
@@ -30,25 +30,23 @@ MAX_INLINE_LOGPROBS = 2048
 
 async def send_answer(
     http_request: web.Request,
-    context: ServerContext,
     request: PreparedRequest,
     writer: AnswerWriter,
 ) -> web.StreamResponse:
     """Run a request and send its answer, streamed if the client requested a stream."""
     if not request.fields.stream:
-        return await send_whole_answer(http_request, context, request, writer)
-    with _run_request(http_request, context, request, writer) as (run, usage):
-        return await _send_stream(http_request, context, run, writer, usage)
+        return await send_whole_answer(http_request, request, writer)
+    with _run_request(http_request, request, writer) as (run, usage):
+        return await _send_stream(http_request, run, writer, usage)
 
 
 async def send_whole_answer(
     http_request: web.Request,
-    context: ServerContext,
     request: PreparedRequest,
     writer: WholeAnswerWriter,
 ) -> web.Response:
     """Run a request to its end and send the answer in one piece."""
-    with _run_request(http_request, context, request, writer) as (run, usage):
+    with _run_request(http_request, request, writer) as (run, usage):
         await run.start()
         choices = await _collect_choices(run, request, usage)
         if num_logprobs(choices) > MAX_INLINE_LOGPROBS:
@@ -61,13 +59,12 @@ async def send_whole_answer(
 @contextmanager
 def _run_request(
     http_request: web.Request,
-    context: ServerContext,
     request: PreparedRequest,
     writer: WholeAnswerWriter,
 ) -> Iterator[tuple[RequestRun, UsageCounter]]:
     """Yield the run of a request and its token counts; store the request's summary."""
-    fields = request.fields
-    hints = read_routing_hints(http_request.headers, fields, context.slo)
+    fields, context = request.fields, http_request.app[CONTEXT]
+    hints = read_routing_hints(http_request.headers, fields, context.config.slo)
     with ExitStack() as stack:
         engine: Submitter = context.engine
         bootstrap = (fields.bootstrap_room, fields.bootstrap_host, fields.bootstrap_port)
@@ -125,7 +122,6 @@ async def _collect_choices(
 
 async def _send_stream(
     http_request: web.Request,
-    context: ServerContext,
     run: RequestRun,
     writer: AnswerWriter,
     usage: UsageCounter,
@@ -134,7 +130,7 @@ async def _send_stream(
 
     An error before the headers are sent becomes a status code, a later one an event.
     """
-    stream = EventStream(http_request, context.config.write_timeout)
+    stream = EventStream(http_request, http_request.app[CONTEXT].config.write_timeout)
     with stream.monitored():
         try:
             await run.start()

@@ -33,18 +33,12 @@ async def prepare_chat_request(
 ) -> PreparedRequest:
     """Return a chat, rendered and checked, ready for the engine. Raises FieldError."""
     model, tokenizer = context.engine.model, context.engine.tokenizer
-    params = to_sampling_params(
-        fields,
-        model.defaults,
-        context.config.max_choices,
-        max_tokens=fields.max_completion_tokens or fields.max_tokens,
-        logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
-        prompt_logprobs=fields.prompt_logprobs,
-    )
+    logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
+    params = to_sampling_params(fields, context, logprobs=logprobs)
 
     def prepare() -> PreparedChat:
         request = to_chat_request(fields)
-        return prepare_chat(request, params, model, tokenizer, context.output_parsers)
+        return prepare_chat(request, params, model, tokenizer, context.config.output_parsers)
 
     # Long prompts and large schemas take time: not on the event loop.
     chat = await asyncio.to_thread(prepare)
@@ -122,7 +116,7 @@ async def count_prompt_tokens(
     context.check_accepting()
     context.check_model(fields.model)
     chat = await run_off_loop(request, lambda: to_chat_fields(fields, as_chat(fields), names))
-    tokenizer, parsers = context.engine.tokenizer, context.output_parsers
+    tokenizer, parsers = context.engine.tokenizer, context.config.output_parsers
     with rename_error_fields(names):
         prompt = await asyncio.to_thread(
             lambda: render_chat(tokenizer, to_chat_request(chat), parsers)

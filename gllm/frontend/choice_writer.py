@@ -1,7 +1,7 @@
-"""Write answers of OpenAI's completions and chat completions, whole or as chunks.
+"""Write answers that consist of choices, whole or as chunks.
 
-Both APIs have the same envelope around their choices. Each endpoint formats its own choices by a
-`ChoiceFormat`.
+Each endpoint formats its own choices by a `ChoiceFormat`. The answer's other fields are the same
+in all chunks.
 """
 
 import time
@@ -13,38 +13,26 @@ from aiohttp import web
 from msgspec import UNSET
 
 from gllm.engine.interface import OutputDelta
+from gllm.frontend import response_schemas as schemas
 from gllm.frontend.answer_writer import AnswerWriter
 from gllm.frontend.choices import CollectedChoice, UsageCounter
 from gllm.frontend.context import CONTEXT, REQUEST_ID
 from gllm.frontend.fields.base import JsonObject
 from gllm.frontend.request_run import PreparedRequest
-from gllm.frontend.response_schemas import (
-    ChatChunkChoice,
-    ChatCompletionChunk,
-    ChatCompletionResponse,
-    CompletionChoice,
-    CompletionChunk,
-    CompletionResponse,
-    CompletionUsage,
-)
 from gllm.frontend.sse import DONE, ServerSentEvent
 
-ChunkChoice = ChatChunkChoice | CompletionChoice
+ChunkChoice = schemas.ChatChunkChoice | schemas.CompletionChoice | schemas.GeneratedTokens
 """Choice in a chunk."""
+WholeAnswer = schemas.ChatCompletionResponse | schemas.CompletionResponse | schemas.GenerateResponse
 
 
 class ChoiceFormat(Protocol):
     """Formats the choices of one endpoint as JSON."""
 
-    prefix: str
-    """Prefix of answer ids."""
-    answer_object: str
-    """Value of `object` in a whole answer."""
-    chunk_object: str
-    """Value of `object` in a chunk."""
-
     @property
-    def chunk_type(self) -> type[ChatCompletionChunk | CompletionChunk]:
+    def chunk_type(
+        self,
+    ) -> type[schemas.ChatCompletionChunk | schemas.CompletionChunk | schemas.GenerateEvent]:
         """Chunk of a stream."""
 
     @property
@@ -61,9 +49,9 @@ class ChoiceFormat(Protocol):
         self,
         envelope: JsonObject,
         choices: list[CollectedChoice],
-        usage: CompletionUsage,
+        usage: schemas.CompletionUsage,
         token_ids: bool,
-    ) -> ChatCompletionResponse | CompletionResponse:
+    ) -> WholeAnswer:
         """Return the whole answer.
 
         Args:
@@ -78,19 +66,39 @@ TEXT_PLACEHOLDER = "\x00text\x00"
 """Text of the delta from which a frame is built."""
 
 
+def build_envelope(
+    http_request: web.Request, request: PreparedRequest, prefix: str, object_name: str
+) -> JsonObject:
+    """Return the fields of an answer of OpenAI's APIs besides its choices.
+
+    Args:
+        http_request: The HTTP request.
+        request: The prepared request.
+        prefix: Prefix of the answer's id.
+        object_name: Value of `object`.
+    """
+    return {
+        "id": f"{prefix}{request.fields.request_id or http_request[REQUEST_ID]}",
+        "created": int(time.time()),
+        "model": http_request.app[CONTEXT].engine.model.name,
+        "object": object_name,
+    }
+
+
 class ChoiceWriter(AnswerWriter):
-    """AnswerWriter of completions and chat completions."""
+    """AnswerWriter of completions, chat completions and token ids.
+
+    Args:
+        request: The prepared request.
+        choice_format: Formats the choices.
+        envelope: Fields of answers and chunks besides the choices.
+    """
 
     def __init__(
-        self, http_request: web.Request, request: PreparedRequest, choice_format: ChoiceFormat
+        self, request: PreparedRequest, choice_format: ChoiceFormat, envelope: JsonObject
     ) -> None:
         fields, options = request.fields, request.fields.stream_options
-        self._envelope: JsonObject = {
-            "id": f"{choice_format.prefix}{fields.request_id or http_request[REQUEST_ID]}",
-            "created": int(time.time()),
-            "model": http_request.app[CONTEXT].engine.model.name,
-            "object": choice_format.chunk_object if fields.stream else choice_format.answer_object,
-        }
+        self._envelope = envelope
         self._format = choice_format
         self._encoder = msgspec.json.Encoder()
         empty_chunk = choice_format.chunk_type(**self._envelope, choices=[])
@@ -139,14 +147,13 @@ class ChoiceWriter(AnswerWriter):
         )
         return [ServerSentEvent(chunk), DONE]
 
-    def build_answer(
-        self, choices: list[CollectedChoice], usage: UsageCounter
-    ) -> ChatCompletionResponse | CompletionResponse:
+    def build_answer(self, choices: list[CollectedChoice], usage: UsageCounter) -> WholeAnswer:
         """Return the whole answer."""
         answer = self._format.build_answer(
             self._envelope, choices, usage.to_openai(), self._token_ids
         )
-        answer.kv_transfer_params = self.transfer_params
+        if self.transfer_params is not UNSET:
+            answer.kv_transfer_params = self.transfer_params
         return answer
 
     def _build_frame(self, index: int, usage: UsageCounter) -> tuple[bytes, bytes]:

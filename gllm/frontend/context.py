@@ -6,16 +6,20 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from gllm.config.output_parsers import OutputParserConfig
 from gllm.config.server import ServerConfig
 from gllm.engine.interface import EngineInterface, EngineUnavailableError
 from gllm.frontend.errors import ApiError
 from gllm.frontend.load_window import LoadWindow
 from gllm.frontend.metrics import Metrics
-from gllm.options.slo import Slo
 
 RETRY_AFTER_SECONDS = 5
 """Retry-After of an engine that is loading, recovering, draining or dead."""
+UNAVAILABLE_CAUSES = {
+    "loading": "the model is loading",
+    "sleeping": "the server sleeps until /wake_up",
+    "draining": "the server is shutting down",
+}
+"""Message of an engine that does not run requests, by its state."""
 
 
 @dataclass
@@ -25,17 +29,10 @@ class ServerContext:
     engine: EngineInterface
     config: ServerConfig
     metrics: Metrics
-    num_admitted: int = field(default=0)
+    num_admitted: int = 0
     """Requests being handled, including those not yet submitted to the engine."""
     load_window: LoadWindow = field(default_factory=LoadWindow)
     """Readings of the engine's counters, for the rates of /v1/loads."""
-    output_parsers: OutputParserConfig = field(init=False)
-    slo: Slo = field(init=False)
-    """Objective of requests that have none."""
-
-    def __post_init__(self) -> None:
-        self.output_parsers = self.config.output_parsers
-        self.slo = self.config.slo
 
     def check_accepting(self) -> None:
         """Raise EngineUnavailableError unless new requests are accepted."""
@@ -49,31 +46,19 @@ class ServerContext:
             case "ready":
                 return
             case "recovering" if self.engine.fleet is not None:
-                raise EngineUnavailableError(
-                    "no_engines", status.recovery_cause, RETRY_AFTER_SECONDS
-                )
-            case "recovering":
+                reason, why = "no_engines", status.recovery_cause
+            case "recovering" as reason:
                 why = f"the engine is recovering: {status.recovery_cause}"
-                raise EngineUnavailableError("recovering", why, RETRY_AFTER_SECONDS)
-            case "loading":
-                raise EngineUnavailableError("loading", "the model is loading", RETRY_AFTER_SECONDS)
-            case "sleeping":
-                raise EngineUnavailableError(
-                    "sleeping", "the server sleeps until /wake_up", RETRY_AFTER_SECONDS
-                )
-            case "draining":
-                raise EngineUnavailableError(
-                    "draining", "the server is shutting down", RETRY_AFTER_SECONDS
-                )
+            case "loading" | "sleeping" | "draining" as reason:
+                why = UNAVAILABLE_CAUSES[reason]
             case _:
-                why = f"the engine is down: {status.cause_of_death}"
-                raise EngineUnavailableError("dead", why, RETRY_AFTER_SECONDS)
+                reason, why = "dead", f"the engine is down: {status.cause_of_death}"
+        raise EngineUnavailableError(reason, why, RETRY_AFTER_SECONDS)
 
     @contextmanager
     def admit(self, num_requests: int = 1) -> Iterator[None]:
         """Count requests as admitted in the block. Raise EngineUnavailableError above the limit."""
-        if not self.engine.accepts_requests:
-            self.check_ready()
+        self.check_accepting()
         num_inside = max(self.num_admitted, self.engine.num_requests)
         if num_inside + num_requests > self.config.max_num_queued_requests:
             raise EngineUnavailableError(

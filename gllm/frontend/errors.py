@@ -70,14 +70,20 @@ class ApiError(Exception):
     """An error of the API: status code, message, name of the field and error code."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
-        self.headers: dict[str, str] = {}
+        self.headers = headers
         self.body_type: Literal["error"] | Unset = UNSET
         """`type` of the body, for APIs whose clients expect it."""
 
@@ -107,17 +113,13 @@ def to_api_error(error: Exception) -> ApiError:
         case OverloadedError():
             return _dropped(429, error.message, "overloaded", error.retry_after, error.reason)
         case PoisonRequestError():
-            api_error = ApiError(500, str(error), code="request_poisoned")
             # Clients repeat a request after a status of 500 unless this header forbids it.
-            api_error.headers["x-should-retry"] = "false"
-            return api_error
+            headers = {"x-should-retry": "false"}
+            return ApiError(500, str(error), code="request_poisoned", headers=headers)
         case web.HTTPException():
-            api_error = ApiError(
-                error.status, error.text or error.reason, code=f"http_{error.status}"
-            )
-            if "Allow" in error.headers:
-                api_error.headers["Allow"] = error.headers["Allow"]
-            return api_error
+            status, message = error.status, error.text or error.reason
+            headers = {name: error.headers[name] for name in ("Allow",) if name in error.headers}
+            return ApiError(status, message, code=f"http_{status}", headers=headers)
         case _ if type(error) in ENGINE_ERRORS:
             status, code, param = ENGINE_ERRORS[type(error)]
             return ApiError(status, str(error), param=param, code=code)
@@ -130,11 +132,10 @@ def _dropped(
     status: int, message: str, code: str, retry_after: int, dropped_reason: str
 ) -> ApiError:
     """Return the API error of a request that the engine does not accept at present."""
-    api_error = ApiError(status, message, code=code)
-    api_error.headers["Retry-After"] = str(retry_after)
+    headers = {"Retry-After": str(retry_after)}
     if dropped_reason:
-        api_error.headers[DROPPED_REASON_HEADER] = dropped_reason
-    return api_error
+        headers[DROPPED_REASON_HEADER] = dropped_reason
+    return ApiError(status, message, code=code, headers=headers)
 
 
 def error_response(error: ApiError) -> web.Response:

@@ -1,13 +1,17 @@
 """Listening socket of an HTTP server: its address, TLS and the limit on open files."""
 
+import asyncio
 import logging
 import os
 import resource
+import signal
 import ssl
 
 from aiohttp import web
 
 from gllm.config.server import ServerConfig
+
+log = logging.getLogger(__name__)
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
@@ -43,7 +47,18 @@ def _reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-log = logging.getLogger(__name__)
+def watch_signals() -> asyncio.Event:
+    """Return an event that SIGTERM and SIGINT set; a second signal ends the process at once."""
+    should_stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if should_stop.is_set():
+            os._exit(1)  # workers exit with their parent
+        should_stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    return should_stop
 
 
 def raise_open_files_limit() -> None:

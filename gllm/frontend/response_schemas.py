@@ -96,12 +96,9 @@ class TopLogprob(ResponseSchema):
     bytes: list[int]
 
 
-class TokenLogprob(ResponseSchema):
+class TokenLogprob(TopLogprob):
     """An output token with its log-probability and the most likely tokens at its position."""
 
-    token: str
-    logprob: float
-    bytes: list[int]
     top_logprobs: list[TopLogprob]
 
 
@@ -169,12 +166,17 @@ class ChatChoice(ResponseSchema):
     token_ids: list[int] | Unset = UNSET
 
 
-class ChatCompletionResponse(ResponseSchema):
-    """Answer of /v1/chat/completions."""
+class CompletionEnvelope(ResponseSchema):
+    """First fields of the answers and events of chat completions and completions."""
 
     id: str
     created: int
     model: str
+
+
+class ChatCompletionResponse(CompletionEnvelope):
+    """Answer of /v1/chat/completions."""
+
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: CompletionUsage
@@ -204,12 +206,9 @@ class ChatChunkChoice(ResponseSchema):
     token_ids: list[int] | Unset = UNSET
 
 
-class ChatCompletionChunk(ResponseSchema):
+class ChatCompletionChunk(CompletionEnvelope):
     """Event of a streamed chat completion."""
 
-    id: str
-    created: int
-    model: str
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
     kv_transfer_params: KvTransferParams | Unset | None = UNSET
@@ -280,24 +279,18 @@ class CompletionChoice(ResponseSchema):
     token_ids: list[int] | Unset = UNSET
 
 
-class CompletionResponse(ResponseSchema):
+class CompletionResponse(CompletionEnvelope):
     """Answer of /v1/completions."""
 
-    id: str
-    created: int
-    model: str
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
     usage: CompletionUsage
     kv_transfer_params: KvTransferParams | Unset | None = UNSET
 
 
-class CompletionChunk(ResponseSchema):
+class CompletionChunk(CompletionEnvelope):
     """Event of a streamed completion."""
 
-    id: str
-    created: int
-    model: str
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
     kv_transfer_params: KvTransferParams | Unset | None = UNSET

@@ -3,8 +3,6 @@
 import asyncio
 import gc
 import logging
-import os
-import signal
 import sys
 import time
 
@@ -14,7 +12,7 @@ from gllm.config.server import ServerConfig
 from gllm.engine.interface import EngineInterface
 from gllm.frontend.app import make_app
 from gllm.frontend.connection import ConnectionRunner
-from gllm.frontend.listening import listen, raise_open_files_limit, tls_context
+from gllm.frontend.listening import listen, raise_open_files_limit, tls_context, watch_signals
 
 log = logging.getLogger("gllm")
 
@@ -33,7 +31,10 @@ THREAD_SWITCH_SECONDS = 0.001
 class Server:
     """Serves an engine over HTTP until a signal or the engine's death.
 
-    The engine must not have been started.
+    Args:
+        engine: Engine to serve; the server starts it.
+        config: Configuration of the server.
+        dead_answer_seconds: Time for which it answers 503 after the engine's death.
     """
 
     def __init__(
@@ -42,17 +43,9 @@ class Server:
         config: ServerConfig,
         dead_answer_seconds: float = DEAD_ANSWER_SECONDS,
     ) -> None:
-        """Create a server that has not started.
-
-        Args:
-            engine: Engine to be served.
-            config: Configuration of the server.
-            dead_answer_seconds: Time for which it answers 503 after the engine's death.
-        """
         self._config = config
         self._engine = engine
         self._dead_answer_seconds = dead_answer_seconds
-        self._should_stop = asyncio.Event()
 
     async def run(self) -> int:
         """Serve until a signal or the engine's death; return the exit status.
@@ -60,8 +53,7 @@ class Server:
         Raises:
             ValueError: A flag has a value that cannot be used; the message names the flag.
         """
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        should_stop = watch_signals()
         raise_open_files_limit()
         sys.setswitchinterval(THREAD_SWITCH_SECONDS)
         tls = tls_context(self._config)
@@ -69,12 +61,12 @@ class Server:
         await runner.setup()
         await listen(runner, self._config.host, self._config.port, tls)
         try:
-            return await self._serve(runner)
+            return await self._serve(runner, should_stop)
         finally:
             await runner.cleanup()
 
-    async def _serve(self, runner: ConnectionRunner) -> int:
-        stop_requested = asyncio.ensure_future(self._should_stop.wait())
+    async def _serve(self, runner: ConnectionRunner, should_stop: asyncio.Event) -> int:
+        stop_requested = asyncio.ensure_future(should_stop.wait())
         started = asyncio.ensure_future(self._engine.start())
         await asyncio.wait({stop_requested, started}, return_when=asyncio.FIRST_COMPLETED)
         if not started.done():
@@ -102,12 +94,6 @@ class Server:
             return 1
         await self._engine.stop()
         return 0
-
-    def _on_signal(self) -> None:
-        if self._should_stop.is_set():
-            # Workers die with their parent.
-            os._exit(1)
-        self._should_stop.set()
 
     def _log_ready(self, runner: web.AppRunner) -> None:
         """Log the model, the size of the KV cache and an example request."""

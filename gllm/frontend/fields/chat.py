@@ -29,20 +29,6 @@ TOOL_CHOICE_SCHEMA: dict[str, Any] = {
 }
 """JSON Schema of `tool_choice`. `gllm.text.chat.tools` validates the value."""
 
-PROMPT_FIELD_NAMES = (
-    "messages",
-    "add_generation_prompt",
-    "continue_final_message",
-    "tools",
-    "tool_choice",
-    "functions",
-    "function_call",
-    "reasoning_effort",
-    "chat_template_kwargs",
-    "parse_special",
-)
-"""Fields that determine the prompt."""
-
 
 class ChatCompletionFields(BaseCompletionFields):
     """POST /v1/chat/completions."""

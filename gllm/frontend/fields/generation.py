@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from gllm.config.sampling import SamplingParams, StructuredOutput
+from gllm.frontend.context import ServerContext
 from gllm.frontend.fields.base import (
     Int32,
     Int64,
@@ -45,44 +46,6 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
-
-
-def parse_structured_output(
-    response_format: ResponseFormat | None,
-    structured_outputs: StructuredOutputs | None,
-    grammar: str | None = None,
-    json_schema: dict[str, Any] | None = None,
-) -> StructuredOutput | None:
-    """Return the constraint on the output, or None if there is none.
-
-    Args:
-        response_format: OpenAI's field.
-        structured_outputs: vLLM's field.
-        grammar: llama.cpp's field.
-        json_schema: llama.cpp's field.
-
-    Raises:
-        FieldError: A value is invalid, or more than one field sets a constraint.
-    """
-    constraints: list[StructuredOutput] = []
-    if response_format is not None:
-        constraint = _parse_response_format(response_format)
-        constraints += [] if constraint is None else [constraint]
-    if (fields := structured_outputs) is not None:
-        choice = None if fields.choice is None else tuple(fields.choice)
-        constraints.append(
-            StructuredOutput(
-                fields.json, fields.regex, choice, fields.grammar, "structured_outputs"
-            )
-        )
-    if grammar:
-        constraints.append(StructuredOutput(grammar=grammar, param="grammar"))
-    if json_schema is not None:
-        constraints.append(StructuredOutput(json=json_schema, param="json_schema"))
-    if len(constraints) > 1:
-        first, second = (constraint.param for constraint in constraints[:2])
-        raise FieldError(second, f"{second} is not allowed together with {first}")
-    return constraints[0] if constraints else None
 
 
 def _parse_response_format(response_format: ResponseFormat) -> StructuredOutput | None:
@@ -384,48 +347,64 @@ class BaseCompletionFields(HandoffFields):
             raise FieldError("prompt_logprobs", "prompt_logprobs is not allowed with stream true")
 
 
-SAMPLING_PARAM_NAMES = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "min_tokens",
-    "ignore_eos",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "truncate_prompt_tokens",
-    "skip_special_tokens",
-    "include_stop_str_in_output",
+SAMPLING_PARAM_NAMES = tuple(
+    name
+    for name in SamplingFields.__struct_fields__
+    if name in SamplingParams.__dataclass_fields__
+    and name not in ("stop_token_ids", "allowed_token_ids", "bad_words")
 )
 """Fields that SamplingParams has with the same name and type."""
 
 
+def parse_structured_output(fields: BaseCompletionFields) -> StructuredOutput | None:
+    """Return the constraint on the output, or None if there is none.
+
+    Raises:
+        FieldError: A value is invalid, or more than one field sets a constraint.
+    """
+    constraints: list[StructuredOutput] = []
+    if fields.response_format is not None:
+        constraint = _parse_response_format(fields.response_format)
+        constraints += [] if constraint is None else [constraint]
+    if (options := fields.structured_outputs) is not None:
+        choice = None if options.choice is None else tuple(options.choice)
+        constraints.append(
+            StructuredOutput(
+                options.json, options.regex, choice, options.grammar, "structured_outputs"
+            )
+        )
+    if fields.grammar:
+        constraints.append(StructuredOutput(grammar=fields.grammar, param="grammar"))
+    if fields.json_schema is not None:
+        constraints.append(StructuredOutput(json=fields.json_schema, param="json_schema"))
+    if len(constraints) > 1:
+        first, second = (constraint.param for constraint in constraints[:2])
+        raise FieldError(second, f"{second} is not allowed together with {first}")
+    return constraints[0] if constraints else None
+
+
 def to_sampling_params(
     fields: BaseCompletionFields,
-    defaults: Mapping[str, float],
-    max_choices: int,
+    context: ServerContext,
     *,
-    max_tokens: int | None,
     logprobs: int | None,
-    prompt_logprobs: int | None,
+    max_tokens: int | None = None,
 ) -> SamplingParams:
     """Return the SamplingParams of a request.
 
+    Fields that are None get the value of the model's generation_config.json, if it has one.
+
     Args:
         fields: The request's fields.
-        defaults: Values of fields that are None, from the model's generation_config.json.
-        max_choices: Largest `n`.
-        max_tokens: Maximum number of output tokens per choice; None: the rest of the context.
-        logprobs: Number of most likely tokens to return per output token; None: none, and no
+        context: State of the server, with the model's defaults and the limit on `n`.
+        logprobs: Number of most likely tokens to return per output token; None: no
             log-probabilities.
-        prompt_logprobs: The same for prompt tokens.
+        max_tokens: Maximum number of output tokens per choice in place of that of the fields.
 
     Raises:
         FieldError: A value is not allowed.
     """
+    defaults, max_choices = context.engine.model.defaults, context.config.max_choices
     n = 1 if fields.n is None else fields.n
     if n > max_choices:
         raise FieldError("n", f"n is {n}, but this server allows at most {max_choices}")
@@ -438,12 +417,10 @@ def to_sampling_params(
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         allowed_token_ids=None if allowed is None else tuple(allowed),
         bad_words=tuple(fields.bad_words or ()),
-        structured=parse_structured_output(
-            fields.response_format, fields.structured_outputs, fields.grammar, fields.json_schema
-        ),
-        max_tokens=max_tokens,
+        structured=parse_structured_output(fields),
+        max_tokens=max_tokens or fields.max_completion_tokens or fields.max_tokens,
         logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
+        prompt_logprobs=fields.prompt_logprobs,
     )
     num_logprobs = 0 if params.logprobs is None else n * (params.logprobs + 1)
     if num_logprobs > MAX_LOGPROBS_PER_STEP:

@@ -1,7 +1,6 @@
 """Request fields of POST /inference/v1/generate: token ids in, token ids out, as in vLLM.
 
-`convert_to_completion` returns the fields of the completion for the same request, and
-`to_generate_request` the body of this request for a prompt that was rendered.
+`convert_to_completion` returns the fields of the completion for the same request.
 """
 
 from collections.abc import Mapping
@@ -18,7 +17,6 @@ from gllm.frontend.fields.base import (
 from gllm.frontend.fields.completions import CompletionFields
 from gllm.frontend.fields.generation import (
     SAMPLING_PARAM_NAMES,
-    BaseCompletionFields,
     CacheSalt,
     Priority,
     RequestIdField,
@@ -27,7 +25,6 @@ from gllm.frontend.fields.generation import (
     StreamOptions,
 )
 from gllm.frontend.fields.parsing import parse_fields, rename_error_fields
-from gllm.frontend.response_schemas import RenderedRequest
 
 SAMPLING_NAMES = frozenset(
     {
@@ -115,47 +112,13 @@ def convert_to_completion(fields: GenerateFields) -> CompletionFields:
     return completion
 
 
-def to_generate_request(
-    fields: BaseCompletionFields,
-    token_ids: list[int],
-    params: SamplingParams,
-    *,
-    request_id: str,
-    model: str,
-    max_tokens: int,
-) -> RenderedRequest:
-    """Return the body with which /inference/v1/generate runs a rendered request.
+def sampling_params_to_json(params: SamplingParams, max_tokens: int) -> JsonObject:
+    """Return sampling parameters as the JSON values of `sampling_params`.
 
     Args:
-        fields: The fields of the request that was rendered.
-        token_ids: Its prompt.
-        params: Its sampling parameters, with the model's defaults and the grammar of a chat.
-        request_id: Id of the request.
-        model: Name of the served model.
-        max_tokens: Maximum number of output tokens if the request has none.
+        params: The parameters, with the model's defaults and the grammar of a chat.
+        max_tokens: Maximum number of output tokens if the parameters have none.
     """
-    return RenderedRequest(
-        request_id=request_id,
-        token_ids=token_ids,
-        features=None,
-        sampling_params=_sampling_params(params, max_tokens),
-        model=model,
-        stream=bool(fields.stream),
-        stream_options=None if fields.stream_options is None else _options(fields),
-        cache_salt=fields.cache_salt,
-        priority=fields.priority or 0,
-        kv_transfer_params=None,
-    )
-
-
-def _options(fields: BaseCompletionFields) -> JsonObject:
-    """Return `stream_options` as JSON values."""
-    options = fields.stream_options or StreamOptions()
-    return {name: getattr(options, name) for name in options.__struct_fields__}
-
-
-def _sampling_params(params: SamplingParams, max_tokens: int) -> JsonObject:
-    """Return sampling parameters as the JSON values of `sampling_params`."""
     values: JsonObject = {
         name: getattr(params, name) for name in SAMPLING_PARAM_NAMES if name in SAMPLING_NAMES
     }

@@ -3,11 +3,7 @@
 from typing import Annotated, Any, ClassVar
 
 from gllm.frontend.fields.base import Int32, ModelRequestFields, doc
-from gllm.frontend.fields.chat import (
-    PROMPT_FIELD_NAMES,
-    ChatCompletionFields,
-    ChatTemplateOptions,
-)
+from gllm.frontend.fields.chat import ChatCompletionFields, ChatTemplateOptions
 from gllm.options.field_types import FieldError
 from gllm.text.chat.prompt import ReasoningEffort
 
@@ -45,7 +41,8 @@ class TokenizeFields(ModelRequestFields):
 
     def to_chat_completion(self) -> ChatCompletionFields:
         """Return the fields of the chat completion that has the same prompt."""
-        return ChatCompletionFields(**{name: getattr(self, name) for name in PROMPT_FIELD_NAMES})
+        shared = set(self.__struct_fields__).intersection(ChatCompletionFields.__struct_fields__)
+        return ChatCompletionFields(**{name: getattr(self, name) for name in shared})
 
     def validate(self) -> None:
         """Check rules that involve several fields. Raises FieldError."""

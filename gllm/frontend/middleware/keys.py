@@ -89,13 +89,12 @@ def _check(request: web.Request, keys: ApiKeys) -> int:
         if (index := keys.index_of(key)) is not None:
             return index
     if keys_sent:
-        error = ApiError(401, "This API key is not valid here.", code="invalid_api_key")
-        error.headers["WWW-Authenticate"] = 'Bearer realm="gllm", error="invalid_token"'
+        why, code = "This API key is not valid here.", "invalid_api_key"
+        challenge = 'Bearer realm="gllm", error="invalid_token"'
     else:
         why = "An API key is needed: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`."
-        error = ApiError(401, why, code="missing_api_key")
-        error.headers["WWW-Authenticate"] = 'Bearer realm="gllm"'
-    raise error
+        code, challenge = "missing_api_key", 'Bearer realm="gllm"'
+    raise ApiError(401, why, code=code, headers={"WWW-Authenticate": challenge})
 
 
 def sent_keys(request: web.Request) -> list[str]:

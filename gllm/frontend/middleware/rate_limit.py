@@ -88,9 +88,8 @@ def install(app: web.Application, config: ServerConfig) -> None:
         }
         if not level.is_granted:
             why = f"More than {most} requests a minute: try again in {level.wait_seconds:.1f} s."
-            error = ApiError(429, why, code="rate_limit_exceeded")
-            error.headers["Retry-After"] = str(math.ceil(level.wait_seconds))
-            raise error
+            headers = {"Retry-After": str(math.ceil(level.wait_seconds))}
+            raise ApiError(429, why, code="rate_limit_exceeded", headers=headers)
         return await handler(request)
 
     async def set_headers(request: web.Request, response: web.StreamResponse) -> None:

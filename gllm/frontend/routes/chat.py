@@ -7,9 +7,10 @@ from aiohttp import web
 from msgspec import UNSET
 
 from gllm.engine.interface import OutputDelta
+from gllm.frontend import response_schemas as schemas
 from gllm.frontend.answer import send_answer
 from gllm.frontend.chat_request import prepare_chat_request
-from gllm.frontend.choice_writer import ChoiceWriter
+from gllm.frontend.choice_writer import ChoiceWriter, build_envelope
 from gllm.frontend.choices import CollectedChoice
 from gllm.frontend.context import CONTEXT
 from gllm.frontend.fields.base import JsonObject
@@ -17,21 +18,6 @@ from gllm.frontend.fields.chat import ChatCompletionFields
 from gllm.frontend.fields.parsing import read_fields
 from gllm.frontend.logprobs import chat_logprobs, prompt_logprobs
 from gllm.frontend.request_run import PreparedRequest
-from gllm.frontend.response_schemas import (
-    ChatChoice,
-    ChatChunkChoice,
-    ChatCompletionChunk,
-    ChatCompletionResponse,
-    ChatLogprobs,
-    ChatMessage,
-    ChatMessageDelta,
-    ChatToolCall,
-    CompletionUsage,
-    CustomToolInput,
-    FinishReason,
-    FunctionCall,
-    Unset,
-)
 from gllm.text.chat.output_parser import ChatOutputParser
 from gllm.text.output.events import (
     AssistantMessage,
@@ -44,8 +30,11 @@ from gllm.text.output.events import (
 )
 from gllm.text.tokenizer import Tokenizer
 
+CHAT_ID_PREFIX = "chatcmpl-"
+"""Prefix of answer ids."""
 
-def message_to_json(message: AssistantMessage, legacy: bool = False) -> ChatMessage:
+
+def message_to_json(message: AssistantMessage, legacy: bool = False) -> schemas.ChatMessage:
     """Return a whole message.
 
     `content` is null if the message has no text but reasoning or tool calls.
@@ -56,7 +45,7 @@ def message_to_json(message: AssistantMessage, legacy: bool = False) -> ChatMess
     """
     has_other_parts = bool(message.reasoning or message.tool_calls)
     content = message.content or (None if has_other_parts else "")
-    answer = ChatMessage("assistant", content)
+    answer = schemas.ChatMessage("assistant", content)
     if message.reasoning:
         answer.reasoning = answer.reasoning_content = message.reasoning
     if message.tool_calls:
@@ -68,8 +57,8 @@ def message_to_json(message: AssistantMessage, legacy: bool = False) -> ChatMess
     return answer
 
 
-def _chat_tool_call(call: ToolCall) -> ChatToolCall:
-    return msgspec.convert(call.to_dict(), ChatToolCall)
+def _chat_tool_call(call: ToolCall) -> schemas.ChatToolCall:
+    return msgspec.convert(call.to_dict(), schemas.ChatToolCall)
 
 
 class MessageDeltaWriter:
@@ -83,14 +72,14 @@ class MessageDeltaWriter:
         self._custom: set[int] = set()
         """Indices of calls of custom tools."""
 
-    def event_to_json(self, event: OutputEvent) -> ChatMessageDelta | None:
+    def event_to_json(self, event: OutputEvent) -> schemas.ChatMessageDelta | None:
         """Return an event as an increment, or None if it adds nothing."""
         match event:
             case ContentDelta(text):
-                return ChatMessageDelta(content=text)
+                return schemas.ChatMessageDelta(content=text)
             case ReasoningDelta(text):
                 # Under both names that clients read.
-                return ChatMessageDelta(reasoning=text, reasoning_content=text)
+                return schemas.ChatMessageDelta(reasoning=text, reasoning_content=text)
             case ToolCallStart(index, call_id, name, is_custom):
                 if is_custom:
                     self._custom.add(index)
@@ -99,18 +88,22 @@ class MessageDeltaWriter:
                 return self._call_delta(index, call)
             case ToolCallArgumentsDelta(index, text):
                 if index in self._custom:
-                    part = ChatToolCall(index, custom=CustomToolInput(input=text))
+                    part = schemas.ChatToolCall(index, custom=schemas.CustomToolInput(input=text))
                 else:
-                    part = ChatToolCall(index, function=FunctionCall(arguments=text))
+                    part = schemas.ChatToolCall(
+                        index, function=schemas.FunctionCall(arguments=text)
+                    )
                 return self._call_delta(index, part)
             case _:
                 return None
 
-    def _call_delta(self, index: int, call: ChatToolCall) -> ChatMessageDelta | None:
+    def _call_delta(
+        self, index: int, call: schemas.ChatToolCall
+    ) -> schemas.ChatMessageDelta | None:
         if not self._legacy:
-            return ChatMessageDelta(tool_calls=[call])
+            return schemas.ChatMessageDelta(tool_calls=[call])
         # `function_call` can hold a single call.
-        return ChatMessageDelta(function_call=call.function) if index == 0 else None
+        return schemas.ChatMessageDelta(function_call=call.function) if index == 0 else None
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
@@ -121,17 +114,16 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     with context.admit():
         prepared = await prepare_chat_request(context, fields)
         choice_format = ChatChoiceFormat(context.engine.tokenizer, prepared)
-        writer = ChoiceWriter(request, prepared, choice_format)
-        return await send_answer(request, context, prepared, writer)
+        object_name = "chat.completion.chunk" if fields.stream else "chat.completion"
+        envelope = build_envelope(request, prepared, CHAT_ID_PREFIX, object_name)
+        writer = ChoiceWriter(prepared, choice_format, envelope)
+        return await send_answer(request, prepared, writer)
 
 
 class ChatChoiceFormat:
     """ChoiceFormat of chat completions: messages and their increments."""
 
-    prefix = "chatcmpl-"
-    chunk_type = ChatCompletionChunk
-    answer_object = "chat.completion"
-    chunk_object = "chat.completion.chunk"
+    chunk_type = schemas.ChatCompletionChunk
 
     def __init__(self, tokenizer: Tokenizer, request: PreparedRequest) -> None:
         fields = request.fields
@@ -155,16 +147,18 @@ class ChatChoiceFormat:
         """See ChoiceFormat."""
         return self._parser.is_plain_text and self._num_top_logprobs is None
 
-    def start_choices(self, index: int) -> list[ChatChunkChoice]:
+    def start_choices(self, index: int) -> list[schemas.ChatChunkChoice]:
         """Return a delta with the role and an empty text."""
-        return [ChatChunkChoice(index, ChatMessageDelta("assistant", ""), None, None)]
+        return [
+            schemas.ChatChunkChoice(index, schemas.ChatMessageDelta("assistant", ""), None, None)
+        ]
 
-    def delta_choices(self, delta: OutputDelta, token_ids: bool) -> list[ChatChunkChoice]:
+    def delta_choices(self, delta: OutputDelta, token_ids: bool) -> list[schemas.ChatChunkChoice]:
         """Return a choice per output event, then one with the finish reason.
 
         The first choice has the token ids and the log-probabilities of the whole delta.
         """
-        new_ids: list[int] | Unset = delta.token_ids if token_ids else UNSET
+        new_ids: list[int] | schemas.Unset = delta.token_ids if token_ids else UNSET
         logprobs = self._logprobs(delta)
         events, finish_reason = self._parser.push(delta.index, delta.text, delta.finish_reason)
         writer = self._delta_writers.get(delta.index)
@@ -172,16 +166,25 @@ class ChatChoiceFormat:
             writer = self._delta_writers[delta.index] = MessageDeltaWriter(self._uses_functions)
         messages = [json for json in map(writer.event_to_json, events) if json is not None]
         if not messages and finish_reason is None and (new_ids or logprobs):
-            messages = [ChatMessageDelta(content="")]
+            messages = [schemas.ChatMessageDelta(content="")]
         choices = []
         for message in messages:
-            choices.append(ChatChunkChoice(delta.index, message, logprobs, None, token_ids=new_ids))
+            choices.append(
+                schemas.ChatChunkChoice(delta.index, message, logprobs, None, token_ids=new_ids)
+            )
             new_ids, logprobs = [] if token_ids else UNSET, None
         if finish_reason is not None:
-            reason = cast("FinishReason", self._finish_reasons.get(finish_reason, finish_reason))
+            reason = cast(
+                "schemas.FinishReason", self._finish_reasons.get(finish_reason, finish_reason)
+            )
             choices.append(
-                ChatChunkChoice(
-                    delta.index, ChatMessageDelta(), logprobs, reason, delta.stop_reason, new_ids
+                schemas.ChatChunkChoice(
+                    delta.index,
+                    schemas.ChatMessageDelta(),
+                    logprobs,
+                    reason,
+                    delta.stop_reason,
+                    new_ids,
                 )
             )
         return choices
@@ -190,32 +193,32 @@ class ChatChoiceFormat:
         self,
         envelope: JsonObject,
         choices: list[CollectedChoice],
-        usage: CompletionUsage,
+        usage: schemas.CompletionUsage,
         token_ids: bool,
-    ) -> ChatCompletionResponse:
+    ) -> schemas.ChatCompletionResponse:
         """Return the answer with the messages, and the log-probabilities of the prompt."""
         formatted = [self._whole_choice(choice, token_ids) for choice in choices]
-        answer = ChatCompletionResponse(**envelope, choices=formatted, usage=usage)
+        answer = schemas.ChatCompletionResponse(**envelope, choices=formatted, usage=usage)
         if self._num_prompt_logprobs is not None:
             answer.prompt_logprobs = prompt_logprobs(
                 self._tokenizer, choices[0].prompt_logprobs, self._num_prompt_logprobs
             )
         return answer
 
-    def _whole_choice(self, choice: CollectedChoice, token_ids: bool) -> ChatChoice:
+    def _whole_choice(self, choice: CollectedChoice, token_ids: bool) -> schemas.ChatChoice:
         """Return a choice with its message."""
         message, finish_reason = self._parser.parse(choice.text, choice.finish_reason)
         finish_reason = self._finish_reasons.get(finish_reason or "", finish_reason)
-        return ChatChoice(
+        return schemas.ChatChoice(
             index=choice.index,
             message=message_to_json(message, self._uses_functions),
             logprobs=self._logprobs(choice),
-            finish_reason=cast("FinishReason", finish_reason),
+            finish_reason=cast("schemas.FinishReason", finish_reason),
             stop_reason=choice.stop_reason,
             token_ids=choice.token_ids if token_ids else UNSET,
         )
 
-    def _logprobs(self, output: OutputDelta | CollectedChoice) -> ChatLogprobs | None:
+    def _logprobs(self, output: OutputDelta | CollectedChoice) -> schemas.ChatLogprobs | None:
         """Return the log-probabilities of output tokens, if requested."""
         if self._num_top_logprobs is None or not output.logprobs:
             return None

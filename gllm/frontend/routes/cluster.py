@@ -25,19 +25,7 @@ from gllm.deploy.cluster.master import (
 )
 from gllm.deploy.cluster.selection import SelectionError
 from gllm.deploy.cluster.service import RUNNING_STATES, Service
-from gllm.frontend.cluster_response_schemas import (
-    ClusterNodeListResponse,
-    ClusterNodeResponse,
-    NodeExitResponse,
-    ServiceDeletionResponse,
-    ServiceKeyResponse,
-    ServiceListResponse,
-    ServiceRequestCounts,
-    ServiceResponse,
-    ServiceThroughput,
-    ServiceTokenCounts,
-    ServiceUtilization,
-)
+from gllm.frontend import cluster_response_schemas as schemas
 from gllm.frontend.errors import ApiError
 from gllm.frontend.fields.parsing import read_fields
 from gllm.frontend.fields.services import DeployServiceFields
@@ -78,7 +66,7 @@ async def deploy_service(request: web.Request) -> web.Response:
 async def list_services(request: web.Request) -> web.Response:
     """Return the services of the cluster."""
     services = [_service(service) for service in request.app[CLUSTER].services()]
-    return json_response(ServiceListResponse(services=services))
+    return json_response(schemas.ServiceListResponse(services=services))
 
 
 async def get_service(request: web.Request) -> web.Response:
@@ -91,7 +79,9 @@ async def get_service_key(request: web.Request) -> web.Response:
     """Return the API key of a service (GetAPIKey)."""
     name = request.match_info["name"]
     with open_cluster(request) as cluster:
-        answer = ServiceKeyResponse(service_name=name, api_key=cluster.service(name).api_key)
+        answer = schemas.ServiceKeyResponse(
+            service_name=name, api_key=cluster.service(name).api_key
+        )
     return json_response(answer, headers={"Cache-Control": "no-store"})
 
 
@@ -101,13 +91,13 @@ async def delete_service(request: web.Request) -> web.Response:
     state: Literal["stopping", "absent"] = (
         "stopping" if request.app[CLUSTER].delete(name) else "absent"
     )
-    return json_response(ServiceDeletionResponse(service_name=name, state=state))
+    return json_response(schemas.ServiceDeletionResponse(service_name=name, state=state))
 
 
-def _service(service: Service) -> ServiceResponse:
+def _service(service: Service) -> schemas.ServiceResponse:
     reading, rates = service.reading, service.meter.rates
     is_running = service.state in RUNNING_STATES
-    return ServiceResponse(
+    return schemas.ServiceResponse(
         service_name=service.request.name,
         model_name=service.request.model,
         state=service.state,
@@ -118,21 +108,23 @@ def _service(service: Service) -> ServiceResponse:
         created=service.created,
         uptime_seconds=round(service.uptime_seconds(time.monotonic()), 3),
         engine_state=reading.state if is_running else "ended",
-        requests=ServiceRequestCounts(
+        requests=schemas.ServiceRequestCounts(
             running=reading.num_running,
             waiting=reading.num_waiting,
             finished=reading.num_finished,
             failed=reading.num_failed,
         ),
-        tokens=ServiceTokenCounts(
+        tokens=schemas.ServiceTokenCounts(
             prompt=reading.num_prompt_tokens, generated=reading.num_generated_tokens
         ),
-        throughput=ServiceThroughput(
+        throughput=schemas.ServiceThroughput(
             requests_per_second=rates.requests_per_second,
             prompt_tokens_per_second=rates.prompt_tokens_per_second,
             generated_tokens_per_second=rates.generated_tokens_per_second,
         ),
-        utilization=ServiceUtilization(kv_cache=reading.kv_cache_usage, stages=list(rates.stages)),
+        utilization=schemas.ServiceUtilization(
+            kv_cache=reading.kv_cache_usage, stages=list(rates.stages)
+        ),
     )
 
 
@@ -140,7 +132,9 @@ async def list_cluster_nodes(request: web.Request) -> web.Response:
     """Return the nodes of the cluster (CheckNodeStatus)."""
     cluster = request.app[CLUSTER]
     nodes = [_node(node) for node in cluster.nodes()]
-    return json_response(ClusterNodeListResponse(nodes=nodes, refused_peers=cluster.refused_peers))
+    return json_response(
+        schemas.ClusterNodeListResponse(nodes=nodes, refused_peers=cluster.refused_peers)
+    )
 
 
 async def get_cluster_node(request: web.Request) -> web.Response:
@@ -154,7 +148,7 @@ async def drain_cluster_node(request: web.Request) -> web.Response:
     name = request.match_info["name"]
     with open_cluster(request) as cluster:
         service = cluster.drain_node(name).service
-    return json_response(NodeExitResponse(name=name, state="draining", service=service))
+    return json_response(schemas.NodeExitResponse(name=name, state="draining", service=service))
 
 
 async def get_cluster_health(request: web.Request) -> web.Response:
@@ -188,9 +182,9 @@ class ClusterCollector(Collector):
         yield from machine_load({}, [(node.report.name, node.report.load) for node in nodes])
 
 
-def _node(node: ClusterNode) -> ClusterNodeResponse:
+def _node(node: ClusterNode) -> schemas.ClusterNodeResponse:
     """Return a node as a machine of an engine, with its hardware and service."""
-    return ClusterNodeResponse(
+    return schemas.ClusterNodeResponse(
         **(msgspec.structs.asdict(node.report) | {"links": []}),
         num_cores=node.num_cores,
         memory_bytes=node.memory_bytes,

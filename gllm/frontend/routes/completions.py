@@ -10,8 +10,9 @@ from msgspec import UNSET
 from gllm.config.sampling import SamplingParams
 from gllm.engine.interface import EngineInterface, OutputDelta
 from gllm.engine.request_checks import check_request, encode_prompt, truncate_prompt
+from gllm.frontend import response_schemas as schemas
 from gllm.frontend.answer import send_answer
-from gllm.frontend.choice_writer import ChoiceWriter
+from gllm.frontend.choice_writer import ChoiceWriter, build_envelope
 from gllm.frontend.choices import CollectedChoice
 from gllm.frontend.context import CONTEXT, ServerContext
 from gllm.frontend.fields.base import JsonObject
@@ -24,18 +25,13 @@ from gllm.frontend.fields.generation import to_sampling_params
 from gllm.frontend.fields.parsing import read_fields
 from gllm.frontend.logprobs import CompletionLogprobs, merge_completion_logprobs, prompt_logprobs
 from gllm.frontend.request_run import PreparedRequest
-from gllm.frontend.response_schemas import (
-    CompletionChoice,
-    CompletionChunk,
-    CompletionLogprobsObject,
-    CompletionResponse,
-    CompletionUsage,
-    FinishReason,
-)
 from gllm.options.field_types import FieldError
 from gllm.options.limits import MAX_PROMPTS
 from gllm.text.detokenizer import IncrementalDetokenizer
 from gllm.text.tokenizer import Tokenizer
+
+COMPLETION_ID_PREFIX = "cmpl-"
+"""Prefix of answer ids."""
 
 
 async def create_completion(request: web.Request) -> web.StreamResponse:
@@ -50,8 +46,9 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         token_ids = [prompt.token_ids for prompt in prompts]
         prepared = PreparedRequest(fields, token_ids, params, fields.has_output)
         choice_format = CompletionChoiceFormat(engine.tokenizer, fields, prepared, prompts)
-        writer = ChoiceWriter(request, prepared, choice_format)
-        return await send_answer(request, context, prepared, writer)
+        envelope = build_envelope(request, prepared, COMPLETION_ID_PREFIX, "text_completion")
+        writer = ChoiceWriter(prepared, choice_format, envelope)
+        return await send_answer(request, prepared, writer)
 
 
 def parse_completion(
@@ -62,8 +59,16 @@ def parse_completion(
     Raises:
         FieldError: A value is not allowed, or there are too many prompts or choices.
     """
+    if not fields.has_output and not fields.echo:
+        raise FieldError("max_tokens", "max_tokens is 0, but has to be at least 1 without echo")
+    # A request without output samples one token, which is not returned.
+    max_tokens = fields.max_completion_tokens or fields.max_tokens
+    max_tokens = max_tokens or (DEFAULT_MAX_TOKENS if fields.has_output else 1)
+    params = to_sampling_params(fields, context, logprobs=fields.logprobs, max_tokens=max_tokens)
+    num_echo_logprobs = fields.logprobs if fields.echo else None
+    counts = [num for num in (num_echo_logprobs, fields.prompt_logprobs) if num is not None]
+    params = replace(params, prompt_logprobs=max(counts, default=None))
     config = context.config
-    params = _sampling_params(fields, context)
     texts = parse_prompts(fields.prompt, min(MAX_PROMPTS, config.max_num_queued_requests))
     max_choices = max(MAX_PROMPTS, config.max_choices)
     num_choices = len(texts) * params.n
@@ -74,31 +79,6 @@ def parse_completion(
         )
         raise FieldError("n", message)
     return texts, params
-
-
-def _sampling_params(fields: CompletionFields, context: ServerContext) -> SamplingParams:
-    """Return the SamplingParams of a request.
-
-    A request without output samples one token, which is not returned.
-
-    Raises:
-        FieldError: A value is not allowed.
-    """
-    if not fields.has_output and not fields.echo:
-        raise FieldError("max_tokens", "max_tokens is 0, but has to be at least 1 without echo")
-    max_tokens = fields.max_completion_tokens or fields.max_tokens
-    max_tokens = max_tokens or (DEFAULT_MAX_TOKENS if fields.has_output else 1)
-    params = to_sampling_params(
-        fields,
-        context.engine.model.defaults,
-        context.config.max_choices,
-        max_tokens=max_tokens,
-        logprobs=fields.logprobs,
-        prompt_logprobs=fields.prompt_logprobs,
-    )
-    num_echo_logprobs = fields.logprobs if fields.echo else None
-    counts = [num for num in (num_echo_logprobs, fields.prompt_logprobs) if num is not None]
-    return replace(params, prompt_logprobs=max(counts, default=None))
 
 
 @dataclass(frozen=True)
@@ -150,10 +130,7 @@ def _decode(tokenizer: Tokenizer, token_ids: list[int], params: SamplingParams) 
 class CompletionChoiceFormat:
     """ChoiceFormat of completions: text and its increments, after the prompt with echo."""
 
-    prefix = "cmpl-"
-    chunk_type = CompletionChunk
-    answer_object = "text_completion"
-    chunk_object = "text_completion"
+    chunk_type = schemas.CompletionChunk
 
     def __init__(
         self,
@@ -176,25 +153,27 @@ class CompletionChoiceFormat:
         """See ChoiceFormat."""
         return not self._fields.echo and self._fields.logprobs is None
 
-    def start_choices(self, index: int) -> list[CompletionChoice]:
+    def start_choices(self, index: int) -> list[schemas.CompletionChoice]:
         """Return an empty list: a stream starts with text."""
         return []
 
-    def delta_choices(self, delta: OutputDelta, token_ids: bool) -> list[CompletionChoice]:
+    def delta_choices(self, delta: OutputDelta, token_ids: bool) -> list[schemas.CompletionChoice]:
         """Return the echo before a choice's first delta, then its text and finish reason."""
         choices = []
         if self._fields.echo and delta.index not in self._echoed:
             self._echoed.add(delta.index)
             logprobs = self._echo_logprobs(delta)
             text = self._prompt(delta.index).echo_text
-            echo = CompletionChoice(delta.index, text, logprobs, None, None)
+            echo = schemas.CompletionChoice(delta.index, text, logprobs, None, None)
             echo.token_ids = [] if token_ids else UNSET
             choices.append(echo)
         has_output = delta.text or delta.logprobs or (token_ids and delta.token_ids)
         if has_output or delta.finish_reason is not None:
             logprobs = self._output_logprobs(delta)
-            reason = cast("FinishReason | None", delta.finish_reason)
-            choice = CompletionChoice(delta.index, delta.text, logprobs, reason, delta.stop_reason)
+            reason = cast("schemas.FinishReason | None", delta.finish_reason)
+            choice = schemas.CompletionChoice(
+                delta.index, delta.text, logprobs, reason, delta.stop_reason
+            )
             choice.token_ids = delta.token_ids if token_ids else UNSET
             choices.append(choice)
         return choices
@@ -203,17 +182,17 @@ class CompletionChoiceFormat:
         self,
         envelope: JsonObject,
         choices: list[CollectedChoice],
-        usage: CompletionUsage,
+        usage: schemas.CompletionUsage,
         token_ids: bool,
-    ) -> CompletionResponse:
+    ) -> schemas.CompletionResponse:
         """Return the answer with the choices."""
         formatted = [self._whole_choice(choice) for choice in choices]
         if token_ids:
             for whole, choice in zip(formatted, choices, strict=True):
                 whole.token_ids = choice.token_ids
-        return CompletionResponse(**envelope, choices=formatted, usage=usage)
+        return schemas.CompletionResponse(**envelope, choices=formatted, usage=usage)
 
-    def _whole_choice(self, choice: CollectedChoice) -> CompletionChoice:
+    def _whole_choice(self, choice: CollectedChoice) -> schemas.CompletionChoice:
         """Return a choice with its text."""
         text, logprobs = choice.text, None
         if self._fields.echo:
@@ -223,8 +202,8 @@ class CompletionChoiceFormat:
             logprobs = merge_completion_logprobs(
                 [part for part in (*parts, self._output_logprobs(choice)) if part]
             )
-        reason = cast("FinishReason", choice.finish_reason)
-        answer = CompletionChoice(choice.index, text, logprobs, reason, choice.stop_reason)
+        reason = cast("schemas.FinishReason", choice.finish_reason)
+        answer = schemas.CompletionChoice(choice.index, text, logprobs, reason, choice.stop_reason)
         num_prompt_logprobs = self._fields.prompt_logprobs
         if num_prompt_logprobs is not None:
             entries = choice.prompt_logprobs
@@ -237,7 +216,7 @@ class CompletionChoiceFormat:
 
     def _echo_logprobs(
         self, output: OutputDelta | CollectedChoice
-    ) -> CompletionLogprobsObject | None:
+    ) -> schemas.CompletionLogprobsObject | None:
         """Return the log-probabilities of the echoed prompt, if requested."""
         if self._fields.logprobs is None:
             return None
@@ -246,7 +225,7 @@ class CompletionChoiceFormat:
 
     def _output_logprobs(
         self, output: OutputDelta | CollectedChoice
-    ) -> CompletionLogprobsObject | None:
+    ) -> schemas.CompletionLogprobsObject | None:
         """Return the log-probabilities of output tokens, if requested."""
         if self._fields.logprobs is None:
             return None

@@ -2,18 +2,13 @@
 
 from aiohttp import web
 
+from gllm.frontend import server_response_schemas as schemas
 from gllm.frontend.context import CONTEXT
 from gllm.frontend.endpoint import EndpointParameter
 from gllm.frontend.errors import ApiError
 from gllm.frontend.fields.control import AbortFields
 from gllm.frontend.fields.parsing import read_fields
 from gllm.frontend.json_encoding import json_response
-from gllm.frontend.server_response_schemas import (
-    AbortResponse,
-    ProfileResponse,
-    SleepingResponse,
-    StatusResponse,
-)
 from gllm.options.field_types import FieldError
 
 
@@ -22,13 +17,13 @@ async def abort_requests(request: web.Request) -> web.Response:
     fields = await read_fields(request, AbortFields)
     request_id = None if fields.abort_all else fields.request_id
     num_aborted = request.app[CONTEXT].engine.abort(request_id)
-    return json_response(AbortResponse(aborted=num_aborted))
+    return json_response(schemas.AbortResponse(aborted=num_aborted))
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
     """Clear the prefix cache; running requests continue."""
     await request.app[CONTEXT].engine.reset_prefix_cache()
-    return json_response(StatusResponse(status="ok"))
+    return json_response(schemas.StatusResponse(status="ok"))
 
 
 async def start_profile(request: web.Request) -> web.Response:
@@ -52,7 +47,7 @@ async def _control_profile(request: web.Request, is_start: bool) -> web.Response
         await context.engine.start_profile(folder)
     else:
         await context.engine.stop_profile()
-    return json_response(ProfileResponse(status="ok", folder=folder))
+    return json_response(schemas.ProfileResponse(status="ok", folder=folder))
 
 
 SLEEP_PARAMETERS = (
@@ -87,16 +82,16 @@ async def sleep(request: web.Request) -> web.Response:
     if mode == "abort":
         engine.abort(None)
     await engine.sleep(keeps_prefix_cache=level == "0")
-    return json_response(StatusResponse(status="ok"))
+    return json_response(schemas.StatusResponse(status="ok"))
 
 
 async def wake_up(request: web.Request) -> web.Response:
     """Accept requests again after /sleep."""
     request.app[CONTEXT].engine.wake_up()
-    return json_response(StatusResponse(status="ok"))
+    return json_response(schemas.StatusResponse(status="ok"))
 
 
 async def get_is_sleeping(request: web.Request) -> web.Response:
     """Return whether the server refuses requests because of /sleep."""
     is_sleeping = request.app[CONTEXT].engine.state == "sleeping"
-    return json_response(SleepingResponse(is_sleeping=is_sleeping))
+    return json_response(schemas.SleepingResponse(is_sleeping=is_sleeping))

@@ -7,18 +7,12 @@ from aiohttp import web
 
 from gllm.engine.fleet_control import FleetControl, UnknownEngineError
 from gllm.engine.interface import RoleSwitchError
+from gllm.frontend import server_response_schemas as schemas
 from gllm.frontend.context import CONTEXT
 from gllm.frontend.errors import ApiError
 from gllm.frontend.fields.control import EngineRoleFields, RoleSwitchFields, check_role
 from gllm.frontend.fields.parsing import read_fields
 from gllm.frontend.json_encoding import json_response
-from gllm.frontend.server_response_schemas import (
-    DrainResponse,
-    EngineListResponse,
-    EngineRoleResponse,
-    RoleSwitchResponse,
-    StatusResponse,
-)
 
 TRUE_VALUES = ("1", "true", "yes")
 FALSE_VALUES = ("", "0", "false", "no")
@@ -28,7 +22,7 @@ async def list_engines(request: web.Request) -> web.Response:
     """Return a router's engines with their load, its counters, and how many engines it wants."""
     fleet = _fleet(request)
     return json_response(
-        EngineListResponse(
+        schemas.EngineListResponse(
             engines=fleet.engines(),
             router=fleet.totals(),
             scaling=fleet.scaling.status(),
@@ -56,7 +50,7 @@ async def reset_profile(request: web.Request) -> web.Response:
     """
     if not _fleet(request).workload.reset_profile():
         raise _no_workload()
-    return json_response(StatusResponse(status="ok"))
+    return json_response(schemas.StatusResponse(status="ok"))
 
 
 async def drain_engine(request: web.Request) -> web.Response:
@@ -72,13 +66,15 @@ async def drain_engine(request: web.Request) -> web.Response:
             code="invalid_value",
         )  # fmt: skip
     num_running = fleet.drain_engine(name, text in TRUE_VALUES)
-    return json_response(DrainResponse(name=name, state="draining", num_requests=num_running))
+    return json_response(
+        schemas.DrainResponse(name=name, state="draining", num_requests=num_running)
+    )
 
 
 async def undrain_engine(request: web.Request) -> web.Response:
     """Send requests to a drained engine again."""
     _fleet(request).undrain_engine(request.match_info["name"])
-    return json_response(StatusResponse(status="ok"))
+    return json_response(schemas.StatusResponse(status="ok"))
 
 
 def _fleet(request: web.Request) -> FleetControl:
@@ -103,7 +99,7 @@ async def set_engine_role(request: web.Request) -> web.Response:
     fleet, name = _fleet(request), request.match_info["name"]
     role = check_role("role", fields.role)
     previous = fleet.roles.set_role(name, role)
-    return json_response(EngineRoleResponse(name=name, role=role, previous_role=previous))
+    return json_response(schemas.EngineRoleResponse(name=name, role=role, previous_role=previous))
 
 
 async def switch_role(request: web.Request) -> web.Response:
@@ -124,7 +120,7 @@ async def switch_role(request: web.Request) -> web.Response:
         raise ApiError(400, str(error), code="role_switch_refused") from error
     message = "already in target role" if previous == role else "ok"
     return json_response(
-        RoleSwitchResponse(success=True, message=message, old_role=previous, new_role=role)
+        schemas.RoleSwitchResponse(success=True, message=message, old_role=previous, new_role=role)
     )
 
 

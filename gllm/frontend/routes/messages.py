@@ -8,6 +8,7 @@ from aiohttp import web
 from msgspec import UNSET
 
 from gllm.engine.interface import EngineInterface, OutputDelta
+from gllm.frontend import response_schemas as schemas
 from gllm.frontend.answer import send_answer
 from gllm.frontend.answer_writer import AnswerWriter
 from gllm.frontend.chat_request import count_prompt_tokens, prepare_converted_chat
@@ -24,23 +25,6 @@ from gllm.frontend.fields.messages import (
 from gllm.frontend.json_encoding import json_response
 from gllm.frontend.output_blocks import BlockKind, BlockSplitter, OutputBlock
 from gllm.frontend.request_run import PreparedRequest
-from gllm.frontend.response_schemas import (
-    ContentBlockDelta,
-    ContentBlockDeltaEvent,
-    ContentBlockStartEvent,
-    ContentBlockStopEvent,
-    CountTokensResponse,
-    MessageDeltaEvent,
-    MessagePingEvent,
-    MessagesContentBlock,
-    MessagesEvent,
-    MessagesResponse,
-    MessageStartEvent,
-    MessageStop,
-    MessageStopEvent,
-    MessagesUsage,
-    ThinkingTokensDetails,
-)
 from gllm.frontend.sse import ServerSentEvent
 from gllm.text.chat.output_parser import ChatOutputParser
 
@@ -51,9 +35,9 @@ async def create_message(request: web.Request) -> web.StreamResponse:
     with _convert_errors():
         async with prepare_converted_chat(
             request, MessagesFields, convert_messages_to_chat, CLIENT_FIELD_NAMES
-        ) as (_, job):
-            writer = MessagesWriter(context.engine, job, request[REQUEST_ID])
-            return await send_answer(request, context, job, writer)
+        ) as (_, prepared):
+            writer = MessagesWriter(context.engine, prepared, request[REQUEST_ID])
+            return await send_answer(request, prepared, writer)
 
 
 async def count_message_tokens(request: web.Request) -> web.StreamResponse:
@@ -62,7 +46,7 @@ async def count_message_tokens(request: web.Request) -> web.StreamResponse:
         num_tokens = await count_prompt_tokens(
             request, CountTokensFields, convert_messages_to_chat, CLIENT_FIELD_NAMES
         )
-        return json_response(CountTokensResponse(input_tokens=num_tokens))
+        return json_response(schemas.CountTokensResponse(input_tokens=num_tokens))
 
 
 @contextmanager
@@ -106,7 +90,7 @@ class MessagesWriter(AnswerWriter):
         self._parser = ChatOutputParser(request.output_format)
         self._splitter = BlockSplitter(self)
         self._has_started = False
-        self._stop = MessageStop(None, None)
+        self._stop = schemas.MessageStop(None, None)
         """Reason of the end, once the output has ended."""
 
     def delta_events(self, delta: OutputDelta, usage: UsageCounter) -> list[ServerSentEvent]:
@@ -117,11 +101,14 @@ class MessagesWriter(AnswerWriter):
         events: list[ServerSentEvent] = []
         if not self._has_started:
             self._has_started = True
-            message = MessagesResponse(
+            message = schemas.MessagesResponse(
                 **self._head, content=[], stop_reason=None, stop_sequence=None,
                 usage=messages_usage(usage),
             )  # fmt: skip
-            events += [_event(MessageStartEvent(message)), _event(MessagePingEvent())]
+            events += [
+                _event(schemas.MessageStartEvent(message)),
+                _event(schemas.MessagePingEvent()),
+            ]
         output_events, reason = self._parser.push(delta.index, delta.text, delta.finish_reason)
         events += self._splitter.push(output_events)
         if reason is not None:
@@ -131,20 +118,22 @@ class MessagesWriter(AnswerWriter):
 
     def end_events(self, usage: UsageCounter) -> list[ServerSentEvent]:
         """Return the stop reason, the token counts and the end of the stream."""
-        end = MessageDeltaEvent(self._stop, messages_usage(usage))
-        return [_event(end), _event(MessageStopEvent())]
+        end = schemas.MessageDeltaEvent(self._stop, messages_usage(usage))
+        return [_event(end), _event(schemas.MessageStopEvent())]
 
     def error_events(self, error: ApiError) -> list[ServerSentEvent]:
         """Return the error as an event."""
         error.body_type = "error"
         return [ServerSentEvent(error.body(), "error")]
 
-    def build_answer(self, choices: list[CollectedChoice], usage: UsageCounter) -> MessagesResponse:
+    def build_answer(
+        self, choices: list[CollectedChoice], usage: UsageCounter
+    ) -> schemas.MessagesResponse:
         """Return the whole message."""
         (choice,) = choices
         self.delta_events(choice.to_delta(), usage)
         content = [_content_block(block) for block in self._splitter.blocks]
-        return MessagesResponse(
+        return schemas.MessagesResponse(
             **self._head,
             content=content,
             stop_reason=self._stop.stop_reason,
@@ -154,52 +143,54 @@ class MessagesWriter(AnswerWriter):
 
     def start_block(self, block: OutputBlock) -> list[ServerSentEvent]:
         """Return the event that starts a content block."""
-        return [_event(ContentBlockStartEvent(block.index, _content_block(block)))]
+        return [_event(schemas.ContentBlockStartEvent(block.index, _content_block(block)))]
 
     def extend_block(self, block: OutputBlock, text: str) -> list[ServerSentEvent]:
         """Return the event of a content block's increment."""
-        return [_event(ContentBlockDeltaEvent(block.index, _block_delta(block.kind, text)))]
+        return [_event(schemas.ContentBlockDeltaEvent(block.index, _block_delta(block.kind, text)))]
 
     def end_block(self, block: OutputBlock) -> list[ServerSentEvent]:
         """Return the event that ends a content block."""
-        return [_event(ContentBlockStopEvent(block.index))]
+        return [_event(schemas.ContentBlockStopEvent(block.index))]
 
 
-def messages_usage(usage: UsageCounter) -> MessagesUsage:
+def messages_usage(usage: UsageCounter) -> schemas.MessagesUsage:
     """Return the API's `usage`, in which input tokens do not include cached tokens."""
     reasoning = usage.num_reasoning_tokens
-    return MessagesUsage(
+    return schemas.MessagesUsage(
         input_tokens=usage.num_prompt_tokens - usage.num_cached_tokens,
         cache_read_input_tokens=usage.num_cached_tokens,
         cache_creation_input_tokens=0,
         output_tokens=usage.num_completion_tokens,
-        output_tokens_details=UNSET if reasoning is None else ThinkingTokensDetails(reasoning),
+        output_tokens_details=UNSET
+        if reasoning is None
+        else schemas.ThinkingTokensDetails(reasoning),
     )
 
 
-def _event(event: MessagesEvent) -> ServerSentEvent:
+def _event(event: schemas.MessagesEvent) -> ServerSentEvent:
     return ServerSentEvent(event, str(event.__struct_config__.tag))
 
 
-def _block_delta(kind: BlockKind, text: str) -> ContentBlockDelta:
+def _block_delta(kind: BlockKind, text: str) -> schemas.ContentBlockDelta:
     match kind:
         case "text":
-            return ContentBlockDelta("text_delta", text=text)
+            return schemas.ContentBlockDelta("text_delta", text=text)
         case "reasoning":
-            return ContentBlockDelta("thinking_delta", thinking=text)
+            return schemas.ContentBlockDelta("thinking_delta", thinking=text)
         case _:
-            return ContentBlockDelta("input_json_delta", partial_json=text)
+            return schemas.ContentBlockDelta("input_json_delta", partial_json=text)
 
 
-def _content_block(block: OutputBlock) -> MessagesContentBlock:
+def _content_block(block: OutputBlock) -> schemas.MessagesContentBlock:
     """Return a content block with the text that has arrived."""
     match block.kind:
         case "text":
-            return MessagesContentBlock("text", text=block.text)
+            return schemas.MessagesContentBlock("text", text=block.text)
         case "reasoning":
-            return MessagesContentBlock("thinking", thinking=block.text, signature="")
+            return schemas.MessagesContentBlock("thinking", thinking=block.text, signature="")
         case _:
-            return MessagesContentBlock(
+            return schemas.MessagesContentBlock(
                 "tool_use", id=block.call_id, name=block.name, input=_parse_object(block.text)
             )
 
@@ -213,8 +204,8 @@ def _parse_object(text: str) -> JsonObject:
     return value if isinstance(value, dict) else {}
 
 
-def _message_stop(finish_reason: str, stop: int | str | None) -> MessageStop:
+def _message_stop(finish_reason: str, stop: int | str | None) -> schemas.MessageStop:
     """Return why an output has ended."""
     if isinstance(stop, str) and finish_reason == "stop":
-        return MessageStop("stop_sequence", stop)
-    return MessageStop(STOP_REASONS.get(finish_reason, finish_reason), None)
+        return schemas.MessageStop("stop_sequence", stop)
+    return schemas.MessageStop(STOP_REASONS.get(finish_reason, finish_reason), None)

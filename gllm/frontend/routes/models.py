@@ -6,19 +6,13 @@ from aiohttp import web
 
 from gllm.config.server import ServerConfig
 from gllm.engine.interface import ModelInfo
+from gllm.frontend import server_response_schemas as schemas
 from gllm.frontend.chat_request import to_chat_request
 from gllm.frontend.context import CONTEXT
 from gllm.frontend.fields.parsing import read_fields
 from gllm.frontend.fields.tokens import DetokenizeFields, TokenizeFields
 from gllm.frontend.json_encoding import encode_json_in_pieces, json_response
 from gllm.frontend.logprobs import token_text
-from gllm.frontend.server_response_schemas import (
-    DetokenizeResponse,
-    ModelCard,
-    ModelListResponse,
-    TokenizeResponse,
-    TokenizerInfoResponse,
-)
 from gllm.options.field_types import FieldError
 from gllm.options.limits import MAX_TOKENIZE_BYTES, check_size
 from gllm.text.chat.prompt import render_chat
@@ -28,7 +22,7 @@ from gllm.text.tokenizer import Tokenizer
 async def list_models(request: web.Request) -> web.Response:
     """Return a list that contains the served model."""
     model = request.app[CONTEXT].engine.model
-    return json_response(ModelListResponse(object="list", data=[_model_card(model)]))
+    return json_response(schemas.ModelListResponse(object="list", data=[_model_card(model)]))
 
 
 async def get_model(request: web.Request) -> web.Response:
@@ -38,8 +32,8 @@ async def get_model(request: web.Request) -> web.Response:
     return json_response(_model_card(context.engine.model))
 
 
-def _model_card(model: ModelInfo) -> ModelCard:
-    return ModelCard(
+def _model_card(model: ModelInfo) -> schemas.ModelCard:
+    return schemas.ModelCard(
         id=model.name,
         object="model",
         created=model.created,
@@ -67,7 +61,9 @@ def _tokenize_body(
 ) -> bytes:
     """Return the body of an answer of /tokenize. Raises FieldError."""
     token_ids = _encode(tokenizer, fields, config)
-    answer = TokenizeResponse(count=len(token_ids), max_model_len=max_model_len, tokens=token_ids)
+    answer = schemas.TokenizeResponse(
+        count=len(token_ids), max_model_len=max_model_len, tokens=token_ids
+    )
     if fields.return_token_strs:
         answer.token_strs = [token_text(tokenizer, token_id) for token_id in token_ids]
     return encode_json_in_pieces(answer)
@@ -95,7 +91,7 @@ async def detokenize(request: web.Request) -> web.Response:
         message = f"tokens contains {invalid_id}, but token ids have to be in [0, {vocab_size - 1}]"
         raise FieldError("tokens", message)
     text = await asyncio.to_thread(context.engine.tokenizer.decode, token_ids, False)
-    return json_response(DetokenizeResponse(prompt=text))
+    return json_response(schemas.DetokenizeResponse(prompt=text))
 
 
 async def get_tokenizer_info(request: web.Request) -> web.Response:
@@ -109,7 +105,7 @@ async def get_tokenizer_info(request: web.Request) -> web.Response:
     if eos_token is None and model.eos_ids:
         eos_token = tokenizer.id_to_token(model.eos_ids[0])
     return json_response(
-        TokenizerInfoResponse(
+        schemas.TokenizerInfoResponse(
             bos_token=special_tokens.get("bos_token"),
             eos_token=eos_token,
             pad_token=special_tokens.get("pad_token"),

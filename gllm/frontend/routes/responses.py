@@ -2,12 +2,13 @@
 
 import time
 from collections import defaultdict
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from aiohttp import web
 from msgspec import UNSET
 
 from gllm.engine.interface import EngineInterface, OutputDelta
+from gllm.frontend import response_schemas as schemas
 from gllm.frontend.answer import send_answer, send_whole_answer
 from gllm.frontend.answer_writer import AnswerWriter, WholeAnswerWriter
 from gllm.frontend.chat_request import count_prompt_tokens, prepare_converted_chat
@@ -29,33 +30,6 @@ from gllm.frontend.json_encoding import json_response
 from gllm.frontend.logprobs import chat_logprobs
 from gllm.frontend.output_blocks import BlockKind, BlockSplitter, OutputBlock
 from gllm.frontend.request_run import PreparedRequest
-from gllm.frontend.response_schemas import (
-    CompactionItem,
-    CompactionResponse,
-    CompletionTokensDetails,
-    IncompleteDetails,
-    InputTokensDetails,
-    InputTokensResponse,
-    ItemType,
-    ResponsesContentPart,
-    ResponsesEvent,
-    ResponsesItemEvent,
-    ResponsesOutputItem,
-    ResponsesPartEvent,
-    ResponsesReasoning,
-    ResponsesResponse,
-    ResponsesStateEvent,
-    ResponsesStateType,
-    ResponsesStatus,
-    ResponsesText,
-    ResponsesTextDeltaEvent,
-    ResponsesTextDoneEvent,
-    ResponsesUsage,
-    TextDeltaType,
-    TextDoneType,
-    TokenLogprob,
-    Unset,
-)
 from gllm.frontend.sse import ServerSentEvent
 from gllm.text.chat.output_parser import ChatOutputParser
 from gllm.text.output.events import ContentDelta
@@ -86,12 +60,12 @@ class CompactionWriter(WholeAnswerWriter):
 
     def build_answer(
         self, choices: list[CollectedChoice], usage: UsageCounter
-    ) -> CompactionResponse:
+    ) -> schemas.CompactionResponse:
         """Return the compacted conversation as input items."""
         message, _ = self._parser.parse(choices[0].text, choices[0].finish_reason)
         summary = encode_summary(message.content)
-        item = CompactionItem(f"cmp_{self._id}", "compaction", encrypted_content=summary)
-        return CompactionResponse(
+        item = schemas.CompactionItem(f"cmp_{self._id}", "compaction", encrypted_content=summary)
+        return schemas.CompactionResponse(
             id=f"resp_{self._id}",
             object="response.compaction",
             created_at=int(time.time()),
@@ -99,10 +73,12 @@ class CompactionWriter(WholeAnswerWriter):
             usage=responses_usage(usage),
         )
 
-    def _user(self, index: int, text: str) -> CompactionItem:
+    def _user(self, index: int, text: str) -> schemas.CompactionItem:
         """Return a user message as an item."""
-        content = [ResponsesContentPart("input_text", text)]
-        return CompactionItem(f"msg_{self._id}_{index}", "message", "user", "completed", content)
+        content = [schemas.ResponsesContentPart("input_text", text)]
+        return schemas.CompactionItem(
+            f"msg_{self._id}_{index}", "message", "user", "completed", content
+        )
 
 
 async def create_response(request: web.Request) -> web.StreamResponse:
@@ -110,12 +86,9 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     context = request.app[CONTEXT]
     async with prepare_converted_chat(
         request, ResponsesFields, convert_responses_to_chat, CLIENT_FIELD_NAMES
-    ) as (
-        fields,
-        job,
-    ):
-        writer = ResponsesWriter(context.engine, job, fields, request[REQUEST_ID])
-        return await send_answer(request, context, job, writer)
+    ) as (fields, prepared):
+        writer = ResponsesWriter(context.engine, prepared, fields, request[REQUEST_ID])
+        return await send_answer(request, prepared, writer)
 
 
 async def count_input_tokens(request: web.Request) -> web.Response:
@@ -124,21 +97,17 @@ async def count_input_tokens(request: web.Request) -> web.Response:
         request, InputTokensFields, convert_prompt_to_chat, CLIENT_FIELD_NAMES
     )
     return json_response(
-        InputTokensResponse(object="response.input_tokens", input_tokens=num_tokens)
+        schemas.InputTokensResponse(object="response.input_tokens", input_tokens=num_tokens)
     )
 
 
 async def compact_conversation(request: web.Request) -> web.StreamResponse:
     """Compact a conversation to the user's messages and a summary by the model."""
-    context = request.app[CONTEXT]
     async with prepare_converted_chat(
         request, CompactFields, _summary_fields, CLIENT_FIELD_NAMES
-    ) as (
-        _,
-        job,
-    ):
-        writer = CompactionWriter(job, request[REQUEST_ID])
-        return await send_whole_answer(request, context, job, writer)
+    ) as (_, prepared):
+        writer = CompactionWriter(prepared, request[REQUEST_ID])
+        return await send_whole_answer(request, prepared, writer)
 
 
 def _summary_fields(fields: CompactFields) -> dict[str, Any]:
@@ -147,29 +116,33 @@ def _summary_fields(fields: CompactFields) -> dict[str, Any]:
     return {"messages": [*messages, {"role": "user", "content": SUMMARY_PROMPT}]}
 
 
-ID_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc", "custom": "ctc"}
-"""Prefix of item ids, by block kind."""
-ITEM_TYPES: dict[BlockKind, ItemType] = {
-    "text": "message",
-    "reasoning": "reasoning",
-    "call": "function_call",
-    "custom": "custom_tool_call",
-}
-"""Type of an item, by block kind."""
-TEXT_DELTA_TYPES: dict[BlockKind, TextDeltaType] = {
-    "text": "response.output_text.delta",
-    "reasoning": "response.reasoning_text.delta",
-    "call": "response.function_call_arguments.delta",
-    "custom": "response.custom_tool_call_input.delta",
-}
-"""Type of the event with an increment of a block's text, by block kind."""
-TEXT_DONE_TYPES: dict[BlockKind, TextDoneType] = {
-    "text": "response.output_text.done",
-    "reasoning": "response.reasoning_text.done",
-    "call": "response.function_call_arguments.done",
-    "custom": "response.custom_tool_call_input.done",
-}
-"""Type of the event with the whole text of a block, by block kind."""
+class BlockNames(NamedTuple):
+    """Names of one kind of block in the API."""
+
+    id_prefix: str
+    item_type: schemas.ItemType
+    delta_type: schemas.TextDeltaType
+    """Type of the event with new text."""
+    done_type: schemas.TextDoneType
+    """Type of the event with the whole text."""
+
+
+BLOCK_NAMES: dict[BlockKind, BlockNames] = {
+    "text": BlockNames(
+        "msg", "message", "response.output_text.delta", "response.output_text.done"
+    ),
+    "reasoning": BlockNames(
+        "rs", "reasoning", "response.reasoning_text.delta", "response.reasoning_text.done"
+    ),
+    "call": BlockNames(
+        "fc", "function_call", "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+    ),
+    "custom": BlockNames(
+        "ctc", "custom_tool_call", "response.custom_tool_call_input.delta",
+        "response.custom_tool_call_input.done",
+    ),
+}  # fmt: skip
 INCOMPLETE_REASONS = {"length": "max_output_tokens", "abort": "abort"}
 """Reason of an incomplete answer, by finish reason."""
 
@@ -201,18 +174,16 @@ class ResponsesWriter(AnswerWriter):
         self._parser = ChatOutputParser(request.output_format)
         self._splitter = BlockSplitter(self)
         self._incomplete_reason: str | None = None
-        self._pending_logprobs: list[TokenLogprob] = []
+        self._pending_logprobs: list[schemas.TokenLogprob] = []
         """Log-probabilities of tokens whose text has not been written yet."""
-        self._logprobs: dict[int, list[TokenLogprob]] = defaultdict(list)
+        self._logprobs: dict[int, list[schemas.TokenLogprob]] = defaultdict(list)
         """Log-probabilities of the written text, by block index."""
 
     def start_events(self, usage: UsageCounter) -> list[ServerSentEvent]:
         """Return the events that announce the response."""
         response = self._response("in_progress", None)
-        return [
-            self._state_event("response.created", response),
-            self._state_event("response.in_progress", response),
-        ]
+        types: tuple[schemas.ResponsesStateType, ...] = ("response.created", "response.in_progress")
+        return [self._state_event(event_type, response) for event_type in types]
 
     def delta_events(self, delta: OutputDelta, usage: UsageCounter) -> list[ServerSentEvent]:
         """Return the events of a delta."""
@@ -229,11 +200,9 @@ class ResponsesWriter(AnswerWriter):
     def end_events(self, usage: UsageCounter) -> list[ServerSentEvent]:
         """Return the event with the whole response."""
         response = self._response(self._final_status, usage)
-        return [
-            self._state_event(
-                "response.incomplete" if self._incomplete_reason else "response.completed", response
-            )
-        ]
+        if self._incomplete_reason:
+            return [self._state_event("response.incomplete", response)]
+        return [self._state_event("response.completed", response)]
 
     def error_events(self, error: ApiError) -> list[ServerSentEvent]:
         """Return the end of the open item and the failed response."""
@@ -244,7 +213,7 @@ class ResponsesWriter(AnswerWriter):
 
     def build_answer(
         self, choices: list[CollectedChoice], usage: UsageCounter
-    ) -> ResponsesResponse:
+    ) -> schemas.ResponsesResponse:
         """Return the whole response."""
         (choice,) = choices
         self.delta_events(choice.to_delta(), usage)
@@ -259,14 +228,14 @@ class ResponsesWriter(AnswerWriter):
 
     def extend_block(self, block: OutputBlock, text: str) -> list[ServerSentEvent]:
         """Return the event of an item's increment, with its log-probabilities."""
-        logprobs: list[TokenLogprob] | Unset = UNSET
+        logprobs: list[schemas.TokenLogprob] | schemas.Unset = UNSET
         if block.kind == "text":
             logprobs, self._pending_logprobs = self._pending_logprobs, []
             self._logprobs[block.index] += logprobs
         return [
             self._event(
-                ResponsesTextDeltaEvent(
-                    type=TEXT_DELTA_TYPES[block.kind],
+                schemas.ResponsesTextDeltaEvent(
+                    type=BLOCK_NAMES[block.kind].delta_type,
                     sequence_number=self._sequence_number,
                     item_id=self._item_id(block),
                     output_index=block.index,
@@ -282,8 +251,11 @@ class ResponsesWriter(AnswerWriter):
         events = []
         if block.kind == "text" and self._pending_logprobs:
             events += self.extend_block(block, "")  # log-probabilities of tokens without text
-        done = ResponsesTextDoneEvent(
-            TEXT_DONE_TYPES[block.kind], self._sequence_number, self._item_id(block), block.index
+        done = schemas.ResponsesTextDoneEvent(
+            BLOCK_NAMES[block.kind].done_type,
+            self._sequence_number,
+            self._item_id(block),
+            block.index,
         )
         events.append(self._event(done))
         if block.kind == "call":
@@ -297,24 +269,24 @@ class ResponsesWriter(AnswerWriter):
         return [*events, self._item_event("response.output_item.done", block)]
 
     @property
-    def _final_status(self) -> ResponsesStatus:
+    def _final_status(self) -> schemas.ResponsesStatus:
         """Status of a response without an error."""
         return "incomplete" if self._incomplete_reason else "completed"
 
-    def _delta_logprobs(self, delta: OutputDelta) -> list[TokenLogprob]:
+    def _delta_logprobs(self, delta: OutputDelta) -> list[schemas.TokenLogprob]:
         if self._params.logprobs is None:
             return []
         return chat_logprobs(self._tokenizer, delta.logprobs, self._params.logprobs).content
 
-    def _event(self, event: ResponsesEvent) -> ServerSentEvent:
+    def _event(self, event: schemas.ResponsesEvent) -> ServerSentEvent:
         """Return an event, which has the present sequence number, and increment the number."""
         self._sequence_number += 1
         return ServerSentEvent(event, event.type)
 
     def _state_event(
-        self, event_type: ResponsesStateType, response: ResponsesResponse
+        self, event_type: schemas.ResponsesStateType, response: schemas.ResponsesResponse
     ) -> ServerSentEvent:
-        return self._event(ResponsesStateEvent(event_type, self._sequence_number, response))
+        return self._event(schemas.ResponsesStateEvent(event_type, self._sequence_number, response))
 
     def _item_event(
         self,
@@ -322,7 +294,9 @@ class ResponsesWriter(AnswerWriter):
         block: OutputBlock,
     ) -> ServerSentEvent:
         item = self._item(block)
-        return self._event(ResponsesItemEvent(event_type, self._sequence_number, block.index, item))
+        return self._event(
+            schemas.ResponsesItemEvent(event_type, self._sequence_number, block.index, item)
+        )
 
     def _part_event(
         self,
@@ -331,14 +305,18 @@ class ResponsesWriter(AnswerWriter):
     ) -> ServerSentEvent:
         number, part = self._sequence_number, self._content_part(block)
         item_id = self._item_id(block)
-        return self._event(ResponsesPartEvent(event_type, number, item_id, block.index, 0, part))
+        return self._event(
+            schemas.ResponsesPartEvent(event_type, number, item_id, block.index, 0, part)
+        )
 
     def _item_id(self, block: OutputBlock) -> str:
-        return f"{ID_PREFIXES[block.kind]}_{self._id}_{block.index}"
+        return f"{BLOCK_NAMES[block.kind].id_prefix}_{self._id}_{block.index}"
 
-    def _item(self, block: OutputBlock) -> ResponsesOutputItem:
+    def _item(self, block: OutputBlock) -> schemas.ResponsesOutputItem:
         """Return a block as an output item, with its content once the block has ended."""
-        item = ResponsesOutputItem(self._item_id(block), block.status, ITEM_TYPES[block.kind])
+        item = schemas.ResponsesOutputItem(
+            self._item_id(block), block.status, BLOCK_NAMES[block.kind].item_type
+        )
         if block.is_call:
             item.call_id, item.name = block.call_id, block.name
         if block.kind == "call":
@@ -353,25 +331,27 @@ class ResponsesWriter(AnswerWriter):
             item.role = "assistant"
         return item
 
-    def _content_part(self, block: OutputBlock) -> ResponsesContentPart:
+    def _content_part(self, block: OutputBlock) -> schemas.ResponsesContentPart:
         """Return the content of a text or reasoning block."""
         if block.kind == "reasoning":
-            return ResponsesContentPart("reasoning_text", block.text)
+            return schemas.ResponsesContentPart("reasoning_text", block.text)
         logprobs = list(self._logprobs[block.index])
-        return ResponsesContentPart("output_text", block.text, [], logprobs)
+        return schemas.ResponsesContentPart("output_text", block.text, [], logprobs)
 
-    def _response(self, status: ResponsesStatus, usage: UsageCounter | None) -> ResponsesResponse:
+    def _response(
+        self, status: schemas.ResponsesStatus, usage: UsageCounter | None
+    ) -> schemas.ResponsesResponse:
         """Return the response object, with token counts if `usage` is given."""
         fields, reason = self._fields, self._incomplete_reason
         effort = None if fields.reasoning is None else fields.reasoning.effort
-        return ResponsesResponse(
+        return schemas.ResponsesResponse(
             id=f"resp_{self._id}",
             object="response",
             created_at=self._created,
             completed_at=int(time.time()) if status == "completed" else None,
             status=status,
             error=None,
-            incomplete_details=None if reason is None else IncompleteDetails(reason),
+            incomplete_details=None if reason is None else schemas.IncompleteDetails(reason),
             model=self._model,
             output=[self._item(block) for block in self._splitter.blocks],
             usage=None if usage is None else responses_usage(usage),
@@ -380,8 +360,8 @@ class ResponsesWriter(AnswerWriter):
             temperature=self._params.temperature,
             top_p=self._params.top_p,
             top_logprobs=fields.top_logprobs or 0,
-            text=ResponsesText((fields.text and fields.text.format) or {"type": "text"}),
-            reasoning=ResponsesReasoning(effort, None),
+            text=schemas.ResponsesText((fields.text and fields.text.format) or {"type": "text"}),
+            reasoning=schemas.ResponsesReasoning(effort, None),
             tools=fields.tools or [],
             tool_choice=fields.tool_choice or "auto",
             parallel_tool_calls=fields.parallel_tool_calls is not False,
@@ -394,12 +374,14 @@ class ResponsesWriter(AnswerWriter):
         )
 
 
-def responses_usage(usage: UsageCounter) -> ResponsesUsage:
+def responses_usage(usage: UsageCounter) -> schemas.ResponsesUsage:
     """Return the API's `usage`. Writes to the prefix cache are not counted separately."""
-    return ResponsesUsage(
+    return schemas.ResponsesUsage(
         input_tokens=usage.num_prompt_tokens,
-        input_tokens_details=InputTokensDetails(usage.num_cached_tokens, cache_write_tokens=0),
+        input_tokens_details=schemas.InputTokensDetails(
+            usage.num_cached_tokens, cache_write_tokens=0
+        ),
         output_tokens=usage.num_completion_tokens,
-        output_tokens_details=CompletionTokensDetails(usage.num_reasoning_tokens or 0),
+        output_tokens_details=schemas.CompletionTokensDetails(usage.num_reasoning_tokens or 0),
         total_tokens=usage.num_prompt_tokens + usage.num_completion_tokens,
     )

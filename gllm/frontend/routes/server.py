@@ -10,21 +10,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from gllm.config.server import ServerConfig
 from gllm.engine.interface import EngineUnavailableError
+from gllm.frontend import server_response_schemas as schemas
 from gllm.frontend.context import CONTEXT
 from gllm.frontend.endpoint import ENDPOINTS_BY_ROUTE
 from gllm.frontend.json_encoding import json_response
 from gllm.frontend.load_window import LoadReading
 from gllm.frontend.openapi import build_openapi_document
-from gllm.frontend.server_response_schemas import (
-    HealthResponse,
-    LoadResponse,
-    LoadsResponse,
-    RankLoad,
-    ServerInfoResponse,
-    StatusResponse,
-    VersionResponse,
-    disaggregation_mode,
-)
 from gllm.options.version import __version__
 
 
@@ -34,7 +25,7 @@ async def get_server_info(request: web.Request) -> web.Response:
     engine = context.engine
     model, status = engine.model, engine.status()
     return json_response(
-        ServerInfoResponse(
+        schemas.ServerInfoResponse(
             version=__version__,
             model_path=model.root or model.name,
             served_model_name=model.name,
@@ -43,7 +34,7 @@ async def get_server_info(request: web.Request) -> web.Response:
             max_model_len=model.max_model_len,
             max_total_num_tokens=status.num_kv_blocks * status.block_size,
             page_size=status.block_size,
-            disaggregation_mode=disaggregation_mode(engine.role),
+            disaggregation_mode=schemas.disaggregation_mode(engine.role),
             model=model,
             engine=engine.describe(),
             server=_public_options(context.config),
@@ -75,18 +66,18 @@ async def get_health(request: web.Request) -> web.Response:
     # A recovery takes its time without a step, and ends by itself.
     if not status.is_healthy and status.state != "recovering":
         raise EngineUnavailableError("stuck", "requests are pending, but no step completes")
-    return json_response(HealthResponse(status="ok", state=status.state))
+    return json_response(schemas.HealthResponse(status="ok", state=status.state))
 
 
 async def get_readiness(request: web.Request) -> web.Response:
     """Return 200 while the server runs requests, else 503."""
     request.app[CONTEXT].check_ready()
-    return json_response(StatusResponse(status="ready"))
+    return json_response(schemas.StatusResponse(status="ready"))
 
 
 async def get_version(request: web.Request) -> web.Response:
     """Return the version of gllm."""
-    return json_response(VersionResponse(version=__version__))
+    return json_response(schemas.VersionResponse(version=__version__))
 
 
 async def get_openapi_document(request: web.Request) -> web.Response:
@@ -101,7 +92,7 @@ async def get_load(request: web.Request) -> web.Response:
     status = request.app[CONTEXT].engine.status()
     stats = status.stats
     return json_response(
-        LoadResponse(
+        schemas.LoadResponse(
             server_load=status.num_requests,
             running=stats.running,
             waiting=stats.waiting,
@@ -118,11 +109,11 @@ async def get_loads(request: web.Request) -> web.Response:
     counters = (stats.decode_tokens, stats.prefix_queries, stats.prefix_hits)
     rates = context.load_window.add(LoadReading(time.monotonic(), *counters))
     max_tokens = status.num_kv_blocks * status.block_size
-    mode, transfers = disaggregation_mode(context.engine.role), status.kv_transfers
+    mode, transfers = schemas.disaggregation_mode(context.engine.role), status.kv_transfers
     latency = 0.0
     if transfers is not None and transfers.num_fetched:
         latency = 1000 * transfers.seconds / transfers.num_fetched
-    load = RankLoad(
+    load = schemas.RankLoad(
         dp_rank=0,
         num_running_reqs=stats.running,
         num_waiting_reqs=stats.waiting,
@@ -139,4 +130,4 @@ async def get_loads(request: web.Request) -> web.Response:
         disagg_mode=mode,
     )
     timestamp = datetime.now(UTC).isoformat()
-    return json_response(LoadsResponse(timestamp=timestamp, dp_rank_count=1, loads=[load]))
+    return json_response(schemas.LoadsResponse(timestamp=timestamp, dp_rank_count=1, loads=[load]))
