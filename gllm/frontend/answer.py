@@ -50,7 +50,9 @@ async def send_whole_answer(
         await run.start()
         choices = await _collect_choices(run, request, usage)
         if num_logprobs(choices) > MAX_INLINE_LOGPROBS:
-            body = await asyncio.to_thread(_encode_answer, writer, choices, usage)
+            body = await asyncio.to_thread(
+                lambda: encode_json_in_pieces(writer.build_answer(choices, usage))
+            )
         else:
             body = msgspec.json.encode(writer.build_answer(choices, usage))
     return web.Response(body=body, content_type="application/json")
@@ -94,12 +96,6 @@ def num_logprobs(parts: Sequence[OutputDelta] | Sequence[CollectedChoice]) -> in
         for entries in (part.logprobs, part.prompt_logprobs)
         if entries
     )
-
-
-def _encode_answer(
-    writer: WholeAnswerWriter, choices: list[CollectedChoice], usage: UsageCounter
-) -> bytes:
-    return encode_json_in_pieces(writer.build_answer(choices, usage))
 
 
 async def _collect_choices(

@@ -36,7 +36,7 @@ def token_name(tokenizer: Tokenizer, token_id: int, as_id: bool) -> str:
 def chat_logprobs(
     tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], top: int, as_ids: bool = False
 ) -> ChatLogprobs:
-    """Return `logprobs` of a message or an increment.
+    """Return `logprobs` of a message or a delta.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -45,18 +45,16 @@ def chat_logprobs(
         as_ids: Write tokens as `token_id:ID`.
     """
 
-    def facts(token_id: int) -> tuple[str, list[int]]:
-        raw = list(tokenizer.token_bytes(token_id))
-        return token_name(tokenizer, token_id, as_ids), raw
+    def to_logprob(token_id: int, logprob: float) -> TopLogprob:
+        name = token_name(tokenizer, token_id, as_ids)
+        return TopLogprob(name, logprob, list(tokenizer.token_bytes(token_id)))
 
     content = []
     for entry in entries:
-        likeliest = []
-        for token_id, logprob in zip(entry.top_ids[:top], entry.top_logprobs[:top], strict=True):
-            name, raw = facts(token_id)
-            likeliest.append(TopLogprob(name, logprob, raw))
-        name, raw = facts(entry.token)
-        content.append(TokenLogprob(name, entry.logprob, raw, likeliest))
+        ranked = zip(entry.top_ids[:top], entry.top_logprobs[:top], strict=True)
+        sampled = to_logprob(entry.token, entry.logprob)
+        likeliest = [to_logprob(*pair) for pair in ranked]
+        content.append(TokenLogprob(sampled.token, sampled.logprob, sampled.bytes, likeliest))
     return ChatLogprobs(content)
 
 
@@ -64,17 +62,17 @@ def prompt_logprobs(
     tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], top: int
 ) -> PromptLogprobs:
     """Return `prompt_logprobs`: null for the first token, then objects by token id per position."""
-    places: PromptLogprobs = [None]
+    positions: PromptLogprobs = [None]
     for entry in entries:
         ranked = [(entry.token, entry.logprob, entry.rank)]
         columns = (entry.top_ids[:top], entry.top_logprobs[:top], range(1, top + 1))
         ranked += [row for row in zip(*columns, strict=False) if row[0] != entry.token]
-        place = {}
+        position = {}
         for token_id, logprob, rank in ranked:
             text = token_text(tokenizer, token_id)
-            place[str(token_id)] = PromptTokenLogprob(logprob, rank, text)
-        places.append(place)
-    return places
+            position[str(token_id)] = PromptTokenLogprob(logprob, rank, text)
+        positions.append(position)
+    return positions
 
 
 class CompletionLogprobs:

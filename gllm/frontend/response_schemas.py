@@ -415,6 +415,8 @@ TextDoneType = Literal[
     "response.function_call_arguments.done",
     "response.custom_tool_call_input.done",
 ]
+ItemEventType = Literal["response.output_item.added", "response.output_item.done"]
+PartEventType = Literal["response.content_part.added", "response.content_part.done"]
 
 
 class ResponsesStateEvent(ResponseSchema):
@@ -428,7 +430,7 @@ class ResponsesStateEvent(ResponseSchema):
 class ResponsesItemEvent(ResponseSchema):
     """Event of /v1/responses: an output item starts or ends."""
 
-    type: Literal["response.output_item.added", "response.output_item.done"]
+    type: ItemEventType
     sequence_number: int
     output_index: int
     item: ResponsesOutputItem
@@ -437,7 +439,7 @@ class ResponsesItemEvent(ResponseSchema):
 class ResponsesPartEvent(ResponseSchema):
     """Event of /v1/responses: the text of a message or of reasoning starts or ends."""
 
-    type: Literal["response.content_part.added", "response.content_part.done"]
+    type: PartEventType
     sequence_number: int
     item_id: str
     output_index: int

@@ -39,7 +39,7 @@ def install(app: web.Application, context: ServerContext) -> None:
     if access.is_enabled:
         sealer = GrantSealer(access.keys)
         client = RoomClient(context.config, access, sealer)
-        client.install(app)
+        app.on_cleanup.append(client.close)
         outcomes = LabeledCounter(
             context.metrics.registry, context.engine.model.name, "http_handoffs",
             "Halves of hand-offs that routers of other projects direct, by outcome",

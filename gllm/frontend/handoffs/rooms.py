@@ -123,7 +123,7 @@ TIMEOUT = aiohttp.ClientTimeout(
 
 
 class RoomClient:
-    """Client of the rooms of other engines. `install` lets an application close it."""
+    """Client of the rooms of other engines."""
 
     def __init__(self, config: ServerConfig, access: ControlAccess, sealer: GrantSealer) -> None:
         # The certificate is not verified: grants are authenticated, and proofs are of no other use.
@@ -133,14 +133,10 @@ class RoomClient:
         self._session: aiohttp.ClientSession | None = None
         """None before the first question."""
 
-    def install(self, app: web.Application) -> None:
-        """Close the connections when an application ends."""
-
-        async def close(app: web.Application) -> None:
-            if self._session is not None:
-                await self._session.close()
-
-        app.on_cleanup.append(close)
+    async def close(self, app: web.Application) -> None:
+        """Close the connections at the end of an application."""
+        if self._session is not None:
+            await self._session.close()
 
     async def read_grant(self, host: str, port: int, room: int) -> str:
         """Return the grant of another engine's room; empty if it has none, or cannot be asked.

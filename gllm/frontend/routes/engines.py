@@ -1,12 +1,9 @@
-"""GET /engines and /workload of a router, and commands to its engines and its profile.
-
-POST /pd_role_switch works on an engine too.
-"""
+"""Engines and workload of a router, nodes of an engine, and the roles of engines."""
 
 from aiohttp import web
 
 from gllm.engine.fleet_control import FleetControl, UnknownEngineError
-from gllm.engine.interface import RoleSwitchError
+from gllm.engine.interface import EngineInterface, RoleSwitchError
 from gllm.frontend import server_response_schemas as schemas
 from gllm.frontend.context import CONTEXT
 from gllm.frontend.errors import ApiError
@@ -135,3 +132,46 @@ def _find_engine(fleet: FleetControl, worker_url: str | None) -> str:
     if len(matching) != 1:
         raise UnknownEngineError(f"worker_url {worker_url!r} is no engine: see /engines")
     return matching[0]
+
+
+async def list_nodes(request: web.Request) -> web.Response:
+    """Return the machines of the engine: state, load, links and the cause of the last loss.
+
+    An engine on one machine has one. A router has none: ask its engines.
+    """
+    engine = _engine(request)
+    status = engine.status()
+    return json_response(
+        schemas.NodeListResponse(
+            nodes=engine.nodes(),
+            pipeline_depth=status.stats.depth,
+            num_node_losses=status.num_node_losses,
+            refused_peers=dict(status.refused_peers),
+        )
+    )
+
+
+async def drain_node(request: web.Request) -> web.Response:
+    """Move the stages of a machine to others, then end its membership; no request fails.
+
+    Returns at once. GET /nodes shows the machine as `draining` until it has left. Repeated requests
+    return the same.
+    """
+    name = request.match_info["name"]
+    state = _engine(request).drain_node(name)
+    return json_response(
+        schemas.NodeDrainResponse(name, "drained" if state == "drained" else "draining")
+    )
+
+
+def _engine(request: web.Request) -> EngineInterface:
+    """Return the engine. Raises ApiError on a router."""
+    engine = request.app[CONTEXT].engine
+    if engine.fleet is not None:
+        raise ApiError(
+            404,
+            "This server is a router, which has engines instead of nodes: see /engines, and "
+            "request /nodes from one of them.",
+            code="not_an_engine",
+        )
+    return engine

@@ -101,10 +101,7 @@ class MessagesWriter(AnswerWriter):
         events: list[ServerSentEvent] = []
         if not self._has_started:
             self._has_started = True
-            message = schemas.MessagesResponse(
-                **self._head, content=[], stop_reason=None, stop_sequence=None,
-                usage=messages_usage(usage),
-            )  # fmt: skip
+            message = self._message(usage)
             events += [
                 _event(schemas.MessageStartEvent(message)),
                 _event(schemas.MessagePingEvent()),
@@ -132,10 +129,13 @@ class MessagesWriter(AnswerWriter):
         """Return the whole message."""
         (choice,) = choices
         self.delta_events(choice.to_delta(), usage)
-        content = [_content_block(block) for block in self._splitter.blocks]
+        return self._message(usage)
+
+    def _message(self, usage: UsageCounter) -> schemas.MessagesResponse:
+        """Return the message with the content so far."""
         return schemas.MessagesResponse(
             **self._head,
-            content=content,
+            content=[_content_block(block) for block in self._splitter.blocks],
             stop_reason=self._stop.stop_reason,
             stop_sequence=self._stop.stop_sequence,
             usage=messages_usage(usage),

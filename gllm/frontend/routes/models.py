@@ -4,19 +4,17 @@ import asyncio
 
 from aiohttp import web
 
-from gllm.config.server import ServerConfig
 from gllm.engine.interface import ModelInfo
 from gllm.frontend import server_response_schemas as schemas
 from gllm.frontend.chat_request import to_chat_request
-from gllm.frontend.context import CONTEXT
+from gllm.frontend.context import CONTEXT, ServerContext
+from gllm.frontend.fields.chat import DetokenizeFields, TokenizeFields
 from gllm.frontend.fields.parsing import read_fields
-from gllm.frontend.fields.tokens import DetokenizeFields, TokenizeFields
 from gllm.frontend.json_encoding import encode_json_in_pieces, json_response
 from gllm.frontend.logprobs import token_text
 from gllm.options.field_types import FieldError
 from gllm.options.limits import MAX_TOKENIZE_BYTES, check_size
 from gllm.text.chat.prompt import render_chat
-from gllm.text.tokenizer import Tokenizer
 
 
 async def list_models(request: web.Request) -> web.Response:
@@ -50,32 +48,25 @@ async def tokenize(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
     fields = await read_fields(request, TokenizeFields)
     context.check_model(fields.model)
-    tokenizer = context.engine.tokenizer
-    max_model_len = context.engine.model.max_model_len
-    body = await asyncio.to_thread(_tokenize_body, tokenizer, fields, context.config, max_model_len)
+    body = await asyncio.to_thread(_tokenize_body, context, fields)
     return web.Response(body=body, content_type="application/json")
 
 
-def _tokenize_body(
-    tokenizer: Tokenizer, fields: TokenizeFields, config: ServerConfig, max_model_len: int
-) -> bytes:
+def _tokenize_body(context: ServerContext, fields: TokenizeFields) -> bytes:
     """Return the body of an answer of /tokenize. Raises FieldError."""
-    token_ids = _encode(tokenizer, fields, config)
+    tokenizer = context.engine.tokenizer
+    if fields.prompt is None:
+        chat = to_chat_request(fields.to_chat_completion())
+        token_ids = render_chat(tokenizer, chat, context.config.output_parsers).token_ids
+    else:
+        check_size("prompt", fields.prompt.encode(), MAX_TOKENIZE_BYTES, "bytes in UTF-8")
+        token_ids = tokenizer.encode(fields.prompt, fields.add_special_tokens is not False)
     answer = schemas.TokenizeResponse(
-        count=len(token_ids), max_model_len=max_model_len, tokens=token_ids
+        count=len(token_ids), max_model_len=context.engine.model.max_model_len, tokens=token_ids
     )
     if fields.return_token_strs:
         answer.token_strs = [token_text(tokenizer, token_id) for token_id in token_ids]
     return encode_json_in_pieces(answer)
-
-
-def _encode(tokenizer: Tokenizer, fields: TokenizeFields, config: ServerConfig) -> list[int]:
-    """Return the token ids of the text or of the chat's prompt. Raises FieldError."""
-    if fields.prompt is None:
-        chat = to_chat_request(fields.to_chat_completion())
-        return render_chat(tokenizer, chat, config.output_parsers).token_ids
-    check_size("prompt", fields.prompt.encode(), MAX_TOKENIZE_BYTES, "bytes in UTF-8")
-    return tokenizer.encode(fields.prompt, fields.add_special_tokens is not False)
 
 
 async def detokenize(request: web.Request) -> web.Response:

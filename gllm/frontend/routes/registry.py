@@ -9,13 +9,12 @@ from typing import get_args
 from gllm.frontend import response_schemas as schemas
 from gllm.frontend import server_response_schemas as server_schemas
 from gllm.frontend.endpoint import EndpointParameter, get, get_probe, post, post_command
-from gllm.frontend.fields.chat import ChatCompletionFields
+from gllm.frontend.fields.chat import ChatCompletionFields, DetokenizeFields, TokenizeFields
 from gllm.frontend.fields.completions import CompletionFields, EmbeddingFields
 from gllm.frontend.fields.control import AbortFields, EngineRoleFields, RoleSwitchFields
 from gllm.frontend.fields.messages import CountTokensFields, MessagesFields
 from gllm.frontend.fields.responses import CompactFields, InputTokensFields, ResponsesFields
 from gllm.frontend.fields.token_generation import GenerateFields
-from gllm.frontend.fields.tokens import DetokenizeFields, TokenizeFields
 from gllm.frontend.handoffs.registry import get_grant
 from gllm.frontend.routes import (
     chat,
@@ -25,7 +24,6 @@ from gllm.frontend.routes import (
     engines,
     messages,
     models,
-    nodes,
     page,
     render,
     responses,
@@ -155,10 +153,10 @@ SERVER_ENDPOINTS = (
         query_parameters=(EndpointParameter("tags", "no effect: a server wakes up as a whole"),),
     ),
     get("/is_sleeping", control.get_is_sleeping, server_schemas.SleepingResponse, is_polled=True),
-    get("/nodes", nodes.list_nodes, server_schemas.NodeListResponse, is_polled=True),
+    get("/nodes", engines.list_nodes, server_schemas.NodeListResponse, is_polled=True),
     post_command(
         "/nodes/{name}/drain",
-        nodes.drain_node,
+        engines.drain_node,
         server_schemas.NodeDrainResponse,
         path_parameters=(EndpointParameter("name", "name of a machine, as in /nodes"),),
     ),

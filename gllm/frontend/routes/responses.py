@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from aiohttp import web
 from msgspec import UNSET
@@ -288,26 +288,16 @@ class ResponsesWriter(AnswerWriter):
     ) -> ServerSentEvent:
         return self._event(schemas.ResponsesStateEvent(event_type, self._sequence_number, response))
 
-    def _item_event(
-        self,
-        event_type: Literal["response.output_item.added", "response.output_item.done"],
-        block: OutputBlock,
-    ) -> ServerSentEvent:
-        item = self._item(block)
-        return self._event(
-            schemas.ResponsesItemEvent(event_type, self._sequence_number, block.index, item)
-        )
+    def _item_event(self, event_type: schemas.ItemEventType, block: OutputBlock) -> ServerSentEvent:
+        number, item = self._sequence_number, self._item(block)
+        return self._event(schemas.ResponsesItemEvent(event_type, number, block.index, item))
 
-    def _part_event(
-        self,
-        event_type: Literal["response.content_part.added", "response.content_part.done"],
-        block: OutputBlock,
-    ) -> ServerSentEvent:
+    def _part_event(self, event_type: schemas.PartEventType, block: OutputBlock) -> ServerSentEvent:
         number, part = self._sequence_number, self._content_part(block)
-        item_id = self._item_id(block)
-        return self._event(
-            schemas.ResponsesPartEvent(event_type, number, item_id, block.index, 0, part)
+        event = schemas.ResponsesPartEvent(
+            event_type, number, self._item_id(block), block.index, 0, part
         )
+        return self._event(event)
 
     def _item_id(self, block: OutputBlock) -> str:
         return f"{BLOCK_NAMES[block.kind].id_prefix}_{self._id}_{block.index}"
