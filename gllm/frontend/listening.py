@@ -62,7 +62,7 @@ def watch_signals() -> asyncio.Event:
 
 
 def raise_open_files_limit() -> None:
-    """Raise the soft limit of this process to the hard one.
+    """Raise the soft limit on open files of this process to the hard limit.
 
     Above the limit a process cannot accept connections.
     """
@@ -78,7 +78,7 @@ def raise_open_files_limit() -> None:
 async def listen(
     runner: web.AppRunner, host: str, port: int, tls: ssl.SSLContext | None = None
 ) -> None:
-    """Accept connections for an application that is set up; it is cleaned up on an error.
+    """Listen on an address for a runner that is set up; clean the runner up on an error.
 
     Raises:
         ValueError: the address cannot be used; the message names the flags.

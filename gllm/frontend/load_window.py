@@ -10,7 +10,7 @@ MIN_GAP_SECONDS = 0.1
 
 
 class LoadRates(NamedTuple):
-    """Rates of an engine."""
+    """Throughput and cache hit rate of an engine over the last seconds."""
 
     tokens_per_second: float
     """Tokens computed in decode."""
@@ -19,7 +19,7 @@ class LoadRates(NamedTuple):
 
 
 class LoadReading(NamedTuple):
-    """An engine's counters at a time, in seconds."""
+    """An engine's counters at one time, in seconds."""
 
     time: float
     decode_tokens: int
@@ -30,7 +30,7 @@ class LoadReading(NamedTuple):
 
 
 class LoadWindow:
-    """Readings of an engine's counters, taken whenever somebody asks for its load."""
+    """Readings of an engine's counters over the last seconds, one per load report."""
 
     def __init__(self) -> None:
         self._readings: deque[LoadReading] = deque()

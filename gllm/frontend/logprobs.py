@@ -76,7 +76,7 @@ def prompt_logprobs(
 
 
 class CompletionLogprobs:
-    """`logprobs` of one completion, in parts.
+    """Builds `logprobs` of one completion, in consecutive parts.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -103,7 +103,7 @@ class CompletionLogprobs:
     def part(
         self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]
     ) -> CompletionLogprobsObject:
-        """Return the next tokens; entries are None for unknown log-probabilities."""
+        """Return `logprobs` of the next tokens; entries are None for unknown log-probabilities."""
         offsets = []
         for token_id in token_ids:
             offsets.append(self._length)

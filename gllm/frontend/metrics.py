@@ -205,7 +205,7 @@ RANK_COUNTERS = {
 """Counters per rank of stages with several: field of StageUtilization and help text, by name."""
 
 
-def histogram(
+def histogram_metric(
     name: str, text: str, model: str, bounds: Sequence[float], counts: Sequence[int], total: float
 ) -> Metric:
     """Return a histogram with all buckets.
@@ -261,7 +261,9 @@ class EngineCollector(Collector):
             for bound in (*STEP_TOKEN_BUCKETS, math.inf)
         ]
         total = status.stats.prefill_tokens + status.stats.decode_tokens
-        return histogram("iteration_tokens_total", text, model, STEP_TOKEN_BUCKETS, counts, total)
+        return histogram_metric(
+            "iteration_tokens_total", text, model, STEP_TOKEN_BUCKETS, counts, total
+        )
 
     def _stages(self, model: dict[str, str], status: EngineStatus) -> Iterator[Metric]:
         bubbles = status.bubbles
@@ -297,7 +299,7 @@ class EngineCollector(Collector):
         text = "Duration of recoveries, from a death to the first new step"
         seconds = status.recovery_seconds
         numbers = [sum(each <= bound for each in seconds) for bound in (*SLOW_BUCKETS, math.inf)]
-        yield histogram(
+        yield histogram_metric(
             "recovery_seconds", text, model["model_name"], SLOW_BUCKETS, numbers, sum(seconds)
         )
         text = "Requests submitted again after a recovery, each time counted"
@@ -328,10 +330,10 @@ class TokenCounters(Collector):
         self._gap_seconds += seconds
 
     def collect(self) -> Iterator[Metric]:
-        """Yield both metrics."""
+        """Yield the number of generated tokens and the inter-token latencies."""
         model = {"model_name": self._model}
         yield counter("generation_tokens", "Tokens generated", model, self.num_tokens)
-        yield histogram(
+        yield histogram_metric(
             "inter_token_latency_seconds", "Time between tokens", self._model, FAST_BUCKETS,
             list(accumulate(self._gaps)), self._gap_seconds,
         )  # fmt: skip

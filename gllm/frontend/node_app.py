@@ -46,7 +46,7 @@ def make_node_app(read_status: ReadStatus) -> web.Application:
     """Return the application of an agent.
 
     Args:
-        read_status: returns the present state of the agent.
+        read_status: Returns the current state of the agent.
     """
     registry = CollectorRegistry()
     registry.register(AgentCollector(read_status))
@@ -82,7 +82,7 @@ def make_node_app(read_status: ReadStatus) -> web.Application:
 
 
 async def start_node_server(read_status: ReadStatus, host: str, port: int) -> web.AppRunner:
-    """Serve an agent's probes and metrics; `cleanup` of the result ends that.
+    """Serve an agent's probes and metrics until `cleanup` of the returned runner.
 
     Raises:
         ValueError: the address cannot be used; the message names the flags.

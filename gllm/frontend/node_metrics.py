@@ -128,7 +128,7 @@ class NodeCollector(Collector):
 
 
 def machine_load(labels: dict[str, str], loads: Sequence[tuple[str, NodeLoad]]) -> Iterator[Metric]:
-    """Yield the load of machines; what cannot be read is left out.
+    """Yield the load of machines; values that cannot be read are left out.
 
     Args:
         labels: common labels and their values.

@@ -27,7 +27,7 @@ class OutputBlock:
     name: str = ""
     """Name of the called tool; empty for other blocks."""
     texts: list[str] = field(default_factory=list)
-    """Increments of the text."""
+    """Deltas of the text."""
     status: BlockStatus = "in_progress"
     """`incomplete`: cut off, or a tool call whose text is no valid call."""
 
@@ -67,7 +67,7 @@ class BlockSplitter:
         """Return the stream events of output events.
 
         A call that starts and aborts within `events` is left out. A call that has been streamed
-        cannot be withdrawn; it ends as incomplete.
+        cannot be removed; it ends as incomplete.
         """
         written: list[ServerSentEvent] = []
         for event in _drop_aborted_calls(events):

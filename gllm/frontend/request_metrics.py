@@ -1,4 +1,4 @@
-"""Latencies, sizes and ends of one request: for the metrics, the access log and traces."""
+"""Latencies, token counts and finish reasons of one request, for metrics, access log and traces."""
 
 import time
 from dataclasses import dataclass, field

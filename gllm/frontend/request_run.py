@@ -19,7 +19,7 @@ from gllm.text.output.reasoning import ReasoningTokenCounter
 
 
 class Submitter(Protocol):
-    """Interface that runs requests: the engine, or its half of a hand-off."""
+    """Interface that runs requests: the engine, or its side of a hand-off."""
 
     async def submit(
         self,

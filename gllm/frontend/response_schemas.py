@@ -185,7 +185,7 @@ class ChatCompletionResponse(CompletionEnvelope):
 
 
 class ChatMessageDelta(ResponseSchema):
-    """An increment of the assistant's message."""
+    """A delta of the assistant's message."""
 
     role: Literal["assistant"] | Unset = UNSET
     content: str | Unset = UNSET
@@ -196,7 +196,7 @@ class ChatMessageDelta(ResponseSchema):
 
 
 class ChatChunkChoice(ResponseSchema):
-    """An increment of a choice of a chat completion."""
+    """A delta of a choice of a chat completion."""
 
     index: int
     delta: ChatMessageDelta
@@ -216,7 +216,7 @@ class ChatCompletionChunk(CompletionEnvelope):
 
 
 class GeneratedTokens(ResponseSchema):
-    """A choice of /inference/v1/generate, or an increment of one."""
+    """A choice of /inference/v1/generate, or a delta of one."""
 
     index: int
     logprobs: ChatLogprobs | None
@@ -268,7 +268,7 @@ class CompletionLogprobsObject(ResponseSchema):
 
 
 class CompletionChoice(ResponseSchema):
-    """A choice of a completion, or its increment in a stream."""
+    """A choice of a completion, or a delta of one in a stream."""
 
     index: int
     text: str
@@ -448,7 +448,7 @@ class ResponsesPartEvent(ResponseSchema):
 
 
 class ResponsesTextDeltaEvent(ResponseSchema, kw_only=True):
-    """Event of /v1/responses: text of an item, or an increment of a call's arguments."""
+    """Event of /v1/responses: text of an item, or a delta of a call's arguments."""
 
     type: TextDeltaType
     sequence_number: int
@@ -536,7 +536,7 @@ class MessageStartEvent(MessagesEvent, tag="message_start"):
 
 
 class MessagePingEvent(MessagesEvent, tag="ping"):
-    """Sign of life."""
+    """Keep-alive event."""
 
 
 class ContentBlockStartEvent(MessagesEvent, tag="content_block_start"):
@@ -547,7 +547,7 @@ class ContentBlockStartEvent(MessagesEvent, tag="content_block_start"):
 
 
 class ContentBlockDelta(ResponseSchema):
-    """Increment of a content block; `partial_json` is of a tool's input."""
+    """Delta of a content block; `partial_json` is of a tool's input."""
 
     type: Literal["text_delta", "thinking_delta", "input_json_delta"]
     text: str | Unset = UNSET
@@ -556,7 +556,7 @@ class ContentBlockDelta(ResponseSchema):
 
 
 class ContentBlockDeltaEvent(MessagesEvent, tag="content_block_delta"):
-    """Increment of a content block."""
+    """Event with a delta of a content block."""
 
     index: int
     delta: ContentBlockDelta

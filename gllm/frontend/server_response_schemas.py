@@ -117,7 +117,7 @@ class LoadResponse(ResponseSchema):
 
 
 class EngineListResponse(ResponseSchema):
-    """Answer of /engines: engines, counters, how many engines are wanted, and the workload."""
+    """Answer of /engines: engines, counters, scaling decision and workload."""
 
     engines: list[EngineRow]
     router: RouterTotals

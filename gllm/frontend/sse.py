@@ -39,8 +39,8 @@ DONE = ServerSentEvent(b"[DONE]")
 class EventStream:
     """Answer of server-sent events, written at once while the client reads.
 
-    Within `monitored()`, silence is filled with comments, and a client that reads nothing for
-    `write_timeout_seconds` loses its connection. Writing to a closed connection raises
+    Within `monitored()`, an idle stream gets keep-alive comments, and the connection of a client
+    that reads nothing for `write_timeout_seconds` is aborted. Writing to a closed connection raises
     ConnectionError.
     """
 
@@ -59,7 +59,7 @@ class EventStream:
     def write_events(self, events: Iterable[ServerSentEvent]) -> None:
         """Write events in as few writes as possible.
 
-        Events are kept for `flush` while the headers are not sent or the client reads slowly.
+        Events are buffered for `flush` while the headers are not sent or the client reads slowly.
         """
         data = b"".join([self._encode(event) for event in events])
         if not data:
@@ -71,11 +71,11 @@ class EventStream:
 
     @property
     def is_caught_up(self) -> bool:
-        """True if nothing is kept and the socket accepts more data."""
+        """True if no events are buffered and the socket accepts more data."""
         return not (self._unsent or self._protocol.writing_paused)
 
     async def flush(self) -> None:
-        """Send the kept events and wait until the client has read them."""
+        """Send the buffered events and wait until the socket accepts more data."""
         await self.response.prepare(self._request)
         data = b"".join(self._unsent)
         # In pieces, so that the monitor sees the progress of a slow client.

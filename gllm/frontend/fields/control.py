@@ -25,7 +25,7 @@ class AbortFields(RequestFields):
 
 
 def check_role(name: str, role: str | None) -> str:
-    """Return a role. Raises FieldError that names the field if there is none of this name."""
+    """Return a role if it exists; otherwise raise FieldError that names the field."""
     if role is None or role not in ROLES:
         raise FieldError(name, f"{name} is {role!r}, but has to be one of {', '.join(ROLES)}")
     return role

@@ -11,11 +11,11 @@ from gllm.frontend.fields.base import NonNegativeInt, RequestFields, doc
 from gllm.options.field_types import FieldError
 
 MAX_SERVICE_NODES = 64
-"""Most nodes of a service."""
+"""Maximum number of nodes of a service."""
 
 
 class ResourceSpecification(msgspec.Struct, forbid_unknown_fields=True):
-    """Nodes of a service: how many, and what each of them needs."""
+    """Number of nodes of a service, and the resources that each node needs."""
 
     num_nodes: Annotated[int, Meta(ge=1, le=MAX_SERVICE_NODES)] | None = None
     gpus_per_node: NonNegativeInt | None = None
@@ -48,7 +48,7 @@ class DeployServiceFields(RequestFields):
     ] = None
 
     def validate(self) -> None:
-        """Check the request as a whole. Raises FieldError."""
+        """Check the rules that `to_request` enforces. Raises FieldError."""
         self.to_request()
 
     def to_request(self) -> ServiceRequest:

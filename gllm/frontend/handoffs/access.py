@@ -14,7 +14,7 @@ other routers send no further headers."""
 
 
 class ControlAccess:
-    """Decides who may direct hand-offs.
+    """Checks that a request comes from a router that may direct hand-offs.
 
     Raises:
         ValueError: the key file cannot be used; the message names the flag.
@@ -34,7 +34,7 @@ class ControlAccess:
         return bool(self.keys)
 
     def permits(self, request: web.Request) -> bool:
-        """Return True if a request shows a control key or comes from a control network."""
+        """Return True if a request has a control key or comes from a control network."""
         if not self.is_enabled:
             return False
         shown = (

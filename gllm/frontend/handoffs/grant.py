@@ -1,7 +1,7 @@
-"""Grants: what an engine that has prefilled prompts tells the one that decodes them.
+"""Grants: data by which a decode engine fetches KV blocks from the prefill engine.
 
-A router carries a grant from one to the other as text that it cannot change: it is authenticated
-with the control key, which both engines have.
+A router passes a grant from one engine to the other as text. It cannot change the text, which is
+signed with the control key of both engines.
 """
 
 import base64
@@ -25,11 +25,11 @@ MAX_GRANT_CHARACTERS = 2**20
 
 
 class GrantError(Exception):
-    """A text is no grant of an engine with the same control key."""
+    """A text is not a valid grant, or is not signed with the same control key."""
 
 
 class HeldPrompt(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt whose KV blocks an engine keeps."""
+    """A prompt whose KV blocks the prefill engine holds for a transfer."""
 
     ticket: Ticket
     num_tokens: Annotated[int, Meta(ge=1)]
@@ -47,7 +47,7 @@ class KvGrant(msgspec.Struct, frozen=True, array_like=True):
     run: int
     """Random number of the start of that engine's head process."""
     digest: str
-    """Digest of all that the contents of the blocks depend on, besides the tokens."""
+    """Digest of weights, dtypes and kernels; blocks of engines with equal digests are equal."""
     endpoint: bytes
     """Address of the engine's KV cache."""
     prompts: list[HeldPrompt | None]
@@ -60,23 +60,22 @@ def digest_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 class GrantSealer:
-    """Authenticates grants, and requests for them, with the control keys of both engines."""
+    """Signs and verifies grants, and requests for grants, with the control keys of both engines.
+
+    Args:
+        keys: Control keys, at least one; the first one signs and all are accepted.
+    """
 
     def __init__(self, keys: Sequence[str]) -> None:
-        """Create a sealer.
-
-        Args:
-            keys: control keys, at least one; the first one signs and all are accepted.
-        """
         self._secrets = [hashlib.sha256(b"gllm hand-off\0" + key.encode()).digest() for key in keys]
 
     def seal(self, grant: KvGrant) -> str:
-        """Return a grant as printable text."""
+        """Return a grant as signed, printable text."""
         body = msgspec.msgpack.encode(grant)
         return base64.urlsafe_b64encode(self._sign(b"grant\0" + body) + body).decode()
 
     def unseal(self, text: str) -> KvGrant:
-        """Return the grant of a text. Raises GrantError."""
+        """Verify a text and return its grant. Raises GrantError."""
         if len(text) > MAX_GRANT_CHARACTERS:
             raise GrantError("the grant is too long")
         try:
@@ -95,14 +94,14 @@ class GrantSealer:
         return grant
 
     def prove(self, room: int) -> str:
-        """Return the proof that a request for the grant of a room is of an engine with the key.
+        """Return the signature of a request for the grant of a room.
 
         The key itself is not sent, because a client names the receiver.
         """
         return self._sign(_room_message(room)).hex()
 
     def check_proof(self, room: int, proof: str) -> bool:
-        """Return True if a proof is that of `prove`."""
+        """Return True if a signature is that of `prove`."""
         try:
             return self._is_signed(_room_message(room), bytes.fromhex(proof))
         except ValueError:

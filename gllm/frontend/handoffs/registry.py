@@ -103,7 +103,7 @@ MAX_ROOM_DIGITS = 20
 
 
 async def get_grant(request: web.Request) -> web.Response:
-    """Wait for the prefill of a room, and return what another engine needs to fetch its KV blocks.
+    """Wait for the prefill of a room; return the grant by which its KV blocks are fetched.
 
     Engines send this request to each other; it has to prove that they have the same control key.
     """

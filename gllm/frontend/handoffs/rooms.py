@@ -1,8 +1,8 @@
-"""Rooms: where the engine that decodes waits for the grant of the one that prefills.
+"""Pending hand-offs in SGLang's form: the decode engine reads the prefill engine's grant over HTTP.
 
-A router of SGLang sends a request to both engines at the same time and names a room, a random
-number. The prefill engine opens the room and publishes a grant in it; the decode engine asks for
-the grant over HTTP.
+A router of SGLang sends a request to both engines at the same time, with the same random number in
+`bootstrap_room`. The prefill engine opens this room and publishes a grant in it; the decode engine
+requests the grant.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class _Room:
 
 
 class RoomTable:
-    """Rooms of one prefill engine."""
+    """Pending hand-offs of one prefill engine, by `bootstrap_room`."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class RoomTable:
         return len(self._rooms)
 
     def open(self, number: int) -> bool:
-        """Open a room for a prefill; return False if it is in use, or if there are too many."""
+        """Start the prefill of a room; return False if the room is in use or there are too many."""
         room = self._rooms.get(number)
         if room is None or room.closed.is_set():
             room = self._add(number)
@@ -68,11 +68,11 @@ class RoomTable:
         return True
 
     def publish(self, number: int, grant: str) -> None:
-        """End the prefill of a room.
+        """End the prefill of a room and store its grant for the decode engine.
 
         Args:
-            number: of a room that `open` has opened.
-            grant: of the held blocks; empty if there are none.
+            number: Number of a room that `open` has opened.
+            grant: Grant of the held KV blocks; empty if none are held.
         """
         room = self._rooms[number]
         room.grant = grant
@@ -81,7 +81,7 @@ class RoomTable:
         asyncio.get_running_loop().call_later(self._keep_seconds, self._forget, number, room)
 
     async def wait(self, number: int) -> str:
-        """Return the grant of a room; empty if there is none in time."""
+        """Return the grant of a room; empty if it is not published before a timeout."""
         room = self._rooms.get(number) or self._add(number)
         if room is None:
             return ""
@@ -123,7 +123,7 @@ TIMEOUT = aiohttp.ClientTimeout(
 
 
 class RoomClient:
-    """Client of the rooms of other engines."""
+    """HTTP client that reads grants from prefill engines."""
 
     def __init__(self, config: ServerConfig, access: ControlAccess, sealer: GrantSealer) -> None:
         # The certificate is not verified: grants are authenticated, and proofs are of no other use.
@@ -131,7 +131,7 @@ class RoomClient:
         self._access = access
         self._sealer = sealer
         self._session: aiohttp.ClientSession | None = None
-        """None before the first question."""
+        """None before the first request."""
 
     async def close(self, app: web.Application) -> None:
         """Close the connections at the end of an application."""
@@ -139,7 +139,7 @@ class RoomClient:
             await self._session.close()
 
     async def read_grant(self, host: str, port: int, room: int) -> str:
-        """Return the grant of another engine's room; empty if it has none, or cannot be asked.
+        """Return the grant of another engine's room; empty if there is none or the request fails.
 
         Raises:
             FieldError: the host is in no control network.

@@ -98,7 +98,7 @@ def _check(request: web.Request, keys: ApiKeys) -> int:
 
 
 def sent_keys(request: web.Request) -> list[str]:
-    """Return the keys that a request shows."""
+    """Return the API keys in the headers of a request."""
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     keys = [request.headers["X-Api-Key"]] if "X-Api-Key" in request.headers else []
     return keys + ([token.strip()] if scheme.lower() == "bearer" else [])

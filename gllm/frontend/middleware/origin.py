@@ -1,9 +1,8 @@
-"""Middleware: which pages of browsers may send requests and read answers.
+"""Middleware: checks of Host and Origin, and cross-origin resource sharing (CORS).
 
-Refuses cross-site requests by `Origin` and DNS rebinding by `Host`, on every path. With
---allowed-origins it answers preflights and sets the headers of cross-origin resource sharing
-(CORS). Cookies and other credentials that browsers add themselves are never allowed; API keys are
-headers.
+Rejects cross-site requests by `Origin` and DNS rebinding by `Host`, on every path. With
+--allowed-origins it answers preflight requests and sets the headers of CORS. Cookies and other
+credentials that browsers add themselves are never allowed; API keys are headers.
 Source: WHATWG Fetch, "Origin header" and "CORS protocol"; W3C Fetch Metadata, "Sec-Fetch-Site".
 """
 
@@ -108,7 +107,7 @@ def preflight_answer(request: web.Request) -> web.Response | None:
 
 
 def host_check(config: ServerConfig) -> Callable[[str], bool]:
-    """Return a function that tells if the server accepts a host name.
+    """Return a function that is true for the host names that the server accepts.
 
     A server bound to loopback accepts the loopback names and --allowed-hosts. A server bound
     elsewhere accepts every name, or with --allowed-hosts those, the loopback names and IP

@@ -62,7 +62,7 @@ def _chat_tool_call(call: ToolCall) -> schemas.ChatToolCall:
 
 
 class MessageDeltaWriter:
-    """Writes the increments of one choice.
+    """Writes the deltas of one choice.
 
     `legacy`: write the first call as `function_call`, for clients that sent `functions`.
     """
@@ -73,7 +73,7 @@ class MessageDeltaWriter:
         """Indices of calls of custom tools."""
 
     def event_to_json(self, event: OutputEvent) -> schemas.ChatMessageDelta | None:
-        """Return an event as an increment, or None if it adds nothing."""
+        """Return an output event as a delta; None if it adds nothing."""
         match event:
             case ContentDelta(text):
                 return schemas.ChatMessageDelta(content=text)
@@ -121,7 +121,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
 
 
 class ChatChoiceFormat:
-    """ChoiceFormat of chat completions: messages and their increments."""
+    """ChoiceFormat of chat completions: messages and their deltas."""
 
     chunk_type = schemas.ChatCompletionChunk
 

@@ -86,7 +86,7 @@ async def get_service_key(request: web.Request) -> web.Response:
 
 
 async def delete_service(request: web.Request) -> web.Response:
-    """End a service; without one of that name nothing happens (DeleteLLMService)."""
+    """Stop a service; do nothing if there is none of that name (DeleteLLMService)."""
     name = request.match_info["name"]
     state: Literal["stopping", "absent"] = (
         "stopping" if request.app[CLUSTER].delete(name) else "absent"
@@ -144,7 +144,7 @@ async def get_cluster_node(request: web.Request) -> web.Response:
 
 
 async def drain_cluster_node(request: web.Request) -> web.Response:
-    """Let a node leave the cluster; its service moves to other nodes (NodeExit)."""
+    """Remove a node from the cluster; its service moves to other nodes (NodeExit)."""
     name = request.match_info["name"]
     with open_cluster(request) as cluster:
         service = cluster.drain_node(name).service
@@ -152,7 +152,7 @@ async def drain_cluster_node(request: web.Request) -> web.Response:
 
 
 async def get_cluster_health(request: web.Request) -> web.Response:
-    """Return 200 while the master works, whatever its services do."""
+    """Return 200 while the master runs, regardless of its services."""
     return json_response(HealthResponse(status="ok", state="ready"))
 
 
@@ -171,7 +171,7 @@ class ClusterCollector(Collector):
         self._cluster = cluster
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the metrics."""
+        """Yield services and nodes by state, and the load of the nodes."""
         nodes, services = self._cluster.nodes(), self._cluster.services()
         for name, text, states in (
             ("cluster_services", "Services of the cluster by state", [s.state for s in services]),

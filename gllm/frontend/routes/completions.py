@@ -83,7 +83,7 @@ def parse_completion(
 
 @dataclass(frozen=True)
 class CompletionPrompt:
-    """A prompt of a completion."""
+    """Token ids of one prompt of a completion, and the text to echo."""
 
     token_ids: list[int]
     echo_text: str = ""
@@ -128,7 +128,7 @@ def _decode(tokenizer: Tokenizer, token_ids: list[int], params: SamplingParams) 
 
 
 class CompletionChoiceFormat:
-    """ChoiceFormat of completions: text and its increments, after the prompt with echo."""
+    """ChoiceFormat of completions: text and its deltas, after the prompt with echo."""
 
     chunk_type = schemas.CompletionChunk
 

@@ -16,7 +16,7 @@ FALSE_VALUES = ("", "0", "false", "no")
 
 
 async def list_engines(request: web.Request) -> web.Response:
-    """Return a router's engines with their load, its counters, and how many engines it wants."""
+    """Return a router's engines with their load, its counters, and its scaling decision."""
     fleet = _fleet(request)
     return json_response(
         schemas.EngineListResponse(
@@ -41,7 +41,7 @@ async def list_lengths(request: web.Request) -> web.Response:
 
 
 async def reset_profile(request: web.Request) -> web.Response:
-    """Compare the workload with that of the next requests from now on, as after a new plan.
+    """Make the next requests the reference workload for shift detection, as after a new plan.
 
     Clients that wait for answers send more requests to faster engines, which is no shift then.
     """
@@ -53,7 +53,7 @@ async def reset_profile(request: web.Request) -> web.Response:
 async def drain_engine(request: web.Request) -> web.Response:
     """Send an engine no new requests; it can be stopped once it runs none.
 
-    With `migrate=true` its running requests go to other engines at once.
+    With `migrate=true` its running requests move to other engines at once.
     """
     fleet, name = _fleet(request), request.match_info["name"]
     text = request.query.get("migrate", "").lower()
@@ -90,7 +90,7 @@ def _no_workload() -> ApiError:
 async def set_engine_role(request: web.Request) -> web.Response:
     """Change the role of an engine; it announces the new role to all its routers.
 
-    There is no restart and no drain: its running requests go on where they are.
+    The engine does not restart or drain: its running requests continue.
     """
     fields = await read_fields(request, EngineRoleFields)
     fleet, name = _fleet(request), request.match_info["name"]
@@ -100,9 +100,9 @@ async def set_engine_role(request: web.Request) -> web.Response:
 
 
 async def switch_role(request: web.Request) -> web.Response:
-    """Change the role of this engine, or of one of a router's, in SGLang's form.
+    """Change the role of this engine, or of an engine of this router, in SGLang's format.
 
-    A router needs `worker_url`. A switch that is refused is answered with 400.
+    A router requires `worker_url`. A switch that the engine refuses is answered with 400.
     """
     fields = await read_fields(request, RoleSwitchFields)
     engine = request.app[CONTEXT].engine
@@ -137,7 +137,7 @@ def _find_engine(fleet: FleetControl, worker_url: str | None) -> str:
 async def list_nodes(request: web.Request) -> web.Response:
     """Return the machines of the engine: state, load, links and the cause of the last loss.
 
-    An engine on one machine has one. A router has none: ask its engines.
+    An engine on one machine has one node. A router has none: request /nodes from its engines.
     """
     engine = _engine(request)
     status = engine.status()

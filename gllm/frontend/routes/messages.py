@@ -146,7 +146,7 @@ class MessagesWriter(AnswerWriter):
         return [_event(schemas.ContentBlockStartEvent(block.index, _content_block(block)))]
 
     def extend_block(self, block: OutputBlock, text: str) -> list[ServerSentEvent]:
-        """Return the event of a content block's increment."""
+        """Return the event with new text of a content block."""
         return [_event(schemas.ContentBlockDeltaEvent(block.index, _block_delta(block.kind, text)))]
 
     def end_block(self, block: OutputBlock) -> list[ServerSentEvent]:

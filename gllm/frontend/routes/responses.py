@@ -42,7 +42,7 @@ SUMMARY_PROMPT = (
 
 
 class CompactionWriter(WholeAnswerWriter):
-    """WholeAnswerWriter of a chat whose last message is SUMMARY_PROMPT.
+    """WholeAnswerWriter of /v1/responses/compact, whose chat ends with SUMMARY_PROMPT.
 
     Args:
         request: The chat.
@@ -180,7 +180,7 @@ class ResponsesWriter(AnswerWriter):
         """Log-probabilities of the written text, by block index."""
 
     def start_events(self, usage: UsageCounter) -> list[ServerSentEvent]:
-        """Return the events that announce the response."""
+        """Return the events that start the response."""
         response = self._response("in_progress", None)
         types: tuple[schemas.ResponsesStateType, ...] = ("response.created", "response.in_progress")
         return [self._state_event(event_type, response) for event_type in types]
@@ -227,7 +227,7 @@ class ResponsesWriter(AnswerWriter):
         return events
 
     def extend_block(self, block: OutputBlock, text: str) -> list[ServerSentEvent]:
-        """Return the event of an item's increment, with its log-probabilities."""
+        """Return the event with new text of an item, and its log-probabilities."""
         logprobs: list[schemas.TokenLogprob] | schemas.Unset = UNSET
         if block.kind == "text":
             logprobs, self._pending_logprobs = self._pending_logprobs, []

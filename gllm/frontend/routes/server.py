@@ -1,4 +1,4 @@
-"""Facts about the server and its load, for probes, scrapers and load balancers."""
+"""Endpoints for probes, scrapers and load balancers: health, metrics, load, configuration."""
 
 import dataclasses
 import time
