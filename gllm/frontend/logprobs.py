@@ -1,6 +1,9 @@
 """Log-probabilities in the JSON of completions, chat completions and prompts."""
 
 from collections.abc import Sequence
+from itertools import chain
+
+import msgspec
 
 from gllm.frontend.response_schemas import (
     ChatLogprobs,
@@ -128,10 +131,6 @@ class CompletionLogprobs:
 def merge_completion_logprobs(
     parts: Sequence[CompletionLogprobsObject],
 ) -> CompletionLogprobsObject:
-    """Concatenate consecutive parts of one completion."""
-    return CompletionLogprobsObject(
-        tokens=[value for part in parts for value in part.tokens],
-        token_logprobs=[value for part in parts for value in part.token_logprobs],
-        top_logprobs=[value for part in parts for value in part.top_logprobs],
-        text_offset=[value for part in parts for value in part.text_offset],
-    )
+    """Concatenate consecutive parts of one completion, at least one."""
+    columns = zip(*map(msgspec.structs.astuple, parts), strict=True)
+    return CompletionLogprobsObject(*(list(chain(*column)) for column in columns))

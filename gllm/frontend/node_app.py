@@ -1,6 +1,6 @@
 """HTTP server of a machine that is not the head: probes and metrics, without the model's API."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
@@ -20,10 +20,9 @@ class AgentCollector(Collector):
     def __init__(self, read_status: ReadStatus) -> None:
         self._read_status = read_status
 
-    def collect(self) -> "list[Metric]":
-        """Return the metrics."""
+    def collect(self) -> Iterator[Metric]:
+        """Yield the state, the links and the load of the machine."""
         status = self._read_status()
-        gauges = []
         for name, text, value in (
             ("node_ready", "1 if the machine has a session with the head of a ready engine",
              float(status.is_ready)),
@@ -34,12 +33,9 @@ class AgentCollector(Collector):
             ("node_round_trip_seconds", "Round trip between the head and a machine",
              status.round_trip_seconds),
         ):  # fmt: skip
-            gauges.append(gauge(name, text, {}, [((status.name,), value)], "node"))
-        return [
-            *gauges,
-            *link_metrics({}, [(status.name, status.links)]),
-            *machine_load({}, [(status.name, status.load)]),
-        ]
+            yield gauge(name, text, {}, [((status.name,), value)], "node")
+        yield from link_metrics({}, [(status.name, status.links)])
+        yield from machine_load({}, [(status.name, status.load)])
 
 
 def make_node_app(read_status: ReadStatus) -> web.Application:

@@ -5,11 +5,12 @@ import json
 import zlib
 
 import pytest
+from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gllm.frontend.errors import ApiError
-from gllm.frontend.fields.parsing import BodyTooLargeError, decompress, split_strings
+from gllm.frontend.fields.parsing import decompress, split_strings
 from gllm.options.limits import MAX_JSON_NUMBERS, MAX_JSON_VALUES
 from tests.frontend.conftest import CHAT, CHAT_PATH, serving
 from tests.support.examples import num_examples
@@ -156,7 +157,7 @@ def raw_deflate(data):
 def test_compressed_bodies(encoding, pack):
     data = b'{"a": 1}' * 50
     assert decompress(pack(data), encoding, len(data)) == data
-    with pytest.raises(BodyTooLargeError):
+    with pytest.raises(web.HTTPRequestEntityTooLarge):
         decompress(pack(data), encoding, len(data) - 1)
     for broken in (pack(data)[:-9], b"\x78not packed"):
         with pytest.raises(ApiError) as told:

@@ -36,8 +36,6 @@ BLOCK_TYPES = {
 """Supported types of content blocks for each role."""
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 """`tool_choice` of chat completions for each type except `tool`."""
-ENABLES_THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
-"""`enable_thinking` of the chat template for each type of `thinking`."""
 CLIENT_FIELD_NAMES = {
     "stop": "stop_sequences",
     "response_format": "output_config",
@@ -168,7 +166,7 @@ def convert_messages_to_chat(fields: MessagesFields | CountTokensFields) -> Json
         if fields.tool_choice.disable_parallel_tool_use:
             values["parallel_tool_calls"] = False
     if fields.thinking is not None:
-        is_enabled = ENABLES_THINKING[fields.thinking.type]
+        is_enabled = fields.thinking.type != "disabled"
         values["chat_template_kwargs"] = {"enable_thinking": is_enabled, "thinking": is_enabled}
     if values["messages"][-1]["role"] == "assistant":
         values |= {"add_generation_prompt": False, "continue_final_message": True}

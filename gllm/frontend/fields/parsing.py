@@ -87,10 +87,6 @@ WINDOW_BITS = {"gzip": GZIP_OR_ZLIB, "x-gzip": GZIP_OR_ZLIB, "deflate": GZIP_OR_
 """Window bits of each supported Content-Encoding."""
 
 
-class BodyTooLargeError(Exception):
-    """The decompressed body exceeds the size limit."""
-
-
 def check_content_encoding(encoding: str) -> None:
     """Raise ApiError (415) if a Content-Encoding is not supported."""
     if encoding not in WINDOW_BITS:
@@ -105,7 +101,7 @@ def decompress(body: bytes, encoding: str, max_bytes: int) -> bytes:
     """Return the decompressed body. Holds at most `max_bytes` + 1 of it, and releases the GIL.
 
     Raises:
-        BodyTooLargeError: The decompressed body has more than `max_bytes`.
+        web.HTTPRequestEntityTooLarge: The decompressed body has more than `max_bytes`.
         ApiError: The data is invalid or incomplete.
     """
     window_bits = WINDOW_BITS[encoding]
@@ -119,7 +115,7 @@ def decompress(body: bytes, encoding: str, max_bytes: int) -> bytes:
         message = f"The request body is not valid {encoding} data: {error}"
         raise ApiError(400, message, code="invalid_body") from error
     if len(data) > max_bytes:
-        raise BodyTooLargeError
+        raise web.HTTPRequestEntityTooLarge(max_bytes, len(data))
     if not decompressor.eof:
         message = f"The request body is incomplete: its {encoding} data has no end."
         raise ApiError(400, message, code="invalid_body")
@@ -195,11 +191,7 @@ async def _read_body(request: web.Request) -> bytes:
         raise ApiError(400, message, code="invalid_body") from error
     if encoding in ("", "identity"):
         return body
-    try:
-        return await asyncio.to_thread(decompress, body, encoding, config.max_body_bytes)
-    except BodyTooLargeError:
-        limit = config.max_body_bytes
-        raise web.HTTPRequestEntityTooLarge(limit, limit + 1) from None
+    return await asyncio.to_thread(decompress, body, encoding, config.max_body_bytes)
 
 
 def parse_fields(values: dict[str, Any], schema: type[Fields]) -> Fields:

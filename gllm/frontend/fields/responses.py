@@ -130,14 +130,13 @@ def _add_item(builder: ChatMessageBuilder, item: JsonObject, path: str) -> None:
     match item.get("type", "message"):
         case "message":
             _add_message(builder, item, path)
-        case "function_call":
+        case "function_call" | "custom_tool_call" as kind:
             call_id, name = get_string(item, "call_id", path), get_string(item, "name", path)
-            builder.add_tool_call(call_id, name, get_string(item, "arguments", path))
-        case "custom_tool_call":
-            call_id, name = get_string(item, "call_id", path), get_string(item, "name", path)
-            arguments = json.dumps(
-                {CUSTOM_INPUT_KEY: get_string(item, "input", path)}, ensure_ascii=False
-            )
+            if kind == "function_call":
+                arguments = get_string(item, "arguments", path)
+            else:
+                values = {CUSTOM_INPUT_KEY: get_string(item, "input", path)}
+                arguments = json.dumps(values, ensure_ascii=False)
             builder.add_tool_call(call_id, name, arguments)
         case "function_call_output" | "custom_tool_call_output":
             text = parse_text(item.get("output"), f"{path}.output", TEXT_PART_TYPES)

@@ -109,14 +109,9 @@ def _service(service: Service) -> schemas.ServiceResponse:
         uptime_seconds=round(service.uptime_seconds(time.monotonic()), 3),
         engine_state=reading.state if is_running else "ended",
         requests=schemas.ServiceRequestCounts(
-            running=reading.num_running,
-            waiting=reading.num_waiting,
-            finished=reading.num_finished,
-            failed=reading.num_failed,
+            reading.num_running, reading.num_waiting, reading.num_finished, reading.num_failed
         ),
-        tokens=schemas.ServiceTokenCounts(
-            prompt=reading.num_prompt_tokens, generated=reading.num_generated_tokens
-        ),
+        tokens=schemas.ServiceTokenCounts(reading.num_prompt_tokens, reading.num_generated_tokens),
         throughput=schemas.ServiceThroughput(
             requests_per_second=rates.requests_per_second,
             prompt_tokens_per_second=rates.prompt_tokens_per_second,

@@ -105,20 +105,15 @@ def prepare_prompts(
         else:
             token_ids = truncate_prompt(prompt, params, engine.model)
         check_request(token_ids, params, engine.model)
-        if not echo:
-            prepared.append(CompletionPrompt(token_ids))
-        elif isinstance(prompt, str) and _is_complete(tokenizer, prompt, token_ids, params):
-            prepared.append(CompletionPrompt(token_ids, prompt))
-        else:
-            prepared.append(CompletionPrompt(token_ids, _decode(tokenizer, token_ids, params)))
+        text = ""
+        if echo:
+            is_complete = isinstance(prompt, str) and (
+                params.truncate_prompt_tokens is None
+                or len(tokenizer.encode(prompt)) == len(token_ids)
+            )
+            text = str(prompt) if is_complete else _decode(tokenizer, token_ids, params)
+        prepared.append(CompletionPrompt(token_ids, text))
     return prepared
-
-
-def _is_complete(
-    tokenizer: Tokenizer, text: str, token_ids: list[int], params: SamplingParams
-) -> bool:
-    """Return True if a prompt was not truncated."""
-    return params.truncate_prompt_tokens is None or len(tokenizer.encode(text)) == len(token_ids)
 
 
 def _decode(tokenizer: Tokenizer, token_ids: list[int], params: SamplingParams) -> str:
@@ -186,13 +181,10 @@ class CompletionChoiceFormat:
         token_ids: bool,
     ) -> schemas.CompletionResponse:
         """Return the answer with the choices."""
-        formatted = [self._whole_choice(choice) for choice in choices]
-        if token_ids:
-            for whole, choice in zip(formatted, choices, strict=True):
-                whole.token_ids = choice.token_ids
+        formatted = [self._whole_choice(choice, token_ids) for choice in choices]
         return schemas.CompletionResponse(**envelope, choices=formatted, usage=usage)
 
-    def _whole_choice(self, choice: CollectedChoice) -> schemas.CompletionChoice:
+    def _whole_choice(self, choice: CollectedChoice, token_ids: bool) -> schemas.CompletionChoice:
         """Return a choice with its text."""
         text, logprobs = choice.text, None
         if self._fields.echo:
@@ -204,6 +196,7 @@ class CompletionChoiceFormat:
             )
         reason = cast("schemas.FinishReason", choice.finish_reason)
         answer = schemas.CompletionChoice(choice.index, text, logprobs, reason, choice.stop_reason)
+        answer.token_ids = choice.token_ids if token_ids else UNSET
         num_prompt_logprobs = self._fields.prompt_logprobs
         if num_prompt_logprobs is not None:
             entries = choice.prompt_logprobs

@@ -86,8 +86,12 @@ async def _embed_prompts(
     return [task.result() for task in tasks]
 
 
-def _normalize(vector: list[float], dimensions: int | None) -> list[float]:
-    """Return the leading components of a vector, scaled to length 1. Raises FieldError."""
+def _format_embedding(vector: list[float], fields: EmbeddingFields) -> list[float] | str:
+    """Return the leading components of a vector, scaled to length 1.
+
+    They are numbers, or base64 of float32 numbers. Raises FieldError.
+    """
+    dimensions = fields.dimensions
     if dimensions is not None and dimensions > len(vector):
         message = (
             f"dimensions is {dimensions}, but has to be at most {len(vector)}, the model's hidden "
@@ -96,12 +100,7 @@ def _normalize(vector: list[float], dimensions: int | None) -> list[float]:
         raise FieldError("dimensions", message)
     components = vector[:dimensions]
     length = math.hypot(*components) or 1.0
-    return [component / length for component in components]
-
-
-def _format_embedding(vector: list[float], fields: EmbeddingFields) -> list[float] | str:
-    """Return an embedding as numbers, or as base64 of float32 numbers. Raises FieldError."""
-    vector = _normalize(vector, fields.dimensions)
+    normalized = [component / length for component in components]
     if fields.encoding_format == "base64":
-        return base64.b64encode(array("f", vector).tobytes()).decode()
-    return vector
+        return base64.b64encode(array("f", normalized).tobytes()).decode()
+    return normalized

@@ -8,34 +8,25 @@ from aiohttp import web
 from gllm.frontend.endpoint import Endpoint, find_endpoint
 from gllm.frontend.errors import ApiError
 
-SCORING_REASON = "the model generates text and has no scoring head"
-LORA_REASON = (
-    "LoRA adapters are not supported; merge the adapter into the weights and serve the result"
-)
-MEDIA_REASON = "the model reads and writes text only"
-STORAGE_REASON = "this server stores nothing"
-
-UNSUPPORTED_REASONS = {
-    ("POST", "/score"): SCORING_REASON,
-    ("POST", "/v1/score"): SCORING_REASON,
-    ("POST", "/rerank"): SCORING_REASON,
-    ("POST", "/v1/rerank"): SCORING_REASON,
-    ("POST", "/v2/rerank"): SCORING_REASON,
-    ("POST", "/classify"): SCORING_REASON,
-    ("POST", "/pooling"): "only /v1/embeddings, the pooling of the last token, is supported",
-    ("POST", "/v1/load_lora_adapter"): LORA_REASON,
-    ("POST", "/v1/unload_lora_adapter"): LORA_REASON,
-    ("POST", "/v1/audio/speech"): MEDIA_REASON,
-    ("POST", "/v1/audio/transcriptions"): MEDIA_REASON,
-    ("POST", "/v1/audio/translations"): MEDIA_REASON,
-    ("POST", "/v1/images/generations"): MEDIA_REASON,
-    ("POST", "/v1/moderations"): "the model does not classify texts",
-    ("POST", "/v1/files"): STORAGE_REASON,
-    ("GET", "/v1/files"): STORAGE_REASON,
-    ("POST", "/v1/batches"): STORAGE_REASON,
-    ("GET", "/v1/batches"): STORAGE_REASON,
+UNSUPPORTED_ENDPOINT_NAMES = {
+    "the model generates text and has no scoring head": (
+        "POST /score, POST /v1/score, POST /rerank, POST /v1/rerank, POST /v2/rerank, "
+        "POST /classify"
+    ),
+    "only /v1/embeddings, the pooling of the last token, is supported": "POST /pooling",
+    "LoRA adapters are not supported; merge the adapter into the weights and serve the result": (
+        "POST /v1/load_lora_adapter, POST /v1/unload_lora_adapter"
+    ),
+    "the model reads and writes text only": (
+        "POST /v1/audio/speech, POST /v1/audio/transcriptions, POST /v1/audio/translations, "
+        "POST /v1/images/generations"
+    ),
+    "the model does not classify texts": "POST /v1/moderations",
+    "this server stores nothing": (
+        "POST /v1/files, GET /v1/files, POST /v1/batches, GET /v1/batches"
+    ),
 }
-"""Reason for each method and path."""
+"""Methods and paths by the reason why they are not implemented."""
 
 
 async def _refuse(request: web.Request) -> web.Response:
@@ -48,5 +39,6 @@ async def _refuse(request: web.Request) -> web.Response:
 
 UNSUPPORTED_ENDPOINTS = tuple(
     Endpoint(method, path, _refuse, unsupported_reason=reason)
-    for (method, path), reason in UNSUPPORTED_REASONS.items()
+    for reason, names in UNSUPPORTED_ENDPOINT_NAMES.items()
+    for method, path in map(str.split, names.split(", "))
 )
