@@ -4,9 +4,9 @@ from collections import deque
 from typing import NamedTuple
 
 WINDOW_SECONDS = 10.0
-"""Time that the rates cover, if there was a reading that long ago."""
+"""Time over which the rates are measured, if there is a reading of that age."""
 MIN_GAP_SECONDS = 0.1
-"""Minimum time between two readings that are kept."""
+"""Minimum time between two stored readings."""
 
 
 class LoadRates(NamedTuple):

@@ -18,7 +18,7 @@ TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 """The same for the time per output token."""
 SLO_HEADERS = (*TTFT_HEADERS, *TPOT_HEADERS)
 SESSION_HEADERS = ("x-session-token", "x-session-id", "X-Dynamo-Session-ID")
-"""Headers that name the session of a request; the first one wins."""
+"""Headers with the session of a request; the first that is present is used."""
 
 
 class RoutingHints(NamedTuple):
@@ -31,7 +31,7 @@ class RoutingHints(NamedTuple):
 
 
 NO_HINTS = RoutingHints(None, "")
-"""Hints of a request whose client gives none, on a server without an objective."""
+"""Hints of a request without hints, on a server without an objective."""
 
 
 def read_routing_hints(

@@ -9,7 +9,7 @@ import msgspec
 from gllm.options.field_types import FieldError
 
 _MAX_SHOWN_CHARACTERS = 100
-"""Longest part of a string that an error message shows."""
+"""Maximum number of characters of a string in an error message."""
 _TYPE_NAMES = {dict: "an object", list: "a list", type(None): "missing"}
 
 

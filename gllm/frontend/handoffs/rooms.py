@@ -19,19 +19,19 @@ from gllm.frontend.handoffs.grant import MAX_GRANT_CHARACTERS, GrantSealer
 from gllm.options.field_types import FieldError
 
 OPEN_SECONDS = 5.0
-"""Time for which a decode engine waits until the prefill engine has got its half of the request."""
+"""Time for which a decode engine waits until the prefill engine has received the request."""
 GRANT_SECONDS = 60.0
-"""Time for which it waits for the end of the prefill then."""
+"""Time for which it then waits for the end of the prefill."""
 KEEP_SECONDS = 30.0
-"""Time for which a grant is kept: as long as the lease of the KV blocks."""
+"""Time for which a grant is stored: as long as the lease of the KV blocks."""
 MAX_ROOMS = 4096
-"""Most rooms at a time; requests of further ones are computed without a hand-off."""
+"""Maximum number of rooms; further requests are computed without a hand-off."""
 
 
 @dataclass
 class _Room:
     opened: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the prefill engine has its half of the request."""
+    """Set when the prefill engine has received the request."""
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the prefill has ended."""
     grant: str = ""
@@ -119,7 +119,7 @@ CONNECT_SECONDS = 2.0
 TIMEOUT = aiohttp.ClientTimeout(
     total=OPEN_SECONDS + GRANT_SECONDS + CONNECT_SECONDS, sock_connect=CONNECT_SECONDS
 )
-"""The other engine answers within the first two."""
+"""Timeouts of a request for a grant: the other engine answers within both waits."""
 
 
 class RoomClient:

@@ -81,7 +81,7 @@ class PrefillRequest:
 
     Args:
         handle: Handle of the engine.
-        on_ended: Called with the number of tokens of which the engine keeps the KV cache.
+        on_ended: Called with the number of tokens whose KV blocks the engine holds.
     """
 
     def __init__(self, handle: RequestHandle, on_ended: Callable[[int], None]) -> None:
@@ -105,7 +105,7 @@ class PrefillRequest:
 
 
 class PrefillHandoff(HandoffSubmitter):
-    """Prefill side: computes one token per prompt, and keeps the KV blocks of the prompts.
+    """Prefill side: computes one token per prompt and holds the KV blocks of the prompts.
 
     Args:
         context: State of the engine's hand-offs.
@@ -130,7 +130,7 @@ class PrefillHandoff(HandoffSubmitter):
     async def submit(
         self, prompts: Sequence[list[int]], params: SamplingParams, **options: Any
     ) -> Sequence[RequestHandle]:
-        """Submit the requests; the engine keeps the KV blocks of their prompts."""
+        """Submit the requests; the engine holds the KV blocks of their prompts."""
         participant = self._engine.kv_participant()
         if participant is None or not participant.endpoint:
             return await self._engine.submit(prompts, params, **options)

@@ -148,7 +148,7 @@ def host_name(host: str) -> str | None:
 def is_same_origin(request: web.Request, origin: str) -> bool:
     """Return True if an Origin header is that of this server's own page.
 
-    Browsers say so in Sec-Fetch-Site, which pages cannot set. It also holds behind a proxy that
+    Browsers send Sec-Fetch-Site, which pages cannot set. It is also correct behind a proxy that
     rewrites Host. Browsers leave it out for plain http, where Origin is compared with Host.
     """
     if origin == "null":

@@ -43,7 +43,7 @@ async def list_lengths(request: web.Request) -> web.Response:
 async def reset_profile(request: web.Request) -> web.Response:
     """Make the next requests the reference workload for shift detection, as after a new plan.
 
-    Clients that wait for answers send more requests to faster engines, which is no shift then.
+    Clients that wait for answers send more requests to faster engines; this is not a shift.
     """
     if not _fleet(request).workload.reset_profile():
         raise _no_workload()

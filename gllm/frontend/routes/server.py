@@ -58,7 +58,7 @@ async def get_metrics(request: web.Request) -> web.Response:
 
 
 async def get_health(request: web.Request) -> web.Response:
-    """Return 200 while the server works, recovers or sleeps; 503 while loading, dead or stuck."""
+    """Return 200 while the server runs, recovers or sleeps; 503 while loading, dead or stuck."""
     context = request.app[CONTEXT]
     status = context.engine.status()
     if status.state not in ("draining", "recovering", "sleeping"):
