@@ -22,7 +22,7 @@ class ControlAccess:
 
     def __init__(self, config: ServerConfig) -> None:
         self.keys: Sequence[str] = ()
-        """Control keys; the first one signs, all are accepted. Without keys no request has access."""
+        """Control keys; the first signs, all are accepted. Without keys no request has access."""
         if config.control_key_file is not None:
             self.keys = read_keys(config.control_key_file, "--control-key-file")
         self._keys = ApiKeys(self.keys)
