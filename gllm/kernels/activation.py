@@ -7,14 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gllm.kernels.native.library import ACTIVATIONS as COMPILED
-from gllm.kernels.native.library import (
-    DTYPES,
-    SIGMOID,
-    ActivateArguments,
-    GateArguments,
-    data_pointer,
-    library_for,
-)
+from gllm.kernels.native.library import SIGMOID, ActivateArguments, GateArguments, library_for
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -54,8 +47,7 @@ def _activate_native(x: Tensor, kind: int) -> Tensor | None:
     if library is None or not x.is_contiguous():
         return None
     output = library.empty(x.shape, x.dtype)
-    flags = (kind, DTYPES[x.dtype], torch.get_num_threads())
-    library(ActivateArguments(data_pointer(x), data_pointer(output), *x.shape, *flags))
+    library(ActivateArguments(x, output, *x.shape, kind, x.dtype))
     return output
 
 
@@ -72,8 +64,7 @@ def act_and_mul(kind: str, gate_up: Tensor) -> Tensor:
     if library is not None and kind in COMPILED and gate_up.is_contiguous():
         tokens, size = len(gate_up), gate_up.shape[1] // 2
         output = library.empty((tokens, size), gate_up.dtype)
-        flags = (COMPILED[kind], DTYPES[gate_up.dtype], torch.get_num_threads())
-        library(GateArguments(data_pointer(gate_up), data_pointer(output), tokens, size, *flags))
+        library(GateArguments(gate_up, output, tokens, size, COMPILED[kind], gate_up.dtype))
         return output
     gate, up = gate_up.chunk(2, dim=-1)
     return ACTIVATIONS[kind](gate).mul_(up)

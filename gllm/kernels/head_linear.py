@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gllm.kernels.linear_unquantized import UnquantizedMatrix, pack_weight
-from gllm.kernels.native.library import DTYPES, HeadLinearArguments, data_pointer, library_for
+from gllm.kernels.native.library import HeadLinearArguments, library_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +56,10 @@ def multiply_heads(x: Tensor, matrices: HeadMatrices, out: Tensor | None = None)
         out = library.empty((tokens, heads, matrices.outputs), x.dtype)
     library(
         HeadLinearArguments(
-            data_pointer(out),
-            data_pointer(x),
-            data_pointer(matrices.weight),
-            tokens,
-            heads,
-            inputs,
-            matrices.outputs,
-            *x.stride()[:2],
-            *out.stride()[:2],
-            matrices.weight.stride(0),
-            DTYPES[x.dtype],
-            torch.get_num_threads(),
+            *(out, x, matrices.weight),
+            *(tokens, heads, inputs, matrices.outputs),
+            *(*x.stride()[:2], *out.stride()[:2], matrices.weight.stride(0)),
+            x.dtype,
         )
     )
     return out

@@ -17,13 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gllm.kernels.native.library import (
-    DTYPES,
-    Int8Arguments,
-    QuantizeArguments,
-    data_pointer,
-    library_for,
-)
+from gllm.kernels.native.library import Int8Arguments, QuantizeArguments, library_for
 from gllm.kernels.weight_format import WeightFormat
 
 MAX_CODE = 127
@@ -120,8 +114,7 @@ def row_magnitudes(x: Tensor) -> Tensor:
         magnitudes = x.to(torch.float32).abs().amax(dim=1)
         return magnitudes.masked_fill(~magnitudes.isfinite(), torch.inf)
     magnitudes = library.empty((len(x),), torch.float32)
-    flags = (DTYPES[x.dtype], torch.get_num_threads())
-    library(QuantizeArguments(x.data_ptr(), None, None, *x.shape, *flags, magnitudes.data_ptr()))
+    library(QuantizeArguments(x, None, None, *x.shape, x.dtype, magnitudes=magnitudes))
     return magnitudes
 
 
@@ -136,9 +129,7 @@ def quantize_rows(x: Tensor, magnitudes: Tensor | None = None) -> QuantizedRows:
     scales = x.new_empty(rows, dtype=torch.float32)
     library = library_for(x, "linear_int8")
     if library is not None:
-        pointers = (x.data_ptr(), codes.data_ptr(), scales.data_ptr())
-        flags = (DTYPES[x.dtype], torch.get_num_threads())
-        library(QuantizeArguments(*pointers, rows, size, *flags, data_pointer(magnitudes)))
+        library(QuantizeArguments(x, codes, scales, *x.shape, x.dtype, magnitudes=magnitudes))
         return QuantizedRows(codes, scales)
     numbers = x.to(torch.float32)
     if magnitudes is None:
@@ -216,18 +207,10 @@ def linear_int8(
     result = library.empty(shape, x.dtype) if out is None else out
     library(
         Int8Arguments(
-            x.data_ptr(),
-            matrix.codes.data_ptr(),
-            matrix.scales.data_ptr(),
-            matrix.offsets.data_ptr(),
-            data_pointer(bias),
-            result.data_ptr(),
-            *x.shape,
-            matrix.outputs,
-            DTYPES[x.dtype],
-            result.dtype == torch.float32,
-            torch.get_num_threads(),
-            data_pointer(magnitudes),
+            *(x, matrix.codes, matrix.scales, matrix.offsets, bias, result),
+            *(*x.shape, matrix.outputs),
+            *(x.dtype, result.dtype == torch.float32),
+            magnitudes=magnitudes,
         )
     )
     return result

@@ -14,11 +14,9 @@ from torch.nn import functional
 
 from gllm.kernels.native.library import (
     ACTIVATIONS,
-    DTYPES,
     LinearArguments,
     PackArguments,
     UnpackArguments,
-    data_pointer,
     library_for,
 )
 from gllm.kernels.weight_format import UNQUANTIZED, WeightFormat, stack_tensors
@@ -153,8 +151,7 @@ def _pack(weight: Tensor, panels: Tensor, step: int = 1) -> None:
     assert library is not None, "panels exist only with compiled kernels"
     outputs, inputs = weight.shape
     weight = weight.contiguous()
-    flags = (step, DTYPES[weight.dtype], torch.get_num_threads())
-    library(PackArguments(data_pointer(panels), data_pointer(weight), inputs, outputs, *flags))
+    library(PackArguments(panels, weight, inputs, outputs, step, weight.dtype))
 
 
 def _multiply_packed(
@@ -182,18 +179,9 @@ def _multiply_packed(
         out = library.empty((len(x), matrix.outputs), x.dtype)
     library(
         LinearArguments(
-            data_pointer(out),
-            data_pointer(x),
-            data_pointer(matrix.weight),
-            data_pointer(bias),
-            len(x),
-            x.shape[1],
-            matrix.outputs,
-            x.stride(0),
-            activation,
-            out.dtype == torch.float32,
-            DTYPES[x.dtype],
-            torch.get_num_threads(),
+            *(out, x, matrix.weight, bias),
+            *(*x.shape, matrix.outputs, x.stride(0)),
+            *(activation, out.dtype == torch.float32, x.dtype),
         )
     )
     return out
@@ -206,15 +194,5 @@ def _unpack_rows(matrix: UnquantizedMatrix, ids: Tensor) -> Tensor:
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < matrix.outputs:
         raise IndexError(f"a row index is outside the weight's {matrix.outputs} rows")
     rows = torch.empty(len(ids), inputs, dtype=matrix.weight.dtype)
-    library(
-        UnpackArguments(
-            data_pointer(rows),
-            data_pointer(matrix.weight),
-            data_pointer(ids),
-            len(ids),
-            inputs,
-            DTYPES[rows.dtype],
-            torch.get_num_threads(),
-        )
-    )
+    library(UnpackArguments(rows, matrix.weight, ids, *rows.shape, rows.dtype))
     return rows

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from gllm.kernels.attention import store_kv
-from gllm.kernels.native.library import DTYPES, RotaryArguments, data_pointer, library_for
+from gllm.kernels.native.library import RotaryArguments, library_for
 from gllm.kernels.qkv_layout import QKVLayout
 from gllm.kernels.rms_norm import rms_norm
 from gllm.kernels.rotary import RotaryAngles, apply_rotary
@@ -36,7 +36,18 @@ def rotate_and_store(
         return gpu.rotate_and_store(fused, layout, angles, cache, slots)
     library = library_for(fused, "rotate")
     if library is not None and fused.is_contiguous() and cache[0].dtype == fused.dtype:
-        library(_arguments(fused, layout, angles, cache, slots))
+        cosine, sine = (None, None) if angles is None else angles
+        norm = layout.query_norm
+        library(
+            RotaryArguments(
+                *(fused, cosine, sine, norm, layout.key_norm, *cache, slots),
+                *(len(fused), layout.num_heads, layout.num_kv_heads, fused.shape[2]),
+                0 if cosine is None else 2 * cosine.shape[-1],
+                *(layout.eps, layout.interleaved),
+                norm is not None and norm.dtype == torch.float32,
+                fused.dtype,
+            )
+        )
         return fused[:, : layout.num_heads]
     query, key, value = fused.split(
         (layout.num_heads, layout.num_kv_heads, layout.num_kv_heads), dim=1
@@ -51,30 +62,3 @@ def rotate_and_store(
         key = apply_rotary(key, angles, layout.interleaved)
     store_kv(key, value, *cache, slots)
     return query.contiguous()
-
-
-def _arguments(
-    fused: Tensor,
-    layout: QKVLayout,
-    angles: RotaryAngles | None,
-    cache: tuple[Tensor, Tensor],
-    slots: Tensor,
-) -> RotaryArguments:
-    cosine, sine = (None, None) if angles is None else angles
-    norm = layout.query_norm
-    return RotaryArguments(
-        *(
-            data_pointer(tensor)
-            for tensor in (fused, cosine, sine, norm, layout.key_norm, *cache, slots)
-        ),
-        len(fused),
-        layout.num_heads,
-        layout.num_kv_heads,
-        fused.shape[2],
-        0 if cosine is None else 2 * cosine.shape[-1],
-        layout.eps,
-        layout.interleaved,
-        norm is not None and norm.dtype == torch.float32,
-        DTYPES[fused.dtype],
-        torch.get_num_threads(),
-    )

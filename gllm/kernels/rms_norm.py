@@ -4,13 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gllm.kernels.native.library import (
-    DTYPES,
-    KernelLibrary,
-    NormArguments,
-    data_pointer,
-    library_for,
-)
+from gllm.kernels.native.library import KernelLibrary, NormArguments, library_for
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -44,19 +38,8 @@ def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> T
 def _native(
     library: KernelLibrary, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float
 ) -> Tensor:
-    output = library.empty(hidden.shape, hidden.dtype)
-    size = len(weight)
-    arguments = NormArguments(
-        data_pointer(hidden),
-        data_pointer(delta),
-        data_pointer(weight),
-        data_pointer(output),
-        hidden.numel() // size,
-        size,
-        eps,
-        weight.dtype == torch.float32,
-        DTYPES[hidden.dtype],
-        torch.get_num_threads(),
-    )
-    library(arguments)
+    output, size = library.empty(hidden.shape, hidden.dtype), len(weight)
+    tensors, has_float_weight = (hidden, delta, weight, output), weight.dtype == torch.float32
+    rows = hidden.numel() // size
+    library(NormArguments(*tensors, rows, size, eps, has_float_weight, hidden.dtype))
     return output

@@ -236,18 +236,11 @@ class SharedMemoryGroup:
         output = library.empty((rows, width), dtype)
         library(
             ReduceArguments(
-                self._memory.pointer,
-                part.data_ptr(),
-                native.data_pointer(bias),
-                output.data_ptr(),
-                rows,
-                width,
-                place,
-                kind,
+                *(self._memory.pointer, part, bias, output),
+                *(rows, width, place, kind),
                 part.dtype == torch.float32,
                 bias is not None and bias.dtype == torch.float32,
-                native.DTYPES[dtype],
-                torch.get_num_threads(),
+                dtype,
             )
         )
         library.call_after(self.check)

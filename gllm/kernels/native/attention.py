@@ -17,13 +17,7 @@ from gllm.kernels.attention_plan import GATHERED_TOKENS, AttentionPlan, PagedBat
 from gllm.kernels.attention_scaling import AttentionScaling
 from gllm.kernels.fp8_cache import select_converted
 from gllm.kernels.native.builds import select_build
-from gllm.kernels.native.library import (
-    DTYPES,
-    MAX_SLOWDOWN,
-    AttentionArguments,
-    current_library,
-    data_pointer,
-)
+from gllm.kernels.native.library import MAX_SLOWDOWN, AttentionArguments, current_library
 
 KEYS_PER_BLOCK = 128
 """Keys that the kernel computes at once, as in attention.cpp."""
@@ -91,23 +85,13 @@ def _arguments(
 ) -> AttentionArguments:
     """Return the kernel's arguments for the sequences of `rows`."""
     return AttentionArguments(
-        *(data_pointer(tensor) for tensor in (output, query, key_cache, value_cache)),
+        *(output, query, key_cache, value_cache),
         *(table.ctypes.data for table in (rows.block_table, rows.query_start, rows.context_len)),
-        data_pointer(scaling.alibi_slopes),
-        len(rows.context_len),
-        rows.block_table.shape[1],
-        rows.block_size,
-        query.shape[1],
-        *key_cache.shape[2:],
-        value_cache.shape[3],
-        query.stride(0),
-        key_cache.stride(1),
-        value_cache.stride(1),
-        window or 0,
-        scaling.scale,
-        scaling.softcap or 0,
-        DTYPES[query.dtype],
-        torch.get_num_threads(),
+        scaling.alibi_slopes,
+        *(len(rows.context_len), rows.block_table.shape[1], rows.block_size),
+        *(query.shape[1], *key_cache.shape[2:], value_cache.shape[3]),
+        *(query.stride(0), key_cache.stride(1), value_cache.stride(1), window or 0),
+        *(scaling.scale, scaling.softcap or 0, query.dtype),
     )
 
 

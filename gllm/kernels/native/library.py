@@ -31,72 +31,6 @@ MAX_RANKS = 64
 """Most ranks of a group, as in all_reduce.cpp."""
 
 
-class RankLine(ctypes.Structure):
-    """Mirror of `RankLine` in all_reduce.cpp, which documents the fields."""
-
-    _fields_ = [
-        ("sequence", ctypes.c_uint32),
-        ("is_sleeping", ctypes.c_uint32),
-        ("doorbell", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
-        ("tags", ctypes.c_uint64 * 2),
-        ("padding", ctypes.c_uint8 * 96),
-    ]
-
-
-class RankGroupState(ctypes.Structure):
-    """Mirror of `RankGroup` in all_reduce.cpp, which documents the fields."""
-
-    _fields_ = [
-        ("lines", ctypes.c_void_p),
-        ("closed", ctypes.c_void_p),
-        ("parts", ctypes.c_void_p),
-        ("rank_bytes", ctypes.c_int64),
-        ("offsets", ctypes.c_int64 * NUM_PLACES),
-        ("rank", ctypes.c_int32),
-        ("size", ctypes.c_int32),
-        ("sequence", ctypes.c_uint32),
-        ("spin_ns", ctypes.c_uint32),
-        ("used", ctypes.c_uint32 * NUM_PLACES),
-    ]
-
-
-class BarrierArguments(ctypes.Structure):
-    """Mirror of `BarrierArguments` in all_reduce.cpp, which documents the fields."""
-
-    _fields_ = [
-        ("group", ctypes.POINTER(RankGroupState)),
-        ("tag", ctypes.c_uint64),
-        ("place", ctypes.c_int32),
-        ("is_acquire", ctypes.c_int32),
-    ]
-
-
-class ReduceArguments(ctypes.Structure):
-    """Mirror of `ReduceArguments` in all_reduce.cpp, which documents the fields."""
-
-    _fields_ = [
-        ("group", ctypes.POINTER(RankGroupState)),
-        ("part", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("output", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("width", ctypes.c_int64),
-        ("place", ctypes.c_int32),
-        ("collective", ctypes.c_int32),
-        ("float_part", ctypes.c_int32),
-        ("float_bias", ctypes.c_int32),
-        ("dtype", ctypes.c_int32),
-        ("threads", ctypes.c_int32),
-    ]
-
-
-class CancelArguments(ctypes.Structure):
-    """Mirror of `CancelArguments` in all_reduce.cpp, which documents the fields."""
-
-    _fields_ = [("group", ctypes.POINTER(RankGroupState))]
-
-
 log = logging.getLogger(__name__)
 
 Operation = Literal["linear", "linear_int8", "attention", "norm", "gate", "rotate"]
@@ -108,6 +42,7 @@ DTYPES = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.float16: 2
 """Supported dtypes and their numbers in `enum Dtype` of simd.h."""
 
 Pointer, Long, Int, Float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+Word = ctypes.c_uint32
 
 
 def _fields(*groups: tuple[str, Any]) -> list[tuple[str, Any]]:
@@ -115,8 +50,78 @@ def _fields(*groups: tuple[str, Any]) -> list[tuple[str, Any]]:
     return [(name, kind) for names, kind in groups for name in names.split()]
 
 
-class AttentionArguments(ctypes.Structure):
-    """Mirror of `AttentionArguments` in attention.cpp, which documents the fields."""
+class RankLine(ctypes.Structure):
+    """Counterpart of `RankLine` in all_reduce.cpp, which documents the fields."""
+
+    _fields_ = _fields(
+        ("sequence is_sleeping doorbell unused", Word),
+        ("tags", ctypes.c_uint64 * 2),
+        ("padding", ctypes.c_uint8 * 96),
+    )
+
+
+class RankGroupState(ctypes.Structure):
+    """Counterpart of `RankGroup` in all_reduce.cpp, which documents the fields."""
+
+    _fields_ = _fields(
+        ("lines closed parts", Pointer),
+        ("rank_bytes", Long),
+        ("offsets", Long * NUM_PLACES),
+        ("rank size", Int),
+        ("sequence spin_ns", Word),
+        ("used", Word * NUM_PLACES),
+    )
+
+
+class BarrierArguments(ctypes.Structure):
+    """Counterpart of `BarrierArguments` in all_reduce.cpp, which documents the fields."""
+
+    _fields_ = _fields(
+        ("group", ctypes.POINTER(RankGroupState)),
+        ("tag", ctypes.c_uint64),
+        ("place is_acquire", Int),
+    )
+
+
+class CancelArguments(ctypes.Structure):
+    """Counterpart of `CancelArguments` in all_reduce.cpp, which documents the fields."""
+
+    _fields_ = _fields(("group", ctypes.POINTER(RankGroupState)))
+
+
+class KernelArguments(ctypes.Structure):
+    """Arguments of a kernel that computes with several threads.
+
+    Tensors, dtypes and None may be passed for addresses, numbers of `enum Dtype` and null pointers.
+    """
+
+    def __init__(self, *values: Any, **named: Any) -> None:
+        """Set the fields in order; `threads` is torch's number of threads."""
+        converted = {name: _convert(value) for name, value in named.items()}
+        super().__init__(*map(_convert, values), **converted)
+        self.threads = torch.get_num_threads()
+
+
+def _convert(value: Any) -> Any:
+    """Return what a C field takes for a value: the address of a tensor, the number of a dtype."""
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    return DTYPES[value] if isinstance(value, torch.dtype) else value
+
+
+class ReduceArguments(KernelArguments):
+    """Counterpart of `ReduceArguments` in all_reduce.cpp, which documents the fields."""
+
+    _fields_ = _fields(
+        ("group", ctypes.POINTER(RankGroupState)),
+        ("part bias output", Pointer),
+        ("rows width", Long),
+        ("place collective float_part float_bias dtype threads", Int),
+    )
+
+
+class AttentionArguments(KernelArguments):
+    """Counterpart of `AttentionArguments` in attention.cpp, which documents the fields."""
 
     _fields_ = _fields(
         ("output query keys values block_table query_start context_len slopes", Pointer),
@@ -127,8 +132,8 @@ class AttentionArguments(ctypes.Structure):
     )
 
 
-class NormArguments(ctypes.Structure):
-    """Mirror of `NormArguments` in elementwise.cpp, which documents the fields."""
+class NormArguments(KernelArguments):
+    """Counterpart of `NormArguments` in elementwise.cpp, which documents the fields."""
 
     _fields_ = _fields(
         ("hidden delta weight output", Pointer),
@@ -138,8 +143,8 @@ class NormArguments(ctypes.Structure):
     )
 
 
-class RotaryArguments(ctypes.Structure):
-    """Mirror of `RotaryArguments` in elementwise.cpp, which documents the fields."""
+class RotaryArguments(KernelArguments):
+    """Counterpart of `RotaryArguments` in elementwise.cpp, which documents the fields."""
 
     _fields_ = _fields(
         ("qkv cosine sine query_norm key_norm keys values slots", Pointer),
@@ -149,24 +154,24 @@ class RotaryArguments(ctypes.Structure):
     )
 
 
-class GateArguments(ctypes.Structure):
-    """Mirror of `GateArguments` in elementwise.cpp, which documents the fields."""
+class GateArguments(KernelArguments):
+    """Counterpart of `GateArguments` in elementwise.cpp, which documents the fields."""
 
     _fields_ = _fields(
         ("gate_up output", Pointer), ("rows size", Long), ("activation dtype threads", Int)
     )
 
 
-class ActivateArguments(ctypes.Structure):
-    """Mirror of `ActivateArguments` in elementwise.cpp, which documents the fields."""
+class ActivateArguments(KernelArguments):
+    """Counterpart of `ActivateArguments` in elementwise.cpp, which documents the fields."""
 
     _fields_ = _fields(
         ("input output", Pointer), ("rows size", Long), ("activation dtype threads", Int)
     )
 
 
-class LinearArguments(ctypes.Structure):
-    """Mirror of `LinearArguments` in linear.cpp, which documents the fields."""
+class LinearArguments(KernelArguments):
+    """Counterpart of `LinearArguments` in linear.cpp, which documents the fields."""
 
     _fields_ = _fields(
         ("output input weight bias", Pointer),
@@ -175,8 +180,8 @@ class LinearArguments(ctypes.Structure):
     )
 
 
-class HeadLinearArguments(ctypes.Structure):
-    """Mirror of `HeadLinearArguments` in linear_output.h, which documents the fields."""
+class HeadLinearArguments(KernelArguments):
+    """Counterpart of `HeadLinearArguments` in linear_output.h, which documents the fields."""
 
     _fields_ = _fields(
         ("output input weight", Pointer),
@@ -186,24 +191,24 @@ class HeadLinearArguments(ctypes.Structure):
     )
 
 
-class PackArguments(ctypes.Structure):
-    """Mirror of `PackArguments` in pack.cpp, which documents the fields."""
+class PackArguments(KernelArguments):
+    """Counterpart of `PackArguments` in pack.cpp, which documents the fields."""
 
     _fields_ = _fields(
         ("packed weight", Pointer), ("inputs outputs", Long), ("step dtype threads", Int)
     )
 
 
-class UnpackArguments(ctypes.Structure):
-    """Mirror of `UnpackArguments` in pack.cpp, which documents the fields."""
+class UnpackArguments(KernelArguments):
+    """Counterpart of `UnpackArguments` in pack.cpp, which documents the fields."""
 
     _fields_ = _fields(
         ("output packed chosen", Pointer), ("rows inputs", Long), ("dtype threads", Int)
     )
 
 
-class QuantizeArguments(ctypes.Structure):
-    """Mirror of `QuantizeArguments` in int8.cpp, which documents the fields."""
+class QuantizeArguments(KernelArguments):
+    """Counterpart of `QuantizeArguments` in int8.cpp, which documents the fields."""
 
     _fields_ = _fields(
         ("x codes scales", Pointer),
@@ -213,8 +218,8 @@ class QuantizeArguments(ctypes.Structure):
     )
 
 
-class Int8Arguments(ctypes.Structure):
-    """Mirror of `Int8Arguments` in int8.cpp, which documents the fields."""
+class Int8Arguments(KernelArguments):
+    """Counterpart of `Int8Arguments` in int8.cpp, which documents the fields."""
 
     _fields_ = _fields(
         ("x weights scales offsets bias output", Pointer),
