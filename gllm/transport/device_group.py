@@ -6,15 +6,14 @@ a group in host memory.
 """
 
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from gllm.kernels.all_reduce import GroupClosedError
+from gllm.kernels.all_reduce import GroupClosedError, RankGroup
 from gllm.transport.groups import StageGroups
 
 CANCEL_SECONDS = 1.0
@@ -22,7 +21,7 @@ CANCEL_SECONDS = 1.0
 the device's queue is full behind a collective that does not end."""
 
 
-class DeviceRankGroup(ABC):
+class DeviceRankGroup(RankGroup):
     """RankGroup of a device."""
 
     can_capture: ClassVar[bool]
@@ -52,30 +51,8 @@ class DeviceRankGroup(ABC):
             yield
 
     def partial(self, rows: int, width: int) -> Tensor | None:
-        """Return the memory [rows, width] float32 for the input of the next `sum`.
-
-        A summed layer may write anywhere in device memory.
-        """
+        """Return None: the input of `sum` may be anywhere in device memory."""
         return None
-
-    @abstractmethod
-    def sum(self, partial: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return the sum of the ranks' parts, the same bits on all ranks; recordable."""
-
-    @abstractmethod
-    def maximum(self, values: Tensor) -> Tensor:
-        """Return the elementwise maximum [rows] float32 of the ranks' values; recordable."""
-
-    @abstractmethod
-    def gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor | None:
-        """Return the ranks' parts side by side, [rows, sum of sizes], on rank 0; elsewhere None."""
-
-    @abstractmethod
-    def broadcast(self, values: Tensor | None, count: int) -> Tensor:
-        """Return rank 0's values [count] int64 on all ranks; values: ignored on other ranks.
-
-        The values are in device memory.
-        """
 
     @property
     def is_waiting(self) -> bool:

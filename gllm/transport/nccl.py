@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor, distributed
@@ -72,9 +72,13 @@ def join_group(descriptors: list[int], rank: int, create_group: GroupFactory) ->
     if len(descriptors) > LOCAL_DESCRIPTORS:
         # The other end is on another machine.
         return create_group(open_log_store(descriptors), rank)
+    return create_group(meeting_store(descriptors[2], 2), rank)
+
+
+def meeting_store(descriptor: int, size: int) -> Store:
+    """Return the store of `size` ranks in an anonymous file that all of them have open."""
     # A duplicate for the store, which opens the file by this path until the process ends.
-    path = f"/proc/{os.getpid()}/fd/{os.dup(descriptors[2])}"
-    return create_group(FileStore(path, 2), rank)
+    return FileStore(f"/proc/{os.getpid()}/fd/{os.dup(descriptor)}", size)
 
 
 def wait_for_peer(store: Store, rank: int) -> None:
@@ -98,8 +102,11 @@ def wait_until(
     return True
 
 
-class _NcclEndpoint:
+class _NcclEnd(SlotRing):
     """Common part of both ends: slots on the device, transfer stream, process group, monitor."""
+
+    rank: ClassVar[int]
+    """Rank of this end in the process group: SENDER_RANK or RECEIVER_RANK."""
 
     def __init__(
         self,
@@ -107,10 +114,10 @@ class _NcclEndpoint:
         shape: EdgeLayout,
         dtype: torch.dtype,
         device: DeviceRuntime,
-        rank: int,
-        create_group: GroupFactory,
-        on_error: OnTransportError,
-        in_background: bool,
+        stream: DeviceStream,
+        on_error: OnTransportError = lambda error: None,
+        create_group: GroupFactory = create_nccl_group,
+        in_background: bool = True,
     ) -> None:
         """Join the process group and complete a first transfer.
 
@@ -119,166 +126,114 @@ class _NcclEndpoint:
             shape: capacity of the edge.
             dtype: of activations.
             device: device of the stage.
-            rank: SENDER_RANK or RECEIVER_RANK.
-            create_group: creates the process group.
+            stream: compute stream of the stage.
             on_error: called when transfers are aborted.
-            in_background: whether a thread monitors the transfers.
+            create_group: creates the process group.
+            in_background: True if a thread monitors the transfers.
 
         Raises:
             TransportError: the first transfer does not end in time.
         """
-        self._device = device
-        self.ring = SlotRing(descriptors, shape, dtype)
-        self.group = join_group(descriptors, rank, create_group)
-        self.transfers: DeviceStream = device.stream()
-        self.monitor = TransferMonitor(self.group, TIMEOUT_SECONDS, on_error, device.bind_thread)
+        super().__init__(descriptors, shape, dtype)
+        self._device, self._stream = device, stream
+        self._group = join_group(descriptors, self.rank, create_group)
+        self._transfers: DeviceStream = device.stream()
+        self.monitor = TransferMonitor(self._group, TIMEOUT_SECONDS, on_error, device.bind_thread)
+        """Monitor of the transfers of this end."""
         self._hidden = device.zeros((shape.slots, shape.max_tokens, shape.hidden_size), dtype)
         self._ready = [device.event() for _ in range(shape.slots)]
         self._done = [device.event() for _ in range(shape.slots)]
         # The first transfer initializes the communicator; the host waits for the peer meanwhile.
         first = device.event()
-        with self.transfers.current():
-            transfer = self.group.send if rank == SENDER_RANK else self.group.recv
-            transfer([self._hidden[0, :1, :1]], 1 - rank, 0).wait()
-        self.transfers.record(first)
+        with self._transfers.current():
+            self._transfer(self._hidden[0, :1, :1]).wait()
+        self._transfers.record(first)
         if not wait_until(first.query, TIMEOUT_SECONDS):
             self.monitor.abort(f"the first transfer did not end in {TIMEOUT_SECONDS:g} s")
         self.monitor.check()
         if in_background:
             self.monitor.start()
 
-    def track(self, step: int, handle: TransferHandle) -> None:
-        """Make the transfer stream wait for a step's transfer, and monitor it."""
-        ended = self._device.event()
-        with self.transfers.current():
-            handle.wait()
-        self.transfers.record(ended)
-        self.monitor.add(step, handle, ended, time.monotonic())
+    def check(self) -> None:
+        """Raise TransportError if transfers have been aborted."""
+        self.monitor.check()
 
     def close(self) -> None:
-        """End the monitor and all transfers, and unmap the ring."""
+        """Free this end, its threads included; no other method runs at the same time or later."""
         self.monitor.stop()
         if not self.monitor.abort_reason:
-            self.group.abort()
-        self.ring.close()
+            self._group.abort()
+        super().close()
 
-    def slot(self, step: int, tokens: int) -> tuple[Tensor, DeviceEvent, DeviceEvent]:
+    def _transfer(self, tensor: Tensor) -> TransferHandle:
+        """Send or receive a tensor after the work in the current stream."""
+        transfer = self._group.send if self.rank == SENDER_RANK else self._group.recv
+        return transfer([tensor], 1 - self.rank, 0)
+
+    def _queue_transfer(self, step: int, buffer: Tensor) -> None:
+        """Queue a step's transfer in the transfer stream, and monitor it."""
+        with self._transfers.current():
+            handle = self._transfer(buffer)
+        ended = self._device.event()
+        with self._transfers.current():
+            handle.wait()
+        self._transfers.record(ended)
+        self.monitor.add(step, handle, ended, time.monotonic())
+
+    def _slot(self, step: int, tokens: int) -> tuple[Tensor, DeviceEvent, DeviceEvent]:
         """Return a step's buffer [tokens, hidden_size] and its events: ready, and done."""
-        index = step % len(self._ready)
+        index = self.slot(step)
         return self._hidden[index, :tokens], self._ready[index], self._done[index]
 
 
-class NcclSender:
+class NcclSender(_NcclEnd):
     """Sending end of an NCCL edge."""
 
-    def __init__(
-        self,
-        descriptors: list[int],
-        shape: EdgeLayout,
-        dtype: torch.dtype,
-        device: DeviceRuntime,
-        stream: DeviceStream,
-        on_error: OnTransportError = lambda error: None,
-        create_group: GroupFactory = create_nccl_group,
-        in_background: bool = True,
-    ) -> None:
-        """Open this end; see _NcclEndpoint."""
-        common = (descriptors, shape, dtype, device)
-        self._end = _NcclEndpoint(*common, SENDER_RANK, create_group, on_error, in_background)
-        self.monitor = self._end.monitor
-        """Monitor of the transfers of this end."""
-        self._stream = stream
+    rank = SENDER_RANK
 
     def mark_begin(self, step: int) -> None:
         """Do nothing: no data mover sends the step."""
 
     def send(self, step: int, hidden: Tensor) -> None:
         """Announce [tokens, hidden_size] and send a copy of it. Raises TransportError."""
-        end = self._end
-        end.monitor.check()
-        buffer, filled, sent = end.slot(step, len(hidden))
+        self.monitor.check()
+        buffer, filled, sent = self._slot(step, len(hidden))
         # The slot's previous step may have failed on another stage and still be in flight.
         self._stream.wait(sent)
         with self._stream.current():
             buffer.copy_(hidden)
         self._stream.record(filled)
-        end.transfers.wait(filled)
+        self._transfers.wait(filled)
         # Before the transfer, for which the host waits in some process groups.
-        end.ring.signal(step, len(hidden), has_payload=False)
-        with end.transfers.current():
-            work = end.group.send([buffer], RECEIVER_RANK, 0)
-        end.track(step, work)
-        end.transfers.record(sent)
+        self.signal(step, len(hidden), has_payload=False)
+        self._queue_transfer(step, buffer)
+        self._transfers.record(sent)
 
     def fail(self, step: int, error: str) -> None:
         """Announce an error in place of the activations."""
-        self._end.ring.signal(step, 0, error)
-
-    def close(self) -> None:
-        """Free this end, its threads included; no other method runs at the same time or later."""
-        self._end.close()
+        self.signal(step, 0, error)
 
 
-class NcclReceiver:
+class NcclReceiver(_NcclEnd):
     """Receiving end of an NCCL edge."""
 
-    def __init__(
-        self,
-        descriptors: list[int],
-        shape: EdgeLayout,
-        dtype: torch.dtype,
-        device: DeviceRuntime,
-        stream: DeviceStream,
-        on_error: OnTransportError = lambda error: None,
-        create_group: GroupFactory = create_nccl_group,
-        in_background: bool = True,
-    ) -> None:
-        """Open this end; see _NcclEndpoint."""
-        common = (descriptors, shape, dtype, device)
-        self._end = _NcclEndpoint(*common, RECEIVER_RANK, create_group, on_error, in_background)
-        self.monitor = self._end.monitor
-        """Monitor of the transfers of this end."""
-        self._stream = stream
-        self._last: DeviceEvent | None = None
-        """Event of the slot received last, to be recorded after the work that reads it."""
-
-    @property
-    def event(self) -> int:
-        """Descriptor of an event that is readable once the next step has arrived."""
-        return self._end.ring.event
-
-    def has_arrived(self, step: int) -> bool:
-        """Return True if `receive` of the next step does not wait."""
-        return self._end.ring.has_arrived(step)
+    rank = RECEIVER_RANK
+    _last: DeviceEvent | None = None
+    """Event of the slot received last, to be recorded after the work that reads it."""
 
     def receive(self, step: int, tokens: int) -> Tensor:
         """Return the step's [tokens, hidden_size] on the device once it is announced.
 
         The stage's stream waits for the data. Raises StepFailedError, TransportError.
         """
-        end = self._end
-        end.ring.wait(step, tokens)
-        end.monitor.check()
+        self.wait(step, tokens)
+        self.monitor.check()
         if self._last is not None:
             self._stream.record(self._last)
-        buffer, arrived, read = end.slot(step, tokens)
-        end.transfers.wait(read)
-        with end.transfers.current():
-            work = end.group.recv([buffer], SENDER_RANK, 0)
-        end.track(step, work)
-        end.transfers.record(arrived)
+        buffer, arrived, read = self._slot(step, tokens)
+        self._transfers.wait(read)
+        self._queue_transfer(step, buffer)
+        self._transfers.record(arrived)
         self._stream.wait(arrived)
         self._last = read
         return buffer
-
-    def check(self) -> None:
-        """Raise TransportError if transfers have been aborted."""
-        self._end.monitor.check()
-
-    def cancel(self) -> None:
-        """End a waiting `receive` and all later ones with EdgeClosedError; called on any thread."""
-        self._end.ring.cancel()
-
-    def close(self) -> None:
-        """Free this end, its threads included; no other method runs at the same time or later."""
-        self._end.close()

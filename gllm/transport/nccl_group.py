@@ -10,7 +10,6 @@ at once, and everything that follows ends with GroupClosedError.
 """
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore, Store
+from torch._C._distributed_c10d import Store
 from torch.distributed import ReduceOp
 from torch.nn import functional
 
@@ -26,7 +25,12 @@ from gllm.transport.base import OnTransportError, TransportError
 from gllm.transport.device_group import CANCEL_SECONDS, DeviceRankGroup
 from gllm.transport.device_streams import DeviceEvent, DeviceRuntime, DeviceStream
 from gllm.transport.groups import StageGroups
-from gllm.transport.nccl import TIMEOUT_SECONDS, create_communicator, wait_until
+from gllm.transport.nccl import (
+    TIMEOUT_SECONDS,
+    create_communicator,
+    meeting_store,
+    wait_until,
+)
 from gllm.transport.region import RegionLayout
 from gllm.transport.shared_region import open_shared_groups
 from gllm.transport.transfer_monitor import Abortable, TransferHandle, TransferMonitor
@@ -270,12 +274,6 @@ def connect(
 def _key(rank: int) -> str:
     """Return the store's key that a rank sets before it connects."""
     return f"rank {rank} connects"
-
-
-def meeting_store(descriptor: int, size: int) -> Store:
-    """Return the store at which ranks meet: an anonymous file that all of them have."""
-    # A duplicate for the store, which opens the file by this path until the process ends.
-    return FileStore(f"/proc/{os.getpid()}/fd/{os.dup(descriptor)}", size)
 
 
 def open_nccl_groups(

@@ -12,7 +12,7 @@ from torch import Tensor, distributed
 from torch._C._distributed_c10d import FileStore, HashStore
 
 from gllm.kernels.all_reduce import GroupClosedError, GroupMismatchError
-from gllm.transport import nccl_group
+from gllm.transport import nccl, nccl_group
 from gllm.transport.base import TransportError
 from gllm.transport.groups import StageGroups
 from gllm.transport.nccl_group import connect, open_nccl_groups
@@ -161,10 +161,10 @@ def test_ranks_meet_through_a_region(region: Region, kind: str) -> None:
 
 
 def test_the_meeting_file_is_the_second_of_a_region(region: Region) -> None:
-    store = nccl_group.meeting_store(region.descriptors[1], 1)
+    store = nccl.meeting_store(region.descriptors[1], 1)
     assert isinstance(store, FileStore)
     store.set("a", "b")
-    assert nccl_group.meeting_store(region.descriptors[1], 1).get("a") == b"b"
+    assert nccl.meeting_store(region.descriptors[1], 1).get("a") == b"b"
 
 
 def test_a_rank_that_cannot_connect_cancels_the_groups(region: Region) -> None:
