@@ -14,6 +14,7 @@ from gllm.kernels.attention_scaling import AttentionScaling
 from gllm.kernels.triton import attention_shapes
 from gllm.kernels.triton.attention_shapes import (
     DEFAULT_SPLIT_LIMITS,
+    MIN_PREFILL_SPLIT_TOKENS,
     AttentionShape,
     SplitLimits,
 )
@@ -134,13 +135,9 @@ def _prefill(
 
 @triton.jit
 def packed_rows(
-    first,
-    count,
-    ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+    first, count,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
     """Return the token, the query head and the validity of each row of a tile, each [ROWS].
 
     The token is relative to the chunk of `count` tokens; the tile starts at token `first`.
@@ -152,65 +149,28 @@ def packed_rows(
     return token, tl.program_id(1) // PARTS * GROUP + member, there
 
 
-@triton.jit(
-    do_not_specialize=[
-        "tiles",
-        "block_table",
-        "query_start",
-        "context_len",
-        "table_row",
-        "skipped",
-        "tokens",
-    ]
-)
+OTHERS = {"tiles": "*i32", "query_start": "*i32", "skipped": "i32", "tokens": "i32"}
+"""Types of the arguments that only this kernel has."""
+
+
+@triton.jit(do_not_specialize=[*OTHERS, "block_table", "context_len", "table_row"])
 def prefill_kernel(
-    output,
-    partial,
-    statistics,
-    query,
-    keys,
-    values,
-    slopes,
-    tiles,
-    block_table,
-    query_start,
-    context_len,
-    skipped,
-    tokens,
-    table_row,
-    query_token,
-    query_head,
-    key_row,
-    key_head,
-    value_row,
-    value_head,
-    inner,
-    outer,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    MAIN: tl.constexpr,
-    MAIN_PAD: tl.constexpr,
-    REST: tl.constexpr,
-    REST_PAD: tl.constexpr,
-    VALUE: tl.constexpr,
-    VALUE_PAD: tl.constexpr,
-    SHARED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SPLIT: tl.constexpr,
-    LEAST: tl.constexpr,
-):
+    output, partial, statistics, query, keys, values, slopes, tiles, block_table, query_start,
+    context_len, skipped, tokens, table_row, query_token, query_head, key_row, key_head, value_row,
+    value_head, inner, outer,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, MAIN: tl.constexpr, MAIN_PAD: tl.constexpr,
+    REST: tl.constexpr, REST_PAD: tl.constexpr, VALUE: tl.constexpr, VALUE_PAD: tl.constexpr,
+    SHARED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
     """Compute one split of the context of one tile of a prefill chunk.
 
     Grid: (tiles, kv_heads * PARTS, splits). tiles [tiles, 2] int32: see
     attention_plan.list_prefill_tiles, for ROWS // HEADS tokens per tile. With SPLIT, results go to
-    partial and statistics (split_attention.Parts for the `tokens` tokens after the first `skipped`
-    ones), else to output.
+    partial and statistics (split_attention.SplitResults for the `tokens` tokens after the first
+    `skipped` ones), else to output. query_token to value_head: elements between two tokens (or
+    cached tokens) and two heads. Constants: attention_tiles.attend.
     """
     TOKENS: tl.constexpr = ROWS // HEADS
     row = tl.load(tiles + 2 * tl.program_id(0))
@@ -243,74 +203,18 @@ def prefill_kernel(
     begin = oldest // KEYS * KEYS
     if SPLIT:
         begin, end = split_range(begin, end, tl.program_id(2), tl.num_programs(2), KEYS, LEAST)
+    seen = begin
     if WINDOW == 0:
-        # The first token, and so every one, sees all keys before `seen`.
+        # The first token, and so every one, sees all keys before `seen`: they need no mask.
         seen = tl.minimum((nearest + 1) // KEYS * KEYS, end)
+    for is_masked in tl.static_range(WINDOW > 0, 2):
         highest, total, attended = attend(
-            queries,
-            rest,
-            positions,
-            own_slopes,
-            highest,
-            total,
-            attended,
-            keys,
-            values,
-            table,
-            begin,
-            seen,
-            oldest,
-            inner,
-            outer,
-            key_row,
-            value_row,
-            KEYS,
-            BLOCK_SIZE,
-            MAIN,
-            MAIN_PAD,
-            REST,
-            REST_PAD,
-            VALUE,
-            VALUE_PAD,
-            SHARED,
-            SOFTCAP,
-            ALIBI,
-            WINDOW,
-            False,
-        )
+            queries, rest, positions, own_slopes, highest, total, attended, keys, values, table,
+            begin, end if is_masked else seen, oldest, inner, outer, key_row, value_row,
+            KEYS, BLOCK_SIZE, MAIN, MAIN_PAD, REST, REST_PAD, VALUE, VALUE_PAD,
+            SHARED, SOFTCAP, ALIBI, WINDOW, is_masked,
+        )  # fmt: skip
         begin = tl.maximum(begin, seen)
-    highest, total, attended = attend(
-        queries,
-        rest,
-        positions,
-        own_slopes,
-        highest,
-        total,
-        attended,
-        keys,
-        values,
-        table,
-        begin,
-        end,
-        oldest,
-        inner,
-        outer,
-        key_row,
-        value_row,
-        KEYS,
-        BLOCK_SIZE,
-        MAIN,
-        MAIN_PAD,
-        REST,
-        REST_PAD,
-        VALUE,
-        VALUE_PAD,
-        SHARED,
-        SOFTCAP,
-        ALIBI,
-        WINDOW,
-        True,
-    )
 
     # Read again, lest where rows are stored be kept in registers while keys are visited.
     first = tl.load(tiles + 2 * tl.program_id(0) + 1, volatile=True)
@@ -321,16 +225,7 @@ def prefill_kernel(
         at = ((start + token - skipped).to(tl.int64) * heads + head) * tl.num_programs(2)
         at += tl.program_id(2)
         store_split(
-            partial,
-            statistics,
-            at,
-            there,
-            num_partials,
-            highest,
-            total,
-            attended,
-            VALUE,
-            VALUE_PAD,
+            partial, statistics, at, there, num_partials, highest, total, attended, VALUE, VALUE_PAD
         )
     else:
         # Rows without a token have no weight; they are not stored.
@@ -344,24 +239,19 @@ def prefill_kernel(
         )
 
 
-OTHERS = {"tiles": "*i32", "query_start": "*i32", "skipped": "i32", "tokens": "i32"}
 KERNEL_SPECS = [
     *attention_shapes.compiled(
         "prefill",
         prefill_kernel,
         "prefill",
         OTHERS,
-        {
-            **dict.fromkeys(PARTIAL),
-            "SPLIT": False,
-            "LEAST": attention_shapes.MIN_PREFILL_SPLIT_TOKENS,
-        },
+        {**dict.fromkeys(PARTIAL), "SPLIT": False, "LEAST": MIN_PREFILL_SPLIT_TOKENS},
     ),
     *attention_shapes.compiled(
         "split prefill",
         prefill_kernel,
         "prefill",
         {**OTHERS, **PARTIAL},
-        {"SPLIT": True, "LEAST": attention_shapes.MIN_PREFILL_SPLIT_TOKENS},
+        {"SPLIT": True, "LEAST": MIN_PREFILL_SPLIT_TOKENS},
     ),
 ]

@@ -290,19 +290,10 @@ def tiled(table: str, shape: AttentionShape) -> TunedConstants:
     )
 
 
-ALIGNED = (
-    "output",
-    "query",
-    "keys",
-    "values",
-    "slopes",
-    "query_token",
-    "query_head",
-    "key_row",
-    "key_head",
-    "value_row",
-    "value_head",
-)
+STRIDES = ("query_token", "query_head", "key_row", "key_head", "value_row", "value_head")
+"""Elements between the tokens and heads of queries, keys and values."""
+ALIGNED = ("output", "query", "keys", "values", "slopes", *STRIDES)
+"""Arguments of the kernels that are multiples of 16."""
 
 
 def _types(query: str, cached: str, shape: AttentionShape) -> dict[str, str]:
@@ -310,9 +301,8 @@ def _types(query: str, cached: str, shape: AttentionShape) -> dict[str, str]:
     if shape.alibi:
         pointers["slopes"] = "fp32"
     tables = dict.fromkeys(("block_table", "context_len"), "i32")
-    strides = ("query_token", "query_head", "key_row", "key_head", "value_row", "value_head")
     return {
         **{name: f"*{kind}" for name, kind in (pointers | tables).items()},
-        **dict.fromkeys(("table_row", *strides), "i32"),
+        **dict.fromkeys(("table_row", *STRIDES), "i32"),
         **dict.fromkeys(("inner", "outer"), "fp32"),
     }

@@ -58,37 +58,13 @@ def load_blocks(table, start, oldest, end, KEYS: tl.constexpr, BLOCK_SIZE: tl.co
 
 @triton.jit
 def attend(
-    query,
-    rest,
-    positions,
-    slopes,
-    highest,
-    total,
-    output,
-    keys,
-    values,
-    table,
-    begin,
-    end,
-    oldest,
-    inner,
-    outer,
-    key_row,
-    value_row,
-    KEYS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    MAIN: tl.constexpr,
-    MAIN_PAD: tl.constexpr,
-    REST: tl.constexpr,
-    REST_PAD: tl.constexpr,
-    VALUE: tl.constexpr,
-    VALUE_PAD: tl.constexpr,
-    SHARED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    WINDOW: tl.constexpr,
+    query, rest, positions, slopes, highest, total, output,
+    keys, values, table, begin, end, oldest, inner, outer, key_row, value_row,
+    KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, MAIN: tl.constexpr, MAIN_PAD: tl.constexpr,
+    REST: tl.constexpr, REST_PAD: tl.constexpr, VALUE: tl.constexpr, VALUE_PAD: tl.constexpr,
+    SHARED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
-):
+):  # fmt: skip
     """Add the keys at positions begin .. end - 1 to the online softmax of a tile of queries.
 
     The state is the highest score and total weight [ROWS] and the weighted sum of values, output

@@ -11,7 +11,11 @@ from torch import Tensor
 
 from gllm.kernels.attention_plan import AttentionPlan
 from gllm.kernels.triton import attention_shapes
-from gllm.kernels.triton.attention_shapes import AttentionShape, SplitLimits
+from gllm.kernels.triton.attention_shapes import (
+    MIN_DECODE_SPLIT_TOKENS,
+    AttentionShape,
+    SplitLimits,
+)
 from gllm.kernels.triton.attention_tiles import LOWEST, attend, load_elements, load_slopes
 from gllm.kernels.triton.split_attention import (
     PARTIAL,
@@ -90,43 +94,14 @@ def place_of(row, head, split, GROUP: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["block_table", "context_len", "table_row"])
 def decode_kernel(
-    output,
-    partial,
-    statistics,
-    query,
-    keys,
-    values,
-    slopes,
-    block_table,
-    context_len,
-    table_row,
-    query_token,
-    query_head,
-    key_row,
-    key_head,
-    value_row,
-    value_head,
-    inner,
-    outer,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    MAIN: tl.constexpr,
-    MAIN_PAD: tl.constexpr,
-    REST: tl.constexpr,
-    REST_PAD: tl.constexpr,
-    VALUE: tl.constexpr,
-    VALUE_PAD: tl.constexpr,
-    SHARED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SPLIT: tl.constexpr,
-    LEAST: tl.constexpr,
-):
+    output, partial, statistics, query, keys, values, slopes, block_table, context_len,
+    table_row, query_token, query_head, key_row, key_head, value_row, value_head, inner, outer,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, MAIN: tl.constexpr, MAIN_PAD: tl.constexpr,
+    REST: tl.constexpr, REST_PAD: tl.constexpr, VALUE: tl.constexpr, VALUE_PAD: tl.constexpr,
+    SHARED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
     """Compute one split of the context of one decode.
 
     Grid: (kv_heads * PARTS, splits, decodes). With SPLIT, results go to partial and statistics
@@ -161,53 +136,23 @@ def decode_kernel(
     own_slopes = load_slopes(slopes, head, there, ALIBI)
 
     highest, total, attended = attend(
-        queries,
-        rest,
-        tl.zeros([ROWS], dtype=tl.int32) + (context - 1),
-        own_slopes,
+        queries, rest, tl.zeros([ROWS], dtype=tl.int32) + (context - 1), own_slopes,
         tl.full([ROWS], LOWEST, dtype=tl.float32),
         tl.zeros([ROWS], dtype=tl.float32),
         tl.zeros([ROWS, VALUE_PAD], dtype=tl.float32),
-        keys + kv_head * key_head,
-        values + kv_head * value_head,
+        keys + kv_head * key_head, values + kv_head * value_head,
         block_table + row.to(tl.int64) * table_row,
-        begin,
-        end,
-        oldest,
-        inner,
-        outer,
-        key_row,
-        value_row,
-        KEYS,
-        BLOCK_SIZE,
-        MAIN,
-        MAIN_PAD,
-        REST,
-        REST_PAD,
-        VALUE,
-        VALUE_PAD,
-        SHARED,
-        SOFTCAP,
-        ALIBI,
-        WINDOW,
-        True,
-    )
+        begin, end, oldest, inner, outer, key_row, value_row,
+        KEYS, BLOCK_SIZE, MAIN, MAIN_PAD, REST, REST_PAD, VALUE, VALUE_PAD,
+        SHARED, SOFTCAP, ALIBI, WINDOW, True,
+    )  # fmt: skip
 
     heads = tl.num_programs(0) // PARTS * GROUP
     at = place_of(row, head, split, GROUP, PARTS)
     if SPLIT:
         num_partials = tl.num_programs(2).to(tl.int64) * heads * tl.num_programs(1)
         store_split(
-            partial,
-            statistics,
-            at,
-            there,
-            num_partials,
-            highest,
-            total,
-            attended,
-            VALUE,
-            VALUE_PAD,
+            partial, statistics, at, there, num_partials, highest, total, attended, VALUE, VALUE_PAD
         )
     else:
         columns = tl.arange(0, VALUE_PAD)
@@ -224,18 +169,13 @@ KERNEL_SPECS = [
         decode_kernel,
         "decode",
         {},
-        {
-            "partial": None,
-            "statistics": None,
-            "SPLIT": False,
-            "LEAST": attention_shapes.MIN_DECODE_SPLIT_TOKENS,
-        },
+        {**dict.fromkeys(PARTIAL), "SPLIT": False, "LEAST": MIN_DECODE_SPLIT_TOKENS},
     )[:1],
     *attention_shapes.compiled(
         "split decode",
         decode_kernel,
         "decode",
         PARTIAL,
-        {"SPLIT": True, "LEAST": attention_shapes.MIN_DECODE_SPLIT_TOKENS},
+        {"SPLIT": True, "LEAST": MIN_DECODE_SPLIT_TOKENS},
     ),
 ]

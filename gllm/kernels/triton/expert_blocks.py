@@ -58,13 +58,9 @@ def sort(experts: Tensor, count: int) -> Sorted:
 
 @triton.jit
 def block_of(
-    block,
-    order,
-    bounds,
-    EXPERTS: tl.constexpr,
-    EXPERTS_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    block, order, bounds,
+    EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Return a block's expert, and per row [ROWS] its index, validity and pair.
 
     The expert is EXPERTS if there is no such block. order [pairs] and bounds [experts + 1] int64:

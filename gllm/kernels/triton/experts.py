@@ -35,22 +35,11 @@ MIN_INNER = 16
 
 @triton.jit
 def _multiply(
-    x,
-    weight,
-    output,
-    order,
-    bounds,
-    x_row,
-    PICKED: tl.constexpr,
-    GATE: tl.constexpr,
-    INPUTS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    EXPERTS_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    x, weight, output, order, bounds, x_row,
+    PICKED: tl.constexpr, GATE: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
+    EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
-):
+):  # fmt: skip
     """Multiply one tile of a block's rows by the weight of their expert.
 
     Grid: (tiles of COLUMNS outputs, blocks of ROWS rows). order and bounds: see
@@ -85,15 +74,9 @@ def _multiply(
 
 @triton.jit
 def _add(
-    parts,
-    experts,
-    weights,
-    output,
-    HIDDEN: tl.constexpr,
-    PICKED: tl.constexpr,
-    PICKED_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    parts, experts, weights, output,
+    HIDDEN: tl.constexpr, PICKED: tl.constexpr, PICKED_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Add the weighted parts of one token in ascending order of the experts' numbers.
 
     Grid: (tokens, blocks of BLOCK elements). parts [tokens, PICKED, HIDDEN]; experts int64 and

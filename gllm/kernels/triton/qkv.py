@@ -32,22 +32,10 @@ def _put(to, value, there):
 
 @triton.jit
 def _turn(
-    source,
-    to,
-    norm,
-    cosine,
-    sine,
-    block,
-    heads,
-    eps,
-    NORM: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
-    REST_BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    source, to, norm, cosine, sine, block, heads, eps,
+    NORM: tl.constexpr, INTERLEAVED: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     """Normalize and rotate a block of GROUP heads of source and store them to `to`.
 
     source and to: [heads, 2 * HALF + REST]; norm [2 * HALF + REST]; cosine and sine [HALF] of the
@@ -98,30 +86,12 @@ def _turn(
 
 @triton.jit
 def _rotate_and_store(
-    fused,
-    query_norm,
-    key_norm,
-    cosine,
-    sine,
-    keys,
-    values,
-    slots,
-    queries,
-    heads,
-    kv_heads,
-    fused_row,
-    key_row,
-    value_row,
-    eps,
-    NORM: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
-    REST_BLOCK: tl.constexpr,
-    WHOLE_BLOCK: tl.constexpr,
+    fused, query_norm, key_norm, cosine, sine, keys, values, slots, queries, heads, kv_heads,
+    fused_row, key_row, value_row, eps,
+    NORM: tl.constexpr, INTERLEAVED: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, WHOLE_BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
-):
+):  # fmt: skip
     """Process a block of GROUP heads of one token.
 
     Grid: (tokens, blocks of query heads, then of key heads, then of value heads). fused [tokens,
@@ -140,22 +110,9 @@ def _rotate_and_store(
     if block < query_blocks:
         to = queries + token * heads * SIZE
         _turn(
-            source,
-            to,
-            query_norm,
-            cosine,
-            sine,
-            block,
-            heads,
-            eps,
-            NORM,
-            INTERLEAVED,
-            HALF,
-            REST,
-            HALF_BLOCK,
-            REST_BLOCK,
-            GROUP,
-        )
+            source, to, query_norm, cosine, sine, block, heads, eps,
+            NORM, INTERLEAVED, HALF, REST, HALF_BLOCK, REST_BLOCK, GROUP,
+        )  # fmt: skip
     else:
         slot = tl.load(slots + token)
         block -= query_blocks
@@ -164,22 +121,9 @@ def _rotate_and_store(
             if block < key_blocks:
                 to = keys + slot * key_row
                 _turn(
-                    source,
-                    to,
-                    key_norm,
-                    cosine,
-                    sine,
-                    block,
-                    kv_heads,
-                    eps,
-                    NORM,
-                    INTERLEAVED,
-                    HALF,
-                    REST,
-                    HALF_BLOCK,
-                    REST_BLOCK,
-                    GROUP,
-                )
+                    source, to, key_norm, cosine, sine, block, kv_heads, eps,
+                    NORM, INTERLEAVED, HALF, REST, HALF_BLOCK, REST_BLOCK, GROUP,
+                )  # fmt: skip
             else:
                 head = ((block - key_blocks) * GROUP + tl.arange(0, GROUP))[:, None]
                 element = tl.arange(0, WHOLE_BLOCK)[None, :]

@@ -19,19 +19,9 @@ LONGEST = 16384
 
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm(
-    x,
-    delta,
-    weight,
-    output,
-    rows,
-    size,
-    x_row,
-    delta_row,
-    eps,
-    ADD: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x, delta, weight, output, rows, size, x_row, delta_row, eps,
+    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Normalize ROWS rows; with ADD, x becomes x + delta first.
 
     Grid: (rows / ROWS,). x and delta [rows, size], x_row and delta_row elements between rows;

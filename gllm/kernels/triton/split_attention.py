@@ -70,17 +70,9 @@ def split_range(begin, end, split, splits, KEYS: tl.constexpr, LEAST: tl.constex
 
 @triton.jit
 def store_split(
-    partial,
-    statistics,
-    at,
-    there,
-    num_partials,
-    highest,
-    total,
-    attended,
-    VALUE: tl.constexpr,
-    VALUE_PAD: tl.constexpr,
-):
+    partial, statistics, at, there, num_partials, highest, total, attended,
+    VALUE: tl.constexpr, VALUE_PAD: tl.constexpr,
+):  # fmt: skip
     """Store the partial results of the rows of a tile.
 
     highest and total [ROWS] and attended [ROWS, VALUE_PAD] go to index `at` [ROWS] of
@@ -95,15 +87,9 @@ def store_split(
 
 @triton.jit(do_not_specialize=["splits"])
 def reduce_kernel(
-    output,
-    partial,
-    statistics,
-    splits,
-    VALUE: tl.constexpr,
-    VALUE_PAD: tl.constexpr,
-    SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    output, partial, statistics, splits,
+    VALUE: tl.constexpr, VALUE_PAD: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Combine the splits of one head of one token.
 
     Grid: (heads, tokens). partial [tokens, heads, splits, VALUE] and statistics [2, tokens, heads,
