@@ -1,4 +1,4 @@
 """Models: config.json, weights, layers shared by families, and the registry of architectures.
 
-families/ has one file per family.
+families/ has the model families, related ones in one file.
 """

@@ -9,105 +9,34 @@ from typing import Any, TypeVar
 from gllm.models.errors import ModelError
 from gllm.options.options import INT32_MAX
 
-HARMLESS = {
-    "architectures",
-    "model_type",
-    "transformers_version",
-    "auto_map",
-    "custom_pipelines",
-    "_name_or_path",
-    "name_or_path",
-    "tokenizer_class",
-    "dtype",
-    "torch_dtype",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "sep_token_id",
-    "unk_token_id",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "decoder_start_token_id",
-    "prefix",
-    "use_cache",
-    "return_dict",
-    "torchscript",
-    "is_decoder",
-    "is_llama_config",
-    "_from_model_config",
-    "initializer_range",
-    "init_std",
-    "use_bfloat16",
-    "output_attentions",
-    "output_hidden_states",
-    "attention_dropout",
-    "hidden_dropout",
-    "dropout",
-    "activation_dropout",
-    "layerdrop",
-    "attn_pdrop",
-    "embd_pdrop",
-    "resid_pdrop",
-    "summary_type",
-    "summary_use_proj",
-    "summary_activation",
-    "summary_first_dropout",
-    "summary_proj_to_labels",
-    "attn_implementation",
-    "_attn_implementation",
-    "_num_labels",
-    "num_labels",
-    "output_past",
-    "gradient_checkpointing",
-    "max_sequence_length",
-    "bos_token",
-    "eos_token",
-    "pad_token",
-    "_attn_implementation_autoset",
-    "unsloth_fixed",
-    "unsloth_version",
-    "transformers.js_config",
-    "chunk_size_feed_forward",
-    "id2label",
-    "label2id",
-    "problem_type",
-    "task_specific_params",
-    # Loss and distribution of the training.
-    "output_router_logits",
-    "router_aux_loss_coef",
-    "router_jitter_noise",
-    "aux_loss_alpha",
-    "seq_aux",
-    "ep_size",
-    "pretraining_tp",
-    "z_loss_weight",
-    "finetuning_task",
-    "tf_legacy_loss",
-    # Generation defaults, which are in generation_config.json today.
-    "max_length",
-    "min_length",
-    "do_sample",
-    "temperature",
-    "top_k",
-    "top_p",
-    "typical_p",
-    "repetition_penalty",
-    "length_penalty",
-    "diversity_penalty",
-    "num_beams",
-    "num_beam_groups",
-    "no_repeat_ngram_size",
-    "encoder_no_repeat_ngram_size",
-    "num_return_sequences",
-    "early_stopping",
-    "bad_words_ids",
-    "suppress_tokens",
-    "begin_suppress_tokens",
-    "exponential_decay_length_penalty",
-    "remove_invalid_values",
-    "output_scores",
-    "return_dict_in_generate",
-}
+_DESCRIPTION = (
+    "architectures model_type transformers_version auto_map custom_pipelines _name_or_path "
+    "name_or_path tokenizer_class dtype torch_dtype bos_token_id eos_token_id pad_token_id "
+    "sep_token_id unk_token_id forced_bos_token_id forced_eos_token_id decoder_start_token_id "
+    "prefix use_cache return_dict torchscript is_decoder is_llama_config _from_model_config "
+    "use_bfloat16 output_attentions output_hidden_states summary_type summary_use_proj "
+    "summary_activation summary_proj_to_labels attn_implementation _attn_implementation "
+    "_num_labels num_labels output_past max_sequence_length bos_token eos_token pad_token "
+    "_attn_implementation_autoset unsloth_fixed unsloth_version transformers.js_config "
+    "chunk_size_feed_forward id2label label2id problem_type task_specific_params"
+)
+"""Keys that describe a model, its tokens and its files, separated by spaces."""
+_TRAINING = (
+    "initializer_range init_std attention_dropout hidden_dropout dropout activation_dropout "
+    "layerdrop attn_pdrop embd_pdrop resid_pdrop summary_first_dropout gradient_checkpointing "
+    "output_router_logits router_aux_loss_coef router_jitter_noise aux_loss_alpha seq_aux "
+    "ep_size pretraining_tp z_loss_weight finetuning_task tf_legacy_loss"
+)
+"""Keys of the training: initialization, dropout, losses and distribution."""
+_GENERATION = (
+    "max_length min_length do_sample temperature top_k top_p typical_p repetition_penalty "
+    "length_penalty diversity_penalty num_beams num_beam_groups no_repeat_ngram_size "
+    "encoder_no_repeat_ngram_size num_return_sequences early_stopping bad_words_ids "
+    "suppress_tokens begin_suppress_tokens exponential_decay_length_penalty "
+    "remove_invalid_values output_scores return_dict_in_generate"
+)
+"""Keys of generation defaults, which are in generation_config.json today."""
+HARMLESS = frozenset(f"{_DESCRIPTION} {_TRAINING} {_GENERATION}".split())
 """Keys that do not change the results."""
 
 HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {

@@ -1,6 +1,7 @@
 """Registry of architectures: names of config.json to the functions that build their specs.
 
-A new family is one file in families/ and one line of ARCHITECTURES.
+A new family is one file in families/, or a function of a related family's file, and one line of
+ARCHITECTURES.
 """
 
 import importlib
@@ -32,15 +33,15 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "Glm4ForCausalLM": "glm:build_glm4_spec",
         "GlmForCausalLM": "glm:build_glm_spec",
         "LlamaForCausalLM": "llama:build_spec",
-        "MistralForCausalLM": "mistral:build_spec",
-        "MixtralForCausalLM": "mixtral:build_spec",
+        "MistralForCausalLM": "mistral:build_mistral_spec",
+        "MixtralForCausalLM": "mistral:build_mixtral_spec",
         "OPTForCausalLM": "opt:build_spec",
         "Phi3ForCausalLM": "phi3:build_spec",
         "QWenLMHeadModel": "qwen:build_spec",
-        "Qwen2ForCausalLM": "qwen2:build_spec",
-        "Qwen2MoeForCausalLM": "qwen2_moe:build_spec",
-        "Qwen3ForCausalLM": "qwen3:build_spec",
-        "Qwen3MoeForCausalLM": "qwen3_moe:build_spec",
+        "Qwen2ForCausalLM": "qwen2:build_qwen2_spec",
+        "Qwen2MoeForCausalLM": "qwen2:build_qwen2_moe_spec",
+        "Qwen3ForCausalLM": "qwen2:build_qwen3_spec",
+        "Qwen3MoeForCausalLM": "qwen2:build_qwen3_moe_spec",
     }
 )
 """Architectures to "module:function" in families/, imported on first use."""

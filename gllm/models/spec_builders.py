@@ -1,6 +1,7 @@
 """Spec builders that many families share, with the tensor names and keys most of them use."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from gllm.models.config_reader import ConfigReader
@@ -100,6 +101,32 @@ def gated_mlp_spec(
     )
 
 
+def plain_mlp_spec(
+    intermediate_size: int,
+    activation: str,
+    names: tuple[str, str],
+    bias: bool = True,
+    is_transposed: bool = False,
+) -> MLPSpec:
+    """Build a feed-forward block without a gate.
+
+    Args:
+        intermediate_size: elements between the projections.
+        activation: a name of gllm.kernels.activation.
+        names: of the up and the down projection.
+        bias: whether both have biases.
+        is_transposed: whether their weights are stored as [inputs, outputs].
+    """
+    up, down = (LinearSpec((name,), bias, is_transposed) for name in names)
+    return MLPSpec(intermediate_size, activation, up, down, is_gated=False)
+
+
+def layer_norm_spec(config: ConfigReader, name: str) -> NormSpec:
+    """Build a LayerNorm with a bias and the epsilon of the configuration."""
+    eps = config.positive_float("layer_norm_epsilon", default=1e-5)
+    return NormSpec(name, "layer", eps, has_bias=True)
+
+
 def rms_norm_spec(config: ConfigReader, name: str, offset: float = 0.0) -> NormSpec:
     """Build an RMSNorm with the epsilon of the configuration."""
     return NormSpec(name, "rms", config.positive_float("rms_norm_eps", default=1e-6), offset=offset)
@@ -110,6 +137,13 @@ def pre_norm_layer(config: ConfigReader, attention: Any, mlp: Any) -> LayerSpec:
     attention_norm = rms_norm_spec(config, "input_layernorm")
     mlp_norm = rms_norm_spec(config, "post_attention_layernorm")
     return LayerSpec(attention, mlp, attention_norm, mlp_norm)
+
+
+def windowed_layers(
+    config: ConfigReader, attention: AttentionSpec, mlp: Any, windows: Sequence[int | None]
+) -> list[LayerSpec]:
+    """Build layers as Llama's, each with its sliding window; None for full attention."""
+    return [pre_norm_layer(config, replace(attention, window=window), mlp) for window in windows]
 
 
 def read_sliding_window(config: ConfigReader) -> int | None:
@@ -192,6 +226,13 @@ def decoder_model(
         "layer_name_format": f"{root}layers.{{}}",
     }
     return ModelSpec(**fields | changes)
+
+
+def sliding_window_model(config: ConfigReader, attention: AttentionSpec, mlp: Any) -> ModelSpec:
+    """Build a model as Llama's with a window in all layers, or in those that layer_types names."""
+    windows = read_layer_windows(config, [True] * config.positive_int("num_hidden_layers"))
+    layers = windowed_layers(config, attention, mlp, windows)
+    return decoder_model(config, layers, notes=window_notes(windows))
 
 
 def read_context_length(config: ConfigReader, layers: Sequence[LayerSpec]) -> int:

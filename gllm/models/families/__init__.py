@@ -1,1 +1,1 @@
-"""Model families, one file each; registry.py above lists their architectures."""
+"""Model families, related ones in one file; registry.py above lists their architectures."""

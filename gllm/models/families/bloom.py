@@ -12,10 +12,9 @@ from gllm.models.spec import (
     HeadSpec,
     LayerSpec,
     LinearSpec,
-    MLPSpec,
     ModelSpec,
-    NormSpec,
 )
+from gllm.models.spec_builders import layer_norm_spec, plain_mlp_spec
 
 
 def build_spec(config: ConfigReader) -> ModelSpec:
@@ -26,23 +25,20 @@ def build_spec(config: ConfigReader) -> ModelSpec:
     # Training options and precisions; ALiBi needs no offset here.
     config.ignore("slow_but_exact", "n_inner", "offset_alibi", "skip_bias_add", "skip_bias_add_qkv")
     config.ignore("attention_softmax_in_fp32", "masked_softmax_fusion", "bias_dropout_fusion")
-    mlp = MLPSpec(
-        intermediate_size=4 * hidden,
-        activation="gelu_tanh",
-        up_proj=LinearSpec(("mlp.dense_h_to_4h",), has_bias=True),
-        down_proj=LinearSpec(("mlp.dense_4h_to_h",), has_bias=True),
-        is_gated=False,
+    mlp = plain_mlp_spec(4 * hidden, "gelu_tanh", ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"))
+    before = (
+        layer_norm_spec(config, "input_layernorm"),
+        layer_norm_spec(config, "post_attention_layernorm"),
     )
-    before = _norm(config, "input_layernorm"), _norm(config, "post_attention_layernorm")
     layer = LayerSpec(_attention(config, hidden), mlp, *before)
     root = "transformer"
-    behind = _norm(config, f"{root}.word_embeddings_layernorm")
+    behind = layer_norm_spec(config, f"{root}.word_embeddings_layernorm")
     return ModelSpec(
         vocab_size=config.positive_int("vocab_size"),
         hidden_size=hidden,
         embedding=EmbeddingSpec(f"{root}.word_embeddings", norm=behind),
         layers=(layer,) * config.positive_int("n_layer", "num_hidden_layers"),
-        norm=_norm(config, f"{root}.ln_f"),
+        norm=layer_norm_spec(config, f"{root}.ln_f"),
         head=HeadSpec(f"{root}.word_embeddings"),
         context_length=config.positive_int("seq_length", default=2048),
         layer_name_format=f"{root}.h.{{}}",
@@ -66,10 +62,4 @@ def _attention(config: ConfigReader, hidden: int) -> AttentionSpec:
         scale=head_dim**-0.5,
         alibi_scale=1.0,
         is_grouped_by_kv_head=True,
-    )
-
-
-def _norm(config: ConfigReader, name: str) -> NormSpec:
-    return NormSpec(
-        name, "layer", config.positive_float("layer_norm_epsilon", default=1e-5), has_bias=True
     )

@@ -13,9 +13,13 @@ from gllm.models.spec import (
     LinearSpec,
     MLPSpec,
     ModelSpec,
-    NormSpec,
 )
-from gllm.models.spec_builders import ACTIVATIONS, decoder_model
+from gllm.models.spec_builders import (
+    ACTIVATIONS,
+    decoder_model,
+    layer_norm_spec,
+    plain_mlp_spec,
+)
 
 
 def build_spec(config: ConfigReader) -> ModelSpec:
@@ -26,13 +30,8 @@ def build_spec(config: ConfigReader) -> ModelSpec:
     inner = config.positive_int("ffn_hidden_size", default=4 * hidden)
     # The same as a multiple; transformers reads ffn_hidden_size.
     config.require_value("ff_factor", inner / hidden)
-    mlp = MLPSpec(
-        intermediate_size=inner,
-        activation=config.choice("activation", ACTIVATIONS, "gelu"),
-        up_proj=LinearSpec(("mlp.dense_h_to_4h",), bias),
-        down_proj=LinearSpec(("mlp.dense_4h_to_h",), bias),
-        is_gated=False,
-    )
+    activation = config.choice("activation", ACTIVATIONS, "gelu")
+    mlp = plain_mlp_spec(inner, activation, ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"), bias)
     layer = _layer(config, _attention(config, hidden, bias), mlp)
     root = "transformer."
     return decoder_model(
@@ -42,7 +41,7 @@ def build_spec(config: ConfigReader) -> ModelSpec:
         root=root,
         embedding=EmbeddingSpec(f"{root}word_embeddings"),
         layer_name_format=f"{root}h.{{}}",
-        norm=_norm(config, f"{root}ln_f"),
+        norm=layer_norm_spec(config, f"{root}ln_f"),
         context_length=config.positive_int("max_position_embeddings", default=2048),
         optional_prefix=root,
     )
@@ -83,17 +82,20 @@ def _layer(config: ConfigReader, attention: AttentionSpec, mlp: MLPSpec) -> Laye
     norms = config.positive_int("num_ln_in_parallel_attn", default=2 if grown else 1)
     if parallel and norms == 2 and grown:
         return LayerSpec(
-            attention, mlp, _norm(config, "ln_attn"), _norm(config, "ln_mlp"), is_parallel=True
+            attention,
+            mlp,
+            layer_norm_spec(config, "ln_attn"),
+            layer_norm_spec(config, "ln_mlp"),
+            is_parallel=True,
         )
     if parallel and norms == 1:
-        return LayerSpec(attention, mlp, _norm(config, "input_layernorm"), None, is_parallel=True)
+        return LayerSpec(
+            attention, mlp, layer_norm_spec(config, "input_layernorm"), None, is_parallel=True
+        )
     if norms != 1:
         raise ModelError(f"config.json: num_ln_in_parallel_attn {norms} is not implemented here")
-    before = _norm(config, "input_layernorm"), _norm(config, "post_attention_layernorm")
-    return LayerSpec(attention, mlp, *before)
-
-
-def _norm(config: ConfigReader, name: str) -> NormSpec:
-    return NormSpec(
-        name, "layer", config.positive_float("layer_norm_epsilon", default=1e-5), has_bias=True
+    before = (
+        layer_norm_spec(config, "input_layernorm"),
+        layer_norm_spec(config, "post_attention_layernorm"),
     )
+    return LayerSpec(attention, mlp, *before)

@@ -15,18 +15,15 @@ from gllm.models.spec import (
     LinearSpec,
     MLPSpec,
     ModelSpec,
-    NormSpec,
     PositionEmbeddingSpec,
 )
-from gllm.models.spec_builders import ACTIVATIONS
+from gllm.models.spec_builders import ACTIVATIONS, layer_norm_spec, plain_mlp_spec
 
 
 def build_spec(config: ConfigReader) -> ModelSpec:
     """Build the spec of GPT-2: learned positions, transposed weights."""
-    hidden, count = (
-        config.positive_int("n_embd", default=768),
-        config.positive_int("n_layer", default=12),
-    )
+    hidden = config.positive_int("n_embd", default=768)
+    count = config.positive_int("n_layer", default=12)
     longest = config.positive_int("n_positions", "n_ctx", default=1024)
     # Precision of scores, which is always float32 here.
     config.ignore("reorder_and_upcast_attn")
@@ -40,8 +37,8 @@ def build_spec(config: ConfigReader) -> ModelSpec:
         LayerSpec(
             replace(attention, scale=attention.scale / (layer + 1 if by_layer else 1)),
             mlp,
-            _norm(config, "ln_1"),
-            _norm(config, "ln_2"),
+            layer_norm_spec(config, "ln_1"),
+            layer_norm_spec(config, "ln_2"),
         )
         for layer in range(count)
     ]
@@ -52,7 +49,7 @@ def build_spec(config: ConfigReader) -> ModelSpec:
             "transformer.wte", positions=PositionEmbeddingSpec("transformer.wpe", longest)
         ),
         layers=tuple(layers),
-        norm=_norm(config, "transformer.ln_f"),
+        norm=layer_norm_spec(config, "transformer.ln_f"),
         head=HeadSpec("transformer.wte"),
         context_length=longest,
         layer_name_format="transformer.h.{}",
@@ -78,16 +75,6 @@ def _attention(config: ConfigReader, hidden: int) -> AttentionSpec:
 
 
 def _mlp(config: ConfigReader, hidden: int) -> MLPSpec:
-    return MLPSpec(
-        intermediate_size=config.positive_int("n_inner", default=4 * hidden),
-        activation=config.choice("activation_function", ACTIVATIONS, "gelu_new"),
-        up_proj=LinearSpec(("mlp.c_fc",), has_bias=True, is_transposed=True),
-        down_proj=LinearSpec(("mlp.c_proj",), has_bias=True, is_transposed=True),
-        is_gated=False,
-    )
-
-
-def _norm(config: ConfigReader, name: str) -> NormSpec:
-    return NormSpec(
-        name, "layer", config.positive_float("layer_norm_epsilon", default=1e-5), has_bias=True
-    )
+    size = config.positive_int("n_inner", default=4 * hidden)
+    activation = config.choice("activation_function", ACTIVATIONS, "gelu_new")
+    return plain_mlp_spec(size, activation, ("mlp.c_fc", "mlp.c_proj"), is_transposed=True)

@@ -10,12 +10,11 @@ from gllm.models.spec import (
     EmbeddingSpec,
     LayerSpec,
     LinearSpec,
-    MLPSpec,
     ModelSpec,
     NormSpec,
     PositionEmbeddingSpec,
 )
-from gllm.models.spec_builders import ACTIVATIONS, decoder_model
+from gllm.models.spec_builders import ACTIVATIONS, decoder_model, plain_mlp_spec
 
 
 def build_spec(config: ConfigReader) -> ModelSpec:
@@ -32,13 +31,9 @@ def build_spec(config: ConfigReader) -> ModelSpec:
         out_proj=LinearSpec(("self_attn.out_proj",), bias),
         scale=(hidden // heads) ** -0.5,
     )
-    mlp = MLPSpec(
-        intermediate_size=config.positive_int("ffn_dim"),
-        activation=config.choice("activation_function", ACTIVATIONS, "relu"),
-        up_proj=LinearSpec(("fc1",), bias),
-        down_proj=LinearSpec(("fc2",), bias),
-        is_gated=False,
-    )
+    size = config.positive_int("ffn_dim")
+    activation = config.choice("activation_function", ACTIVATIONS, "relu")
+    mlp = plain_mlp_spec(size, activation, ("fc1", "fc2"), bias)
     layer = LayerSpec(attention, mlp, _norm("self_attn_layer_norm"), _norm("final_layer_norm"))
     longest, root = config.positive_int("max_position_embeddings"), "model.decoder."
     positions = PositionEmbeddingSpec(f"{root}embed_positions", longest + 2, offset=2)

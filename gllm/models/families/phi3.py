@@ -3,18 +3,9 @@
 Source: Abdin et al., "Phi-3 Technical Report" (2024).
 """
 
-from dataclasses import replace
-
 from gllm.models.config_reader import ConfigReader
 from gllm.models.spec import ModelSpec
-from gllm.models.spec_builders import (
-    attention_spec,
-    decoder_model,
-    gated_mlp_spec,
-    pre_norm_layer,
-    read_layer_windows,
-    window_notes,
-)
+from gllm.models.spec_builders import attention_spec, gated_mlp_spec, sliding_window_model
 
 
 def build_spec(config: ConfigReader) -> ModelSpec:
@@ -26,6 +17,4 @@ def build_spec(config: ConfigReader) -> ModelSpec:
         config.require_value(name, 1)
     attention = attention_spec(config, {"partial": 1.0}, names=("qkv_proj", "o_proj"))
     mlp = gated_mlp_spec(config, names=("gate_up_proj", "down_proj"))
-    windows = read_layer_windows(config, [True] * config.positive_int("num_hidden_layers"))
-    layers = [pre_norm_layer(config, replace(attention, window=window), mlp) for window in windows]
-    return decoder_model(config, layers, notes=window_notes(windows))
+    return sliding_window_model(config, attention, mlp)
