@@ -11,41 +11,14 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Matrix:
-    """FP8 weight [outputs, inputs]: an element is its code times the scale of its block."""
+class _Fp8Blocks:
+    """Codes with one scale per block; an element is its code times the scale of its block."""
 
     format: ClassVar[str] = "fp8"
     codes: Tensor
-    """[outputs, inputs] float8_e4m3fn."""
+    """[..., outputs, inputs] float8_e4m3fn."""
     scales: Tensor
-    """[blocks of outputs, blocks of inputs] float32; the last blocks may be smaller."""
-    rows: int
-    """Outputs per block."""
-    columns: int
-    """Inputs per block."""
-    dtype: torch.dtype
-    """Dtype of the floats that the weight represents."""
-
-    @property
-    def outputs(self) -> int:
-        """Number of outputs."""
-        return len(self.codes)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory."""
-        return self.codes.nbytes + self.scales.nbytes
-
-
-@dataclass(frozen=True, slots=True)
-class Fp8Stack:
-    """Weights [outputs, inputs] of all experts, with equal shapes and blocks."""
-
-    format: ClassVar[str] = "fp8"
-    codes: Tensor
-    """[experts, outputs, inputs] float8_e4m3fn."""
-    scales: Tensor
-    """[experts, blocks of outputs, blocks of inputs] float32."""
+    """[..., blocks of outputs, blocks of inputs] float32; the last blocks may be smaller."""
     rows: int
     """Outputs per block."""
     columns: int
@@ -54,14 +27,29 @@ class Fp8Stack:
     """Dtype of the floats that the weights represent."""
 
     @property
-    def shape(self) -> torch.Size:
-        """Number of experts, outputs and inputs."""
-        return self.codes.shape
-
-    @property
     def nbytes(self) -> int:
         """Bytes in memory."""
         return self.codes.nbytes + self.scales.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Matrix(_Fp8Blocks):
+    """FP8 weight [outputs, inputs]."""
+
+    @property
+    def outputs(self) -> int:
+        """Number of outputs."""
+        return len(self.codes)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Stack(_Fp8Blocks):
+    """FP8 weights [experts, outputs, inputs] of all experts, with equal blocks."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Number of experts, outputs and inputs."""
+        return self.codes.shape
 
     def __getitem__(self, expert: int) -> Fp8Matrix:
         """Return the weight of one expert; it shares the stack's memory."""

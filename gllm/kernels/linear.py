@@ -28,10 +28,7 @@ def prepare(
     """
     parts = [weight] if isinstance(weight, Tensor) else weight
     target, parts = convert(parts, quantization)
-    if magnitudes is not None:
-        matrix: Matrix = target.prepare_part(parts, magnitudes)
-    else:
-        matrix = target.prepare(parts)
+    matrix: Matrix = target.prepare(parts, magnitudes)
     return matrix
 
 
@@ -65,10 +62,7 @@ def linear(
         magnitudes: [tokens] float32: `row_magnitudes` of the whole rows, if x and W lack some
             inputs and the format scales rows.
     """
-    target = weight_format(matrix.format)
-    if magnitudes is None:
-        return target.multiply(x, matrix, bias, out)
-    return target.multiply_part(x, matrix, bias, out, magnitudes)
+    return weight_format(matrix.format).multiply(x, matrix, bias, out, magnitudes)
 
 
 def lookup_rows(matrix: Matrix, ids: Tensor) -> Tensor:

@@ -56,12 +56,17 @@ class Fp8Format(WeightFormat[Fp8Matrix]):
         """Return the floats [outputs, inputs] in the matrix's dtype."""
         return dequantize(matrix)
 
-    def prepare(self, parts: Sequence[Fp8Matrix]) -> Fp8Matrix:
+    def prepare(self, parts: Sequence[Fp8Matrix], magnitudes: Tensor | None = None) -> Fp8Matrix:
         """Return one matrix of the parts. Raises ValueError if their blocks do not fit."""
         return stack_fp8(parts)
 
     def multiply(
-        self, x: Tensor, matrix: Fp8Matrix, bias: Tensor | None, out: Tensor | None
+        self,
+        x: Tensor,
+        matrix: Fp8Matrix,
+        bias: Tensor | None,
+        out: Tensor | None,
+        magnitudes: Tensor | None = None,
     ) -> Tensor:
         """Return x W^T + b, [tokens, outputs]; see WeightFormat."""
         return linear_fp8(x, matrix, bias, out)

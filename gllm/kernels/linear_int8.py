@@ -72,33 +72,23 @@ class Int8Format(WeightFormat[Int8Matrix]):
 
     scales_rows = True
 
-    def prepare(self, parts: Sequence[Tensor]) -> Int8Matrix:
+    def prepare(self, parts: Sequence[Tensor], magnitudes: Tensor | None = None) -> Int8Matrix:
         """Return the quantized weight. Raises ValueError for more inputs than MAX_INPUTS."""
-        return prepare_int8(parts[0] if len(parts) == 1 else torch.cat(list(parts)))
-
-    def multiply(
-        self, x: Tensor, matrix: Int8Matrix, bias: Tensor | None, out: Tensor | None
-    ) -> Tensor:
-        """Return x W^T + b, [tokens, outputs]; see WeightFormat."""
-        return linear_int8(x, matrix, bias, out)
-
-    def prepare_part(self, parts: Sequence[Tensor], magnitudes: Tensor) -> Int8Matrix:
-        """Return the quantized part of a weight; see WeightFormat."""
         return prepare_int8(parts[0] if len(parts) == 1 else torch.cat(list(parts)), magnitudes)
 
     def row_magnitudes(self, x: Tensor) -> Tensor:
         """Return the largest magnitude of each row of x, [tokens] float32; see WeightFormat."""
         return row_magnitudes(x)
 
-    def multiply_part(
+    def multiply(
         self,
         x: Tensor,
         matrix: Int8Matrix,
         bias: Tensor | None,
         out: Tensor | None,
-        magnitudes: Tensor,
+        magnitudes: Tensor | None = None,
     ) -> Tensor:
-        """Return x W^T + b of some inputs, [tokens, outputs]; see WeightFormat."""
+        """Return x W^T + b, [tokens, outputs]; see WeightFormat."""
         return linear_int8(x, matrix, bias, out, magnitudes)
 
 

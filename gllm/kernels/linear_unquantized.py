@@ -54,7 +54,9 @@ class UnquantizedFormat(WeightFormat[UnquantizedMatrix]):
         assert isinstance(matrix, Tensor), "loaded weights are not packed yet"
         return matrix
 
-    def prepare(self, parts: Sequence[Tensor]) -> UnquantizedMatrix:
+    def prepare(
+        self, parts: Sequence[Tensor], magnitudes: Tensor | None = None
+    ) -> UnquantizedMatrix:
         """Return a packed copy of parts [outputs, inputs], or a plain copy without kernels."""
         return _pack_parts(parts) or unpacked(torch.cat(list(parts)))
 
@@ -64,7 +66,12 @@ class UnquantizedFormat(WeightFormat[UnquantizedMatrix]):
         return fused or self.prepare(parts)
 
     def multiply(
-        self, x: Tensor, matrix: UnquantizedMatrix, bias: Tensor | None, out: Tensor | None
+        self,
+        x: Tensor,
+        matrix: UnquantizedMatrix,
+        bias: Tensor | None,
+        out: Tensor | None,
+        magnitudes: Tensor | None = None,
     ) -> Tensor:
         """Return x W^T + b, [tokens, outputs]; see WeightFormat."""
         if matrix.is_packed:

@@ -84,24 +84,17 @@ class WeightFormat(ABC, Generic[M]):
         raise NotImplementedError(f"{type(self).__name__} has no format in checkpoints")
 
     @abstractmethod
-    def prepare(self, parts: Sequence[Any]) -> M:
+    def prepare(self, parts: Sequence[Any], magnitudes: Tensor | None = None) -> M:
         """Return one matrix of parts [outputs, inputs], stacked along the outputs.
 
         Args:
             parts: matrices of this format, if a checkpoint stores it; tensors otherwise.
+            magnitudes: [outputs] float32: largest magnitude of each output's whole row, if the
+                parts lack some inputs and the format scales rows.
 
         Raises:
             ValueError: the parts cannot be represented in this format.
         """
-
-    def prepare_part(self, parts: Sequence[Any], magnitudes: Tensor) -> M:
-        """Return one matrix of parts [outputs, inputs] that lack some inputs of the whole weight.
-
-        Args:
-            parts: as in `prepare`.
-            magnitudes: [outputs] float32: largest magnitude of each output's whole row.
-        """
-        raise NotImplementedError(f"{type(self).__name__} does not scale rows")
 
     def prepare_gated(self, parts: Sequence[Any], activation: str) -> M:
         """Return one matrix of a gate and an up projection, for `multiply_gated`.
@@ -113,7 +106,14 @@ class WeightFormat(ABC, Generic[M]):
         return self.prepare(parts)
 
     @abstractmethod
-    def multiply(self, x: Tensor, matrix: M, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    def multiply(
+        self,
+        x: Tensor,
+        matrix: M,
+        bias: Tensor | None,
+        out: Tensor | None,
+        magnitudes: Tensor | None = None,
+    ) -> Tensor:
         """Return x W^T + b, [tokens, outputs].
 
         Args:
@@ -121,26 +121,14 @@ class WeightFormat(ABC, Generic[M]):
             matrix: W [outputs, inputs].
             bias: b [outputs].
             out: receives the result if given: contiguous, of x's dtype or float32.
+            magnitudes: [tokens] float32: as from `row_magnitudes`, but of the whole rows, if x and
+                W lack some inputs and the format scales rows.
         """
 
     def row_magnitudes(self, x: Tensor) -> Tensor:
         """Return the largest magnitude of each row of x, [tokens] float32.
 
         It is +inf for a row with a number that is not finite.
-        """
-        raise NotImplementedError(f"{type(self).__name__} does not scale rows")
-
-    def multiply_part(
-        self,
-        x: Tensor,
-        matrix: M,
-        bias: Tensor | None,
-        out: Tensor | None,
-        magnitudes: Tensor,
-    ) -> Tensor:
-        """Return x W^T + b as `multiply` does, where x and W lack some inputs of the whole product.
-
-        magnitudes: [tokens] float32: as from `row_magnitudes`, but of the whole rows.
         """
         raise NotImplementedError(f"{type(self).__name__} does not scale rows")
 

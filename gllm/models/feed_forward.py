@@ -4,7 +4,7 @@ The arithmetic is in gllm/kernels.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
@@ -107,15 +107,7 @@ class Experts:
         self.correction_bias: Tensor | None = None
         if spec.correction_bias is not None:
             self.correction_bias = weights.read_float32(spec.correction_bias, spec.num_experts)
-        self.routing = Routing(
-            spec.top_k,
-            spec.scoring,
-            spec.renormalize,
-            spec.scaling_factor,
-            spec.num_groups,
-            spec.top_k_groups,
-            spec.group_scoring,
-        )
+        self.routing = Routing(**{each.name: getattr(spec, each.name) for each in fields(Routing)})
         experts = [expert_spec(spec.expert, index) for index in range(spec.num_experts)]
         self.experts: StackedExperts | SeparateExperts
         # GPU kernels read stacks; CPU kernels read matrices, each laid out separately.

@@ -50,48 +50,6 @@ class TcpInfo(NamedTuple):
     num_retransmitted_bytes: int
 
 
-def read_tcp_info(connection: socket.socket) -> TcpInfo | None:
-    """Return the state of a connection; None if the system does not report it.
-
-    Raises:
-        OSError: the connection is closed.
-    """
-    data = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
-    if len(data) < _INFO.size:
-        return None
-    fields = _INFO.unpack(data)
-    segment_bytes, min_round_trip = fields[_SEND_MSS], fields[_MIN_ROUND_TRIP]
-    return TcpInfo(
-        float(fields[_DELIVERY_RATE]),
-        bool(fields[_APP_LIMITED_BYTE] & _APP_LIMITED_BIT),
-        fields[_ROUND_TRIP] * _MICROSECONDS,
-        None if min_round_trip == _NO_ROUND_TRIP else min_round_trip * _MICROSECONDS,
-        segment_bytes,
-        fields[_WINDOW] * segment_bytes,
-        fields[_UNACKED] * segment_bytes,
-        fields[_UNSENT],
-        fields[_DELIVERED],
-        fields[_BYTES_SENT],
-        fields[_BYTES_RETRANSMITTED],
-    )
-
-
-def set_pacing(connection: socket.socket, bytes_per_second: float) -> None:
-    """Limit the pacing rate in bytes per second; infinite for no limit. Raises OSError."""
-    value = _UNPACED if isinf(bytes_per_second) else int(bytes_per_second)
-    connection.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, value.to_bytes(8, "little"))
-
-
-def set_unsent_limit(connection: socket.socket, num_bytes: int) -> None:
-    """Limit the unsent bytes in the kernel's buffer (TCP_NOTSENT_LOWAT). Raises OSError.
-
-    Args:
-        connection: is writable while the kernel holds fewer bytes.
-        num_bytes: this number.
-    """
-    connection.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, num_bytes)
-
-
 HANDSHAKE_SECONDS = 5.0
 """Limit until the first frame has arrived."""
 CONNECT_SECONDS = 2.0
@@ -242,15 +200,36 @@ class FrameConnection:
 
     def read_tcp_info(self) -> TcpInfo | None:
         """Return TCP's measurements; None if the system has none. Raises OSError."""
-        return read_tcp_info(self._socket)
+        data = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
+        if len(data) < _INFO.size:
+            return None
+        fields = _INFO.unpack(data)
+        segment_bytes, min_round_trip = fields[_SEND_MSS], fields[_MIN_ROUND_TRIP]
+        return TcpInfo(
+            float(fields[_DELIVERY_RATE]),
+            bool(fields[_APP_LIMITED_BYTE] & _APP_LIMITED_BIT),
+            fields[_ROUND_TRIP] * _MICROSECONDS,
+            None if min_round_trip == _NO_ROUND_TRIP else min_round_trip * _MICROSECONDS,
+            segment_bytes,
+            fields[_WINDOW] * segment_bytes,
+            fields[_UNACKED] * segment_bytes,
+            fields[_UNSENT],
+            fields[_DELIVERED],
+            fields[_BYTES_SENT],
+            fields[_BYTES_RETRANSMITTED],
+        )
 
     def set_pacing(self, bytes_per_second: float) -> None:
         """Limit the rate at which packets leave; infinite for no limit. Raises OSError."""
-        set_pacing(self._socket, bytes_per_second)
+        value = _UNPACED if isinf(bytes_per_second) else int(bytes_per_second)
+        self._socket.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, value.to_bytes(8, "little"))
 
     def set_unsent_limit(self, num_bytes: int) -> None:
-        """Limit the bytes that the kernel holds before they leave. Raises OSError."""
-        set_unsent_limit(self._socket, num_bytes)
+        """Limit the unsent bytes in the kernel's buffer (TCP_NOTSENT_LOWAT). Raises OSError.
+
+        The connection is writable while the kernel has fewer bytes.
+        """
+        self._socket.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, num_bytes)
 
     def try_receive_header(self) -> FrameHeader | None:
         """Return the header of a frame that has begun to arrive; None if none has.

@@ -36,6 +36,7 @@ from gllm.transport.link.frames import (
 from gllm.transport.link.listener import describe_tls_error
 from gllm.transport.link.settings import LinkSettings
 from gllm.transport.meeting_log import MAX_LOG_BYTES, VERDICT_KEY, LogReader, TransportVerdict
+from gllm.transport.ring import Ring
 
 _NUM_DESCRIPTORS = 3
 
@@ -144,6 +145,8 @@ class EdgeEnd(ABC):
         files = [*descriptors[:2], *descriptors[num_first:]]
         self._ring_files = list(zip(files[::2], files[1::2], strict=True))
         """Memory and event of each lane's ring."""
+        self._rings: list[Ring | None] = [None] * command.num_lanes
+        """The worker's ring of each lane, once the worker has laid it out."""
         self._meeting = MeetingLogs(descriptors[2:num_first])
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()
@@ -237,6 +240,15 @@ class EdgeEnd(ABC):
     @abstractmethod
     def _signalled_steps(self) -> list[list[int | None]]:
         """Return the steps that each ring has signalled, if this end receives; else nothing."""
+
+    def _attach(self, lane: int) -> Ring | None:
+        """Return the worker's ring of a lane; None as long as the worker has not laid it out."""
+        ring = self._rings[lane]
+        if ring is None:
+            ring = self._rings[lane] = Ring.attach(*self._ring_files[lane])
+            if ring is not None and not self.command.is_sender:
+                ring.begin_relay()
+        return ring
 
     @abstractmethod
     def _on_frame(self, connection: FrameConnection, header: FrameHeader) -> None:

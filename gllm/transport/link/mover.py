@@ -47,7 +47,6 @@ from gllm.transport.link.listener import Listener
 from gllm.transport.link.sender import SendingEnd
 from gllm.transport.link.settings import LinkSettings, Refusals
 from gllm.transport.link.slots import SlotWriter
-from gllm.transport.ring import Ring
 
 _SCRATCH_BYTES = 2**16
 
@@ -55,18 +54,8 @@ _SCRATCH_BYTES = 2**16
 class ReceivingEnd(EdgeEnd):
     """Fills rings; the bytes of a step that a ring has already are dropped."""
 
-    def __init__(
-        self,
-        name: EdgeName,
-        command: OpenLinkEdge,
-        descriptors: Sequence[int],
-        settings: LinkSettings,
-    ) -> None:
-        """Prepare an end; `start` connects it."""
-        super().__init__(name, command, descriptors, settings)
-        self._rings: list[Ring | None] = [None] * command.num_lanes
-        self._writers: list[SlotWriter | None] = [None] * command.num_lanes
-        """By lane; None before its LAYOUT."""
+    _writers: list[SlotWriter | None]
+    """Writer of each lane's steps on this connection; None before the lane's LAYOUT."""
 
     def _resume(self, connection: FrameConnection, resume: EdgeResume) -> None:
         # Steps that were not complete are sent again from their beginning.
@@ -77,15 +66,6 @@ class ReceivingEnd(EdgeEnd):
     def _signalled_steps(self) -> list[list[int | None]]:
         rings = [self._attach(lane) for lane in range(len(self._rings))]
         return [[] if ring is None else ring.signalled_steps for ring in rings]
-
-    def _attach(self, lane: int) -> Ring | None:
-        """Return the worker's ring of a lane; None as long as the worker has not laid it out."""
-        ring = self._rings[lane]
-        if ring is None:
-            ring = self._rings[lane] = Ring.attach(*self._ring_files[lane])
-            if ring is not None:
-                ring.begin_relay()
-        return ring
 
     def _on_frame(self, connection: FrameConnection, header: FrameHeader) -> None:
         if header.lane >= len(self._rings):

@@ -228,8 +228,6 @@ class SendingEnd(EdgeEnd):
     ) -> None:
         """Prepare an end; `start` connects it."""
         super().__init__(name, command, descriptors, settings)
-        self._rings: list[Ring | None] = [None] * command.num_lanes
-        """The worker's ring of each lane, once the worker has laid it out."""
         self._is_shaped = command.num_lanes > 1
         """True if the policy has a choice."""
         self._monitor = LinkMonitor(self._is_shaped)
@@ -274,10 +272,8 @@ class SendingEnd(EdgeEnd):
 
     def _on_events(self, connection: FrameConnection) -> None:
         """Queue the steps that were signalled and that the other machine does not have."""
-        for lane, ring in enumerate(self._rings):
-            if ring is None:
-                ring = self._rings[lane] = Ring.attach(*self._ring_files[lane])
-            if ring is not None:
+        for lane in range(len(self._rings)):
+            if (ring := self._attach(lane)) is not None:
                 self._queue_steps(connection, lane, ring)
         if not self._is_shaped:
             while self._queue:
