@@ -25,7 +25,7 @@ class RankGroup(Protocol):
 
     All ranks call the same methods in the same order with the same shapes. All methods but `cancel`
     raise GroupClosedError once any rank has cancelled the group, and GroupMismatchError if the
-    ranks are found to call different ones.
+    ranks call different methods.
     """
 
     rank: int
@@ -41,8 +41,8 @@ class RankGroup(Protocol):
         """Return the memory [rows, width] float32 for the input of the next `sum`.
 
         Returns:
-            None if the part may be anywhere. The memory is valid until that sum; only `maximum` may
-            be called in between.
+            The memory, valid until that `sum`; only `maximum` may be called in between. None if
+            the input may be any tensor.
         """
 
     def sum(self, partial: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

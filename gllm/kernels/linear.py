@@ -59,8 +59,8 @@ def linear(
         matrix: W, from `prepare`.
         bias: b [outputs].
         out: receives the result if given: contiguous, of x's dtype or float32.
-        magnitudes: [tokens] float32: `row_magnitudes` of the whole rows, if x and W lack some
-            inputs and the format scales rows.
+        magnitudes: [tokens] float32: largest magnitudes of the whole rows (`row_magnitudes`), if x
+            and W have only this rank's inputs and the format scales rows.
     """
     return weight_format(matrix.format).multiply(x, matrix, bias, out, magnitudes)
 

@@ -186,8 +186,8 @@ def linear_int8(
         matrix: W [outputs, inputs].
         bias: b [outputs], of x's dtype.
         out: receives the result if given: contiguous, of x's dtype or float32.
-        magnitudes: [tokens] float32, contiguous: `row_magnitudes` of the whole rows, if x lacks
-            some inputs.
+        magnitudes: [tokens] float32, contiguous: largest magnitudes of the whole rows
+            (`row_magnitudes`), if x has only this rank's inputs.
     """
     x = x.contiguous()
     library, shape = library_for(x, "linear_int8"), (len(x), matrix.outputs)

@@ -280,14 +280,17 @@ def time_on_gpu(prepared: "PreparedWorkload") -> float:
     return float(do_bench(prepared.run, quantiles=[0.5]))
 
 
-def parser() -> argparse.ArgumentParser:
+def make_tune_parser() -> argparse.ArgumentParser:
     """Return the argument parser of the command."""
     made = argparse.ArgumentParser(prog="python -m gllm.kernels.tune", description=__doc__)
     made.add_argument("tables", nargs="*", help=f"of {', '.join(CANDIDATE_VALUES)}; all by default")
     made.add_argument("--output", type=Path, default=tiles.FOLDER, help="folder of the file")
     made.add_argument("--jobs", type=int, default=8, help="processes that compile")
     made.add_argument(
-        "--minutes", type=minutes, default=math.inf, help="after which no more tiles are tried"
+        "--minutes",
+        type=minutes,
+        default=math.inf,
+        help="after which no more tiles are tried",
     )
     return made
 
@@ -303,7 +306,7 @@ def minutes(text: str) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Tune the requested tables and write the file of this GPU; other tables stay unchanged."""
     given = sys.argv[1:] if arguments is None else arguments
-    options = parser().parse_args(given)
+    options = make_tune_parser().parse_args(given)
     unknown = sorted({*options.tables} - {*CANDIDATE_VALUES})
     if unknown:
         print(f"no table {unknown[0]}: there are {', '.join(CANDIDATE_VALUES)}", file=sys.stderr)

@@ -197,9 +197,9 @@ def convert(
 
 
 def stack_tensors(num_experts: int, tensors: Iterable[Tensor]) -> Tensor:
-    """Return tensors of one shape and dtype as [num_experts, *shape].
+    """Stack tensors of one shape and dtype as [num_experts, *shape].
 
-    Only one of them is in memory beside the result.
+    Besides the result, only one tensor is in memory at a time.
 
     Raises:
         ValueError: the shapes differ.

@@ -35,9 +35,10 @@ def read_projections(
 def read_matrices(
     spec: LinearSpec, weights: Weights, outputs: Sequence[int], inputs: int
 ) -> Sequence[Weight]:
-    """Read the weights of several projections, in the checkpoint's format if it is kept.
+    """Read the weights [outputs, inputs] of several projections.
 
-    Otherwise they are floats, as from `read_projections`.
+    They stay in the checkpoint's quantized format if the kernels multiply by it; otherwise they are
+    floats, as from `read_projections`.
     """
     if spec.is_transposed:
         return read_projections(spec, weights, outputs, inputs)
@@ -46,13 +47,13 @@ def read_matrices(
 
 
 def read_row_magnitudes(spec: LinearSpec, weights: Weights, outputs: Sequence[int]) -> Tensor:
-    """Read the largest magnitude of each output's weights, of all ranks' inputs together.
+    """Read the largest magnitude of each output's weights over the inputs of all ranks.
 
-    Formats with one scale per output need it to quantize the inputs of one rank as they quantize
-    all. The whole tensors are read.
+    With it, formats with one scale per output quantize one rank's inputs as they quantize the whole
+    weight. The whole tensors are read.
 
     Args:
-        spec: a linear layer whose inputs are cut.
+        spec: a linear layer whose inputs are divided over the ranks.
         weights: weights of the layer.
         outputs: number of outputs of each projection.
 

@@ -20,10 +20,10 @@ from torch import Tensor
 from gllm.kernels.weight_format import Weight, dequantize_weight, weight_format
 from gllm.models.errors import ModelError
 from gllm.models.ranks import Ranks
-from gllm.models.shard import TensorCuts, cut_scales, widen_cuts
+from gllm.models.shard import TensorShards, shard_scales, widen_shards
 from gllm.models.spec import (
     AttentionSpec,
-    Cut,
+    DimensionShard,
     LayerSpec,
     LinearSpec,
     MLPSpec,
@@ -34,16 +34,16 @@ from gllm.models.stored_tensor import CPU, StoredTensor, StoredTensors, select, 
 from gllm.models.weight_files import find_weight_files, is_lfs_pointer, lfs_error
 
 
-def tensor_cuts(model: ModelSpec, layers: range) -> dict[str, TensorCuts]:
-    """Return, by name, the cut of each tensor that the ranks of a stage divide.
+def tensor_shards(model: ModelSpec, layers: range) -> dict[str, TensorShards]:
+    """Return, by name, this rank's shard of each tensor that the ranks of a stage divide.
 
-    Scales of quantized weights are not among them; `block_cuts.cut_scales` returns theirs.
+    Scales of quantized weights are not included; see gllm.models.shard.shard_scales.
 
     Args:
         model: the shard of one rank; a whole model has no cuts.
         layers: of the stage.
     """
-    cuts: dict[str, TensorCuts] = {}
+    cuts: dict[str, TensorShards] = {}
     if model.ranks == 1:
         return cuts
     embedding, head = model.embedding, model.head
@@ -84,9 +84,9 @@ def _head_norms(layer: LayerSpec) -> Iterator[NormSpec]:
         yield from (norm for norm in norms if norm is not None)
 
 
-def _linear_cuts(linear: LinearSpec) -> Iterator[tuple[str, TensorCuts]]:
+def _linear_cuts(linear: LinearSpec) -> Iterator[tuple[str, TensorShards]]:
     """Yield the tensors of a linear layer and their cuts."""
-    cuts: Sequence[Cut | None] = linear.rows or [None] * len(linear.names)
+    cuts: Sequence[DimensionShard | None] = linear.rows or [None] * len(linear.names)
     for name, rows in zip(linear.names, cuts, strict=True):
         yield f"{name}.bias", (rows,)
         is_transposed = linear.is_transposed
@@ -124,8 +124,8 @@ class TensorNames:
         Args:
             name: of the tensor.
             layers: of the stage.
-            held_layers: those of which no tensor is read.
-            holds_ends: True if no tensor beside the layers is read.
+            held_layers: layers that are in memory already, whose tensors are not read.
+            holds_ends: True if embedding and LM head are in memory already.
         """
         if self.is_ignored(name) or not self._belongs(name, layers):
             return False
@@ -192,7 +192,7 @@ class Checkpoint:
             device: of the tensors returned.
             keep_quantized: whether `read_matrices` keeps the checkpoint's format; default: on GPUs.
             held_layers: layers of the stage that are in memory already, and not read.
-            holds_ends: True if the same holds for the tensors beside the layers.
+            holds_ends: True if embedding and LM head are in memory already, and not read.
 
         Raises:
             ModelError: the files are missing or invalid.
@@ -224,7 +224,7 @@ class Checkpoint:
             if self._names.is_read(name, layers, held_layers, holds_ends)
         }
         self._unread = set(self._homes)
-        self._cuts = tensor_cuts(self.model, layers)
+        self._cuts = tensor_shards(self.model, layers)
         self.total_bytes = sum(map(self._expected_bytes, self._homes))
         """Stored bytes of the tensors that are to be read."""
 
@@ -269,7 +269,7 @@ class Checkpoint:
     def read_matrices(
         self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]
     ) -> Sequence[Weight]:
-        """Return weights, in the checkpoint's format if all have it and it is kept."""
+        """Return weights, quantized as in the checkpoint if all are and the kernels support it."""
         if not self._keep_quantized or not all(self._is_quantized(name) for name in names):
             return self.read_parts(names, shapes)
         weights = self._read_all(names, shapes, None)
@@ -351,7 +351,7 @@ class Checkpoint:
         )
 
     def _tensor(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, cuts: TensorCuts
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, cuts: TensorShards
     ) -> Weight:
         """Return a tensor, or the cuts of it, of this shape."""
         self._check_shape(name, shape, cuts)
@@ -366,7 +366,7 @@ class Checkpoint:
             )
         return tensor.to(self._device, dtype)
 
-    def _check_shape(self, name: str, shape: tuple[int, ...], cuts: TensorCuts) -> None:
+    def _check_shape(self, name: str, shape: tuple[int, ...], cuts: TensorShards) -> None:
         """Raise ModelError if the stored tensor does not have the shape of which cuts are read."""
         expected = list(shape)
         for dimension, cut in enumerate(cuts):
@@ -380,7 +380,7 @@ class Checkpoint:
                 f"be {tuple(expected)}"
             )
 
-    def _load_quantized(self, name: str, cuts: TensorCuts, dtype: torch.dtype) -> Weight:
+    def _load_quantized(self, name: str, cuts: TensorShards, dtype: torch.dtype) -> Weight:
         """Return the weight whose codes are the tensor `name`.
 
         It stays in the checkpoint's format unless a cut ends within a block of it.
@@ -391,13 +391,13 @@ class Checkpoint:
         assert self._format is not None, "the model has quantized weights"
         assert self._stored is not None, "the model has quantized weights"
         stem, block = name.removesuffix("weight"), self._stored.block
-        wide = widen_cuts(cuts, block)
+        wide = widen_shards(cuts, block)
 
         def read(last_part: str) -> Tensor | None:
             sibling = stem + last_part
             if sibling not in self._homes:
                 return None
-            scale_cuts = cut_scales(wide, self._homes[sibling].shape, block)
+            scale_cuts = shard_scales(wide, self._homes[sibling].shape, block)
             return self._read_stored(sibling, scale_cuts).to(self._device)
 
         codes = self._read_stored(name, wide).to(self._device)
@@ -407,7 +407,7 @@ class Checkpoint:
             raise ModelError(f"{self.folder}: tensor {name!r} {error}") from error
         return weight if wide == cuts else select(dequantize_weight(weight), wide, cuts)
 
-    def _read_stored(self, name: str, cuts: TensorCuts) -> Tensor:
+    def _read_stored(self, name: str, cuts: TensorShards) -> Tensor:
         """Return a tensor or its cuts as they are stored, and mark it as read."""
         tensor = self._home(name).read(cuts)
         self.read_bytes += tensor.nbytes

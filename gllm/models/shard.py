@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from gllm.models.spec import (
     AttentionSpec,
-    Cut,
+    DimensionShard,
     ExpertsSpec,
     LatentAttentionSpec,
     LayerSpec,
@@ -22,41 +22,41 @@ from gllm.models.spec import (
     NormSpec,
 )
 
-TensorCuts = tuple[Cut | None, ...]
+TensorShards = tuple[DimensionShard | None, ...]
 """Runs of each dimension of a tensor, None for all of it; empty for the whole tensor."""
 
 
-def is_aligned(cut: Cut, length: int) -> bool:
-    """Return whether a cut begins and ends at borders of blocks of `length` elements."""
+def is_aligned(cut: DimensionShard, length: int) -> bool:
+    """Return whether a shard begins and ends at borders of blocks of `length` elements."""
     return widen(cut, length) == cut
 
 
-def widen(cut: Cut, length: int) -> Cut:
-    """Return the blocks of `length` elements that hold a cut."""
+def widen(cut: DimensionShard, length: int) -> DimensionShard:
+    """Return a shard extended to whole blocks of `length` elements."""
     runs: list[tuple[int, int]] = []
     for begin, end in cut.runs:
         begin, end = begin // length * length, min(-(-end // length) * length, cut.size)
         if runs and begin <= runs[-1][1]:
             begin = runs.pop()[0]
         runs.append((begin, end))
-    return Cut(cut.size, tuple(runs))
+    return DimensionShard(cut.size, tuple(runs))
 
 
-def widen_cuts(cuts: TensorCuts, block: tuple[int, int] | None) -> TensorCuts:
-    """Return the blocks that hold cuts of a weight [outputs, inputs]."""
+def widen_shards(cuts: TensorShards, block: tuple[int, int] | None) -> TensorShards:
+    """Return the shards of a weight [outputs, inputs], extended to whole blocks."""
     if block is None or not cuts:
         return cuts
     pairs = zip(cuts, block, strict=True)
     return tuple(None if cut is None else widen(cut, length) for cut, length in pairs)
 
 
-def cut_scales(
-    cuts: TensorCuts, shape: tuple[int, ...], block: tuple[int, int] | None
-) -> TensorCuts:
-    """Return the cuts of a tensor of scales.
+def shard_scales(
+    cuts: TensorShards, shape: tuple[int, ...], block: tuple[int, int] | None
+) -> TensorShards:
+    """Return the shards of a tensor of scales.
 
     Args:
-        cuts: of the codes [outputs, inputs], at borders of blocks.
+        cuts: shards of the codes [outputs, inputs], at borders of blocks.
         shape: of the stored scales.
         block: outputs and inputs that share a scale; None for one scale per tensor or output.
 
@@ -77,7 +77,7 @@ def cut_scales(
     return _cut_blocks(rows, shape[0], block[0]), _cut_blocks(columns, shape[1], block[1])
 
 
-def _cut_blocks(cut: Cut | None, count: int, length: int) -> Cut | None:
+def _cut_blocks(cut: DimensionShard | None, count: int, length: int) -> DimensionShard | None:
     """Return the blocks of a dimension that a cut at their borders holds.
 
     Args:
@@ -94,7 +94,9 @@ def _cut_blocks(cut: Cut | None, count: int, length: int) -> Cut | None:
         raise ValueError(
             f"has {count} scales along {cut.size} elements, but {length} elements share a scale"
         )
-    return Cut(count, tuple((begin // length, -(-end // length)) for begin, end in cut.runs))
+    return DimensionShard(
+        count, tuple((begin // length, -(-end // length)) for begin, end in cut.runs)
+    )
 
 
 Run = tuple[int, int]
@@ -102,7 +104,7 @@ Run = tuple[int, int]
 
 
 def shard(model: ModelSpec, rank: int, ranks: int) -> ModelSpec:
-    """Return the part of a model that one tensor parallel rank holds.
+    """Return the part of a model that one tensor parallel rank loads and computes.
 
     Args:
         model: the whole model.
@@ -291,7 +293,7 @@ class _Part:
             is_summed=True,
         )
 
-    def cut_vocabulary(self, size: int) -> Cut:
+    def cut_vocabulary(self, size: int) -> DimensionShard:
         share = -(-size // self.ranks)
         return _make_cut(size, (self.rank * share, min((self.rank + 1) * share, size)))
 
@@ -304,7 +306,7 @@ class _Part:
         begin = self.rank * heads // self.ranks
         return begin, begin + max(heads // self.ranks, 1)
 
-    def _cut(self, size: int, unit: int = 1) -> Cut:
+    def _cut(self, size: int, unit: int = 1) -> DimensionShard:
         """Return this rank's part of `size` units of `unit` elements."""
         begin, end = self._run(size)
         return _make_cut(size * unit, (begin * unit, end * unit))
@@ -315,7 +317,7 @@ class _Part:
         return replace(linear, columns=self._cut(size, unit), is_summed=is_summed)
 
 
-def _cut_qkv(spec: AttentionSpec, heads: Run, kv_heads: Run) -> tuple[Cut, ...]:
+def _cut_qkv(spec: AttentionSpec, heads: Run, kv_heads: Run) -> tuple[DimensionShard, ...]:
     """Return the outputs of some heads, for each tensor of a whole qkv_proj."""
     dim, num_heads, num_kv_heads = spec.head_dim, spec.num_heads, spec.num_kv_heads
 
@@ -341,11 +343,11 @@ def _group_runs(spec: AttentionSpec, heads: Run) -> Iterator[Run]:
         yield (first + group) * dim, (first + group + 2) * dim
 
 
-def _make_cut(size: int, *runs: Run) -> Cut:
+def _make_cut(size: int, *runs: Run) -> DimensionShard:
     """Return a cut; runs that follow each other become one."""
     merged: list[Run] = []
     for begin, end in runs:
         if merged and merged[-1][1] == begin:
             begin = merged.pop()[0]
         merged.append((begin, end))
-    return Cut(size, tuple(merged))
+    return DimensionShard(size, tuple(merged))

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True)
-class Cut:
-    """The runs of a stored dimension that one tensor parallel rank holds."""
+class DimensionShard:
+    """Part of one dimension of a stored tensor that a tensor parallel rank loads."""
 
     size: int
     """Elements of the whole dimension."""
@@ -38,7 +38,7 @@ class NormSpec:
     has_bias: bool = False
     offset: float = 0.0
     """Added to the stored scale."""
-    heads: Cut | None = None
+    heads: DimensionShard | None = None
     """Heads of this rank, if the scale is [heads, head_dim]; None for all."""
 
 
@@ -50,9 +50,9 @@ class LinearSpec:
     has_bias: bool = False
     is_transposed: bool = False
     """True if the weight is stored as [inputs, outputs]."""
-    rows: tuple[Cut, ...] = ()
+    rows: tuple[DimensionShard, ...] = ()
     """Outputs of this rank, for each name; empty for all outputs."""
-    columns: Cut | None = None
+    columns: DimensionShard | None = None
     """Inputs of this rank; None for all."""
     is_summed: bool = False
     """True if the output is a partial sum: the result is the sum of all ranks, then the bias."""
@@ -271,7 +271,7 @@ class EmbeddingSpec:
     """Multiplies the embedding."""
     positions: PositionEmbeddingSpec | None = None
     norm: NormSpec | None = None
-    rows: Cut | None = None
+    rows: DimensionShard | None = None
     """Tokens of the vocabulary whose embeddings this rank holds; None for all."""
 
 
@@ -291,7 +291,7 @@ class HeadSpec:
     """Cap c of the logits: l becomes c * tanh(l / c)."""
     has_normalized_rows: bool = False
     """True if the rows of the weight are scaled to length 1."""
-    rows: Cut | None = None
+    rows: DimensionShard | None = None
     """Tokens of the vocabulary whose logits this rank computes; None for all."""
 
 
@@ -350,7 +350,7 @@ class ModelSpec:
         return self.head.name == self.embedding.name
 
     def names_outside_layers(self, layers: range) -> list[str]:
-        """Return the names of the tensors beside the layers of the stage that has `layers`."""
+        """Return the names of a stage's tensors outside of its layers, such as the embedding."""
         names = []
         if layers.start == 0:
             optional = self.embedding.positions, self.embedding.norm

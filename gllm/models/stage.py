@@ -21,7 +21,7 @@ from gllm.models.basic_layers import Norm, optional_norm
 from gllm.models.layers import DecoderLayer, DecoderLayers
 from gllm.models.loader import Checkpoint, Weights
 from gllm.models.ranks import Ranks
-from gllm.models.spec import Cut, ModelSpec, RopeSpec
+from gllm.models.spec import DimensionShard, ModelSpec, RopeSpec
 
 HEAD_ROWS = 256
 """Rows for which the LM head computes logits at once; its output is as wide as the vocabulary."""
@@ -161,7 +161,7 @@ class LMHead:
         return logits
 
 
-def _token_range(rows: Cut | None, vocab_size: int) -> range:
+def _token_range(rows: DimensionShard | None, vocab_size: int) -> range:
     """Return the tokens of the vocabulary that a rank has, which follow each other."""
     if rows is None:
         return range(vocab_size)
@@ -180,7 +180,7 @@ def _read_ends(
 
 
 @dataclass
-class HeldParts:
+class ReusableParts:
     """Loaded parts of earlier stages that a new stage can reuse."""
 
     layers: dict[int, DecoderLayer] = field(default_factory=dict)
@@ -194,18 +194,20 @@ class HeldParts:
     """The ranks of the stages; None without stages."""
 
 
-def hold_parts(stages: "Sequence[ModelStage]", layers: range, num_layers: int) -> HeldParts:
-    """Return the parts of some stages that a stage of certain layers has too.
+def find_reusable_parts(
+    stages: "Sequence[ModelStage]", layers: range, num_layers: int
+) -> ReusableParts:
+    """Return the layers and ends of loaded stages that a new stage can reuse.
 
-    Embedding and LM head share a matrix in some models, so they are held together or not at all.
+    Embedding and LM head share a matrix in some models, so both are reused or neither is.
 
     Args:
-        stages: of one rank of one model, of equal dtype and format; those whose modules joined
-            other ranks than those of the first one are ignored.
-        layers: indices of the other stage's layers.
-        num_layers: of the model.
+        stages: loaded stages of one rank of one model, of equal dtype and format; those whose
+            modules joined other ranks than those of the first stage are ignored.
+        layers: indices of the new stage's layers.
+        num_layers: number of layers of the model.
     """
-    held = HeldParts()
+    held = ReusableParts()
     has_ends = layers.stop == num_layers, layers.start == 0
     for stage in stages:
         held.ranks = held.ranks or stage.ranks
@@ -221,15 +223,16 @@ def hold_parts(stages: "Sequence[ModelStage]", layers: range, num_layers: int) -
     return held
 
 
-def estimate_bytes(held: HeldParts, layers: range, checkpoint: Checkpoint) -> float:
-    """Return the memory that the parts of a stage take which are not held, in bytes.
+def estimate_bytes(held: ReusableParts, layers: range, checkpoint: Checkpoint) -> float:
+    """Return the bytes of memory for the parts of a stage that are still to be loaded.
 
-    By the bytes in the files, or by the mean of the held layers: their dtype may be another one.
+    The larger of the bytes in the files and of the mean loaded layer times the number of layers
+    left: the dtype in memory may differ from that of the files.
 
     Args:
-        held: parts of the stage.
-        layers: indices of its layers.
-        checkpoint: reads the others.
+        held: parts of the stage that are loaded already.
+        layers: indices of the stage's layers.
+        checkpoint: files of the other parts.
     """
     own = [held.part_bytes[index] for index in held.layers]
     mean = sum(own) / len(own) if own else 0.0
@@ -245,9 +248,9 @@ class ModelStage:
         weights: Weights,
         layers: range,
         max_model_len: int,
-        held: "HeldParts | None" = None,
+        held: "ReusableParts | None" = None,
     ) -> None:
-        """Read the weights of a stage, but for the parts that the process holds already.
+        """Read the weights of a stage, except for parts that are in memory already.
 
         Args:
             model: the whole model, or the shard of this rank.
@@ -260,7 +263,7 @@ class ModelStage:
         Raises:
             ModelError: the checkpoint does not fit the model.
         """
-        held = HeldParts() if held is None else held
+        held = ReusableParts() if held is None else held
         self.range = layers
         """Indices of the stage's layers."""
         self.part_bytes: dict[int, int] = {}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gllm.models import spec
 from gllm.models.errors import ModelError
-from gllm.models.shard import TensorCuts
+from gllm.models.shard import TensorShards
 
 CPU = torch.device("cpu")
 STACKS_BLOCK = "mlp"
@@ -61,7 +61,7 @@ class StoredTensor:
             size *= length
         return size
 
-    def read(self, cuts: TensorCuts = ()) -> Tensor:
+    def read(self, cuts: TensorShards = ()) -> Tensor:
         """Return the tensor or its runs on the CPU; it may be the file's memory.
 
         Args:
@@ -80,7 +80,7 @@ class StoredTensor:
             return part
 
     def _read_runs(
-        self, file: Any, shape: tuple[int, ...], cuts: TensorCuts, chosen: tuple[slice, ...]
+        self, file: Any, shape: tuple[int, ...], cuts: TensorShards, chosen: tuple[slice, ...]
     ) -> Tensor:
         """Return the runs of the dimensions after those of which a range is chosen."""
         dimension = len(chosen)
@@ -116,8 +116,8 @@ class StoredTensor:
             return part.float()
 
 
-def select(tensor: Tensor, outer: TensorCuts, inner: TensorCuts) -> Tensor:
-    """Return the elements of cuts from a tensor that holds the cuts `outer`, which contain them."""
+def select(tensor: Tensor, outer: TensorShards, inner: TensorShards) -> Tensor:
+    """Return the elements of the shards `inner` of a tensor that has those of `outer`."""
     for dimension, (whole, part) in enumerate(zip(outer, inner, strict=True)):
         if whole is not None and part is not None and whole != part:
             held, selected = (

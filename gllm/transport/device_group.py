@@ -58,7 +58,7 @@ class DeviceRankGroup(RankGroup):
     def is_waiting(self) -> bool:
         """True if this rank waits for another one; may be read on any thread.
 
-        True while the host waits; a device is not asked.
+        Only waits of the host count, not those of the device.
         """
         return any(group.is_waiting for group in self._host)
 
@@ -76,7 +76,7 @@ class DeviceRankGroup(RankGroup):
     def cancel(self) -> None:
         """End every wait of every rank with GroupClosedError, now and later.
 
-        The device finishes or aborts what is queued.
+        The device finishes or aborts the queued collectives.
         """
         self._is_cancelled = True
         self._host.layers.cancel()

@@ -27,10 +27,10 @@ class Edge(msgspec.Struct, frozen=True):
     addresses: list[str]
     """Network addresses of both ends; empty where both stages run on one host."""
     descriptors: list[int]
-    """An anonymous file for activations, an event that counts steps, and an anonymous file at which
-    the two ends of a process group find each other. On an edge to another machine that file is this
-    worker's log (meeting_log.py); the copy of the other worker's log and the event of this worker's
-    log follow. At the end, the file and the event of each further lane."""
+    """An anonymous file for activations, an event that counts steps, and an anonymous file for the
+    rendezvous of a process group. On an edge to another machine that file is this worker's log
+    (rendezvous_log.py); the copy of the other worker's log and the event of this worker's log
+    follow. At the end, the file and the event of each further lane."""
     is_remote: bool = False
     """True if the other end is on another machine: a data mover empties or fills the file."""
     num_lanes: int = 1

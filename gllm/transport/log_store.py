@@ -1,6 +1,6 @@
-"""Store of torch.distributed in two logs, by which two workers of different machines meet.
+"""Rendezvous store of torch.distributed for two workers of different machines, in two logs.
 
-Each worker writes its own log; data movers copy it to the other machine (meeting_log.py).
+Each worker writes its own log; data movers copy it to the other machine (rendezvous_log.py).
 """
 
 import os
@@ -14,7 +14,7 @@ import msgspec
 from torch._C._distributed_c10d import Store
 
 from gllm.transport.base import EdgeClosedError
-from gllm.transport.meeting_log import (
+from gllm.transport.rendezvous_log import (
     VERDICT_KEY,
     LogReader,
     TransportVerdict,
@@ -42,7 +42,7 @@ class LogStore(Store):
             own: descriptor of this worker's log.
             peer: descriptor of the copy of the other worker's log.
             event: descriptor of the event of the own log.
-            is_cancelled: asked while a key is awaited.
+            is_cancelled: returns True once a wait for a key should end.
         """
         super().__init__()
         # Threads of NCCL use the store while its communicator exists.
@@ -100,11 +100,11 @@ class LogStore(Store):
         self._wait_limit = timeout
 
     def report(self, verdict: TransportVerdict) -> None:
-        """Tell the data mover which transport this worker uses."""
+        """Report to the data mover which transport this worker uses."""
         self._append(VERDICT_KEY, msgspec.msgpack.encode(verdict))
 
     def delete_key(self, key: str) -> bool:
-        """Keep the key, because the other process may read it later."""
+        """Return False: keys are never deleted, because the other process may read them later."""
         return False
 
     def num_keys(self) -> int:
@@ -139,7 +139,7 @@ def open_log_store(
 
     Args:
         descriptors: of the edge.
-        is_cancelled: asked while a key is awaited.
+        is_cancelled: returns True once a wait for a key should end.
     """
     own, peer, event = descriptors[2:5]
     return LogStore(own, peer, event, is_cancelled)

@@ -72,10 +72,10 @@ def join_group(descriptors: list[int], rank: int, create_group: GroupFactory) ->
     if len(descriptors) > LOCAL_DESCRIPTORS:
         # The other end is on another machine.
         return create_group(open_log_store(descriptors), rank)
-    return create_group(meeting_store(descriptors[2], 2), rank)
+    return create_group(rendezvous_store(descriptors[2], 2), rank)
 
 
-def meeting_store(descriptor: int, size: int) -> Store:
+def rendezvous_store(descriptor: int, size: int) -> Store:
     """Return the store of `size` ranks in an anonymous file that all of them have open."""
     # A duplicate for the store, which opens the file by this path until the process ends.
     return FileStore(f"/proc/{os.getpid()}/fd/{os.dup(descriptor)}", size)

@@ -28,7 +28,7 @@ from gllm.transport.groups import StageGroups
 from gllm.transport.nccl import (
     TIMEOUT_SECONDS,
     create_communicator,
-    meeting_store,
+    rendezvous_store,
     wait_until,
 )
 from gllm.transport.region import RegionLayout
@@ -37,7 +37,7 @@ from gllm.transport.transfer_monitor import Abortable, TransferHandle, TransferM
 
 log = logging.getLogger(__name__)
 
-MEETING_STEP = 2**62
+RENDEZVOUS_STEP = 2**62
 """Number under which ranks agree to connect; steps of a scheduler are smaller."""
 CLOSE_SECONDS = 5.0
 """Limit for NCCL to free a communicator; the process may end with it."""
@@ -291,7 +291,7 @@ def open_nccl_groups(
     A rank that cannot connect cancels the groups in host memory.
 
     Args:
-        descriptors: of the region: its memory, and the file at which the ranks meet.
+        descriptors: of the region: its memory, and the file for the ranks' rendezvous.
         rank: number of this rank, from 0.
         ranks: number of ranks of the stage.
         layout: largest parts.
@@ -308,8 +308,8 @@ def open_nccl_groups(
     try:
         # Ranks load their weights in different times; from here on, connecting takes seconds.
         log.info("rank %d waits for the other ranks of its stage", rank)
-        host.layers.meet(MEETING_STEP, "")
-        store = meeting_store(descriptors[1], ranks)
+        host.layers.meet(RENDEZVOUS_STEP, "")
+        store = rendezvous_store(descriptors[1], ranks)
         communicator = connect(store, rank, ranks, device, stream, create)
     except BaseException:
         host.layers.cancel()

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 from gllm.transport.log_store import LogStore
-from gllm.transport.meeting_log import TransportVerdict
+from gllm.transport.rendezvous_log import TransportVerdict
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def open_remote_end(
     """Open one end of an edge between two machines.
 
     Args:
-        store: at which the ends meet.
+        store: rendezvous store of both ends.
         rank: SENDER_RANK or RECEIVER_RANK of gllm/transport/nccl.py.
         refusal: reason for which this end does not offer NCCL; empty if it does.
         open_nccl: opens the end with NCCL and completes a first transfer.

@@ -56,7 +56,7 @@ class Collective(IntEnum):
 
 
 class RegionMemory:
-    """Mapped memory of a stage's groups: the reason to close, the ranks' lines, their places."""
+    """Mapped memory of a stage's groups: close reason, sequence numbers, buffers of the ranks."""
 
     def __init__(
         self, descriptor: int, rank: int, ranks: int, capacities: list[int], value_bytes: int
@@ -174,7 +174,7 @@ class GroupMemory:
         return any((line.sequence - own) % 2**32 >= 2**31 for line in self.lines)
 
     def last_used(self, places: tuple[int, ...]) -> int:
-        """Return the place that was used last."""
+        """Return the index of the most recently used of some buffers ("places")."""
         sequence = self.state.sequence
         return min(places, key=lambda place: (sequence - self.state.used[place]) % 2**32)
 
@@ -182,8 +182,8 @@ class GroupMemory:
         """Wait until all ranks have arrived, as `barrier` in all_reduce.cpp, but by polling.
 
         Args:
-            place: that is read afterwards.
-            tag: what the ranks compute: the same on all of them.
+            place: index of the buffer that is read afterwards.
+            tag: identifies the collective (`make_tag`); the same on all ranks.
 
         Raises:
             GroupClosedError, GroupMismatchError: the group is closed, before or meanwhile.

@@ -63,7 +63,7 @@ def open_region_memory(
 
 
 class SharedMemoryGroup:
-    """A rank's end of a group; see RankGroup. Larger parts than its places raise ValueError."""
+    """RankGroup in shared memory. Parts larger than its buffers ("places") raise ValueError."""
 
     def __init__(self, memory: GroupMemory) -> None:
         """Use the memory of a group."""

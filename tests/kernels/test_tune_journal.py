@@ -52,7 +52,7 @@ def clock() -> Clock:
 
 def run(folder: Path, clock: Clock, *arguments: str, seconds: float = 0.0) -> int:
     """The tuner's clock goes on by so many seconds at each look."""
-    options = tune.parser().parse_args([*TABLES, "--output", str(folder), *arguments])
+    options = tune.make_tune_parser().parse_args([*TABLES, "--output", str(folder), *arguments])
     times = itertools.count(0.0, seconds)
     return tune.tune(
         options,
@@ -129,7 +129,7 @@ def test_rows_of_one_table_are_written_beside_each_other(tmp_path: Path) -> None
 @pytest.mark.parametrize("minutes", ["0", "-1", "nan", "soon"])
 def test_minutes_are_a_positive_number(minutes: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        tune.parser().parse_args([f"--minutes={minutes}"])
+        tune.make_tune_parser().parse_args([f"--minutes={minutes}"])
     assert "--minutes" in capsys.readouterr().err
 
 

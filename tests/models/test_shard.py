@@ -12,7 +12,7 @@ from gllm.models.registry import spec_builder
 from gllm.models.shard import shard, unsupported_shard_reason
 from gllm.models.spec import (
     AttentionSpec,
-    Cut,
+    DimensionShard,
     ExpertsSpec,
     LatentAttentionSpec,
     LinearSpec,
@@ -51,7 +51,7 @@ def grouped(model: ModelSpec) -> AttentionSpec:
     return attention
 
 
-def held(cut: Cut) -> list[int]:
+def held(cut: DimensionShard) -> list[int]:
     """The indices of a cut, as they are stacked."""
     assert all(0 <= begin < end <= cut.size for begin, end in cut.runs)
     indices = [index for run in cut.runs for index in range(*run)]
@@ -216,7 +216,7 @@ def test_experts_are_summed_once() -> None:
     assert mlp.shared_expert is not None
     for block, size in ((mlp.expert, 24), (mlp.shared_expert, 40)):
         assert not block.down_proj.is_summed
-        assert block.down_proj.columns == Cut(size, ((size // 4, size // 2),))
+        assert block.down_proj.columns == DimensionShard(size, ((size // 4, size // 2),))
     assert not mlp.router.rows
     assert mlp.shared_expert_gate is not None
     assert not mlp.shared_expert_gate.rows
@@ -228,9 +228,9 @@ def test_latent_attention_is_divided_by_heads() -> None:
     assert isinstance(whole, LatentAttentionSpec)
     assert isinstance(part, LatentAttentionSpec)
     assert part.num_heads == 16
-    assert part.q_proj.rows == (Cut(128 * 192, ((3 * 16 * 192, 4 * 16 * 192),)),)
-    assert part.kv_up_proj.rows == (Cut(128 * 256, ((3 * 16 * 256, 4 * 16 * 256),)),)
-    assert part.out_proj.columns == Cut(128 * 128, ((3 * 16 * 128, 4 * 16 * 128),))
+    assert part.q_proj.rows == (DimensionShard(128 * 192, ((3 * 16 * 192, 4 * 16 * 192),)),)
+    assert part.kv_up_proj.rows == (DimensionShard(128 * 256, ((3 * 16 * 256, 4 * 16 * 256),)),)
+    assert part.out_proj.columns == DimensionShard(128 * 128, ((3 * 16 * 128, 4 * 16 * 128),))
     assert part.kv_entry == whole.kv_entry
     assert (part.kv_down_proj, part.q_down_proj) == (whole.kv_down_proj, whole.q_down_proj)
 

@@ -26,9 +26,9 @@ from gllm.models.basic_layers import read_row_magnitudes
 from gllm.models.config import read_config
 from gllm.models.errors import ModelError
 from gllm.models.feed_forward import expert_spec, read_stacked_experts
-from gllm.models.loader import Checkpoint, Weights, tensor_cuts
-from gllm.models.shard import TensorCuts, cut_scales, is_aligned, shard, widen_cuts
-from gllm.models.spec import AttentionSpec, Cut, ExpertsSpec, MLPSpec, ModelSpec
+from gllm.models.loader import Checkpoint, Weights, tensor_shards
+from gllm.models.shard import TensorShards, is_aligned, shard, shard_scales, widen_shards
+from gllm.models.spec import AttentionSpec, DimensionShard, ExpertsSpec, MLPSpec, ModelSpec
 from gllm.models.stored_tensor import StoredTensor, select
 from tests.models.test_fp8 import STYLES, quantize, save_both
 from tests.models.test_ranks_quantized import save_fp8
@@ -63,7 +63,7 @@ def read_tensors(
     every, tensors = range(model.num_layers), {}
     device = torch.device("cpu")
     with Checkpoint(folder, torch.float32, model, every, device, keep_quantized) as checkpoint:
-        cuts = tensor_cuts(model, every)
+        cuts = tensor_shards(model, every)
         for name, stored_shape in checkpoint.stored_shapes.items():
             if name.rpartition(".")[2] not in SCALES:
                 shape = list(stored_shape)
@@ -78,7 +78,7 @@ def read_tensors(
     return tensors, checkpoint
 
 
-def indices(cuts: TensorCuts, shape: Sequence[int]) -> tuple[Tensor, ...]:
+def indices(cuts: TensorShards, shape: Sequence[int]) -> tuple[Tensor, ...]:
     """The indices that a rank holds, of each dimension."""
     result = []
     for at, size in enumerate(shape):
@@ -99,7 +99,7 @@ def check_ranks(folder: Path, ranks: int, keep_quantized: bool = False) -> list[
         part = shard(replace(model, quantization=None), rank, ranks)
         part = replace(part, quantization=model.quantization)
         tensors, checkpoint = read_tensors(folder, part, keep_quantized)
-        cuts = tensor_cuts(part, range(model.num_layers))
+        cuts = tensor_shards(part, range(model.num_layers))
         assert tensors.keys() == whole.keys()
         for name, tensor in tensors.items():
             place = torch.meshgrid(*indices(cuts.get(name, ()), whole[name].shape), indexing="ij")
@@ -156,7 +156,7 @@ def test_a_rank_reads_only_its_part(ranks: int, tmp_path: Path) -> None:
     stored = load_file(folder / "model.safetensors")
     for rank in range(ranks):
         part = shard(model, rank, ranks)
-        cuts = tensor_cuts(part, range(model.num_layers))
+        cuts = tensor_shards(part, range(model.num_layers))
         tensors, checkpoint = read_tensors(folder, part)
         shared = sum(tensor.nbytes for name, tensor in stored.items() if name not in cuts)
         whole = sum(tensor.nbytes for tensor in stored.values())
@@ -175,7 +175,7 @@ def test_progress_of_a_rank_reaches_its_end(tmp_path: Path) -> None:
     every = range(model.num_layers)
     with Checkpoint(folder, torch.float32, model, every) as checkpoint:
         checkpoint.report_to(lambda done, total: seen.append((done, total)))
-        cuts = tensor_cuts(model, every)
+        cuts = tensor_shards(model, every)
         for name, whole in checkpoint.stored_shapes.items():
             pairs = zip(cuts.get(name, (None,) * len(whole)), whole, strict=False)
             shape = [size if cut is None else cut.num_elements for cut, size in pairs]
@@ -271,7 +271,7 @@ def test_a_head_in_8_bits(tmp_path: Path) -> None:
     whole = dequantize(prepare_fp8(codes, scales, (16, 32), torch.float32))
     parts = []
     for rank in range(2):
-        rows = Cut(131, ((0, 66),) if rank == 0 else ((66, 131),))
+        rows = DimensionShard(131, ((0, 66),) if rank == 0 else ((66, 131),))
         part = replace(model, head=replace(model.head, rows=rows), ranks=2, rank=rank)
         with Checkpoint(made, torch.float32, part, range(4)) as checkpoint:
             parts.append(checkpoint.read(["lm_head.weight"], [(rows.num_elements, 64)]))
@@ -341,15 +341,15 @@ def test_wrong_scales_are_named(style: str, scales: Tensor, message: str, tmp_pa
 
 
 @st.composite
-def cut(draw: st.DrawFn, size: int) -> Cut | None:
+def cut(draw: st.DrawFn, size: int) -> DimensionShard | None:
     """Up to three runs of a dimension, or all of it."""
     borders = sorted(draw(st.sets(st.integers(0, size), max_size=6)))
     runs = tuple(zip(borders[::2], borders[1::2], strict=False))
-    return Cut(size, runs) if runs else None
+    return DimensionShard(size, runs) if runs else None
 
 
 @st.composite
-def matrices(draw: st.DrawFn) -> tuple[tuple[int, int], tuple[int, int] | None, TensorCuts]:
+def matrices(draw: st.DrawFn) -> tuple[tuple[int, int], tuple[int, int] | None, TensorShards]:
     """Shape of a weight, shape of its blocks, and cuts."""
     shape = draw(st.integers(1, 40)), draw(st.integers(1, 40))
     block = draw(st.none() | st.tuples(st.integers(1, 12), st.integers(1, 12)))
@@ -359,7 +359,7 @@ def matrices(draw: st.DrawFn) -> tuple[tuple[int, int], tuple[int, int] | None, 
 @settings(max_examples=num_examples(40, 300), deadline=None)
 @given(matrices(), st.booleans(), st.integers(0, 99))
 def test_any_cut_of_a_quantized_weight(
-    matrix: tuple[tuple[int, int], tuple[int, int] | None, TensorCuts], by_row: bool, seed: int
+    matrix: tuple[tuple[int, int], tuple[int, int] | None, TensorShards], by_row: bool, seed: int
 ) -> None:
     """The floats of the blocks that hold it are those of the whole weight."""
     shape, block, cuts = matrix
@@ -367,11 +367,11 @@ def test_any_cut_of_a_quantized_weight(
     codes, scales = quantize(weight, block, by_row)
     whole = dequantize(prepare_fp8(codes, scales, block, torch.float32))
 
-    def at(tensor: Tensor, cuts: TensorCuts) -> Tensor:
+    def at(tensor: Tensor, cuts: TensorShards) -> Tensor:
         return tensor[torch.meshgrid(*indices(cuts, tensor.shape), indexing="ij")]
 
-    wide = widen_cuts(cuts, block)
-    scale_cuts = cut_scales(wide, tuple(scales.shape), block) if any(cuts) else ()
+    wide = widen_shards(cuts, block)
+    scale_cuts = shard_scales(wide, tuple(scales.shape), block) if any(cuts) else ()
     part_codes = at(codes.view(torch.uint8), wide).view(codes.dtype)
     part_scales = at(scales, scale_cuts) if scale_cuts else scales
     part = dequantize(prepare_fp8(part_codes, part_scales, block, torch.float32))

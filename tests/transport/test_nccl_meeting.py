@@ -161,10 +161,10 @@ def test_ranks_meet_through_a_region(region: Region, kind: str) -> None:
 
 
 def test_the_meeting_file_is_the_second_of_a_region(region: Region) -> None:
-    store = nccl.meeting_store(region.descriptors[1], 1)
+    store = nccl.rendezvous_store(region.descriptors[1], 1)
     assert isinstance(store, FileStore)
     store.set("a", "b")
-    assert nccl.meeting_store(region.descriptors[1], 1).get("a") == b"b"
+    assert nccl.rendezvous_store(region.descriptors[1], 1).get("a") == b"b"
 
 
 def test_a_rank_that_cannot_connect_cancels_the_groups(region: Region) -> None:
@@ -187,7 +187,7 @@ def test_a_rank_that_cannot_connect_cancels_the_groups(region: Region) -> None:
     thread.start()
     with pytest.raises(GroupClosedError):
         # Already the first may raise: the other rank may cancel before this one has returned.
-        [other.layers.meet(step, "") for step in (nccl_group.MEETING_STEP, 0)]
+        [other.layers.meet(step, "") for step in (nccl_group.RENDEZVOUS_STEP, 0)]
     thread.join(60)
     assert [str(error) for error in errors] == [
         "rank 0 cannot connect by NCCL: unhandled system error"

@@ -16,10 +16,10 @@ from gllm.transport.base import EdgeClosedError, EdgeLayout
 from gllm.transport.edge import Edge, create_edge
 from gllm.transport.host_staging import HostStagingReceiver, HostStagingSender
 from gllm.transport.log_store import LogStore, open_log_store
-from gllm.transport.meeting_log import VERDICT_KEY, LogReader, TransportVerdict
 from gllm.transport.nccl import RECEIVER_RANK, SENDER_RANK, NcclReceiver, NcclSender
 from gllm.transport.probed_nccl import NO_GPU, NOT_TRUSTED, open_remote_end
 from gllm.transport.registry import open_edges
+from gllm.transport.rendezvous_log import VERDICT_KEY, LogReader, TransportVerdict
 from gllm.transport.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from tests.transport.test_nccl import DirectQueues
 

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from gllm.kernels.fp8_weights import Fp8Matrix
 from gllm.kernels.linear_fp8 import dequantize, stack_fp8
 from gllm.kernels.triton import tiles
-from gllm.kernels.triton.linear_fp8 import linear_fp8, parts_of, quantize
+from gllm.kernels.triton.linear_fp8 import choose_num_parts, linear_fp8, quantize
 from tests.kernels.test_linear_fp8 import quantized
 from tests.support.examples import num_examples
 
@@ -136,7 +136,7 @@ def test_as_many_parts_as_an_h200_needs(tokens: int, outputs: int, inputs: int, 
     """For the linear maps of Qwen2.5-7B and Llama-3.1-8B."""
     use = tiles.find_default_row("linear_fp8", {"tokens": tokens}).use
     grid = -(-outputs // use["columns"]), -(-tokens // use["rows"])
-    assert parts_of(tokens, inputs, inputs // 128, grid, use, processors=132) == parts
+    assert choose_num_parts(tokens, inputs, inputs // 128, grid, use, processors=132) == parts
 
 
 def test_every_code() -> None:

@@ -24,14 +24,14 @@ KEYS_PER_BLOCK = 128
 
 
 def unsupported_reason(requirements: AttentionRequirements) -> str | None:
-    """Return why this backend cannot meet the requirements, as attention_backends."""
+    """Return why this backend cannot meet a stage's requirements, and the fix; None if it can."""
     if current_library() is None:
         return f"no compiled kernels are available ({select_build().reason}), or choose torch"
     return None
 
 
 def auto_skip_reason(requirements: AttentionRequirements) -> str | None:
-    """Return the measured reason to prefer torch, as attention_backends."""
+    """Return why `auto` should prefer torch by the measured times; None if it should not."""
     kernels = current_library()
     if kernels is None or kernels.is_preferred("attention", requirements.dtype):
         return None

@@ -16,7 +16,7 @@ KINDS = ("silu", "relu", "gelu", "gelu_tanh")
 
 
 @triton.jit
-def activated(x, KIND: tl.constexpr):
+def activate(x, KIND: tl.constexpr):
     """Return the activation KIND of float32 x."""
     if KIND == "silu":
         made = x * tl.sigmoid(x)
@@ -43,7 +43,7 @@ def _gate(both, output, size, row, KIND: tl.constexpr, BLOCK: tl.constexpr):
     there = column < size
     gates = tl.load(both + token * row + column, there, 0.0).to(tl.float32)
     others = tl.load(both + token * row + size + column, there, 0.0).to(tl.float32)
-    made = activated(gates, KIND) * others
+    made = activate(gates, KIND) * others
     tl.store(output + token * size + column, made.to(output.dtype.element_ty), there)
 
 

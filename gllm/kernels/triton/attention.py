@@ -240,14 +240,14 @@ def prefill_kernel(
 
 
 KERNEL_SPECS = [
-    *attention_shapes.compiled(
+    *attention_shapes.list_specs(
         "prefill",
         prefill_kernel,
         "prefill",
         OTHERS,
         {**dict.fromkeys(PARTIAL), "SPLIT": False, "LEAST": MIN_PREFILL_SPLIT_TOKENS},
     ),
-    *attention_shapes.compiled(
+    *attention_shapes.list_specs(
         "split prefill",
         prefill_kernel,
         "prefill",

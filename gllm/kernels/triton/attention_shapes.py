@@ -182,9 +182,9 @@ def decode_splits(
 ) -> int:
     """Return the number of parts that the context of each decode is split into.
 
-    A part of the longest context is at most an equal share of all work for each of WAVES programs
-    per processor, and at most LONGEST_PART tokens, so that neither a small batch nor one long
-    context among short ones leaves processors idle.
+    A part of the longest context is at most an equal share of all work for each of
+    PROGRAMS_PER_PROCESSOR programs per processor, and at most MAX_DECODE_SPLIT_TOKENS tokens, so
+    that neither a small batch nor one long context among short ones leaves processors idle.
 
     Args:
         contexts: [decodes] visible tokens of each decode. Where a launch is recorded, for replays
@@ -257,7 +257,7 @@ CASES = [
 """Compiled variants: label, shape, types of queries and cache, oldest architecture."""
 
 
-def compiled(
+def list_specs(
     name: str,
     kernel: Any,
     table: str,
@@ -274,7 +274,7 @@ def compiled(
             kernel,
             {**_types(query, cached, shape), **types},
             {**({} if shape.alibi else {"slopes": None}), **more},
-            tuned=tiled(table, shape),
+            tuned=tuned_constants(table, shape),
             tensor_cores=True,
             min_arch=min_arch,
             aligned=tuple(name for name in _types(query, cached, shape) if name in ALIGNED),
@@ -283,7 +283,7 @@ def compiled(
     ]
 
 
-def tiled(table: str, shape: AttentionShape) -> TunedConstants:
+def tuned_constants(table: str, shape: AttentionShape) -> TunedConstants:
     """Return the constants of a shape by its row of a table."""
     return TunedConstants(
         table, tile_lookup_sizes(shape), lambda use: constants(TileSizes(**use), shape)

@@ -19,7 +19,7 @@ LOWEST = tl.constexpr(-1e30)
 def load_elements(pointers, there, SIZE: tl.constexpr, PAD: tl.constexpr, MASKED: tl.constexpr):
     """Load SIZE elements from each of pointers [rows] into [rows, PAD], padded with zeros.
 
-    Rows where `there` [rows] is false become zero; without MASKED all rows are loaded.
+    MASKED: rows whose mask `there` [rows] is false become zero; otherwise all rows are loaded.
     """
     columns = tl.arange(0, PAD)
     addresses = pointers[:, None] + columns[None, :]

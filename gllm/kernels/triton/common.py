@@ -28,11 +28,11 @@ def dot(a, b, total):
 
 
 @triton.jit
-def tokens_of(table, blocks, positions, there, BLOCK_SIZE: tl.constexpr):
-    """Load the tokens int64 at positions of a history, -1 where not `there`.
+def load_history_tokens(table, blocks, positions, there, BLOCK_SIZE: tl.constexpr):
+    """Load the tokens [n] int64 at positions [n] of a history; -1 where `there` [n] is false.
 
-    table [slots] int64: token per KV-cache slot; blocks: the block table of the history
-    (gllm/kernels/history.py).
+    table [slots] int64: token per KV-cache slot; blocks: pointer to the block ids of the history
+    (gllm/kernels/history.py); BLOCK_SIZE: tokens per block.
     """
     block = tl.load(blocks + positions // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
     slots = block * BLOCK_SIZE + positions % BLOCK_SIZE
@@ -48,10 +48,10 @@ def count_processors(device: torch.device) -> int:
 
 
 class CompilationCounter:
-    """Count of the kernels that this process compiles from now on; one per process.
+    """Counter of the kernels that this process compiles after it is created; one per process.
 
-    A compilation takes a second in which the stage does nothing else, so a ready stage should have
-    none. Kernels from Triton's folder of compiled kernels count too.
+    A compilation blocks the stage for about a second, so a ready stage should have none. Kernels
+    loaded from Triton's cache folder are counted too.
     """
 
     def __init__(self) -> None:

@@ -86,7 +86,7 @@ def decode_attention(
 
 
 @triton.jit
-def place_of(row, head, split, GROUP: tl.constexpr, PARTS: tl.constexpr):
+def split_index(row, head, split, GROUP: tl.constexpr, PARTS: tl.constexpr):
     """Return the index of each row's split in [decodes, heads, splits], as [ROWS]."""
     heads = tl.num_programs(0) // PARTS * GROUP
     return (row.to(tl.int64) * heads + head) * tl.num_programs(1) + split
@@ -124,7 +124,7 @@ def decode_kernel(
     if SPLIT:
         begin, end = split_range(begin, context, split, tl.num_programs(1), KEYS, LEAST)
         if begin >= end:
-            at = place_of(row, head, split, GROUP, PARTS)
+            at = split_index(row, head, split, GROUP, PARTS)
             tl.store(statistics + at, tl.full([ROWS], LOWEST, dtype=tl.float32), mask=there)
             return
     # A decode is one token, and decodes come first: its row is its token's.
@@ -148,7 +148,7 @@ def decode_kernel(
     )  # fmt: skip
 
     heads = tl.num_programs(0) // PARTS * GROUP
-    at = place_of(row, head, split, GROUP, PARTS)
+    at = split_index(row, head, split, GROUP, PARTS)
     if SPLIT:
         num_partials = tl.num_programs(2).to(tl.int64) * heads * tl.num_programs(1)
         store_split(
@@ -164,14 +164,14 @@ def decode_kernel(
 
 
 KERNEL_SPECS = [
-    *attention_shapes.compiled(
+    *attention_shapes.list_specs(
         "decode",
         decode_kernel,
         "decode",
         {},
         {**dict.fromkeys(PARTIAL), "SPLIT": False, "LEAST": MIN_DECODE_SPLIT_TOKENS},
     )[:1],
-    *attention_shapes.compiled(
+    *attention_shapes.list_specs(
         "split decode",
         decode_kernel,
         "decode",

@@ -11,19 +11,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gllm.kernels.triton.activation import activated
+from gllm.kernels.triton.activation import activate
 
 
 @dataclass(frozen=True, slots=True)
-class Sorted:
-    """(token, place) pairs in the order of their experts."""
+class SortedPairs:
+    """(token, selected expert) pairs, sorted by expert; a token has one per expert it selects."""
 
     order: Tensor
-    """[pairs] int64: pairs as numbers, sorted by expert."""
+    """[pairs] int64: indices of the pairs, token * picked + i, sorted by expert."""
     bounds: Tensor
-    """[experts + 1] int64: where each expert's begin in it."""
+    """[experts + 1] int64: index in `order` of each expert's first pair; the last is the end."""
     picked: int
-    """Places of a token."""
+    """Number of experts that a token selects."""
 
     def blocks(self, rows: int) -> int:
         """Return the largest possible number of blocks of `rows` rows.
@@ -35,10 +35,10 @@ class Sorted:
 
     def constants(self) -> dict[str, int]:
         """Return the compile-time constants of the sort."""
-        return counted(len(self.bounds) - 1, self.picked)
+        return expert_constants(len(self.bounds) - 1, self.picked)
 
 
-def counted(experts: int, picked: int) -> dict[str, int]:
+def expert_constants(experts: int, picked: int) -> dict[str, int]:
     """Return the constants for a number of experts and of selected experts per token."""
     block = int(triton.next_power_of_2(experts))
     return {"PICKED": picked, "EXPERTS": experts, "EXPERTS_BLOCK": block}
@@ -49,22 +49,22 @@ def tile_sizes(gate: str, element: int) -> dict[str, int]:
     return {"maps": 2 if gate else 1, "bytes": element}
 
 
-def sort(experts: Tensor, count: int) -> Sorted:
-    """Sort (token, expert) pairs by expert; experts [tokens, picked] has numbers below `count`."""
+def sort_by_expert(experts: Tensor, count: int) -> SortedPairs:
+    """Sort (token, expert) pairs by expert; experts [tokens, picked] int64, ids below `count`."""
     numbers, order = experts.flatten().sort(stable=True)
     bounds = torch.searchsorted(numbers, torch.arange(count + 1, device=experts.device))
-    return Sorted(order, bounds, experts.shape[1])
+    return SortedPairs(order, bounds, experts.shape[1])
 
 
 @triton.jit
-def block_of(
+def find_block(
     block, order, bounds,
     EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Return a block's expert, and per row [ROWS] its index, validity and pair.
 
     The expert is EXPERTS if there is no such block. order [pairs] and bounds [experts + 1] int64:
-    see Sorted.
+    see SortedPairs.
     """
     number = tl.arange(0, EXPERTS_BLOCK)
     begins = tl.load(bounds + number, number < EXPERTS, 0)
@@ -81,7 +81,7 @@ def block_of(
 
 
 @triton.jit
-def rows_of(row, pair, PICKED: tl.constexpr, GATE: tl.constexpr):
+def block_rows(row, pair, PICKED: tl.constexpr, GATE: tl.constexpr):
     """Return the row that is read and the one that is written, each [ROWS], for a block's rows.
 
     With a GATE rows are read at tokens and written in sorted order; without they are read in
@@ -99,13 +99,14 @@ def rows_of(row, pair, PICKED: tl.constexpr, GATE: tl.constexpr):
 def store_tile(total, other, output, to, column, there, OUTPUTS: tl.constexpr, GATE: tl.constexpr):
     """Write a tile [ROWS, COLUMNS] to rows `to` [ROWS] and columns [COLUMNS] of output.
 
-    With a GATE total are gates, and other is what they gate; without, other is not read.
+    total, other [ROWS, COLUMNS] float32. With a GATE the result is act(total) * other, else total.
+    there [ROWS]: validity of the rows.
     """
     if GATE != "":
         # As the reference, which gates what it has rounded.
         kind = output.dtype.element_ty
         gates = total.to(kind).to(tl.float32)
-        total = activated(gates, GATE) * other.to(kind).to(tl.float32)
+        total = activate(gates, GATE) * other.to(kind).to(tl.float32)
     at = output + to.to(tl.int64)[:, None] * OUTPUTS + column[None, :]
     within = there[:, None] & (column < OUTPUTS)[None, :]
     tl.store(at, total.to(output.dtype.element_ty), within)

@@ -18,11 +18,11 @@ from gllm.kernels.triton import experts_fp8
 from gllm.kernels.triton.activation import KINDS
 from gllm.kernels.triton.common import dot
 from gllm.kernels.triton.expert_blocks import (
-    Sorted,
-    block_of,
-    counted,
-    rows_of,
-    sort,
+    SortedPairs,
+    block_rows,
+    expert_constants,
+    find_block,
+    sort_by_expert,
     store_tile,
     tile_sizes,
 )
@@ -43,15 +43,15 @@ def _multiply(
     """Multiply one tile of a block's rows by the weight of their expert.
 
     Grid: (tiles of COLUMNS outputs, blocks of ROWS rows). order and bounds: see
-    expert_blocks.Sorted; x has x_row elements per row. With GATE: weight [EXPERTS, 2 * OUTPUTS,
-    INPUTS], x [tokens, INPUTS] is read at tokens, PICKED places each, and output [rows, OUTPUTS] is
-    in sorted order. Without: weight [EXPERTS, OUTPUTS, INPUTS], x [rows, INPUTS] is in sorted
+    expert_blocks.SortedPairs; x has x_row elements per row. With GATE: weight [EXPERTS, 2 *
+    OUTPUTS, INPUTS], x [tokens, INPUTS], each token with PICKED experts, and output [rows, OUTPUTS]
+    is in sorted order. Without: weight [EXPERTS, OUTPUTS, INPUTS], x [rows, INPUTS] is in sorted
     order, and output [rows, OUTPUTS] in the order of pairs. INNER: inputs per iteration.
     """
     block = tl.program_id(1)
-    expert, row, there, pair = block_of(block, order, bounds, EXPERTS, EXPERTS_BLOCK, ROWS)
+    expert, row, there, pair = find_block(block, order, bounds, EXPERTS, EXPERTS_BLOCK, ROWS)
     if expert < EXPERTS:
-        source, to = rows_of(row, pair, PICKED, GATE)
+        source, to = block_rows(row, pair, PICKED, GATE)
         column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         known = column < OUTPUTS
         maps: tl.constexpr = 2 if GATE != "" else 1
@@ -131,7 +131,7 @@ def run_experts(
         return x.new_empty(tokens, hidden)
     x = x if x.stride(1) == 1 else x.contiguous()
     experts, weights = experts.contiguous(), weights.contiguous()
-    pairs = sort(experts, count)
+    pairs = sort_by_expert(experts, count)
     size = len(pairs.order)
     gated, parts = x.new_empty(size, inner), x.new_empty(size, hidden)
     for source, weight, to, gate in ((x, up, gated, activation), (gated, down, parts, "")):
@@ -162,7 +162,7 @@ def add_parts(parts: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
     return output
 
 
-def _launch(source: Tensor, weight: Tensor, to: Tensor, pairs: Sorted, gate: str) -> None:
+def _launch(source: Tensor, weight: Tensor, to: Tensor, pairs: SortedPairs, gate: str) -> None:
     """Fill `to` [rows, outputs] from source [tokens or rows, inputs], as _multiply says."""
     use = choose_tiles("experts", **tile_sizes(gate, source.element_size()))
     grid = triton.cdiv(to.shape[1], use["columns"]), pairs.blocks(use["rows"])
@@ -213,7 +213,7 @@ def _product(kind: str, sizes: tuple[int, int], experts: tuple[int, int], gate: 
         f"{sizes[0]} to {sizes[1]}, {experts[0]} experts, {gate or 'plain'}, {kind}",
         _multiply,
         {**signature, "x_row": "i32"},
-        counted(*experts),
+        expert_constants(*experts),
         tensor_cores=True,
         aligned=(*signature, "x_row"),
         tuned=TunedConstants(

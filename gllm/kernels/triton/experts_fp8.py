@@ -13,10 +13,10 @@ from torch import Tensor
 
 from gllm.kernels.fp8_weights import Fp8Stack
 from gllm.kernels.triton.expert_blocks import (
-    Sorted,
-    block_of,
-    counted,
-    rows_of,
+    SortedPairs,
+    block_rows,
+    expert_constants,
+    find_block,
     store_tile,
     tile_sizes,
 )
@@ -24,7 +24,7 @@ from gllm.kernels.triton.kernel_specs import KernelSpec, TunedConstants
 from gllm.kernels.triton.linear_fp8 import (
     GROUP,
     add_group,
-    groups_of,
+    choose_group_sizes,
     multiplies_fp8,
     quantize,
 )
@@ -47,11 +47,11 @@ def _multiply(
     groups] float32.
     """
     block = tl.program_id(1)
-    expert, row, there, pair = block_of(block, order, bounds, EXPERTS, EXPERTS_BLOCK, ROWS)
+    expert, row, there, pair = find_block(block, order, bounds, EXPERTS, EXPERTS_BLOCK, ROWS)
     if expert < EXPERTS:
         GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
         BLOCKS: tl.constexpr = (GROUPS + SCALE_COLUMNS - 1) // SCALE_COLUMNS
-        source, to = rows_of(row, pair, PICKED, GATE)
+        source, to = block_rows(row, pair, PICKED, GATE)
         column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         known = column < OUTPUTS
         maps: tl.constexpr = 2 if GATE != "" else 1
@@ -82,7 +82,7 @@ def _multiply(
 
 
 def multiply(
-    source: Tensor, weight: Fp8Stack, to: Tensor, pairs: Sorted, gate: str, fp8: bool | None
+    source: Tensor, weight: Fp8Stack, to: Tensor, pairs: SortedPairs, gate: str, fp8: bool | None
 ) -> None:
     """Fill `to` [rows, outputs] from source [tokens or rows, inputs].
 
@@ -92,7 +92,7 @@ def multiply(
         ValueError: linear_fp8 has no kernel for the blocks of the weight.
     """
     inputs = source.shape[1]
-    group, width = groups_of(weight.columns, inputs)
+    group, width = choose_group_sizes(weight.columns, inputs)
     fp8 = multiplies_fp8(source.device) if fp8 is None else fp8
     scales = weight.scales
     if fp8:
@@ -147,7 +147,7 @@ def _compiled(
         f"{sizes[0]} to {sizes[1]}, {experts[0]} experts, {gate or 'plain'}, {kind}, {products}",
         _multiply,
         {**pointers, "x_row": "i32"},
-        counted(*experts),
+        expert_constants(*experts),
         tensor_cores=True,
         min_arch=89 if fp8 else 80,
         aligned=(*pointers, "x_row"),

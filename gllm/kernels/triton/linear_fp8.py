@@ -221,13 +221,13 @@ def linear_fp8(
     """Compute gllm.kernels.linear_fp8.linear_fp8.
 
     fp8: quantize activations to FP8 too; None: if the GPU multiplies FP8.
-    num_parts: largest number of parts of the inputs; None: `parts_of`.
+    num_parts: largest number of parts of the inputs; None: `choose_num_parts`.
 
     Raises:
         ValueError: The width of blocks is not 32, 64, a multiple of 128 or the number of inputs.
     """
     (tokens, inputs), outputs = x.shape, matrix.outputs
-    group, width = groups_of(matrix.columns, inputs)
+    group, width = choose_group_sizes(matrix.columns, inputs)
     if out is None:
         out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
     if not tokens:
@@ -242,7 +242,7 @@ def linear_fp8(
     groups = triton.cdiv(inputs, group)
     if num_parts is None:
         processors = common.count_processors(x.device)
-        num_parts = parts_of(tokens, inputs, groups, grid, use, processors)
+        num_parts = choose_num_parts(tokens, inputs, groups, grid, use, processors)
     part = triton.cdiv(groups, num_parts)
     parts = triton.cdiv(groups, part)
     biased, to = bias is not None, out
@@ -273,7 +273,7 @@ def linear_fp8(
     return out
 
 
-def groups_of(columns: int, inputs: int) -> tuple[int, int]:
+def choose_group_sizes(columns: int, inputs: int) -> tuple[int, int]:
     """Return the inputs per group, and the number of groups per block of `columns` inputs.
 
     Raises:
@@ -286,7 +286,7 @@ def groups_of(columns: int, inputs: int) -> tuple[int, int]:
     return group, width // group
 
 
-def parts_of(
+def choose_num_parts(
     tokens: int,
     inputs: int,
     groups: int,

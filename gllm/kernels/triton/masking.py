@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gllm.kernels.bad_words import BadWords
 from gllm.kernels.history import TokenHistories
-from gllm.kernels.triton.common import tokens_of
+from gllm.kernels.triton.common import load_history_tokens
 from gllm.kernels.triton.kernel_specs import KernelSpec
 
 TILE = 4096
@@ -60,7 +60,7 @@ def _phrases_kernel(
             # Counted from the end of both.
             back = start + tl.arange(0, PHRASE) + 1
             there = back <= length
-            tokens = tokens_of(table, blocks, end - back, there, BLOCK_SIZE)
+            tokens = load_history_tokens(table, blocks, end - back, there, BLOCK_SIZE)
             wanted = before + phrase.to(tl.int64) * longest + longest - back
             others += (tokens != tl.load(wanted, mask=there, other=-1)).to(tl.int32)
         if tl.sum(others, 0) == 0:

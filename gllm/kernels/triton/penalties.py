@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gllm.kernels.history import TokenHistories
-from gllm.kernels.triton.common import tokens_of
+from gllm.kernels.triton.common import load_history_tokens
 from gllm.kernels.triton.kernel_specs import KernelSpec
 
 TILE = 512
@@ -38,7 +38,7 @@ def _part_of(
     first = tl.where(repetition != 1.0, 0, prompt)
     there = (positions >= first) & (positions < tl.load(lengths + history))
     blocks = block_table + history.to(tl.int64) * table_row
-    tokens = tokens_of(table, blocks, positions, there, BLOCK_SIZE)
+    tokens = load_history_tokens(table, blocks, positions, there, BLOCK_SIZE)
     return tokens, (tokens >= 0) & (tokens < size), positions >= prompt
 
 

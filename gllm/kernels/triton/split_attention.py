@@ -60,8 +60,8 @@ def _reduced(shape: AttentionShape) -> dict[str, int | bool]:
 def split_range(begin, end, split, splits, KEYS: tl.constexpr, LEAST: tl.constexpr):
     """Return begin and end of a split of positions begin .. end - 1.
 
-    A split has whole tiles of KEYS positions and at least LEAST positions. The end is not after the
-    beginning if nothing is left for the split.
+    A split has whole tiles of KEYS positions and at least LEAST positions. An empty split has an
+    end that is not after its begin.
     """
     tiles = tl.cdiv(end - begin, KEYS)
     part = tl.maximum(tl.cdiv(tiles, splits), (LEAST + KEYS - 1) // KEYS) * KEYS

@@ -29,7 +29,7 @@ from gllm.models.attention import LayerCache, head_shape
 from gllm.models.config import ModelConfig
 from gllm.models.loader import Checkpoint, Weights
 from gllm.models.shard import shard, unsupported_shard_reason
-from gllm.models.stage import HeldParts, ModelStage, estimate_bytes, hold_parts
+from gllm.models.stage import ModelStage, ReusableParts, estimate_bytes, find_reusable_parts
 from gllm.options.field_types import FieldError
 from gllm.runtime.worker.batch import Batch, BatchConfig, BlockTables, build_inputs, plan_windows
 from gllm.runtime.worker.device import (
@@ -145,7 +145,7 @@ class BaseExecutor(ABC):
             self._take_grammars(same)
         beside = _find_loaded([running])
         same += [executor for executor in beside if executor._weights_key == self._key_in(folder)]
-        held = hold_parts(
+        held = find_reusable_parts(
             [executor._stage for executor in same], self.layers, self.model.num_layers
         )
         # Before anything is read, because the memory may not suffice for both.
@@ -164,7 +164,7 @@ class BaseExecutor(ABC):
         self,
         folder: Path,
         on_progress: Callable[[int, int], None],
-        held: HeldParts,
+        held: ReusableParts,
         limit_bytes: float,
     ) -> None:
         """Read the parts of the stage that are not held; see `load`."""

@@ -58,7 +58,7 @@ class OpenLinkEdge(msgspec.Struct, frozen=True, tag=True):
     """Command: connect this machine's end of an edge to the other machine.
 
     Its descriptors are those of the worker's `Edge`, in the same order: memory and event of lane 0,
-    the files of the meeting, then memory and event of each further lane.
+    the files of the rendezvous, then memory and event of each further lane.
     """
 
     epoch: int
@@ -83,8 +83,8 @@ class OpenKvCaches(msgspec.Struct, frozen=True, tag=True):
     """Command: serve and fill the KV caches of an epoch; KvCachesOpened answers.
 
     Its descriptors are the memory of the workers' caches, in the order of the layouts, then the end
-    of a DescriptorChannel whose other end the driver has: KvCommand comes from there, KvReport goes
-    there. Caches of an earlier epoch are closed.
+    of a DescriptorChannel to the driver, for KvCommand and KvReport. Caches of an earlier epoch are
+    closed.
     """
 
     epoch: int
@@ -156,7 +156,7 @@ _message_decoder: msgspec.msgpack.Decoder[LinkMessage] = msgspec.msgpack.Decoder
 
 
 def encode_link_message(message: LinkCommand | LinkMessage) -> bytes:
-    """Return the payload of a message; descriptors travel beside it."""
+    """Return the payload of a message; its descriptors are sent separately."""
     return _encoder.encode(message)
 
 

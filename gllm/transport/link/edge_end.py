@@ -35,13 +35,13 @@ from gllm.transport.link.frames import (
 )
 from gllm.transport.link.listener import describe_tls_error
 from gllm.transport.link.settings import LinkSettings
-from gllm.transport.meeting_log import MAX_LOG_BYTES, VERDICT_KEY, LogReader, TransportVerdict
+from gllm.transport.rendezvous_log import MAX_LOG_BYTES, VERDICT_KEY, LogReader, TransportVerdict
 from gllm.transport.ring import Ring
 
 _NUM_DESCRIPTORS = 3
 
 
-class MeetingLogs:
+class RendezvousLogs:
     """Log of this machine's worker, copied to the other machine, and the copy of the other log."""
 
     def __init__(self, descriptors: Sequence[int]) -> None:
@@ -147,7 +147,7 @@ class EdgeEnd(ABC):
         """Memory and event of each lane's ring."""
         self._rings: list[Ring | None] = [None] * command.num_lanes
         """The worker's ring of each lane, once the worker has laid it out."""
-        self._meeting = MeetingLogs(descriptors[2:num_first])
+        self._rendezvous = RendezvousLogs(descriptors[2:num_first])
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()
         """Protects the three fields that other threads change."""
@@ -169,7 +169,7 @@ class EdgeEnd(ABC):
         connection = self._connection
         num_bytes = self._num_earlier_bytes + (connection.num_bytes if connection else 0)
         peer, plain = self.command.peer.node, "tcp" if self._settings.tls is None else "tcp+tls"
-        verdict = self._meeting.verdict
+        verdict = self._rendezvous.verdict
         transport = verdict.transport if verdict and verdict.transport == "nccl" else plain
         cause = (verdict.cause if verdict else "") if self._is_open else self._cause
         return LinkState(
@@ -321,14 +321,14 @@ class EdgeEnd(ABC):
         if not self.command.dials:
             answer = encode_payload(EdgeAnswer())
             connection.send(self.name.header(FrameClass.ANSWER, answer))
-        resume = EdgeResume(self._signalled_steps(), self._meeting.num_received_bytes)
+        resume = EdgeResume(self._signalled_steps(), self._rendezvous.num_received_bytes)
         connection.send(self.name.header(FrameClass.RESUME, encode_payload(resume)))
         header, payload = receive_answer(connection)
         self._check_name(header)
         if header.frame_class != FrameClass.RESUME:
             raise FrameError(f"{header.frame_class.name} in place of RESUME")
         peer_resume = decode_payload(payload, EdgeResume)
-        self._meeting.resume(peer_resume.meeting_bytes)
+        self._rendezvous.resume(peer_resume.rendezvous_bytes)
         connection.payload_timeout = None
         self._is_open, self._is_lost, self._cause = True, False, ""
         if not self._was_opened:
@@ -341,14 +341,14 @@ class EdgeEnd(ABC):
         """Send and receive until the connection ends."""
         waiting = select.poll()
         own, events = connection.fileno(), [event for _, event in self._ring_files]
-        sources = [own, self._wake, *self._meeting.events]
+        sources = [own, self._wake, *self._rendezvous.events]
         sources += events if self.command.is_sender else []
         for source in sources:
             waiting.register(source, select.POLLIN)
         is_writing = False
         self._receive_frames(connection)
         while True:
-            self._meeting.send(connection, self.name)
+            self._rendezvous.send(connection, self.name)
             seconds = self._on_pass(connection)
             if is_writing != self._has_more():
                 is_writing = not is_writing
@@ -363,7 +363,7 @@ class EdgeEnd(ABC):
                 for event in ready.keys() & events:
                     os.eventfd_read(event)
                 self._on_events(connection)
-            self._meeting.clear_events(ready)
+            self._rendezvous.clear_events(ready)
             if ready.get(own, 0) & ~select.POLLOUT:
                 self._receive_frames(connection)
             if ready.get(own, 0) & select.POLLOUT:
@@ -377,7 +377,7 @@ class EdgeEnd(ABC):
                 return
             self._check_name(header)
             if header.frame_class == FrameClass.MEETING:
-                self._meeting.receive(header.offset, connection.receive(header.length))
+                self._rendezvous.receive(header.offset, connection.receive(header.length))
             elif header.frame_class == FrameClass.ANSWER:
                 answer = decode_payload(connection.receive(header.length), EdgeAnswer)
                 raise EdgeRefusedError(f"{self.command.peer.node} refuses: {answer.cause}")

@@ -156,7 +156,7 @@ class EdgeResume(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
     signalled: list[list[int | None]]
     """Turn that was signalled last in each slot, by lane; empty from the end that sends."""
-    meeting_bytes: int
+    rendezvous_bytes: int
     """Bytes of the other end's log that have arrived."""
 
 

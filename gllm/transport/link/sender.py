@@ -170,7 +170,7 @@ class DecodeClock:
         """Mean time from a signal to the next begin; None before the second step."""
 
     def on_begin(self, turn: int, begin: float) -> None:
-        """Note the begin of the latest decode step; ignored if it is known.
+        """Record the begin of the latest decode step, unless it was recorded before.
 
         Args:
             turn: number of the step in its lane.
@@ -184,7 +184,7 @@ class DecodeClock:
         self._clock.on_decode_started(begin, self._stage_seconds or 0.0)
 
     def on_end(self, now: float) -> None:
-        """Note that the latest decode step has been signalled; `on_begin` may have missed it."""
+        """Record that the latest decode step has been signalled, possibly without an `on_begin`."""
         if self._begin_time is not None:
             self._stage_seconds = _mean(self._stage_seconds, now - self._begin_time)
         self._begin_time, self._end_time = None, now
@@ -210,8 +210,8 @@ _PIECE_BYTES = 2**18
 class SendingEnd(EdgeEnd):
     """Sending end of an edge: sends each step exactly once, across reconnections.
 
-    Steps of several lanes share the connection: a link policy selects whose bytes go next. With one
-    lane all steps have one class, and each goes as soon as it is signalled.
+    Steps of several lanes share the connection: a link policy selects the next bytes. With one
+    lane all steps have one class, and each is sent as soon as it is signalled.
     """
 
     _last_sent: list[dict[int, int | None]]

@@ -1,4 +1,4 @@
-"""Logs of keys and values by which the workers at both ends of an edge meet before they use NCCL.
+"""Logs of keys and values: the rendezvous of the workers at both ends of an edge that use NCCL.
 
 Each worker appends to its own log and reads the other one's, which the data movers copy. A log is
 an anonymous file with records: the lengths of key and value, key, value. This module imports no
@@ -27,9 +27,9 @@ class TransportVerdict(msgspec.Struct, frozen=True):
 
 
 def open_log(descriptor: int) -> int:
-    """Return a descriptor of this worker's log to read from it and to append to it.
+    """Return a new descriptor of this worker's log, for reading and appending.
 
-    Several threads may append, each through a descriptor of its own: records do not overlap.
+    Several threads may append, each through its own descriptor: records do not overlap.
     """
     return os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_APPEND)
 
