@@ -107,7 +107,7 @@ def gloo_sums(part: Tensor) -> Sum:
 
 def measure_us(group: RankGroup, run: Sum) -> float:
     """Return the microseconds of one sum, measured once on all ranks together."""
-    group.meet(0, "")
+    group.agree_on_step(0, "")
     begin = time.perf_counter()
     run()
     return (time.perf_counter() - begin) / SUMS * 1e6

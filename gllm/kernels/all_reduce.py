@@ -71,8 +71,8 @@ class RankGroup(Protocol):
             sizes: width of each rank's part, the same on all ranks.
         """
 
-    def meet(self, step: int, error: str) -> str:
-        """Return the error of the first rank that has one before a step, or an empty string.
+    def agree_on_step(self, step: int, error: str) -> str:
+        """Wait until all ranks are about to compute a step; return the first rank's error, or "".
 
         Args:
             step: number of the step that this rank is about to compute.

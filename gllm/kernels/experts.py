@@ -141,7 +141,7 @@ class StackedExperts:
     """A name of `gllm.kernels.activation`."""
 
 
-def stack(num_experts: int, experts: Iterable[Sequence[Weight]]) -> Any:
+def stack_experts(num_experts: int, experts: Iterable[Sequence[Weight]]) -> Any:
     """Return the weights of all experts as one tensor or stack; quantized weights stay so.
 
     Args:

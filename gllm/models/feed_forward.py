@@ -16,7 +16,7 @@ from gllm.kernels.experts import (
     route,
     run_experts,
     run_stacked,
-    stack,
+    stack_experts,
 )
 from gllm.kernels.gated_linear import GatedMatrix, gated_linear, prepare_gated
 from gllm.kernels.linear import linear, prepare, scales_rows
@@ -90,7 +90,9 @@ def read_stacked_experts(
     )
     down = (read_matrices(expert.down_proj, weights, [hidden_size], size) for expert in experts)
     try:
-        return StackedExperts(stack(len(experts), gate_up), stack(len(experts), down), activation)
+        return StackedExperts(
+            stack_experts(len(experts), gate_up), stack_experts(len(experts), down), activation
+        )
     except ValueError as error:
         raise ModelError(f"{experts[0].up_proj.names[0]}: {error}") from error
 

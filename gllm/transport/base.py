@@ -3,8 +3,8 @@
 The driver announces every step to all stages ahead of its activations. Both ends of an edge
 therefore know step, shape and dtype beforehand, and a transport only checks them.
 
-With two lanes (gllm/scheduler/lanes.py) an edge has a sender and a receiver per lane. What they
-call the number of a step is its turn in the lane.
+With two lanes (gllm/scheduler/lanes.py) an edge has a sender and a receiver per lane, and `step` is
+the number of the step within its lane.
 """
 
 from collections.abc import Callable

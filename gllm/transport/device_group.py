@@ -62,12 +62,12 @@ class DeviceRankGroup(RankGroup):
         """
         return any(group.is_waiting for group in self._host)
 
-    def meet(self, step: int, error: str) -> str:
+    def agree_on_step(self, step: int, error: str) -> str:
         """Return the error of the first rank that has one before a step, or an empty string.
 
         The host waits, the device does not.
         """
-        return self._host.layers.meet(step, error)
+        return self._host.layers.agree_on_step(step, error)
 
     @abstractmethod
     def end_step(self, step: int) -> None:

@@ -308,7 +308,7 @@ def open_nccl_groups(
     try:
         # Ranks load their weights in different times; from here on, connecting takes seconds.
         log.info("rank %d waits for the other ranks of its stage", rank)
-        host.layers.meet(RENDEZVOUS_STEP, "")
+        host.layers.agree_on_step(RENDEZVOUS_STEP, "")
         store = rendezvous_store(descriptors[1], ranks)
         communicator = connect(store, rank, ranks, device, stream, create)
     except BaseException:

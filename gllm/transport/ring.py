@@ -4,7 +4,7 @@ The processes are the workers at both ends of an edge, or a worker and the data 
 (gllm/transport/link). This module imports no torch.
 
 A step uses slot step % slots, and at most `slots` steps are in flight. With two lanes each has a
-ring of its own, and what this module calls a step is a step's turn in its lane. The previous step
+ring of its own, and `step` is the number of a step within its lane. The previous step
 of a slot has committed, so its readers are done, before the next one is planned; the receiver
 therefore needs no signal back to the sender.
 

@@ -37,8 +37,8 @@ VALUES_PER_ROW = 8
 HEAD_FLOATS = 1 << 22
 """Capacity of a part of logits, unless one row is larger; more rows are gathered in chunks."""
 MAX_ERROR_BYTES = 4000
-"""Longest error that `meet` returns to other ranks; the rest is cut off."""
-_MEETING = struct.Struct("<qI")
+"""Longest error that `agree_on_step` returns to other ranks; the rest is cut off."""
+_STEP_MESSAGE = struct.Struct("<qI")
 """Step, and the length of the error that follows."""
 
 
@@ -57,7 +57,7 @@ def open_region_memory(
     # Recorded programs allocate for a power of two of tokens.
     rows = max(MIN_ROWS, 1 << (layout.max_tokens - 1).bit_length())
     head = max(HEAD_FLOATS, layout.vocab_rows) if layout.vocab_rows else 1
-    value_bytes = max(4 * VALUES_PER_ROW * rows, _MEETING.size + MAX_ERROR_BYTES)
+    value_bytes = max(4 * VALUES_PER_ROW * rows, _STEP_MESSAGE.size + MAX_ERROR_BYTES)
     capacities = [rows * layout.hidden_size, head]
     return RegionMemory(descriptors[0], rank, ranks, capacities, value_bytes)
 
@@ -129,22 +129,22 @@ class SharedMemoryGroup:
                     target.copy_(self._part(rank, place, *target.shape))
         return result
 
-    def meet(self, step: int, error: str) -> str:
+    def agree_on_step(self, step: int, error: str) -> str:
         """Return the error of the first rank that has one before a step, or an empty string."""
         text = error.encode()[:MAX_ERROR_BYTES]
         place = self._next_place(VALUES)
         mine = self._bytes(self.rank, place)
-        mine[: _MEETING.size + len(text)] = _MEETING.pack(step, len(text)) + text
+        mine[: _STEP_MESSAGE.size + len(text)] = _STEP_MESSAGE.pack(step, len(text)) + text
         self._barrier(Collective.MEET, place)
         others = [self._bytes(rank, place) for rank in range(self.size)]
-        meetings = [_MEETING.unpack_from(memory) for memory in others]
-        if any(other != step for other, _ in meetings):
-            steps = ", ".join(str(other) for other, _ in meetings)
+        messages = [_STEP_MESSAGE.unpack_from(memory) for memory in others]
+        if any(other != step for other, _ in messages):
+            steps = ", ".join(str(other) for other, _ in messages)
             raise GroupMismatchError(f"the ranks are about to compute different steps: {steps}")
-        for memory, (_, length) in zip(others, meetings, strict=True):
+        for memory, (_, length) in zip(others, messages, strict=True):
             if length:
-                message = bytes(memory[_MEETING.size : _MEETING.size + length])
-                return message.decode(errors="replace")
+                text = bytes(memory[_STEP_MESSAGE.size : _STEP_MESSAGE.size + length])
+                return text.decode(errors="replace")
         return ""
 
     def broadcast(self, values: Tensor | None, count: int) -> Tensor:

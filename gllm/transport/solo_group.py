@@ -40,7 +40,7 @@ class SoloGroup:
             return None
         return functional.pad(part, (0, sum(sizes) - part.shape[1]))
 
-    def meet(self, step: int, error: str) -> str:
+    def agree_on_step(self, step: int, error: str) -> str:
         """Return the error of this rank."""
         return error
 
@@ -49,16 +49,10 @@ class SoloGroup:
         return torch.zeros(count, dtype=torch.int64) if values is None else values
 
     def cancel(self) -> None:
-        """End every wait of every rank with GroupClosedError, now and later.
-
-        Nobody waits.
-        """
+        """Do nothing: collectives of this group never wait."""
 
     def close(self) -> None:
-        """Free this rank's end; no other method but `cancel` runs at the same time or later.
-
-        There is nothing to free.
-        """
+        """Do nothing: the group has no resources."""
 
 
 class SoloDeviceGroup(DeviceRankGroup):

@@ -17,7 +17,7 @@ from gllm.kernels.experts import (
     route,
     run_experts,
     run_stacked,
-    stack,
+    stack_experts,
 )
 from gllm.kernels.fp8_weights import Fp8Stack
 from gllm.kernels.gated_linear import prepare_gated
@@ -214,7 +214,7 @@ def test_stacked_weights_in_8_bit_floats(block: tuple[int, int] | None, scales: 
     x, experts, weights, *_ = made(6, 7)
     up = [[quantized(4, 6, block, n, scales), quantized(4, 6, block, n + 9, scales)] for n in FIVE]
     down = [[quantized(6, 4, block, n)] for n in FIVE]
-    stacked = StackedExperts(stack(5, iter(up)), stack(5, iter(down)), "silu")
+    stacked = StackedExperts(stack_experts(5, iter(up)), stack_experts(5, iter(down)), "silu")
     assert isinstance(stacked.gate_up_proj, Fp8Stack)
     assert stacked.gate_up_proj.shape == (5, 8, 6)
     wide_up, wide_down = (
@@ -234,4 +234,4 @@ def test_experts_that_are_not_stored_alike_are_not_stacked() -> None:
     )
     for parts, named in cases:
         with pytest.raises(ValueError, match=named):
-            stack(2, parts)
+            stack_experts(2, parts)

@@ -80,7 +80,7 @@ def work(
         compute()
     graph = queues.capture(stream, compute) if captured else None
     for step in range(STEPS):
-        group.meet(step, "")
+        group.agree_on_step(step, "")
         with stream.current():
             own.fill_(float(1 + 10 * step + rank))
             tokens.fill_(100 + step)

@@ -145,9 +145,9 @@ def test_ranks_meet_through_a_region(region: Region, kind: str) -> None:
         top = layers.maximum(torch.tensor([1.0 - rank, 2.0 * rank]))
         whole = head.gather(torch.full((3, 3 - rank), float(rank)), [3, 2])
         tokens = head.broadcast(torch.tensor([7, 8]) if rank == 0 else None, 2)
-        error = layers.meet(5, "no memory" if rank else "")
+        error = layers.agree_on_step(5, "no memory" if rank else "")
         try:
-            layers.meet(6 + rank, "")
+            layers.agree_on_step(6 + rank, "")
             agreed = True
         except GroupMismatchError:
             agreed = False
@@ -187,7 +187,7 @@ def test_a_rank_that_cannot_connect_cancels_the_groups(region: Region) -> None:
     thread.start()
     with pytest.raises(GroupClosedError):
         # Already the first may raise: the other rank may cancel before this one has returned.
-        [other.layers.meet(step, "") for step in (nccl_group.RENDEZVOUS_STEP, 0)]
+        [other.layers.agree_on_step(step, "") for step in (nccl_group.RENDEZVOUS_STEP, 0)]
     thread.join(60)
     assert [str(error) for error in errors] == [
         "rank 0 cannot connect by NCCL: unhandled system error"

@@ -113,19 +113,21 @@ def test_parts_larger_than_the_memory_are_gathered_in_chunks(stages: list[StageG
 def test_the_first_error_of_any_rank(every_kind: list[RankGroup]) -> None:
     def meet(group: RankGroup) -> list[str]:
         errors = ["", "", "two"], ["", "öne", "two"], ["zero", "one", ""], ["", "", ""]
-        return [group.meet(step, texts[group.rank]) for step, texts in enumerate(errors)]
+        return [group.agree_on_step(step, texts[group.rank]) for step, texts in enumerate(errors)]
 
     assert run_ranks(every_kind, meet) == [["two", "öne", "zero", ""]] * RANKS
 
 
 def test_a_long_error_is_cut_off(ranks: list[RankGroup]) -> None:
     long = "x" * 100_000
-    assert set(run_ranks(ranks, lambda group: group.meet(0, long))) == {"x" * MAX_ERROR_BYTES}
+    assert set(run_ranks(ranks, lambda group: group.agree_on_step(0, long))) == {
+        "x" * MAX_ERROR_BYTES
+    }
 
 
 def test_ranks_at_different_steps_are_a_mismatch(every_kind: list[RankGroup]) -> None:
     with pytest.raises(GroupMismatchError):
-        run_ranks(every_kind, lambda group: group.meet(group.rank // 2, ""))
+        run_ranks(every_kind, lambda group: group.agree_on_step(group.rank // 2, ""))
 
 
 def test_values_of_rank_0_reach_all(every_kind: list[RankGroup]) -> None:
@@ -149,7 +151,7 @@ Call = Callable[[RankGroup], object]
     [
         lambda group: group.sum(torch.zeros(3, 8), None, torch.float32),
         lambda group: group.maximum(torch.zeros(4)),
-        lambda group: group.meet(0, ""),
+        lambda group: group.agree_on_step(0, ""),
     ],
 )
 def test_ranks_that_call_different_collectives_are_a_mismatch(
@@ -188,7 +190,7 @@ def end_of(call: Call, group: RankGroup) -> tuple[threading.Thread, list[BaseExc
     [
         lambda group: group.sum(torch.zeros(1, 8), None, torch.float32),
         lambda group: group.maximum(torch.zeros(4)),
-        lambda group: group.meet(0, ""),
+        lambda group: group.agree_on_step(0, ""),
         lambda group: group.broadcast(torch.zeros(4, dtype=torch.int64), 4),
         lambda group: group.gather(torch.zeros(1, 8), [8] * RANKS),
     ],
@@ -211,7 +213,7 @@ def test_a_cancelled_group_ends_every_wait(
 
 
 def test_ranks_tell_that_they_wait(ranks: list[RankGroup]) -> None:
-    threads = [threading.Thread(target=group.meet, args=(0, "")) for group in ranks]
+    threads = [threading.Thread(target=group.agree_on_step, args=(0, "")) for group in ranks]
     for number, thread in enumerate(threads):
         assert not ranks[number].is_waiting
         thread.start()
@@ -228,7 +230,9 @@ def test_ranks_tell_that_they_wait(ranks: list[RankGroup]) -> None:
 def test_a_rank_that_dies_while_it_cancels(way: str) -> None:
     """It has closed the groups, but woken nobody."""
     memories = open_memories()
-    thread, errors = end_of(lambda group: group.meet(0, ""), SharedMemoryGroup(memories[0]))
+    thread, errors = end_of(
+        lambda group: group.agree_on_step(0, ""), SharedMemoryGroup(memories[0])
+    )
     time.sleep(0.05)
     memories[1].region.close(CloseReason.CANCELLED)
     thread.join(10)
@@ -258,7 +262,7 @@ def test_sleeping_ranks_wake_up(ranks: list[RankGroup], is_late: bool) -> None:
 def test_one_rank_alone_waits_for_nobody(way: str) -> None:
     group = open_stage(1)[0].layers
     assert torch.equal(group.sum(torch.ones(2, 3), None, torch.float32), torch.ones(2, 3))
-    assert group.meet(5, "error") == "error"
+    assert group.agree_on_step(5, "error") == "error"
 
 
 def test_too_many_ranks_are_refused() -> None:

@@ -22,7 +22,7 @@ def test_shapes_are_those_of_a_group(rank: int, device: torch.device | None) -> 
         assert gathered is not None
         assert gathered.shape == (4, 23)
         assert torch.equal(gathered[:, :8], part)
-    assert group.meet(3, "error") == "error"
+    assert group.agree_on_step(3, "error") == "error"
     assert group.broadcast(None, 2).tolist() == [0, 0]
     group.cancel()
     group.close()

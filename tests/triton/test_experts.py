@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gllm.kernels.experts import StackedExperts, run_stacked, stack
+from gllm.kernels.experts import StackedExperts, run_stacked, stack_experts
 from gllm.kernels.fp8_weights import Fp8Matrix, Fp8Stack
 from gllm.kernels.triton import experts as gpu
 from gllm.kernels.triton.activation import KINDS
@@ -123,8 +123,10 @@ def eights(
     def part(outputs: int, inputs: int, seed: int) -> Fp8Matrix:
         return quantized(outputs, inputs, block, seed, scales if scales == 1 else outputs)
 
-    up = stack(count, ([part(inner, hidden, 2 * n), part(inner, hidden, n)] for n in range(count)))
-    down = stack(count, ([part(hidden, inner, 50 + n)] for n in range(count)))
+    up = stack_experts(
+        count, ([part(inner, hidden, 2 * n), part(inner, hidden, n)] for n in range(count))
+    )
+    down = stack_experts(count, ([part(hidden, inner, 50 + n)] for n in range(count)))
     assert isinstance(up, Fp8Stack)
     assert isinstance(down, Fp8Stack)
     return up, down

@@ -168,16 +168,17 @@ class RecordedProgram:
         angles: Mapping[Any, RotaryAngles],
         on_segment: Callable[[int], None] | None = None,
     ) -> None:
-        """Run the calls for a step.
-
-        Raises what the checks of the recorded calls raise, such as GroupClosedError.
+        """Run the recorded calls for one step.
 
         Args:
-            tokens: of the step.
-            plans: by window.
-            angles: by rope.
+            tokens: number of tokens of the step, at most `self.tokens`.
+            plans: attention plan of the step for each window.
+            angles: rotary angles of the step for each kind of rotary embedding.
             on_segment: called after each segment with the number of segments that have run; None
                 to run all calls at once.
+
+        Raises:
+            GroupClosedError, GroupMismatchError: from the checks of collectives of the ranks.
         """
         if tokens != self._num_tokens:
             for call, rows_per_token in self._calls_with_rows:

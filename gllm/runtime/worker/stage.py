@@ -397,7 +397,7 @@ class StageRunner:
             except StepFailedError as error:
                 failure = str(error)
         if self._groups is not None:
-            failure = self._groups.layers.meet(plan.step, failure)
+            failure = self._groups.layers.agree_on_step(plan.step, failure)
         if failure:
             raise StepFailedError(failure)
         return hidden

@@ -69,7 +69,7 @@ class FrameHeader(NamedTuple):
     slot: int
     """Slot of ACTIVATIONS; 0 in all others."""
     step: int
-    """Turn of ACTIVATIONS in their lane; 0 in all others."""
+    """Step number of ACTIVATIONS within their lane; 0 in all others."""
     offset: int
     """Position of the payload in its slot, or in the log of a MEETING."""
     length: int
@@ -155,7 +155,7 @@ class EdgeResume(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     """Payload of RESUME: steps that the receiving end has from an earlier connection."""
 
     signalled: list[list[int | None]]
-    """Turn that was signalled last in each slot, by lane; empty from the end that sends."""
+    """Last signalled step of each slot, by lane; empty from the end that sends."""
     rendezvous_bytes: int
     """Bytes of the other end's log that have arrived."""
 

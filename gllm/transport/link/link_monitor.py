@@ -102,7 +102,7 @@ class LinkMonitor:
             self._adapt(now, has_prefill)
 
     def check_supply(self) -> None:
-        """Note whether the kernel has run out of bytes: this thread was late then, not the link.
+        """Detect an empty send buffer: then the sending thread limited the rate, not the link.
 
         Called before bytes are written. Raises OSError.
         """

@@ -159,7 +159,7 @@ class DecodeClock:
     def __init__(self) -> None:
         self._clock = StageClock()
         self._last_begin = -1
-        """Turn whose begin was seen last."""
+        """Step whose begin was recorded last."""
         self._begin_time: float | None = None
         """Begin of the step that is computed; None between two steps."""
         self._end_time: float | None = None
@@ -169,16 +169,16 @@ class DecodeClock:
         self._gap_seconds: float | None = None
         """Mean time from a signal to the next begin; None before the second step."""
 
-    def on_begin(self, turn: int, begin: float) -> None:
+    def on_begin(self, step: int, begin: float) -> None:
         """Record the begin of the latest decode step, unless it was recorded before.
 
         Args:
-            turn: number of the step in its lane.
+            step: number of the step within its lane.
             begin: in seconds, time.monotonic().
         """
-        if turn <= self._last_begin:
+        if step <= self._last_begin:
             return
-        self._last_begin, self._begin_time = turn, begin
+        self._last_begin, self._begin_time = step, begin
         if self._end_time is not None and begin - self._end_time <= MAX_GAP_SECONDS:
             self._gap_seconds = _mean(self._gap_seconds, max(0.0, begin - self._end_time))
         self._clock.on_decode_started(begin, self._stage_seconds or 0.0)
@@ -296,17 +296,17 @@ class SendingEnd(EdgeEnd):
         if new and self._is_shaped and lane == TrafficClass.DECODE:
             self._on_decodes_signalled(ring, max(new))
 
-    def _on_decodes_signalled(self, ring: Ring, turn: int) -> None:
-        """Note that decode steps up to a turn have ended."""
+    def _on_decodes_signalled(self, ring: Ring, step: int) -> None:
+        """Record that decode steps up to `step` have ended."""
         begin = ring.last_begin
-        if begin is not None and begin[0] <= turn:
+        if begin is not None and begin[0] <= step:
             self._observe_begin(ring)
         self._clock.on_end(time.monotonic())
 
     def _observe_begin(self, ring: Ring) -> None:
         if (begin := ring.last_begin) is not None:
-            turn, nanoseconds = begin
-            self._clock.on_begin(turn, 1e-9 * nanoseconds)
+            step, nanoseconds = begin
+            self._clock.on_begin(step, 1e-9 * nanoseconds)
 
     def _on_writable(self, connection: FrameConnection) -> None:
         """Send the next chunk."""

@@ -116,7 +116,7 @@ class Ranks:
                     executor.warm_up()
                 for message in registered(**special):
                     executor.register(message)
-                meet = partial(self.groups[rank].meet, error="")
+                meet = partial(self.groups[rank].agree_on_step, error="")
                 answers = run_interleaved(queues, executor, plans, seed, meet)
                 queues.synchronize()
                 self.waits |= queues.waits

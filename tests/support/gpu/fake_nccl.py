@@ -152,7 +152,7 @@ class FakeHostGroup:
         with _disable_current_modes():
             return None if self.rank else torch.cat(parts, dim=1)
 
-    def meet(self, step: int, error: str) -> str:
+    def agree_on_step(self, step: int, error: str) -> str:
         steps = self._exchange("meet", (step, error))
         if len({step for step, _ in steps}) > 1:
             raise GroupMismatchError(f"the ranks are at steps {[step for step, _ in steps]}")

@@ -68,7 +68,7 @@ class ThreadGroup:
         parts = self._exchange("gather", (len(part), *sizes), part.clone())
         return torch.cat(parts, dim=1) if self.rank == 0 else None
 
-    def meet(self, step: int, error: str) -> str:
+    def agree_on_step(self, step: int, error: str) -> str:
         """See RankGroup."""
         errors: list[str] = self._exchange("meet", step, error)
         return next(filter(None, errors), "")

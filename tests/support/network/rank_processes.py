@@ -48,7 +48,7 @@ def is_right(group: RankGroup, shared: random.Random, number: int) -> bool:
         return torch.equal(group.maximum(mine[:, 0]), base[-1].expand(rows))
     if kind == "meet":
         errors = ["" if shared.random() < 0.8 else f"{rank}" for rank in range(group.size)]
-        return group.meet(number, errors[group.rank]) == next(filter(None, errors), "")
+        return group.agree_on_step(number, errors[group.rank]) == next(filter(None, errors), "")
     if kind == "broadcast":
         values = group.broadcast(torch.full((rows,), number) if group.rank == 0 else None, rows)
         return torch.equal(values, torch.full((rows,), number))

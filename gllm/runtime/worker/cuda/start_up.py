@@ -266,7 +266,7 @@ class CudaStartUp(BaseExecutor):
             GroupClosedError: a rank has failed.
         """
         if self._group is not None:
-            self._group.meet(START_UP_STEPS + zlib.crc32(work.encode()), "")
+            self._group.agree_on_step(START_UP_STEPS + zlib.crc32(work.encode()), "")
 
     def _pad(self, rows: PagedBatch) -> PagedBatch:
         """Pad decodes to a recorded size, if one holds them."""
