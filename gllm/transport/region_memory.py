@@ -25,6 +25,7 @@ from gllm.kernels.native.library import (
     RankGroupState,
     RankLine,
 )
+from gllm.transport.ring import PAGE_BYTES, order_writes, round_up_to_pages
 
 SPIN_SECONDS = 20e-6
 """Seconds of busy waiting before a rank sleeps; longer than most waits."""
@@ -33,7 +34,6 @@ MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 50e-6, 1e-3
 PARTS, VALUES = (0, 1, 2), (3, 4)
 """Kinds of buffers: large ones for parts of sums and logits, small ones for a few numbers or a
 text."""
-_PAGE = 4096
 
 
 class CloseReason(IntEnum):
@@ -77,12 +77,13 @@ class RegionMemory:
             raise ValueError(f"rank {rank} of {ranks} ranks: at most {MAX_RANKS} share a stage")
         self.rank, self.ranks = rank, ranks
         self.place_sizes = [
-            [_pages(4 * floats)] * len(PARTS) + [_pages(value_bytes)] * len(VALUES)
+            [round_up_to_pages(4 * floats)] * len(PARTS)
+            + [round_up_to_pages(value_bytes)] * len(VALUES)
             for floats in capacities
         ]
         """Bytes of the places of a rank, by group."""
-        lines = _pages(ranks * ctypes.sizeof(RankLine))
-        self.begins = [_PAGE]
+        lines = round_up_to_pages(ranks * ctypes.sizeof(RankLine))
+        self.begins = [PAGE_BYTES]
         """Offset of each group in bytes, and the size of the memory."""
         for sizes in self.place_sizes:
             self.begins.append(self.begins[-1] + lines + ranks * sum(sizes))
@@ -192,10 +193,7 @@ class GroupMemory:
         line = self.lines[self.region.rank]
         number = self.state.sequence = (self.state.sequence + 1) % 2**32
         line.tags[number & 1] = tag
-        for _ in range(2):
-            # Two in a row order the writes before and after them on every processor.
-            with self._fence:
-                pass
+        order_writes(self._fence)
         line.sequence = number
         self._poll()
         self.state.used[place] = number
@@ -216,8 +214,3 @@ class GroupMemory:
 def make_tag(kind: Collective, place: int, rows: int, width: int) -> int:
     """Return the number with which ranks check that they compute the same (all_reduce.cpp too)."""
     return kind << 60 | place << 56 | rows << 28 | width
-
-
-def _pages(size: int) -> int:
-    """Return a number of bytes, rounded up to whole pages."""
-    return -(-size // _PAGE) * _PAGE

@@ -90,9 +90,9 @@ class Ring:
         """
         self.event, self.shape = event, layout
         payload = layout.max_tokens * layout.hidden_size * layout.itemsize
-        self.stride = _pages(PAGE_BYTES + payload)
+        self.stride = round_up_to_pages(PAGE_BYTES + payload)
         """Bytes from one slot to the next."""
-        self._begin = _pages(_SIGNALLED_OFFSET + layout.slots * _SIGNALLED.size)
+        self._begin = round_up_to_pages(_SIGNALLED_OFFSET + layout.slots * _SIGNALLED.size)
         size = self._begin + self.stride * layout.slots
         if existing := _read_layout(memory):
             if existing != layout:
@@ -111,7 +111,7 @@ class Ring:
                 layout.is_bfloat16,
             )
             _LAYOUT.pack_into(self.memory, 0, 0, *fields)
-            self._order_writes()
+            order_writes(self._fence)
             _LAYOUT.pack_into(self.memory, 0, _MAGIC, *fields)
 
     @classmethod
@@ -163,7 +163,7 @@ class Ring:
 
     def signal_written(self, step: int) -> None:
         """Signal the reader that the slot of a step, with its header, is written."""
-        self._order_writes()
+        order_writes(self._fence)
         place = _SIGNALLED_OFFSET + self.slot(step) * _SIGNALLED.size
         _SIGNALLED.pack_into(self.memory, place, step + 1)
         os.eventfd_write(self.event, 1)
@@ -198,7 +198,7 @@ class Ring:
         therefore writes an event, and the receiver ignores events without a step.
         """
         self.memory[_IS_RELAYED_OFFSET] = 1
-        self._order_writes()
+        order_writes(self._fence)
         if any(step is not None for step in self.signalled_steps):
             os.eventfd_write(self.event, 1)
 
@@ -243,12 +243,13 @@ class Ring:
         # Tensors keep the object alive, but do not prevent its `close`.
         del self.memory
 
-    def _order_writes(self) -> None:
-        """Make earlier writes visible to other processes before later ones."""
-        for _ in range(2):
-            # Two in a row order the writes before and after them on every processor.
-            with self._fence:
-                pass
+
+def order_writes(fence: threading.Lock) -> None:
+    """Make earlier writes of this thread visible to other processes before later ones."""
+    for _ in range(2):
+        # Two in a row order the writes before and after them on every processor.
+        with fence:
+            pass
 
 
 def _read_layout(memory: int) -> EdgeLayout | None:
@@ -263,6 +264,6 @@ def _read_layout(memory: int) -> EdgeLayout | None:
     return EdgeLayout(slots, max_tokens, hidden_size, itemsize, bool(is_bfloat16))
 
 
-def _pages(size: int) -> int:
+def round_up_to_pages(size: int) -> int:
     """Return a number of bytes, rounded up to whole pages."""
     return -(-size // PAGE_BYTES) * PAGE_BYTES
