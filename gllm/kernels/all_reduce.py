@@ -25,7 +25,8 @@ class RankGroup(Protocol):
 
     All ranks call the same methods in the same order with the same shapes. All methods but `cancel`
     raise GroupClosedError once any rank has cancelled the group, and GroupMismatchError if the
-    ranks call different methods.
+    ranks call different methods. Methods that "can be captured" can be part of a recorded program
+    or a CUDA graph.
     """
 
     rank: int
@@ -46,7 +47,7 @@ class RankGroup(Protocol):
         """
 
     def sum(self, partial: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return the sum of the ranks' parts, the same bits on all ranks; recordable.
+        """Return the sum of the ranks' parts, the same bits on all ranks; can be captured.
 
         Parts are added in the order of the ranks in float32, then the bias, and rounded once.
 
@@ -58,7 +59,7 @@ class RankGroup(Protocol):
         """
 
     def maximum(self, values: Tensor) -> Tensor:
-        """Return the elementwise maximum [rows] float32 of the ranks' values; recordable.
+        """Return the elementwise maximum [rows] float32 of the ranks' values; can be captured.
 
         A NaN of any rank is the result. values: [rows] float32; a recorded step has one per token.
         """

@@ -110,9 +110,9 @@ def choose_backend(requested: str, requirements: AttentionRequirements) -> Backe
 
 
 def find_supported_backend(requested: str, requirements: AttentionRequirements) -> str:
-    """Return the backend that `choose_backend` returns where all of them are equally fast.
+    """Return the backend that `choose_backend` would return if all were equally fast.
 
-    Other than the chosen backend it does not depend on measurements. A backend can be chosen.
+    The result does not depend on measurements. At least one backend must be supported.
     """
     if requested != "auto":
         return requested

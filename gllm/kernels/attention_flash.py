@@ -83,7 +83,7 @@ def paged_attention(
     plan: AttentionPlan,
     scaling: AttentionScaling,
 ) -> Tensor:
-    """Compute gllm.kernels.attention.paged_attention with flash-attn.
+    """Compute causal attention over a paged KV cache with flash-attn.
 
     Args:
         query: [tokens, heads, head_dim], bfloat16 or float16.

@@ -20,14 +20,14 @@ def paged_attention(
     plan: AttentionPlan,
     scaling: AttentionScaling,
 ) -> Tensor:
-    """Compute gllm.kernels.attention.paged_attention with gathered keys and values.
+    """Compute causal attention over a paged KV cache in torch, on gathered keys and values.
 
     Args:
         query: [tokens, heads, head_dim].
         key_cache: [blocks, block_size, kv_heads, head_dim].
         value_cache: [blocks, block_size, kv_heads, value_dim].
         plan: `plan.gathers` is read.
-        scaling: scale, softcap and slopes of the scaling.
+        scaling: scale, softcap and slopes of the scores.
 
     Returns:
         [tokens, heads, value_dim].

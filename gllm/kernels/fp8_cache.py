@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def select_converted(cached: Tensor, indices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return elements of a cache along its first dimension, in another dtype.
+    """Return entries of a cache by their indices in its first dimension, in another dtype.
 
     Args:
         cached: [n, ...] in FP8 or another dtype.

@@ -149,7 +149,7 @@ class NcclRankGroup(DeviceRankGroup):
             self.monitor.start()
 
     def sum(self, partial: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return the sum of the ranks' parts, the same bits on all ranks; recordable.
+        """Return the sum of the ranks' parts, the same bits on all ranks; can be captured.
 
         `partial` is overwritten.
         """
@@ -161,7 +161,7 @@ class NcclRankGroup(DeviceRankGroup):
         return total.to(dtype)
 
     def maximum(self, values: Tensor) -> Tensor:
-        """Return the elementwise maximum [rows] float32 of the ranks' values; recordable."""
+        """Return the elementwise maximum [rows] float32 of the ranks' values; can be captured."""
         result = values.clone()
         with self.launching():
             self._communicator.allreduce(result, ReduceOp.MAX).wait()

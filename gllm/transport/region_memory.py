@@ -138,7 +138,7 @@ class RegionMemory:
             library(CancelArguments(pointer))
 
     def close(self, reason: CloseReason) -> None:
-        """Give ranks that poll a reason to end, unless they have one."""
+        """Set the reason for which polling ranks stop waiting, unless one is set."""
         if self._closed.value == CloseReason.OPEN:
             self._closed.value = reason
 
@@ -212,5 +212,5 @@ class GroupMemory:
 
 
 def make_tag(kind: Collective, place: int, rows: int, width: int) -> int:
-    """Return the number with which ranks check that they compute the same (all_reduce.cpp too)."""
+    """Return the tag of a collective, which ranks compare to detect that they differ."""
     return kind << 60 | place << 56 | rows << 28 | width

@@ -89,7 +89,7 @@ class SharedMemoryGroup:
         return self._part(self.rank, place, rows, width)
 
     def sum(self, partial: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return the sum of the ranks' parts, the same bits on all ranks; recordable."""
+        """Return the sum of the ranks' parts, the same bits on all ranks; can be captured."""
         if partial.dtype not in (torch.float32, dtype):
             partial = partial.to(torch.float32)
         if bias is not None and bias.dtype not in (torch.float32, dtype):
@@ -100,7 +100,7 @@ class SharedMemoryGroup:
         return self._reduce(Collective.SUM, place, partial.contiguous(), bias, dtype)
 
     def maximum(self, values: Tensor) -> Tensor:
-        """Return the elementwise maximum [rows] float32 of the ranks' values; recordable.
+        """Return the elementwise maximum [rows] float32 of the ranks' values; can be captured.
 
         More values than fit are exchanged in several chunks.
         """

@@ -57,7 +57,7 @@ class StagedRankGroup(DeviceRankGroup):
         self._download, self._upload = _PinnedBuffer(device), _PinnedBuffer(device)
 
     def sum(self, partial: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return the sum of the ranks' parts, the same bits on all ranks; recordable."""
+        """Return the sum of the ranks' parts, the same bits on all ranks; can be captured."""
         part = self._to_host(partial.to(torch.float32))
         target = self._host.layers.partial(*part.shape)
         part = part if target is None else target.copy_(part)
@@ -67,7 +67,7 @@ class StagedRankGroup(DeviceRankGroup):
         return total.to(dtype)
 
     def maximum(self, values: Tensor) -> Tensor:
-        """Return the elementwise maximum [rows] float32 of the ranks' values; recordable."""
+        """Return the elementwise maximum [rows] float32 of the ranks' values; can be captured."""
         return self._to_device(self._host.layers.maximum(self._to_host(values)))
 
     def gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor | None:

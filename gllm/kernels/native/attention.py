@@ -45,7 +45,7 @@ def paged_attention(
     plan: AttentionPlan,
     scaling: AttentionScaling,
 ) -> Tensor:
-    """Compute gllm.kernels.attention.paged_attention with the compiled kernel.
+    """Compute causal attention over a paged KV cache with the compiled CPU kernel.
 
     Blocks of a cache in another dtype are converted first, for some sequences at a time.
 

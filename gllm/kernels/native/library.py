@@ -291,7 +291,7 @@ class KernelLibrary:
         self.function(arguments)(arguments)
 
     def call_after(self, check: Callable[[], None]) -> None:
-        """Call a check of the calls so far, which raises where a kernel could not."""
+        """Run a check that raises if a call so far has failed; kernels themselves cannot raise."""
         check()
 
 

@@ -17,7 +17,7 @@ KINDS = ("silu", "relu", "gelu", "gelu_tanh")
 
 @triton.jit
 def activate(x, KIND: tl.constexpr):
-    """Return the activation KIND of float32 x."""
+    """Return the activation KIND, one of KINDS, of float32 x, elementwise."""
     if KIND == "silu":
         made = x * tl.sigmoid(x)
     elif KIND == "relu":
@@ -48,7 +48,7 @@ def _gate(both, output, size, row, KIND: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def act_and_mul(kind: str, gate_up: Tensor) -> Tensor:
-    """Apply gllm.kernels.activation.act_and_mul to gate_up [tokens, 2 * n]; return [tokens, n]."""
+    """Return act(gate) * up, [tokens, n], of gate_up [tokens, 2 * n] on a GPU; gate comes first."""
     if kind not in KINDS:
         raise ValueError(f"no kernel for the activation {kind!r}")
     gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()

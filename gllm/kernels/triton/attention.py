@@ -37,7 +37,7 @@ def paged_attention(
     scaling: AttentionScaling,
     limits: SplitLimits = DEFAULT_SPLIT_LIMITS,
 ) -> Tensor:
-    """Compute gllm.kernels.attention.paged_attention with Triton kernels.
+    """Compute causal attention over a paged KV cache with Triton kernels.
 
     Slots of the cache must be evenly spaced and the elements of a head adjacent. Values that are a
     view of the first elements of the keys are read once. A launch of decodes alone can be captured

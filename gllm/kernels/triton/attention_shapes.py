@@ -264,9 +264,9 @@ def list_specs(
     types: Mapping[str, str],
     more: Mapping[str, Any],
 ) -> list[KernelSpec]:
-    """Return the specs of a kernel for all CASES.
+    """Return the variants of an attention kernel that are compiled ahead of time, one per CASE.
 
-    types and more: argument types and constants that the kernels do not share.
+    types and more: argument types and constants that only this kernel has.
     """
     return [
         KernelSpec(
@@ -284,7 +284,7 @@ def list_specs(
 
 
 def tuned_constants(table: str, shape: AttentionShape) -> TunedConstants:
-    """Return the constants of a shape by its row of a table."""
+    """Return the compile-time constants of a shape, with the tile sizes of a table."""
     return TunedConstants(
         table, tile_lookup_sizes(shape), lambda use: constants(TileSizes(**use), shape)
     )

@@ -45,7 +45,7 @@ def expert_constants(experts: int, picked: int) -> dict[str, int]:
 
 
 def tile_sizes(gate: str, element: int) -> dict[str, int]:
-    """Return the keys of the tile table: number of accumulators, bytes per element of x."""
+    """Return the problem sizes for `choose_tiles`: projections, bytes per element of x."""
     return {"maps": 2 if gate else 1, "bytes": element}
 
 

@@ -109,13 +109,13 @@ def run_experts(
     activation: str,
     fp8: bool | None = None,
 ) -> Tensor:
-    """Compute gllm.kernels.experts.run_stacked.
+    """Return the weighted sum of each token's selected experts, computed on a GPU.
 
     Args:
         x: [tokens, hidden].
-        experts: [tokens, active] int64.
-        weights: [tokens, active] float32.
-        up: [experts, 2 * inner, hidden].
+        experts: [tokens, active] int64: ids of the selected experts.
+        weights: [tokens, active] float32: weights of these experts.
+        up: [experts, 2 * inner, hidden]: gate projections, then up projections.
         down: [experts, hidden, inner].
         activation: Activation of the gate.
         fp8: Quantize activations to FP8 for FP8 weights; None: if the GPU multiplies FP8.

@@ -218,10 +218,15 @@ def linear_fp8(
     fp8: bool | None = None,
     num_parts: int | None = None,
 ) -> Tensor:
-    """Compute gllm.kernels.linear_fp8.linear_fp8.
+    """Return x W^T + b, [tokens, outputs], for an FP8 weight on a GPU.
 
-    fp8: quantize activations to FP8 too; None: if the GPU multiplies FP8.
-    num_parts: largest number of parts of the inputs; None: `choose_num_parts`.
+    Args:
+        x: [tokens, inputs], bfloat16, float16 or float32.
+        matrix: W [outputs, inputs].
+        bias: b [outputs].
+        out: receives the result if given: contiguous, of x's dtype or float32.
+        fp8: quantize activations to FP8 too; None: if the GPU multiplies FP8.
+        num_parts: largest number of parts of the inputs; None: `choose_num_parts`.
 
     Raises:
         ValueError: The width of blocks is not 32, 64, a multiple of 128 or the number of inputs.

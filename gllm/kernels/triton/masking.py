@@ -69,7 +69,7 @@ def _phrases_kernel(
 
 
 def apply_token_bitmask(logits: Tensor, rows: Tensor, masks: Tensor, tile: int = TILE) -> None:
-    """Apply gllm.kernels.masking.apply_token_bitmask on a GPU, without synchronization.
+    """Ban all tokens whose bit is 0 on a GPU, in place and without synchronization.
 
     logits [rows, vocabulary] float32, rows [masks] int64, masks [masks, words] int32; tile: tokens
     of the vocabulary per program.
@@ -87,7 +87,7 @@ def apply_bad_words(
     bad_words: BadWords,
     phrase: int = PHRASE,
 ) -> None:
-    """Apply gllm.kernels.masking.apply_bad_words on a GPU, without synchronization.
+    """Ban the last token of each phrase whose other tokens end the output, on a GPU.
 
     logits [rows, vocabulary] float32, table [slots] int64; phrase: tokens compared per iteration.
     """

@@ -103,10 +103,10 @@ def apply_history_penalties(
     settings: Tensor,
     tile: int = TILE,
 ) -> None:
-    """Apply gllm.kernels.penalties.apply_history_penalties without synchronization.
+    """Apply penalties for the tokens of histories on a GPU, in place, without synchronization.
 
-    logits [rows, vocabulary] float32, table [slots] int64, settings [3, histories] float64; tile:
-    tokens of a history per program.
+    logits [rows, vocabulary] float32, table [slots] int64, settings [3, histories] float64
+    (repetition, frequency, presence); tile: tokens of a history per program.
     """
     count, size = len(histories.rows), logits.shape[1]
     counts = torch.zeros(count, size, dtype=torch.int32, device=logits.device)

@@ -140,7 +140,7 @@ def rotate_and_store(
     cache: tuple[Tensor, Tensor],
     slots: Tensor,
 ) -> Tensor:
-    """Compute gllm.kernels.qkv.rotate_and_store in one kernel.
+    """Apply head norms and rotary embedding, and write keys and values to the cache, on a GPU.
 
     Tokens with a slot below 0 are not stored. The cache rows must be contiguous, so that the cache
     flattened to slots is a view.

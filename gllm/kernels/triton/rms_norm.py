@@ -44,7 +44,7 @@ def _rms_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute gllm.kernels.rms_norm.rms_norm of x [..., n] with weight [n].
+    """Return the RMSNorm of x [..., n] with weight [n], of the shape and dtype of x, on a GPU.
 
     Raises:
         ValueError: A row has more than LONGEST elements.
@@ -54,7 +54,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute gllm.kernels.rms_norm.add_rms_norm; hidden and delta [tokens, n], weight [n].
+    """Add delta to hidden in place, both [tokens, n]; return the RMSNorm of the sum, on a GPU.
 
     Raises:
         ValueError: A row has more than LONGEST elements, or the rows of hidden are not contiguous.

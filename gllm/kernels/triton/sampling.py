@@ -272,9 +272,10 @@ def _sample_kernel(
 
 
 def sample(logits: Tensor, plan: "SamplingPlan", tile: int = TILE) -> Tensor:
-    """Compute gllm.kernels.sampling.sample without synchronization.
+    """Sample token ids [rows] int64 from logits [rows, vocabulary] float32 on a GPU.
 
-    The settings and counters of the plan are on the device of the logits.
+    Does not synchronize. The settings and counters of the plan are on the GPU of the logits. tile:
+    tokens per iteration.
     """
     rows, size = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)

@@ -81,7 +81,7 @@ class _Guest:
 
 
 class Listener:
-    """Listening socket and the guests, served by a thread."""
+    """Listening socket and the connections without a first frame (guests), served by one thread."""
 
     def __init__(
         self,

@@ -52,7 +52,7 @@ _SCRATCH_BYTES = 2**16
 
 
 class ReceivingEnd(EdgeEnd):
-    """Fills rings; the bytes of a step that a ring has already are dropped."""
+    """Receiving end of an edge: fills the rings; drops bytes of steps that a ring already has."""
 
     _writers: list[SlotWriter | None]
     """Writer of each lane's steps on this connection; None before the lane's LAYOUT."""
@@ -129,7 +129,7 @@ class Outbox:
         self.flush()
 
     def flush(self) -> bool:
-        """Send the queued messages as far as the parent reads them.
+        """Send the queued messages, as many as the parent reads.
 
         Returns:
             True if nothing is left.

@@ -32,7 +32,7 @@ from gllm.transport.ring import PAGE_BYTES, Ring
 
 
 class QueuedStep:
-    """Step that is not completely sent."""
+    """Signalled step whose bytes have not all been sent."""
 
     __slots__ = ("_data", "_num_sent", "_place", "num_bytes", "number", "traffic_class")
 
@@ -61,9 +61,9 @@ class QueuedStep:
         return num_head + len(self._data.payload) - self._num_sent
 
     def pop(self, num_bytes: int) -> tuple[bytes, memoryview]:
-        """Return headers and payload of the frames that carry the next bytes.
+        """Return headers and payload of the frames with the next bytes.
 
-        num_bytes: a chunk with the head has at least that, and one byte of a payload.
+        num_bytes: largest size; the first chunk has the whole head and a byte of payload at least.
         """
         head, payload = self._data.head, self._data.payload
         headers = b""
@@ -110,12 +110,12 @@ class SendQueue:
 
     @property
     def has_prefill(self) -> bool:
-        """True if a step waits that is no decode."""
+        """True if a step with prefills is queued."""
         return self._num_prefills > 0
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that wait."""
+        """Bytes of the queued steps that are still to be sent."""
         # A report is made on another thread; the copy is atomic.
         return sum(step.remaining_bytes for step in self._waiting[:])
 
@@ -236,7 +236,7 @@ class SendingEnd(EdgeEnd):
 
     @property
     def state(self) -> LinkState:
-        """State for people, with the measurements of this direction."""
+        """State of the edge for status pages, with the measurements of this direction."""
         estimator = self._monitor.estimator
         rate, round_trip = estimator.bytes_per_second, estimator.round_trip_seconds
         return msgspec.structs.replace(

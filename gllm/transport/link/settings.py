@@ -60,7 +60,7 @@ class Refusals:
 
 @dataclass(frozen=True)
 class LinkSettings:
-    """Settings and callbacks."""
+    """Settings and callbacks that all edges of a data mover share."""
 
     node: str
     """Name of this machine."""
