@@ -16,3 +16,9 @@ class WireMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     is_fenced: ClassVar[bool] = True
     """True if receivers drop the message in other epochs than the one it was sent in; False
     for messages about a process."""
+
+
+class ProcessMessage(WireMessage, frozen=True):
+    """Base class of messages about a process, which are delivered in every epoch."""
+
+    is_fenced: ClassVar[bool] = False

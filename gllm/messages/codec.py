@@ -241,12 +241,7 @@ def decode_for_worker(payload: bytes) -> ToWorker:
     Raises:
         msgspec.DecodeError: the payload is no other message that the head process may send.
     """
-    try:
-        return _worker_decoder.decode(payload)
-    except msgspec.DecodeError as error:
-        if rejected := _reject(payload, str(error)):
-            return rejected
-        raise
+    return _decode_or_reject(_worker_decoder, payload)
 
 
 def decode_for_engine(payload: bytes) -> ToEngine:
@@ -255,8 +250,12 @@ def decode_for_engine(payload: bytes) -> ToEngine:
     Raises:
         msgspec.DecodeError: the payload is no other message that a router may send.
     """
+    return _decode_or_reject(_engine_decoder, payload)
+
+
+def _decode_or_reject(decoder: msgspec.msgpack.Decoder[T], payload: bytes) -> T | RejectedRequest:
     try:
-        return _engine_decoder.decode(payload)
+        return decoder.decode(payload)
     except msgspec.DecodeError as error:
         if rejected := _reject(payload, str(error)):
             return rejected

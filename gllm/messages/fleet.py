@@ -6,11 +6,11 @@ in requests and outputs are the router's. Fields are only ever appended, so that
 of neighbouring versions understand each other.
 """
 
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from msgspec import Meta
 
-from gllm.messages.base import WireMessage
+from gllm.messages.base import ProcessMessage
 from gllm.scheduler.plan import SchedulerStats
 from gllm.scheduler.step_cost import StepCostCoefficients
 
@@ -27,10 +27,9 @@ def is_compatible(protocol: int, oldest_protocol: int) -> bool:
     return max(oldest_protocol, OLDEST_PROTOCOL) <= min(protocol, PROTOCOL)
 
 
-class GreetEngine(WireMessage, frozen=True):
+class GreetEngine(ProcessMessage, frozen=True):
     """First message of a router in a session."""
 
-    is_fenced: ClassVar[bool] = False
     protocol: int
     oldest_protocol: int
     router: str
@@ -43,13 +42,12 @@ class GreetEngine(WireMessage, frozen=True):
     """True if the router has to receive FirstChunkComputed."""
 
 
-class AnnounceEngine(WireMessage, frozen=True):
+class AnnounceEngine(ProcessMessage, frozen=True):
     """First message of an engine in a session, sent again when one of the facts changes.
 
     Name and run do not change within a session.
     """
 
-    is_fenced: ClassVar[bool] = False
     protocol: int
     oldest_protocol: int
     name: str
@@ -93,10 +91,9 @@ class AnnounceEngine(WireMessage, frozen=True):
     """True if the engine understands PrefetchKv."""
 
 
-class EngineReport(WireMessage, frozen=True):
+class EngineReport(ProcessMessage, frozen=True):
     """State of an engine, each second and when it changes; it is also the engine's heartbeat."""
 
-    is_fenced: ClassVar[bool] = False
     state: str
     """ready, recovering, sleeping, draining or dead."""
     cause: str
@@ -111,43 +108,36 @@ class EngineReport(WireMessage, frozen=True):
     0: none."""
 
 
-class RouterHeartbeat(WireMessage, frozen=True):
+class RouterHeartbeat(ProcessMessage, frozen=True):
     """Report that a router's event loop runs, each second."""
 
-    is_fenced: ClassVar[bool] = False
 
-
-class DrainEngine(WireMessage, frozen=True):
+class DrainEngine(ProcessMessage, frozen=True):
     """Command to an engine: take no new requests from routers, or take them again."""
 
-    is_fenced: ClassVar[bool] = False
     is_on: bool
 
 
-class SetEngineRole(WireMessage, frozen=True):
+class SetEngineRole(ProcessMessage, frozen=True):
     """Command to an engine: announce another role to all routers. Running requests go on."""
 
-    is_fenced: ClassVar[bool] = False
     role: str
     """mixed, prefill or decode."""
 
 
-class NoticeToEngine(WireMessage, frozen=True):
+class NoticeToEngine(ProcessMessage, frozen=True):
     """Warning for the log of an engine, such as a second engine of its name."""
 
-    is_fenced: ClassVar[bool] = False
     text: str
 
 
-class RefuseEngine(WireMessage, frozen=True):
+class RefuseEngine(ProcessMessage, frozen=True):
     """End of a session by the router, with the cause for the engine's log."""
 
-    is_fenced: ClassVar[bool] = False
     cause: str
 
 
-class RefuseRouter(WireMessage, frozen=True):
+class RefuseRouter(ProcessMessage, frozen=True):
     """End of a session by the engine, with the cause for the router's log."""
 
-    is_fenced: ClassVar[bool] = False
     cause: str

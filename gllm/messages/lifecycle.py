@@ -1,22 +1,18 @@
 """Messages that start and stop a stage, and those about a worker process itself."""
 
-from typing import ClassVar
-
-from gllm.messages.base import WireMessage
+from gllm.messages.base import ProcessMessage, WireMessage
 from gllm.messages.kv_layout import KvLayout
 
 
-class Hello(WireMessage, frozen=True):
+class Hello(ProcessMessage, frozen=True):
     """First message of a session; it names the process that the session belongs to."""
 
-    is_fenced: ClassVar[bool] = False
     sender: int
 
 
-class Heartbeat(WireMessage, frozen=True):
+class Heartbeat(ProcessMessage, frozen=True):
     """Report that a worker's event loop runs, with the step under way."""
 
-    is_fenced: ClassVar[bool] = False
     step: int
     """-1 while no step is computed."""
     step_seconds: float
@@ -55,10 +51,9 @@ class StageLoaded(WireMessage, frozen=True):
     memory of its own."""
 
 
-class LayersPrepared(WireMessage, frozen=True):
+class LayersPrepared(ProcessMessage, frozen=True):
     """Report that a worker has loaded its layers of a planned change, beside its present stage."""
 
-    is_fenced: ClassVar[bool] = False
     change: int
     """Number of the change."""
     num_bytes: int = 0
@@ -84,10 +79,9 @@ class StageReady(WireMessage, frozen=True):
     """Layout of the KV cache in StageAssignment.kv_memory; None without --kv-transfer."""
 
 
-class StageFailed(WireMessage, frozen=True):
+class StageFailed(ProcessMessage, frozen=True):
     """Report that a worker ends because of an error."""
 
-    is_fenced: ClassVar[bool] = False
     stage: int
     cause: str
 
@@ -100,7 +94,5 @@ class EpochClosed(WireMessage, frozen=True):
     """Report of one worker that its stage, with the KV cache, is closed: a restart may begin."""
 
 
-class Shutdown(WireMessage, frozen=True):
+class Shutdown(ProcessMessage, frozen=True):
     """Command to a worker: end the process."""
-
-    is_fenced: ClassVar[bool] = False

@@ -1,20 +1,17 @@
 """Reports on measured speeds: of the layers on a worker, and of the links between machines."""
 
-from typing import ClassVar
-
 import msgspec
 
-from gllm.messages.base import WireMessage
+from gllm.messages.base import ProcessMessage, WireMessage
 
 
-class StageMeasured(WireMessage, frozen=True):
+class StageMeasured(ProcessMessage, frozen=True):
     """Measured time and memory of each layer of the model on a worker.
 
     A time is that of a decode step, plus a share of that of a prefill step
     (gllm/runtime/worker/probe.py).
     """
 
-    is_fenced: ClassVar[bool] = False
     stage: int
     rank: int
     layer_seconds: list[float]

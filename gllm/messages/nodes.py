@@ -6,12 +6,12 @@ head, or the driver, and the workers of a node travel within the agent's session
 `StageFrame`), because a node needs to reach one port of the head only.
 """
 
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from gllm.messages.base import WireMessage
+from gllm.messages.base import ProcessMessage
 
 PROTOCOL = 2
 """Version of these messages; the head and all agents have to speak the same one."""
@@ -96,10 +96,9 @@ class LinkState(msgspec.Struct, frozen=True):
     """Encoding of activations (`--link-encoding`), the same at both ends."""
 
 
-class JoinCluster(WireMessage, frozen=True):
+class JoinCluster(ProcessMessage, frozen=True):
     """First message of an agent: facts that the head checks, and the state of a former session."""
 
-    is_fenced: ClassVar[bool] = False
     protocol: int
     name: str
     """Unique among the nodes of the cluster."""
@@ -123,10 +122,9 @@ class JoinCluster(WireMessage, frozen=True):
     `workers` are such processes then."""
 
 
-class WelcomeNode(WireMessage, frozen=True):
+class WelcomeNode(ProcessMessage, frozen=True):
     """Answer to `JoinCluster`: the node is a member."""
 
-    is_fenced: ClassVar[bool] = False
     run: int
     """Number of this start of the head."""
     model: str
@@ -142,10 +140,9 @@ class WelcomeNode(WireMessage, frozen=True):
     """Workers of the earlier session that the head keeps; the agent kills the others."""
 
 
-class RefuseNode(WireMessage, frozen=True):
+class RefuseNode(ProcessMessage, frozen=True):
     """Answer to `JoinCluster`: the node cannot be a member."""
 
-    is_fenced: ClassVar[bool] = False
     cause: str
     """Differences, field by field, and the fix."""
     is_final: bool = True
@@ -155,10 +152,9 @@ class RefuseNode(WireMessage, frozen=True):
     joins with `runs_services`."""
 
 
-class NodeHeartbeat(WireMessage, frozen=True):
+class NodeHeartbeat(ProcessMessage, frozen=True):
     """Report that a process runs; agents send theirs each second, and the head answers each."""
 
-    is_fenced: ClassVar[bool] = False
     sent: float
     """Time of sending by the sender's clock, time.monotonic()."""
     echo: float
@@ -173,58 +169,51 @@ class NodeHeartbeat(WireMessage, frozen=True):
     """Data connections of the agent's machine."""
 
 
-class EngineState(WireMessage, frozen=True):
+class EngineState(ProcessMessage, frozen=True):
     """State of the engine for the agents' /health, /ready and logs, sent when it changes."""
 
-    is_fenced: ClassVar[bool] = False
     state: str
     cause: str
     epoch: int
 
 
-class StartWorker(WireMessage, frozen=True):
+class StartWorker(ProcessMessage, frozen=True):
     """Command to an agent: start a worker process; `WorkerExited` follows if that fails."""
 
-    is_fenced: ClassVar[bool] = False
     sender: int
     log_level: str
     log_format: str
 
 
-class EndWorker(WireMessage, frozen=True):
+class EndWorker(ProcessMessage, frozen=True):
     """Command to an agent: kill a worker process."""
 
-    is_fenced: ClassVar[bool] = False
     sender: int
 
 
-class DumpStacks(WireMessage, frozen=True):
+class DumpStacks(ProcessMessage, frozen=True):
     """Command to an agent: request the stacks of a worker; `WorkerStacks` follows."""
 
-    is_fenced: ClassVar[bool] = False
     sender: int
 
 
-class AssignStages(WireMessage, frozen=True):
+class AssignStages(ProcessMessage, frozen=True):
     """Command to an agent: begin an epoch, or measure the workers' speed."""
 
-    is_fenced: ClassVar[bool] = False
     epoch: int
     assignment: bytes
     """A NodeAssignment (gllm/runtime/head/node.py) as JSON."""
 
 
-class EpochReady(WireMessage, frozen=True):
+class EpochReady(ProcessMessage, frozen=True):
     """Command to an agent: all workers have connected to the driver; refuse other connections."""
 
-    is_fenced: ClassVar[bool] = False
     epoch: int
 
 
-class WorkerFrame(WireMessage, frozen=True):
+class WorkerFrame(ProcessMessage, frozen=True):
     """A message between the head and a worker of the node, in either direction."""
 
-    is_fenced: ClassVar[bool] = False
     sender: int
     """The worker."""
     epoch: int
@@ -233,10 +222,9 @@ class WorkerFrame(WireMessage, frozen=True):
     """The encoded message."""
 
 
-class StageFrame(WireMessage, frozen=True):
+class StageFrame(ProcessMessage, frozen=True):
     """A message between the driver and a worker of the node, in either direction."""
 
-    is_fenced: ClassVar[bool] = False
     sender: int
     """The worker."""
     epoch: int
@@ -244,60 +232,53 @@ class StageFrame(WireMessage, frozen=True):
     """The encoded message; empty when the worker connects to the driver."""
 
 
-class WorkerExited(WireMessage, frozen=True):
+class WorkerExited(ProcessMessage, frozen=True):
     """Report that a worker process has exited and was reaped."""
 
-    is_fenced: ClassVar[bool] = False
     sender: int
     description: str
     stacks: str
 
 
-class WorkerStacks(WireMessage, frozen=True):
+class WorkerStacks(ProcessMessage, frozen=True):
     """Report with the stacks of a worker's threads."""
 
-    is_fenced: ClassVar[bool] = False
     sender: int
     stacks: str
 
 
-class WorkerSessionLost(WireMessage, frozen=True):
+class WorkerSessionLost(ProcessMessage, frozen=True):
     """Report that a worker's session with its agent, or with the driver, has ended."""
 
-    is_fenced: ClassVar[bool] = False
     sender: int
     cause: str
 
 
-class AssignmentFailed(WireMessage, frozen=True):
+class AssignmentFailed(ProcessMessage, frozen=True):
     """Report that an epoch could not be assigned to the node's workers."""
 
-    is_fenced: ClassVar[bool] = False
     epoch: int
     cause: str
 
 
-class EdgeOpened(WireMessage, frozen=True):
+class EdgeOpened(ProcessMessage, frozen=True):
     """Report that the receiving end of an edge between nodes is connected."""
 
-    is_fenced: ClassVar[bool] = False
     epoch: int
     edge: int
 
 
-class EdgeLost(WireMessage, frozen=True):
+class EdgeLost(ProcessMessage, frozen=True):
     """Report that an edge between nodes cannot be connected, or stays disconnected."""
 
-    is_fenced: ClassVar[bool] = False
     epoch: int
     edge: int
     cause: str
 
 
-class LeaveCluster(WireMessage, frozen=True):
+class LeaveCluster(ProcessMessage, frozen=True):
     """End of a membership: an agent ends by itself, or the head ends all agents."""
 
-    is_fenced: ClassVar[bool] = False
     cause: str
     is_failure: bool = False
     """True if the receiver exits with status 1."""

@@ -5,12 +5,12 @@ heartbeats. The master then lets nodes run the processes of services: each servi
 with a process of `gllm serve` per node.
 """
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from gllm.messages.base import WireMessage
+from gllm.messages.base import ProcessMessage
 from gllm.messages.nodes import (
     JoinCluster,
     LeaveCluster,
@@ -53,10 +53,9 @@ class ServiceReading(msgspec.Struct, frozen=True, array_like=True):
     links: list[PeerLink] = []
 
 
-class StartServiceProcess(WireMessage, frozen=True):
+class StartServiceProcess(ProcessMessage, frozen=True):
     """Command to a node: run a process of a service."""
 
-    is_fenced: ClassVar[bool] = False
     process: Count
     """Number of the process, never used again within a run of the master."""
     service: str
@@ -77,37 +76,33 @@ class StartServiceProcess(WireMessage, frozen=True):
     """Time for running requests to finish when the process is ended."""
 
 
-class EndServiceProcess(WireMessage, frozen=True):
+class EndServiceProcess(ProcessMessage, frozen=True):
     """Command to a node: end a process; `ServiceProcessExited` follows."""
 
-    is_fenced: ClassVar[bool] = False
     process: Count
 
 
-class DrainServiceNode(WireMessage, frozen=True):
+class DrainServiceNode(ProcessMessage, frozen=True):
     """Command to the node of a head: remove another node from the running engine."""
 
-    is_fenced: ClassVar[bool] = False
     process: Count
     """Process of the head."""
     node: str
     """Node that leaves; its process exits once its layers have moved."""
 
 
-class ServiceNodeKept(WireMessage, frozen=True):
+class ServiceNodeKept(ProcessMessage, frozen=True):
     """Report that an engine keeps a node, because the others have too little memory."""
 
-    is_fenced: ClassVar[bool] = False
     process: Count
     """Process of the head."""
     node: str
     cause: str
 
 
-class ServiceProcessStarted(WireMessage, frozen=True):
+class ServiceProcessStarted(ProcessMessage, frozen=True):
     """Report that the process of an engine's head has started."""
 
-    is_fenced: ClassVar[bool] = False
     process: Count
     head: str
     """HOST:PORT at which the other nodes join the engine."""
@@ -115,18 +110,16 @@ class ServiceProcessStarted(WireMessage, frozen=True):
     """URL of the service's API."""
 
 
-class ServiceProcessExited(WireMessage, frozen=True):
+class ServiceProcessExited(ProcessMessage, frozen=True):
     """Report that a process has exited, or could not be started."""
 
-    is_fenced: ClassVar[bool] = False
     process: Count
     cause: str
 
 
-class ServiceReport(WireMessage, frozen=True):
+class ServiceReport(ProcessMessage, frozen=True):
     """Report on a service, from the node of its head, once per second."""
 
-    is_fenced: ClassVar[bool] = False
     process: Count
     reading: ServiceReading
 

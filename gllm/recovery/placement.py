@@ -59,8 +59,16 @@ class EdgeSpec(msgspec.Struct, frozen=True):
     """Rank that sends."""
     target_rank: int = 0
     """Rank that receives."""
-    transport: str = "auto"
-    """Name of a transport, or auto: the two workers choose by their devices."""
+
+    @property
+    def source_place(self) -> tuple[int, int]:
+        """Stage and rank that send."""
+        return self.source, self.source_rank
+
+    @property
+    def target_place(self) -> tuple[int, int]:
+        """Stage and rank that receive."""
+        return self.target, self.target_rank
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -96,9 +104,7 @@ class Placement(msgspec.Struct, frozen=True):
             raise ValueError(f"a stage has no layer: {self.layers}")
         if any(left[1] != right[0] for left, right in pairwise(self.layers)):
             raise ValueError(f"the layers have gaps or overlap: {self.layers}")
-        ends = [
-            (edge.source, edge.source_rank, edge.target, edge.target_rank) for edge in self.edges
-        ]
+        ends = [(*edge.source_place, *edge.target_place) for edge in self.edges]
         if ends != edge_ends(degrees):
             raise ValueError("the edges do not connect each stage to the next one")
 
@@ -122,6 +128,11 @@ class Placement(msgspec.Struct, frozen=True):
             if worker.stage not in own:
                 own.append(worker.stage)
         return stages
+
+    @property
+    def nodes(self) -> dict[tuple[int, int], str]:
+        """Name of the node of each worker, by stage and rank."""
+        return {(worker.stage, worker.rank): worker.node for worker in self.workers}
 
     @property
     def has_remote_edges(self) -> bool:

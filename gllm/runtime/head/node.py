@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
-from gllm.config.engine import EngineConfig
 from gllm.recovery.liveness import ProcessSample
 from gllm.recovery.placement import LOCAL_NODE, EdgeSpec, Placement, source_dials
 from gllm.runtime.head.assignment import (
@@ -112,41 +111,27 @@ class Node(ABC):
         """Address to which the stages of this machine connect for the driver; empty for none."""
         return "" if self._driver_folder is None else f"ipc://{self._driver_folder}/driver"
 
-    def measure(self, placement: Placement, config: EngineConfig, folder: Path) -> None:
-        """Let each of this machine's workers in a placement measure its speed.
+    def prepare(self, assignment: NodeAssignment, folder: Path, node: str | None = None) -> None:
+        """Let this machine's workers measure their speed, or load layers while their stage serves.
 
         Args:
-            placement: with preliminary layers.
-            config: of the engine, with max_model_len resolved.
+            assignment: with `is_probe` or the number of a planned change.
             folder: of the model.
+            node: the only machine whose workers prepare; None for all.
         """
-        for worker in placement.workers_on(self.node_name):
+        if node not in (None, self.node_name):
+            return
+        for worker in assignment.placement.workers_on(self.node_name):
             self._send(
-                StageAssignment(placement, worker.sender, config, str(folder), "", is_probe=True)
-            )
-
-    def prepare(
-        self,
-        placement: Placement,
-        config: EngineConfig,
-        folder: Path,
-        change: int,
-        node: str | None = None,
-    ) -> None:
-        """Let each of this machine's workers in a placement load its layers beside its stage.
-
-        Args:
-            placement: of the next epoch.
-            config: of the engine, with max_model_len resolved.
-            folder: of the model.
-            change: number of the planned change.
-            node: the only machine whose workers load layers; None for all.
-        """
-        for worker in (
-            placement.workers_on(self.node_name) if node in (None, self.node_name) else ()
-        ):
-            self._send(
-                StageAssignment(placement, worker.sender, config, str(folder), "", change=change)
+                StageAssignment(
+                    assignment.placement,
+                    worker.sender,
+                    assignment.config,
+                    str(folder),
+                    "",
+                    is_probe=assignment.is_probe,
+                    change=assignment.change,
+                )
             )
 
     def assign(
@@ -188,15 +173,8 @@ class Node(ABC):
                         assignment.config,
                         str(folder),
                         self.driver_address,
-                        next(
-                            (
-                                edge
-                                for spec, edge in edges
-                                if (spec.target, spec.target_rank) == place
-                            ),
-                            None,
-                        ),
-                        [edge for spec, edge in edges if (spec.source, spec.source_rank) == place],
+                        next((edge for spec, edge in edges if spec.target_place == place), None),
+                        [edge for spec, edge in edges if spec.source_place == place],
                         regions.get(worker.stage),
                         plan_record if has_driver else None,
                         self.kv_memory.get(worker.sender),
@@ -220,16 +198,15 @@ class Node(ABC):
             ValueError: the nodes of an edge cannot reach each other.
         """
         placement = assignment.placement
-        nodes = {(worker.stage, worker.rank): worker.node for worker in placement.workers}
+        nodes = placement.nodes
         edges: list[tuple[EdgeSpec, Edge]] = []
         for spec in placement.edges:
-            source = nodes[spec.source, spec.source_rank]
-            target = nodes[spec.target, spec.target_rank]
+            source, target = nodes[spec.source_place], nodes[spec.target_place]
             if self.node_name not in (source, target):
                 continue
             name = f"{self._name}-edge-{spec.number}"
             is_remote = source != target
-            edge = create_edge(name, spec.transport, is_remote, assignment.num_lanes)
+            edge = create_edge(name, "auto", is_remote, assignment.num_lanes)
             files.callback(edge.close)
             edges.append((spec, edge))
             if edge.is_remote:

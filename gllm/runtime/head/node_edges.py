@@ -86,12 +86,9 @@ class EdgeGate:
 
 def remote_edges(placement: Placement) -> dict[int, NodePair]:
     """Return the nodes of the edges between nodes, by the edge's number."""
-    nodes = {(worker.stage, worker.rank): worker.node for worker in placement.workers}
+    nodes = placement.nodes
     pairs = {
-        edge.number: (
-            nodes[edge.source, edge.source_rank],
-            nodes[edge.target, edge.target_rank],
-        )
+        edge.number: (nodes[edge.source_place], nodes[edge.target_place])
         for edge in placement.edges
     }
     return {number: pair for number, pair in pairs.items() if pair[0] != pair[1]}

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from gllm.config.engine import EngineConfig
 from gllm.messages.nodes import AssignStages, DumpStacks, EndWorker, EpochReady, StartWorker
 from gllm.options.addresses import format_host_port
 from gllm.recovery.liveness import ProcessSample
@@ -220,25 +219,10 @@ class NodeGroup(Node):
         if self.proxies is not None:
             self.proxies.close()
 
-    def measure(self, placement: Placement, config: EngineConfig, folder: Path) -> None:
-        """See Node."""
-        self.local.measure(placement, config, folder)
-        assignment = NodeAssignment(placement, config, is_probe=True)
-        for remote in self._remotes_of(placement):
-            remote.assign(assignment)
-
-    def prepare(
-        self,
-        placement: Placement,
-        config: EngineConfig,
-        folder: Path,
-        change: int,
-        node: str | None = None,
-    ) -> None:
+    def prepare(self, assignment: NodeAssignment, folder: Path, node: str | None = None) -> None:
         """See Node; machines that are lost meanwhile are left out."""
-        self.local.prepare(placement, config, folder, change, node)
-        assignment = NodeAssignment(placement, config, change=change)
-        for remote in self._remotes_of(placement):
+        self.local.prepare(assignment, folder, node)
+        for remote in self._remotes_of(assignment.placement):
             if node in (None, remote.node_name):
                 remote.assign(assignment)
 

@@ -486,13 +486,15 @@ class Supervisor:
                 for sender in senders:
                     self.channels.send(sender, CloseEpoch())
             case MeasureWorkers(placement):
-                self.nodes.measure(placement, self.config, self._folder)
+                assignment = NodeAssignment(placement, self.config, is_probe=True)
+                self.nodes.prepare(assignment, self._folder)
             case ChooseLayers():
                 layers = self.planner.choose_layers()
                 self._actions += self.recovery.change_layers(layers, "", time.monotonic())
             case PrepareLayers(number, placement, cause, node):
                 log.info("%s: the layers are loaded while the engine serves", cause)
-                self.nodes.prepare(placement, self.config, self._folder, number, node)
+                assignment = NodeAssignment(placement, self.config, change=number)
+                self.nodes.prepare(assignment, self._folder, node)
             case BeginChange(kind, cause):
                 self.deaths.begin_recovery(kind, cause)
                 log.info("%s; requests: %d", cause, self.client.num_requests)

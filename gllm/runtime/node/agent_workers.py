@@ -171,12 +171,10 @@ class AgentWorkers:
             assignment = msgspec.structs.replace(
                 assignment, config=msgspec.json.decode(applied, type=EngineConfig)
             )
-            placement, config = assignment.placement, assignment.config
             if assignment.is_probe:
-                self._busy.update(self._senders(placement))
-                self._node.measure(placement, config, folder)
-            elif assignment.change:
-                self._node.prepare(placement, config, folder, assignment.change)
+                self._busy.update(self._senders(assignment.placement))
+            if assignment.is_probe or assignment.change:
+                self._node.prepare(assignment, folder)
             else:
                 self._assign(assignment, folder)
         except (OSError, ValueError, msgspec.DecodeError, zmq.ZMQError) as error:

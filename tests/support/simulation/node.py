@@ -4,9 +4,8 @@ import asyncio
 import os
 from pathlib import Path
 
-from gllm.config.engine import EngineConfig
 from gllm.recovery.liveness import ProcessSample
-from gllm.recovery.placement import LOCAL_NODE, Placement
+from gllm.recovery.placement import LOCAL_NODE
 from gllm.runtime.head.assignment import NodeAssignment, StageAssignment, WorkerIdentity
 from gllm.runtime.head.node import Node, OnExit
 from tests.support.simulation.links import SimulatedLinks
@@ -72,25 +71,21 @@ class SimulatedNode(Node):
             self.kill(sender)
         self._on_exit = None
 
-    def measure(self, placement: Placement, config: EngineConfig, folder: Path) -> None:
-        for sender in placement.senders:
-            if (worker := self.workers.get(sender)) is not None:
-                probe = Assignment(placement, sender, config, "", None, None, is_probe=True)
-                self._assign(worker, probe)
-
-    def prepare(
-        self,
-        placement: Placement,
-        config: EngineConfig,
-        folder: Path,
-        change: int,
-        node: str | None = None,
-    ) -> None:
+    def prepare(self, assignment: NodeAssignment, folder: Path, node: str | None = None) -> None:
         if node not in (None, self.node_name):
             return
-        for place in placement.workers_on(self.node_name):
+        for place in assignment.placement.workers_on(self.node_name):
             if (worker := self.workers.get(place.sender)) is not None:
-                own = Assignment(placement, place.sender, config, "", None, None, change=change)
+                own = Assignment(
+                    assignment.placement,
+                    place.sender,
+                    assignment.config,
+                    "",
+                    None,
+                    None,
+                    assignment.is_probe,
+                    assignment.change,
+                )
                 self._assign(worker, own)
 
     def assign(
