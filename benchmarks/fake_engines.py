@@ -26,7 +26,7 @@ from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
 from gllm.models.config import read_config
 from gllm.models.hub import resolve_model
 from gllm.models.identity import hash_model, hash_numerics
-from gllm.runtime.messaging.spoke import Spoke
+from gllm.runtime.messaging.bus import Spoke
 from gllm.scheduler.plan import FinishedSequence, FirstToken, SchedulerStats, StepOutput
 from gllm.scheduler.step_cost import StepCostCoefficients
 

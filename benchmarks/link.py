@@ -22,7 +22,7 @@ from benchmarks.cpu.page import ForeignCpu, origin, page_path, write_results
 from benchmarks.cpu.watch import cpu_seconds
 from gllm.observability.latency import percentile
 from gllm.runtime.head.link_process import LinkProcess
-from gllm.runtime.messaging.certificates import create_certificate
+from gllm.runtime.messaging.security import create_certificate
 from gllm.sim.metrics.report import format_table
 from gllm.transport.base import EdgeLayout
 from gllm.transport.edge import Edge, create_edge

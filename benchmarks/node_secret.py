@@ -25,10 +25,8 @@ from gllm.messages.codec import AnyMessage, decode_for_head, decode_for_worker, 
 from gllm.messages.lifecycle import InitializeCache, StageReady
 from gllm.messages.requests import EngineOutputs
 from gllm.observability.latency import percentile
-from gllm.runtime.messaging.authenticator import Authenticator
-from gllm.runtime.messaging.bus import Hub
-from gllm.runtime.messaging.security import KeyPair, SecretFile, create_secret_file
-from gllm.runtime.messaging.spoke import Spoke
+from gllm.runtime.messaging.bus import Hub, Spoke
+from gllm.runtime.messaging.security import Authenticator, KeyPair, SecretFile, create_secret_file
 from gllm.scheduler.plan import SchedulerStats, StepOutput
 from gllm.sim.metrics.report import format_table
 

@@ -14,8 +14,11 @@ import torch
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
 from gllm.runtime.worker.cpu.sampler import sample_rows
-from gllm.runtime.worker.sampling import build_sampling_metadata
-from gllm.runtime.worker.sampling_state import SamplingState, create_sampling_states
+from gllm.runtime.worker.sampling import (
+    SamplingState,
+    build_sampling_metadata,
+    create_sampling_states,
+)
 
 PROMPT = list(range(200))
 KINDS: dict[str, dict[str, Any]] = {

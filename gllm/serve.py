@@ -29,7 +29,7 @@ from gllm.observability.logs import LogConfig
 from gllm.options.addresses import format_host_port
 from gllm.options.flags import config_from_flags
 from gllm.recovery.node_layout import distribute_stages
-from gllm.runtime.head.local_node import LocalNode
+from gllm.runtime.head.node import LocalNode
 
 
 def make_parser() -> argparse.ArgumentParser:

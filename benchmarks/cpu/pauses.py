@@ -24,7 +24,7 @@ from gllm.config.engine import EngineConfig
 from gllm.config.server import ServerConfig
 from gllm.engine.engine import Engine
 from gllm.frontend.server import Server
-from gllm.runtime.head.local_node import LocalNode
+from gllm.runtime.head.node import LocalNode
 from gllm.sim.metrics.report import format_table, show_value
 
 PROMPT, OUTPUT = 128, 64

@@ -26,9 +26,13 @@ from gllm.frontend.node_app import start_node_server
 from gllm.models.hub import find_local_model
 from gllm.options.addresses import format_host_port
 from gllm.runtime.head.link_process import LinkProcess
-from gllm.runtime.head.local_node import LocalNode
-from gllm.runtime.messaging.certificates import NodeCertificate, create_certificate
-from gllm.runtime.messaging.security import SecretFile, check_dialed_address
+from gllm.runtime.head.node import LocalNode
+from gllm.runtime.messaging.security import (
+    NodeCertificate,
+    SecretFile,
+    check_dialed_address,
+    create_certificate,
+)
 from gllm.runtime.node.agent import Agent, AgentConfig
 from gllm.runtime.node.machine import MachineMonitor, find_own_address, read_facts
 

@@ -17,15 +17,14 @@ from gllm.engine.interface import (
     UnknownNodeError,
 )
 from gllm.engine.preflight import make_join_facts
-from gllm.messages.control import StartProfile, StopProfile
+from gllm.messages.lifecycle import StartProfile, StopProfile
 from gllm.messages.node_report import NodeReport
 from gllm.observability.logs import LogConfig
 from gllm.options.slo import Slo
 from gllm.runtime.head.cluster_head import ClusterHead
-from gllm.runtime.head.kv_publisher import KvEventPublisher
+from gllm.runtime.head.kv_events import KvEventPublisher
 from gllm.runtime.head.layer_planner import LayerPlanner
-from gllm.runtime.head.local_node import LocalNode
-from gllm.runtime.head.node import Node
+from gllm.runtime.head.node import LocalNode, Node
 from gllm.runtime.head.supervisor import Supervisor
 from gllm.runtime.node.machine import MachineMonitor, read_facts
 

@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 from gllm.frontend.listening import listen
 from gllm.frontend.node_metrics import gauge, link_metrics, machine_load
-from gllm.runtime.node.agent_state import AgentStatus
+from gllm.runtime.node.head_session import AgentStatus
 
 ReadStatus = Callable[[], AgentStatus]
 

@@ -11,7 +11,6 @@ import msgspec
 from msgspec import inspect
 
 from gllm.messages.base import WireMessage
-from gllm.messages.control import CommandDone, ResetPrefixCache, StartProfile, StopProfile
 from gllm.messages.fleet import (
     AnnounceEngine,
     DrainEngine,
@@ -34,20 +33,30 @@ from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
 from gllm.messages.kv_transfer import KvCommand, KvMoverStuck, KvReport, KvTransferTotals
 from gllm.messages.lifecycle import (
     CloseEpoch,
+    CommandDone,
     EpochClosed,
     Heartbeat,
     Hello,
     InitializeCache,
     LayersPrepared,
     LoadProgress,
+    ResetPrefixCache,
     Shutdown,
     StageFailed,
     StageLoaded,
     StageReady,
+    StartProfile,
+    StopProfile,
 )
-from gllm.messages.measurement import LinkTimes, StageMeasured
 from gllm.messages.nodes import ToAgent, ToNodeHub
-from gllm.messages.reports import BubbleReport, StageTimes, StageUtilization, StepCostReport
+from gllm.messages.reports import (
+    BubbleReport,
+    LinkTimes,
+    StageMeasured,
+    StageTimes,
+    StageUtilization,
+    StepCostReport,
+)
 from gllm.messages.requests import AbortSequences, EngineOutputs, RejectedRequest, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.services import ToMaster, ToServiceNode

@@ -17,10 +17,10 @@ from gllm.engine.fleet_control import EngineRow, RouterTotals, UnknownEngineErro
 from gllm.engine.interface import EngineStatus, EngineUnavailableError, OverloadedError
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage
-from gllm.messages.control import CommandDone, ResetPrefixCache
 from gllm.messages.fleet import DrainEngine, EngineReport
 from gllm.messages.handoff import FirstChunkComputed, KvPushStarted
 from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
+from gllm.messages.lifecycle import CommandDone, ResetPrefixCache
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
 from gllm.options.slo import Slo
 from gllm.router import fleet_status
@@ -36,8 +36,8 @@ from gllm.routing.health import FleetHealth
 from gllm.routing.policy import RoutingPolicy
 from gllm.routing.policy_registry import make_policy
 from gllm.runtime.head.request_client import SendFunction
+from gllm.runtime.messaging.connection_pool import make_router_links
 from gllm.runtime.messaging.fleet_links import EngineLink, FleetLinks
-from gllm.runtime.messaging.link_config import make_router_links
 
 log = logging.getLogger(__name__)
 

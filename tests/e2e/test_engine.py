@@ -17,7 +17,7 @@ from gllm.config.sampling import SamplingParams
 from gllm.engine.engine import Engine
 from gllm.engine.interface import EmbeddingError, EngineUnavailableError, OutputDelta
 from gllm.options.field_types import FieldError
-from gllm.runtime.head.kv_publisher import short_hash
+from gllm.runtime.head.kv_events import short_hash
 from tests.e2e.conftest import POISON
 from tests.support.engines.kv_driver import KvFollower
 from tests.support.engines.kv_subscriber import Subscriber, request_replay

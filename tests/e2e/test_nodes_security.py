@@ -17,8 +17,8 @@ from benchmarks.net.capture import Capture
 from benchmarks.net.rig import Hop, NamespaceRig, Rig, unsupported_reason
 from gllm.messages.codec import decode_for_agent
 from gllm.messages.nodes import PROTOCOL, JoinCluster, NodeFacts, RefuseNode
+from gllm.runtime.messaging.bus import Spoke
 from gllm.runtime.messaging.security import SecretFile
-from gllm.runtime.messaging.spoke import Spoke
 from gllm.transport.link.frames import MAGIC, VERSION
 from tests.support.network.plaintext import RUN_BYTES, runs_of
 from tests.support.servers.nodes import DATA_PORT, HEAD_PORT, Cluster, running_cluster

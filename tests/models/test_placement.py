@@ -16,7 +16,7 @@ from gllm.models.config import read_config
 from gllm.models.split import split_layers
 from gllm.models.stage import StageInputs
 from gllm.runtime.worker.cpu.executor import CpuExecutor
-from gllm.runtime.worker.cuda.attention_plans import plan_table_attention
+from gllm.runtime.worker.cuda.graphs import plan_table_attention
 from gllm.runtime.worker.cuda.staging import map_tensors
 from tests.support.models.tiny_models import save
 

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gllm.options.addresses import resolve_host
+from gllm.options.addresses import format_host_port, parse_host_port, resolve_host
 from gllm.recovery.backoff import MAX_SECONDS, Backoff
-from gllm.runtime.messaging.discovery import Discovery
-from gllm.runtime.messaging.link_config import format_host_port, parse_host_port, parse_hub_address
+from gllm.runtime.messaging.connection_pool import Discovery, parse_hub_address
 from tests.support.routing.links import Links, announcement, until
 
 

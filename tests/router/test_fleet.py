@@ -13,9 +13,9 @@ import pytest
 from gllm.config.router import RouterConfig
 from gllm.engine.fleet_control import UnknownEngineError
 from gllm.engine.interface import EngineUnavailableError, OverloadedError
-from gllm.messages.control import CommandDone, ResetPrefixCache
 from gllm.messages.fleet import DrainEngine, EngineReport
 from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
+from gllm.messages.lifecycle import CommandDone, ResetPrefixCache
 from gllm.messages.requests import SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.options.slo import Slo

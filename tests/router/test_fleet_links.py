@@ -8,7 +8,7 @@ import pytest
 
 from gllm.engine.attachment.attachment import RouterAttachment
 from gllm.messages.fleet import AnnounceEngine, DrainEngine, EngineReport, GreetEngine
-from gllm.runtime.messaging.link_config import FleetLinkConfig
+from gllm.runtime.messaging.connection_pool import FleetLinkConfig
 from gllm.runtime.messaging.security import create_secret_file
 from tests.support.routing.links import FakeEngine, Links, announcement, request, until
 

@@ -10,9 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from gllm.messages.base import WireMessage
 from gllm.messages.fleet import EngineReport, GreetEngine, NoticeToEngine, RefuseEngine
 from gllm.messages.requests import EngineOutputs
-from gllm.runtime.messaging.connection_pool import ConnectionPool, PeerConnection
+from gllm.runtime.messaging.connection_pool import ConnectionPool, FleetLinkConfig, PeerConnection
 from gllm.runtime.messaging.fleet_links import EngineLink, FleetLinks
-from gllm.runtime.messaging.link_config import FleetLinkConfig
 from gllm.scheduler.plan import SchedulerStats, StepOutput
 from tests.support.examples import num_examples
 from tests.support.routing.links import announcement

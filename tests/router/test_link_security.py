@@ -19,11 +19,10 @@ from gllm.messages.codec import AnyMessage, encode
 from gllm.messages.fleet import EngineReport, GreetEngine, RouterHeartbeat
 from gllm.messages.requests import EngineOutputs, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
-from gllm.runtime.messaging.connection_pool import ConnectionPool, PeerConnection
-from gllm.runtime.messaging.link_config import FleetLinkConfig
+from gllm.runtime.messaging.bus import Spoke
+from gllm.runtime.messaging.connection_pool import ConnectionPool, FleetLinkConfig, PeerConnection
 from gllm.runtime.messaging.security import add_secret, create_secret_file, drop_secret
 from gllm.runtime.messaging.session import SessionError, SessionReceiver, SessionSender
-from gllm.runtime.messaging.spoke import Spoke
 from gllm.scheduler.plan import SchedulerStats, StepOutput
 from tests.support.engines.fake_driver import text_of
 from tests.support.examples import num_examples

@@ -16,7 +16,7 @@ from gllm.messages.fleet import EngineReport, SetEngineRole
 from gllm.messages.requests import AbortSequences
 from gllm.routing.disaggregation.policy import RoleChange
 from gllm.routing.scaling.role_changes import FlipConfig
-from gllm.runtime.messaging.link_config import FleetLinkConfig
+from gllm.runtime.messaging.connection_pool import FleetLinkConfig
 from gllm.scheduler.plan import SchedulerStats
 from tests.router.test_fleet import Rig
 from tests.support.engines.fake_driver import text_of

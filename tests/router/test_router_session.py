@@ -3,7 +3,6 @@
 import msgspec
 import pytest
 
-from gllm.messages.control import CommandDone, ResetPrefixCache
 from gllm.messages.handoff import (
     FirstChunkComputed,
     KvPushStarted,
@@ -13,6 +12,7 @@ from gllm.messages.handoff import (
     RenewKvHolds,
 )
 from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
+from gllm.messages.lifecycle import CommandDone, ResetPrefixCache
 from gllm.messages.requests import AbortSequences
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.runtime.head.suspects import SUSPECT_DEATHS

@@ -19,7 +19,7 @@ from gllm.runtime.driver.driver import Driver
 from gllm.runtime.head.request_stream import RequestStream
 from gllm.runtime.head.supervisor import Supervisor
 from gllm.runtime.worker import base_executor as executor_module
-from gllm.runtime.worker.sampling_state import create_sampling_states
+from gllm.runtime.worker.sampling import create_sampling_states
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import FinishedSequence
 from gllm.scheduler.scheduler import Scheduler

@@ -15,7 +15,7 @@ from gllm.messages.lifecycle import CloseEpoch, EpochClosed, StageLoaded
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.models.hub import DEMO
 from gllm.models.loader import Checkpoint
-from gllm.runtime.head.local_node import LocalNode
+from gllm.runtime.head.node import LocalNode
 from gllm.runtime.worker.cpu.executor import CpuExecutor
 from gllm.runtime.worker.grammars import GuideFactory
 from tests.support.engines.local_workers import LocalWorkers

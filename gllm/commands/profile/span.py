@@ -19,7 +19,7 @@ from gllm.runtime.head.assignment import StageAssignment
 from gllm.runtime.worker.base_executor import BaseExecutor
 from gllm.runtime.worker.batch import Batch
 from gllm.runtime.worker.device import count_gpus
-from gllm.runtime.worker.stage_loader import create_backend
+from gllm.runtime.worker.stage_resources import create_backend
 from gllm.scheduler.plan import ScheduledRow, StepPlan
 from gllm.scheduler.stage_work import StageWork, compute_stage_work
 from gllm.transport.solo_group import create_solo_groups

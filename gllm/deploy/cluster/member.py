@@ -24,8 +24,7 @@ from gllm.messages.nodes import (
 )
 from gllm.messages.services import DrainServiceNode, EndServiceProcess, StartServiceProcess
 from gllm.options.addresses import resolve_host
-from gllm.runtime.node.agent_state import AgentConfig, AgentStatus
-from gllm.runtime.node.head_session import HeadDialer, NodeReading
+from gllm.runtime.node.head_session import AgentConfig, AgentStatus, HeadDialer, NodeReading
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from gllm.recovery.join_check import (
     find_differences,
     parse_facts,
 )
+from gllm.runtime.messaging.bus import Spoke
 from gllm.runtime.messaging.security import KeyPair
-from gllm.runtime.messaging.spoke import Spoke
 
 ANSWER_SECONDS = 10.0
 """Time for the handshake and the head's answer."""

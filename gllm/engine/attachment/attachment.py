@@ -32,9 +32,10 @@ from gllm.models.identity import hash_model, hash_numerics
 from gllm.options.addresses import Resolve, resolve_host
 from gllm.options.version import __version__
 from gllm.runtime.head.supervisor import Supervisor
-from gllm.runtime.messaging.connection_pool import ConnectionPool, PeerConnection
-from gllm.runtime.messaging.link_config import (
+from gllm.runtime.messaging.connection_pool import (
+    ConnectionPool,
     FleetLinkConfig,
+    PeerConnection,
     default_engine_name,
     is_valid_name,
     new_run,

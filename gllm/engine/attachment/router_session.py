@@ -10,7 +10,6 @@ from typing import Protocol
 
 from gllm.config.sampling import MAX_N
 from gllm.messages.codec import AnyMessage
-from gllm.messages.control import CommandDone, ResetPrefixCache
 from gllm.messages.fleet import GreetEngine
 from gllm.messages.handoff import (
     MAX_TICKETS,
@@ -22,6 +21,7 @@ from gllm.messages.handoff import (
     RenewKvHolds,
 )
 from gllm.messages.kv_cache import WatchKvCache
+from gllm.messages.lifecycle import CommandDone, ResetPrefixCache
 from gllm.messages.requests import (
     AbortSequences,
     EngineOutputs,

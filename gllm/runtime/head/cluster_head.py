@@ -12,22 +12,22 @@ from typing import TYPE_CHECKING
 import zmq
 
 from gllm.config.nodes import NodesConfig
-from gllm.messages.measurement import LinkTimes
 from gllm.messages.node_report import NodeDrainError, NodeReport, UnknownNodeError
 from gllm.messages.nodes import EngineState, LinkState, NodeFacts
+from gllm.messages.reports import LinkTimes
 from gllm.options.addresses import format_host_port, is_wildcard
 from gllm.recovery.join_check import JoinFacts
 from gllm.recovery.node_layout import distribute_stages
 from gllm.recovery.placement import LOCAL_NODE
 from gllm.recovery.records import RecoveryState
+from gllm.runtime.driver.driver_relay import DriverProxies
 from gllm.runtime.head.agent_session import report_head, report_node
 from gllm.runtime.head.layer_planner import Machine
 from gllm.runtime.head.link_process import LinkProcess
-from gllm.runtime.head.node_edges import LinkTimesReporter, collect_link_times
+from gllm.runtime.head.node_group import LinkTimesReporter, collect_link_times
 from gllm.runtime.head.node_hub import NodeHub, configured_threads, resolve_hub
-from gllm.runtime.messaging.certificates import NodeCertificate, create_certificate
+from gllm.runtime.messaging.security import NodeCertificate, create_certificate
 from gllm.runtime.node.machine import MachineMonitor, read_facts
-from gllm.runtime.worker.driver_proxies import DriverProxies
 from gllm.transport.link.commands import LinkPeer
 
 if TYPE_CHECKING:

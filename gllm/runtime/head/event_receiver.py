@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from gllm.messages.codec import AnyMessage, decode_for_head
-from gllm.messages.control import CommandDone
 from gllm.messages.handoff import FirstChunkComputed, KvPushStarted
 from gllm.messages.kv_cache import KvCacheEvents
 from gllm.messages.kv_transfer import KvMoverStuck, KvTransferTotals
 from gllm.messages.lifecycle import (
+    CommandDone,
     EpochClosed,
     Heartbeat,
     Hello,
@@ -25,7 +25,6 @@ from gllm.messages.lifecycle import (
     StageLoaded,
     StageReady,
 )
-from gllm.messages.measurement import StageMeasured
 from gllm.messages.nodes import (
     AssignmentFailed,
     EdgeLost,
@@ -36,17 +35,18 @@ from gllm.messages.nodes import (
     WorkerSessionLost,
     WorkerStacks,
 )
-from gllm.messages.reports import BubbleReport, StageUtilization, StepCostReport
+from gllm.messages.reports import BubbleReport, StageMeasured, StageUtilization, StepCostReport
 from gllm.messages.requests import EngineOutputs
 from gllm.recovery.actions import Action, GiveUp, KillWorker
+from gllm.recovery.liveness import FrozenDetector
 from gllm.recovery.placement import LOCAL_NODE, Placement
 from gllm.recovery.records import RecoveryState
+from gllm.recovery.recovery import Recovery
 from gllm.runtime.head.agent_session import AgentSession
 from gllm.runtime.head.deaths import WorkerDeath
 from gllm.runtime.head.layer_planner import Machine, format_layers
-from gllm.runtime.head.liveness_watch import LivenessWatch
-from gllm.runtime.head.node_edges import REPEAT_SECONDS
-from gllm.runtime.head.node_group import NodeGroup, RemoteNode
+from gllm.runtime.head.node import Node
+from gllm.runtime.head.node_group import REPEAT_SECONDS, NodeGroup, RemoteNode
 from gllm.runtime.head.node_hub import configured_threads
 from gllm.runtime.messaging.session import SessionError
 
@@ -61,6 +61,9 @@ REPORT_SECONDS = 0.05
 """Time after an exit in which the last messages of the process may still arrive."""
 LOST_SECONDS = 1.0
 """Time after the end of a session in which the exit of its process may still be reported."""
+
+DUMP_SECONDS = 0.3
+"""Time in which a frozen worker writes its stacks before it is killed."""
 
 
 class EventReceiver:
@@ -551,3 +554,75 @@ class EventReceiver:
         self._execute(actions)
         if not self._recovery.is_over:
             log.warning("%s; requests: %d", cause, num_requests)
+
+
+class LivenessWatch:
+    """Checks the workers of the present epoch, and logs the stacks of frozen ones."""
+
+    def __init__(
+        self,
+        recovery: Recovery,
+        nodes: Node,
+        freeze_seconds: float,
+        on_frozen: Callable[[int, str], None],
+        is_silent: Callable[[int], bool] | None = None,
+    ) -> None:
+        """Start the checks on the running event loop.
+
+        Args:
+            recovery: knows which workers have been killed.
+            nodes: run the workers.
+            freeze_seconds: time for which a frozen worker has been stopped.
+            on_frozen: called with the sender of a frozen worker and a description.
+            is_silent: returns True if nothing is known of a worker, because its machine is silent;
+                None if all workers run on this machine.
+        """
+        self._recovery = recovery
+        self._nodes = nodes
+        self._on_frozen = on_frozen
+        self._is_silent = is_silent
+        self._loop = asyncio.get_running_loop()
+        self._detector = FrozenDetector(freeze_seconds)
+        self._placement: Placement | None = None
+        self._timer = self._loop.call_later(self._detector.check_seconds, self._check)
+
+    def watch(self, placement: Placement) -> None:
+        """Watch the workers of a new epoch and no others."""
+        self._placement = placement
+        self._detector.watch(placement.senders)
+
+    def on_heartbeat(self, sender: int, message: Heartbeat) -> None:
+        """Handle a worker's heartbeat."""
+        step = None if message.step < 0 else message.step
+        now, seconds = time.monotonic(), message.step_seconds
+        self._detector.on_heartbeat(sender, step, seconds, now, message.is_waiting)
+
+    def close(self) -> None:
+        """End the checks."""
+        self._timer.cancel()
+
+    def _check(self) -> None:
+        self._timer = self._loop.call_later(self._detector.check_seconds, self._check)
+        if self._placement is None:
+            return
+        now = time.monotonic()
+        sampled = {sender: self._nodes.sample(sender) for sender in self._placement.senders}
+        samples = {sender: sample for sender, sample in sampled.items() if sample is not None}
+        # A silent node is lost as a whole, or its workers are heard again.
+        if self._is_silent is not None:
+            self._detector.forgive(filter(self._is_silent, self._placement.senders), now)
+        is_serving = self._recovery.state is RecoveryState.READY
+        causes = self._detector.check(samples, now, is_serving)
+        for sender, cause in causes.items():
+            if not self._recovery.is_exiting(sender):
+                self._nodes.dump_stacks(sender)
+                place = self._placement.name_of(sender)
+                cause = f"the worker of {place} is frozen: {cause}"
+                self._loop.call_later(DUMP_SECONDS, self._report, sender, cause)
+
+    def _report(self, sender: int, cause: str) -> None:
+        """Report a frozen worker, once it had the time to write its stacks."""
+        if not self._recovery.is_exiting(sender):
+            stacks = self._nodes.read_stacks(sender) or "none"
+            log.warning("%s; its stacks: %s", cause, stacks, extra={"about": sender})
+            self._on_frozen(sender, cause)

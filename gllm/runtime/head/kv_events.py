@@ -4,16 +4,39 @@ The source keeps the hashes of the cache while somebody watches, so that each fu
 snapshot without another message of the driver.
 """
 
+import asyncio
 import logging
+import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
+import msgspec
+import zmq
+import zmq.asyncio
+
+from gllm.config.kv_events import KvEventsConfig, is_bound
 from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
+from gllm.scheduler.block_pool import root_hash
 from gllm.scheduler.cache_events import StoredBlocks
 
 log = logging.getLogger(__name__)
 
 OnKvCacheEvents = Callable[[KvCacheEvents], None]
 """Function that receives the changes."""
+
+MEDIUM = "GPU"
+"""vLLM's name of the cache that the engine computes with; other values are tiers behind it."""
+DATA_PARALLEL_RANK = 0
+"""An engine has one cache."""
+NUMBER_BYTES = 8
+"""Size of a batch's number."""
+REPLAY_END = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
+"""Number after the last batch of a replay."""
+MAX_REQUEST_BYTES = 1024
+"""Longest frame of a request for a replay."""
+REPLAY_CHUNK = 64
+"""Batches of a replay that are sent without a pause."""
 
 
 class _Watcher:
@@ -131,3 +154,193 @@ class KvEventSource:
 
     def _snapshot(self) -> list[StoredBlocks]:
         return [StoredBlocks(b"", list(self._digests))] if self._digests else []
+
+
+class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Event: a chain of blocks was added to the cache."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    """None if the chain is the beginning of a prompt."""
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str
+    lora_name: str | None
+    extra_keys: list[list[str] | None]
+    """For each block, what its hash covers besides tokens: the salt, in a prompt's first block."""
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Event: blocks were removed from the cache."""
+
+    block_hashes: list[int]
+    medium: str
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Event: the cache is empty."""
+
+
+KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+def short_hash(digest: bytes) -> int:
+    """Return the last 64 bits of a block hash: some subscribers read no longer ones."""
+    return int.from_bytes(digest[-8:], "big")
+
+
+def convert_events(message: KvCacheEvents, block_size: int) -> list[KvEvent]:
+    """Return the events of a change. Blocks whose token ids are unknown are left out."""
+    events: list[KvEvent] = [AllBlocksCleared()] if message.is_cleared else []
+    if message.removed:
+        events.append(
+            BlockRemoved([short_hash(block_hash) for block_hash in message.removed], MEDIUM)
+        )
+    events += [_convert_stored(blocks, block_size) for blocks in message.stored if blocks.token_ids]
+    return events
+
+
+def _convert_stored(blocks: StoredBlocks, block_size: int) -> BlockStored:
+    is_root = blocks.parent == root_hash(blocks.cache_salt)
+    extra_keys: list[list[str] | None] = [None] * len(blocks.digests)
+    if is_root and blocks.cache_salt:
+        extra_keys[0] = [blocks.cache_salt]
+    return BlockStored(
+        [short_hash(digest) for digest in blocks.digests],
+        None if is_root else short_hash(blocks.parent),
+        list(blocks.token_ids),
+        block_size,
+        None,
+        MEDIUM,
+        None,
+        extra_keys,
+    )
+
+
+class KvEventPublisher:
+    """PUB socket for the changes of a prefix cache, and a ROUTER socket for replays."""
+
+    def __init__(self, config: KvEventsConfig, block_size: int, source: KvEventSource) -> None:
+        """Create a publisher; `start` opens its sockets.
+
+        Args:
+            config: with events enabled.
+            block_size: tokens per block.
+            source: of the changes.
+        """
+        self.endpoint = ""
+        """Address of the PUB socket, with the port that it is bound to."""
+        self.replay_endpoint = ""
+        """The same of the ROUTER socket; empty if there is none."""
+        self._config = config
+        self._block_size = block_size
+        self._source = source
+        self._topic = config.topic.encode()
+        self._next_number = 0
+        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
+        """Numbers and payloads of the latest batches."""
+        self._context = zmq.asyncio.Context()
+        self._publisher: zmq.Socket[bytes] = zmq.Socket(self._context, zmq.PUB)
+        self._serving: asyncio.Task[None] | None = None
+        """Answers requests for replays."""
+
+    @property
+    def num_batches(self) -> int:
+        """Batches published; the number of the next one."""
+        return self._next_number
+
+    def start(self) -> None:
+        """Open the sockets and publish all changes from now on, on the running event loop.
+
+        Raises:
+            ValueError: an address cannot be used.
+        """
+        config = self._config
+        self._publisher.sndhwm = config.hwm
+        # A stranger may send a "subscription" of any size.
+        self._publisher.maxmsgsize = MAX_REQUEST_BYTES
+        try:
+            if is_bound(config.endpoint):
+                self.endpoint = _bind(self._publisher, "endpoint", config.endpoint)
+            else:
+                self.endpoint = config.endpoint
+                self._publisher.connect(config.endpoint)
+            if config.replay_endpoint is not None:
+                replays = self._open_replays(config.replay_endpoint)
+                self._serving = asyncio.create_task(self._serve_replays(replays))
+        except BaseException:
+            self._close()
+            raise
+        self._source.subscribe(self._publish, with_tokens=True)
+        log.info("KV cache events are published on %s", self.endpoint)
+
+    async def stop(self) -> None:
+        """Close the sockets; later changes are dropped."""
+        if self._serving is not None:
+            self._serving.cancel()
+            with suppress(asyncio.CancelledError, zmq.ZMQError):
+                await self._serving
+        self._close()
+
+    def _close(self) -> None:
+        # It is not among the context's own sockets, which are asynchronous.
+        self._publisher.close(linger=0)
+        self._context.destroy(linger=0)
+
+    def _publish(self, message: KvCacheEvents) -> None:
+        """Send a batch with the events of a change, unless it has none."""
+        events = convert_events(message, self._block_size)
+        if not events or self._context.closed:
+            return
+        payload = msgspec.msgpack.encode((time.time(), events, DATA_PARALLEL_RANK))
+        number = self._next_number
+        self._next_number += 1
+        self._buffer.append((number, payload))
+        # A PUB socket never blocks: it drops what a slow subscriber has no room for.
+        self._publisher.send_multipart((self._topic, _encode_number(number), payload))
+
+    def _open_replays(self, address: str) -> zmq.asyncio.Socket:
+        socket = self._context.socket(zmq.ROUTER)
+        # A client's queue has space for one replay; what exceeds it is dropped.
+        socket.sndhwm = self._config.buffer_steps + 1
+        socket.maxmsgsize = MAX_REQUEST_BYTES
+        self.replay_endpoint = _bind(socket, "replay_endpoint", address)
+        return socket
+
+    async def _serve_replays(self, socket: zmq.asyncio.Socket) -> None:
+        """Answer requests for replays, one after the other."""
+        while True:
+            client, *frames = await socket.recv_multipart()
+            # A REQ socket sends an empty frame before its number.
+            if len(frames) == 2 and not frames[0] and len(frames[1]) == NUMBER_BYTES:
+                await self._replay(socket, client, int.from_bytes(frames[1], "big"))
+            else:
+                log.debug("a request for a replay could not be read")
+
+    async def _replay(self, socket: zmq.asyncio.Socket, client: bytes, first: int) -> None:
+        """Send the batches from a number on, as far as they are kept, and the end."""
+        batches = [batch for batch in self._buffer if batch[0] >= first]
+        for index, (number, payload) in enumerate(batches, 1):
+            await socket.send_multipart((client, b"", _encode_number(number), payload))
+            if index % REPLAY_CHUNK == 0:
+                await asyncio.sleep(0)
+        await socket.send_multipart((client, b"", REPLAY_END, b""))
+
+
+def _encode_number(number: int) -> bytes:
+    return number.to_bytes(NUMBER_BYTES, "big")
+
+
+def _bind(socket: "zmq.Socket[bytes] | zmq.asyncio.Socket", field: str, address: str) -> str:
+    """Bind a socket and return its address. Raises ValueError that names the field."""
+    # libzmq resolves no names in addresses to bind to.
+    resolved = address.replace("//localhost:", "//127.0.0.1:")
+    socket.ipv6 = "[" in resolved
+    try:
+        socket.bind(resolved)
+    except zmq.ZMQError as error:
+        raise ValueError(
+            f"{field} of --kv-events-config: {address} cannot be bound: {error.strerror}"
+        ) from None
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -17,8 +17,8 @@ from gllm.config.link_encodings import PLAIN
 from gllm.messages.handoff import FirstChunkComputed, KvPushStarted
 from gllm.messages.kv_layout import KvLayout, count_token_bytes
 from gllm.messages.kv_transfer import KvTransferTotals
-from gllm.runtime.head.link_child import LinkChild, LinkOwner
-from gllm.runtime.messaging.certificates import NodeCertificate, create_certificate
+from gllm.runtime.head.link_process import LinkChild, LinkOwner
+from gllm.runtime.messaging.security import NodeCertificate, create_certificate
 from gllm.transport.descriptors import DescriptorChannel, create_channels
 from gllm.transport.kv.endpoint import KvEndpoint, KvMachine, encode_endpoint
 from gllm.transport.link.commands import (

@@ -39,10 +39,14 @@ from gllm.recovery.membership import Membership
 from gllm.recovery.placement import LOCAL_NODE
 from gllm.runtime.head.agent_session import AgentSession, NodeListener
 from gllm.runtime.head.deaths import EngineError
-from gllm.runtime.messaging.authenticator import RELOAD_SECONDS, Authenticator
 from gllm.runtime.messaging.bus import Hub
 from gllm.runtime.messaging.bus_socket import CLOSED
-from gllm.runtime.messaging.security import SecretFile, check_hub_address
+from gllm.runtime.messaging.security import (
+    RELOAD_SECONDS,
+    Authenticator,
+    SecretFile,
+    check_hub_address,
+)
 
 log = logging.getLogger(__name__)
 

@@ -22,9 +22,15 @@ from gllm.config.engine import EngineConfig
 from gllm.config.nodes import NodesConfig
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import decode_for_head
-from gllm.messages.control import CommandDone, ResetPrefixCache
 from gllm.messages.handoff import HandoffCommand
-from gllm.messages.lifecycle import CloseEpoch, InitializeCache, Shutdown, StageLoaded
+from gllm.messages.lifecycle import (
+    CloseEpoch,
+    CommandDone,
+    InitializeCache,
+    ResetPrefixCache,
+    Shutdown,
+    StageLoaded,
+)
 from gllm.models.identity import describe_numerics
 from gllm.observability.logs import LogConfig
 from gllm.recovery.actions import (
@@ -62,12 +68,15 @@ from gllm.runtime.head.deaths import DeathLog
 from gllm.runtime.head.deaths import EngineError as EngineError
 from gllm.runtime.head.event_receiver import EventReceiver
 from gllm.runtime.head.kv_events import KvEventSource
-from gllm.runtime.head.kv_memory import count_placement_blocks, limit_blocks
 from gllm.runtime.head.kv_mover import EngineKvMover
-from gllm.runtime.head.layer_planner import LayerPlanner, Machine
+from gllm.runtime.head.layer_planner import (
+    LayerPlanner,
+    Machine,
+    count_placement_blocks,
+    limit_blocks,
+)
 from gllm.runtime.head.node import Node
-from gllm.runtime.head.node_edges import EdgeGate
-from gllm.runtime.head.node_group import NodeGroup
+from gllm.runtime.head.node_group import EdgeGate, NodeGroup
 from gllm.runtime.head.worker_channels import HeadSocket, WorkerChannels
 from gllm.runtime.messaging.bus import Hub
 

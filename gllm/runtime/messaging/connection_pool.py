@@ -5,27 +5,34 @@ Both ends of a link use it, so either end may dial the other. Who is silent for 
 
 import asyncio
 import logging
+import os
 import secrets
+import socket
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from random import Random
 from typing import Protocol
 
 import zmq
 
+from gllm.config.router import RouterConfig
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage
 from gllm.messages.lifecycle import Hello
-from gllm.options.addresses import Resolve, resolve_host
-from gllm.recovery.backoff import Backoff
-from gllm.runtime.messaging.authenticator import Authenticator
-from gllm.runtime.messaging.bus import Hub
+from gllm.options.addresses import Resolve, format_host_port, parse_host_port, resolve_host
+from gllm.recovery.backoff import REFUSED_SECONDS, Backoff
+from gllm.routing.disaggregation.policy import DecodeChoice
+from gllm.runtime.messaging.bus import Hub, Spoke
 from gllm.runtime.messaging.bus_socket import Decode
-from gllm.runtime.messaging.discovery import Discovery
-from gllm.runtime.messaging.link_config import FleetLinkConfig, parse_host_port, parse_hub_address
-from gllm.runtime.messaging.security import SecretFile, check_dialed_address, check_hub_address
-from gllm.runtime.messaging.spoke import Spoke
+from gllm.runtime.messaging.security import (
+    RELOAD_SECONDS,
+    Authenticator,
+    SecretFile,
+    check_dialed_address,
+    check_hub_address,
+)
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +44,141 @@ MAX_BEAT_SECONDS = 1.0
 """Longest time between two heartbeats."""
 BEATS_PER_TIMEOUT = 5
 """Fewest heartbeats in the time after which a silent peer is lost."""
+
+DNS = "dns:"
+"""Prefix of a name with one record per peer, such as a headless service of Kubernetes."""
+
+RESOLVE_SECONDS = 5.0
+"""Time between two resolutions of a name with several addresses."""
+
+
+@dataclass(frozen=True)
+class FleetLinkConfig:
+    """The hub that peers dial, the peers that are dialled, and the limits of both."""
+
+    hub: str | None = None
+    """Address of the hub, PORT or HOST:PORT; None for no hub."""
+    dial: tuple[str, ...] = ()
+    """Peers to dial, as `gllm.runtime.messaging.connection_pool` reads them."""
+    node_secret_file: str | None = None
+    """File of the secret that all members share; None without encryption, on loopback only."""
+    peer_timeout: float = 5.0
+    """Seconds of silence after which a peer is lost."""
+    max_guests: int = 256
+    """Most peers that the hub accepts at a time."""
+    resolve_seconds: float = RESOLVE_SECONDS
+    """Interval at which the names of peers are resolved again."""
+    reload_seconds: float = RELOAD_SECONDS
+    """Interval at which the secret file is read again."""
+    refused_seconds: float = REFUSED_SECONDS
+    """Delay before a peer that refused a session is dialled again."""
+    needs_first_chunks: bool = False
+    """True for a router that has to receive FirstChunkComputed."""
+
+
+def make_router_links(config: RouterConfig) -> FleetLinkConfig:
+    """Return the configuration of a router's end."""
+    return FleetLinkConfig(
+        hub=None if config.hub == "off" else config.hub,
+        dial=config.engines,
+        node_secret_file=config.node_secret_file,
+        peer_timeout=config.engine_timeout,
+        max_guests=config.max_engines,
+        needs_first_chunks=config.decode_choice == DecodeChoice.FIRST_CHUNK.value,
+    )
+
+
+def parse_hub_address(text: str, has_secret: bool) -> str:
+    """Return the address that a hub binds, for ZeroMQ.
+
+    Args:
+        text: PORT or HOST:PORT. A port alone is bound on all interfaces if there is a secret, else
+            on loopback. Port 0 picks a free one.
+        has_secret: True if sessions are encrypted.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if text.isascii() and text.isdigit() and int(text) < 2**16:
+        return f"tcp://{'*' if has_secret else '127.0.0.1'}:{int(text)}"
+    if text.endswith(":0"):
+        host, _ = parse_host_port(text[:-1] + "1")
+        return f"tcp://{format_host_port(host, 0)}"
+    try:
+        host, port = parse_host_port(text)
+    except ValueError:
+        raise ValueError(f"the hub {text!r} is neither a PORT nor HOST:PORT") from None
+    return f"tcp://{format_host_port(host, port)}"
+
+
+MAX_NAME_LENGTH = 200
+"""Most characters of the name of an engine or router."""
+
+
+def new_run() -> int:
+    """Return a random number for this start of a process."""
+    return secrets.randbits(62)
+
+
+def is_valid_name(name: str) -> bool:
+    """Return True if a name of an engine or router may be shown in logs and metrics."""
+    return 0 < len(name) <= MAX_NAME_LENGTH and name.isprintable()
+
+
+def default_engine_name() -> str:
+    """Return a name that no other living engine has: that of the host, and the process id."""
+    return f"{socket.gethostname()}-{os.getpid()}"
+
+
+class Discovery:
+    """Addresses to dial of an entry of --router or --engines."""
+
+    def __init__(
+        self, entry: str, resolve: Resolve = resolve_host, resolve_seconds: float = RESOLVE_SECONDS
+    ) -> None:
+        """Create the discovery of HOST:PORT, or of dns:NAME:PORT for all addresses of a name.
+
+        Args:
+            entry: of --router or --engines.
+            resolve: resolution of host names.
+            resolve_seconds: interval at which a name with several addresses is resolved again.
+
+        Raises:
+            ValueError: the entry is neither.
+        """
+        # A host may have the name `dns`.
+        self.has_many = entry.startswith(DNS) and ":" in entry.removeprefix(DNS)
+        """True for all addresses of a name."""
+        self._host, self._port = parse_host_port(entry.removeprefix(DNS * self.has_many))
+        self.target = format_host_port(self._host, self._port)
+        """HOST:PORT of the entry, before its host is resolved."""
+        self._resolve = resolve
+        self._resolve_seconds = resolve_seconds
+
+    async def watch(self, on_change: Callable[[frozenset[str]], None]) -> None:
+        """Report the addresses, HOST:PORT, as soon as they are known and when they change.
+
+        Returns at once for a single address, whose name is resolved whenever it is dialled. Else it
+        runs until it is cancelled; while the name cannot be resolved, its last addresses stay.
+        """
+        if not self.has_many:
+            on_change(frozenset((self.target,)))
+            return
+        known: frozenset[str] | None = None
+        has_failed = False
+        while True:
+            try:
+                addresses = frozenset(await self._resolve(self._host, self._port))
+            except OSError as error:
+                if not has_failed:
+                    log.warning("%s cannot be resolved: %s; trying again", self._host, error)
+                has_failed = True
+            else:
+                has_failed = False
+                if addresses != known:
+                    known = addresses
+                    on_change(addresses)
+            await asyncio.sleep(self._resolve_seconds)
 
 
 class PeerConnection:

@@ -21,8 +21,13 @@ from gllm.messages.fleet import (
     is_compatible,
 )
 from gllm.options.addresses import Resolve, resolve_host
-from gllm.runtime.messaging.connection_pool import ConnectionPool, PeerConnection
-from gllm.runtime.messaging.link_config import FleetLinkConfig, is_valid_name, new_run
+from gllm.runtime.messaging.connection_pool import (
+    ConnectionPool,
+    FleetLinkConfig,
+    PeerConnection,
+    is_valid_name,
+    new_run,
+)
 
 log = logging.getLogger(__name__)
 

@@ -38,10 +38,10 @@ from gllm.options.addresses import Resolve, resolve_host
 from gllm.recovery.clock_offset import ClockOffset
 from gllm.runtime.head.link_process import LinkProcess
 from gllm.runtime.head.node import Node
-from gllm.runtime.node.agent_state import AgentConfig as AgentConfig
-from gllm.runtime.node.agent_state import AgentStatus as AgentStatus
-from gllm.runtime.node.agent_state import FindModel as FindModel
 from gllm.runtime.node.agent_workers import AgentWorkers
+from gllm.runtime.node.head_session import AgentConfig as AgentConfig
+from gllm.runtime.node.head_session import AgentStatus as AgentStatus
+from gllm.runtime.node.head_session import FindModel as FindModel
 from gllm.runtime.node.head_session import HeadDialer, NodeReading
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,6 @@ from gllm.config.engine import EngineConfig
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage, decode_for_head, encode
 from gllm.messages.lifecycle import CloseEpoch, EpochClosed, Hello, Shutdown
-from gllm.messages.measurement import StageMeasured
 from gllm.messages.nodes import (
     AssignmentFailed,
     AssignStages,
@@ -29,6 +28,7 @@ from gllm.messages.nodes import (
     WorkerSessionLost,
     WorkerStacks,
 )
+from gllm.messages.reports import StageMeasured
 from gllm.observability.logs import LogConfig
 from gllm.recovery.clock_offset import ClockOffset
 from gllm.recovery.join_check import apply_own_fields
@@ -39,7 +39,7 @@ from gllm.runtime.head.node import Node
 from gllm.runtime.head.worker_channels import PROCESS_EPOCH, HeadSocket
 from gllm.runtime.messaging.bus import Hub
 from gllm.runtime.messaging.session import ANY_EPOCH
-from gllm.runtime.node.agent_state import AgentConfig
+from gllm.runtime.node.head_session import AgentConfig
 
 log = logging.getLogger(__name__)
 

@@ -40,12 +40,15 @@ from gllm.runtime.worker.device import (
 from gllm.runtime.worker.executor import DeviceTime, Executor, WeightMemoryError
 from gllm.runtime.worker.grammars import GuideFactory
 from gllm.runtime.worker.kv_cache import KVCache, block_bytes, describe_layout, map_zeros
-from gllm.runtime.worker.logprobs import PromptChunk, create_prompt_chunks
-from gllm.runtime.worker.sampling import SamplingMetadata, build_sampling_metadata, fail_guides
-from gllm.runtime.worker.sampling_state import (
+from gllm.runtime.worker.sampling import (
+    PromptChunk,
+    SamplingMetadata,
     SamplingState,
+    build_sampling_metadata,
     create_default_states,
+    create_prompt_chunks,
     create_sampling_states,
+    fail_guides,
 )
 from gllm.scheduler.block_table_replica import BlockTableReplica, SequenceView
 from gllm.scheduler.plan import SampledToken, StepPlan

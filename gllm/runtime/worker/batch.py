@@ -11,8 +11,7 @@ from torch import Tensor
 
 from gllm.kernels.attention_plan import AttentionPlan, PagedBatch, plan_attention
 from gllm.models.stage import StageInputs
-from gllm.runtime.worker.logprobs import PromptChunk
-from gllm.runtime.worker.sampling import SamplingMetadata
+from gllm.runtime.worker.sampling import PromptChunk, SamplingMetadata
 from gllm.scheduler.block_table_replica import SequenceView
 from gllm.scheduler.plan import ON_DEVICE, ScheduledRow, StepPlan
 
@@ -51,7 +50,7 @@ class Batch:
     embeddings: Tensor | None = None
     """[embedding rows, hidden] float32, once computed."""
     device_state: Any = None
-    """State of an executor on a device (gllm/runtime/worker/cuda/step.py)."""
+    """State of an executor on a device (gllm/runtime/worker/cuda/executor.py)."""
 
 
 @dataclass(slots=True)

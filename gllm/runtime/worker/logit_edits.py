@@ -1,8 +1,8 @@
 """Logit edits that do not depend on the output so far: allowed tokens, bans and biases.
 
 Edits of all rows of a step become a few tensors, applied on any device. Edits that look back at the
-output (bad words of several tokens, penalties) are in `gllm.runtime.worker.cpu.logit_edits` and
-`gllm.runtime.worker.cuda.logit_edits`: a CPU finds the output in the host's token history, a GPU in
+output (bad words of several tokens, penalties) are in `gllm.runtime.worker.cpu.sampler` and
+`gllm.runtime.worker.cuda.sampler`: a CPU finds the output in the host's token history, a GPU in
 a table on the device.
 """
 

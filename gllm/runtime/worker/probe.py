@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from gllm.messages.measurement import StageMeasured
+from gllm.messages.reports import StageMeasured
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
 from gllm.models.config import ModelConfig, read_config
@@ -26,7 +26,7 @@ from gllm.runtime.head.assignment import StageAssignment
 from gllm.runtime.worker.base_executor import BaseExecutor
 from gllm.runtime.worker.device import count_gpus, set_num_threads
 from gllm.runtime.worker.probe_cache import ProbeCache, create_key
-from gllm.runtime.worker.stage_loader import create_backend
+from gllm.runtime.worker.stage_resources import create_backend
 from gllm.scheduler.plan import ScheduledRow, StepPlan
 from gllm.transport.solo_group import create_solo_groups
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from gllm.messages.measurement import StageMeasured
+from gllm.messages.reports import StageMeasured
 from gllm.models.identity import hash_model
 from gllm.options.cache_folder import cache_folder
 from gllm.runtime.head.assignment import StageAssignment

@@ -4,24 +4,269 @@ Shared by `gllm.runtime.worker.cpu.sampler` and `gllm.runtime.worker.cuda.sample
 logits into tokens.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gllm.kernels.logprobs import LogprobTensors, compute_logprobs, gather_logprobs
 from gllm.kernels.masking import build_token_bitmask, num_bitmask_words
 from gllm.kernels.sampling_plan import SamplingPlan, plan_sampling
-from gllm.messages.sampling import SampleDetails, TokenLogprobs
+from gllm.messages.sampling import SampleDetails, SequenceSamplingParams, TokenLogprobs
+from gllm.messages.steps import RegisterSequences
 from gllm.options.limits import MAX_LOGPROBS
-from gllm.runtime.worker.logprobs import NOT_FINITE
-from gllm.runtime.worker.sampling_state import SamplingState
-from gllm.scheduler.plan import SampledToken
+from gllm.runtime.worker.grammars import GuideFactory
+from gllm.runtime.worker.logit_edits import RequestLogitEdits
+from gllm.scheduler.plan import SampledToken, ScheduledRow
 from gllm.text.grammar.guide import GrammarGuide, GrammarGuideError
 
 ALL_TOKENS_BANNED = "every token of the vocabulary is forbidden"
 """Error of a row whose request leaves it no token."""
+
+MAX_SCORED_ROWS = 256
+"""Prompt tokens scored at once: their logits are as wide as the vocabulary."""
+NOT_FINITE = "the model computed logits that are not finite"
+"""Error of a row with logits that are NaN or infinite."""
+
+
+class TokenHistory:
+    """The tokens of one output and the count of each distinct token.
+
+    Distinct tokens have slots in the order of their first appearance; `ids` and `counts` are arrays
+    over slots. `prompt_tokens` get a slot with a count of 0.
+    """
+
+    def __init__(self, prompt_tokens: Sequence[int] = ()) -> None:
+        self.tokens: list[int] = []
+        self._slots = {token: slot for slot, token in enumerate(dict.fromkeys(prompt_tokens))}
+        self._num_prompt_slots = len(self._slots)
+        self._ids = np.array([*self._slots, *[0] * 64], dtype=np.int64)
+        self._counts = np.zeros(len(self._ids))
+
+    @property
+    def ids(self) -> npt.NDArray[np.int64]:
+        """Distinct tokens, in the order of their first appearance."""
+        return self._ids[: len(self._slots)]
+
+    @property
+    def counts(self) -> npt.NDArray[np.float64]:
+        """Occurrences of each of `ids` in the output."""
+        return self._counts[: len(self._slots)]
+
+    def append(self, token: int) -> None:
+        """Append an output token."""
+        slot = self._slots.setdefault(token, len(self._slots))
+        if slot == len(self._ids):
+            self._ids = np.concatenate((self._ids, np.zeros_like(self._ids)))
+            self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
+        self._ids[slot] = token
+        self._counts[slot] += 1
+        self.tokens.append(token)
+
+    def truncate(self, length: int) -> None:
+        """Remove all output tokens but the first `length`.
+
+        Raises:
+            ValueError: the output has fewer tokens.
+        """
+        if len(self.tokens) < length:
+            raise ValueError(f"output token {length} is sampled after {len(self.tokens)} tokens")
+        while len(self.tokens) > length:
+            token = self.tokens.pop()
+            slot = self._slots[token]
+            self._counts[slot] -= 1
+            # Slots are assigned in order, so the slot that becomes free is the last one.
+            if slot >= self._num_prompt_slots and not self._counts[slot]:
+                del self._slots[token]
+
+
+class SamplingState:
+    """Sampling state of one sequence; the choices of a request share `edits`.
+
+    Args:
+        params: sampling parameters of the sequence.
+        edits: logit edits of its request; None if it has none.
+        prompt: token ids of the prompt; empty if sampling does not need them.
+        guide: guide of a sequence with a grammar.
+        output: tokens that the sequence generated before it was registered.
+    """
+
+    def __init__(
+        self,
+        params: SequenceSamplingParams,
+        edits: RequestLogitEdits | None,
+        prompt: list[int],
+        guide: GrammarGuide | None = None,
+        output: Sequence[int] = (),
+    ) -> None:
+        self.params = params
+        self.edits = edits
+        self.guide = guide
+        """Position in the grammar, for a sequence that has one."""
+        self.prompt = prompt
+        """Token ids; empty if sampling does not need them."""
+        self.prompt_logprobs: dict[int, TokenLogprobs] = {}
+        """LogprobTensors computed so far, by position in the prompt."""
+        self.num_planned_scores = 0
+        """Prompt tokens after the first one that a micro-batch so far has scored or will score."""
+        self.error = ""
+        """The reason for which the sequence has to end with an error."""
+        has_scores = params.logprobs is not None or params.prompt_logprobs is not None
+        has_details = has_scores or params.embeds
+        self.is_plain = edits is None and guide is None and not has_details
+        """True if a row only samples a token: no edits, no grammar, no details."""
+        self.first_index = len(output)
+        """Index in the output of the first token that is sampled here."""
+        self._output = output
+        self._history: TokenHistory | None = None
+
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        """True if log-probabilities of the prompt are requested and not all planned so far.
+
+        Known from the step plans, without results, so that all ranks of a stage compute the logits
+        of the same rows.
+        """
+        is_requested = self.params.prompt_logprobs is not None
+        return is_requested and self.num_planned_scores < len(self.prompt) - 1
+
+    def returns_prompt_logprobs(self, output_index: int) -> bool:
+        """Return True if this output token returns the log-probabilities of the prompt."""
+        return output_index == self.first_index and self.params.prompt_logprobs is not None
+
+    @property
+    def has_penalties(self) -> bool:
+        """True if a repetition, presence or frequency penalty is on."""
+        params = self.params
+        values = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+        return values != (1, 0, 0)
+
+    @property
+    def history(self) -> TokenHistory:
+        """The output so far, created on first use: counting a long prompt takes a while."""
+        if self._history is None:
+            has_repetition = self.params.repetition_penalty != 1
+            self._history = TokenHistory(self.prompt if has_repetition else ())
+            for token in self._output:
+                self._history.append(token)
+        return self._history
+
+
+def create_sampling_states(
+    message: RegisterSequences, grammars: GuideFactory | None = None
+) -> list[SamplingState]:
+    """Create the states of a registered request's choices; none if the message has no sampling.
+
+    Args:
+        message: the registration.
+        grammars: creates guides for sequences with a grammar; None for none.
+    """
+    request = message.sampling
+    if request is None:
+        return []
+    request_edits = RequestLogitEdits(request)
+    edits = request_edits if request_edits.applies_to(0) else None
+    states = []
+    choices = message.choices or range(request.choice, request.choice + message.n)
+    outputs = message.outputs or [[]] * message.n
+    for choice, output in zip(choices, outputs, strict=True):
+        prompt_logprobs = request.prompt_logprobs if choice == choices[0] else None
+        params = msgspec.structs.replace(request, choice=choice, prompt_logprobs=prompt_logprobs)
+        prompt = message.prompt if params.needs_prompt else []
+        guide = None
+        if params.grammar and grammars is not None:
+            guide = grammars.create_guide(params, output)
+        states.append(SamplingState(params, edits, prompt, guide, output))
+    return states
+
+
+def create_default_states(message: RegisterSequences) -> list[SamplingState]:
+    """Create states without edits and grammars for a request that cannot be sampled.
+
+    They score the prompt if the request does, as on ranks on which nothing failed.
+    """
+    request = message.sampling or SequenceSamplingParams()
+    default = SequenceSamplingParams()
+    first = SequenceSamplingParams(prompt_logprobs=request.prompt_logprobs)
+    return [
+        SamplingState(default if index else first, None, [] if index else message.prompt)
+        for index in range(message.n)
+    ]
+
+
+@dataclass(slots=True)
+class PromptChunk:
+    """Prompt tokens of one sequence that a batch scores, each from its predecessor's row."""
+
+    state: SamplingState
+    first_row: int
+    """Token row of the batch that scores the first of them."""
+    position: int
+    """Position of the first of them in the prompt."""
+    tokens: list[int]
+    scores: list[LogprobTensors] = field(default_factory=list)
+    """One entry per MAX_SCORED_ROWS tokens."""
+
+    @property
+    def num_top_logprobs(self) -> int:
+        """Number of top tokens returned with each prompt token."""
+        return self.state.params.prompt_logprobs or 0
+
+    @property
+    def rows(self) -> range:
+        """Token rows of the batch that score the tokens."""
+        return range(self.first_row, self.first_row + len(self.tokens))
+
+    def compute_scores(self, hidden: Tensor, compute_logits: Callable[[Tensor], Tensor]) -> None:
+        """Score the tokens.
+
+        Args:
+            hidden: [tokens, hidden] of the batch.
+            compute_logits: maps rows of `hidden` to logits [rows, vocabulary]; without any row on
+                ranks that do not sample, which only help to compute them.
+        """
+        targets = torch.tensor(self.tokens, dtype=torch.int64)
+        rows = hidden[self.first_row : self.first_row + len(targets)]
+        parts = zip(rows.split(MAX_SCORED_ROWS), targets.split(MAX_SCORED_ROWS), strict=True)
+        for part, tokens in parts:
+            logits = compute_logits(part)
+            if len(logits) < len(part):
+                continue
+            logprobs = compute_logprobs(logits)
+            self.scores.append(gather_logprobs(logprobs, tokens, self.num_top_logprobs))
+
+    def store_scores(self) -> None:
+        """Store the scores in the sequence's state; a position computed again is replaced."""
+        entries = [entry for scores in self.scores for entry in to_token_logprobs(scores)]
+        if not all(math.isfinite(entry.logprob) for entry in entries):
+            self.state.error = NOT_FINITE
+        self.state.prompt_logprobs.update(enumerate(entries, start=self.position))
+
+
+def create_prompt_chunks(
+    state: SamplingState, row: ScheduledRow, first_row: int
+) -> list[PromptChunk]:
+    """Plan which prompt tokens a plan's row scores; return them as a list of at most one chunk.
+
+    first_row: the row's first token row in the batch.
+    """
+    tokens = state.prompt[row.start + 1 : row.start + row.num_tokens + 1]
+    if not tokens or not state.needs_prompt_logprobs:
+        return []
+    state.num_planned_scores = max(state.num_planned_scores, row.start + len(tokens))
+    return [PromptChunk(state, first_row, row.start + 1, tokens)]
+
+
+def to_token_logprobs(scores: LogprobTensors) -> list[TokenLogprobs]:
+    """Convert scores to messages, one per row."""
+    columns = (scores.tokens, scores.logprobs, scores.ranks, scores.top_ids, scores.top_logprobs)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    return [TokenLogprobs(*row) for row in rows]
 
 
 @dataclass(frozen=True, slots=True)

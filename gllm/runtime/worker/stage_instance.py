@@ -6,6 +6,7 @@ over.
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
@@ -19,20 +20,25 @@ from gllm.messages.kv_transfer import KvMoverGone, KvReport
 from gllm.messages.lifecycle import Hello, InitializeCache, LoadProgress, StageReady
 from gllm.messages.reports import StageTimes, StageUtilization
 from gllm.messages.steps import GrammarReady, RegisterSequences, RunStep, StepDone
-from gllm.observability.step_log import StepLogWriter
-from gllm.runtime.driver.driver import Driver
-from gllm.runtime.driver.driver_pacing import DriverPacing
-from gllm.runtime.driver.driver_setup import create_scheduler
+from gllm.observability.logged_scheduler import LoggedScheduler
+from gllm.observability.step_log import (
+    RestartEvent,
+    StartEvent,
+    StepLogWriter,
+    continue_step_log,
+)
+from gllm.runtime.driver.driver import Driver, DriverPacing
 from gllm.runtime.driver.plan_record import PlanRecord
 from gllm.runtime.head.assignment import StageAssignment
-from gllm.runtime.messaging.spoke import Spoke
+from gllm.runtime.messaging.bus import Spoke
+from gllm.runtime.node.machine import process_age_seconds
 from gllm.runtime.worker.executor import Executor
 from gllm.runtime.worker.stage import StageRunner
-from gllm.runtime.worker.stage_loader import StageLoader
-from gllm.runtime.worker.stage_resources import StageResources
+from gllm.runtime.worker.stage_resources import StageLoader, StageResources
 from gllm.runtime.worker.stage_sessions import StageSessions
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepPlan
+from gllm.scheduler.scheduler import Scheduler
 from gllm.transport.descriptors import DescriptorChannel, DescriptorError
 
 TURN_SECONDS = 1.0
@@ -41,6 +47,49 @@ TURN_SECONDS = 1.0
 
 REPORT_SECONDS = 0.5
 """Interval between two reports."""
+
+
+def create_scheduler(
+    assignment: StageAssignment, config: SchedulerConfig
+) -> tuple[Scheduler, StepLogWriter | None]:
+    """Create the scheduler of an epoch.
+
+    Args:
+        assignment: of the first stage.
+        config: resolved.
+
+    Returns:
+        The scheduler, and the step log that it writes if the engine has one.
+    """
+    engine = assignment.config
+    if engine.step_log is None:
+        return Scheduler(config, output_lengths=assignment.output_lengths), None
+    now, layers = time.monotonic(), assignment.layer_counts
+    degrees = list(assignment.degrees) if max(assignment.degrees) > 1 else []
+    start = StartEvent(
+        now,
+        engine.model,
+        layers,
+        config,
+        "driver",
+        warm_ups=1,
+        degrees=degrees,
+        process_seconds=process_age_seconds(),
+    )
+    restart = RestartEvent(
+        now,
+        assignment.placement.epoch,
+        assignment.restart_cause,
+        assignment.num_resumed_requests,
+        layers,
+        config,
+        warm_ups=1,
+        output_lengths=assignment.output_lengths,
+        degrees=degrees,
+    )
+    step_log = continue_step_log(engine.step_log, start, restart)
+    scheduler = LoggedScheduler(config, step_log.write, time.monotonic, assignment.output_lengths)
+    return scheduler, step_log
 
 
 async def run_in_thread(function: Callable[[], None]) -> None:

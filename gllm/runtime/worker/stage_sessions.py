@@ -12,9 +12,8 @@ from gllm.messages.codec import AnyMessage
 from gllm.messages.reports import StageTimes
 from gllm.messages.steps import GrammarReady, StepDone
 from gllm.runtime.head.assignment import StageAssignment
-from gllm.runtime.messaging.bus import Hub
+from gllm.runtime.messaging.bus import Hub, Spoke
 from gllm.runtime.messaging.session import SessionError
-from gllm.runtime.messaging.spoke import Spoke
 
 LOST_SECONDS = 5.0
 """Time in which the parent closes an instance after another stage has ended."""

@@ -19,14 +19,16 @@ import uvloop
 import zmq
 
 from gllm.messages.codec import AnyMessage, decode_for_worker
-from gllm.messages.control import CommandDone, StartProfile, StopProfile
 from gllm.messages.lifecycle import (
     CloseEpoch,
+    CommandDone,
     EpochClosed,
     Heartbeat,
     LayersPrepared,
     Shutdown,
     StageFailed,
+    StartProfile,
+    StopProfile,
 )
 from gllm.models.errors import ModelError
 from gllm.observability.logs import configure_logging
@@ -39,13 +41,13 @@ from gllm.runtime.head.assignment import (
     WorkerIdentity,
     decode_parent_message,
 )
+from gllm.runtime.messaging.bus import Spoke
 from gllm.runtime.messaging.session import SessionError
-from gllm.runtime.messaging.spoke import Spoke
 from gllm.runtime.worker.executor import WeightMemoryError
 from gllm.runtime.worker.probe import ProbeCancelledError, StageProbe
 from gllm.runtime.worker.stage import format_error
 from gllm.runtime.worker.stage_instance import StageInstance, run_in_thread
-from gllm.runtime.worker.stage_loader import StageLoader
+from gllm.runtime.worker.stage_resources import StageLoader
 from gllm.transport.descriptors import DescriptorChannel, DescriptorError
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from gllm.messages.services import (
 )
 from gllm.options.flags import config_from_flags
 from gllm.plan.processes import ProcessSpec
-from gllm.runtime.node.agent_state import AgentConfig
+from gllm.runtime.node.head_session import AgentConfig
 from tests.support.network.ports import free_port
 from tests.support.network.proxies import Proxy
 from tests.support.nodes.scripted_cluster import until

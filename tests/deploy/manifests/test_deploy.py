@@ -15,7 +15,7 @@ from gllm.commands.router import make_parser as build_router_parser
 from gllm.config.server import ServerConfig
 from gllm.frontend.metrics import Metrics
 from gllm.frontend.routes.registry import ENDPOINTS
-from gllm.runtime.head.local_node import STOP_SECONDS
+from gllm.runtime.head.node import STOP_SECONDS
 from gllm.runtime.messaging.security import SecretFile, create_secret_file
 from gllm.serve import make_parser
 from gllm.text.tokenizer import Tokenizer

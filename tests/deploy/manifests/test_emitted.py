@@ -31,7 +31,7 @@ from gllm.plan.serving_plan import (
     read_plan,
     write_plan,
 )
-from gllm.runtime.head.local_node import STOP_SECONDS
+from gllm.runtime.head.node import STOP_SECONDS
 from gllm.runtime.messaging.security import SecretFile, create_secret_file
 from tests.deploy.manifests.test_manifests import (
     KUBERNETES,

@@ -13,7 +13,7 @@ from gllm.config.node_environment import NodePlace, read_node_place
 from gllm.config.nodes import DEFAULT_DATA_PORT, DEFAULT_HEAD_PORT, NodesConfig
 from gllm.config.server import ServerConfig
 from gllm.options.flags import config_from_flags
-from gllm.runtime.head.local_node import STOP_SECONDS
+from gllm.runtime.head.node import STOP_SECONDS
 from gllm.runtime.head.node_hub import node_hub_address
 from gllm.runtime.messaging.security import SecretFile, create_secret_file
 from gllm.serve import make_parser

@@ -7,14 +7,12 @@ import pytest
 
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import decode_for_worker, encode
-from gllm.messages.measurement import LinkTime, LinkTimes
-from gllm.messages.reports import StageTimes
+from gllm.messages.reports import LinkTime, LinkTimes, StageTimes
 from gllm.messages.requests import EngineOutputs, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RunStep, StepDone
 from gllm.pacing.depth import LinkSeconds
-from gllm.runtime.driver.driver import Driver
-from gllm.runtime.driver.driver_pacing import DriverPacing, convert_link_times
+from gllm.runtime.driver.driver import Driver, DriverPacing, convert_link_times
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import SampledToken, StepPlan, StepResult, StepTime
 from gllm.scheduler.scheduler import Scheduler

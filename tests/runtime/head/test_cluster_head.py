@@ -30,7 +30,7 @@ from gllm.messages.nodes import (
 from gllm.recovery.liveness import ProcessSample
 from gllm.recovery.placement import Slot, make_placement
 from gllm.recovery.records import RecoveryState
-from gllm.runtime.head.liveness_watch import LivenessWatch
+from gllm.runtime.head.event_receiver import LivenessWatch
 from gllm.runtime.head.node_group import RemoteNode
 from gllm.runtime.head.supervisor import EngineError
 from gllm.transport.link.commands import LinkPeer

@@ -8,7 +8,7 @@ import pytest
 
 from gllm.engine.interface import EngineUnavailableError, ProfileError
 from gllm.messages.codec import AnyMessage
-from gllm.messages.control import CommandDone, ResetPrefixCache
+from gllm.messages.lifecycle import CommandDone, ResetPrefixCache
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.runtime.head.supervisor import CommandRunner
 from tests.support.engines.local_workers import local_engine, local_supervisor

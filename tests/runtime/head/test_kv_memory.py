@@ -4,7 +4,7 @@ import pytest
 
 from gllm.messages.lifecycle import StageLoaded
 from gllm.recovery.placement import Placement, Slot, make_placement
-from gllm.runtime.head.kv_memory import count_placement_blocks, limit_blocks
+from gllm.runtime.head.layer_planner import count_placement_blocks, limit_blocks
 from gllm.runtime.worker import device
 
 Report = tuple[int, int | None, int | None]

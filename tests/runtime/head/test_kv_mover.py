@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 
 from gllm.messages.kv_transfer import KvFetched, KvRevoked, RevokeKv
-from gllm.runtime.messaging.certificates import create_certificate
+from gllm.runtime.messaging.security import create_certificate
 from gllm.transport.descriptors import DescriptorError
 from gllm.transport.kv.endpoint import KvEndpoint, KvMachine, decode_endpoint, encode_endpoint
 from gllm.transport.kv.mover import read_host_id

@@ -11,8 +11,7 @@ import zmq
 import zmq.asyncio
 
 from gllm.config.kv_events import KvEventsConfig
-from gllm.runtime.head.kv_events import KvEventSource
-from gllm.runtime.head.kv_publisher import KvEventPublisher
+from gllm.runtime.head.kv_events import KvEventPublisher, KvEventSource
 from gllm.scheduler.block_pool import chain_hash, root_hash
 from tests.support.engines.kv_driver import BLOCK_SIZE, TOKEN, KvDriver
 from tests.support.engines.kv_subscriber import Subscriber, request_replay
@@ -152,7 +151,7 @@ async def test_an_engine_connects_to_a_subscriber_with_a_name(
     engines: list[Engine], subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The name of a host that surely has one would be bound.
-    monkeypatch.setattr("gllm.runtime.head.kv_publisher.is_bound", lambda address: False)
+    monkeypatch.setattr("gllm.runtime.head.kv_events.is_bound", lambda address: False)
     engine = Engine(endpoint=subscriber.bind())
     engines.append(engine)
     await join(subscriber, engine)

@@ -8,8 +8,8 @@ import pytest
 
 from gllm.config.engine import EngineConfig
 from gllm.messages.lifecycle import StageLoaded
-from gllm.messages.measurement import StageMeasured
 from gllm.messages.nodes import NodeFacts
+from gllm.messages.reports import StageMeasured
 from gllm.recovery.balance import BalanceLimits
 from gllm.recovery.node_layout import NodeShape
 from gllm.recovery.partition import StageCosts

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from gllm.runtime.head.link_process import LinkProcess
-from gllm.runtime.messaging.certificates import NodeCertificate, create_certificate
+from gllm.runtime.messaging.security import NodeCertificate, create_certificate
 from gllm.transport.base import EdgeLayout
 from gllm.transport.edge import Edge, create_edge
 from gllm.transport.link.commands import LinkPeer, OpenLinkEdge

@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from gllm.messages.base import WireMessage
-from gllm.messages.measurement import LinkTime, LinkTimes
 from gllm.messages.nodes import LinkState
+from gllm.messages.reports import LinkTime, LinkTimes
 from gllm.recovery.placement import LOCAL_NODE, Placement, Slot, make_placement
-from gllm.runtime.head.node_edges import LinkTimesReporter, collect_link_times
+from gllm.runtime.head.node_group import LinkTimesReporter, collect_link_times
 
 
 def place(*nodes: str, degrees: list[int] | None = None) -> Placement:

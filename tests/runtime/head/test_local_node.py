@@ -13,7 +13,7 @@ from gllm.messages.codec import decode_for_head
 from gllm.messages.lifecycle import Heartbeat, Hello, Shutdown
 from gllm.observability.logs import LogConfig
 from gllm.runtime.head.assignment import WorkerIdentity
-from gllm.runtime.head.local_node import LocalNode
+from gllm.runtime.head.node import LocalNode
 from gllm.runtime.messaging.bus import Hub
 from gllm.runtime.worker.stage_instance import run_in_thread
 from tests.support.servers.server import alive

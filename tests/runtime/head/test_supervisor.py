@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 
 from gllm.config.engine import EngineConfig
-from gllm.messages.control import StartProfile, StopProfile
-from gllm.messages.lifecycle import StageFailed
+from gllm.messages.lifecycle import StageFailed, StartProfile, StopProfile
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.observability.logs import DEFAULT_LOG_CONFIG
 from gllm.recovery import records
 from gllm.recovery.partition import StageCosts
-from gllm.runtime.head import event_receiver, liveness_watch
+from gllm.runtime.head import event_receiver
 from gllm.runtime.head.layer_planner import LayerPlanner
 from gllm.runtime.head.supervisor import EngineError, Supervisor
 from tests.support.engines.kv_driver import KvFollower
@@ -343,7 +342,7 @@ async def test_an_exit_ends_the_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> 
 async def test_a_frozen_worker_is_replaced(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(liveness_watch, "DUMP_SECONDS", 0.02)
+    monkeypatch.setattr(event_receiver, "DUMP_SECONDS", 0.02)
     async with running(freeze_timeout=0.1) as (supervisor, node):
         task = asyncio.create_task(generate(supervisor, [1], 100))
         await until(lambda: supervisor.client.stats.running)

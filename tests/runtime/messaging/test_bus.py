@@ -17,10 +17,9 @@ from gllm.messages.lifecycle import Hello, InitializeCache, Shutdown, StageFaile
 from gllm.messages.requests import AbortSequences, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams as Spec
 from gllm.runtime.head.worker_channels import HeadSocket
-from gllm.runtime.messaging.bus import Hub
+from gllm.runtime.messaging.bus import Hub, Spoke
 from gllm.runtime.messaging.bus_socket import CLOSED
 from gllm.runtime.messaging.session import HEADER, MAX_FRAME_BYTES, SessionSender
-from gllm.runtime.messaging.spoke import Spoke
 
 RUN = 2**63 + 5
 

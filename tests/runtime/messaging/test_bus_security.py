@@ -13,11 +13,15 @@ import zmq
 
 from gllm.messages.codec import decode_for_head, decode_for_worker, encode
 from gllm.messages.lifecycle import Hello, InitializeCache, Shutdown, StageFailed, StageReady
-from gllm.runtime.messaging.authenticator import Authenticator
-from gllm.runtime.messaging.bus import Hub
-from gllm.runtime.messaging.bus_socket import CLOSED, MAX_QUEUED_FRAMES
-from gllm.runtime.messaging.connections import MAX_STRANGERS, UNKNOWN_ADDRESS
+from gllm.runtime.messaging.bus import UNREACHABLE, Hub, Spoke
+from gllm.runtime.messaging.bus_socket import (
+    CLOSED,
+    MAX_QUEUED_FRAMES,
+    MAX_STRANGERS,
+    UNKNOWN_ADDRESS,
+)
 from gllm.runtime.messaging.security import (
+    Authenticator,
     KeyPair,
     SecretFile,
     add_secret,
@@ -25,7 +29,6 @@ from gllm.runtime.messaging.security import (
     drop_secret,
 )
 from gllm.runtime.messaging.session import HEADER, MAX_FRAME_BYTES
-from gllm.runtime.messaging.spoke import UNREACHABLE, Spoke
 from tests.support.network.plaintext import runs_of
 
 MAX_GUESTS = 4

@@ -5,7 +5,7 @@ import os
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
-from gllm.runtime.messaging.certificates import create_certificate
+from gllm.runtime.messaging.security import create_certificate
 
 
 def test_certificate_has_a_subject_of_its_own_and_is_valid_for_any_clock() -> None:

@@ -37,8 +37,8 @@ from gllm.messages.nodes import (
 )
 from gllm.messages.reports import StageTimes
 from gllm.messages.steps import GrammarReady, RunStep
+from gllm.runtime.messaging.bus import Spoke
 from gllm.runtime.messaging.security import create_secret_file
-from gllm.runtime.messaging.spoke import Spoke
 from gllm.scheduler.plan import StepPlan, StepTime
 from tests.support.nodes.agent_head import (
     FACTS,

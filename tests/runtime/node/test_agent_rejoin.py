@@ -22,7 +22,7 @@ from gllm.messages.lifecycle import (
 from gllm.messages.nodes import NodeLoad, StartWorker, WorkerExited
 from gllm.models.config import read_config
 from gllm.models.hub import DEMO
-from gllm.runtime.head.local_node import LocalNode
+from gllm.runtime.head.node import LocalNode
 from tests.support.nodes.agent_head import (
     SECONDS,
     FakeHead,
@@ -220,7 +220,7 @@ from pathlib import Path
 from gllm.messages.nodes import NodeFacts
 from gllm.runtime.node.agent import Agent, AgentConfig
 from gllm.runtime.head.link_process import LinkProcess
-from gllm.runtime.head.local_node import LocalNode
+from gllm.runtime.head.node import LocalNode
 
 async def main():
     facts = NodeFacts("b", "", "", "127.0.0.1", 0, "", b"", [], 1, 1)

@@ -11,8 +11,14 @@ from torch import Tensor
 
 from gllm.kernels.attention_plan import PagedBatch
 from gllm.models.stage import StageInputs
-from gllm.runtime.worker.cuda.attention_plans import get_block_table, plan_table_attention
-from gllm.runtime.worker.cuda.graphs import DecodeGraphs, find_graph_size, graph_sizes, pad_decodes
+from gllm.runtime.worker.cuda.graphs import (
+    DecodeGraphs,
+    find_graph_size,
+    get_block_table,
+    graph_sizes,
+    pad_decodes,
+    plan_table_attention,
+)
 from gllm.runtime.worker.cuda.staging import ALIGNMENT, InputStaging, TreeLayout
 from tests.support.examples import num_examples
 from tests.support.gpu.fake_streams import FakeQueues

@@ -18,8 +18,8 @@ from gllm.messages.sampling import SampleDetails, SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
 from gllm.runtime.worker import logit_edits as static_edits
 from gllm.runtime.worker.base_executor import BaseExecutor
-from gllm.runtime.worker.cuda import logit_edits, sampler
-from gllm.runtime.worker.cuda.attention_plans import plan_table_attention
+from gllm.runtime.worker.cuda import sampler
+from gllm.runtime.worker.cuda.graphs import plan_table_attention
 from gllm.scheduler.plan import ON_DEVICE, StepPlan
 from tests.support.engines.pipeline import GREEDY, Pipeline
 from tests.support.examples import num_examples
@@ -281,7 +281,7 @@ def where_it_is(logits: torch.Tensor, table: torch.Tensor, *rest: object) -> Non
         (sampler, "sample", sampling.sample),
         (static_edits, "add_to_logits", by_condition),
         (static_edits, "apply_token_bitmask", with_a_list),
-        (logit_edits, "apply_history_penalties", where_it_is),
+        (sampler, "apply_history_penalties", where_it_is),
     ],
 )
 def test_an_operation_that_waits_is_found(

@@ -15,9 +15,12 @@ from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
 from gllm.runtime.worker.base_executor import BaseExecutor
 from gllm.runtime.worker.cuda.executor import CudaExecutor
-from gllm.runtime.worker.cuda.logit_edits import LogitEditPlanner
-from gllm.runtime.worker.sampling import ALL_TOKENS_BANNED, build_sampling_metadata
-from gllm.runtime.worker.sampling_state import create_sampling_states
+from gllm.runtime.worker.cuda.sampler import LogitEditPlanner
+from gllm.runtime.worker.sampling import (
+    ALL_TOKENS_BANNED,
+    build_sampling_metadata,
+    create_sampling_states,
+)
 from gllm.scheduler.scheduler import Scheduler
 from tests.runtime.worker.test_greedy import NEW_TOKENS
 from tests.runtime.worker.test_logprobs import Told

@@ -12,8 +12,8 @@ from gllm.messages.codec import decode_for_driver, decode_for_stage, encode
 from gllm.messages.lifecycle import Hello
 from gllm.messages.nodes import StageFrame
 from gllm.messages.steps import GrammarReady, RegisterSequences
+from gllm.runtime.driver.driver_relay import DriverProxies
 from gllm.runtime.messaging.bus import Hub
-from gllm.runtime.worker.driver_proxies import DriverProxies
 from tests.support.nodes.fake_agent import until
 
 RUN = 5

@@ -16,11 +16,12 @@ from gllm.messages.steps import RegisterSequences
 from gllm.runtime.worker.cpu.sampler import sample_rows
 from gllm.runtime.worker.sampling import (
     SampleOutput,
+    SamplingState,
     build_sampling_metadata,
+    create_sampling_states,
     fail_guides,
     to_sampled,
 )
-from gllm.runtime.worker.sampling_state import SamplingState, create_sampling_states
 from gllm.text.grammar.guide import GrammarGuide, GrammarGuideError, GuideOptions
 from tests.support.text.grammar_writing import (
     EOS,

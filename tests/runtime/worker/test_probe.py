@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.gpu.host import HostQueues
 from gllm.config.engine import EngineConfig
-from gllm.messages.measurement import StageMeasured
+from gllm.messages.reports import StageMeasured
 from gllm.models.config import read_config
 from gllm.models.hub import DEMO
 from gllm.models.spec import LayerSpec, MLPSpec

@@ -11,15 +11,15 @@ from gllm.kernels.sampling_plan import SamplingPlan
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
 from gllm.runtime.worker.cpu import sampler
-from gllm.runtime.worker.cpu.logit_edits import apply_logit_edits
-from gllm.runtime.worker.cpu.sampler import sample_rows
+from gllm.runtime.worker.cpu.sampler import apply_logit_edits, sample_rows
 from gllm.runtime.worker.sampling import (
     SampleOutput,
     SamplingMetadata,
+    SamplingState,
     build_sampling_metadata,
+    create_sampling_states,
     to_sampled,
 )
-from gllm.runtime.worker.sampling_state import SamplingState, create_sampling_states
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 

@@ -9,8 +9,7 @@ import torch
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
 from gllm.runtime.worker.cpu.sampler import sample_rows
-from gllm.runtime.worker.sampling import build_sampling_metadata
-from gllm.runtime.worker.sampling_state import create_sampling_states
+from gllm.runtime.worker.sampling import build_sampling_metadata, create_sampling_states
 
 NUM_DRAWS, MANY_DRAWS = 1500, 4000
 VOCABULARIES = (36, 1500)

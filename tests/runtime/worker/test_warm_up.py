@@ -19,8 +19,8 @@ from gllm.kernels.triton import linear_fp8, tiles
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
 from gllm.models.config import read_config
-from gllm.runtime.worker.cuda.attention_plans import plan_table_attention
 from gllm.runtime.worker.cuda.executor import CudaExecutor
+from gllm.runtime.worker.cuda.graphs import plan_table_attention
 from gllm.scheduler.plan import ScheduledRow, StepPlan
 from tests.support.gpu.variants import recorded_variants
 from tests.support.models.tiny_models import save

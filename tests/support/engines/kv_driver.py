@@ -4,8 +4,8 @@ from typing import Any
 
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import decode_for_head, decode_for_worker, encode
-from gllm.messages.control import ResetPrefixCache
 from gllm.messages.kv_cache import KvCacheEvents
+from gllm.messages.lifecycle import ResetPrefixCache
 from gllm.messages.requests import EngineOutputs, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RunStep, StepDone

@@ -1,6 +1,6 @@
 """Real workers in the process of the test, so that a test can make their steps fail.
 
-The same sockets, edges and messages as `gllm.runtime.head.local_node.LocalNode`, but no processes.
+The same sockets, edges and messages as `gllm.runtime.head.node.LocalNode`, but no processes.
 `local_engine` is the embeddable engine over them.
 """
 
@@ -31,7 +31,7 @@ from gllm.runtime.head.layer_planner import LayerPlanner
 from gllm.runtime.head.node import Node, OnExit
 from gllm.runtime.head.supervisor import Supervisor
 from gllm.runtime.worker.batch import Batch
-from gllm.runtime.worker.cpu import backend as cpu_backend
+from gllm.runtime.worker.cpu import executor as cpu_executor
 from gllm.runtime.worker.cpu.executor import CpuExecutor
 from gllm.runtime.worker.worker import Worker
 from gllm.scheduler.plan import StepPlan
@@ -202,5 +202,5 @@ def failing(fault: Fault) -> Iterator[None]:
     """Within it, steps of the engines that start fail where `fault` says so."""
     kind = type("FaultyExecutor", (FaultyExecutor,), {"fault": staticmethod(fault)})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_backend, "CpuExecutor", kind)
+        patch.setattr(cpu_executor, "CpuExecutor", kind)
         yield

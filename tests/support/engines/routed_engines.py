@@ -18,7 +18,7 @@ from gllm.messages.requests import AbortSequences, SubmitRequest
 from gllm.router.fleet import Fleet
 from gllm.routing.disaggregation.policy import PairPolicy
 from gllm.routing.disaggregation.policy_registry import make_pair_policy
-from gllm.runtime.messaging.link_config import FleetLinkConfig
+from gllm.runtime.messaging.connection_pool import FleetLinkConfig
 from gllm.scheduler.plan import SchedulerStats
 from tests.support.engines.epochs import Stages
 from tests.support.engines.kv_engines import MAX_MODEL_LEN

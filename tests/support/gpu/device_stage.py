@@ -33,7 +33,7 @@ from gllm.messages.sampling import SampleDetails
 from gllm.models import stage as model_stage
 from gllm.models.config import read_config
 from gllm.models.split import split_layers
-from gllm.runtime.worker import stage_loader as loader_module
+from gllm.runtime.worker import stage_resources as loader_module
 from gllm.runtime.worker.batch import PlanAttention
 from gllm.runtime.worker.cuda import backend as backend_module
 from gllm.runtime.worker.cuda import sampler

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from gllm.config.link_encodings import PLAIN
 from gllm.pacing.policy_registry import DEFAULT_LINK_POLICY
-from gllm.runtime.messaging.certificates import NodeCertificate, create_certificate
+from gllm.runtime.messaging.security import NodeCertificate, create_certificate
 from gllm.transport.base import EdgeLayout
 from gllm.transport.descriptors import DescriptorChannel, DescriptorError, create_channels
 from gllm.transport.link.commands import (

@@ -28,9 +28,8 @@ from gllm.messages.nodes import (
 from gllm.recovery.placement import LOCAL_NODE, Placement, Slot, make_placement
 from gllm.runtime.head.assignment import NodeAssignment, encode_node_assignment
 from gllm.runtime.head.link_process import LinkProcess
-from gllm.runtime.messaging.authenticator import Authenticator
 from gllm.runtime.messaging.bus import Hub
-from gllm.runtime.messaging.security import SecretFile
+from gllm.runtime.messaging.security import Authenticator, SecretFile
 from gllm.runtime.node.agent import Agent, AgentConfig, FindModel
 from gllm.transport.edge import Edge
 from gllm.transport.link.commands import LinkPeer, OpenLinkEdge

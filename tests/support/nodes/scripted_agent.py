@@ -38,7 +38,7 @@ from gllm.runtime.head.assignment import NodeAssignment, decode_node_assignment
 from gllm.runtime.head.cluster_head import ClusterHead
 from gllm.runtime.head.layer_planner import LayerPlanner
 from gllm.runtime.head.link_process import LinkProcess
-from gllm.runtime.head.node_edges import remote_edges
+from gllm.runtime.head.node_group import remote_edges
 from gllm.runtime.head.supervisor import Supervisor
 from tests.support.network.ports import free_port
 from tests.support.nodes.fake_agent import HEAD_FACTS, FakeAgent, make_join, until

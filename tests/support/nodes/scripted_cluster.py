@@ -41,7 +41,7 @@ from gllm.messages.services import (
     StartServiceProcess,
 )
 from gllm.runtime.head.node_hub import NODE_RUN
-from gllm.runtime.messaging.spoke import Spoke
+from gllm.runtime.messaging.bus import Spoke
 from tests.support.network.ports import free_port
 
 FACTS = NodeFacts("host", "Linux 6", __version__, "127.0.0.1", 29601, "", b"", ["GPU X"], 8, 2**33)

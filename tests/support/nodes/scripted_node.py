@@ -14,25 +14,28 @@ import zmq
 
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import decode_for_worker
-from gllm.messages.control import CommandDone, ResetPrefixCache, StartProfile, StopProfile
 from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
 from gllm.messages.lifecycle import (
     CloseEpoch,
+    CommandDone,
     EpochClosed,
     Heartbeat,
     InitializeCache,
     LoadProgress,
+    ResetPrefixCache,
     Shutdown,
     StageFailed,
     StageLoaded,
     StageReady,
+    StartProfile,
+    StopProfile,
 )
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
 from gllm.recovery.liveness import ProcessSample
 from gllm.runtime.driver.plan_record import PlanRecord
 from gllm.runtime.head.assignment import StageAssignment, WorkerIdentity
 from gllm.runtime.head.node import Node, OnExit
-from gllm.runtime.messaging.spoke import Spoke
+from gllm.runtime.messaging.bus import Spoke
 from gllm.scheduler.cache_events import StoredBlocks
 from gllm.scheduler.plan import (
     FinishedSequence,

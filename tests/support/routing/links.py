@@ -16,8 +16,8 @@ from gllm.messages.sampling import SequenceSamplingParams
 from gllm.options.addresses import Resolve, resolve_host
 from gllm.runtime.head.client import EngineClient
 from gllm.runtime.head.kv_events import KvEventSource
+from gllm.runtime.messaging.connection_pool import FleetLinkConfig
 from gllm.runtime.messaging.fleet_links import EngineLink, FleetLinks
-from gllm.runtime.messaging.link_config import FleetLinkConfig
 from tests.support.engines.fake_driver import FakeDriver
 
 

@@ -16,7 +16,7 @@ from gllm.router.fleet import Fleet
 from gllm.routing.policy import RoutingPolicy
 from gllm.runtime.head.journal import JournalEntry
 from gllm.runtime.head.supervisor import EngineError
-from gllm.runtime.messaging.link_config import FleetLinkConfig
+from gllm.runtime.messaging.connection_pool import FleetLinkConfig
 from tests.support.simulation.clock import VirtualLoop
 from tests.support.simulation.head import HEAD, create_supervisor
 from tests.support.simulation.model import VOCAB_SIZE

@@ -14,7 +14,7 @@ from gllm.messages.requests import PoisonRequestError
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.routing.policy_registry import POLICIES, make_policy
 from gllm.runtime.messaging import connection_pool
-from gllm.runtime.messaging.link_config import FleetLinkConfig
+from gllm.runtime.messaging.connection_pool import FleetLinkConfig
 from tests.support.simulation.clock import VirtualLoop
 from tests.support.simulation.fleet import LINKS, SimulatedEngine, SimulatedRouter
 from tests.support.simulation.head import patched_runtime

@@ -8,7 +8,7 @@ from typing import Any
 
 from gllm.messages.nodes import LinkState
 from gllm.recovery.placement import Placement
-from gllm.runtime.head.node_edges import remote_edges
+from gllm.runtime.head.node_group import remote_edges
 from tests.support.simulation.process import Process
 
 LINK_WORLD: ContextVar[tuple[Random, Process]] = ContextVar("LINK_WORLD")

@@ -15,8 +15,7 @@ from typing import Any, Protocol
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import encode
 from gllm.messages.lifecycle import Hello
-from gllm.runtime.messaging.bus_socket import CLOSED
-from gllm.runtime.messaging.connections import RefusedPeers
+from gllm.runtime.messaging.bus_socket import CLOSED, RefusedPeers
 from gllm.runtime.messaging.session import (
     ANY_EPOCH,
     SessionError,
@@ -314,7 +313,7 @@ class Hub:
 
 
 class Spoke:
-    """A spoke with the interface of gllm.runtime.messaging.spoke.Spoke."""
+    """A spoke with the interface of gllm.runtime.messaging.bus.Spoke."""
 
     def __init__(
         self,

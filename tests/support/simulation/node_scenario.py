@@ -20,7 +20,6 @@ from gllm.runtime.head import cluster_head, node_hub
 from gllm.runtime.head.cluster_head import ClusterHead
 from gllm.runtime.head.supervisor import EngineError
 from gllm.runtime.node import agent, agent_workers, head_session
-from gllm.runtime.worker import driver_proxies
 from tests.support.simulation.head import HEAD, HubAddress, Part, patched_runtime
 from tests.support.simulation.links import LINK_WORLD, SimulatedLinks
 from tests.support.simulation.machines import HEAD_ADDRESS, Machine
@@ -241,7 +240,7 @@ class NodeScenario(Scenario):
         monitor = SimpleNamespace(read=NodeLoad, gpu_names=[])
         parts: list[Part] = [
             *((module, "Hub", Hub) for module in (node_hub, agent_workers, driver_relay)),
-            *((module, "Spoke", Spoke) for module in (head_session, driver_proxies)),
+            *((module, "Spoke", Spoke) for module in (head_session, driver_relay)),
             *((module, "zmq", zmq) for module in (agent, node_hub)),
             (agent_workers, "HeadSocket", HubAddress),
             (cluster_head, "MachineMonitor", lambda: monitor),

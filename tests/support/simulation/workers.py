@@ -16,7 +16,7 @@ from gllm.messages.lifecycle import (
     Shutdown,
     StageFailed,
 )
-from gllm.messages.measurement import StageMeasured
+from gllm.messages.reports import StageMeasured
 from gllm.recovery.liveness import CHECK_SECONDS
 from gllm.runtime.head.assignment import WorkerIdentity
 from tests.support.simulation.instance import Instance

@@ -9,8 +9,12 @@ from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
 from gllm.runtime.worker.cpu.sampler import sample_rows
 from gllm.runtime.worker.grammars import GuideFactory
-from gllm.runtime.worker.sampling import SampleOutput, build_sampling_metadata
-from gllm.runtime.worker.sampling_state import SamplingState, create_sampling_states
+from gllm.runtime.worker.sampling import (
+    SampleOutput,
+    SamplingState,
+    build_sampling_metadata,
+    create_sampling_states,
+)
 from gllm.text.grammar.compiler_process import compile_grammar
 from gllm.text.grammar.sources.structured_output import to_grammar_source
 from gllm.text.grammar.vocabulary import load_grammar_tokenizer

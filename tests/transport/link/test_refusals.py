@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from gllm.runtime.messaging.certificates import create_certificate
+from gllm.runtime.messaging.security import create_certificate
 from gllm.transport.link.commands import (
     LinkEdgeLost,
     LinkIdentity,

@@ -28,7 +28,7 @@ class CudaBackend:
         num_gpus: int,
         layers: range | None = None,
     ) -> None:
-        """Create the executor; see `gllm.runtime.worker.stage_loader.create_backend`."""
+        """Create the executor; see `gllm.runtime.worker.stage_resources.create_backend`."""
         layers = range(*assignment.layers) if layers is None else layers
         self._assignment = assignment
         self._queues = CudaRuntime(assignment.local_index % num_gpus)

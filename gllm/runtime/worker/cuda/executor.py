@@ -11,6 +11,8 @@ looks back at the output reads it from there, including the last token, which th
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,10 +22,10 @@ from torch.nn import functional
 from gllm.messages.sampling import SampleDetails
 from gllm.models.stage import StageInputs
 from gllm.runtime.worker.batch import Batch, gather_token_ids
+from gllm.runtime.worker.cuda.readback import PendingTokens
 from gllm.runtime.worker.cuda.sampler import SamplerInputs, to_sample_output
 from gllm.runtime.worker.cuda.staging import copy_to_device
 from gllm.runtime.worker.cuda.start_up import CudaStartUp
-from gllm.runtime.worker.cuda.step import DeviceStepState, StepInputs
 from gllm.runtime.worker.executor import DeviceTime
 from gllm.runtime.worker.sampling import (
     advance_guides,
@@ -33,6 +35,38 @@ from gllm.runtime.worker.sampling import (
 )
 from gllm.scheduler.plan import SampledToken, StepPlan
 from gllm.transport.device_streams import DeviceEvent
+
+
+class StepInputs(NamedTuple):
+    """All tensors of a step that are copied to the device."""
+
+    stage: StageInputs
+    logits_indices: Tensor
+    """[samples] int64"""
+    token_ids: Tensor
+    """[tokens] int64: on the last of several stages, whose `stage` has none; else empty."""
+    sampler: SamplerInputs
+    placeholder_rows: Tensor
+    """[placeholders] int64: token rows whose id is the last token of a sequence."""
+    placeholder_slots: Tensor
+    """[placeholders] int64: slots of those tokens in the table of last tokens; empty on ranks
+    without one."""
+    last_token_slots: Tensor
+    """[samples] int64: slots that the sampled tokens are stored in; empty if they are not."""
+
+
+@dataclass(slots=True)
+class DeviceStepState:
+    """State of a batch on a device."""
+
+    inputs: StepInputs
+    """On the host."""
+    uses_graph: bool = False
+    """True if a graph computes the layers."""
+    spans: list[tuple[DeviceEvent, DeviceEvent]] = field(default_factory=list)
+    """Timed events around each part of the step that the device computes, in order."""
+    tokens: PendingTokens | None = None
+    """With the sampler, once computed."""
 
 
 class CudaExecutor(CudaStartUp):

@@ -20,10 +20,15 @@ from gllm.models.stage import StageInputs
 from gllm.options.field_types import FieldError
 from gllm.runtime.worker.base_executor import BaseExecutor
 from gllm.runtime.worker.batch import BatchConfig, PlanAttention, plan_windows
-from gllm.runtime.worker.cuda.attention_plans import get_block_table, plan_table_attention
-from gllm.runtime.worker.cuda.graphs import DecodeGraphs, find_graph_size, graph_sizes, pad_decodes
-from gllm.runtime.worker.cuda.last_tokens import LastTokenTable
-from gllm.runtime.worker.cuda.readback import OutputReadback
+from gllm.runtime.worker.cuda.graphs import (
+    DecodeGraphs,
+    find_graph_size,
+    get_block_table,
+    graph_sizes,
+    pad_decodes,
+    plan_table_attention,
+)
+from gllm.runtime.worker.cuda.readback import LastTokenTable, OutputReadback
 from gllm.runtime.worker.cuda.sampler import LARGEST_PARAMS, DeviceSampler
 from gllm.runtime.worker.cuda.staging import InputStaging
 from gllm.runtime.worker.kv_cache import KVCache
