@@ -18,7 +18,7 @@ from gllm.options.field_types import FieldError
 from gllm.runtime.driver.driver import Driver
 from gllm.runtime.head.request_stream import RequestStream
 from gllm.runtime.head.supervisor import Supervisor
-from gllm.runtime.worker import base_executor as executor_module
+from gllm.runtime.worker import executor as executor_module
 from gllm.runtime.worker.sampling import create_sampling_states
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import FinishedSequence

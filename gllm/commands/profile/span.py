@@ -16,7 +16,6 @@ from gllm.messages.steps import RegisterSequences
 from gllm.models.config import ModelConfig
 from gllm.recovery.placement import Slot, make_placement
 from gllm.runtime.head.assignment import StageAssignment
-from gllm.runtime.worker.base_executor import BaseExecutor
 from gllm.runtime.worker.batch import Batch
 from gllm.runtime.worker.device import count_gpus
 from gllm.runtime.worker.stage_resources import create_backend
@@ -69,9 +68,7 @@ class TimedSpan:
         placement = make_placement(1, [(0, model.model.num_layers)], slots, [num_ranks])
         assignment = StageAssignment(placement, 1, config, str(folder), "", is_probe=True)
         backend = create_backend(assignment, model, count_gpus(config.device), layers)
-        executor = backend.executor
-        assert isinstance(executor, BaseExecutor), "all backends of gllm share it"
-        self.executor = executor
+        executor = self.executor = backend.executor
         executor.bind_thread()
         executor.load(folder, lambda done, total: None)
         if num_ranks > 1:

@@ -31,7 +31,7 @@ from gllm.pacing.depth import LinkSeconds, PipelineSeconds
 from gllm.pacing.pacer import PipelinePacer
 from gllm.runtime.driver.driver_kv import DriverKv
 from gllm.runtime.driver.plan_record import PlanRecord
-from gllm.scheduler.plan import FinishedSequence, StepOutput
+from gllm.scheduler.plan import FinishedSequence, StepOutput, StepPlan
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.stage_work import compute_stage_work

@@ -1,29 +1,67 @@
-"""Interface of a worker's executor: weights, KV cache and the computation of micro-batches.
+"""Executor of a worker: weights, KV cache and the computation of micro-batches.
 
-`gllm.runtime.worker.cpu.executor` and `gllm.runtime.worker.cuda.executor` implement it;
-`gllm.runtime.worker.base_executor` has what they share.
+`Executor` loads weights, follows block tables, registers sequences and builds micro-batches on the
+host; `gllm.runtime.worker.cpu.executor` and `gllm.runtime.worker.cuda.executor` compute and sample.
+`DeviceBackend` is the interface of the device around an executor.
 """
 
+import logging
 import math
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from gllm.config.engine import EngineConfig
+from gllm.kernels.attention_backends import (
+    AttentionRequirements,
+    BackendChoice,
+    choose_backend,
+    find_supported_backend,
+)
+from gllm.kernels.native.library import describe_build, describe_kernels
 from gllm.messages.kv_layout import KvLayout
 from gllm.messages.sampling import SampleDetails
 from gllm.messages.steps import RegisterSequences
-from gllm.models.spec import ModelSpec
-from gllm.runtime.worker.batch import Batch
+from gllm.models.attention import LayerCache, head_shape
+from gllm.models.config import ModelConfig
+from gllm.models.loader import Checkpoint, Weights
+from gllm.models.shard import shard, unsupported_shard_reason
+from gllm.models.stage import ModelStage, ReusableParts, estimate_bytes, find_reusable_parts
+from gllm.options.field_types import FieldError
+from gllm.runtime.worker.batch import Batch, BatchConfig, BlockTables, build_inputs, plan_windows
+from gllm.runtime.worker.device import (
+    check_quantization,
+    choose_cache_dtype,
+    choose_compute_dtype,
+)
+from gllm.runtime.worker.grammars import GuideFactory
+from gllm.runtime.worker.kv_cache import KVCache, block_bytes, describe_layout, map_zeros
+from gllm.runtime.worker.sampling import (
+    PromptChunk,
+    SamplingMetadata,
+    SamplingState,
+    build_sampling_metadata,
+    create_default_states,
+    create_prompt_chunks,
+    create_sampling_states,
+    fail_guides,
+)
+from gllm.scheduler.block_table_replica import BlockTableReplica, SequenceView
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import SampledToken, StepPlan
 from gllm.transport.groups import StageGroups
+from gllm.transport.kv.progress import LayerProgress
 
 if TYPE_CHECKING:
     from gllm.transport.device_streams import DeviceRuntime, DeviceStream
+
+log = logging.getLogger(__name__)
 
 
 class WeightMemoryError(Exception):
@@ -39,47 +77,91 @@ class DeviceTime(NamedTuple):
     """Without the time in which the device waited, for grammar masks for example."""
 
 
-class Executor(Protocol):
-    """Model part and KV cache of one rank of a stage.
+class Executor(ABC):
+    """Model part and KV cache of one rank of a stage; subclasses compute and sample.
 
     A worker calls `prepare` on one thread, `compute` on a second and `sample` on a third, each in
     the order of steps. Each step's state is in its Batch.
     """
 
-    is_asynchronous: bool
+    is_asynchronous = False
     """True if `compute` only queues work on a device; `wait` then waits for it."""
-    keeps_weights: bool
+    keeps_weights = True
     """True if `load` can take over the weights of a closed executor in the same process."""
-    is_first: bool
-    """True on the first stage."""
-    is_last: bool
-    """True on the last stage."""
-    has_sampler: bool
-    """True on rank 0 of the last stage, which samples."""
-    model: ModelSpec
-    """With the sizes of this rank."""
-    layers: range
-    """Layers of this stage."""
-    dtype: torch.dtype
-    """Type of activations and arithmetic."""
-    weight_bytes: int
+    weight_bytes = 0
     """Bytes of the loaded weights."""
-    block_bytes: int
-    """Bytes of one KV block over the stage's layers, for the KV heads of this rank."""
+    _stage: ModelStage
+    _folder: Path | None = None
+    """Folder of the loaded weights."""
+    _grammars: GuideFactory | None = None
 
-    @property
-    def numerics(self) -> str:
-        """See StageLoaded; once the weights are loaded."""
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        engine_config: EngineConfig,
+        num_stages: int,
+        layers: range,
+        device: torch.device,
+        rank: int = 0,
+        num_ranks: int = 1,
+        gpu_capability: tuple[int, int] | None = None,
+    ) -> None:
+        """Choose dtypes and the attention backend.
 
-    @property
-    def kv_numerics(self) -> str:
-        """Part of `numerics` that decides the numbers in the KV cache but for their rounding.
+        Args:
+            model_config: of the whole model.
+            engine_config: of the engine.
+            num_stages: stages of the pipeline.
+            layers: indices of the stage's layers.
+            device: that computes.
+            rank: index among the workers of the stage.
+            num_ranks: workers of the stage, which compute its layers together.
+            gpu_capability: compute capability of the GPU; None on a CPU.
 
-        Neither ranks nor choices by measurement belong to it: they change the order of sums.
+        Raises:
+            FieldError: weights, KV cache or attention cannot be as configured, or the ranks cannot
+                share the model.
         """
-
-    def log_choices(self) -> None:
-        """Log what was chosen for the stage: attention backend, dtypes, kernels."""
+        if (reason := unsupported_shard_reason(model_config.model, num_ranks)) is not None:
+            raise FieldError("tensor_parallel_size", reason)
+        self.model = shard(model_config.model, rank, num_ranks)
+        """With the sizes of this rank."""
+        self._whole_model = model_config.model
+        self._rank, self._num_ranks = rank, num_ranks
+        self._groups: StageGroups | None = None
+        self.layers = layers
+        """Layers of this stage."""
+        self._layer_specs = self.model.layers[layers.start : layers.stop]
+        self._max_model_len = engine_config.max_model_len or self.model.context_length
+        self.is_first = layers.start == 0
+        """True on the first stage."""
+        self.is_last = layers.stop == self.model.num_layers
+        """True on the last stage."""
+        self.has_sampler = self.is_last and rank == 0
+        """True on rank 0 of the last stage, which samples."""
+        self.dtype = choose_compute_dtype(engine_config.dtype, model_config.dtype, device.type)
+        """Type of activations and arithmetic."""
+        check_quantization(engine_config.quantization, device.type)
+        self._quantization = engine_config.quantization
+        self.device = device
+        self._gpu_capability = gpu_capability
+        self.cache_dtype = choose_cache_dtype(
+            engine_config.kv_cache_dtype, self.dtype, gpu_capability
+        )
+        block_size = engine_config.scheduler.block_size
+        self.block_bytes = block_bytes(self._layer_specs, block_size, self.cache_dtype)
+        """Bytes of one KV block over the stage's layers, for the KV heads of this rank."""
+        self._attention = self._choose_attention_backend(engine_config, gpu_capability)
+        self.backend = self._attention.name
+        self._mirror = BlockTableReplica()
+        self._tables = BlockTables()
+        self._states: dict[int, SamplingState] = {}
+        """Sampling state by sequence, on the ranks of the last stage."""
+        self._keeps_last_tokens = num_stages == 1
+        """True if plans may have placeholders for tokens that the previous step samples."""
+        self._eos_ids = model_config.eos_ids
+        self._progress: LayerProgress | None = None
+        self._counts_each_layer = engine_config.scheduler.kv_push == "layer"
 
     def load(
         self,
@@ -103,12 +185,191 @@ class Executor(Protocol):
             ModelError: the folder does not have the weights.
             WeightMemoryError: the layers that have to be read take more than `limit_bytes`.
         """
+        sources = _find_loaded(previous)
+        same = [source for source in sources if source._weights_key == self._key_in(folder)]
+        if whole := next((executor for executor in same if executor.layers == self.layers), None):
+            self._stage = whole._stage
+            on_progress(self._stage.weight_bytes, self._stage.weight_bytes)
+        if self.has_sampler:
+            self._take_grammars(same)
+        beside = _find_loaded([running])
+        same += [executor for executor in beside if executor._weights_key == self._key_in(folder)]
+        held = find_reusable_parts(
+            [executor._stage for executor in same], self.layers, self.model.num_layers
+        )
+        # Before anything is read, because the memory may not suffice for both.
+        for source in sources:
+            source.release_weights()
+        if whole is None:
+            self._read_missing(folder, on_progress, held, limit_bytes)
+        self.weight_bytes = self._stage.weight_bytes
+        self._folder = folder
+        # An executor that computes keeps its grammars until a successor takes them.
+        has_grammars = any(executor._grammars is not None for executor in [self, *beside])
+        if self.has_sampler and not has_grammars:
+            self._grammars = GuideFactory(folder, self.model.vocab_size, self._eos_ids)
+
+    def _read_missing(
+        self,
+        folder: Path,
+        on_progress: Callable[[int, int], None],
+        held: ReusableParts,
+        limit_bytes: float,
+    ) -> None:
+        """Read the parts of the stage that are not held; see `load`."""
+        with Checkpoint(
+            folder,
+            self.dtype,
+            self.model,
+            self.layers,
+            self.device,
+            held_layers=held.layers,
+            holds_ends=held.ends is not None,
+        ) as checkpoint:
+            if (needed := estimate_bytes(held, self.layers, checkpoint)) > limit_bytes:
+                raise WeightMemoryError(
+                    f"{needed / 2**20:.0f} MiB of weights are missing, and "
+                    f"{limit_bytes / 2**20:.0f} MiB of memory are free for them"
+                )
+            checkpoint.report_to(on_progress)
+            weights = Weights(checkpoint, quantization=self._quantization, ranks=held.ranks)
+            # Tensors created beside the weights (rotary frequencies) belong on the device too.
+            with self.device:
+                model, max_len = checkpoint.model, self._max_model_len
+                self._stage = ModelStage(model, weights, self.layers, max_len, held)
+            checkpoint.check_all_read()
+
+    @property
+    def stage(self) -> ModelStage:
+        """Modules of the stage, once the weights are loaded."""
+        return self._stage
+
+    @property
+    def _weights_key(self) -> tuple[Hashable, ...]:
+        """Everything that the weights in memory depend on, but for the layers."""
+        return self._key_in(self._folder)
+
+    def _key_in(self, folder: Path | None) -> tuple[Hashable, ...]:
+        """Return the key of weights that are loaded from a folder."""
+        return (
+            type(self).__name__,
+            self.device,
+            self._rank,
+            self._num_ranks,
+            self.dtype,
+            self._quantization,
+            self._max_model_len,
+            folder,
+        )
+
+    def _take_grammars(self, sources: Sequence["Executor"]) -> None:
+        """Take the compiled grammars of a closed executor."""
+        for source in sources:
+            if source._grammars is not None:
+                self._grammars, source._grammars = source._grammars, None
+                return
+
+    def release_weights(self) -> None:
+        """Free the weights and end the threads of grammars."""
+        if self._folder is not None:
+            del self._stage
+            self._folder = None
+        if self._grammars is not None:
+            self._grammars.close()
+            self._grammars = None
+
+    @property
+    def numerics(self) -> str:
+        """See StageLoaded; once the weights are loaded."""
+        # Ranks add up parts of what one rank adds up at once.
+        ranks = f"; {self._num_ranks} ranks" if self._num_ranks > 1 else ""
+        if self.device.type != "cpu":
+            return f"{self.kv_numerics}{ranks}"
+        return f"{self._describe_numerics(describe_kernels(self.dtype), self.backend)}{ranks}"
+
+    @property
+    def kv_numerics(self) -> str:
+        """Part of `numerics` that decides the numbers in the KV cache but for their rounding.
+
+        Neither ranks nor choices by measurement belong to it: they change the order of sums.
+        """
+        if self.device.type == "cpu":
+            # Which kernels are faster than those of torch is measured: two engines may choose
+            # others, which add up the same sums in another order.
+            return self._describe_numerics(describe_build(self.dtype), self._supported_backend)
+        kernels = f"compute capability {self._gpu_capability}, torch {torch.__version__}"
+        return self._describe_numerics(kernels, self.backend)
+
+    def _describe_numerics(self, kernels: str, backend: str) -> str:
+        dtypes = f"{self.dtype}, KV cache {self.cache_dtype}, quantization {self._quantization}"
+        return f"{self.device.type}: {kernels}; {dtypes}; attention {backend}"
+
+    def _choose_attention_backend(
+        self, config: EngineConfig, gpu_capability: tuple[int, int] | None
+    ) -> BackendChoice:
+        """Choose the attention backend.
+
+        gpu_capability: compute capability of the GPU; None on a CPU.
+        """
+        requirements = AttentionRequirements(
+            "cpu" if gpu_capability is None else "cuda",
+            gpu_capability or (0, 0),
+            self.dtype,
+            self.cache_dtype,
+            config.scheduler.block_size,
+            frozenset(head_shape(layer.attention) for layer in self._layer_specs),
+        )
+        try:
+            choice = choose_backend(config.attention_backend, requirements)
+            self._supported_backend = find_supported_backend(config.attention_backend, requirements)
+            return choice
+        except ValueError as error:
+            raise FieldError("attention_backend", str(error)) from error
+
+    def log_choices(self) -> None:
+        """Log what was chosen for the stage: attention backend, dtypes, kernels."""
+        log.log(
+            # The slowest backend on every device.
+            logging.WARNING if self.backend == "torch" else logging.INFO,
+            "attention by %s (%s); KV cache in %s, %d bytes a block",
+            self.backend,
+            self._attention.reason,
+            self.cache_dtype,
+            self.block_bytes,
+        )
+
+    @property
+    def held_seqs(self) -> set[int]:
+        """Sequences that have been registered or scheduled and not released."""
+        return self._mirror.sequences.keys() | self._tables.seqs | self._states.keys()
+
+    @property
+    def layer_caches(self) -> Sequence[LayerCache]:
+        """KV cache of each layer, once it is allocated."""
+        return self._cache.layers
 
     def join(self, groups: StageGroups) -> None:
         """Compute together with the other ranks of the stage, until `close`.
 
         Called with the weights loaded, before `allocate`; not at all where a stage has one rank.
         """
+        self._groups = groups
+        self._stage.ranks.join(*groups)
+
+    def close(self) -> None:
+        """Free everything but the weights; no other method but `load` of a successor follows.
+
+        The threads that computed and sampled have ended.
+        """
+        self._states = {}
+        self._groups = None
+        self._mirror, self._tables = BlockTableReplica(), BlockTables()
+        if self._folder is not None:
+            self._stage.release_workspace()
+            self._stage.ranks.leave()
+        self._progress = None
+        if hasattr(self, "_cache"):
+            del self._cache
 
     def allocate(self, num_blocks: int, block_size: int, kv_memory: int | None = None) -> None:
         """Allocate the KV cache.
@@ -121,12 +382,20 @@ class Executor(Protocol):
         Raises:
             FieldError: the file cannot have that size, or the device has memory of its own.
         """
+        zeros = None if kv_memory is None else map_zeros(kv_memory)
+        self._cache = KVCache(self._layer_specs, num_blocks, block_size, self.cache_dtype, zeros)
+        plan_attention = partial(plan_windows, backend=self.backend)
+        self._batch_config = BatchConfig(
+            num_blocks, block_size, self.dtype, self._windows, plan_attention
+        )
 
     def describe_kv_cache(self, model: str) -> KvLayout:
         """Return the layout of the KV cache, which is allocated in a file.
 
         model: see KvLayout.
         """
+        layers = self._whole_model.layers
+        return describe_layout(model, self.layers, layers, self._rank, self._num_ranks, self._cache)
 
     def count_layers(self, kv_memory: int, layout: KvLayout) -> None:
         """Count the layers of each step from now on, for other engines that fetch them.
@@ -138,6 +407,12 @@ class Executor(Protocol):
         Raises:
             OSError: the file cannot be larger by a page.
         """
+        self._progress = LayerProgress(kv_memory, layout, is_writable=True)
+
+    @property
+    def _windows(self) -> frozenset[int | None]:
+        """Sliding windows of the stage's layers."""
+        return frozenset(layer.attention.window for layer in self._layer_specs)
 
     def register(self, message: RegisterSequences) -> "Future[bytes] | None":
         """Register sequences that later plans name.
@@ -147,6 +422,20 @@ class Executor(Protocol):
             for a request that cannot be sampled: its rows are then sampled with default parameters,
             so that they disturb no others, and the driver has to end it.
         """
+        for seq in range(message.seq, message.seq + message.n):
+            self._mirror.register(seq, message.prompt_len, message.prompt)
+        try:
+            states = create_sampling_states(message, self._grammars)
+        except Exception as error:
+            log.exception("request %d could not be registered", message.seq)
+            states = create_default_states(message)
+            self._states.update(enumerate(states, start=message.seq))
+            failed: Future[bytes] = Future()
+            failed.set_exception(error)
+            return failed
+        self._states.update(enumerate(states, start=message.seq))
+        guides = [state.guide for state in states if state.guide is not None]
+        return guides[-1].first_mask if guides else None
 
     def prepare(self, plan: StepPlan) -> Batch:
         """Build the micro-batch of a plan and free the sequences that the plan releases.
@@ -156,7 +445,68 @@ class Executor(Protocol):
         Raises:
             KeyError: a sequence is not registered.
         """
+        try:
+            return self._build_batch(plan)
+        finally:
+            self._release(plan.released_seqs)
 
+    def _build_batch(self, plan: StepPlan) -> Batch:
+        """Build the micro-batch of a plan."""
+        sequences = self._mirror.apply(plan)
+        inputs, placeholders = build_inputs(
+            plan, sequences, self._tables, self._batch_config, self.is_first
+        )
+        logits_indices, sampling, chunks = self._build_sampling(plan, sequences)
+        return Batch(
+            plan.step,
+            inputs,
+            sum(row.num_tokens for row in plan.rows),
+            logits_indices,
+            sampling,
+            chunks,
+            placeholders,
+        )
+
+    def _release(self, seqs: list[int]) -> None:
+        """Free the state of sequences that have ended.
+
+        The driver releases a sequence when all its steps have committed: no thread samples it.
+        """
+        self._mirror.release(seqs)
+        self._tables.release(seqs)
+        for seq in seqs:
+            self._states.pop(seq, None)
+
+    def _build_sampling(
+        self, plan: StepPlan, sequences: list[SequenceView]
+    ) -> tuple[Tensor, SamplingMetadata, list[PromptChunk]]:
+        """Collect the rows that are sampled and the prompt tokens that are scored.
+
+        Returns:
+            Token rows [samples] int64, the sampling rows and the prompt chunks; all are empty
+            except on the last stage, where only rank 0 has sampling rows.
+        """
+        owners, states, output_indices, token_rows = [], [], [], []
+        chunks: list[PromptChunk] = []
+        end = 0
+        for row, sequence in zip(plan.rows, sequences, strict=True):
+            begin, end = end, end + row.num_tokens
+            if not self.is_last:
+                continue
+            state = self._states[row.seq]
+            if state.params.prompt_logprobs is not None:
+                chunks += create_prompt_chunks(state, row, begin)
+            if row.should_sample:
+                token_rows.append(end - 1)
+                if not self.has_sampler:
+                    continue
+                owners.append((row.seq, row.num_preemptions))
+                states.append(state)
+                output_indices.append(row.start + row.num_tokens - sequence.prompt_len)
+        sampling = build_sampling_metadata(owners, states, output_indices)
+        return torch.tensor(token_rows, dtype=torch.int64), sampling, chunks
+
+    @abstractmethod
     def compute(self, batch: Batch, hidden: Tensor | None) -> Tensor:
         """Compute a micro-batch.
 
@@ -174,7 +524,9 @@ class Executor(Protocol):
 
     def wait(self, batch: Batch) -> DeviceTime:
         """Wait until the device has computed the micro-batch; for asynchronous executors only."""
+        raise NotImplementedError("computing is over when `compute` returns")
 
+    @abstractmethod
     def sample(
         self, batch: Batch, output: Tensor
     ) -> tuple[list[SampledToken], list[SampleDetails]]:
@@ -187,21 +539,29 @@ class Executor(Protocol):
 
     def fail_batch(self, batch: Batch, error: str) -> None:
         """Fail the grammars of a failed step, so that no later step waits for its tokens."""
+        fail_guides(batch.sampling.states, error)
 
     def fail_plan(self, plan: StepPlan, error: str) -> None:
         """Fail the grammars of a plan that could not be prepared."""
+        states = [self._states.get(row.seq) for row in plan.rows]
+        fail_guides([state for state in states if state is not None], error)
 
     def fail_sequences(self, error: str) -> None:
         """Fail the grammars of all sequences, so that no thread waits for one of them."""
-
-    def close(self) -> None:
-        """Free everything but the weights; no other method but `load` of a successor follows.
-
-        The threads that computed and sampled have ended.
-        """
+        for state in self._states.values():
+            if state.guide is not None:
+                # First, because a thread that waits for a mask may hold the guide's lock.
+                state.guide.cancel()
+        fail_guides(self._states.values(), error)
 
     def bind_thread(self) -> None:
         """Select the executor's device on the calling thread, before it uses the executor."""
+        return
+
+
+def _find_loaded(executors: Sequence[Executor | None]) -> list[Executor]:
+    """Return the executors that have weights."""
+    return [executor for executor in executors if executor is not None and executor._folder]
 
 
 class DeviceBackend(Protocol):

@@ -23,8 +23,8 @@ from gllm.messages.steps import RegisterSequences
 from gllm.models.config import ModelConfig, read_config
 from gllm.models.spec import LayerSpec
 from gllm.runtime.head.assignment import StageAssignment
-from gllm.runtime.worker.base_executor import BaseExecutor
 from gllm.runtime.worker.device import count_gpus, set_num_threads
+from gllm.runtime.worker.executor import Executor
 from gllm.runtime.worker.probe_cache import ProbeCache, create_key
 from gllm.runtime.worker.stage_resources import create_backend
 from gllm.scheduler.plan import ScheduledRow, StepPlan
@@ -150,11 +150,9 @@ class LayerProbe:
         """Bytes for weights and KV cache, once loaded; None in the host's memory."""
 
     @property
-    def executor(self) -> BaseExecutor:
+    def executor(self) -> Executor:
         """Executor of the layers."""
-        executor = self._backend.executor
-        assert isinstance(executor, BaseExecutor), "all backends of gllm share it"
-        return executor
+        return self._backend.executor
 
     def load(self) -> None:
         """Load the layers, and allocate everything for steps."""

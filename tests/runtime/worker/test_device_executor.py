@@ -17,9 +17,9 @@ from gllm.kernels.logprobs import LogprobTensors
 from gllm.messages.sampling import SampleDetails, SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
 from gllm.runtime.worker import logit_edits as static_edits
-from gllm.runtime.worker.base_executor import BaseExecutor
 from gllm.runtime.worker.cuda import sampler
 from gllm.runtime.worker.cuda.graphs import plan_table_attention
+from gllm.runtime.worker.executor import Executor
 from gllm.scheduler.plan import ON_DEVICE, StepPlan
 from tests.support.engines.pipeline import GREEDY, Pipeline
 from tests.support.examples import num_examples
@@ -397,7 +397,7 @@ def test_log_probabilities_are_those_of_the_cpu(folder: Path) -> None:
         pipeline.plan([pipeline.row(1, 2)]),
     ]
 
-    def answer(executor: BaseExecutor) -> Answer:
+    def answer(executor: Executor) -> Answer:
         for plan in plans:
             batch = executor.prepare(plan)
             results = executor.sample(batch, executor.compute(batch, None))

@@ -13,9 +13,9 @@ import torch
 from gllm.config.engine import EngineConfig
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
-from gllm.runtime.worker.base_executor import BaseExecutor
 from gllm.runtime.worker.cuda.executor import CudaExecutor
 from gllm.runtime.worker.cuda.sampler import LogitEditPlanner
+from gllm.runtime.worker.executor import Executor
 from gllm.runtime.worker.sampling import (
     ALL_TOKENS_BANNED,
     build_sampling_metadata,
@@ -56,7 +56,7 @@ class OnDevice(Told):
         engine = EngineConfig.from_options(str(folder), max_model_len=LONGEST, **given | options)
         super().__init__(folder, 1, blocks, options={"block_size": 8})
         self.scheduler = Scheduler(engine.scheduler.resolve(1, blocks, LONGEST))
-        self.executors: list[BaseExecutor] = [executor_on(queues, folder, graphs=4)]
+        self.executors: list[Executor] = [executor_on(queues, folder, graphs=4)]
 
 
 @pytest.fixture(scope="module")

@@ -20,9 +20,9 @@ from gllm.messages.sampling import SampleDetails, SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
 from gllm.models.config import read_config
 from gllm.models.split import split_layers
-from gllm.runtime.worker.base_executor import BaseExecutor
 from gllm.runtime.worker.batch import Batch
 from gllm.runtime.worker.cpu.executor import CpuExecutor
+from gllm.runtime.worker.executor import Executor
 from gllm.scheduler.plan import StepOutput, StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
@@ -51,7 +51,7 @@ class Scheduled:
             str(self.folder), **{"block_size": 8, "expected_output_tokens": 0} | self.options
         )
         self.scheduler = Scheduler(engine.scheduler.resolve(self.stages, self.num_blocks, 128))
-        self.executors: list[BaseExecutor] = [
+        self.executors: list[Executor] = [
             CpuExecutor(model, engine, self.stages, layers)
             for layers in split_layers(model.model, self.stages)
         ]

@@ -86,7 +86,7 @@ def test_the_log_tells_the_choice_once_and_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A stage that is slower than it could be says so louder."""
-    caplog.set_level(logging.INFO, "gllm.runtime.worker.base_executor")
+    caplog.set_level(logging.INFO, "gllm.runtime.worker.executor")
     folder = save("llama3", tmp_path)
     one = Pipeline(folder, attention_backend="torch")
     two = Pipeline(folder, 2, attention_backend="torch", kv_cache_dtype="fp8")

@@ -22,9 +22,9 @@ from gllm.messages.steps import GrammarReady, RegisterSequences, RunStep, StepDo
 from gllm.models.config import read_config
 from gllm.models.split import split_layers
 from gllm.runtime.driver.driver import Driver
-from gllm.runtime.worker.base_executor import BaseExecutor
 from gllm.runtime.worker.batch import Batch
 from gllm.runtime.worker.cpu.executor import CpuExecutor
+from gllm.runtime.worker.executor import Executor
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler
@@ -89,7 +89,7 @@ class Stages:
 
     def __init__(
         self,
-        executors: Sequence[BaseExecutor],
+        executors: Sequence[Executor],
         scheduler: SchedulerConfig,
         keeps_tokens: bool = False,
         synchronize: Callable[[], None] = lambda: None,

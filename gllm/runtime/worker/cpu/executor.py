@@ -10,9 +10,9 @@ from gllm.kernels.native.library import log_kernels
 from gllm.messages.sampling import SampleDetails
 from gllm.models.config import ModelConfig
 from gllm.runtime.head.assignment import StageAssignment
-from gllm.runtime.worker.base_executor import BaseExecutor
 from gllm.runtime.worker.batch import Batch
 from gllm.runtime.worker.cpu.sampler import sample_rows
+from gllm.runtime.worker.executor import Executor
 from gllm.runtime.worker.sampling import build_embedding_details, to_sampled
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import SampledToken
@@ -23,7 +23,7 @@ COUNTED_TOKENS = 32
 short, and a recorded program runs without a stop."""
 
 
-class CpuExecutor(BaseExecutor):
+class CpuExecutor(Executor):
     """Model part and KV cache of one stage in the host's memory.
 
     A single stage computes and samples on one thread, so `sample` may store the last token of each
@@ -40,7 +40,7 @@ class CpuExecutor(BaseExecutor):
         rank: int = 0,
         num_ranks: int = 1,
     ) -> None:
-        """Choose dtypes and the attention backend; see BaseExecutor.
+        """Choose dtypes and the attention backend; see Executor.
 
         Raises:
             FieldError: weights, KV cache or attention cannot be as configured, or the ranks cannot
@@ -58,7 +58,7 @@ class CpuExecutor(BaseExecutor):
 
     @property
     def held_seqs(self) -> set[int]:
-        """See BaseExecutor."""
+        """See Executor."""
         return super().held_seqs | self._last_tokens.keys()
 
     def _release(self, seqs: list[int]) -> None:

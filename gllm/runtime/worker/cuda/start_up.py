@@ -18,7 +18,6 @@ from gllm.messages.sampling import SequenceSamplingParams
 from gllm.models.config import ModelConfig
 from gllm.models.stage import StageInputs
 from gllm.options.field_types import FieldError
-from gllm.runtime.worker.base_executor import BaseExecutor
 from gllm.runtime.worker.batch import BatchConfig, PlanAttention, plan_windows
 from gllm.runtime.worker.cuda.graphs import (
     DecodeGraphs,
@@ -31,6 +30,7 @@ from gllm.runtime.worker.cuda.graphs import (
 from gllm.runtime.worker.cuda.readback import LastTokenTable, OutputReadback
 from gllm.runtime.worker.cuda.sampler import LARGEST_PARAMS, DeviceSampler
 from gllm.runtime.worker.cuda.staging import InputStaging
+from gllm.runtime.worker.executor import Executor
 from gllm.runtime.worker.kv_cache import KVCache
 from gllm.scheduler.config import SchedulerConfig
 from gllm.transport.device_group import DeviceRankGroup
@@ -45,7 +45,7 @@ PLAIN_PARAMS = SequenceSamplingParams(temperature=1.0)
 """Sampling parameters without filters and edits."""
 
 
-class CudaStartUp(BaseExecutor):
+class CudaStartUp(Executor):
     """Executor on a device up to its first step; CudaExecutor computes the steps."""
 
     is_asynchronous = True
