@@ -1,13 +1,16 @@
 """Actions that `Recovery` returns and the supervisor executes, in the order of the list."""
 
-from dataclasses import dataclass
+import msgspec
 
 from gllm.recovery.node_layout import NodeShape
 from gllm.recovery.placement import LOCAL_NODE, Placement
 
 
-@dataclass(frozen=True, slots=True)
-class SpawnWorker:
+class Action(msgspec.Struct, frozen=True):
+    """Base class of the actions."""
+
+
+class SpawnWorker(Action, frozen=True):
     """Start a worker process; an attempt that fails is reported by `on_exit`."""
 
     sender: int
@@ -17,44 +20,38 @@ class SpawnWorker:
     """Name of the machine on which the worker runs."""
 
 
-@dataclass(frozen=True, slots=True)
-class KillWorker:
+class KillWorker(Action, frozen=True):
     """Kill a worker process; `on_exit` follows once it is reaped."""
 
     sender: int
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
-class CloseInstances:
+class CloseInstances(Action, frozen=True):
     """Ask surviving workers to close their stage instances; `on_closed` follows for each."""
 
     epoch: int
     senders: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class MeasureWorkers:
+class MeasureWorkers(Action, frozen=True):
     """Let workers measure their speed; `on_measured` follows for each."""
 
     placement: Placement
     """The next epoch, with layers that are only preliminary."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChooseLayers:
+class ChooseLayers(Action, frozen=True):
     """Divide the layers by the workers' measurements; `change_layers` follows."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChangeShape:
+class ChangeShape(Action, frozen=True):
     """Note other stages, or other nodes of the stages, from the next epoch on."""
 
     shape: NodeShape
 
 
-@dataclass(frozen=True, slots=True)
-class PrepareLayers:
+class PrepareLayers(Action, frozen=True):
     """Let workers load the layers of a planned change beside the present ones.
 
     `on_prepared` follows for each; `on_preparation_failed` if a node cannot do it.
@@ -70,8 +67,7 @@ class PrepareLayers:
     """The only node whose workers load; None for all of the placement."""
 
 
-@dataclass(frozen=True, slots=True)
-class BeginChange:
+class BeginChange(Action, frozen=True):
     """Note that a planned change ends the present epoch, which serves."""
 
     kind: str
@@ -79,16 +75,14 @@ class BeginChange:
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
-class DismissNode:
+class DismissNode(Action, frozen=True):
     """End the membership of a node that has no stages any more."""
 
     node: str
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
-class AssignEpoch:
+class AssignEpoch(Action, frozen=True):
     """Assign a placement to its workers; `on_loaded` follows for each.
 
     An attempt that fails before a worker is told is reported by `on_assignment_failed`.
@@ -97,63 +91,37 @@ class AssignEpoch:
     placement: Placement
 
 
-@dataclass(frozen=True, slots=True)
-class InitializeCaches:
+class InitializeCaches(Action, frozen=True):
     """Let all workers allocate their KV cache; `on_ready` follows for each."""
 
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class WarmUp:
+class WarmUp(Action, frozen=True):
     """Compute one token on all stages; `on_warm` follows."""
 
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class DetachClient:
+class DetachClient(Action, frozen=True):
     """Park the running requests."""
 
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
-class AttachClient:
+class AttachClient(Action, frozen=True):
     """Submit the parked requests again."""
 
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class RejectParked:
+class RejectParked(Action, frozen=True):
     """End the parked requests with an error, and refuse new ones until the engine is ready."""
 
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
-class GiveUp:
+class GiveUp(Action, frozen=True):
     """End the engine; nothing follows."""
 
     cause: str
-
-
-Action = (
-    SpawnWorker
-    | KillWorker
-    | CloseInstances
-    | MeasureWorkers
-    | ChooseLayers
-    | ChangeShape
-    | PrepareLayers
-    | BeginChange
-    | DismissNode
-    | AssignEpoch
-    | InitializeCaches
-    | WarmUp
-    | DetachClient
-    | AttachClient
-    | RejectParked
-    | GiveUp
-)

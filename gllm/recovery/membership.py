@@ -64,8 +64,6 @@ class Membership:
         """Nodes that have joined at least once, by name."""
         self.refused: dict[str, str] = {}
         """Last cause of a refusal, by address, until a node joins from there."""
-        self.num_refused: dict[str, int] = {}
-        """Refusals by address."""
         self.draining: frozenset[str] = frozenset()
         """Nodes whose stages move to others, and that are dismissed then."""
         self.drained: set[str] = set()
@@ -195,7 +193,6 @@ class Membership:
     def on_refused(self, address: str, cause: str) -> None:
         """Handle a peer that was refused: by the handshake, or because of differences."""
         self.refused[address] = cause
-        self.num_refused[address] = self.num_refused.get(address, 0) + 1
 
     def on_accepted(self, address: str) -> None:
         """Handle a node that has joined from an address, so that its refusal is out of date."""

@@ -7,6 +7,7 @@ neighbours, so that activations cross the network as seldom as possible.
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -22,6 +23,19 @@ class NodeShape(msgspec.Struct, frozen=True):
     """Number of ranks of each stage."""
     nodes: list[str]
     """Name of the node of each stage."""
+
+
+@dataclass(frozen=True)
+class NodeMemory:
+    """Memory that the layers need, and that nodes and stages have, in bytes."""
+
+    needs: StageCosts
+    """Weights, and keys and values of the longest sequence."""
+    node_limits: dict[str, float] = field(default_factory=dict)
+    """Memory of each node for all stages that it computes on the CPU; a missing node has no
+    limit."""
+    stage_limits: list[float] = field(default_factory=list)
+    """Memory of the GPUs of each stage, infinity on the CPU; empty without limits."""
 
 
 def distribute_stages(
@@ -65,9 +79,7 @@ def recut_layers(
     shape: NodeShape,
     survivors: Sequence[str],
     costs: Sequence[StageCosts],
-    needs: StageCosts,
-    node_limits: Mapping[str, float],
-    stage_limits: Sequence[float] | None = None,
+    memory: NodeMemory,
 ) -> NodeShape | None:
     """Return the stages after the loss of nodes: those of the others, which get all layers.
 
@@ -77,10 +89,7 @@ def recut_layers(
         shape: stages before the loss.
         survivors: names of the nodes that are left.
         costs: of the layers on each stage of `shape`.
-        needs: bytes of the weights, and of the keys and values of the longest sequence.
-        node_limits: bytes that all stages of a node may take together; a missing node has no limit.
-        stage_limits: bytes that each stage of `shape` may take in memory of its own; None without
-            limits.
+        memory: of the nodes, and of each stage of `shape`.
 
     Returns:
         The stages; None if the layers do not fit into the memory of the nodes that are left, or
@@ -91,8 +100,9 @@ def recut_layers(
         return None
     nodes = [shape.nodes[stage] for stage in kept]
     degrees = [shape.degrees[stage] for stage in kept]
-    limits = [math.inf if stage_limits is None else stage_limits[stage] for stage in kept]
-    return _cut(nodes, degrees, [costs[stage] for stage in kept], needs, node_limits, limits)
+    limits = memory.stage_limits and [memory.stage_limits[stage] for stage in kept]
+    memory = replace(memory, stage_limits=limits)
+    return _cut(nodes, degrees, [costs[stage] for stage in kept], memory)
 
 
 def extend_layers(
@@ -100,9 +110,7 @@ def extend_layers(
     nodes: Sequence[str],
     degrees: Sequence[int],
     costs: Sequence[StageCosts],
-    needs: StageCosts,
-    node_limits: Mapping[str, float],
-    stage_limits: Sequence[float],
+    memory: NodeMemory,
 ) -> NodeShape | None:
     """Return the stages of a shape and further ones after them, which share all layers.
 
@@ -113,55 +121,37 @@ def extend_layers(
         nodes: node of each further stage.
         degrees: number of ranks of each further stage.
         costs: of the layers on each stage, the further ones last.
-        needs: see `recut_layers`.
-        node_limits: see `recut_layers`.
-        stage_limits: bytes that each stage may take in memory of its own, the further ones last.
+        memory: of the nodes, and of each stage, the further ones last.
 
     Returns:
         The stages; None if there are too few layers, or they do not fit.
     """
-    return _cut(
-        [*shape.nodes, *nodes],
-        [*shape.degrees, *degrees],
-        costs,
-        needs,
-        node_limits,
-        stage_limits,
-    )
+    return _cut([*shape.nodes, *nodes], [*shape.degrees, *degrees], costs, memory)
 
 
 def _cut(
-    nodes: list[str],
-    degrees: list[int],
-    costs: Sequence[StageCosts],
-    needs: StageCosts,
-    node_limits: Mapping[str, float],
-    stage_limits: Sequence[float],
+    nodes: list[str], degrees: list[int], costs: Sequence[StageCosts], memory: NodeMemory
 ) -> NodeShape | None:
     """Return stages that have all layers; None if these do not fit."""
-    memory = [StageMemory(needs, limit) for limit in stage_limits]
+    limits = memory.stage_limits or [math.inf] * len(nodes)
+    stages = [StageMemory(memory.needs, limit) for limit in limits]
     try:
-        layers = cut_layers(costs, memory)
-        if not _fits(layers, nodes, needs, node_limits):
-            layers = _cut_by_node(nodes, costs, memory, node_limits)
+        layers = cut_layers(costs, stages)
+        if not _fits(layers, nodes, memory):
+            layers = _cut_by_node(nodes, costs, stages, memory.node_limits)
     except ValueError:
         return None
-    if not _fits(layers, nodes, needs, node_limits):
+    if not _fits(layers, nodes, memory):
         return None
     return NodeShape([(part.start, part.stop) for part in layers], degrees, nodes)
 
 
-def _fits(
-    layers: Sequence[range],
-    nodes: Sequence[str],
-    needs: StageCosts,
-    node_limits: Mapping[str, float],
-) -> bool:
+def _fits(layers: Sequence[range], nodes: Sequence[str], memory: NodeMemory) -> bool:
     """Return True if the stages of each node fit into its memory together."""
     used = dict.fromkeys(nodes, 0.0)
     for part, node in zip(layers, nodes, strict=True):
-        used[node] += needs.cost_of(part.start, part.stop)
-    return all(used[node] <= node_limits.get(node, math.inf) for node in used)
+        used[node] += memory.needs.cost_of(part.start, part.stop)
+    return all(used[node] <= memory.node_limits.get(node, math.inf) for node in used)
 
 
 def _cut_by_node(

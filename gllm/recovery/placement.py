@@ -42,8 +42,6 @@ class WorkerPlacement(msgspec.Struct, frozen=True):
     stage: int
     rank: int = 0
     """Index among the workers of the stage."""
-    threads: int | None = None
-    """Compute threads; None for an equal share of the cores."""
 
 
 class EdgeSpec(msgspec.Struct, frozen=True):
@@ -169,7 +167,6 @@ class Slot(msgspec.Struct, frozen=True):
 
     sender: int
     node: str = LOCAL_NODE
-    threads: int | None = None
 
 
 def place_names(degrees: Sequence[int]) -> list[PlaceName]:
@@ -223,7 +220,7 @@ def make_placement(
             f"{len(slots)} workers cannot hold {len(layers)} stages with {list(degrees)} ranks"
         )
     workers = [
-        WorkerPlacement(slot.sender, slot.node, name.stage, name.rank, slot.threads)
+        WorkerPlacement(slot.sender, slot.node, name.stage, name.rank)
         for name, slot in zip(names, slots, strict=True)
     ]
     edges = [

@@ -14,8 +14,7 @@ import pytest
 from gllm import serve
 from gllm.__main__ import main
 from gllm.recovery.join_check import JoinFacts
-from gllm.runtime.head.agent_session import AgentSession
-from gllm.runtime.head.node_hub import NodeHub
+from gllm.runtime.head.node_hub import AgentSession, NodeHub
 from gllm.runtime.messaging.security import create_secret_file
 from tests.deploy.doctor.test_head_probe import make_facts, running_head
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gllm.recovery.node_layout import NodeShape, distribute_stages, recut_layers
+from gllm.recovery.node_layout import NodeMemory, NodeShape, distribute_stages, recut_layers
 from gllm.recovery.partition import StageCosts, slowest_cost
 from tests.support.examples import num_examples
 
@@ -71,7 +71,8 @@ def recut(
     costs: list[StageCosts] | None = None,
     stage_limits: list[float] | None = None,
 ) -> NodeShape | None:
-    return recut_layers(SHAPE, survivors, costs or [COSTS] * 4, COSTS, limits, stage_limits)
+    memory = NodeMemory(COSTS, limits, stage_limits or [])
+    return recut_layers(SHAPE, survivors, costs or [COSTS] * 4, memory)
 
 
 def test_the_stages_that_are_left_get_all_layers() -> None:
@@ -140,9 +141,8 @@ def test_recuts_fit_whenever_a_cut_exists(
     costs = StageCosts(tuple(map(float, layers)))
     node_limits = {f"node-{i}": float(limit) for i, limit in enumerate(limits)}
     degrees = [1] * len(nodes)
-    shape = recut_layers(
-        NodeShape(bounds, degrees, nodes), survivors, [costs] * len(nodes), costs, node_limits
-    )
+    before, memory = NodeShape(bounds, degrees, nodes), NodeMemory(costs, node_limits)
+    shape = recut_layers(before, survivors, [costs] * len(nodes), memory)
 
     def fits(ends: list[int]) -> bool:
         used = dict.fromkeys(kept, 0)

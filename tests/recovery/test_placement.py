@@ -28,7 +28,7 @@ def test_a_placement_is_what_it_was_after_the_wire(
     counts, degrees = ([stage[field] for stage in stages] for field in (0, 1))
     starts = [sum(counts[:stage]) for stage in range(len(counts) + 1)]
     layers = list(pairwise(starts))
-    slots = [Slot(7 + place, threads=place or None) for place in range(sum(degrees))]
+    slots = [Slot(7 + place) for place in range(sum(degrees))]
     placement = make_placement(epoch, layers, slots, degrees)
     assert placement.num_stages == len(counts)
     assert placement.degrees == degrees

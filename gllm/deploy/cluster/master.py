@@ -30,8 +30,7 @@ from gllm.messages.services import (
 from gllm.options.version import __version__
 from gllm.recovery.join_check import JoinFacts
 from gllm.recovery.membership import NodeRecord
-from gllm.runtime.head.agent_session import AgentSession, report_node
-from gllm.runtime.head.node_hub import NodeHub
+from gllm.runtime.head.node_hub import AgentSession, NodeHub, report_node
 
 log = logging.getLogger(__name__)
 

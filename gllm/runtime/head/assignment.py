@@ -174,8 +174,7 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True):
     @property
     def num_threads(self) -> int:
         """Compute threads of the worker."""
-        shared = threads_per_worker(self.config.threads, self.num_local_workers)
-        return self.place.threads or shared
+        return threads_per_worker(self.config.threads, self.num_local_workers)
 
     @property
     def num_stages(self) -> int:

@@ -21,11 +21,16 @@ from gllm.recovery.node_layout import distribute_stages
 from gllm.recovery.placement import LOCAL_NODE
 from gllm.recovery.records import RecoveryState
 from gllm.runtime.driver.driver_relay import DriverProxies
-from gllm.runtime.head.agent_session import report_head, report_node
 from gllm.runtime.head.layer_planner import Machine
 from gllm.runtime.head.link_process import LinkProcess
 from gllm.runtime.head.node_group import LinkTimesReporter, collect_link_times
-from gllm.runtime.head.node_hub import NodeHub, configured_threads, resolve_hub
+from gllm.runtime.head.node_hub import (
+    NodeHub,
+    configured_threads,
+    report_head,
+    report_node,
+    resolve_hub,
+)
 from gllm.runtime.messaging.security import NodeCertificate, create_certificate
 from gllm.runtime.node.machine import MachineMonitor, read_facts
 from gllm.transport.link.commands import LinkPeer

@@ -42,12 +42,11 @@ from gllm.recovery.liveness import FrozenDetector
 from gllm.recovery.placement import LOCAL_NODE, Placement
 from gllm.recovery.records import RecoveryState
 from gllm.recovery.recovery import Recovery
-from gllm.runtime.head.agent_session import AgentSession
 from gllm.runtime.head.deaths import WorkerDeath
 from gllm.runtime.head.layer_planner import Machine, format_layers
 from gllm.runtime.head.node import Node
 from gllm.runtime.head.node_group import REPEAT_SECONDS, NodeGroup, RemoteNode
-from gllm.runtime.head.node_hub import configured_threads
+from gllm.runtime.head.node_hub import AgentSession, configured_threads
 from gllm.runtime.messaging.session import SessionError
 
 if TYPE_CHECKING:

@@ -15,7 +15,13 @@ from gllm.messages.lifecycle import StageLoaded
 from gllm.messages.nodes import NodeFacts
 from gllm.messages.reports import StageMeasured
 from gllm.recovery.balance import BalanceLimits, BetterCut, Rebalancer
-from gllm.recovery.node_layout import NodeShape, extend_layers, match_stages, recut_layers
+from gllm.recovery.node_layout import (
+    NodeMemory,
+    NodeShape,
+    extend_layers,
+    match_stages,
+    recut_layers,
+)
 from gllm.recovery.partition import StageCosts, StageMemory, cut_layers, slowest_cost
 from gllm.recovery.placement import LOCAL_NODE, Placement
 from gllm.runtime.worker.device import KV_SHARE, count_kv_blocks, find_gpu_models
@@ -66,18 +72,6 @@ def may_differ_in_speed(
         threads = 0 if devices else machine.threads or facts.num_cores // number
         kinds.add((tuple(devices), facts.num_cores, threads))
     return len(kinds) > 1
-
-
-@dataclass(frozen=True)
-class NodeMemory:
-    """Memory that the layers need, and that nodes and stages have, in bytes."""
-
-    needs: StageCosts
-    """Weights, and keys and values of the longest sequence."""
-    node_limits: dict[str, float]
-    """Memory of each machine for all stages that it computes on the CPU."""
-    stage_limits: list[float]
-    """Memory of the GPUs of each stage; infinity on the CPU."""
 
 
 class LayerPlanner:
@@ -221,9 +215,7 @@ class LayerPlanner:
         """
         if (memory := self._measure_nodes()) is None:
             return None
-        return recut_layers(
-            shape, survivors, self._costs, memory.needs, memory.node_limits, memory.stage_limits
-        )
+        return recut_layers(shape, survivors, self._costs, memory)
 
     def add_machine(self, node: str, machine: Machine) -> None:
         """Note a machine that has joined after the start."""
@@ -254,13 +246,12 @@ class LayerPlanner:
         """
         if (memory := self._measure_nodes()) is None:
             return None
-        limits = dict(memory.node_limits)
         for node in nodes:
             if (machine := self._machines.get(node)) is not None and not machine.facts.devices:
-                limits[node] = HOST_MEMORY_SHARE * machine.facts.memory_bytes
+                memory.node_limits[node] = HOST_MEMORY_SHARE * machine.facts.memory_bytes
+        memory.stage_limits.extend([math.inf] * len(nodes))
         costs = [*self._costs, *[self._costs[0]] * len(nodes)]
-        stage_limits = [*memory.stage_limits, *[math.inf] * len(nodes)]
-        extended = extend_layers(shape, nodes, degrees, costs, memory.needs, limits, stage_limits)
+        extended = extend_layers(shape, nodes, degrees, costs, memory)
         if extended is None or not should_gain:
             return extended
         before, after = (

@@ -22,7 +22,6 @@ from gllm.options.addresses import format_host_port
 from gllm.recovery.liveness import ProcessSample
 from gllm.recovery.placement import LOCAL_NODE, Placement, source_dials
 from gllm.runtime.driver.driver_relay import DriverProxies
-from gllm.runtime.head.agent_session import AgentSession
 from gllm.runtime.head.assignment import (
     KvMoverConnection,
     NodeAssignment,
@@ -31,6 +30,7 @@ from gllm.runtime.head.assignment import (
     encode_node_assignment,
 )
 from gllm.runtime.head.node import Node, OnExit
+from gllm.runtime.head.node_hub import AgentSession
 from gllm.transport.link.commands import LinkPeer
 
 SILENT_SECONDS = 2.5
@@ -111,11 +111,11 @@ class EdgeGate:
 def remote_edges(placement: Placement) -> dict[int, NodePair]:
     """Return the nodes of the edges between nodes, by the edge's number."""
     nodes = placement.nodes
-    pairs = {
-        edge.number: (nodes[edge.source_place], nodes[edge.target_place])
+    return {
+        edge.number: pair
         for edge in placement.edges
+        if (pair := (nodes[edge.source_place], nodes[edge.target_place]))[0] != pair[1]
     }
-    return {number: pair for number, pair in pairs.items() if pair[0] != pair[1]}
 
 
 class LinkTimesReporter:

@@ -59,29 +59,23 @@ def available_memory_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     return max(available, 0)
 
 
-def kv_cache_bytes(requested_bytes: int | None) -> int:
-    """Return the bytes for the KV cache of all workers of this machine.
-
-    requested_bytes: None for KV_SHARE of the available memory; call it with the weights loaded.
-    """
-    if requested_bytes is None:
-        return int(available_memory_bytes() * KV_SHARE)
-    return requested_bytes
-
-
 def count_kv_blocks(requested_bytes: int | None, workers: Sequence[tuple[int, int | None]]) -> int:
     """Return the number of KV blocks, which is the same for every worker.
 
-    Each block is in all workers: each has the keys and values of its layers and heads.
+    Each block is in all workers: each has the keys and values of its layers and heads. It has to be
+    called with the weights loaded.
 
     Args:
-        requested_bytes: for all workers; None for all available memory.
+        requested_bytes: for all workers; None for KV_SHARE of this machine's available memory and
+            all of the workers' own memory.
         workers: for each worker, the bytes of its part of a block and the available bytes of its
             own memory, None for a worker in the memory of this machine.
     """
     counts = [available // block for block, available in workers if available is not None]
-    if requested_bytes is not None or not counts:
-        counts.append(kv_cache_bytes(requested_bytes) // sum(block for block, _ in workers))
+    if requested_bytes is None and not counts:
+        requested_bytes = int(available_memory_bytes() * KV_SHARE)
+    if requested_bytes is not None:
+        counts.append(requested_bytes // sum(block for block, _ in workers))
     return min(counts)
 
 
@@ -249,11 +243,9 @@ def _cgroup_folders(controller: str, proc: Path, cgroups: Path) -> Iterator[Path
             continue
         root = cgroups / controllers if controllers else cgroups
         inner = root / path.lstrip("/")
-        yield from (folder for folder in (inner, *inner.parents) if _is_folder_in(folder, root))
-
-
-def _is_folder_in(folder: Path, root: Path) -> bool:
-    return folder.is_relative_to(root) and folder.is_dir()
+        for folder in (inner, *inner.parents):
+            if folder.is_relative_to(root) and folder.is_dir():
+                yield folder
 
 
 def _read_quota(folder: Path) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 `Executor` loads weights, follows block tables, registers sequences and builds micro-batches on the
 host; `gllm.runtime.worker.cpu.executor` and `gllm.runtime.worker.cuda.executor` compute and sample.
-`DeviceBackend` is the interface of the device around an executor.
+`DeviceBackend` is the device around an executor.
 """
 
 import logging
@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,6 +59,7 @@ from gllm.transport.groups import StageGroups
 from gllm.transport.kv.progress import LayerProgress
 
 if TYPE_CHECKING:
+    from gllm.runtime.head.assignment import StageAssignment
     from gllm.transport.device_streams import DeviceRuntime, DeviceStream
 
 log = logging.getLogger(__name__)
@@ -564,49 +565,48 @@ def _find_loaded(executors: Sequence[Executor | None]) -> list[Executor]:
     return [executor for executor in executors if executor is not None and executor._folder]
 
 
-class DeviceBackend(Protocol):
-    """Device of one stage, from the start of its process to its first step.
+class DeviceBackend:
+    """Device of one stage, from the start of its process to its first step: the CPU.
 
     A worker calls `reserve`, opens its edges and groups, and then calls `available_bytes`,
-    `executor.allocate` and `prepare_steps`.
+    `executor.allocate` and `prepare_steps`. `gllm.runtime.worker.cuda.backend` has that of a GPU.
     """
 
-    @property
-    def executor(self) -> Executor:
-        """Executor of the stage."""
+    transport = collectives = "shared-memory"
+    """Default transport of edges (a name of gllm.transport.registry), and implementation of the
+    groups of ranks (a name of gllm.transport.groups)."""
+    streams: "tuple[DeviceRuntime, DeviceStream] | None" = None
+    """The device's queues and the compute stream, for transports; None on a CPU."""
+
+    def __init__(self, assignment: "StageAssignment", executor: Executor) -> None:
+        """Create the backend of a stage around its executor."""
+        self._assignment = assignment
+        self.executor = executor
 
     @property
-    def transport(self) -> str:
-        """Default transport of edges; a name of gllm.transport.registry."""
+    def host_seconds(self) -> float:
+        """Seconds that the host took to build steps and to queue their work; 0 on a CPU."""
+        return 0.0
 
     @property
-    def collectives(self) -> str:
-        """Implementation of the groups of ranks; a name of gllm.transport.groups."""
-
-    @property
-    def streams(self) -> "tuple[DeviceRuntime, DeviceStream] | None":
-        """The device's queues and the compute stream, for transports; None on a CPU."""
+    def num_compilations(self) -> int:
+        """Kernels compiled since `prepare_steps`; 0 on a CPU."""
+        return 0
 
     def reserve(self) -> SchedulerConfig:
-        """Allocate the memory for steps.
+        """Allocate the memory for steps; a CPU needs none in advance.
 
         Returns:
             The scheduler's configuration, resolved except for the number of KV blocks.
         """
+        return self._assignment.resolve_scheduler()
 
     def available_bytes(self) -> int | None:
         """Return the bytes for KV blocks in the device's own memory; None for the host's memory.
 
         Has to be called with the weights loaded and the edges open, because both take memory.
         """
+        return None
 
     def prepare_steps(self) -> None:
-        """Compile kernels and record graphs, with the KV cache allocated."""
-
-    @property
-    def host_seconds(self) -> float:
-        """Seconds that the host took to build steps and to queue their work; 0 on a CPU."""
-
-    @property
-    def num_compilations(self) -> int:
-        """Kernels compiled since `prepare_steps`."""
+        """Compile kernels and record graphs, with the KV cache allocated; a CPU has none."""

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -60,52 +60,28 @@ class PreparedStep(NamedTuple):
     """The inputs, or the error of a plan that could not be prepared."""
 
 
-class StepQueue(Protocol):
-    """Prepared steps of one stage."""
-
-    def put(self, step: PreparedStep) -> None:
-        """Add a step, in the order of plans; called on the event loop."""
-
-    def get(self) -> PreparedStep | None:
-        """Wait for the next step without CPU load; None after `close`."""
+class OneLaneQueue(queue.SimpleQueue[PreparedStep | None]):
+    """Queue of the prepared steps of a stage with one lane, in the order of their plans."""
 
     def close(self) -> None:
-        """End a waiting `get` and all later ones."""
+        """End a waiting `get` and all later ones: they return None."""
+        self.put(None)
 
     def free(self) -> None:
-        """Free descriptors; no other method runs at the same time or later."""
-
-
-class OneLaneQueue:
-    """Steps in the order of their plans."""
-
-    def __init__(self) -> None:
-        self._steps: queue.SimpleQueue[PreparedStep | None] = queue.SimpleQueue()
-
-    def put(self, step: PreparedStep) -> None:
-        """See StepQueue."""
-        self._steps.put(step)
-
-    def get(self) -> PreparedStep | None:
-        """See StepQueue."""
-        return self._steps.get()
-
-    def close(self) -> None:
-        """See StepQueue."""
-        self._steps.put(None)
-
-    def free(self) -> None:
-        """See StepQueue."""
+        """Free nothing: this queue has no descriptors."""
 
 
 class TwoLaneQueue:
-    """Steps of two lanes; each leaves when its activations have arrived.
+    """Queue of the prepared steps of a stage with two lanes.
 
-    Args:
-        receivers: of the lanes; none on the first stage, where steps need no activations.
+    A step leaves the queue when its activations have arrived.
     """
 
     def __init__(self, receivers: Sequence[Receiver]) -> None:
+        """Create an empty queue.
+
+        receivers: of the lanes; none on the first stage, where steps need no activations.
+        """
         self._receivers = receivers
         self._order = LaneOrder()
         self._steps: tuple[deque[PreparedStep], deque[PreparedStep]] = deque(), deque()
@@ -115,12 +91,12 @@ class TwoLaneQueue:
         self._is_closed = False
 
     def put(self, step: PreparedStep) -> None:
-        """See StepQueue."""
+        """Add a step, in the order of plans; called on the event loop."""
         self._steps[step.plan.lane].append(step)
         os.eventfd_write(self._wake, 1)
 
     def get(self) -> PreparedStep | None:
-        """See StepQueue."""
+        """Wait for the next step without CPU load; None after `close`."""
         while not self._is_closed:
             lane = self._order.choose(self._is_ready(0), self._is_ready(1))
             if lane is not None:
@@ -129,12 +105,12 @@ class TwoLaneQueue:
         return None
 
     def close(self) -> None:
-        """See StepQueue."""
+        """End a waiting `get` and all later ones: they return None."""
         self._is_closed = True
         os.eventfd_write(self._wake, 1)
 
     def free(self) -> None:
-        """See StepQueue."""
+        """Close the event's descriptor; no other method runs at the same time or later."""
         os.close(self._wake)
 
     def _is_ready(self, lane: int) -> bool:
@@ -480,6 +456,6 @@ def format_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".strip().splitlines()[0]
 
 
-def create_step_queue(num_lanes: int, receivers: Sequence[Receiver]) -> StepQueue:
-    """Return the queue of a stage; see TwoLaneQueue."""
+def create_step_queue(num_lanes: int, receivers: Sequence[Receiver]) -> OneLaneQueue | TwoLaneQueue:
+    """Return the queue of a stage's prepared steps, by its number of lanes."""
     return TwoLaneQueue(receivers) if num_lanes > 1 else OneLaneQueue()

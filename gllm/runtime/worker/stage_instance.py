@@ -37,7 +37,6 @@ from gllm.runtime.worker.stage import StageRunner
 from gllm.runtime.worker.stage_resources import StageLoader, StageResources
 from gllm.runtime.worker.stage_sessions import StageSessions
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.plan import StepPlan
 from gllm.scheduler.scheduler import Scheduler
 from gllm.transport.descriptors import DescriptorChannel, DescriptorError
 
@@ -166,16 +165,9 @@ class StageInstance:
         self._plan_record: PlanRecord | None = None
 
     @property
-    def step_under_way(self) -> tuple[StepPlan, float] | None:
-        """Plan of the oldest step being computed and its start, time.monotonic(); or None."""
-        runner = self._resources.runner
-        return None if runner is None else runner.step_under_way
-
-    @property
-    def is_waiting(self) -> bool:
-        """True if a step waits for another rank of the stage."""
-        runner = self._resources.runner
-        return runner is not None and runner.is_waiting
+    def runner(self) -> StageRunner | None:
+        """Threads that compute and sample; None while the stage runs no plans."""
+        return self._resources.runner
 
     @property
     def executor(self) -> Executor:
@@ -354,8 +346,8 @@ class StageInstance:
     @property
     def _running(self) -> StageRunner:
         """The threads of the stage."""
-        assert self._resources.runner is not None, "steps come after StageReady"
-        return self._resources.runner
+        assert self.runner is not None, "steps come after StageReady"
+        return self.runner
 
     def _on_result(self, result: StepDone | GrammarReady) -> None:
         """Send a result of the last stage to the driver."""

@@ -195,15 +195,24 @@ def create_backend(
     Raises:
         FieldError: weights, KV cache or attention cannot be as configured.
     """
+    layers = range(*assignment.layers) if layers is None else layers
     if num_gpus:
         if assignment.config.kv_transfer is not None:
             raise FieldError("kv_transfer", KV_TRANSFER_ON_GPU)
         from gllm.runtime.worker.cuda.backend import CudaBackend
 
         return CudaBackend(assignment, model, num_gpus, layers)
-    from gllm.runtime.worker.cpu.executor import CpuBackend
+    from gllm.runtime.worker.cpu.executor import CpuExecutor
 
-    return CpuBackend(assignment, model, layers)
+    executor = CpuExecutor(
+        model,
+        assignment.config,
+        assignment.num_stages,
+        layers,
+        rank=assignment.rank,
+        num_ranks=assignment.num_ranks,
+    )
+    return DeviceBackend(assignment, executor)
 
 
 class StageResources:

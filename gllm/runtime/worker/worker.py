@@ -330,8 +330,8 @@ class Worker:
 
     def _create_heartbeat(self) -> Heartbeat:
         instance = self.instance if self._is_assigned else None
-        step = None if instance is None else instance.step_under_way
-        if instance is None or step is None:
+        runner = None if instance is None else instance.runner
+        if runner is None or (step := runner.step_under_way) is None:
             return Heartbeat(-1, 0.0, 0, time.process_time())
         plan, begin = step
         return Heartbeat(
@@ -339,7 +339,7 @@ class Worker:
             time.monotonic() - begin,
             sum(row.num_tokens for row in plan.rows),
             time.process_time(),
-            instance.is_waiting,
+            runner.is_waiting,
         )
 
 

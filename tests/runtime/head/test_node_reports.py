@@ -4,7 +4,7 @@ import time
 
 from gllm.messages.nodes import LinkState, NodeHeartbeat, NodeLoad
 from gllm.recovery.membership import NodeRecord, NodeStatus
-from gllm.runtime.head.agent_session import AgentSession, report_node
+from gllm.runtime.head.node_hub import AgentSession, report_node
 from tests.support.nodes.fake_agent import make_join
 
 

@@ -66,11 +66,10 @@ def test_v1_without_quota(machine: tuple[Path, Path]) -> None:
 def test_this_machine_has_cores_and_memory() -> None:
     assert 1 <= device.count_cores() <= len(os.sched_getaffinity(0))
     assert device.available_memory_bytes() > 0
-    assert device.kv_cache_bytes(None) > 0
+    assert device.count_kv_blocks(None, [(1, None)]) > 0
 
 
 def test_shares() -> None:
-    assert device.kv_cache_bytes(1000) == 1000
     assert device.threads_per_worker(3, 2) == 3
     assert device.threads_per_worker(None, 1000) == 1
 

@@ -25,8 +25,7 @@ from gllm.messages.nodes import (
     WorkerSample,
 )
 from gllm.recovery.join_check import JoinFacts
-from gllm.runtime.head.agent_session import AgentSession
-from gllm.runtime.head.node_hub import NODE_RUN, NodeHub, NodeHubTimes
+from gllm.runtime.head.node_hub import NODE_RUN, AgentSession, NodeHub, NodeHubTimes
 from gllm.runtime.messaging.bus import Spoke
 from gllm.runtime.messaging.security import KeyPair
 from gllm.runtime.messaging.session import ANY_EPOCH, SessionSender

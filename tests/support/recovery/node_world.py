@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from random import Random
 
 from gllm.recovery.actions import Action, DismissNode, KillWorker, SpawnWorker
-from gllm.recovery.node_layout import NodeShape, extend_layers, recut_layers
+from gllm.recovery.node_layout import NodeMemory, NodeShape, extend_layers, recut_layers
 from gllm.recovery.partition import StageCosts
 from gllm.recovery.placement import LOCAL_NODE, place_names
 from gllm.recovery.records import RecoveryLimits, RecoveryState
@@ -66,7 +66,7 @@ class NodeWorld(World):
             return None
         assert (shape.layers, shape.nodes) == (self.recovery.layers, self.recovery.stage_nodes)
         costs = StageCosts((1.0,) * self.layers[-1][1])
-        return recut_layers(shape, survivors, [costs] * len(self.layers), costs, {})
+        return recut_layers(shape, survivors, [costs] * len(self.layers), NodeMemory(costs))
 
     def extend(
         self, shape: NodeShape, nodes: Sequence[str], degrees: Sequence[int], should_gain: bool
@@ -76,9 +76,7 @@ class NodeWorld(World):
         assert nodes
         costs = StageCosts((1.0,) * self.layers[-1][1])
         num_stages = len(shape.nodes) + len(nodes)
-        return extend_layers(
-            shape, nodes, degrees, [costs] * num_stages, costs, {}, [float("inf")] * num_stages
-        )
+        return extend_layers(shape, nodes, degrees, [costs] * num_stages, NodeMemory(costs))
 
     def stage_nodes(self) -> set[str]:
         return set(self.shape.nodes)

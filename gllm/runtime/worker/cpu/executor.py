@@ -9,12 +9,10 @@ from gllm.config.engine import EngineConfig
 from gllm.kernels.native.library import log_kernels
 from gllm.messages.sampling import SampleDetails
 from gllm.models.config import ModelConfig
-from gllm.runtime.head.assignment import StageAssignment
 from gllm.runtime.worker.batch import Batch
 from gllm.runtime.worker.cpu.sampler import sample_rows
 from gllm.runtime.worker.executor import Executor
 from gllm.runtime.worker.sampling import build_embedding_details, to_sampled
-from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import SampledToken
 
 CPU = torch.device("cpu")
@@ -128,38 +126,3 @@ class CpuExecutor(Executor):
             self._last_tokens.update((result.seq, result.token_id) for result in results)
         embedded = build_embedding_details(batch.sampling, batch.embeddings, samples.errors)
         return results, samples.details + embedded
-
-
-class CpuBackend:
-    """Executor of a worker in the host's memory, which all workers share."""
-
-    transport = collectives = "shared-memory"
-    streams = None
-    host_seconds = 0.0
-    num_compilations = 0
-
-    def __init__(
-        self, assignment: StageAssignment, model: ModelConfig, layers: range | None = None
-    ) -> None:
-        """Create the executor; see `gllm.runtime.worker.stage_resources.create_backend`."""
-        layers = range(*assignment.layers) if layers is None else layers
-        self.executor = CpuExecutor(
-            model,
-            assignment.config,
-            assignment.num_stages,
-            layers,
-            rank=assignment.rank,
-            num_ranks=assignment.num_ranks,
-        )
-        self._assignment = assignment
-
-    def reserve(self) -> SchedulerConfig:
-        """See DeviceBackend; a CPU needs no memory in advance."""
-        return self._assignment.resolve_scheduler()
-
-    def available_bytes(self) -> int | None:
-        """See DeviceBackend."""
-        return None
-
-    def prepare_steps(self) -> None:
-        """See DeviceBackend; a CPU compiles nothing."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from gllm.kernels.triton.common import CompilationCounter
 from gllm.models.config import ModelConfig
 from gllm.runtime.worker.cuda.executor import CudaExecutor
+from gllm.runtime.worker.executor import DeviceBackend
 from gllm.scheduler.config import SchedulerConfig
 from gllm.transport.device_streams import CudaRuntime
 
@@ -18,30 +19,31 @@ MAX_GRAPH_ROWS = 256
 """Decodes in the largest graph; with more rows the device has enough work in each kernel."""
 
 
-class CudaBackend:
+class CudaBackend(DeviceBackend):
     """GPU and executor of a worker; with fewer GPUs than workers on a machine, they share GPUs."""
+
+    executor: CudaExecutor
 
     def __init__(
         self,
         assignment: "StageAssignment",
         model: ModelConfig,
         num_gpus: int,
-        layers: range | None = None,
+        layers: range,
     ) -> None:
         """Create the executor; see `gllm.runtime.worker.stage_resources.create_backend`."""
-        layers = range(*assignment.layers) if layers is None else layers
-        self._assignment = assignment
-        self._queues = CudaRuntime(assignment.local_index % num_gpus)
-        self.executor = CudaExecutor(
+        queues = CudaRuntime(assignment.local_index % num_gpus)
+        executor = CudaExecutor(
             model,
             assignment.config,
             assignment.num_stages,
             layers,
-            self._queues,
+            queues,
             rank=assignment.rank,
             num_ranks=assignment.num_ranks,
         )
-        self.streams = self._queues, self.executor.stream
+        super().__init__(assignment, executor)
+        self.streams = queues, executor.stream
         self._max_workers_per_gpu = -(-assignment.num_local_workers // num_gpus)
         self.transport = "nccl" if self._max_workers_per_gpu == 1 else "host-staging"
         self.collectives = self.transport
@@ -49,7 +51,7 @@ class CudaBackend:
 
     def reserve(self) -> SchedulerConfig:
         """See DeviceBackend."""
-        config = self._assignment.resolve_scheduler()
+        config = super().reserve()
         self.executor.reserve(config)
         return config
 
