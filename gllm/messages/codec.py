@@ -9,58 +9,14 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 from msgspec import inspect
+from msgspec.msgpack import Decoder
 
+from gllm.messages import fleet, handoff, kv_cache, kv_transfer, lifecycle, nodes, reports, steps
 from gllm.messages.base import WireMessage
-from gllm.messages.fleet import (
-    AnnounceEngine,
-    DrainEngine,
-    EngineReport,
-    GreetEngine,
-    NoticeToEngine,
-    RefuseEngine,
-    RefuseRouter,
-    RouterHeartbeat,
-    SetEngineRole,
-)
-from gllm.messages.handoff import (
-    FirstChunkComputed,
-    KvPushStarted,
-    PrefetchKv,
-    ReleaseKvHolds,
-    RenewKvHolds,
-)
-from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
-from gllm.messages.kv_transfer import KvCommand, KvMoverStuck, KvReport, KvTransferTotals
-from gllm.messages.lifecycle import (
-    CloseEpoch,
-    CommandDone,
-    EpochClosed,
-    Heartbeat,
-    Hello,
-    InitializeCache,
-    LayersPrepared,
-    LoadProgress,
-    ResetPrefixCache,
-    Shutdown,
-    StageFailed,
-    StageLoaded,
-    StageReady,
-    StartProfile,
-    StopProfile,
-)
-from gllm.messages.nodes import ToAgent, ToNodeHub
-from gllm.messages.reports import (
-    BubbleReport,
-    LinkTimes,
-    StageMeasured,
-    StageTimes,
-    StageUtilization,
-    StepCostReport,
-)
+from gllm.messages.kv_transfer import KvCommand, KvReport
 from gllm.messages.requests import AbortSequences, EngineOutputs, RejectedRequest, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.services import ToMaster, ToServiceNode
-from gllm.messages.steps import GrammarReady, RegisterSequences, RunStep, StepDone
 
 T = TypeVar("T")
 
@@ -71,7 +27,7 @@ class ForwardDecoder(Generic[T]):
     def __init__(self, kind: Any) -> None:
         """Create the decoder of a message type or a union of them."""
         self._kind = kind
-        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
+        self._decoder: Decoder[T] = Decoder(kind)
         self._info = inspect.type_info(kind)
 
     def decode(self, payload: bytes) -> T:
@@ -123,120 +79,112 @@ def _choose(value: list[Any], types: tuple[inspect.Type, ...]) -> inspect.Type:
 
 
 ToHead = (
-    Hello
-    | Heartbeat
-    | StageMeasured
-    | LayersPrepared
-    | LoadProgress
-    | StageLoaded
-    | StageReady
-    | StageFailed
-    | EpochClosed
-    | CommandDone
+    lifecycle.Hello
+    | lifecycle.Heartbeat
+    | reports.StageMeasured
+    | lifecycle.LayersPrepared
+    | lifecycle.LoadProgress
+    | lifecycle.StageLoaded
+    | lifecycle.StageReady
+    | lifecycle.StageFailed
+    | lifecycle.EpochClosed
+    | lifecycle.CommandDone
     | EngineOutputs
-    | BubbleReport
-    | StageUtilization
-    | StepCostReport
-    | KvCacheEvents
-    | KvTransferTotals
-    | KvMoverStuck
-    | KvPushStarted
-    | FirstChunkComputed
+    | reports.BubbleReport
+    | reports.StageUtilization
+    | reports.StepCostReport
+    | kv_cache.KvCacheEvents
+    | kv_transfer.KvTransferTotals
+    | kv_transfer.KvMoverStuck
+    | handoff.KvPushStarted
+    | handoff.FirstChunkComputed
 )
 """Messages that a worker may send to the head process."""
 ToWorker = (
-    InitializeCache
-    | CloseEpoch
-    | Shutdown
-    | StartProfile
-    | StopProfile
-    | ResetPrefixCache
+    lifecycle.InitializeCache
+    | lifecycle.CloseEpoch
+    | lifecycle.Shutdown
+    | lifecycle.StartProfile
+    | lifecycle.StopProfile
+    | lifecycle.ResetPrefixCache
     | SubmitRequest
     | RejectedRequest
     | AbortSequences
-    | WatchKvCache
-    | LinkTimes
-    | PrefetchKv
-    | ReleaseKvHolds
-    | RenewKvHolds
+    | kv_cache.WatchKvCache
+    | reports.LinkTimes
+    | handoff.PrefetchKv
+    | handoff.ReleaseKvHolds
+    | handoff.RenewKvHolds
 )
 """Messages that the head process may send to a worker."""
-ToKvMover = KvCommand
-"""Messages that the driver may send to the KV mover."""
-FromKvMover = KvReport
-"""Messages that the KV mover may send to the driver."""
-ToDriver = Hello | StepDone | GrammarReady | StageTimes
+ToDriver = lifecycle.Hello | steps.StepDone | steps.GrammarReady | reports.StageTimes
 """Messages that another stage may send to the driver's process."""
-ToStage = RegisterSequences | RunStep
+ToStage = steps.RegisterSequences | steps.RunStep
 """Messages that the driver may send to another stage."""
 ToRouter = (
-    Hello
-    | AnnounceEngine
-    | EngineReport
+    lifecycle.Hello
+    | fleet.AnnounceEngine
+    | fleet.EngineReport
     | EngineOutputs
-    | KvCacheEvents
-    | CommandDone
-    | RefuseRouter
-    | KvPushStarted
-    | FirstChunkComputed
+    | kv_cache.KvCacheEvents
+    | lifecycle.CommandDone
+    | fleet.RefuseRouter
+    | handoff.KvPushStarted
+    | handoff.FirstChunkComputed
 )
 """Messages that an engine may send to a router."""
 ToEngine = (
-    Hello
-    | GreetEngine
-    | RouterHeartbeat
+    lifecycle.Hello
+    | fleet.GreetEngine
+    | fleet.RouterHeartbeat
     | SubmitRequest
     | RejectedRequest
     | AbortSequences
-    | WatchKvCache
-    | DrainEngine
-    | SetEngineRole
-    | ResetPrefixCache
-    | NoticeToEngine
-    | RefuseEngine
-    | PrefetchKv
-    | ReleaseKvHolds
-    | RenewKvHolds
+    | kv_cache.WatchKvCache
+    | fleet.DrainEngine
+    | fleet.SetEngineRole
+    | lifecycle.ResetPrefixCache
+    | fleet.NoticeToEngine
+    | fleet.RefuseEngine
+    | handoff.PrefetchKv
+    | handoff.ReleaseKvHolds
+    | handoff.RenewKvHolds
 )
 """Messages that a router may send to an engine."""
-FromAgent = Hello | ToNodeHub
+FromAgent = lifecycle.Hello | nodes.ToNodeHub
 """Messages that the agent of another node may send to the head process."""
-FromServiceNode = Hello | ToMaster
+FromServiceNode = lifecycle.Hello | ToMaster
 """Messages that a node may send to the master of a cluster."""
 AnyMessage = (
     ToHead
     | ToWorker
-    | ToKvMover
-    | FromKvMover
+    | KvCommand
+    | KvReport
     | ToDriver
     | ToStage
     | ToRouter
     | ToEngine
     | FromAgent
-    | ToAgent
+    | nodes.ToAgent
     | FromServiceNode
     | ToServiceNode
 )
 """Every message that a process may receive."""
 
 _encoder = msgspec.msgpack.Encoder()
-_worker_decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
-_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_worker_decoder: Decoder[ToWorker] = Decoder(ToWorker)
+_engine_decoder: Decoder[ToEngine] = Decoder(ToEngine)
 
-decode_for_head: Callable[[bytes], ToHead] = msgspec.msgpack.Decoder(ToHead).decode
-decode_for_kv_mover: Callable[[bytes], ToKvMover] = msgspec.msgpack.Decoder(ToKvMover).decode
-decode_from_kv_mover: Callable[[bytes], FromKvMover] = msgspec.msgpack.Decoder(FromKvMover).decode
-decode_for_driver: Callable[[bytes], ToDriver] = msgspec.msgpack.Decoder(ToDriver).decode
-decode_for_stage: Callable[[bytes], ToStage] = msgspec.msgpack.Decoder(ToStage).decode
+decode_for_head: Callable[[bytes], ToHead] = Decoder(ToHead).decode
+decode_for_kv_mover: Callable[[bytes], KvCommand] = Decoder(KvCommand).decode
+decode_from_kv_mover: Callable[[bytes], KvReport] = Decoder(KvReport).decode
+decode_for_driver: Callable[[bytes], ToDriver] = Decoder(ToDriver).decode
+decode_for_stage: Callable[[bytes], ToStage] = Decoder(ToStage).decode
 decode_for_router: Callable[[bytes], ToRouter] = ForwardDecoder[ToRouter](ToRouter).decode
-decode_for_node_hub: Callable[[bytes], FromAgent] = msgspec.msgpack.Decoder(FromAgent).decode
-decode_for_agent: Callable[[bytes], ToAgent] = msgspec.msgpack.Decoder(ToAgent).decode
-decode_for_master: Callable[[bytes], FromServiceNode] = msgspec.msgpack.Decoder(
-    FromServiceNode
-).decode
-decode_for_service_node: Callable[[bytes], ToServiceNode] = msgspec.msgpack.Decoder(
-    ToServiceNode
-).decode
+decode_for_node_hub: Callable[[bytes], FromAgent] = Decoder(FromAgent).decode
+decode_for_agent: Callable[[bytes], nodes.ToAgent] = Decoder(nodes.ToAgent).decode
+decode_for_master: Callable[[bytes], FromServiceNode] = Decoder(FromServiceNode).decode
+decode_for_service_node: Callable[[bytes], ToServiceNode] = Decoder(ToServiceNode).decode
 
 
 def encode(message: WireMessage) -> bytes:
@@ -262,7 +210,7 @@ def decode_for_engine(payload: bytes) -> ToEngine:
     return _decode_or_reject(_engine_decoder, payload)
 
 
-def _decode_or_reject(decoder: msgspec.msgpack.Decoder[T], payload: bytes) -> T | RejectedRequest:
+def _decode_or_reject(decoder: Decoder[T], payload: bytes) -> T | RejectedRequest:
     try:
         return decoder.decode(payload)
     except msgspec.DecodeError as error:

@@ -69,7 +69,7 @@ class PlannedChanges:
             limits: limits of a recovery.
             jitter: source of the random part of backoffs.
         """
-        self.draining: set[str] = set()
+        self.draining = stages.excluded
         """Nodes that get no stages any more, and are dismissed once they have none."""
         self.drain_errors: dict[str, str] = {}
         """Reason for which a drain was ended, by node."""
@@ -134,7 +134,6 @@ class PlannedChanges:
     def drain(self, node: str) -> list[Action]:
         """Let the stages of a living node move to other ones; then dismiss it."""
         self.draining.add(node)
-        self._stages.excluded = frozenset(self.draining)
         self.drain_errors.pop(node, None)
         self._attempts = RetryRecord()
         return self.end_preparation()
@@ -144,7 +143,6 @@ class PlannedChanges:
         for node in [leaving for leaving in self.draining if self._stages.stages_on(leaving)]:
             self.draining.discard(node)
             self.drain_errors[node] = reason
-        self._stages.excluded = frozenset(self.draining)
 
     def dismiss_drained(self) -> list[Action]:
         """Dismiss the draining nodes that have no stages, with their standby workers."""
@@ -317,7 +315,6 @@ class PlannedChanges:
         self.draining.discard(node)
         self.drain_errors.pop(node, None)
         self._eager.discard(node)
-        self._stages.excluded = frozenset(self.draining)
 
     def _find_drain(self) -> tuple[str, NodeShape, str] | None:
         """Return the change by which draining nodes lose their stages."""

@@ -126,6 +126,10 @@ class Recovery:
         self._pool = WorkerPool(places, limits, jitter)
         self._stages = Stages(layers, degrees, nodes, self._pool, recut)
         self._changes = PlannedChanges(self._stages, self._pool, limits, jitter)
+        self.draining = self._changes.draining
+        """Nodes that get no stages any more, and are dismissed once they have none."""
+        self.drain_errors = self._changes.drain_errors
+        """Reason for which a drain was ended, by node."""
 
     @property
     def is_over(self) -> bool:
@@ -161,16 +165,6 @@ class Recovery:
     def change_kind(self) -> str:
         """Kind of the change that is being prepared; empty for none."""
         return self._changes.kind
-
-    @property
-    def draining(self) -> set[str]:
-        """Nodes that get no stages any more, and are dismissed once they have none."""
-        return self._changes.draining
-
-    @property
-    def drain_errors(self) -> dict[str, str]:
-        """Reason for which a drain was ended, by node."""
-        return self._changes.drain_errors
 
     @property
     def next_deadline(self) -> float:

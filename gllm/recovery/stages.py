@@ -73,7 +73,7 @@ class Stages:
         """Name of the node of each stage; of a vacant stage, the lost one."""
         self.vacancies: dict[str, Vacancy] = {}
         """By the name of the lost node."""
-        self.excluded: frozenset[str] = frozenset()
+        self.excluded: set[str] = set()
         """Nodes that get no further stages."""
         self.is_trial = False
         """True if the stages result from a planned change, and have not served yet."""
@@ -256,7 +256,7 @@ class Stages:
         kills = self._replace_places(shape, match_stages(before, self.living_nodes))
         for place, name in enumerate(self.names):
             if name.stage in self.vacant_stages:
-                self._pool.vacate(place)
+                self._pool.places[place].is_vacant = True
         self._rejected_survivors = self.survivors
         return [ChangeShape(self.shape), *kills]
 

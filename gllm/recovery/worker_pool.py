@@ -222,10 +222,6 @@ class WorkerPool:
         """Note the living node of a vacant place."""
         self.places[place].node, self.places[place].is_vacant = node, False
 
-    def vacate(self, place: int) -> None:
-        """Note that the node of a place without a worker is lost."""
-        self.places[place].is_vacant = True
-
     def restore(self, sender: int, place: int) -> None:
         """Note that a worker without an instance has returned with its node to its vacant place."""
         worker = WorkerRecord(sender, place, self.places[place].node, has_connected=True)

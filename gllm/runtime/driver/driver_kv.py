@@ -9,30 +9,8 @@ import logging
 import time
 from collections.abc import Callable
 
+from gllm.messages import handoff, kv_transfer
 from gllm.messages.base import WireMessage
-from gllm.messages.handoff import (
-    FirstChunkComputed,
-    HandoffCommand,
-    KvPushStarted,
-    KvSource,
-    PrefetchKv,
-    ReleaseKvHolds,
-    RenewKvHolds,
-)
-from gllm.messages.kv_transfer import (
-    CancelKvFetch,
-    FetchKv,
-    KvCommand,
-    KvFetched,
-    KvFetchStarted,
-    KvMoverGone,
-    KvMoverStuck,
-    KvReport,
-    KvRevoked,
-    KvTransferTotals,
-    RevokeKv,
-    ServeKv,
-)
 from gllm.messages.requests import SubmitRequest
 from gllm.scheduler.kv_holds import ReadableKv
 from gllm.scheduler.kv_transfers import KvFetch, PrefetchRequest
@@ -47,7 +25,7 @@ log = logging.getLogger(__name__)
 MIN_PREFILL_TOKENS = 1024
 """Prompt tokens that this engine has to have computed before the fitted step cost counts: steps of
 decodes alone say nothing about prefills."""
-_NOTHING = KvTransferTotals()
+_NOTHING = kv_transfer.KvTransferTotals()
 _GONE = "the KV mover has ended"
 
 
@@ -68,7 +46,7 @@ class DriverKv:
         self._scheduler = scheduler
         self._transfers = scheduler.transfers
         self._report = report
-        self._mover: Callable[[KvCommand], None] | None = None
+        self._mover: Callable[[kv_transfer.KvCommand], None] | None = None
         """Sends to the KV mover; None while there is none."""
         self._totals = _NOTHING
         """Not reported yet."""
@@ -81,7 +59,7 @@ class DriverKv:
         """True while leases and fetches need a turn of the driver from time to time."""
         return self._transfers.is_active
 
-    def connect(self, mover: Callable[[KvCommand], None]) -> None:
+    def connect(self, mover: Callable[[kv_transfer.KvCommand], None]) -> None:
         """Use a KV mover, which has started; that of before has ended.
 
         Args:
@@ -96,7 +74,7 @@ class DriverKv:
             return
         self._mover = None
         for seq in list(self._transfers.fetches):
-            self._finish(KvFetched(seq, is_ok=False, cause=_GONE))
+            self._finish(kv_transfer.KvFetched(seq, is_ok=False, cause=_GONE))
         # Also what was not served yet has the tickets of the table.
         self._transfers.pop_readable()
         for ticket in self._transfers.tickets:
@@ -125,11 +103,11 @@ class DriverKv:
             if not fetch.num_tokens:
                 continue
             source = fetch.source
-            assert isinstance(source, KvSource)
+            assert isinstance(source, handoff.KvSource)
             if self._mover is None:
-                self._finish(KvFetched(fetch.seq, is_ok=False, cause=_GONE))
+                self._finish(kv_transfer.KvFetched(fetch.seq, is_ok=False, cause=_GONE))
             elif fetch.is_early or self._is_worth(fetch, source, now):
-                command = FetchKv(
+                command = kv_transfer.FetchKv(
                     fetch.seq,
                     source.ticket,
                     source.endpoint,
@@ -146,7 +124,7 @@ class DriverKv:
     def report_first_chunks(self) -> None:
         """Report prompts whose first chunk is computed, if their router has to know."""
         for ticket in self._transfers.pop_first_chunks():
-            self._report(FirstChunkComputed(ticket))
+            self._report(handoff.FirstChunkComputed(ticket))
 
     def report_transfers(self) -> None:
         """Pass on what can be fetched, what must not be and what ends; called after each turn."""
@@ -157,10 +135,10 @@ class DriverKv:
             if self._mover is None:
                 transfers.confirm_revocation(ticket)
             else:
-                self._command(RevokeKv(ticket))
+                self._command(kv_transfer.RevokeKv(ticket))
         for seq in transfers.pop_cancellations():
             if seq in transfers.fetches:
-                self._command(CancelKvFetch(seq))
+                self._command(kv_transfer.CancelKvFetch(seq))
         if self._totals is not _NOTHING:
             self._report(self._totals)
             self._totals = _NOTHING
@@ -172,16 +150,16 @@ class DriverKv:
             return
         # Numbers of steps begin with 1 there.
         step = 0 if readable.step is None else readable.step + 1
-        command = ServeKv(
+        command = kv_transfer.ServeKv(
             ticket, readable.num_tokens, readable.block_ids, step, readable.is_partial
         )
         self._command(command)
         if readable.is_first:
-            self._totals += KvTransferTotals(num_served=1, num_pushed=int(step > 0))
+            self._totals += kv_transfer.KvTransferTotals(num_served=1, num_pushed=int(step > 0))
             if step:
-                self._report(KvPushStarted(ticket))
+                self._report(handoff.KvPushStarted(ticket))
 
-    def _command(self, command: KvCommand) -> None:
+    def _command(self, command: kv_transfer.KvCommand) -> None:
         """Send a command to the KV mover, if there is one."""
         if self._mover is None:
             return
@@ -191,42 +169,42 @@ class DriverKv:
             # The rest of this command may be missing. The end of the channel follows.
             self._mover = _drop
             if isinstance(error.__cause__, BlockingIOError):
-                self._report(KvMoverStuck())
+                self._report(kv_transfer.KvMoverStuck())
 
-    def on_message(self, message: KvReport | HandoffCommand) -> None:
+    def on_message(self, message: kv_transfer.KvReport | handoff.HandoffCommand) -> None:
         """Handle a report of the mover, or a command of a router."""
         match message:
-            case PrefetchKv():
+            case handoff.PrefetchKv():
                 self._prefetch(message)
-            case ReleaseKvHolds(tickets):
+            case handoff.ReleaseKvHolds(tickets):
                 self._transfers.release(tickets)
-            case RenewKvHolds(tickets):
+            case handoff.RenewKvHolds(tickets):
                 self._transfers.renew(tickets, time.monotonic())
-            case KvFetchStarted(seq):
+            case kv_transfer.KvFetchStarted(seq):
                 self._transfers.record_progress(seq)
-            case KvFetched(seq) if seq in self._transfers.fetches:
+            case kv_transfer.KvFetched(seq) if seq in self._transfers.fetches:
                 self._finish(message)
-            case KvRevoked(ticket):
+            case kv_transfer.KvRevoked(ticket):
                 self._transfers.confirm_revocation(ticket)
-            case KvMoverGone():
+            case kv_transfer.KvMoverGone():
                 self._disconnect()
 
-    def _finish(self, message: KvFetched) -> None:
+    def _finish(self, message: kv_transfer.KvFetched) -> None:
         """End a fetch, and learn from its duration."""
         fetch, num_bytes = self._transfers.fetches[message.fetch], message.num_bytes
         if message.is_ok:
-            self._totals += KvTransferTotals(1, 0, num_bytes, message.seconds)
+            self._totals += kv_transfer.KvTransferTotals(1, 0, num_bytes, message.seconds)
             if not fetch.is_early:
-                assert isinstance(fetch.source, KvSource)
+                assert isinstance(fetch.source, handoff.KvSource)
                 decision = self._decisions.setdefault(fetch.source.engine, FetchDecision())
                 decision.observe(num_bytes, message.seconds, time.monotonic())
             self._bytes_per_token = num_bytes / fetch.num_tokens
         else:
-            self._totals += KvTransferTotals(num_failed=1, num_bytes=num_bytes)
+            self._totals += kv_transfer.KvTransferTotals(num_failed=1, num_bytes=num_bytes)
             log.info("KV of another engine was not fetched: %s", message.cause)
         self._transfers.finish_fetch(fetch.seq, message.is_ok)
 
-    def _prefetch(self, message: PrefetchKv) -> None:
+    def _prefetch(self, message: handoff.PrefetchKv) -> None:
         """Fetch the KV of a request that arrives later; one that could not run is ignored."""
         if self.fetch_choice == "never":
             return
@@ -245,7 +223,7 @@ class DriverKv:
         except ValueError as error:
             log.warning("the KV of a request is not prefetched: %s", error)
 
-    def _is_worth(self, fetch: KvFetch, source: KvSource, now: float) -> bool:
+    def _is_worth(self, fetch: KvFetch, source: handoff.KvSource, now: float) -> bool:
         """Return True if a fetch is predicted to take less time than the prefill of its tokens."""
         if self.fetch_choice != "auto":
             return self.fetch_choice == "always"
@@ -260,5 +238,5 @@ class DriverKv:
         return decision.is_worth(num_bytes, compute, now)
 
 
-def _drop(command: KvCommand) -> None:
+def _drop(command: kv_transfer.KvCommand) -> None:
     """Send nothing, because the KV mover has gone or does not read."""

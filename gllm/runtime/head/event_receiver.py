@@ -10,31 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from gllm.messages import lifecycle, nodes
 from gllm.messages.codec import AnyMessage, decode_for_head
 from gllm.messages.handoff import FirstChunkComputed, KvPushStarted
 from gllm.messages.kv_cache import KvCacheEvents
 from gllm.messages.kv_transfer import KvMoverStuck, KvTransferTotals
-from gllm.messages.lifecycle import (
-    CommandDone,
-    EpochClosed,
-    Heartbeat,
-    Hello,
-    LayersPrepared,
-    LoadProgress,
-    StageFailed,
-    StageLoaded,
-    StageReady,
-)
-from gllm.messages.nodes import (
-    AssignmentFailed,
-    EdgeLost,
-    EdgeOpened,
-    StageFrame,
-    WorkerExited,
-    WorkerFrame,
-    WorkerSessionLost,
-    WorkerStacks,
-)
 from gllm.messages.reports import BubbleReport, StageMeasured, StageUtilization, StepCostReport
 from gllm.messages.requests import EngineOutputs
 from gllm.recovery.actions import Action, GiveUp, KillWorker
@@ -98,7 +78,7 @@ class EventReceiver:
         if cluster is not None:
             assert supervisor.group is not None
             self._hub, self._group = cluster.hub, supervisor.group
-        self._loading: dict[int, LoadProgress] = {}
+        self._loading: dict[int, lifecycle.LoadProgress] = {}
         """Latest progress of each worker that loads."""
         self._timers: dict[int, asyncio.TimerHandle] = {}
         """By worker: the handling of its exit, or of the end of its session without an exit."""
@@ -156,20 +136,20 @@ class EventReceiver:
                 self._supervisor.kv_mover.totals += message
             case KvMoverStuck():
                 self._supervisor.kv_mover.restart()
-            case Heartbeat():
+            case lifecycle.Heartbeat():
                 self._deaths.heartbeats[sender] = message
                 if self._liveness is not None:
                     self._liveness.on_heartbeat(sender, message)
-            case CommandDone():
+            case lifecycle.CommandDone():
                 self._supervisor.commands.on_done(message)
-            case LoadProgress():
+            case lifecycle.LoadProgress():
                 self._recovery.on_progress(sender, time.monotonic())
                 if not self._recovery.has_been_ready:
                     self._loading[sender] = message
                     parts = self._loading.values()
                     done = sum(part.done_bytes for part in parts)
                     self._on_progress(done, sum(part.total_bytes for part in parts))
-            case StageFailed(cause=cause):
+            case lifecycle.StageFailed(cause=cause):
                 place = self._recovery.name_of(sender) or "a standby worker"
                 cause = f"{place} failed: {cause}"
                 self._on_death(sender, "failed", cause, self._recovery.on_failed)
@@ -179,25 +159,25 @@ class EventReceiver:
     def _report_phase(self, sender: int, message: AnyMessage, now: float) -> list[Action]:
         """Report the end of a phase of a worker; return the actions that follow."""
         match message:
-            case Hello():
+            case lifecycle.Hello():
                 self._channels.connecting.discard(sender)
                 return self._recovery.on_connected(sender, now)
             case StageMeasured():
                 self._supervisor.planner.on_measured(message)
                 return self._recovery.on_measured(sender, now, message.keeps_weights)
-            case LayersPrepared(change, num_bytes, reason, is_failed):
+            case lifecycle.LayersPrepared(change, num_bytes, reason, is_failed):
                 place = self._recovery.name_of(sender) or f"the new worker {sender}"
                 outcome = reason or f"{num_bytes / 2**20:.1f} MiB read"
                 log.info("planned change %d: %s has prepared: %s", change, place, outcome)
                 error = f"{place} cannot load its layers: {reason}" if is_failed else ""
                 return self._recovery.on_prepared(sender, change, now, error)
-            case StageLoaded():
+            case lifecycle.StageLoaded():
                 self._supervisor.loaded[sender] = message
                 return self._recovery.on_loaded(sender, now, message.keeps_weights)
-            case StageReady(kv_layout=layout):
+            case lifecycle.StageReady(kv_layout=layout):
                 self._supervisor.kv_mover.add_layout(sender, layout)
                 return self._recovery.on_ready(sender, now)
-            case EpochClosed():
+            case lifecycle.EpochClosed():
                 return self._recovery.on_closed(sender, now)
         return []
 
@@ -373,17 +353,17 @@ class EventReceiver:
             return
         edges = self._supervisor.edges
         match message:
-            case WorkerFrame():
+            case nodes.WorkerFrame():
                 self._on_worker_frame(remote, message)
-            case StageFrame() if message.sender in remote.workers and self._group.proxies:
+            case nodes.StageFrame() if message.sender in remote.workers and self._group.proxies:
                 self._group.proxies.on_frame(message)
-            case WorkerExited(sender, description, stacks) if sender in remote.workers:
+            case nodes.WorkerExited(sender, description, stacks) if sender in remote.workers:
                 remote.on_exited(sender, description, stacks)
-            case WorkerStacks(sender, stacks):
+            case nodes.WorkerStacks(sender, stacks):
                 remote.on_stacks(sender, stacks)
-            case WorkerSessionLost(sender, cause) if sender in remote.workers:
+            case nodes.WorkerSessionLost(sender, cause) if sender in remote.workers:
                 self.on_session_lost(sender, cause)
-            case AssignmentFailed(epoch, cause) if self._is_preparing(epoch):
+            case nodes.AssignmentFailed(epoch, cause) if self._is_preparing(epoch):
                 log.warning(
                     "the layers of epoch %d are loaded later: node %s: %s",
                     epoch,
@@ -392,12 +372,12 @@ class EventReceiver:
                 )
                 now = time.monotonic()
                 self._execute(self._recovery.on_preparation_failed(epoch, now))
-            case AssignmentFailed(epoch, cause) if session.name in self._supervisor.node_stages:
+            case nodes.AssignmentFailed(epoch, cause) if self._has_stages(session.name):
                 cause = f"node {session.name} could not assign the stages: {cause}"
                 self._on_epoch_failed(epoch, cause)
-            case EdgeOpened(epoch, edge) if edges.has_end(edge, session.name):
+            case nodes.EdgeOpened(epoch, edge) if edges.has_end(edge, session.name):
                 self._supervisor.on_edge_opened(epoch, edge)
-            case EdgeLost(epoch, edge, cause) if edges.has_end(edge, session.name):
+            case nodes.EdgeLost(epoch, edge, cause) if edges.has_end(edge, session.name):
                 self.on_edge_lost(epoch, edge, cause)
             case _:
                 # About a worker or an edge that is gone, or is none of this node.
@@ -443,7 +423,7 @@ class EventReceiver:
         """Workers of the engine at its start."""
         return sum(self._supervisor.config.stage_degrees)
 
-    def _on_worker_frame(self, remote: RemoteNode, frame: WorkerFrame) -> None:
+    def _on_worker_frame(self, remote: RemoteNode, frame: nodes.WorkerFrame) -> None:
         """Handle a worker's message; one that it may not send ends the session of its node."""
         if frame.sender not in remote.workers:
             self._channels.drop()
@@ -454,7 +434,7 @@ class EventReceiver:
             message = decode_for_head(frame.payload)
         except Exception as error:
             raise SessionError(f"no message that a worker may send: {error}") from error
-        if isinstance(message, Hello) and message.sender != frame.sender:
+        if isinstance(message, lifecycle.Hello) and message.sender != frame.sender:
             raise SessionError(f"worker {frame.sender} sent the Hello of {message.sender}")
         self.on_messages([(frame.sender, message)])
 
@@ -495,7 +475,7 @@ class EventReceiver:
         if self._recovery.is_over:
             return
         is_ready = self._recovery.state is RecoveryState.READY
-        was_ready = is_ready and node in self._supervisor.node_stages
+        was_ready = is_ready and self._has_stages(node)
         suspects = self._supervisor.read_suspects() if was_ready and is_death else set()
         is_poison = bool(suspects) and self._client.on_death(suspects)
         for sender in self._recovery.workers_on(node):
@@ -537,6 +517,9 @@ class EventReceiver:
         # Not one that gets stages again as soon as possible.
         self._on_joined(session, [], is_spare=True)
         return True
+
+    def _has_stages(self, node: str) -> bool:
+        return node in self._supervisor.node_stages
 
     def _is_preparing(self, epoch: int) -> bool:
         """Return True if an epoch is that of a planned change, which is being prepared."""
@@ -590,7 +573,7 @@ class LivenessWatch:
         self._placement = placement
         self._detector.watch(placement.senders)
 
-    def on_heartbeat(self, sender: int, message: Heartbeat) -> None:
+    def on_heartbeat(self, sender: int, message: lifecycle.Heartbeat) -> None:
         """Handle a worker's heartbeat."""
         step = None if message.step < 0 else message.step
         now, seconds = time.monotonic(), message.step_seconds

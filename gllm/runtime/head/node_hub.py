@@ -9,6 +9,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -48,6 +49,7 @@ from gllm.recovery.placement import LOCAL_NODE
 from gllm.runtime.head.deaths import EngineError
 from gllm.runtime.messaging.bus import Hub
 from gllm.runtime.messaging.bus_socket import CLOSED
+from gllm.runtime.messaging.connection_pool import MAX_NAME_LENGTH, is_valid_name
 from gllm.runtime.messaging.security import (
     RELOAD_SECONDS,
     Authenticator,
@@ -71,9 +73,6 @@ MAX_SOCKETS = 8192
 """Most sockets of ZeroMQ; each session has three."""
 _EXTRA_GUESTS = 8
 """Sessions beyond the nodes, so that a node that is too many is told so."""
-
-
-MAX_NAME_LENGTH = 200
 
 
 class AgentSession:
@@ -388,7 +387,8 @@ class NodeHub:
                 log.info("waiting for nodes at %s: %s", self.address, missing)
             self._has_changed.clear()
             # Not past the deadline by much; refusals do not count as changes.
-            await _wait(self._has_changed, TICK_SECONDS)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._has_changed.wait(), TICK_SECONDS)
         self.membership.finish_forming()
         members = self.membership.members
         log.info("all %d nodes have joined: %s", self.config.nnodes, ", ".join(members) or "head")
@@ -430,7 +430,8 @@ class NodeHub:
         deadline = time.monotonic() + LEAVE_SECONDS
         while self.sessions and time.monotonic() < deadline:
             self._has_changed.clear()
-            await _wait(self._has_changed, TICK_SECONDS)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._has_changed.wait(), TICK_SECONDS)
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
@@ -513,19 +514,17 @@ class NodeHub:
     def _difference(self, join: JoinCluster) -> str:
         """Return the differences that forbid a node to join, with the fixes; empty for none."""
         name = join.name
-        if not (0 < len(name) <= MAX_NAME_LENGTH and name.isprintable()):
+        if not is_valid_name(name):
             return f"the name of a node has 1 to {MAX_NAME_LENGTH} printable characters"
         if name in (self._name, LOCAL_NODE):
             return f"{name} is the head's node: give each machine a --node-name of its own"
         if join.runs_services and not self._is_master:
             return "it is the head of an engine now, not the master of a cluster: join again"
-        node = JoinFacts(
-            join.protocol,
-            join.facts.version,
-            _model_of(join.config),
-            join.model_hash,
-            join.config,
-        )
+        model = ""
+        with suppress(msgspec.DecodeError):
+            model = msgspec.json.decode(join.config, type=_ConfigFields).model
+        version, config = join.facts.version, join.config
+        node = JoinFacts(join.protocol, version, model, join.model_hash, config)
         return "; ".join(find_differences(self.facts, node))
 
     def _join(self, sender: int, join: JoinCluster, now: float) -> None:
@@ -637,14 +636,6 @@ class NodeHub:
                 self._drop(sender, f"no JoinCluster within {self._times.join_seconds:g} seconds")
 
 
-async def _wait(event: asyncio.Event, seconds: float) -> None:
-    """Wait for an event, for at most this long."""
-    try:
-        await asyncio.wait_for(event.wait(), seconds)
-    except TimeoutError:
-        return
-
-
 def resolve_hub(config: NodesConfig, text: str | None = None) -> tuple[str, int]:
     """Return the IP address and the port that the hub of the nodes binds.
 
@@ -672,6 +663,13 @@ def node_hub_address(config: NodesConfig) -> str:
     return f"tcp://{format_host_port(*resolve_hub(config))}"
 
 
+class _ConfigFields(msgspec.Struct):
+    """Fields of an engine configuration; a node's may lack any."""
+
+    model: str = ""
+    threads: int | None = None
+
+
 def configured_threads(head_config: bytes, own_config: bytes = b"") -> int | None:
     """Return the compute threads per worker of a machine; None for a share of its cores.
 
@@ -681,27 +679,7 @@ def configured_threads(head_config: bytes, own_config: bytes = b"") -> int | Non
     """
     try:
         config = apply_own_fields(head_config, own_config)
-        return msgspec.json.decode(config, type=_Threads).threads
+        return msgspec.json.decode(config, type=_ConfigFields).threads
     except (msgspec.DecodeError, AttributeError):
         # Without a rank a node's configuration is not compared, and may be anything.
         return None
-
-
-class _Threads(msgspec.Struct):
-    """The compute threads in an engine configuration."""
-
-    threads: int | None = None
-
-
-class _ModelName(msgspec.Struct):
-    """The model in an engine configuration."""
-
-    model: str = ""
-
-
-def _model_of(config: bytes) -> str:
-    """Return the model's name in a configuration; empty if it has none."""
-    try:
-        return msgspec.json.decode(config, type=_ModelName).model
-    except msgspec.DecodeError:
-        return ""

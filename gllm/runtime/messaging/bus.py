@@ -9,6 +9,7 @@ that arrives raises an error.
 import errno
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 
 import zmq
@@ -60,27 +61,20 @@ UNREACHABLE = "nothing accepts connections at the address"
 """Cause of the end of a session that never began."""
 
 
+@dataclass(eq=False, slots=True)
 class _Session:
     """A session of a hub."""
 
-    def __init__(
-        self,
-        sender: int,
-        routing_id: bytes,
-        receiver: SessionReceiver,
-        outgoing: SessionSender,
-        is_guest: bool,
-    ) -> None:
-        self.sender = sender
-        self.routing_id = routing_id
-        """Name of the connection, given by ZeroMQ."""
-        self.receiver = receiver
-        self.outgoing = outgoing
-        self.is_guest = is_guest
-        self.connection: HubConnection | None = None
-        self.is_connected = True
-        self.has_ended = False
-        """True if nothing is delivered any more, although frames may still arrive."""
+    sender: int
+    routing_id: bytes
+    """Name of the connection, given by ZeroMQ."""
+    receiver: SessionReceiver
+    outgoing: SessionSender
+    is_guest: bool
+    connection: HubConnection | None = None
+    is_connected: bool = True
+    has_ended: bool = False
+    """True if nothing is delivered any more, although frames may still arrive."""
 
 
 class Hub(BusSocket):
@@ -139,10 +133,8 @@ class Hub(BusSocket):
     @property
     def num_stale(self) -> int:
         """Frames of earlier epochs, other runs and sessions that have ended."""
-        open_sessions = self._by_sender.values()
-        return self._num_stale + sum(
-            open_session.receiver.num_dropped for open_session in open_sessions
-        )
+        sessions = self._by_sender.values()
+        return self._num_stale + sum(session.receiver.num_dropped for session in sessions)
 
     @property
     def num_connections(self) -> int:

@@ -14,26 +14,9 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from gllm.messages import nodes
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage
-from gllm.messages.nodes import (
-    PROTOCOL,
-    AssignStages,
-    DumpStacks,
-    EdgeLost,
-    EdgeOpened,
-    EndWorker,
-    EngineState,
-    EpochReady,
-    JoinCluster,
-    LeaveCluster,
-    NodeFacts,
-    NodeLoad,
-    StageFrame,
-    StartWorker,
-    WelcomeNode,
-    WorkerFrame,
-)
 from gllm.options.addresses import Resolve, resolve_host
 from gllm.recovery.clock_offset import ClockOffset
 from gllm.runtime.head.link_process import LinkProcess
@@ -60,11 +43,11 @@ class Agent:
     def __init__(
         self,
         config: AgentConfig,
-        facts: NodeFacts,
+        facts: nodes.NodeFacts,
         node: Node,
         links: LinkProcess,
         find_model: FindModel,
-        read_load: Callable[[], NodeLoad] = NodeLoad,
+        read_load: Callable[[], nodes.NodeLoad] = nodes.NodeLoad,
         resolve: Resolve = resolve_host,
     ) -> None:
         """Create an agent that has not started.
@@ -91,9 +74,9 @@ class Agent:
             config, resolve, self._make_join, self._on_message, self._read_node
         )
         self._agent = secrets.randbits(63)
-        self._engine = EngineState("", "", 0)
+        self._engine = nodes.EngineState("", "", 0)
         self._end_cause = ""
-        self._load = NodeLoad()
+        self._load = nodes.NodeLoad()
         self._num_sessions = 0
         self._is_running = self._has_ended = False
         self._is_dismissed = False
@@ -200,7 +183,7 @@ class Agent:
         status, self._end_cause = self._finished.result()
         self._cancel_preparing()
         if not self._is_dismissed:
-            await self._dialer.leave(LeaveCluster(self._end_cause, status != 0))
+            await self._dialer.leave(nodes.LeaveCluster(self._end_cause, status != 0))
         self._dialer.close(self._end_cause)
         await self._workers.stop()
         self._links.close()
@@ -216,10 +199,10 @@ class Agent:
             log.error("the agent failed", exc_info=error)
             self._finish(1, f"the agent failed: {type(error).__name__}: {error}")
 
-    def _make_join(self) -> JoinCluster:
+    def _make_join(self) -> nodes.JoinCluster:
         config, workers = self._config, self._workers
-        return JoinCluster(
-            PROTOCOL,
+        return nodes.JoinCluster(
+            nodes.PROTOCOL,
             config.name,
             self._agent,
             config.rank,
@@ -247,7 +230,7 @@ class Agent:
     async def _on_session_lost(self) -> None:
         """Close the stages; processes and weights stay."""
         self._cancel_preparing()
-        self._engine = EngineState("", "", 0)
+        self._engine = nodes.EngineState("", "", 0)
         await self._workers.close_stages()
 
     def _cancel_preparing(self) -> None:
@@ -260,11 +243,11 @@ class Agent:
         if self._has_ended:
             return
         match message:
-            case WelcomeNode():
+            case nodes.WelcomeNode():
                 self._on_welcome(message)
-            case EngineState():
+            case nodes.EngineState():
                 self._on_engine_state(message)
-            case LeaveCluster(cause, is_failure):
+            case nodes.LeaveCluster(cause, is_failure):
                 self._is_dismissed = True
                 self._finish(int(is_failure), f"the head ends this node: {cause}")
             case _ if self._preparing is not None:
@@ -272,18 +255,18 @@ class Agent:
             case _:
                 self._handle(message)
 
-    def _on_welcome(self, welcome: WelcomeNode) -> None:
+    def _on_welcome(self, welcome: nodes.WelcomeNode) -> None:
         self._num_sessions += 1
         log.info("node %s is a member of the engine at %s", self._config.name, self._config.head)
         self._links.begin_run(
             welcome.run,
-            lambda epoch, edge: self._send(EdgeOpened(epoch, edge)),
-            lambda epoch, edge, cause: self._send(EdgeLost(epoch, edge, cause)),
+            lambda epoch, edge: self._send(nodes.EdgeOpened(epoch, edge)),
+            lambda epoch, edge, cause: self._send(nodes.EdgeLost(epoch, edge, cause)),
         )
         self._preparing = asyncio.create_task(self._prepare(welcome))
         self._preparing.add_done_callback(self._on_task_done)
 
-    async def _prepare(self, welcome: WelcomeNode) -> None:
+    async def _prepare(self, welcome: nodes.WelcomeNode) -> None:
         """Prepare workers and model, then handle the messages that have arrived meanwhile."""
         await self._workers.begin_session(welcome.run, welcome.workers)
         model = welcome.model, welcome.model_hash
@@ -299,7 +282,7 @@ class Agent:
         for message in waiting:
             self._handle(message)
 
-    def _on_engine_state(self, message: EngineState) -> None:
+    def _on_engine_state(self, message: nodes.EngineState) -> None:
         if message.state != self._engine.state:
             cause = f": {message.cause}" if message.cause else ""
             log.info("the engine is %s%s", message.state, cause)
@@ -309,18 +292,18 @@ class Agent:
         """Handle a command or a frame of the head."""
         workers = self._workers
         match message:
-            case WorkerFrame():
+            case nodes.WorkerFrame():
                 workers.deliver(message)
-            case StageFrame():
+            case nodes.StageFrame():
                 workers.deliver_to_stage(message)
-            case StartWorker():
+            case nodes.StartWorker():
                 workers.start(message)
-            case EndWorker(sender):
+            case nodes.EndWorker(sender):
                 self._node.kill(sender)
-            case DumpStacks(sender):
+            case nodes.DumpStacks(sender):
                 workers.dump_stacks(sender)
-            case AssignStages():
+            case nodes.AssignStages():
                 assert self._folder is not None, "the model was found"
                 workers.assign(message, self._folder)
-            case EpochReady(epoch) if epoch == workers.epoch:
+            case nodes.EpochReady(epoch) if epoch == workers.epoch:
                 self._node.on_epoch_ready()

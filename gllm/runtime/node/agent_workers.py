@@ -14,20 +14,10 @@ import msgspec
 import zmq
 
 from gllm.config.engine import EngineConfig
+from gllm.messages import nodes
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage, decode_for_head, encode
 from gllm.messages.lifecycle import CloseEpoch, EpochClosed, Hello, Shutdown
-from gllm.messages.nodes import (
-    AssignmentFailed,
-    AssignStages,
-    StageFrame,
-    StartWorker,
-    WorkerExited,
-    WorkerFrame,
-    WorkerSample,
-    WorkerSessionLost,
-    WorkerStacks,
-)
 from gllm.messages.reports import StageMeasured
 from gllm.observability.logs import LogConfig
 from gllm.recovery.clock_offset import ClockOffset
@@ -110,11 +100,11 @@ class AgentWorkers:
         hubs = (hub for hub in (self._hub, self._relay) if hub is not None)
         return self._num_stale + sum(hub.num_stale for hub in hubs)
 
-    def sample(self) -> list[WorkerSample]:
+    def sample(self) -> list[nodes.WorkerSample]:
         """Return the states of the workers' processes."""
         samples = ((sender, self._node.sample(sender)) for sender in sorted(self.living))
         return [
-            WorkerSample(sender, sample.is_stopped, sample.cpu_seconds)
+            nodes.WorkerSample(sender, sample.is_stopped, sample.cpu_seconds)
             for sender, sample in samples
             if sample is not None
         ]
@@ -132,12 +122,12 @@ class AgentWorkers:
             self._kill_unwanted(sender)
         for sender in wanted:
             if sender not in self.living or sender in self._unwanted:
-                self._send(WorkerExited(sender, "the process has exited", ""))
+                self._send(nodes.WorkerExited(sender, "the process has exited", ""))
             elif self._socket is not None and sender not in self._socket.connecting:
                 # It may have connected while there was no session.
-                self._send(WorkerFrame(sender, PROCESS_EPOCH, encode(Hello(sender))))
+                self._send(nodes.WorkerFrame(sender, PROCESS_EPOCH, encode(Hello(sender))))
 
-    def start(self, command: StartWorker) -> None:
+    def start(self, command: nodes.StartWorker) -> None:
         """Start a worker; report its exit if that fails."""
         sender = command.sender
         assert self._socket is not None, "the session has begun"
@@ -148,7 +138,7 @@ class AgentWorkers:
         except (OSError, zmq.ZMQError) as error:
             log.warning("a worker could not be started: %s", error)
             self._forget(sender)
-            self._send(WorkerExited(sender, f"a process could not be started: {error}", ""))
+            self._send(nodes.WorkerExited(sender, f"a process could not be started: {error}", ""))
         else:
             self.living.add(sender)
 
@@ -157,7 +147,7 @@ class AgentWorkers:
         self._node.dump_stacks(sender)
         asyncio.get_running_loop().call_later(DUMP_SECONDS, self._report_stacks, sender)
 
-    def assign(self, command: AssignStages, folder: Path) -> None:
+    def assign(self, command: nodes.AssignStages, folder: Path) -> None:
         """Begin an epoch, measure the workers or prepare their layers; report a failure.
 
         Args:
@@ -179,9 +169,9 @@ class AgentWorkers:
                 self._assign(assignment, folder)
         except (OSError, ValueError, msgspec.DecodeError, zmq.ZMQError) as error:
             log.warning("the stages of epoch %d cannot begin: %s", command.epoch, error)
-            self._send(AssignmentFailed(command.epoch, str(error)))
+            self._send(nodes.AssignmentFailed(command.epoch, str(error)))
 
-    def deliver(self, frame: WorkerFrame) -> None:
+    def deliver(self, frame: nodes.WorkerFrame) -> None:
         """Send a message of the head to its worker, which checks and decodes it."""
         is_fenced = frame.epoch != PROCESS_EPOCH
         if self._hub is None or (is_fenced and frame.epoch != self.epoch):
@@ -192,7 +182,7 @@ class AgentWorkers:
         if frame.payload == _CLOSE_EPOCH:
             self._close_connections()
 
-    def deliver_to_stage(self, frame: StageFrame) -> None:
+    def deliver_to_stage(self, frame: nodes.StageFrame) -> None:
         """Send a message of the driver to a stage."""
         if self._relay is None or frame.epoch != self._relay.epoch:
             self._num_stale += 1
@@ -312,7 +302,7 @@ class AgentWorkers:
                     self._has_changed.set()
             assert isinstance(message, WireMessage)
             epoch = self.epoch if message.is_fenced else PROCESS_EPOCH
-            self._send(WorkerFrame(sender, epoch, encode(message)))
+            self._send(nodes.WorkerFrame(sender, epoch, encode(message)))
 
     def _on_session_lost(self, sender: int, cause: str) -> None:
         """Report the end of a worker's session with this process."""
@@ -320,11 +310,11 @@ class AgentWorkers:
 
     def _report_session_lost(self, sender: int, cause: str) -> None:
         if sender in self.living:
-            self._send(WorkerSessionLost(sender, cause))
+            self._send(nodes.WorkerSessionLost(sender, cause))
 
     def _report_stacks(self, sender: int) -> None:
         if sender in self.living:
-            self._send(WorkerStacks(sender, self._node.read_stacks(sender)))
+            self._send(nodes.WorkerStacks(sender, self._node.read_stacks(sender)))
 
     def _on_exit(self, sender: int, description: str) -> None:
         """Handle the exit of a worker; report it after its last messages."""
@@ -343,7 +333,7 @@ class AgentWorkers:
     def _report_exit(self, run: int, sender: int, description: str, stacks: str) -> None:
         if run == self.run:
             self._forget(sender)
-            self._send(WorkerExited(sender, description, stacks))
+            self._send(nodes.WorkerExited(sender, description, stacks))
 
     def _forget(self, sender: int) -> None:
         if self._hub is not None:
