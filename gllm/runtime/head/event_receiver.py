@@ -328,7 +328,7 @@ class EventReceiver:
                 self._on_node_gone(name, f"node {name} was lost")
 
     def on_node_joined(self, session: AgentSession) -> None:
-        """See NodeListener."""
+        """Handle a node that has joined; `NodeHub.welcome` has to be called."""
         join, name = session.join, session.name
         self._group.add(RemoteNode(session))
         workers = join.workers if join.run == self._hub.run else []
@@ -346,7 +346,7 @@ class EventReceiver:
         self._on_joined(session, wanted, join.is_spare)
 
     def on_node_message(self, session: AgentSession, message: AnyMessage) -> None:
-        """See NodeListener."""
+        """Handle a message of a member."""
         remote = self._group.remotes.get(session.name)
         if remote is None or remote.session is not session:
             self._channels.drop()
@@ -386,7 +386,7 @@ class EventReceiver:
     def on_node_lost(
         self, session: AgentSession, cause: str, is_death: bool, has_left: bool
     ) -> None:
-        """See NodeListener."""
+        """Handle the end of a session."""
         remote = self._group.remotes.get(session.name)
         if remote is None or remote.session is not session:
             return

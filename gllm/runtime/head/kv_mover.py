@@ -167,12 +167,12 @@ class EngineKvMover:
             self._certificate = None
 
     def on_started(self) -> None:
-        """See LinkOwner."""
+        """Send the process what it needs, because it has started; it has its identity."""
         if self._caches is not None:
             self._open_caches(self._caches)
 
     def on_message(self, message: LinkMessage) -> None:
-        """See LinkOwner."""
+        """Handle a message of the process."""
         caches = self._caches
         if not isinstance(message, KvCachesOpened) or caches is None:
             return
@@ -191,7 +191,7 @@ class EngineKvMover:
         self._set_endpoint(encode_endpoint(KvEndpoint([machine])))
 
     def on_exited(self) -> None:
-        """See LinkOwner."""
+        """Handle the end of the process: it has been reaped, and is started again later."""
         self._set_endpoint(b"")
 
     def _open_caches(self, caches: _OpenCaches) -> None:

@@ -364,13 +364,13 @@ class LinkProcess:
         self.links = []
 
     def on_started(self) -> None:
-        """See LinkOwner."""
+        """Send the process what it needs, because it has started; it has its identity."""
         self._num_malformed_before = self.num_malformed
         for command, descriptors in self._edges.values():
             self._child.send(command, descriptors)
 
     def on_message(self, message: LinkMessage) -> None:
-        """See LinkOwner."""
+        """Handle a message of the process."""
         match message:
             case LinkEdgeOpened(epoch, edge):
                 opened = self._edges.get((epoch, edge))
@@ -384,7 +384,7 @@ class LinkProcess:
                 self.num_malformed = self._num_malformed_before + message.num_malformed
 
     def on_exited(self) -> None:
-        """See LinkOwner."""
+        """Handle the end of the process: it has been reaped, and is started again later."""
         self.links = []
 
     def _close_descriptors(self, keys: list[tuple[int, int]]) -> None:

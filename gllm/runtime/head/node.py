@@ -361,11 +361,14 @@ class LocalNode(Node):
         return [worker.process for worker in (*self.workers.values(), *self._unused)]
 
     def watch(self, on_exit: OnExit) -> None:
-        """See Node."""
+        """Report exits of workers from now on; needs a running event loop."""
         self._on_exit = on_exit
 
     def spawn(self, identity: WorkerIdentity) -> None:
-        """See Node; uses a process that was started before if there is one."""
+        """Start a worker.
+
+        Uses a process that was started before if there is one.
+        """
         worker = self._unused.popleft() if self._unused else self._start_process()
         sender = identity.sender
         self.workers[sender] = worker
@@ -373,12 +376,12 @@ class LocalNode(Node):
         self._send(identity)
 
     def kill(self, sender: int) -> None:
-        """See Node."""
+        """Kill a worker; its exit is reported as that of any other."""
         if sender in self.workers:
             self.workers[sender].process.kill()
 
     def sample(self, sender: int) -> ProcessSample | None:
-        """See Node."""
+        """Return the state of a worker's process; None if it has exited or has none of its own."""
         if sender not in self.workers:
             return None
         try:
@@ -391,12 +394,15 @@ class LocalNode(Node):
         return ProcessSample(fields[0] in "Tt", ticks / os.sysconf("SC_CLK_TCK"))
 
     def dump_stacks(self, sender: int) -> None:
-        """See Node; a stopped process writes them once it is continued."""
+        """Make a worker write the stacks of its threads, which `read_stacks` returns soon after.
+
+        A stopped process writes them once it is continued.
+        """
         if sender in self.workers:
             self.workers[sender].process.send_signal(DUMP_SIGNAL)
 
     def read_stacks(self, sender: int) -> str:
-        """See Node."""
+        """Return the stacks that a worker has written; also after a crash, within `on_exit`."""
         if sender not in self.workers:
             return ""
         stacks = self.workers[sender].stacks
@@ -404,7 +410,7 @@ class LocalNode(Node):
         return os.pread(stacks, MAX_STACKS_BYTES, begin).decode(errors="replace")
 
     async def stop(self) -> None:
-        """See Node."""
+        """Wait until the workers have exited after the shutdown message; kill those that do not."""
         self._on_exit = None
         with suppress(TimeoutError):
             async with asyncio.timeout(STOP_SECONDS):

@@ -243,28 +243,37 @@ class RemoteNode:
         return LinkPeer(self.node_name, address, facts.certificate)
 
     def watch(self, on_exit: OnExit) -> None:
-        """See Node."""
+        """Report exits of workers from now on; needs a running event loop."""
         self._on_exit = on_exit
 
     def spawn(self, identity: WorkerIdentity) -> None:
-        """See Node; the address of the worker's hub is the agent's."""
+        """Start a worker.
+
+        The address of the worker's hub is the agent's.
+        """
         logs = identity.logs
         self.session.send(StartWorker(identity.sender, logs.level, logs.format))
 
     def kill(self, sender: int) -> None:
-        """See Node."""
+        """Kill a worker; its exit is reported as that of any other."""
         self.session.send(EndWorker(sender))
 
     def sample(self, sender: int) -> ProcessSample | None:
-        """See Node; as of the agent's last heartbeat."""
+        """Return the state of a worker's process; None if it has exited or has none of its own.
+
+        As of the agent's last heartbeat.
+        """
         return self.session.sample(sender)
 
     def dump_stacks(self, sender: int) -> None:
-        """See Node."""
+        """Make a worker write the stacks of its threads, which `read_stacks` returns soon after."""
         self.session.send(DumpStacks(sender))
 
     def read_stacks(self, sender: int) -> str:
-        """See Node; as the agent has reported them."""
+        """Return the stacks that a worker has written; also after a crash, within `on_exit`.
+
+        As the agent has reported them.
+        """
         return self._stacks.get(sender, "")
 
     def on_stacks(self, sender: int, stacks: str) -> None:
@@ -319,7 +328,7 @@ class NodeGroup(Node):
         return 0 if self.proxies is None else self.proxies.num_stale
 
     def watch(self, on_exit: OnExit) -> None:
-        """See Node."""
+        """Report exits of workers from now on; needs a running event loop."""
         self._on_exit = on_exit
         self.local.watch(on_exit)
 
@@ -383,33 +392,42 @@ class NodeGroup(Node):
         return remote is not None and remote.is_silent
 
     def spawn(self, identity: WorkerIdentity) -> None:
-        """See Node; the worker runs where `place` has put it, by default on this machine."""
+        """Start a worker.
+
+        The worker runs where `place` has put it, by default on this machine.
+        """
         self._node_of(identity.sender).spawn(identity)
 
     def kill(self, sender: int) -> None:
-        """See Node."""
+        """Kill a worker; its exit is reported as that of any other."""
         self._node_of(sender).kill(sender)
 
     def sample(self, sender: int) -> ProcessSample | None:
-        """See Node."""
+        """Return the state of a worker's process; None if it has exited or has none of its own."""
         return self._node_of(sender).sample(sender)
 
     def dump_stacks(self, sender: int) -> None:
-        """See Node."""
+        """Make a worker write the stacks of its threads, which `read_stacks` returns soon after."""
         self._node_of(sender).dump_stacks(sender)
 
     def read_stacks(self, sender: int) -> str:
-        """See Node."""
+        """Return the stacks that a worker has written; also after a crash, within `on_exit`."""
         return self._node_of(sender).read_stacks(sender)
 
     async def stop(self) -> None:
-        """See Node; agents end their own workers."""
+        """Wait until the workers have exited after the shutdown message; kill those that do not.
+
+        Agents end their own workers.
+        """
         await self.local.stop()
         if self.proxies is not None:
             self.proxies.close()
 
     def prepare(self, assignment: NodeAssignment, folder: Path, node: str | None = None) -> None:
-        """See Node; machines that are lost meanwhile are left out."""
+        """Let this machine's workers measure their speed, or load layers while their stage serves.
+
+        Machines that are lost meanwhile are left out.
+        """
         self.local.prepare(assignment, folder, node)
         for remote in self._remotes_of(assignment.placement):
             if node in (None, remote.node_name):
@@ -422,7 +440,7 @@ class NodeGroup(Node):
         plan_record: int | None = None,
         output_lengths: dict[int, list[int]] | None = None,
     ) -> None:
-        """See Node."""
+        """Send each of this machine's workers its stage, with new files and driver's address."""
         placement = assignment.placement
         self._check_nodes(placement)
         if self.remotes:
@@ -447,7 +465,7 @@ class NodeGroup(Node):
             remote.assign(assignment)
 
     def on_epoch_ready(self) -> None:
-        """See Node."""
+        """Remove the driver's address: all workers have connected, and nothing else may."""
         self.local.on_epoch_ready()
         for remote in self._assigned:
             remote.session.send(EpochReady(self._epoch))

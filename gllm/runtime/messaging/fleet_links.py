@@ -181,12 +181,12 @@ class FleetLinks:
         self.links.clear()
 
     def on_connected(self, connection: PeerConnection) -> None:
-        """See PeerHandler."""
+        """Begin a session; messages may be sent. The peer may turn out not to be there."""
         self._peers[connection] = _Peer()
         connection.send(self.greeting)
 
     def on_message(self, connection: PeerConnection, message: AnyMessage) -> None:
-        """See PeerHandler."""
+        """Handle a message. An exception ends the session."""
         peer = self._peers[connection]
         match message:
             case AnnounceEngine():
@@ -199,14 +199,14 @@ class FleetLinks:
                 self._on_message(peer.link, message)
 
     def on_lost(self, connection: PeerConnection, cause: str) -> None:
-        """See PeerHandler."""
+        """Handle the end of a session that `ConnectionPool.close` did not end."""
         peer = self._peers.pop(connection)
         if peer.link is not None:
             self._detach(peer.link)
             self._on_lost(peer.link, cause)
 
     def on_tick(self) -> None:
-        """See PeerHandler."""
+        """Send heartbeats."""
         for connection in self._peers:
             connection.send(RouterHeartbeat())
 

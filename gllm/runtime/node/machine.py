@@ -66,7 +66,7 @@ class NvmlGpus:
         self.names = [name.decode() if isinstance(name, bytes) else str(name) for name in names]
 
     def read(self) -> tuple[list[float | None], list[float | None], list[float | None]]:
-        """See GpuSample."""
+        """Return utilization (0 to 1), watts and degrees Celsius of each GPU; None if unknown."""
         nvml = self._nvml
         return (
             [self._get(lambda h: nvml.nvmlDeviceGetUtilizationRates(h).gpu / 100, h)
@@ -90,7 +90,7 @@ class NamedGpus:
         self.names = sorted(line.partition(":")[2].strip() for line in find_gpu_models(proc))
 
     def read(self) -> tuple[list[float | None], list[float | None], list[float | None]]:
-        """See GpuSample."""
+        """Return utilization (0 to 1), watts and degrees Celsius of each GPU; None if unknown."""
         unknown: list[float | None] = [None] * len(self.names)
         return unknown, unknown, unknown
 

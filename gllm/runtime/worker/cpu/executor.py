@@ -49,14 +49,14 @@ class CpuExecutor(Executor):
         """Last sampled token by sequence, on rank 0."""
 
     def log_choices(self) -> None:
-        """See Executor."""
+        """Log what was chosen for the stage: attention backend, dtypes, kernels."""
         super().log_choices()
         if self.is_first and self._rank == 0 and self.device.type == "cpu":
             log_kernels()
 
     @property
     def held_seqs(self) -> set[int]:
-        """See Executor."""
+        """Sequences that have been registered or scheduled and not released."""
         return super().held_seqs | self._last_tokens.keys()
 
     def _release(self, seqs: list[int]) -> None:
@@ -117,7 +117,10 @@ class CpuExecutor(Executor):
     def sample(
         self, batch: Batch, output: Tensor
     ) -> tuple[list[SampledToken], list[SampleDetails]]:
-        """See Executor; `output` are logits."""
+        """Return the result of each sampling row, and details of the rows that return any.
+
+        `output` are logits.
+        """
         for chunk in batch.prompt_chunks:
             chunk.store_scores()
         samples = sample_rows(output, batch.sampling)

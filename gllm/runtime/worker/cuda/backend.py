@@ -50,13 +50,16 @@ class CudaBackend(DeviceBackend):
         self._counter: CompilationCounter | None = None
 
     def reserve(self) -> SchedulerConfig:
-        """See DeviceBackend."""
+        """Allocate the memory for steps; a CPU needs none in advance."""
         config = super().reserve()
         self.executor.reserve(config)
         return config
 
     def available_bytes(self) -> int | None:
-        """See DeviceBackend; workers on one GPU get equal shares."""
+        """Return the bytes for KV blocks in the device's own memory; None for the host's memory.
+
+        Workers on one GPU get equal shares.
+        """
         config = self._assignment.config
         num_bytes = self.executor.available_bytes(
             config.gpu_memory_utilization, config.scheduler.block_size, self._graph_rows
@@ -64,7 +67,10 @@ class CudaBackend(DeviceBackend):
         return num_bytes // self._max_workers_per_gpu
 
     def prepare_steps(self) -> None:
-        """See DeviceBackend; the log shows the progress."""
+        """Compile kernels and record graphs, with the KV cache allocated; a CPU has none.
+
+        The log shows the progress.
+        """
         log.info("compiling kernels")
         self.executor.warm_up()
         self.executor.record_graphs(
@@ -74,12 +80,12 @@ class CudaBackend(DeviceBackend):
 
     @property
     def host_seconds(self) -> float:
-        """See DeviceBackend."""
+        """Seconds that the host took to build steps and to queue their work; 0 on a CPU."""
         return self.executor.host_seconds
 
     @property
     def num_compilations(self) -> int:
-        """See DeviceBackend."""
+        """Kernels compiled since `prepare_steps`; 0 on a CPU."""
         return 0 if self._counter is None else self._counter.count
 
     @property

@@ -166,14 +166,17 @@ class CudaExecutor(Executor):
         """Group of the stage's ranks; None for a stage of one rank."""
 
     def join(self, groups: StageGroups) -> None:
-        """See Executor; both groups of a device are one, because one thread queues all work."""
+        """Compute together with the other ranks of the stage, until `close`.
+
+        Both groups of a device are one, because one thread queues all work.
+        """
         super().join(groups)
         assert isinstance(groups.layers, DeviceRankGroup), "groups are opened with the device"
         self._group = groups.layers
         self.supports_graphs = self.supports_graphs and groups.layers.can_capture
 
     def close(self) -> None:
-        """See Executor."""
+        """Free everything but the weights; no other method but `load` of a successor follows."""
         super().close()
         self._group = None
         # Graphs refer to the communicator, which is closed next.
@@ -203,7 +206,7 @@ class CudaExecutor(Executor):
         self._graphs = DecodeGraphs(queues, self.stream, get_block_table)
 
     def allocate(self, num_blocks: int, block_size: int, kv_memory: int | None = None) -> None:
-        """See Executor."""
+        """Allocate the KV cache."""
         if kv_memory is not None:
             raise FieldError("kv_transfer", KV_TRANSFER_ON_GPU)
         # Two blocks that no sequence holds: one stays zero, padding is written to the other.
@@ -373,7 +376,7 @@ class CudaExecutor(Executor):
         return self._prepare_seconds + self._compute_seconds
 
     def bind_thread(self) -> None:
-        """See Executor."""
+        """Select the executor's device on the calling thread, before it uses the executor."""
         self._queues.bind_thread()
 
     def _build_batch(self, plan: StepPlan) -> Batch:
@@ -431,7 +434,7 @@ class CudaExecutor(Executor):
         return output
 
     def wait(self, batch: Batch) -> DeviceTime:
-        """See Executor."""
+        """Wait until the device has computed the micro-batch; for asynchronous executors only."""
         spans: list[tuple[DeviceEvent, DeviceEvent]] = batch.device_state.spans
         first, last = spans[0][0], spans[-1][1]
         last.synchronize()
@@ -451,7 +454,10 @@ class CudaExecutor(Executor):
     def sample(
         self, batch: Batch, output: Tensor
     ) -> tuple[list[SampledToken], list[SampleDetails]]:
-        """See Executor; the tokens are sampled already, the host waits for their copy."""
+        """Return the result of each sampling row, and details of the rows that return any.
+
+        The tokens are sampled already, the host waits for their copy.
+        """
         pending = batch.device_state.tokens
         assert pending is not None, "a step is sampled once it is computed"
         tokens, scores, embeddings = pending.read()
