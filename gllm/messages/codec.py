@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class ForwardDecoder(Generic[T]):
-    """Decoder that ignores the fields it does not know, in structs and in named tuples."""
+    """Decoder that ignores unknown fields in structs and named tuples."""
 
     def __init__(self, kind: Any) -> None:
         """Create the decoder of a message type or a union of them."""

@@ -23,7 +23,7 @@ OLDEST_PROTOCOL = 1
 
 
 def is_compatible(protocol: int, oldest_protocol: int) -> bool:
-    """Return True if a peer that speaks these versions and this process understand each other."""
+    """Return True if the protocol versions of a peer and of this process overlap."""
     return max(oldest_protocol, OLDEST_PROTOCOL) <= min(protocol, PROTOCOL)
 
 
@@ -113,7 +113,7 @@ class RouterHeartbeat(ProcessMessage, frozen=True):
 
 
 class DrainEngine(ProcessMessage, frozen=True):
-    """Command to an engine: take no new requests from routers, or take them again."""
+    """Command to an engine: refuse new requests from routers, or accept them again."""
 
     is_on: bool
 

@@ -23,7 +23,7 @@ Ticket = Annotated[int, Meta(ge=1, le=MAX_TICKET)]
 
 
 def make_ticket() -> int:
-    """Return a ticket that nobody can guess; never 0."""
+    """Return a random ticket that cannot be guessed, never 0."""
     return secrets.randbelow(MAX_TICKET) + 1
 
 
@@ -50,7 +50,7 @@ class KvSource(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KvHandoff(msgspec.Struct, frozen=True):
-    """Fields of a submission that belong to a hand-off."""
+    """Fields of a request that is handed off between a prefill and a decode engine."""
 
     ticket: int = 0
     """Ticket under which the KV blocks are kept at the end; 0 to free them."""
@@ -92,7 +92,7 @@ class PrefetchKv(WireMessage, frozen=True):
 
 
 class ReleaseKvHolds(WireMessage, frozen=True):
-    """Command to the engine that holds or prefetches KV blocks: free them.
+    """Command to an engine that holds or prefetches KV blocks: free them.
 
     Unknown tickets are ignored.
     """

@@ -123,7 +123,7 @@ class KvLayout(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KvMove(NamedTuple):
-    """Head range of one layer that a worker gets from one other worker."""
+    """Transfer of a head range of one layer from one worker to another."""
 
     peer: int
     """Position of the other worker among those of its engine."""

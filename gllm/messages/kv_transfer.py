@@ -95,7 +95,7 @@ class KvRevoked(WireMessage, frozen=True):
 
 
 class KvMoverGone(WireMessage, frozen=True):
-    """Report in place of a mover whose channel has ended: it reads and writes no block any more."""
+    """Local report that the channel to the KV mover has ended: it accesses no block any more."""
 
 
 class KvMoverStuck(WireMessage, frozen=True):

@@ -52,7 +52,7 @@ class StageLoaded(WireMessage, frozen=True):
 
 
 class LayersPrepared(ProcessMessage, frozen=True):
-    """Report that a worker has loaded its layers of a planned change, beside its present stage."""
+    """Report that a worker has loaded its layers of a planned change while its stage serves."""
 
     change: int
     """Number of the change."""
@@ -87,7 +87,7 @@ class StageFailed(ProcessMessage, frozen=True):
 
 
 class CloseEpoch(WireMessage, frozen=True):
-    """Command to a worker: close its stage of the current epoch, but keep the weights."""
+    """Command to a worker: close its stage of the current epoch; the weights stay in memory."""
 
 
 class EpochClosed(WireMessage, frozen=True):

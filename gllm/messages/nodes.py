@@ -44,7 +44,7 @@ class NodeFacts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NodeLoad(msgspec.Struct, frozen=True):
-    """Load of a machine; None for what cannot be read."""
+    """Load of a machine; None for values that cannot be read."""
 
     cpu_utilization: float | None = None
     """Share of all cores that is in use, 0 to 1."""

@@ -6,7 +6,7 @@ from gllm.messages.base import Int64, TokenId
 
 
 class SequenceSamplingParams(msgspec.Struct, frozen=True, array_like=True):
-    """Sampling parameters of one sequence, as the last stage applies them.
+    """Sampling parameters of one sequence on the last stage.
 
     `gllm.config.sampling.SamplingParams` has the parameters as users set them.
     """

@@ -32,7 +32,7 @@ class PeerLink(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ServiceReading(msgspec.Struct, frozen=True, array_like=True):
-    """State and counters of a service's engine, as the node of its head reads them."""
+    """State and counters of a service's engine, read by the node of its head."""
 
     state: str
     """loading, ready, sleeping, recovering, draining, stuck, dead or unreachable."""
@@ -92,7 +92,7 @@ class DrainServiceNode(ProcessMessage, frozen=True):
 
 
 class ServiceNodeKept(ProcessMessage, frozen=True):
-    """Report that an engine keeps a node, because the others have too little memory."""
+    """Report that an engine does not release a node, because memory is short without it."""
 
     process: Count
     """Process of the head."""

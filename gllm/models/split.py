@@ -6,7 +6,7 @@
 from collections.abc import Sequence
 
 from gllm.models.spec import ModelSpec
-from gllm.recovery.partition import StageCosts, cut_layers
+from gllm.recovery.partition import StageCosts, partition_layers
 
 
 def split_layers(model: ModelSpec, stages: int, layers: Sequence[int] | None = None) -> list[range]:
@@ -27,7 +27,7 @@ def split_layers(model: ModelSpec, stages: int, layers: Sequence[int] | None = N
                 f"pipeline_parallel_size is {stages}, but the model has only {total} layers: "
                 "use fewer stages"
             )
-        return cut_layers([layer_costs(model)] * stages)
+        return partition_layers([layer_costs(model)] * stages)
     if sum(layers) != total or len(layers) != stages or min(layers) < 1:
         raise ValueError(
             f"layers {','.join(map(str, layers))} has to give each of the {stages} stages at "

@@ -46,13 +46,13 @@ class ChooseLayers(Action, frozen=True):
 
 
 class ChangeShape(Action, frozen=True):
-    """Note other stages, or other nodes of the stages, from the next epoch on."""
+    """Use other stages, or other nodes of the stages, from the next epoch on."""
 
     shape: NodeShape
 
 
 class PrepareLayers(Action, frozen=True):
-    """Let workers load the layers of a planned change beside the present ones.
+    """Let workers load the layers of a planned change while the present epoch serves.
 
     `on_prepared` follows for each; `on_preparation_failed` if a node cannot do it.
     """
@@ -68,7 +68,7 @@ class PrepareLayers(Action, frozen=True):
 
 
 class BeginChange(Action, frozen=True):
-    """Note that a planned change ends the present epoch, which serves."""
+    """Announce that a planned change ends the present epoch."""
 
     kind: str
     """rebalanced, drained or joined."""
@@ -110,18 +110,18 @@ class DetachClient(Action, frozen=True):
 
 
 class AttachClient(Action, frozen=True):
-    """Submit the parked requests again."""
+    """Submit the parked requests to the driver again."""
 
     epoch: int
 
 
 class RejectParked(Action, frozen=True):
-    """End the parked requests with an error, and refuse new ones until the engine is ready."""
+    """End the parked requests with an error, because the recovery has taken too long."""
 
     cause: str
 
 
 class GiveUp(Action, frozen=True):
-    """End the engine; nothing follows."""
+    """End the engine; no other action follows."""
 
     cause: str

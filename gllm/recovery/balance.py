@@ -8,12 +8,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gllm.recovery.partition import StageCosts, StageMemory, cut_layers
+from gllm.recovery.partition import StageCosts, StageMemory, partition_layers
 
 
 @dataclass(frozen=True)
 class BalanceLimits:
-    """Conditions under which another cut is proposed."""
+    """Conditions under which another partition of the layers is proposed."""
 
     min_gain: float = 0.15
     """Least gain of throughput, as a share: the slowest stage's time now over that of the better
@@ -31,8 +31,8 @@ class BalanceLimits:
 
 
 @dataclass(frozen=True)
-class BetterCut:
-    """Proposal of another cut of the layers."""
+class BetterPartition:
+    """Proposal of another partition of the layers."""
 
     layers: tuple[range, ...]
     """Layers of each stage."""
@@ -49,7 +49,7 @@ class BetterCut:
 
 @dataclass(frozen=True, slots=True)
 class StageTotals:
-    """Work of a stage since the start of an epoch."""
+    """Number of steps and busy time of a stage since the start of an epoch."""
 
     num_steps: int = 0
     busy_seconds: float = 0.0
@@ -67,7 +67,7 @@ class StageTotals:
 
 
 class Rebalancer:
-    """Compares the present cut with the best one under the step times of the last seconds.
+    """Comparison of the present partition with the best one under the latest step times.
 
     All stages compute the same steps, so their mean times are comparable whatever the load is. A
     stage's time is its costs under the present cut times an unknown factor, its slowness for this
@@ -103,15 +103,17 @@ class Rebalancer:
         self._quiet_until = -math.inf
 
     def begin(self, cut: Sequence[range]) -> None:
-        """Begin an epoch with a cut."""
+        """Begin an epoch with a partition of the layers."""
         self._cut = tuple(cut)
         self._totals, self._streak = {}, []
         self._window_end = None
 
     def on_totals(
         self, stage: int, num_steps: int, busy_seconds: float, now: float
-    ) -> BetterCut | None:
-        """Record a stage's totals; return a better cut if it has been better for long enough.
+    ) -> BetterPartition | None:
+        """Record a stage's totals.
+
+        Return a better partition if it has been better for several windows in a row.
 
         Args:
             stage: index of the stage.
@@ -160,7 +162,7 @@ class Rebalancer:
         self._quiet_until = now + seconds
         self._num_proposals = min(self._num_proposals + 1, 32)
 
-    def _find_better(self, work: dict[int, StageTotals]) -> BetterCut | None:
+    def _find_better(self, work: dict[int, StageTotals]) -> BetterPartition | None:
         """Return the best cut under some step times; None if its gain is too small.
 
         work: of each stage in a window.
@@ -173,14 +175,14 @@ class Rebalancer:
                 return None
             scaled.append(costs.scale(measured / expected))
         try:
-            best = tuple(cut_layers(scaled, self._memory))
+            best = tuple(partition_layers(scaled, self._memory))
         except ValueError:
             # The present cut was made by hand and does not fit the estimate of the memory.
             return None
         expected_seconds = tuple(
             costs.cost_of(part.start, part.stop) for costs, part in zip(scaled, best, strict=True)
         )
-        better = BetterCut(best, tuple(seconds), expected_seconds)
+        better = BetterPartition(best, tuple(seconds), expected_seconds)
         return better if better.gain > self._limits.min_gain else None
 
 

@@ -90,7 +90,7 @@ def describe_facts(facts: JoinFacts) -> str:
 
 
 def parse_facts(text: str) -> JoinFacts | None:
-    """Return the facts in the answer to a probe; None if the head is one that does not know it."""
+    """Return the facts in the answer to a probe; None if the head does not support probes."""
     try:
         return msgspec.json.decode(text, type=JoinFacts)
     except msgspec.DecodeError:

@@ -81,7 +81,7 @@ class FrozenDetector:
         self._last_check = -math.inf
 
     def watch(self, senders: Iterable[int]) -> None:
-        """Watch the workers of a new epoch, in the order of their stages, and no others."""
+        """Start to check the workers of a new epoch, in the order of their stages."""
         self._watched = {sender: _Watched() for sender in senders}
 
     def on_heartbeat(
@@ -112,11 +112,11 @@ class FrozenDetector:
         worker.step, worker.is_waiting = step, is_waiting
         worker.step_started = math.inf if step is None else now - step_seconds
 
-    def forgive(self, senders: Iterable[int], now: float) -> None:
-        """Restart the times of workers of which nothing can be known at the moment."""
+    def restart_times(self, senders: Iterable[int], now: float) -> None:
+        """Restart the times of workers whose state is unknown at the moment."""
         for sender in senders:
             if worker := self._watched.get(sender):
-                self._forgive(worker, now)
+                self._restart_times(worker, now)
 
     def check(
         self, samples: Mapping[int, ProcessSample], now: float, is_serving: bool
@@ -132,7 +132,7 @@ class FrozenDetector:
         self._last_check = now
         for sender, worker in self._watched.items():
             if was_suspended:
-                self._forgive(worker, now)
+                self._restart_times(worker, now)
             self._note_sample(worker, samples.get(sender), now)
         causes = {
             sender: cause
@@ -147,7 +147,7 @@ class FrozenDetector:
         return causes
 
     @staticmethod
-    def _forgive(worker: _Watched, now: float) -> None:
+    def _restart_times(worker: _Watched, now: float) -> None:
         """Restart the times of a worker."""
         worker.busy_at = now
         worker.stopped_since = math.inf

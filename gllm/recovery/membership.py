@@ -86,7 +86,7 @@ class Membership:
 
     @property
     def members(self) -> list[str]:
-        """Names of the living members in the order of their ranks, from rank 1.
+        """Names of the connected members in the order of their ranks, from rank 1.
 
         Nodes without a rank have the ranks that nobody asked for, in the order in which they
         joined.
@@ -100,7 +100,7 @@ class Membership:
 
     @property
     def spares(self) -> list[str]:
-        """Names of the living spares, in the order in which they joined."""
+        """Names of the connected spares, in the order in which they joined."""
         alive = [node for node in self.nodes.values() if node.status is NodeStatus.SPARE]
         return [node.name for node in sorted(alive, key=lambda node: node.joined_at)]
 
@@ -109,7 +109,7 @@ class Membership:
         return self._deadline is not None and not self.is_complete and now >= self._deadline
 
     def finish_forming(self) -> None:
-        """Note that the engine starts with the members; whoever joins from now on is a spare."""
+        """Record that the engine starts with the present members; later nodes are spares."""
         self._has_formed = True
 
     def unsupported_reason(self, rank: int | None, name: str = "") -> str:
@@ -126,7 +126,7 @@ class Membership:
         )
 
     def on_joined(self, name: str, rank: int | None, is_spare: bool, now: float) -> str:
-        """Handle a node that wants to join, first or again.
+        """Handle a node that joins for the first time or again.
 
         A node that joins again takes the place of its lost record. A node with the rank of a lost
         one replaces it.
@@ -163,17 +163,17 @@ class Membership:
         return ""
 
     def set_spare(self, name: str, is_spare: bool) -> None:
-        """Note that a living node has no stages, or has got some."""
+        """Mark a connected node as a spare without stages, or as a member."""
         if (record := self.nodes.get(name)) is not None and record.is_alive:
             record.status = NodeStatus.SPARE if is_spare else NodeStatus.MEMBER
 
     def note_cause(self, name: str, cause: str) -> None:
-        """Note a cause for people, about a node that has joined."""
+        """Store a cause that reports show for a node."""
         if (record := self.nodes.get(name)) is not None:
             record.last_cause = cause
 
-    def on_heard(self, name: str, now: float) -> None:
-        """Handle any message of a node."""
+    def record_message(self, name: str, now: float) -> None:
+        """Record the time of a message of a node."""
         if (record := self.nodes.get(name)) is not None and record.is_alive:
             record.heard_at = now
 
@@ -195,11 +195,11 @@ class Membership:
         self.refused[address] = cause
 
     def on_accepted(self, address: str) -> None:
-        """Handle a node that has joined from an address, so that its refusal is out of date."""
+        """Forget the refusals of an address from which a node has joined."""
         self.refused.pop(address, None)
 
     def silent_nodes(self, now: float) -> list[str]:
-        """Return the names of the living nodes that have been silent for too long."""
+        """Return the names of the connected nodes without a message for `node_timeout` seconds."""
         return [
             record.name
             for record in self.nodes.values()
@@ -207,7 +207,7 @@ class Membership:
         ]
 
     def describe_missing(self) -> str:
-        """Return who is missing, in words; empty if nobody is.
+        """Return a description of the missing nodes; empty if none is missing.
 
         For example `2 of 4 nodes; none from rank 1, 3; refused: 10.0.0.7 (another secret)`.
         """

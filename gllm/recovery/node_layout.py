@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from gllm.recovery.partition import StageCosts, StageMemory, cut_layers
+from gllm.recovery.partition import StageCosts, StageMemory, partition_layers
 
 
 class NodeShape(msgspec.Struct, frozen=True):
@@ -68,20 +68,20 @@ def distribute_stages(
             f"each node needs a stage: set --pp to {num_nodes} or more, or --nnodes to "
             f"{num_stages} or less"
         )
-    # The cut of the reversed list, because cut_layers gives later parts more in a tie.
+    # The cut of the reversed list, because partition_layers gives later parts more in a tie.
     costs = StageCosts(tuple(map(float, reversed(degrees))))
-    parts = cut_layers([costs] * num_nodes)
+    parts = partition_layers([costs] * num_nodes)
     sizes = [len(part) for part in reversed(parts)]
     return [node for node, size in enumerate(sizes) for _ in range(size)]
 
 
-def recut_layers(
+def repartition_layers(
     shape: NodeShape,
     survivors: Sequence[str],
     costs: Sequence[StageCosts],
     memory: NodeMemory,
 ) -> NodeShape | None:
-    """Return the stages after the loss of nodes: those of the others, which get all layers.
+    """Return the stages after the loss of nodes: the remaining stages, which share all layers.
 
     The stages that are left keep their ranks and nodes. The slowest stage is as fast as possible.
 
@@ -112,7 +112,7 @@ def extend_layers(
     costs: Sequence[StageCosts],
     memory: NodeMemory,
 ) -> NodeShape | None:
-    """Return the stages of a shape and further ones after them, which share all layers.
+    """Return a shape with further stages; all stages share the layers.
 
     The slowest stage is as fast as possible.
 
@@ -136,7 +136,7 @@ def _cut(
     limits = memory.stage_limits or [math.inf] * len(nodes)
     stages = [StageMemory(memory.needs, limit) for limit in limits]
     try:
-        layers = cut_layers(costs, stages)
+        layers = partition_layers(costs, stages)
         if not _fits(layers, nodes, memory):
             layers = _cut_by_node(nodes, costs, stages, memory.node_limits)
     except ValueError:
@@ -186,9 +186,9 @@ def _cut_by_node(
     ]
     layers: list[range] = []
     node_memory = [StageMemory(needs, limit) for limit in limits]
-    parts = cut_layers(node_costs, node_memory, [len(group) for group in groups])
+    parts = partition_layers(node_costs, node_memory, [len(group) for group in groups])
     for group, part in zip(groups, parts, strict=True):
-        within = cut_layers(
+        within = partition_layers(
             [_part_of(costs[stage], part) for stage in group],
             [StageMemory(_part_of(needs, part), memory[stage].limit_bytes) for stage in group],
         )
@@ -208,7 +208,7 @@ def _part_of(costs: StageCosts, layers: range) -> StageCosts:
 
 
 def match_stages(old: Sequence[str], new: Sequence[str]) -> dict[int, int]:
-    """Return the new stage of each old one that remains, after a change of the stages.
+    """Return the new index of each stage that remains on its node after a change of the stages.
 
     The first stage of a node remains its first one, and so on.
 

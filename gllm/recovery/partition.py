@@ -27,7 +27,7 @@ class StageCosts:
     """Added to every part."""
 
     def cost_of(self, begin: int, end: int) -> float:
-        """Return the cost of a part that begins with a layer and ends before another."""
+        """Return the cost of the layers from `begin` up to `end`, not included, as one stage."""
         cost = self.step + sum(self.layers[begin:end])
         if begin == 0:
             cost += self.embedding
@@ -55,7 +55,7 @@ class StageMemory:
     limit_bytes: float = math.inf
 
 
-def cut_layers(
+def partition_layers(
     costs: Sequence[StageCosts],
     memory: Sequence[StageMemory] | None = None,
     min_layers: Sequence[int] | None = None,
@@ -96,7 +96,7 @@ def cut_layers(
 
 
 def slowest_cost(costs: Sequence[StageCosts], cut: Sequence[range]) -> float:
-    """Return the cost of the costliest stage of a cut."""
+    """Return the cost of the costliest stage of a partition."""
     return max(
         stage_costs.cost_of(part.start, part.stop)
         for stage_costs, part in zip(costs, cut, strict=True)

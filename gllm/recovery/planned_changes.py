@@ -29,7 +29,7 @@ FindCostliest = Callable[[Sequence[int]], int]
 
 @dataclass
 class PlannedChange:
-    """Change that is being prepared."""
+    """Change of the stages that is being prepared while the engine serves."""
 
     number: int
     """Counts the preparations of an engine's life."""
@@ -97,12 +97,12 @@ class PlannedChanges:
 
     @property
     def coming_nodes(self) -> Collection[str]:
-        """Nodes that have stages after the change that is being prepared."""
+        """Nodes with stages after the change that is being prepared."""
         return () if self._change is None else self._change.shape.nodes
 
     @property
     def is_idle(self) -> bool:
-        """True if nothing can change: no change is due, and no other machine can get stages."""
+        """True if no change is due and no other machine can get stages."""
         is_single = len(self._stages.capacities) == 1 and not self.draining
         is_due = self._requested is not None or self._change is not None
         return is_single and not is_due and not self._attempts.num_failures
@@ -132,7 +132,7 @@ class PlannedChanges:
         return ""
 
     def drain(self, node: str) -> list[Action]:
-        """Let the stages of a living node move to other ones; then dismiss it."""
+        """Start to move the stages of a connected node to other nodes."""
         self.draining.add(node)
         self.drain_errors.pop(node, None)
         self._attempts = RetryRecord()
@@ -156,7 +156,7 @@ class PlannedChanges:
         return actions
 
     def on_node_joined(self, node: str, is_spare: bool) -> None:
-        """Handle a node that may get stages; a spare gets some only when others are lost."""
+        """Handle a node that has joined and may receive stages."""
         self._unused.clear()
         if not is_spare:
             self._eager.add(node)
@@ -167,7 +167,7 @@ class PlannedChanges:
         return self.end_preparation() if node in self.coming_nodes else []
 
     def on_prepared(self, sender: int, number: int, error: str) -> list[Action]:
-        """Handle the report that a worker has loaded its layers of a change, or loads them later.
+        """Handle a worker's report that its layers of a change are loaded, or will be loaded later.
 
         Args:
             sender: the worker.
@@ -228,7 +228,7 @@ class PlannedChanges:
     def fill_standbys(
         self, epoch: int, find_costliest: FindCostliest | None, now: float
     ) -> list[Action]:
-        """Start the missing standby workers, and let those of spares load.
+        """Start the missing standby workers, and let the standby workers of spares load layers.
 
         Args:
             epoch: number of the current epoch.

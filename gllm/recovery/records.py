@@ -15,7 +15,7 @@ MAX_BACKOFF_SECONDS = 30.0
 
 
 class RecoveryState(StrEnum):
-    """State of an engine's life."""
+    """Phase of an engine: starting, loading, ready, dead and others."""
 
     NEW = "new"
     """Before `start`."""
@@ -35,7 +35,7 @@ class RecoveryState(StrEnum):
 
 @dataclass(frozen=True)
 class RecoveryLimits:
-    """Limits of a recovery."""
+    """Limits of restarts and times of a recovery."""
 
     max_restarts: int = 3
     """Restarts of one place without a committed step between; the next death ends the engine."""
@@ -94,29 +94,29 @@ class WorkerRecord:
 
     @property
     def may_return(self) -> bool:
-        """True if it can serve on in its place after its node was lost and has returned."""
+        """True if the worker can serve in its place again when its lost node returns."""
         is_living = self.activity is not Activity.EXITING
         return self.place is not None and is_living and self.keeps_weights
 
     def begin_phase(self, now: float, limits: RecoveryLimits) -> None:
-        """Note that it has to answer to a phase."""
+        """Start a phase, which the worker has to finish before its deadline."""
         self.activity, self.has_finished_phase = Activity.ASSIGNED, False
         self.deadline = now + limits.phase_seconds
 
     def begin_closing(self, now: float, limits: RecoveryLimits) -> None:
-        """Note that it has to close its instance, once it has imported its modules."""
+        """Record that the worker has to close its stage instance before a deadline."""
         self.activity = Activity.CLOSING
         seconds = limits.close_seconds if self.has_connected else limits.phase_seconds
         self.deadline = now + seconds
 
-    def rest(self) -> None:
-        """Note that it has no instance."""
+    def mark_idle(self) -> None:
+        """Record that the worker has no stage instance."""
         self.activity, self.deadline = Activity.IDLE, math.inf
 
 
 @dataclass(slots=True)
 class PlaceRecord:
-    """A place for one worker, a rank of a stage, and the history of its workers."""
+    """A place for one rank of a stage, its worker, and the number of deaths there."""
 
     sender: int | None = None
     """Process that holds the place, until it is reaped."""
@@ -132,7 +132,7 @@ class PlaceRecord:
 
 @dataclass(slots=True)
 class RetryRecord:
-    """History of something that is tried again: standby workers, or the assignment of stages."""
+    """Failures and the time of the next attempt of a repeated operation."""
 
     num_failures: int = 0
     """Failures since the last success."""

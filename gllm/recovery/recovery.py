@@ -48,12 +48,12 @@ from gllm.recovery.records import (
     RetryRecord,
     WorkerRecord,
 )
-from gllm.recovery.stages import Recut, Stages, choose_return_seconds, predict_reload_seconds
+from gllm.recovery.stages import Repartition, Stages, choose_return_seconds, predict_reload_seconds
 from gllm.recovery.worker_pool import WorkerPool
 
 
 class Recovery:
-    """Decides which processes an engine has, and when it gives up."""
+    """State machine that decides which worker processes an engine has and when it gives up."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Recovery:
         degrees: Sequence[int] | None = None,
         should_measure: bool = False,
         nodes: Sequence[str] | None = None,
-        recut: Recut | None = None,
+        repartition: Repartition | None = None,
     ) -> None:
         """Create the state of an engine that has not started.
 
@@ -76,7 +76,7 @@ class Recovery:
                 epoch.
             nodes: name of the node of each stage; None for the head's node. All are alive, and have
                 room for exactly the workers of their stages.
-            recut: divides the layers over the nodes that are left after a loss; None if they
+            repartition: divides the layers over the nodes that are left after a loss; None if they
                 always wait for the lost ones.
 
         Raises:
@@ -124,7 +124,7 @@ class Recovery:
         nodes = nodes or [LOCAL_NODE] * len(layers)
         places = [node for node, degree in zip(nodes, degrees, strict=True) for _ in range(degree)]
         self._pool = WorkerPool(places, limits, jitter)
-        self._stages = Stages(layers, degrees, nodes, self._pool, recut)
+        self._stages = Stages(layers, degrees, nodes, self._pool, repartition)
         self._changes = PlannedChanges(self._stages, self._pool, limits, jitter)
         self.draining = self._changes.draining
         """Nodes that get no stages any more, and are dismissed once they have none."""
@@ -179,7 +179,7 @@ class Recovery:
         if self.state is RecoveryState.FORMING:
             times += self._pool.respawn_times
             if self._stages.vacancies:
-                times.append(self._stages.recut_time)
+                times.append(self._stages.repartition_time)
             if self._pool.is_formed:
                 times.append(max(self._assignments.retry_at, self._connections.retry_at))
         elif self.state is RecoveryState.READY:
@@ -215,7 +215,7 @@ class Recovery:
         return self._advance(now)
 
     def stop(self) -> None:
-        """End the engine's life without an action; nothing follows."""
+        """End the engine without an action; later events are ignored."""
         self.state = RecoveryState.DEAD
 
     def on_exit(self, sender: int, cause: str, now: float, is_poison: bool = False) -> list[Action]:
@@ -275,7 +275,7 @@ class Recovery:
         if epoch != self.epoch or self.state is not RecoveryState.LOADING:
             return []
         self.state = RecoveryState.FORMING
-        self._pool.rest()
+        self._pool.mark_idle()
         cause = f"the stages could not be assigned: {cause}"
         if self._stages.is_trial:
             return self._revert_change(cause, now)
@@ -362,7 +362,7 @@ class Recovery:
         worker = self._pool.workers.get(sender)
         if worker is None or worker.activity is not Activity.CLOSING:
             return []
-        worker.rest()
+        worker.mark_idle()
         return self._advance(now)
 
     def on_warm(self, now: float) -> list[Action]:
@@ -436,7 +436,7 @@ class Recovery:
         if self._stages.is_new(node) and self.state is not RecoveryState.READY:
             return [*actions, *self._revert_change(cause, now)]
         # What fits is known better than at an earlier loss, which may have been before the start.
-        self._stages.allow_recut()
+        self._stages.allow_repartition()
         was_poisoned = self._was_poisoned
         is_counted = is_death and not is_poison
         if is_counted and not self._pool.count_deaths(gone, was_poisoned, now):
@@ -445,9 +445,9 @@ class Recovery:
             actions += self._leave(cause, now, is_poison)
         return [*actions, *self._advance(now)]
 
-    def wanted_workers(self, node: str, capacity: int, workers: Sequence[int]) -> list[int]:
-        """Return the workers that a node keeps when it joins; see `on_node_joined`."""
-        return list(self._stages.wanted_workers(node, capacity, workers))
+    def returning_workers(self, node: str, capacity: int, workers: Sequence[int]) -> list[int]:
+        """Return the workers of an earlier session that a node may keep when it joins."""
+        return list(self._stages.returning_workers(node, capacity, workers))
 
     def on_node_joined(
         self,
@@ -494,7 +494,7 @@ class Recovery:
         return self._changes.refuse_drain(node, self.state)
 
     def drain_node(self, node: str, now: float) -> list[Action]:
-        """Let the stages of a living node move to other ones; then dismiss it.
+        """Start to move the stages of a connected node to other nodes.
 
         A node that is drained already stays so. `refuse_drain` has to permit it.
         """
@@ -503,7 +503,7 @@ class Recovery:
         return [*self._changes.drain(node), *self._advance(now)]
 
     def on_prepared(self, sender: int, number: int, now: float, error: str = "") -> list[Action]:
-        """Handle the report that a worker has loaded its layers of a change, or loads them later.
+        """Handle a worker's report that its layers of a change are loaded, or will be loaded later.
 
         Args:
             sender: the worker.
@@ -514,7 +514,7 @@ class Recovery:
         return [*self._changes.on_prepared(sender, number, error), *self._advance(now)]
 
     def on_preparation_failed(self, epoch: int, now: float) -> list[Action]:
-        """Let a change happen although a node could not prepare it."""
+        """Continue a planned change although a node could not prepare it."""
         if epoch == self.epoch + 1:
             self._changes.on_preparation_failed()
         return self._advance(now)
@@ -644,7 +644,7 @@ class Recovery:
         actions: list[Action] = [BeginChange(change.kind, change.cause)]
         actions += self._leave(change.cause, now)
         kills = self._stages.try_shape(change.shape)
-        self._pool.seat(change.reserved)
+        self._pool.assign_places(change.reserved)
         return [*actions, ChangeShape(change.shape), *kills, *self._advance(now)]
 
     def _revert_change(self, cause: str, now: float) -> list[Action]:

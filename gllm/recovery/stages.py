@@ -20,7 +20,7 @@ MIN_RETURN_SECONDS = 10.0
 that returns in time costs one pause instead of two."""
 
 
-Recut = Callable[[NodeShape, Sequence[str]], NodeShape | None]
+Repartition = Callable[[NodeShape, Sequence[str]], NodeShape | None]
 """Return the stages on some of the nodes of a shape, which have to hold all layers; None if these
 do not fit. The node of a vacant stage of the shape is an empty string."""
 
@@ -42,7 +42,7 @@ class Vacancy:
 
 
 class Stages:
-    """The stages from the next epoch on, and the living nodes."""
+    """Stages of the next epoch and the connected nodes."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Stages:
         degrees: Sequence[int],
         nodes: Sequence[str],
         pool: WorkerPool,
-        recut: Recut | None,
+        repartition: Repartition | None,
     ) -> None:
         """Create the stages of an engine that has not started, and whose nodes are all alive.
 
@@ -59,7 +59,7 @@ class Stages:
             degrees: number of ranks of each stage.
             nodes: name of the node of each stage.
             pool: workers of the stages.
-            recut: divides the layers over the nodes that are left after a loss; None if they
+            repartition: divides the layers over the nodes that are left after a loss; None if they
                 always wait for the lost ones.
 
         Raises:
@@ -80,7 +80,7 @@ class Stages:
         self._first_degrees = list(degrees)
         """Degrees of the stages with which the engine starts."""
         self._pool = pool
-        self._recut = recut
+        self._repartition = repartition
         self._rejected_survivors: list[str] = []
         """Nodes on which the layers do not fit, by the last attempt."""
         self._former: NodeShape | None = None
@@ -99,12 +99,12 @@ class Stages:
 
     @property
     def alive(self) -> list[str]:
-        """Names of the living nodes, the head's first."""
+        """Names of the connected nodes, the head's first."""
         return list(self.capacities)
 
     @property
     def spares(self) -> list[str]:
-        """Names of the living nodes without stages that may get some, in the order of joining."""
+        """Names of the connected nodes without stages, in the order of joining."""
         return [
             node
             for node in self.capacities
@@ -113,7 +113,7 @@ class Stages:
 
     @property
     def survivors(self) -> list[str]:
-        """Names of the living nodes with stages, in the order of their stages."""
+        """Names of the connected nodes with stages, in the order of their stages."""
         return [node for node in dict.fromkeys(self.living_nodes) if node]
 
     @property
@@ -129,7 +129,7 @@ class Stages:
 
     @property
     def return_until(self) -> float:
-        """Time until which lost nodes are awaited before the layers are cut anew."""
+        """Time until which stages of lost nodes wait, before layers are partitioned again."""
         return max((vacancy.return_until for vacancy in self.vacancies.values()), default=math.inf)
 
     @property
@@ -151,9 +151,9 @@ class Stages:
         return sorted(lost.elements(), reverse=True)
 
     @property
-    def recut_time(self) -> float:
-        """Time at which the layers are cut over the nodes left; infinity if they are not."""
-        if self._recut is None or self.survivors == self._rejected_survivors:
+    def repartition_time(self) -> float:
+        """Time at which the layers are partitioned over the remaining nodes; infinity for never."""
+        if self._repartition is None or self.survivors == self._rejected_survivors:
             return math.inf
         return self.return_until
 
@@ -179,11 +179,11 @@ class Stages:
         return make_placement(epoch, self.layers, slots, self.degrees)
 
     def stages_on(self, node: str) -> list[int]:
-        """Return the stages that a living node has."""
+        """Return the stages of a connected node."""
         return [i for i, own in enumerate(self.living_nodes) if own == node]
 
-    def wanted_workers(self, node: str, capacity: int, workers: Sequence[int]) -> dict[int, int]:
-        """Return the place of each worker that a node keeps if it joins; see `add_node`.
+    def returning_workers(self, node: str, capacity: int, workers: Sequence[int]) -> dict[int, int]:
+        """Return the place of each worker of an earlier session that a node may keep if it joins.
 
         workers: living workers of its earlier session.
         """
@@ -193,7 +193,7 @@ class Stages:
         return {sender: places[sender] for sender in workers if sender in places}
 
     def fill_vacancies(self, now: float) -> list[Action]:
-        """Give the stages of lost nodes to spares, or cut the layers over the nodes left.
+        """Move the stages of lost nodes to spares, or partition the layers anew.
 
         Spares get the stages of a lost node if they can have all of them.
         """
@@ -211,10 +211,10 @@ class Stages:
         if moved:
             self._move_places(moved)
             actions.append(ChangeShape(self.shape))
-        if self.recut_time <= now:
-            assert self._recut is not None
+        if self.repartition_time <= now:
+            assert self._repartition is not None
             survivors = self.survivors
-            shape = self._recut(self.shape, survivors)
+            shape = self._repartition(self.shape, survivors)
             if shape is None:
                 self._rejected_survivors = survivors
             else:
@@ -223,8 +223,8 @@ class Stages:
             self._former = former
         return actions
 
-    def allow_recut(self) -> None:
-        """Attempt to cut the layers again, also over nodes on which they did not fit."""
+    def allow_repartition(self) -> None:
+        """Permit another partition over nodes on which the layers did not fit before."""
         self._rejected_survivors = []
 
     def try_shape(self, shape: NodeShape) -> list[KillWorker]:
@@ -233,11 +233,11 @@ class Stages:
         return self._replace(shape)
 
     def confirm(self) -> None:
-        """Keep the stages, because they serve."""
+        """Make the present stages permanent, because they serve requests."""
         self._former, self.is_trial = None, False
 
     def restore(self, cause: str, now: float) -> list[Action]:
-        """Return to the stages that served last, because the memory of the present ones is short.
+        """Return to the stages that served last, because the present stages cannot serve.
 
         The stages of lost nodes wait for these again, or for nodes that have not been tried. Nodes
         that had no stages then get none any more, until they join again.
@@ -261,7 +261,7 @@ class Stages:
         return [ChangeShape(self.shape), *kills]
 
     def add_node(self, node: str, capacity: int, workers: Sequence[int]) -> list[KillWorker]:
-        """Add a node, which gets its former stages back if no other node has got them.
+        """Add a node, which receives its former stages unless another node has them.
 
         Args:
             node: its name.
@@ -271,7 +271,7 @@ class Stages:
         Returns:
             The kills of the workers that are not wanted.
         """
-        wanted = self.wanted_workers(node, capacity, workers)
+        wanted = self.returning_workers(node, capacity, workers)
         self.capacities[node] = capacity
         if self._can_return(node, capacity):
             self._move_places(self.vacancies.pop(node).stages)
@@ -314,7 +314,7 @@ class Stages:
         return stages, gone
 
     def discard_node(self, node: str) -> None:
-        """Remove a living node that has no stages, with its standby workers."""
+        """Remove a connected node without stages, and its standby workers."""
         self._pool.remove_node(node)
         del self.capacities[node]
         self._pool.standby_nodes = self.alive
@@ -322,7 +322,7 @@ class Stages:
     def choose_spares(
         self, stages: Sequence[int], without: Collection[str] = ()
     ) -> list[str] | None:
-        """Return the spare for each of some stages; None if the spares cannot have all of them.
+        """Return a spare for each of some stages; None if the spares have too little capacity.
 
         The smallest spare that can have all is best; else several spares share the stages.
 
@@ -367,11 +367,14 @@ class Stages:
         return filled
 
     def fit(self, nodes: Sequence[str], degree: int) -> list[str]:
-        """Return the nodes that have the capacity for a stage of a degree."""
+        """Return the nodes that have the capacity for a stage with a number of ranks."""
         return [node for node in nodes if self.capacities[node] >= degree]
 
     def find_shape_without(self, leaving: Collection[str]) -> NodeShape | None:
-        """Return the stages without some nodes: on spares, or cut anew over the other nodes."""
+        """Return the stages without some nodes.
+
+        They move to spares, or the layers are partitioned over the other nodes.
+        """
         shape = self.shape
         stages = [stage for stage, node in enumerate(shape.nodes) if node in leaving]
         spares = self.choose_spares(stages, leaving)
@@ -381,7 +384,7 @@ class Stages:
                 nodes[stage] = node
             return NodeShape(shape.layers, shape.degrees, nodes)
         survivors = [node for node in self.survivors if node not in leaving]
-        return None if self._recut is None else self._recut(shape, survivors)
+        return None if self._repartition is None else self._repartition(shape, survivors)
 
     def _move_places(self, stages: Collection[int]) -> None:
         """Note the living nodes of places of some stages that were vacant."""
@@ -425,7 +428,7 @@ class Stages:
 
 
 def choose_return_seconds(predicted_seconds: float, seconds_left: float) -> float:
-    """Return the time for which the stages of a lost node wait for it.
+    """Return the time for which the stages of a lost node wait for its return.
 
     Nobody knows whether the node returns. A wait of the time that other stages would cost is at
     most twice as long as the best decision in hindsight (Karlin, Manasse, Rudolph and Sleator,
@@ -446,5 +449,5 @@ def choose_return_seconds(predicted_seconds: float, seconds_left: float) -> floa
 def predict_reload_seconds(
     seconds_per_layer: float, num_lost_layers: int, num_stages_left: int
 ) -> float:
-    """Return the time in which the other stages load the layers of lost ones, all at once."""
+    """Return the predicted time in which the remaining stages load the layers of lost stages."""
     return seconds_per_layer * math.ceil(num_lost_layers / num_stages_left)

@@ -86,20 +86,20 @@ class WorkerPool:
         return worker
 
     def finish_phase(self, sender: int) -> WorkerRecord | None:
-        """Note a worker's answer to the current phase; return None if it has no part in it."""
+        """Record that a worker has finished its phase; return None if it has no part in it."""
         worker = self.workers.get(sender)
         if worker is None or worker.activity is not Activity.ASSIGNED:
             return None
         worker.has_finished_phase, worker.deadline = True, math.inf
         return worker
 
-    def rest(self) -> None:
-        """Note that no worker with a place has an instance."""
+    def mark_idle(self) -> None:
+        """Record that no worker with a place has a stage instance."""
         for worker in self.placed:
-            worker.rest()
+            worker.mark_idle()
 
     def close_instances(self, epoch: int, now: float) -> list[KillWorker | CloseInstances]:
-        """Let the workers close their instances; kill those that would lose their weights by it."""
+        """Let the workers close their instances; kill those that would lose their weights."""
         actions: list[KillWorker | CloseInstances] = []
         closing: list[int] = []
         for worker in self.placed:
@@ -115,10 +115,10 @@ class WorkerPool:
         return actions
 
     def end_measuring(self) -> list[KillWorker]:
-        """Note that all workers have measured; kill those that still hold memory."""
+        """Record that all workers have measured; kill workers that still hold memory."""
         actions = []
         for worker in self.placed:
-            worker.rest()
+            worker.mark_idle()
             if not worker.keeps_weights:
                 actions.append(self.kill(worker, "its memory is freed after the measurement"))
         return actions
@@ -190,7 +190,7 @@ class WorkerPool:
         record.respawn_at = now + restart_delay(record.num_deaths, self._jitter)
 
     def forget_deaths(self) -> None:
-        """Forget the deaths of all places, because a step has committed."""
+        """Reset the numbers of deaths of all places, because a step has committed."""
         if self._has_deaths:
             self._has_deaths = False
             for place in self.places:
@@ -198,7 +198,7 @@ class WorkerPool:
 
     @property
     def respawn_times(self) -> Iterator[float]:
-        """Times at which empty places may get a worker."""
+        """Earliest times of a new worker for each empty place."""
         empty = (place for place in self.places if place.sender is None and not place.is_vacant)
         return (place.respawn_at for place in empty)
 
@@ -209,7 +209,7 @@ class WorkerPool:
         return self._standbys.retry_at if is_missing else math.inf
 
     def remove_node(self, node: str) -> list[WorkerRecord]:
-        """Remove the workers of a lost node, and return them; its places are vacant from now on."""
+        """Remove and return the workers of a lost node; its places are vacant afterwards."""
         gone = [worker for worker in self.workers.values() if worker.node == node]
         for worker in gone:
             self.remove(worker.sender)
@@ -219,11 +219,11 @@ class WorkerPool:
         return gone
 
     def move_place(self, place: int, node: str) -> None:
-        """Note the living node of a vacant place."""
+        """Set the connected node of a vacant place."""
         self.places[place].node, self.places[place].is_vacant = node, False
 
     def restore(self, sender: int, place: int) -> None:
-        """Note that a worker without an instance has returned with its node to its vacant place."""
+        """Add a worker without a stage instance that has returned with its node."""
         worker = WorkerRecord(sender, place, self.places[place].node, has_connected=True)
         self.workers[sender] = worker
         self.places[place].sender = sender
@@ -270,8 +270,8 @@ class WorkerPool:
                 actions.append(self.kill(worker, "a planned change has been disturbed"))
         return actions
 
-    def seat(self, places: Mapping[int, int]) -> None:
-        """Give reserved workers their places.
+    def assign_places(self, places: Mapping[int, int]) -> None:
+        """Assign reserved workers to their places.
 
         places: new place by sender.
         """
@@ -281,7 +281,7 @@ class WorkerPool:
             self.places[place].sender = sender
 
     def standbys_on(self, node: str) -> list[WorkerRecord]:
-        """Return the standby workers of a node, in the order in which they get places."""
+        """Return the standby workers of a node, in the order of their use."""
         return list(self._idle_standbys(node))
 
     def _missing_standbys(self) -> Iterator[str]:

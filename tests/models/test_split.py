@@ -13,7 +13,7 @@ from gllm.models.config_reader import ConfigReader
 from gllm.models.families.llama import build_spec
 from gllm.models.spec import ModelSpec
 from gllm.models.split import layer_costs, split_layers
-from gllm.recovery.partition import StageCosts, StageMemory, cut_layers, slowest_cost
+from gllm.recovery.partition import StageCosts, StageMemory, partition_layers, slowest_cost
 from tests.support.examples import num_examples
 
 
@@ -76,9 +76,9 @@ def test_no_cut_is_better(
     best = brute_force(costs, memory)
     if math.isinf(best[0]):
         with pytest.raises(ValueError, match="there is no cut"):
-            cut_layers(costs, memory)
+            partition_layers(costs, memory)
         return
-    cut = cut_layers(costs, memory)
+    cut = partition_layers(costs, memory)
     assert [part.start for part in cut] == [0, *(part.stop for part in cut[:-1])]
     assert cut[-1].stop == num_layers
     assert all(cut)
@@ -107,23 +107,23 @@ def test_no_cut_of_large_models_over_four_nodes_is_better(seed: int) -> None:
         best = brute_force(costs, memory)
         if math.isinf(best[0]):
             with pytest.raises(ValueError, match="there is no cut"):
-                cut_layers(costs, memory)
+                partition_layers(costs, memory)
         else:
-            assert slowest_cost(costs, cut_layers(costs, memory)) == best[0]
+            assert slowest_cost(costs, partition_layers(costs, memory)) == best[0]
 
 
 def test_a_stage_of_half_the_speed_gets_half_as_many_layers() -> None:
     costs = StageCosts((1.0,) * 24)
-    assert cut_layers([costs, costs.scale(2.0)]) == [range(16), range(16, 24)]
-    assert cut_layers([costs.scale(2.0), costs]) == [range(8), range(8, 24)]
+    assert partition_layers([costs, costs.scale(2.0)]) == [range(16), range(16, 24)]
+    assert partition_layers([costs.scale(2.0), costs]) == [range(8), range(8, 24)]
 
 
 def test_memory_outranks_speed() -> None:
     costs, needs = StageCosts((1.0,) * 12), StageCosts((10.0,) * 12, embedding=5.0, head=5.0)
     memory = [StageMemory(needs, 35.0), StageMemory(needs), StageMemory(needs, 45.0)]
-    assert cut_layers([costs] * 3, memory) == [range(3), range(3, 8), range(8, 12)]
+    assert partition_layers([costs] * 3, memory) == [range(3), range(3, 8), range(8, 12)]
     with pytest.raises(ValueError, match="fits the stages' memory"):
-        cut_layers([costs] * 2, memory[::2])
+        partition_layers([costs] * 2, memory[::2])
 
 
 def test_28_layers_on_8_stages_leave_none_empty() -> None:

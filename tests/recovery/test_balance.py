@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gllm.recovery.balance import BalanceLimits, BetterCut, Rebalancer
-from gllm.recovery.partition import StageCosts, StageMemory, cut_layers, slowest_cost
+from gllm.recovery.balance import BalanceLimits, BetterPartition, Rebalancer
+from gllm.recovery.partition import StageCosts, StageMemory, partition_layers, slowest_cost
 from tests.support.examples import num_examples
 
 LIMITS = BalanceLimits()
@@ -30,7 +30,7 @@ class Stages:
         self.rebalancer = rebalancer
         self.slowness = list(slowness)
         self.now = 1000.0
-        self.proposals: list[tuple[float, BetterCut]] = []
+        self.proposals: list[tuple[float, BetterPartition]] = []
         self._noise, self._steps_per_second = noise, steps_per_second
         self._random = Random(3)
         self.begin(cut)
@@ -67,7 +67,7 @@ class Stages:
 
 
 def best_cut(slowness: Sequence[float]) -> list[range]:
-    return cut_layers([COSTS.scale(factor) for factor in slowness])
+    return partition_layers([COSTS.scale(factor) for factor in slowness])
 
 
 @settings(max_examples=num_examples(6, 300), deadline=None)

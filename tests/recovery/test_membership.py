@@ -96,12 +96,12 @@ def test_silent_nodes_are_found_and_may_return() -> None:
     membership.on_joined("b", 1, False, 0.0)
     membership.on_joined("c", 2, False, 0.0)
     membership.finish_forming()
-    membership.on_heard("b", 3.0)
+    membership.record_message("b", 3.0)
     assert membership.silent_nodes(4.9) == []
     assert membership.silent_nodes(5.0) == ["c"]
     membership.on_lost("c", "silent for 5 seconds", 5.0)
     assert membership.silent_nodes(6.0) == []
-    membership.on_heard("c", 6.0)
+    membership.record_message("c", 6.0)
     assert membership.nodes["c"].status is NodeStatus.LOST, "a late message"
     assert membership.on_joined("c", 2, False, 7.0) == ""
     record = membership.nodes["c"]

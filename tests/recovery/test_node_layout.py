@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gllm.recovery.node_layout import NodeMemory, NodeShape, distribute_stages, recut_layers
+from gllm.recovery.node_layout import NodeMemory, NodeShape, distribute_stages, repartition_layers
 from gllm.recovery.partition import StageCosts, slowest_cost
 from tests.support.examples import num_examples
 
@@ -65,21 +65,21 @@ COSTS = StageCosts((1.0,) * 12)
 SHAPE = NodeShape([(0, 3), (3, 6), (6, 9), (9, 12)], [1, 2, 1, 1], ["local", "local", "b", "c"])
 
 
-def recut(
+def repartition(
     survivors: list[str],
     limits: dict[str, float],
     costs: list[StageCosts] | None = None,
     stage_limits: list[float] | None = None,
 ) -> NodeShape | None:
     memory = NodeMemory(COSTS, limits, stage_limits or [])
-    return recut_layers(SHAPE, survivors, costs or [COSTS] * 4, memory)
+    return repartition_layers(SHAPE, survivors, costs or [COSTS] * 4, memory)
 
 
 def test_the_stages_that_are_left_get_all_layers() -> None:
-    shape = recut(["local", "c"], {})
+    shape = repartition(["local", "c"], {})
     assert shape == NodeShape([(0, 4), (4, 8), (8, 12)], [1, 2, 1], ["local", "local", "c"])
     slow = [COSTS, COSTS.scale(2.0), COSTS, COSTS]
-    shape = recut(["local", "c"], {}, slow)
+    shape = repartition(["local", "c"], {}, slow)
     assert shape is not None
     assert shape.layers == [(0, 5), (5, 7), (7, 12)]
 
@@ -98,7 +98,7 @@ def test_the_stages_that_are_left_get_all_layers() -> None:
 def test_memory_of_the_nodes_limits_the_layers(
     limits: dict[str, float], sizes: list[int] | None
 ) -> None:
-    shape = recut(["local", "c"], limits)
+    shape = repartition(["local", "c"], limits)
     if sizes is None:
         assert shape is None
         return
@@ -110,15 +110,15 @@ def test_memory_of_the_nodes_limits_the_layers(
 
 def test_own_memory_of_the_stages_limits_the_layers() -> None:
     limits = [2.0, math.inf, 99.0, 3.0]
-    shape = recut(["local", "c"], {}, stage_limits=limits)
+    shape = repartition(["local", "c"], {}, stage_limits=limits)
     assert shape is not None
     assert shape.layers == [(0, 2), (2, 9), (9, 12)]
-    assert recut(["local", "c"], {}, stage_limits=[2.0, 2.0, 99.0, 3.0]) is None
+    assert repartition(["local", "c"], {}, stage_limits=[2.0, 2.0, 99.0, 3.0]) is None
 
 
 def test_without_the_first_stage_nothing_is_left() -> None:
-    assert recut(["b", "c"], {}) is None
-    assert recut([], {}) is None
+    assert repartition(["b", "c"], {}) is None
+    assert repartition([], {}) is None
 
 
 @settings(max_examples=num_examples(200, 3000), deadline=None)
@@ -142,7 +142,7 @@ def test_recuts_fit_whenever_a_cut_exists(
     node_limits = {f"node-{i}": float(limit) for i, limit in enumerate(limits)}
     degrees = [1] * len(nodes)
     before, memory = NodeShape(bounds, degrees, nodes), NodeMemory(costs, node_limits)
-    shape = recut_layers(before, survivors, [costs] * len(nodes), memory)
+    shape = repartition_layers(before, survivors, [costs] * len(nodes), memory)
 
     def fits(ends: list[int]) -> bool:
         used = dict.fromkeys(kept, 0)

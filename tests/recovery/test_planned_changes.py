@@ -27,7 +27,7 @@ def ready_world(
     nodes: list[str] = NODES,
     can_extend: bool = True,
     uses_joined_nodes: bool = False,
-    can_recut: bool = True,
+    can_repartition: bool = True,
     **limits: Any,
 ) -> NodeWorld:
     """Return an engine that serves, with a stage for each name of a node."""
@@ -36,7 +36,7 @@ def ready_world(
         [1] * len(nodes),
         nodes,
         RecoveryLimits(**limits),
-        can_recut=can_recut,
+        can_repartition=can_repartition,
         can_extend=can_extend,
         uses_joined_nodes=uses_joined_nodes,
     )
@@ -161,7 +161,7 @@ def test_all_other_nodes_can_be_drained_at_once() -> None:
 
 
 def test_what_cannot_be_drained_is_refused() -> None:
-    world = ready_world(can_recut=False)
+    world = ready_world(can_repartition=False)
     assert "memory" in world.recovery.refuse_drain("b")
     assert "head" in world.recovery.refuse_drain(LOCAL_NODE)
     assert not world.drain("c")
@@ -186,7 +186,7 @@ def test_a_drain_ends_if_the_layers_do_not_fit_any_more() -> None:
     world = ready_world(node_return_seconds=10.0)
     world.drain("b")
     world.lose_node("c", is_death=False)
-    world.can_recut = False
+    world.can_repartition = False
     world.join("c")
     world.finish_change()
     assert "memory" in world.recovery.drain_errors["b"]
@@ -290,7 +290,10 @@ def test_a_node_that_cannot_prepare_its_layers_loads_them_later() -> None:
 
 def test_a_spare_holds_the_layers_of_the_costliest_stage() -> None:
     world = NodeWorld(
-        [1, 1, 2], [LOCAL_NODE, "b", "c"], RecoveryLimits(spare_preloads=True), can_recut=False
+        [1, 1, 2],
+        [LOCAL_NODE, "b", "c"],
+        RecoveryLimits(spare_preloads=True),
+        can_repartition=False,
     )
     world.start()
     world.settle()

@@ -167,9 +167,9 @@ def test_random_losses_end_in_a_ready_or_a_dead_engine(
 NODES = [LOCAL_NODE, LOCAL_NODE, "b", "c"]
 
 
-def ready_world(can_recut: bool = True, **limits: Any) -> NodeWorld:
+def ready_world(can_repartition: bool = True, **limits: Any) -> NodeWorld:
     """Return an engine of four stages on three nodes."""
-    world = NodeWorld([1] * 4, NODES, RecoveryLimits(**limits), can_recut=can_recut)
+    world = NodeWorld([1] * 4, NODES, RecoveryLimits(**limits), can_repartition=can_repartition)
     world.start()
     world.settle()
     world.log.clear()
@@ -303,7 +303,7 @@ def test_layers_are_cut_anew_if_the_node_does_not_return() -> None:
 
 
 def test_without_enough_memory_the_engine_waits_for_the_node_for_ever() -> None:
-    world = ready_world(can_recut=False, node_return_seconds=10.0, recovery_timeout=60.0)
+    world = ready_world(can_repartition=False, node_return_seconds=10.0, recovery_timeout=60.0)
     world.lose_node("c", is_death=True)
     world.wait(59.0)
     assert actions_of(world, RejectParked) == []
@@ -350,7 +350,7 @@ def test_layers_that_do_not_fit_after_all_wait_for_the_lost_node() -> None:
 
 
 def test_a_spare_that_is_too_small_after_all_is_not_used_again() -> None:
-    world = ready_world(node_return_seconds=10.0, can_recut=False)
+    world = ready_world(node_return_seconds=10.0, can_repartition=False)
     world.join("s", capacity=1)
     world.lose_node("b", is_death=False)
     reach_initializing(world)
@@ -379,10 +379,10 @@ def test_a_node_that_has_returned_meanwhile_gets_its_stages_back() -> None:
 
 
 def test_a_loss_changes_whether_the_layers_fit() -> None:
-    world = ready_world(can_recut=False)
+    world = ready_world(can_repartition=False)
     world.lose_node("b", is_death=False)
     world.wait(30.0)
-    world.can_recut = True
+    world.can_repartition = True
     world.lose_node("c", is_death=False)
     world.settle()
     assert stage_nodes(world) == [LOCAL_NODE, LOCAL_NODE]
@@ -390,13 +390,13 @@ def test_a_loss_changes_whether_the_layers_fit() -> None:
 
 def test_each_loss_is_judged_anew() -> None:
     """Before the first epoch nobody knows what fits; the next loss of the node finds out."""
-    world = NodeWorld([1] * 4, NODES, RecoveryLimits(), can_recut=False)
+    world = NodeWorld([1] * 4, NODES, RecoveryLimits(), can_repartition=False)
     world.start()
     world.lose_node("c", is_death=False)
     world.wait(30.0)
     world.join("c")
     world.settle()
-    world.can_recut = True
+    world.can_repartition = True
     world.lose_node("c", is_death=False)
     world.settle()
     assert stage_nodes(world) == [LOCAL_NODE, LOCAL_NODE, "b"]
@@ -452,7 +452,7 @@ def test_a_committed_step_clears_the_deaths_of_a_node() -> None:
 
 @pytest.mark.parametrize("phase", ["forming", "loaded", "ready", "warm"])
 def test_a_node_is_lost_before_the_engine_was_ever_ready(phase: str) -> None:
-    world = NodeWorld([1] * 4, NODES, RecoveryLimits(join_seconds=100.0), can_recut=False)
+    world = NodeWorld([1] * 4, NODES, RecoveryLimits(join_seconds=100.0), can_repartition=False)
     world.start()
     if phase == "forming":
         # An epoch that is being left, because a worker has died.
@@ -470,7 +470,7 @@ def test_a_node_is_lost_before_the_engine_was_ever_ready(phase: str) -> None:
 
 
 def test_an_engine_that_was_never_ready_names_the_node_that_it_misses() -> None:
-    world = NodeWorld([1] * 4, NODES, RecoveryLimits(join_seconds=100.0), can_recut=False)
+    world = NodeWorld([1] * 4, NODES, RecoveryLimits(join_seconds=100.0), can_repartition=False)
     world.start()
     world.lose_node("b", is_death=False)
     world.wait(101.0)
@@ -535,7 +535,7 @@ def test_late_reports_of_workers_of_a_lost_node_are_ignored() -> None:
 
 
 def test_a_returned_node_with_less_capacity_gets_no_stages() -> None:
-    world = NodeWorld([1, 2], [LOCAL_NODE, "b"], RecoveryLimits(), can_recut=False)
+    world = NodeWorld([1, 2], [LOCAL_NODE, "b"], RecoveryLimits(), can_repartition=False)
     world.start()
     world.settle()
     world.lose_node("b", is_death=True)

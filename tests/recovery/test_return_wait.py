@@ -91,7 +91,7 @@ def test_the_engine_waits_by_its_load_time_and_its_requests(
 
 def test_an_overdue_recovery_has_no_deadline() -> None:
     nodes = [LOCAL_NODE, "b", "c"]
-    world = NodeWorld([1] * 3, nodes, RecoveryLimits(recovery_timeout=20.0), can_recut=False)
+    world = NodeWorld([1] * 3, nodes, RecoveryLimits(recovery_timeout=20.0), can_repartition=False)
     world.recovery.predict_recompute = lambda: 30.0
     world.start()
     world.settle()
@@ -99,5 +99,5 @@ def test_an_overdue_recovery_has_no_deadline() -> None:
     world.wait(25.0)
     assert world.recovery.is_overdue
     world.lose_node("c", is_death=False)
-    world.can_recut = True
+    world.can_repartition = True
     assert world.recovery.return_until == pytest.approx(world.now + 30.0)

@@ -223,7 +223,7 @@ def test_a_resumed_request_that_cannot_be_used_ends_alone(
         driver.reject(message)
     elif isinstance(message, SubmitRequest):
         driver.submit(message)
-    driver.run_turn()
+    driver.run_iteration()
     assert frontend.errors.keys() == {7, 8}
     assert all(field in error for error in frontend.errors.values())
     assert not scheduler.stats().unfinished

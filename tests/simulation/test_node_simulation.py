@@ -81,7 +81,7 @@ def test_the_head_has_all_layers_once_both_other_machines_are_lost() -> None:
 
 @pytest.mark.full
 def test_without_memory_for_it_the_engine_waits_for_the_machine() -> None:
-    scenario = play(can_recut=False, node_strikes=((20.0, "power", 1, 40.0),))
+    scenario = play(can_repartition=False, node_strikes=((20.0, "power", 1, 40.0),))
     check_served(scenario)
     assert scenario.nodes_used == [BEFORE, BEFORE]
 
@@ -113,7 +113,7 @@ def test_a_request_that_powers_off_machines_ends_after_three_deaths(seed: int) -
 
 def test_a_spare_takes_the_stages_at_once() -> None:
     strikes = ((20.0, "power", 1, 25.0), (60.0, "power", 2, 500.0))
-    scenario = play(num_spares=1, can_recut=False, seconds=90.0, node_strikes=strikes)
+    scenario = play(num_spares=1, can_repartition=False, seconds=90.0, node_strikes=strikes)
     check_served(scenario)
     # The machine that has returned is the spare of the spare.
     assert scenario.nodes_used == [BEFORE, [*BEFORE[:3], "spare-0"], BEFORE]
@@ -179,7 +179,7 @@ def test_a_machine_that_is_lost_while_it_is_drained_is_not_awaited() -> None:
 
 @pytest.mark.full
 def test_a_machine_is_not_drained_if_nobody_has_memory_for_its_layers() -> None:
-    scenario = play(can_recut=False, node_strikes=((20.0, "drain", 0, 5.0),))
+    scenario = play(can_repartition=False, node_strikes=((20.0, "drain", 0, 5.0),))
     check_served(scenario)
     assert scenario.nodes_used == [BEFORE]
     assert scenario.drained == []
@@ -193,7 +193,7 @@ def test_a_machine_is_not_drained_if_nobody_has_memory_for_its_layers() -> None:
     num_node_faults=st.integers(0, 6),
     num_nodes=st.integers(2, 4),
     num_spares=st.integers(0, 2),
-    can_recut=st.booleans(),
+    can_repartition=st.booleans(),
     has_bombs=st.booleans(),
 )
 def test_requests_outlive_every_machine_but_the_head(
@@ -203,7 +203,7 @@ def test_requests_outlive_every_machine_but_the_head(
     num_node_faults: int,
     num_nodes: int,
     num_spares: int,
-    can_recut: bool,
+    can_repartition: bool,
     has_bombs: bool,
 ) -> None:
     limits = NodeLimits(
@@ -211,7 +211,7 @@ def test_requests_outlive_every_machine_but_the_head(
         num_node_faults=num_node_faults,
         num_nodes=num_nodes,
         num_spares=num_spares,
-        can_recut=can_recut,
+        can_repartition=can_repartition,
         has_bombs=has_bombs,
     )
     NodeScenario(seed, limits).play()

@@ -56,15 +56,15 @@ class DriverPacing:
         scheduler.set_depth(*self._pacer.pace)
 
     def on_scheduled(self, plan: StepPlan) -> None:
-        """Note a micro-batch that all stages will compute."""
+        """Record a micro-batch that all stages will compute."""
         self._pacer.on_scheduled(compute_stage_work(plan.step, plan.rows))
 
     def on_stage_times(self, message: StageTimes) -> None:
-        """Note steps that a stage has computed."""
+        """Record the times of steps that a stage has computed."""
         self._pacer.on_stage_times(message.stage, message.steps)
 
     def on_link_times(self, message: LinkTimes) -> None:
-        """Note the measured times of the links."""
+        """Record the measured times of the links."""
         self._pacer.on_paths(convert_link_times(message, self._bytes_per_token))
 
     def update(self, now: float) -> None:
@@ -119,7 +119,7 @@ class HeldRequest(NamedTuple):
 
 
 class Driver:
-    """Schedules micro-batches and keeps the pipeline filled."""
+    """Loop of the scheduler: schedules micro-batches and commits their results."""
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ class Driver:
                 raise ValueError(f"the driver has no use for {type(message).__name__}")
 
     def submit(self, message: SubmitRequest) -> None:
-        """Add a request and register its sequences with the stages that need them.
+        """Add a request to the scheduler and register its sequences with the stages.
 
         A request that cannot run ends with an error; other requests are not affected.
         """
@@ -256,7 +256,7 @@ class Driver:
             predicted_output_tokens=message.predicted_output_tokens,
         )
         if self.kv is not None:
-            request = self.kv.add_to(request, message)
+            request = self.kv.add_transfer_fields(request, message)
         request.check(self.scheduler.config.max_model_len)
         message.check(self._vocab_size)
         now = time.monotonic()
@@ -279,7 +279,7 @@ class Driver:
             self._fail(message.seq, count, message.error)
 
     def abort(self, message: AbortSequences) -> None:
-        """End sequences whose output nobody reads."""
+        """Abort sequences, for example because their client has disconnected."""
         self._has_new_stats = True
         aborted = set(message.seqs)
         for seq, held in list(self._held.items()):
@@ -321,7 +321,7 @@ class Driver:
         self._frontend.send(CommandDone(message.command_id, stage=0))
 
     def watch_kv_cache(self, message: WatchKvCache) -> None:
-        """Begin to report the changes of the prefix cache, with its state first, or end that."""
+        """Start or stop the reports on the prefix cache; the first report is a snapshot."""
         self._num_cache_events = 0
         if message.is_on:
             self.scheduler.kv_cache.watch(message.with_tokens)
@@ -359,8 +359,8 @@ class Driver:
             if self.kv is not None:
                 self.kv.coefficients = coefficients
 
-    def run_turn(self) -> None:
-        """Fill the pipeline, then report to the frontend; called after each batch of messages.
+    def run_iteration(self) -> None:
+        """Schedule until the pipeline is full, then report; called after each batch of messages.
 
         Statistics go with the outputs; without outputs they are sent if they have changed.
         """

@@ -30,7 +30,7 @@ _GONE = "the KV mover has ended"
 
 
 class DriverKv:
-    """Transfers of one driver."""
+    """Transfers of KV blocks between the driver's scheduler and the KV mover of its engine."""
 
     def __init__(self, scheduler: Scheduler, report: Callable[[WireMessage], None]) -> None:
         """Create the object, without a KV mover.
@@ -56,11 +56,11 @@ class DriverKv:
 
     @property
     def is_active(self) -> bool:
-        """True while leases and fetches need a turn of the driver from time to time."""
+        """True while leases or fetches exist, so that the driver needs a timer."""
         return self._transfers.is_active
 
     def connect(self, mover: Callable[[kv_transfer.KvCommand], None]) -> None:
-        """Use a KV mover, which has started; that of before has ended.
+        """Send commands to a KV mover that has just started; the one before has ended.
 
         Args:
             mover: sends a command. Raises DescriptorError if the mover has gone or does not read.
@@ -80,8 +80,10 @@ class DriverKv:
         for ticket in self._transfers.tickets:
             self._transfers.confirm_revocation(ticket)
 
-    def add_to(self, request: SchedulerRequest, message: SubmitRequest) -> SchedulerRequest:
-        """Return a request with its ticket, and with the number of tokens that can be fetched."""
+    def add_transfer_fields(
+        self, request: SchedulerRequest, message: SubmitRequest
+    ) -> SchedulerRequest:
+        """Return a scheduler request with the fields that describe its KV transfer."""
         source, num_tokens = message.kv_source, 0
         if source is not None:
             # At least one token is computed, so that there are logits to sample from.
@@ -97,7 +99,7 @@ class DriverKv:
         )
 
     def start_fetches(self) -> None:
-        """Start the fetches of the scheduler; to be called before it schedules."""
+        """Start the fetches that the scheduler has requested; called before it schedules."""
         now = time.monotonic()
         for fetch in self._transfers.start_fetches(now):
             if not fetch.num_tokens:
@@ -122,12 +124,15 @@ class DriverKv:
                 self._transfers.finish_fetch(fetch.seq, is_ok=False)
 
     def report_first_chunks(self) -> None:
-        """Report prompts whose first chunk is computed, if their router has to know."""
+        """Report the prompts whose first chunk is computed, where a router has requested that."""
         for ticket in self._transfers.pop_first_chunks():
             self._report(handoff.FirstChunkComputed(ticket))
 
     def report_transfers(self) -> None:
-        """Pass on what can be fetched, what must not be and what ends; called after each turn."""
+        """Send the scheduler's new, revoked and cancelled transfers to the KV mover.
+
+        Called after each iteration.
+        """
         transfers = self._transfers
         for readable in transfers.pop_readable():
             self._serve(readable)

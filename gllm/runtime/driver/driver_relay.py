@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class DriverRelay:
-    """Sessions of this machine's stages with the driver during one epoch."""
+    """Sessions of the stages of one machine with a driver on another machine, during one epoch."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class DriverProxies:
         self._epoch, self._address, self._sends = epoch, address, dict(sends)
 
     def on_frame(self, frame: StageFrame) -> None:
-        """Pass on a frame of a worker; an empty one says that the worker has connected."""
+        """Forward a worker's frame to the driver; an empty frame opens the session."""
         if frame.epoch != self._epoch or frame.sender not in self._sends:
             self.num_stale += 1
             return
@@ -167,7 +167,7 @@ class DriverProxies:
             spoke.send_encoded(frame.payload)
 
     def forget(self, sender: int) -> None:
-        """End the session of a worker that is gone; the driver learns of it."""
+        """Close the session of a worker that has exited."""
         self._sends.pop(sender, None)
         if spoke := self._spokes.pop(sender, None):
             spoke.close()

@@ -28,7 +28,10 @@ _MAX_READS = 3
 
 
 class PlanRecord:
-    """Writing side: a slot per plan in flight with its rows, and one for held requests."""
+    """Writer of the record of uncommitted plans.
+
+    It has one slot per plan in flight, and one slot for requests with a grammar in compilation.
+    """
 
     def __init__(
         self, descriptor: int, max_in_flight: int, max_rows: int, num_lanes: int = 1
@@ -55,7 +58,7 @@ class PlanRecord:
         _HEADER.pack_into(self._memory, 0, num_slots, max_rows)
 
     def on_scheduled(self, plan: StepPlan) -> None:
-        """Record a plan; called before any stage gets it."""
+        """Record a plan; called before the plan is sent to a stage."""
         limit = self._max_in_flight
         self._indices[plan.step] = index = plan.lane * limit + plan.turn % limit
         self._write(index, plan.step + 1, list(map(_seq_of, plan.rows)))
@@ -65,7 +68,7 @@ class PlanRecord:
         self._words[_HEADER_WORDS + self._indices.pop(step) * self._stride] = 0
 
     def on_held(self, seqs: list[int]) -> None:
-        """Record the sequences whose grammar is being compiled, in place of those before."""
+        """Replace the recorded sequences whose grammar is being compiled."""
         self._write(self._num_plans, 1 if seqs else 0, seqs)
 
     def _write(self, index: int, number: int, seqs: list[int]) -> None:

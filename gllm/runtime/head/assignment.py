@@ -21,7 +21,7 @@ from gllm.transport.region import Region
 
 
 class WorkerIdentity(msgspec.Struct, frozen=True, tag=True):
-    """First message to a worker process."""
+    """First message to a worker process: its number, its hub and its logs."""
 
     run: int
     """64 random bits per start of the parent."""
@@ -67,7 +67,7 @@ def resolve_scheduler(
 
 
 class NodeAssignment(msgspec.Struct, frozen=True):
-    """Everything that a machine needs to know to run its part of an epoch."""
+    """Assignment of an epoch to one machine: placement, configuration and data connections."""
 
     placement: Placement
     """Workers of all machines."""
@@ -93,7 +93,7 @@ class NodeAssignment(msgspec.Struct, frozen=True):
 
 
 class StageAssignment(msgspec.Struct, frozen=True, tag=True):
-    """Everything that a worker needs to know to run a stage during one epoch."""
+    """Assignment of an epoch to one worker: its stage, configuration, edges and files."""
 
     placement: Placement
     sender: int
@@ -187,7 +187,7 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True):
         return has_tcp_edges(self.config, self.placement)
 
     def resolve_scheduler(self, num_blocks: int | None = None) -> SchedulerConfig:
-        """Return the scheduler's configuration; see `resolve_scheduler`."""
+        """Return the scheduler's configuration for this epoch."""
         return resolve_scheduler(self.config, self.placement, num_blocks)
 
     @property

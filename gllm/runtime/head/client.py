@@ -93,7 +93,7 @@ class EngineClient(RequestClient):
         return self.coefficients.predict_prefill_seconds(lengths)
 
     def attach(self, send: SendFunction) -> None:
-        """Submit the parked requests to a driver, in order of arrival, and from now on new ones.
+        """Submit the parked requests to a driver in order of arrival, and then each new request.
 
         Suspects of deaths run alone before, one after the other.
         """
@@ -257,7 +257,7 @@ class EngineClient(RequestClient):
 
 
 class ReportTotals:
-    """Latest reports of the running epoch plus the final counters of the earlier ones."""
+    """Reports of the running epoch, added to the final counters of earlier epochs."""
 
     def __init__(self) -> None:
         self.latest_stats = SchedulerStats()
@@ -322,7 +322,7 @@ class ReportTotals:
             self._ranks[report.stage, report.rank] = report
 
     def next_epoch(self) -> None:
-        """Keep the counters of the epoch that has ended; its gauges become zero."""
+        """Add the counters of the epoch that has ended to the totals, and reset the gauges."""
         stats, ranks, bubbles = self.stats, self.rank_loads, self.bubbles
         self._past_stats, self._past_ranks, self._past_bubbles = stats, ranks, bubbles
         self.latest_stats, self._ranks, self._bubbles = SchedulerStats(), {}, BubbleReport()

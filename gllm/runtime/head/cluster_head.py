@@ -46,7 +46,10 @@ HEAD_NAME = "head"
 
 
 class ClusterHead:
-    """The hub of the nodes, the data mover of this machine, and what agents are told."""
+    """Head of an engine on several machines.
+
+    It has the hub of the agents, the data connections and the state of the nodes.
+    """
 
     def __init__(
         self,
@@ -214,7 +217,7 @@ class ClusterHead:
         ]
 
     def drain(self, name: str, check_ready: Callable[[], None]) -> str:
-        """Let the stages of a node move to others, and dismiss it then; see Engine.drain_node.
+        """Start to move the stages of a node to other nodes; the node is dismissed afterwards.
 
         Args:
             name: of the node.

@@ -69,7 +69,7 @@ class WorkerDeath:
 
 
 class DeathLog:
-    """Counts recoveries and keeps the evidence of deaths."""
+    """Counts of recoveries, and files with the evidence of workers' deaths."""
 
     def __init__(self, crash_folder: str | None) -> None:
         self.recoveries: Counter[str] = Counter()
@@ -94,7 +94,7 @@ class DeathLog:
         self.cause = cause
 
     def end_recovery(self, since: float) -> float:
-        """Note that the engine is ready again; return the pause in seconds."""
+        """Record that the engine is ready again; return the duration of the recovery in seconds."""
         seconds = time.monotonic() - since
         self.recovery_seconds.append(seconds)
         return seconds
@@ -102,7 +102,7 @@ class DeathLog:
     def keep_evidence(
         self, death: WorkerDeath, epoch: int, num_requests: int, suspects: Collection[int]
     ) -> Path | None:
-        """Write what is known about a death; return the file, None if it cannot be written.
+        """Write a file about a death; return its path, None if it cannot be written.
 
         Args:
             death: the death.
@@ -189,7 +189,10 @@ class CrashFolder:
         return file
 
     def close(self, keeps_files: bool) -> Path | None:
-        """Remove a private folder unless `keeps_files`; return the folder if it is kept."""
+        """Remove a private folder unless `keeps_files` is set.
+
+        Return the folder if it still exists.
+        """
         if self._is_private and self._path is not None:
             if keeps_files:
                 (self._path / _LOCK).unlink(missing_ok=True)

@@ -46,7 +46,7 @@ DUMP_SECONDS = 0.3
 
 
 class EventReceiver:
-    """Reports what happens to workers and machines to the recovery of a supervisor."""
+    """Handler of all messages and exits of workers and nodes; reports them to the recovery."""
 
     _group: NodeGroup
     """Machines of the engine; set if there are several."""
@@ -94,13 +94,13 @@ class EventReceiver:
             )
 
     def begin_epoch(self, placement: Placement) -> None:
-        """Expect the reports of an epoch's workers."""
+        """Reset the progress of loading, and check the workers of a new epoch for freezes."""
         self._loading.clear()
         if self._liveness is not None:
             self._liveness.watch(placement)
 
     def close(self) -> None:
-        """Watch the workers no longer."""
+        """Stop the checks for frozen workers."""
         if self._liveness is not None:
             self._liveness.close()
 
@@ -206,7 +206,10 @@ class EventReceiver:
         )
 
     def on_session_lost(self, sender: int, cause: str) -> None:
-        """Wait for the exit of a worker whose session has ended; if there is none, replace it."""
+        """Handle the end of a worker's session.
+
+        The worker is replaced unless its exit is reported soon.
+        """
         if sender in self._timers or self._recovery.is_exiting(sender):
             # Its exit is known already, or follows.
             return
@@ -335,7 +338,7 @@ class EventReceiver:
         capacity = session.capacity(self._num_workers)
         # The agent keeps these and kills the others by itself. It has to know it, and the routes to
         # them have to exist, before they may be assigned stages.
-        wanted = self._recovery.wanted_workers(name, capacity, workers)
+        wanted = self._recovery.returning_workers(name, capacity, workers)
         for sender in wanted:
             self._group.place(sender, name)
             self._channels.expect_remote(sender, session.send)
@@ -539,7 +542,7 @@ class EventReceiver:
 
 
 class LivenessWatch:
-    """Checks the workers of the present epoch, and logs the stacks of frozen ones."""
+    """Periodic check of an epoch's workers; logs the stacks of frozen workers."""
 
     def __init__(
         self,
@@ -592,7 +595,7 @@ class LivenessWatch:
         samples = {sender: sample for sender, sample in sampled.items() if sample is not None}
         # A silent node is lost as a whole, or its workers are heard again.
         if self._is_silent is not None:
-            self._detector.forgive(filter(self._is_silent, self._placement.senders), now)
+            self._detector.restart_times(filter(self._is_silent, self._placement.senders), now)
         is_serving = self._recovery.state is RecoveryState.READY
         causes = self._detector.check(samples, now, is_serving)
         for sender, cause in causes.items():

@@ -126,7 +126,7 @@ class JournalEntry:
         return len(self.prompt) + sum(len(self.outputs[choice]) for choice in self.alive)
 
     def submission(self, first_seq: int, now: float, request_id: str = "") -> SubmitRequest:
-        """Return the message that starts the request or continues its living choices.
+        """Return the message that starts the request or resumes its unfinished choices.
 
         Args:
             first_seq: wire id of the first living choice; the others follow without gaps.
@@ -161,7 +161,7 @@ class JournalEntry:
         )
 
     def on_submitted(self, first_seq: int) -> None:
-        """Assign wire ids to the living choices."""
+        """Assign wire ids to the unfinished choices."""
         self.num_attempts += 1
         self.kv_source = None
         self.seqs = {choice: first_seq + i for i, choice in enumerate(sorted(self.alive))}

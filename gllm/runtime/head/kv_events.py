@@ -63,7 +63,10 @@ class _Watcher:
 
 
 class KvEventSource:
-    """Subscriptions to the changes of the prefix cache. The driver records none without them."""
+    """Subscriptions to the changes of the prefix cache.
+
+    The driver records changes only for subscribers.
+    """
 
     def __init__(self) -> None:
         self._send: Callable[[WatchKvCache], None] | None = None
@@ -76,7 +79,7 @@ class KvEventSource:
 
     @property
     def num_cached_blocks(self) -> int:
-        """Blocks in the prefix cache as far as known: 0 while nobody watches."""
+        """Number of blocks in the prefix cache; 0 without subscribers."""
         return len(self._digests)
 
     def subscribe(
@@ -186,7 +189,7 @@ KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 def short_hash(digest: bytes) -> int:
-    """Return the last 64 bits of a block hash: some subscribers read no longer ones."""
+    """Return the last 64 bits of a block hash, the longest hash that some subscribers read."""
     return int.from_bytes(digest[-8:], "big")
 
 

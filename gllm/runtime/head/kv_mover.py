@@ -94,7 +94,7 @@ class EngineKvMover:
 
     @property
     def is_enabled(self) -> bool:
-        """True if the engine is to give KV blocks to other engines and to fetch them."""
+        """True if the engine may transfer KV blocks from and to other engines."""
         return self._backend is not None
 
     @property
@@ -104,11 +104,11 @@ class EngineKvMover:
 
     @property
     def process_id(self) -> int | None:
-        """Process id of gllm-link; None if it does not run."""
+        """Process id of gllm-link; None while it does not run."""
         return None if self._child.process is None else self._child.process.pid
 
     def add_layout(self, sender: int, layout: KvLayout | None) -> None:
-        """Note the layout of a worker that is ready; None if it has no cache for transfers."""
+        """Store the KV layout of a worker that is ready; None for a worker without transfers."""
         if layout is not None:
             self._layouts[sender] = layout
 
@@ -167,12 +167,12 @@ class EngineKvMover:
             self._certificate = None
 
     def on_started(self) -> None:
-        """Send the process what it needs, because it has started; it has its identity."""
+        """Open the caches in a gllm-link process that has started."""
         if self._caches is not None:
             self._open_caches(self._caches)
 
     def on_message(self, message: LinkMessage) -> None:
-        """Handle a message of the process."""
+        """Handle the report that the caches are open: publish the endpoint."""
         caches = self._caches
         if not isinstance(message, KvCachesOpened) or caches is None:
             return
@@ -191,7 +191,7 @@ class EngineKvMover:
         self._set_endpoint(encode_endpoint(KvEndpoint([machine])))
 
     def on_exited(self) -> None:
-        """Handle the end of the process: it has been reaped, and is started again later."""
+        """Withdraw the endpoint, because gllm-link has exited."""
         self._set_endpoint(b"")
 
     def _open_caches(self, caches: _OpenCaches) -> None:

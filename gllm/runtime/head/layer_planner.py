@@ -14,15 +14,15 @@ from gllm.config.engine import EngineConfig
 from gllm.messages.lifecycle import StageLoaded
 from gllm.messages.nodes import NodeFacts
 from gllm.messages.reports import StageMeasured
-from gllm.recovery.balance import BalanceLimits, BetterCut, Rebalancer
+from gllm.recovery.balance import BalanceLimits, BetterPartition, Rebalancer
 from gllm.recovery.node_layout import (
     NodeMemory,
     NodeShape,
     extend_layers,
     match_stages,
-    recut_layers,
+    repartition_layers,
 )
-from gllm.recovery.partition import StageCosts, StageMemory, cut_layers, slowest_cost
+from gllm.recovery.partition import StageCosts, StageMemory, partition_layers, slowest_cost
 from gllm.recovery.placement import LOCAL_NODE, Placement
 from gllm.runtime.worker.device import KV_SHARE, count_kv_blocks, find_gpu_models
 from gllm.runtime.worker.probe_cache import ProbeCache
@@ -75,7 +75,7 @@ def may_differ_in_speed(
 
 
 class LayerPlanner:
-    """Layers of each stage of an engine."""
+    """Partition of the model's layers into the stages of an engine."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class LayerPlanner:
             costs.append(_join_costs(ranks))
             memory.append(self._limit_by_machine(_join_memory(ranks), stage))
         try:
-            layers = cut_layers(costs, memory)
+            layers = partition_layers(costs, memory)
         except ValueError as error:
             log.warning("the layers are divided by their weights: %s", error)
             return self.bounds
@@ -178,7 +178,7 @@ class LayerPlanner:
         return replace(memory, limit_bytes=total / num_workers[self._nodes[stage]])
 
     def change_shape(self, shape: NodeShape) -> None:
-        """Note other stages, or other nodes of the stages, from the next epoch on."""
+        """Store other stages, or other nodes of the stages, for the next epoch."""
         unique_nodes = dict.fromkeys(shape.nodes)
         log.info(
             "layers per stage: %s, on these machines: %s",
@@ -203,8 +203,8 @@ class LayerPlanner:
         """Set the name of the node of each stage, and the machines, before the start."""
         self._nodes, self._machines = list(nodes), dict(machines)
 
-    def recut(self, shape: NodeShape, survivors: Sequence[str]) -> NodeShape | None:
-        """Return the stages on the nodes that are left after a loss, which get all layers.
+    def repartition(self, shape: NodeShape, survivors: Sequence[str]) -> NodeShape | None:
+        """Return the stages on the remaining nodes after a loss, which share all layers.
 
         None if the layers do not fit into the memory of these nodes, with keys and values of the
         longest sequence, or if it is not known yet what they need.
@@ -215,10 +215,10 @@ class LayerPlanner:
         """
         if (memory := self._measure_nodes()) is None:
             return None
-        return recut_layers(shape, survivors, self._costs, memory)
+        return repartition_layers(shape, survivors, self._costs, memory)
 
     def add_machine(self, node: str, machine: Machine) -> None:
-        """Note a machine that has joined after the start."""
+        """Store the facts of a machine that has joined after the start."""
         self._machines[node] = machine
 
     def find_costliest(self, stages: Sequence[int]) -> int:
@@ -233,7 +233,7 @@ class LayerPlanner:
     def extend(
         self, shape: NodeShape, nodes: Sequence[str], degrees: Sequence[int], should_gain: bool
     ) -> NodeShape | None:
-        """Return a shape with further stages, whose speed is taken to be that of the first one.
+        """Return a shape with further stages, assumed to be as fast as the first stage.
 
         None if the layers do not fit, or if it is not known yet what they need.
 
@@ -324,7 +324,7 @@ class LayerPlanner:
 
     def on_totals(
         self, stage: int, num_steps: int, busy_seconds: float, now: float
-    ) -> BetterCut | None:
+    ) -> BetterPartition | None:
         """Record a stage's totals; return a better division if it is to be used now.
 
         Without `rebalance` a better division is only logged. A device without a clock of its own

@@ -44,7 +44,7 @@ STEADY_SECONDS = 30.0
 
 
 class LinkOwner(Protocol):
-    """Receiver of what happens to a LinkChild."""
+    """Interface of a LinkChild's owner, called when the process starts, reports or exits."""
 
     def on_started(self) -> None:
         """Send the process what it needs, because it has started; it has its identity."""
@@ -94,11 +94,11 @@ class LinkChild:
 
     @property
     def is_running(self) -> bool:
-        """True if there is a process that commands can be sent to."""
+        """True while a process runs, so that commands can be sent."""
         return self._process is not None
 
     def begin_run(self, run: int) -> None:
-        """Serve another start of the head from now on."""
+        """Change the run, the number of the head's start, in the identity of the process."""
         self._identity = msgspec.structs.replace(self._identity, run=run)
         if self._process is not None:
             self._send_identity()
@@ -171,7 +171,7 @@ class LinkChild:
         self.send(self._identity, [] if certificate is None else [certificate.descriptor])
 
     def kill(self) -> None:
-        """End the process, if there is one; `LinkOwner.on_exited` follows, and another start."""
+        """Kill the process, if it runs; `LinkOwner.on_exited` and another start follow."""
         if self._process is not None:
             self._process.kill()
 
@@ -253,7 +253,7 @@ class LinkChild:
 
 
 class LinkProcess:
-    """Connects edges to other machines by means of a `gllm-link` process."""
+    """Edges to other machines over a `gllm-link` process."""
 
     def __init__(
         self,
@@ -309,7 +309,7 @@ class LinkProcess:
         on_opened: Callable[[int, int], None],
         on_lost: Callable[[int, int, str], None],
     ) -> None:
-        """Serve a start of the head from now on; edges of others are closed.
+        """Change the run, the number of the head's start; close the edges of an earlier run.
 
         Args:
             run: number of the head's start.
@@ -351,7 +351,7 @@ class LinkProcess:
             self._child.send(command, descriptors)
 
     def close_edges(self, epoch: int) -> None:
-        """Close the edges of an epoch and of all earlier ones."""
+        """Close the edges of an epoch and of all earlier epochs."""
         ended = [key for key in self._edges if key[0] <= epoch]
         self._close_descriptors(ended)
         if ended and self._child.is_running:
@@ -364,13 +364,13 @@ class LinkProcess:
         self.links = []
 
     def on_started(self) -> None:
-        """Send the process what it needs, because it has started; it has its identity."""
+        """Open all edges again in a gllm-link process that has started."""
         self._num_malformed_before = self.num_malformed
         for command, descriptors in self._edges.values():
             self._child.send(command, descriptors)
 
     def on_message(self, message: LinkMessage) -> None:
-        """Handle a message of the process."""
+        """Handle a report of gllm-link on edges and connections."""
         match message:
             case LinkEdgeOpened(epoch, edge):
                 opened = self._edges.get((epoch, edge))
@@ -384,7 +384,7 @@ class LinkProcess:
                 self.num_malformed = self._num_malformed_before + message.num_malformed
 
     def on_exited(self) -> None:
-        """Handle the end of the process: it has been reaped, and is started again later."""
+        """Forget the states of the connections, because gllm-link has exited."""
         self.links = []
 
     def _close_descriptors(self, keys: list[tuple[int, int]]) -> None:

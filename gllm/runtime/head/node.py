@@ -51,17 +51,17 @@ MAX_STACKS_BYTES = 2**16
 
 
 class RemoteEdges(Protocol):
-    """Connects the edges between a worker of this machine and one of another machine."""
+    """Interface that connects the edges between workers of this machine and of other machines."""
 
     def open(self, command: OpenLinkEdge, edge: Edge) -> None:
-        """Connect this machine's end of an edge; see LinkProcess."""
+        """Connect this machine's end of an edge."""
 
     def close_edges(self, epoch: int) -> None:
-        """Close the edges of an epoch and of all earlier ones."""
+        """Close the edges of an epoch and of all earlier epochs."""
 
 
 class Node(ABC):
-    """Workers that subclasses run, as processes or within this one."""
+    """Base class of a machine that runs workers, as processes or within this process."""
 
     def __init__(self, name: str = "gllm", node_name: str = LOCAL_NODE) -> None:
         """Create a node.
@@ -97,7 +97,7 @@ class Node(ABC):
 
     @abstractmethod
     def kill(self, sender: int) -> None:
-        """Kill a worker; its exit is reported as that of any other."""
+        """Kill a worker; the exit is reported as every other exit."""
 
     @abstractmethod
     def sample(self, sender: int) -> ProcessSample | None:
@@ -105,22 +105,24 @@ class Node(ABC):
 
     @abstractmethod
     def dump_stacks(self, sender: int) -> None:
-        """Make a worker write the stacks of its threads, which `read_stacks` returns soon after."""
+        """Make a worker write the stacks of its threads, to be read with `read_stacks`."""
 
     @abstractmethod
     def read_stacks(self, sender: int) -> str:
-        """Return the stacks that a worker has written; also after a crash, within `on_exit`."""
+        """Return the stacks that a worker has written, also after a crash within `on_exit`."""
 
     @abstractmethod
     async def stop(self) -> None:
-        """Wait until the workers have exited after the shutdown message; kill those that do not."""
+        """Wait until the workers have exited after the shutdown message; kill late workers."""
 
     @abstractmethod
     def _send(self, assignment: StageAssignment) -> None:
         """Send a worker its assignment; the descriptors in it are closed afterwards."""
 
     def connect_kv_mover(self, connection: KvMoverConnection) -> None:
-        """Give the driver its end of a channel to the KV mover; its descriptor stays the caller's.
+        """Send the driver its end of a channel to the KV mover.
+
+        The caller still owns the descriptor.
 
         Raises:
             NotImplementedError: the node has no processes.
@@ -162,7 +164,7 @@ class Node(ABC):
         plan_record: int | None = None,
         output_lengths: dict[int, list[int]] | None = None,
     ) -> None:
-        """Send each of this machine's workers its stage, with new files and driver's address.
+        """Send each worker of this machine its stage, with new edges and driver's address.
 
         Args:
             assignment: of the next epoch.
@@ -285,7 +287,7 @@ class Node(ABC):
         self.remote_edges.open(command, edge)
 
     def on_epoch_ready(self) -> None:
-        """Remove the driver's address: all workers have connected, and nothing else may."""
+        """Remove the driver's address, because all workers have connected."""
         if self._driver_folder is not None:
             shutil.rmtree(self._driver_folder, ignore_errors=True)
             self._driver_folder = None
@@ -301,7 +303,7 @@ def _peer_of(assignment: NodeAssignment, node: str) -> LinkPeer:
 
 @dataclass
 class WorkerProcess:
-    """A worker process and the parent's ends of what connects them."""
+    """A worker process, and the parent's ends of its channel and of its file of stacks."""
 
     process: ChildProcess
     channel: DescriptorChannel
@@ -309,7 +311,7 @@ class WorkerProcess:
     """Descriptor of the file to which the process writes its stacks, for example in a crash."""
 
     def close(self) -> None:
-        """Close the parent's ends; the process has been reaped."""
+        """Close the parent's ends, after the process has been reaped."""
         self.process.unwatch()
         self.channel.close()
         os.close(self.stacks)
@@ -376,7 +378,7 @@ class LocalNode(Node):
         self._send(identity)
 
     def kill(self, sender: int) -> None:
-        """Kill a worker; its exit is reported as that of any other."""
+        """Kill a worker; the exit is reported as every other exit."""
         if sender in self.workers:
             self.workers[sender].process.kill()
 
@@ -394,7 +396,7 @@ class LocalNode(Node):
         return ProcessSample(fields[0] in "Tt", ticks / os.sysconf("SC_CLK_TCK"))
 
     def dump_stacks(self, sender: int) -> None:
-        """Make a worker write the stacks of its threads, which `read_stacks` returns soon after.
+        """Make a worker write the stacks of its threads, to be read with `read_stacks`.
 
         A stopped process writes them once it is continued.
         """
@@ -402,7 +404,7 @@ class LocalNode(Node):
             self.workers[sender].process.send_signal(DUMP_SIGNAL)
 
     def read_stacks(self, sender: int) -> str:
-        """Return the stacks that a worker has written; also after a crash, within `on_exit`."""
+        """Return the stacks that a worker has written, also after a crash within `on_exit`."""
         if sender not in self.workers:
             return ""
         stacks = self.workers[sender].stacks
@@ -410,7 +412,7 @@ class LocalNode(Node):
         return os.pread(stacks, MAX_STACKS_BYTES, begin).decode(errors="replace")
 
     async def stop(self) -> None:
-        """Wait until the workers have exited after the shutdown message; kill those that do not."""
+        """Wait until the workers have exited after the shutdown message; kill late workers."""
         self._on_exit = None
         with suppress(TimeoutError):
             async with asyncio.timeout(STOP_SECONDS):
@@ -433,7 +435,7 @@ class LocalNode(Node):
         self.on_epoch_ready()
 
     def connect_kv_mover(self, connection: KvMoverConnection) -> None:
-        """Give the driver its end of a channel to the KV mover."""
+        """Send the driver its end of a channel to the KV mover."""
         self._send(connection)
 
     def _send(self, message: ParentMessage) -> None:

@@ -52,7 +52,7 @@ MIN_CHANGE = 0.02
 
 
 class EdgeGate:
-    """Edges between nodes of one epoch that are not connected, and pairs that fail often."""
+    """Edges between nodes of one epoch that are not connected, and pairs that fail repeatedly."""
 
     def __init__(self) -> None:
         self._epoch = 0
@@ -79,7 +79,7 @@ class EdgeGate:
         return node in self._pairs.get(edge, ())
 
     def begin(self, placement: Placement) -> None:
-        """Wait for the edges of an epoch."""
+        """Start to wait for the edges of an epoch."""
         self._epoch = placement.epoch
         self._pairs = remote_edges(placement)
         self._missing = set(self._pairs)
@@ -119,7 +119,7 @@ def remote_edges(placement: Placement) -> dict[int, NodePair]:
 
 
 class LinkTimesReporter:
-    """Sends the driver the measured times of its links whenever they have changed."""
+    """Periodic report of the measured link times to the driver, sent when they have changed."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class LinkTimesReporter:
         self._timer = self._loop.call_later(self._report_seconds, self._report)
 
     def close(self) -> None:
-        """Send nothing any more."""
+        """Stop the reports."""
         self._timer.cancel()
 
     def _report(self) -> None:
@@ -247,7 +247,7 @@ class RemoteNode:
         self._on_exit = on_exit
 
     def spawn(self, identity: WorkerIdentity) -> None:
-        """Start a worker.
+        """Command the agent to start a worker.
 
         The address of the worker's hub is the agent's.
         """
@@ -255,29 +255,29 @@ class RemoteNode:
         self.session.send(StartWorker(identity.sender, logs.level, logs.format))
 
     def kill(self, sender: int) -> None:
-        """Kill a worker; its exit is reported as that of any other."""
+        """Command the agent to kill a worker."""
         self.session.send(EndWorker(sender))
 
     def sample(self, sender: int) -> ProcessSample | None:
-        """Return the state of a worker's process; None if it has exited or has none of its own.
+        """Return the state of a worker's process in the agent's last heartbeat; None if unknown.
 
         As of the agent's last heartbeat.
         """
         return self.session.sample(sender)
 
     def dump_stacks(self, sender: int) -> None:
-        """Make a worker write the stacks of its threads, which `read_stacks` returns soon after."""
+        """Command the agent to request the stacks of a worker."""
         self.session.send(DumpStacks(sender))
 
     def read_stacks(self, sender: int) -> str:
-        """Return the stacks that a worker has written; also after a crash, within `on_exit`.
+        """Return the stacks of a worker that the agent has reported.
 
         As the agent has reported them.
         """
         return self._stacks.get(sender, "")
 
     def on_stacks(self, sender: int, stacks: str) -> None:
-        """Keep the stacks that the agent reports of a worker."""
+        """Store the stacks of a worker that the agent reports."""
         if stacks and sender in self.workers:
             self._stacks[sender] = stacks
 
@@ -293,13 +293,13 @@ class RemoteNode:
         self._stacks.pop(sender, None)
 
     def assign(self, assignment: NodeAssignment) -> None:
-        """Send the agent its part; it knows its own folder of the model."""
+        """Send the agent the assignment of its workers."""
         epoch = assignment.placement.epoch
         self.session.send(AssignStages(epoch, encode_node_assignment(assignment)))
 
 
 class NodeGroup(Node):
-    """The head's own node and the nodes of the agents, by name."""
+    """All machines of an engine: the head's own node and the nodes of the agents, by name."""
 
     def __init__(self, local: Node) -> None:
         """Create the group of an engine on this machine.
@@ -365,7 +365,7 @@ class NodeGroup(Node):
         return workers
 
     def place(self, sender: int, node: str) -> RemoteNode | None:
-        """Decide on which node a worker runs; return it, None for this machine.
+        """Assign a new worker to a node; return the node, None for this machine.
 
         Raises:
             OSError: the node is lost.
@@ -380,26 +380,26 @@ class NodeGroup(Node):
         return remote
 
     def forget(self, sender: int) -> None:
-        """Forget a worker that has exited."""
+        """Remove a worker that has exited."""
         if remote := self._nodes.pop(sender, None):
             remote.forget(sender)
             if self.proxies is not None:
                 self.proxies.forget(sender)
 
     def is_silent(self, sender: int) -> bool:
-        """Return True if nothing is known of a worker, because its node is silent."""
+        """Return True if a worker's state is unknown: its node sends no heartbeats."""
         remote = self._nodes.get(sender)
         return remote is not None and remote.is_silent
 
     def spawn(self, identity: WorkerIdentity) -> None:
-        """Start a worker.
+        """Start a worker on its node.
 
         The worker runs where `place` has put it, by default on this machine.
         """
         self._node_of(identity.sender).spawn(identity)
 
     def kill(self, sender: int) -> None:
-        """Kill a worker; its exit is reported as that of any other."""
+        """Kill a worker on its node; the exit is reported as every other exit."""
         self._node_of(sender).kill(sender)
 
     def sample(self, sender: int) -> ProcessSample | None:
@@ -407,15 +407,15 @@ class NodeGroup(Node):
         return self._node_of(sender).sample(sender)
 
     def dump_stacks(self, sender: int) -> None:
-        """Make a worker write the stacks of its threads, which `read_stacks` returns soon after."""
+        """Make a worker write the stacks of its threads, to be read with `read_stacks`."""
         self._node_of(sender).dump_stacks(sender)
 
     def read_stacks(self, sender: int) -> str:
-        """Return the stacks that a worker has written; also after a crash, within `on_exit`."""
+        """Return the stacks that a worker has written, also after a crash within `on_exit`."""
         return self._node_of(sender).read_stacks(sender)
 
     async def stop(self) -> None:
-        """Wait until the workers have exited after the shutdown message; kill those that do not.
+        """Wait until the workers have exited after the shutdown message; kill late workers.
 
         Agents end their own workers.
         """
@@ -440,7 +440,7 @@ class NodeGroup(Node):
         plan_record: int | None = None,
         output_lengths: dict[int, list[int]] | None = None,
     ) -> None:
-        """Send each of this machine's workers its stage, with new files and driver's address."""
+        """Send each worker of all machines its stage, with new edges and driver's address."""
         placement = assignment.placement
         self._check_nodes(placement)
         if self.remotes:
@@ -465,7 +465,7 @@ class NodeGroup(Node):
             remote.assign(assignment)
 
     def on_epoch_ready(self) -> None:
-        """Remove the driver's address: all workers have connected, and nothing else may."""
+        """Remove the driver's addresses on all machines, because all workers have connected."""
         self.local.on_epoch_ready()
         for remote in self._assigned:
             remote.session.send(EpochReady(self._epoch))

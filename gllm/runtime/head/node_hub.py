@@ -76,7 +76,7 @@ _EXTRA_GUESTS = 8
 
 
 class AgentSession:
-    """A node that has joined, and the state that its heartbeats report."""
+    """Session with the agent of a node that has joined, and the state in its heartbeats."""
 
     def __init__(
         self, sender: int, join: JoinCluster, address: str, send: Callable[[WireMessage], None]
@@ -107,7 +107,7 @@ class AgentSession:
         return self.join.name
 
     def capacity(self, num_workers: int) -> int:
-        """Return the number of workers that the node can have, one per GPU.
+        """Return the largest number of workers on the node: one per GPU.
 
         num_workers: of the engine; a machine without a GPU can have all of them, with fewer threads
             each.
@@ -143,10 +143,10 @@ class AgentSession:
 
 
 class NodeListener(Protocol):
-    """Receiver of the events of members."""
+    """Interface of the receiver of nodes' messages, joins and losses."""
 
     def on_node_joined(self, session: AgentSession) -> None:
-        """Handle a node that has joined; `NodeHub.welcome` has to be called."""
+        """Handle a node that has joined; the listener has to call `NodeHub.welcome`."""
 
     def on_node_message(self, session: AgentSession, message: AnyMessage) -> None:
         """Handle a message of a member."""
@@ -253,7 +253,7 @@ class NodeHubTimes:
 
 
 class NodeHub:
-    """Accepts agents, and knows who is a member."""
+    """Hub of the agents: accepts nodes and tracks the members of the cluster."""
 
     def __init__(
         self,
@@ -324,7 +324,7 @@ class NodeHub:
         return {} if self._hub is None else dict(self._hub.refused.by_address)
 
     def describe(self) -> dict[str, int]:
-        """Return what the hub keeps of its peers: connections, sessions, and those yet to join."""
+        """Return the number of connections, of sessions, and of peers that have not joined yet."""
         return {
             "connections": 0 if self._hub is None else self._hub.num_connections,
             "sessions": len(self._by_sender),
@@ -395,7 +395,7 @@ class NodeHub:
         return members
 
     def welcome(self, session: AgentSession, workers: list[int]) -> None:
-        """Tell an agent that it is a member.
+        """Send an agent the answer that its node is a member.
 
         Args:
             session: of the agent.
@@ -439,7 +439,7 @@ class NodeHub:
         self._close()
 
     def lose(self, session: AgentSession, cause: str, is_death: bool = False) -> None:
-        """End the session of a node, which is lost."""
+        """End the session of a lost node, and report the loss."""
         if not self._end(session):
             return
         if session.dismissed_at is not None:
@@ -487,7 +487,7 @@ class NodeHub:
     def _on_message(self, session: AgentSession, message: AnyMessage, now: float) -> None:
         """Handle a message of a member; nothing that it contains raises an error."""
         session.last_heard = now
-        self.membership.on_heard(session.name, now)
+        self.membership.record_message(session.name, now)
         match message:
             case NodeHeartbeat():
                 session.on_heartbeat(message, now)
@@ -621,7 +621,7 @@ class NodeHub:
         if now - before > self.config.node_timeout / 2:
             # This process was stopped or busy, and messages of the agents may wait.
             for name in self.sessions:
-                self.membership.on_heard(name, now)
+                self.membership.record_message(name, now)
         for session in list(self.sessions.values()):
             since = session.dismissed_at
             if since is not None and now - since > LEAVE_SECONDS:

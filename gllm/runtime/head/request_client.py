@@ -28,7 +28,7 @@ SendFunction = Callable[[SubmitRequest | AbortSequences], None]
 
 
 class RequestClient(ABC):
-    """Requests that were submitted and have not ended; subclasses choose who computes them."""
+    """Submitted requests that have not ended; subclasses choose the scheduler of each request."""
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         """Create a client without requests.
@@ -124,7 +124,7 @@ class RequestClient(ABC):
         return stream
 
     def abort(self, stream: RequestStream, choices: Iterable[int]) -> None:
-        """Abort choices whose output nobody reads any more."""
+        """Abort choices whose output is no longer read."""
         self._abort_seqs(stream, self._remove(stream, sorted(stream.alive.intersection(choices))))
 
     def abort_request(self, request_id: str | None) -> int:
@@ -138,7 +138,7 @@ class RequestClient(ABC):
         return len(streams)
 
     def abort_streams(self, streams: list[RequestStream]) -> None:
-        """End requests with reason `abort`, which their readers see."""
+        """End requests with the finish reason `abort`."""
         for stream in streams:
             self._abort_seqs(stream, self._end(stream, stream.alive, "abort"))
         self._notify()
@@ -149,13 +149,13 @@ class RequestClient(ABC):
         self._num_requests -= 1
 
     def reject_parked(self, cause: str) -> None:
-        """End the parked requests with an error, because nobody could compute them in time."""
+        """End the parked requests with an error, because no driver was ready in time."""
         for stream in [parked for parked in self._streams if parked.entry.is_parked]:
             self._end(stream, stream.alive, "error", cause, "unavailable")
         self._notify()
 
     def fail_all(self, cause: str) -> None:
-        """End every request with an error, because nobody will compute it."""
+        """End every request with an error, because no driver will compute it."""
         for stream in list(self._streams):
             self._abort_seqs(stream, self._end(stream, stream.alive, "error", cause))
         self._notify()

@@ -40,7 +40,7 @@ def _no_listener() -> None:
 
 
 class RequestStream:
-    """Output of one request's choices, by index; a slow reader gets larger deltas."""
+    """Output of one request's choices, by index, until it is read."""
 
     __slots__ = (
         "_pending",
@@ -83,7 +83,7 @@ class RequestStream:
         return self.deltas.get(choice) or self.start_delta(choice, [])
 
     def start_delta(self, choice: int, tokens: list[int]) -> TokenDelta:
-        """Start the delta of a choice that has none."""
+        """Create the delta of a choice that has no unread output."""
         if not self.deltas:
             self._pending.append(self)
         delta = self.deltas[choice] = TokenDelta(tokens)
@@ -119,7 +119,7 @@ class RequestStream:
 
 
 class SubmittedChoice(NamedTuple):
-    """Receiver of a wire id's output."""
+    """Choice that receives the output of a wire id."""
 
     stream: RequestStream
     choice: int

@@ -258,7 +258,7 @@ class Supervisor:
 
     @property
     def numerics(self) -> str:
-        """See StageLoaded, for all stages; known once they are loaded."""
+        """Description of all that decides the rounding on all stages."""
         reports = [self.loaded.get(sender) for sender in self.senders]
         executors = (report.numerics for report in reports if report is not None)
         return describe_numerics(
@@ -328,7 +328,7 @@ class Supervisor:
             raise
 
     def set_nodes(self, nodes: Sequence[str], machines: Mapping[str, Machine]) -> None:
-        """Set the name of each stage's node, the first one the head's; and the machines by name."""
+        """Set the node of each stage, with the head's node first, and the machines by name."""
         self.planner.set_nodes(nodes, machines)
         self.recovery = self._create_recovery(nodes)
 
@@ -337,7 +337,7 @@ class Supervisor:
         self._change_listeners.append(listener)
 
     async def drain(self, seconds: float) -> None:
-        """Wait until running requests have ended, for at most this long; recoveries go on."""
+        """Wait until running requests have ended, at most for a number of seconds."""
         self._is_draining = self.state in ("ready", "recovering")
         self._notify_changed()
         deadline = time.monotonic() + seconds
@@ -373,7 +373,10 @@ class Supervisor:
         return await self.run_command(ResetPrefixCache, 1)
 
     def send_kv_command(self, message: HandoffCommand) -> None:
-        """Pass a command about KV blocks to the driver, if there is one."""
+        """Forward a router's command about KV blocks to the driver.
+
+        It is dropped while no driver is ready.
+        """
         if self.recovery.state is RecoveryState.READY:
             self.send_to_driver(message)
 
@@ -401,7 +404,7 @@ class Supervisor:
         return set() if self._plan_record is None else read_uncommitted(self._plan_record)
 
     def execute(self, actions: list[Action]) -> None:
-        """Execute the actions that follow from an event, and then those that follow from them."""
+        """Execute the actions of the recovery, and the actions that result from them."""
         self._actions.extend(actions)
         if self._is_executing:
             return
@@ -427,7 +430,7 @@ class Supervisor:
         self._notify_changed()
 
     def die(self, cause: str) -> None:
-        """Fail everything with the cause, once."""
+        """End the engine with a cause: fail all requests and end all workers."""
         self.recovery.stop()
         if self.died.is_set():
             return
@@ -460,7 +463,7 @@ class Supervisor:
             self.config.stage_degrees,
             planner.should_measure,
             nodes,
-            planner.recut,
+            planner.repartition,
         )
         recovery.extend = planner.extend
         recovery.find_costliest = planner.find_costliest

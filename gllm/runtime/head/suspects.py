@@ -27,7 +27,7 @@ Request = TypeVar("Request")
 
 
 class SuspectTracker(Generic[Request]):
-    """Deaths of each request since its last new token, and the suspect that runs alone."""
+    """Deaths of workers per request since its last new token, and the suspect that runs alone."""
 
     def __init__(self, suspect_deaths: int = SUSPECT_DEATHS) -> None:
         """Create a tracker.
@@ -86,7 +86,7 @@ class SuspectTracker(Generic[Request]):
         return [request for request in requests if self.num_deaths(request) >= self._suspect_deaths]
 
     def isolate(self, request: Request, seqs: Iterable[int]) -> None:
-        """Record that only this suspect runs.
+        """Record that only one suspect runs.
 
         Args:
             request: a suspect.
@@ -97,7 +97,7 @@ class SuspectTracker(Generic[Request]):
 
 
 class PoisonList:
-    """Fingerprints of requests that have killed workers."""
+    """Fingerprints of requests that have killed workers, for a limited time."""
 
     def __init__(self) -> None:
         self._expiries: dict[bytes, float] = {}
@@ -112,7 +112,7 @@ class PoisonList:
             del self._expiries[next(iter(self._expiries))]
 
     def check(self, prompt: Sequence[int], sampling: SequenceSamplingParams, now: float) -> None:
-        """Check that no equal request is refused.
+        """Check that no equal request has killed workers recently.
 
         Raises:
             PoisonRequestError: one is.

@@ -21,7 +21,7 @@ PROCESS_EPOCH = -1
 
 
 class HeadSocket:
-    """Binds a hub once, and gives each worker that is spawned its address.
+    """Address of a hub for new workers, bound with the first worker.
 
     The socket's name is removed at once. Workers connect through this process's open descriptor of
     it, which only processes of the same user can reach, and which ends with this process.
@@ -58,7 +58,7 @@ class HeadSocket:
 
 
 class WorkerChannels:
-    """Sends messages to workers wherever they run, and drops frames of earlier epochs."""
+    """Message channels to all workers of an engine, on this machine and on others."""
 
     def __init__(self, hub: Hub, socket: HeadSocket) -> None:
         """Create the channels of an engine without workers.
@@ -86,7 +86,7 @@ class WorkerChannels:
         on_messages: Callable[[list[tuple[int, AnyMessage]]], None],
         on_lost: Callable[[int, str], None],
     ) -> None:
-        """Start delivery of the messages of this machine's workers; see Hub."""
+        """Start delivery of the messages of this machine's workers on the running event loop."""
         self._hub.start(on_messages, on_lost)
 
     def expect(self, sender: int) -> str:
@@ -113,7 +113,10 @@ class WorkerChannels:
             send(WorkerFrame(sender, epoch, encode(message)))
 
     def accepts(self, frame: WorkerFrame) -> bool:
-        """Return True if the message in a frame is to be handled; count it as stale otherwise."""
+        """Return True if a frame belongs to the current epoch and a known worker.
+
+        Every other frame is counted as stale.
+        """
         is_current = frame.epoch in (self._epoch, PROCESS_EPOCH)
         if is_current and frame.sender in self._routes:
             return True
@@ -121,7 +124,7 @@ class WorkerChannels:
         return False
 
     def drop(self) -> None:
-        """Count a frame of a session that is no longer valid."""
+        """Count a frame that is dropped because its session is no longer valid."""
         self._num_stale += 1
 
     def forget(self, sender: int) -> None:
@@ -131,7 +134,7 @@ class WorkerChannels:
             self._hub.forget(sender)
 
     def advance(self, epoch: int) -> None:
-        """Begin an epoch: messages of earlier ones are dropped from now on."""
+        """Begin an epoch: messages of earlier epochs are dropped."""
         self._epoch = epoch
         self._hub.advance(epoch)
 

@@ -78,7 +78,7 @@ class _Session:
 
 
 class Hub(BusSocket):
-    """The end of all sessions of a process with its peers."""
+    """ROUTER end of all sessions of a process with its peers."""
 
     def __init__(
         self,
@@ -146,18 +146,18 @@ class Hub(BusSocket):
         self._socket.ipv6 = is_ipv6(address)
         self._connections.has_strangers = address.startswith("tcp:")
         if self._authenticator is not None:
-            self._authenticator.protect(self._socket)
+            self._authenticator.require_secret_on_bind(self._socket)
         self._socket.bind(address)
         self._address = bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
         return self._address
 
     def expect(self, sender: int) -> None:
-        """Accept one session of a sender; messages to it are queued until it connects."""
+        """Accept one session of a sender; messages are queued until the sender connects."""
         if sender not in self._by_sender:
             self._expected.setdefault(sender, [])
 
     def forget(self, sender: int) -> None:
-        """End the session of a sender, or no longer expect it.
+        """End the session of a sender, or stop to expect the sender.
 
         The connection of a guest is closed once it had time for the messages that are queued.
         """
@@ -205,7 +205,7 @@ class Hub(BusSocket):
             self._send(sender, payload, self._epoch if epoch is None else epoch)
 
     def advance(self, epoch: int) -> None:
-        """Begin an epoch: frames of earlier ones are dropped from now on."""
+        """Begin an epoch: frames of earlier epochs are dropped."""
         self._epoch = epoch
         for sender, session in self._by_sender.items():
             self._due += [(sender, message) for message in session.receiver.advance(epoch)]
@@ -373,7 +373,7 @@ class Hub(BusSocket):
     def _bind_again(self) -> None:
         if self._loop is None or self._authenticator is None:
             return
-        self._authenticator.protect(self._socket)
+        self._authenticator.require_secret_on_bind(self._socket)
         try:
             self._socket.bind(self._address)
         except zmq.ZMQError as error:
@@ -400,7 +400,7 @@ class Hub(BusSocket):
 
 
 class Spoke(BusSocket):
-    """The end of a process's session with a hub."""
+    """DEALER end of one session of a process with a hub."""
 
     def __init__(
         self,
@@ -482,7 +482,7 @@ class Spoke(BusSocket):
         self._send(payload, self._epoch)
 
     def advance(self, epoch: int) -> None:
-        """Begin an epoch: frames of earlier ones are dropped from now on."""
+        """Begin an epoch: frames of earlier epochs are dropped."""
         self._epoch = epoch
         self._due += self._receiver.advance(epoch)
         self._schedule_read()

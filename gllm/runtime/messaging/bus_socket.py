@@ -203,7 +203,7 @@ def _peer_of(descriptor: int) -> tuple[str, int] | None:
 
 
 class BusSocket(ABC):
-    """A socket on the event loop and the monitor of its connections.
+    """Base class of a ZeroMQ socket on the event loop, with the monitor of its connections.
 
     Both have descriptors that signal changes only, and a send may use up the signal of a message
     that arrived. So a read goes on until nothing is left, and every send schedules one.

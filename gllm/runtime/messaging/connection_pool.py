@@ -126,7 +126,7 @@ def is_valid_name(name: str) -> bool:
 
 
 def default_engine_name() -> str:
-    """Return a name that no other living engine has: that of the host, and the process id."""
+    """Return a default name for an engine: host name and process id."""
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
@@ -207,16 +207,16 @@ class PeerConnection:
 
 
 class PeerHandler(Protocol):
-    """Owner of the sessions of a process. Calls come from the event loop, in order."""
+    """Interface of the owner of a process's sessions; called on the event loop, in order."""
 
     def on_connected(self, connection: PeerConnection) -> None:
-        """Begin a session; messages may be sent. The peer may turn out not to be there."""
+        """Handle a new session; messages can be sent, although the peer may be unreachable."""
 
     def on_message(self, connection: PeerConnection, message: AnyMessage) -> None:
-        """Handle a message. An exception ends the session."""
+        """Handle a message of a peer; an exception ends the session."""
 
     def on_lost(self, connection: PeerConnection, cause: str) -> None:
-        """Handle the end of a session that `ConnectionPool.close` did not end."""
+        """Handle a session that the peer or the connection has ended."""
 
     def on_tick(self) -> None:
         """Send heartbeats."""
@@ -232,7 +232,7 @@ when it ends, with the cause and whether one end refused it."""
 
 
 class Dialer:
-    """Dials one address again and again, with growing delays, while no session exists."""
+    """Connects to one address whenever no session exists, with growing delays after failures."""
 
     def __init__(self, address: str, dial: Dial, resolve: Resolve, backoff: Backoff) -> None:
         """Create a dialer that has not started.
@@ -248,7 +248,7 @@ class Dialer:
         self._dial = dial
         self._resolve = resolve
         self._backoff = backoff
-        self.is_wanted = True
+        self.should_dial = True
         """False to dial no more once the session has ended."""
         self._num_failures = 0
         """Attempts since the last session that was established."""
@@ -265,13 +265,13 @@ class Dialer:
         return self._task is None or self._task.done()
 
     async def stop(self) -> None:
-        """Dial no more; a session goes on."""
+        """Stop to dial; an open session continues."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
 
     async def _run(self) -> None:
-        while self.is_wanted:
+        while self.should_dial:
             connection, cause, is_refused = await self._attempt()
             if connection is not None and connection.is_established:
                 self._backoff.reset()
@@ -281,7 +281,7 @@ class Dialer:
                 self._num_failures += 1
                 if not is_refused:
                     self._log_failure(cause)
-            if self.is_wanted:
+            if self.should_dial:
                 backoff = self._backoff
                 delay = backoff.refused_delay() if is_refused else backoff.next_delay()
                 await asyncio.sleep(delay)
@@ -318,7 +318,10 @@ class Dialer:
 
 
 class ConnectionPool:
-    """The hub, the dialled peers, and their heartbeats."""
+    """Sessions with all peers of a process.
+
+    The hub accepts some, and the pool dials the others. All have heartbeats.
+    """
 
     def __init__(
         self,
@@ -368,12 +371,12 @@ class ConnectionPool:
 
     @property
     def dialed_addresses(self) -> list[str]:
-        """Addresses that are dialled; one that is gone counts until its session has ended."""
+        """Addresses that are dialled; a removed address counts until its session has ended."""
         return [address for address, dialer in self._dialers.items() if not dialer.has_ended]
 
     @property
     def num_refused(self) -> int:
-        """Sessions of peers without the secret, and those above the limit."""
+        """Number of refused sessions: without the node secret, or above the limit."""
         return 0 if self._hub is None else self._hub.refused.num_refused
 
     async def start(self) -> None:
@@ -496,7 +499,7 @@ class ConnectionPool:
         addresses = frozenset().union(*self._found)
         # A session of an address that is gone goes on: heartbeats decide who is lost, not names.
         for address, dialer in list(self._dialers.items()):
-            dialer.is_wanted = address in addresses
+            dialer.should_dial = address in addresses
             if dialer.has_ended:
                 del self._dialers[address]
         for address in addresses:

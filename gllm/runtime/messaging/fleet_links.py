@@ -47,7 +47,7 @@ class Refusal(NamedTuple):
 
 
 class EngineLink:
-    """One attached engine, from its first report to the end of its session."""
+    """Session with an attached engine, from its first report to the end."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class EngineLink:
         return self.report.state == "draining"
 
     def refuse(self, cause: str) -> None:
-        """End the session and tell the engine why; `on_lost` is not called."""
+        """End the session and send the engine the cause; `on_lost` is not called."""
         self._refuse(self, cause)
 
 
@@ -104,7 +104,7 @@ class _Peer:
 
 
 class FleetLinks:
-    """The engines that are attached to this router.
+    """Engines that are attached to this router, by name.
 
     The session that attached last has the name: an engine of the same name and another run is
     refused for as long as it lasts.
@@ -162,7 +162,7 @@ class FleetLinks:
 
     @property
     def num_sessions(self) -> int:
-        """Sessions with engines, those included that are not attached yet."""
+        """Number of sessions with engines, including engines that are not attached yet."""
         return len(self._peers)
 
     @property
@@ -181,12 +181,12 @@ class FleetLinks:
         self.links.clear()
 
     def on_connected(self, connection: PeerConnection) -> None:
-        """Begin a session; messages may be sent. The peer may turn out not to be there."""
+        """Greet a peer that has connected."""
         self._peers[connection] = _Peer()
         connection.send(self.greeting)
 
     def on_message(self, connection: PeerConnection, message: AnyMessage) -> None:
-        """Handle a message. An exception ends the session."""
+        """Handle a message of an engine; an exception ends the session."""
         peer = self._peers[connection]
         match message:
             case AnnounceEngine():
@@ -199,14 +199,14 @@ class FleetLinks:
                 self._on_message(peer.link, message)
 
     def on_lost(self, connection: PeerConnection, cause: str) -> None:
-        """Handle the end of a session that `ConnectionPool.close` did not end."""
+        """Detach an engine whose session has ended."""
         peer = self._peers.pop(connection)
         if peer.link is not None:
             self._detach(peer.link)
             self._on_lost(peer.link, cause)
 
     def on_tick(self) -> None:
-        """Send heartbeats."""
+        """Send a heartbeat to each engine."""
         for connection in self._peers:
             connection.send(RouterHeartbeat())
 

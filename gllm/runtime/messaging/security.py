@@ -285,7 +285,7 @@ _KEY = z85.encode(bytes(range(32)))
 
 
 def measure_crypto_ratio() -> float:
-    """Return the time of ZeroMQ's Curve25519 multiplication over that of a power in Python.
+    """Return the time of ZeroMQ's Curve25519 multiplication, relative to a modular power in Python.
 
     Both are of the same size, so the ratio hardly depends on the processor, and of several attempts
     the fastest counts, so it does not depend on the load.
@@ -324,7 +324,7 @@ def _best_seconds(function: Callable[[], object]) -> float:
 
 
 class Authenticator:
-    """The only ZAP handler of a context, for a hub whose peers need the node secret.
+    """ZAP handler of a context, for a hub whose peers need the node secret.
 
     A change of the secret file takes effect at its next reading, without a restart.
     """
@@ -354,8 +354,8 @@ class Authenticator:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    def protect(self, socket: zmq.Socket[bytes]) -> None:
-        """Require the node secret of connections to the addresses that a socket binds from now."""
+    def require_secret_on_bind(self, socket: zmq.Socket[bytes]) -> None:
+        """Require the node secret for the addresses that a socket binds from now on."""
         keys = self._keys[0]
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
@@ -368,7 +368,7 @@ class Authenticator:
         """Start on the running event loop.
 
         Args:
-            on_new_keys: called when `protect` has to be applied again to all bound addresses.
+            on_new_keys: called when all addresses have to be bound again with new keys.
         """
         self._on_new_keys = on_new_keys
         self._loop = asyncio.get_running_loop()
@@ -378,7 +378,7 @@ class Authenticator:
         self._timer = self._loop.call_later(self._reload_seconds, self._reload)
 
     def close(self) -> None:
-        """Stop: nobody is admitted from now on."""
+        """Stop to answer; later connections are refused."""
         if self._loop is not None and self._timer is not None:
             self._timer.cancel()
             self._loop.remove_reader(self._socket.fileno())
@@ -425,7 +425,7 @@ class Authenticator:
 
 @dataclass(frozen=True)
 class NodeCertificate:
-    """Self-signed certificate and its key."""
+    """Self-signed certificate and private key of a machine's data connections."""
 
     certificate: bytes
     """The certificate in DER, which other machines get."""

@@ -32,7 +32,7 @@ class SessionError(Exception):
 
 
 class SessionSender:
-    """Sending direction of a session: turns encoded messages into numbered frames."""
+    """Sending direction of a session: splits encoded messages into numbered frames."""
 
     def __init__(self, run: int, max_part_bytes: int = _MAX_PART_BYTES) -> None:
         self._run = run

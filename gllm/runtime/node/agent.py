@@ -34,7 +34,7 @@ SERVING_STATES = frozenset({"ready", "sleeping", "draining"})
 
 
 class Agent:
-    """Membership of this machine in an engine, from the first attempt to join until the end."""
+    """Membership of this machine in an engine, from the first attempt to join to the end."""
 
     _workers: AgentWorkers
     _finished: "asyncio.Future[tuple[int, str]]"
@@ -118,7 +118,7 @@ class Agent:
         return self._dialer.is_refused_by_master
 
     def leave(self, cause: str) -> None:
-        """Leave the cluster: notify the head, end the workers; `run` returns 0 then."""
+        """Leave the cluster and end the workers; `run` then returns 0."""
         if self._is_running:
             self._finish(0, cause)
         else:

@@ -42,7 +42,7 @@ _CLOSE_EPOCH = encode(CloseEpoch())
 
 
 class AgentWorkers:
-    """Workers of one start of the head at a time."""
+    """Workers of this machine, their sessions and their stages."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class AgentWorkers:
 
     @property
     def idle(self) -> list[int]:
-        """Living workers without a stage."""
+        """Workers without a stage that have not exited."""
         return sorted(self.living - self._busy - self._unwanted)
 
     @property
@@ -110,7 +110,7 @@ class AgentWorkers:
         ]
 
     async def begin_session(self, run: int, wanted: Collection[int]) -> None:
-        """Keep the workers that the head wants, kill the others.
+        """Kill all workers but those that the head assigns again.
 
         Args:
             run: number of the head's start.
@@ -143,7 +143,7 @@ class AgentWorkers:
             self.living.add(sender)
 
     def dump_stacks(self, sender: int) -> None:
-        """Let a worker write its stacks; report them soon after."""
+        """Make a worker write its stacks, and report them soon afterwards."""
         self._node.dump_stacks(sender)
         asyncio.get_running_loop().call_later(DUMP_SECONDS, self._report_stacks, sender)
 
@@ -190,7 +190,10 @@ class AgentWorkers:
             self._relay.deliver(frame)
 
     async def close_stages(self) -> None:
-        """Close all stages because there is no head; kill the workers that do not close theirs."""
+        """Close all stages because the session with the head has ended.
+
+        Workers that do not close them in time are killed.
+        """
         self._close_connections()
         self._node.on_epoch_ready()
         if self._hub is not None:
@@ -203,7 +206,7 @@ class AgentWorkers:
             await self._wait_for(lambda: not self._busy)
 
     async def stop(self) -> None:
-        """End all workers, and the sessions with them."""
+        """End all workers and their sessions."""
         self._close_connections()
         for sender in self.living:
             # A process that has not connected yet has nothing to finish.

@@ -57,7 +57,7 @@ ValueError or OSError with the cause."""
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """Membership that an agent asks for."""
+    """Configuration of an agent's membership."""
 
     head: str
     """HOST:PORT of the head's hub."""
@@ -125,7 +125,7 @@ class NodeReading(NamedTuple):
 
 
 class HeadSession:
-    """One session; it ends once and does not come back."""
+    """Session of an agent with the head."""
 
     def __init__(
         self,
@@ -286,7 +286,7 @@ LOG_SECONDS = 30.0
 
 
 class HeadDialer:
-    """Dials the head again and again while there is no session, for a limited time."""
+    """Connects to the head whenever no session exists, for a limited time."""
 
     def __init__(
         self,
@@ -352,7 +352,7 @@ class HeadDialer:
         context: zmq.Context[zmq.Socket[bytes]],
         on_lost: Callable[[], Awaitable[None]],
     ) -> tuple[int, str]:
-        """Keep a session until the head refuses it or the time without any has been too long.
+        """Maintain a session until the head refuses it, or until no session existed for too long.
 
         Args:
             context: of this process.

@@ -24,7 +24,7 @@ MIN_INTERVAL_SECONDS = 0.5
 
 
 class HostSensors(Protocol):
-    """Sensors of the processors; the module psutil has this interface."""
+    """Interface of the processors' sensors; the module psutil implements it."""
 
     def cpu_percent(self) -> float:
         """Return the utilization since the last call, in percent."""
@@ -34,7 +34,7 @@ class HostSensors(Protocol):
 
 
 class GpuSample(Protocol):
-    """Names and load of the GPUs of this machine."""
+    """Interface of the names and the load of this machine's GPUs."""
 
     names: list[str]
 
@@ -43,7 +43,7 @@ class GpuSample(Protocol):
 
 
 class NvmlGpus:
-    """GPUs as NVIDIA's management library shows them, if its Python package is installed."""
+    """GPUs of this machine, read with NVIDIA's management library."""
 
     def __init__(self, nvml: Any, visible: str | None = None) -> None:
         """Find the GPUs.
@@ -84,7 +84,7 @@ class NvmlGpus:
 
 
 class NamedGpus:
-    """GPUs of which only the driver's list is readable."""
+    """GPUs of which only the names are readable."""
 
     def __init__(self, proc: Path = PROC) -> None:
         self.names = sorted(line.partition(":")[2].strip() for line in find_gpu_models(proc))

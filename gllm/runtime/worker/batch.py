@@ -164,7 +164,7 @@ def build_inputs(
 
 
 def gather_token_ids(rows: list[ScheduledRow], sequences: list[SequenceView]) -> Int64Array:
-    """Return token ids [tokens]: those of the registered prompt, then those in the row."""
+    """Return token ids [tokens] of the rows: registered prompt tokens, then tokens in the row."""
     ids: list[int] = []
     for row, sequence in zip(rows, sequences, strict=True):
         end = row.start + row.num_tokens

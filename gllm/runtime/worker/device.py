@@ -97,7 +97,7 @@ def set_num_threads(count: int) -> None:
 
 
 def trim_memory() -> None:
-    """Return freed memory, which the allocator would keep, to the system."""
+    """Return freed memory from the allocator to the system."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:  # Only in the GNU C library.
         trim(0)
@@ -213,7 +213,7 @@ def find_gpu_models(proc: Path = PROC) -> set[str]:
 
 
 def has_native_bfloat16(proc: Path = PROC) -> bool:
-    """Return whether the CPU multiplies bfloat16 natively (AVX-512 BF16 or AMX).
+    """Return True if the CPU multiplies bfloat16 natively (AVX-512 BF16 or AMX).
 
     False if GLLM_CPU_KERNELS names a build of compiled kernels that does not use it.
     """

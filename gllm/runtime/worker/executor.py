@@ -66,7 +66,7 @@ log = logging.getLogger(__name__)
 
 
 class WeightMemoryError(Exception):
-    """There is not enough memory for weights beside those of a running stage."""
+    """The memory does not suffice for more weights while another stage runs."""
 
 
 class DeviceTime(NamedTuple):
@@ -172,7 +172,7 @@ class Executor(ABC):
         running: "Executor | None" = None,
         limit_bytes: float = math.inf,
     ) -> None:
-        """Load the stage's weights, but for the layers that this process holds.
+        """Load the stage's weights; layers that this process already holds are reused.
 
         Args:
             folder: of the model.
@@ -281,7 +281,7 @@ class Executor(ABC):
 
     @property
     def numerics(self) -> str:
-        """See StageLoaded; once the weights are loaded."""
+        """Description of all that decides the rounding: device, dtypes, kernels."""
         # Ranks add up parts of what one rank adds up at once.
         ranks = f"; {self._num_ranks} ranks" if self._num_ranks > 1 else ""
         if self.device.type != "cpu":
@@ -290,7 +290,7 @@ class Executor(ABC):
 
     @property
     def kv_numerics(self) -> str:
-        """Part of `numerics` that decides the numbers in the KV cache but for their rounding.
+        """Part of `numerics` that decides the values in the KV cache, apart from their rounding.
 
         Neither ranks nor choices by measurement belong to it: they change the order of sums.
         """
@@ -328,7 +328,7 @@ class Executor(ABC):
             raise FieldError("attention_backend", str(error)) from error
 
     def log_choices(self) -> None:
-        """Log what was chosen for the stage: attention backend, dtypes, kernels."""
+        """Log the attention backend, the dtypes and the kernels of the stage."""
         log.log(
             # The slowest backend on every device.
             logging.WARNING if self.backend == "torch" else logging.INFO,
@@ -350,7 +350,7 @@ class Executor(ABC):
         return self._cache.layers
 
     def join(self, groups: StageGroups) -> None:
-        """Compute together with the other ranks of the stage, until `close`.
+        """Join the other ranks of the stage, until `close`.
 
         Called with the weights loaded, before `allocate`; not at all where a stage has one rank.
         """
@@ -358,7 +358,7 @@ class Executor(ABC):
         self._stage.ranks.join(*groups)
 
     def close(self) -> None:
-        """Free everything but the weights; no other method but `load` of a successor follows.
+        """Free everything but the weights; only `load` of a successor may follow.
 
         The threads that computed and sampled have ended.
         """
@@ -399,7 +399,7 @@ class Executor(ABC):
         return describe_layout(model, self.layers, layers, self._rank, self._num_ranks, self._cache)
 
     def count_layers(self, kv_memory: int, layout: KvLayout) -> None:
-        """Count the layers of each step from now on, for other engines that fetch them.
+        """Count the computed layers of each step in shared memory, for KV fetches.
 
         Args:
             kv_memory: descriptor of the file of the KV cache, as in `allocate`.
@@ -531,7 +531,7 @@ class Executor(ABC):
     def sample(
         self, batch: Batch, output: Tensor
     ) -> tuple[list[SampledToken], list[SampleDetails]]:
-        """Return the result of each sampling row, and details of the rows that return any.
+        """Return the result of each sampling row, and details of the rows that request any.
 
         Has to be called for every batch of the executor that has the sampler.
 
@@ -548,7 +548,7 @@ class Executor(ABC):
         fail_guides([state for state in states if state is not None], error)
 
     def fail_sequences(self, error: str) -> None:
-        """Fail the grammars of all sequences, so that no thread waits for one of them."""
+        """Fail the grammars of all sequences, so that no thread waits for a mask."""
         for state in self._states.values():
             if state.guide is not None:
                 # First, because a thread that waits for a mask may hold the guide's lock.

@@ -49,7 +49,7 @@ class RequestTensors:
 
 
 class RequestLogitEdits:
-    """The changes that a request makes to its logits; its choices share them."""
+    """Logit edits of one request, shared by its choices."""
 
     def __init__(self, params: SequenceSamplingParams) -> None:
         self.phrases = [word for word in params.bad_words if len(word) > 1]
@@ -68,11 +68,11 @@ class RequestLogitEdits:
         """Vocabulary size and the tensors made for it."""
 
     def applies_to(self, output_index: int) -> bool:
-        """Return whether the edits change the logits of this output token."""
+        """Return True if the edits change the logits of an output token."""
         return self._is_lasting or self.is_before_min_tokens(output_index)
 
     def is_before_min_tokens(self, output_index: int) -> bool:
-        """Return whether this output token must not end the sequence."""
+        """Return True if an output token comes before `min_tokens`, so it must not be EOS."""
         return output_index < self._min_tokens
 
     def tensors(self, vocab_size: int) -> RequestTensors:

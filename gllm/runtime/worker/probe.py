@@ -51,7 +51,7 @@ class ProbeCancelledError(Exception):
 
 
 class SpanCost(NamedTuple):
-    """Measured cost of consecutive layers that are loaded together."""
+    """Measured time and memory of consecutive layers that are loaded together."""
 
     seconds: float
     """Time of a decode step, plus the share of a prefill step."""
@@ -116,7 +116,7 @@ class StepSizes:
 
 
 class LayerProbe:
-    """Some consecutive layers of the model on the worker's device."""
+    """Executor of some consecutive layers, for timing steps."""
 
     def __init__(
         self,
@@ -225,7 +225,7 @@ class LayerProbe:
 
 
 class StageProbe:
-    """Measurement of a worker, on one thread."""
+    """Measurement of a worker's speed, on one thread."""
 
     result: StageMeasured
     """Known once `run` has ended without an error."""
@@ -387,7 +387,7 @@ class StageProbe:
 
 
 def find_kinds(specs: Sequence[LayerSpec]) -> list[int]:
-    """Return a layer of each kind, the most frequent kinds first and at most MAX_KINDS.
+    """Return one layer index per kind of layer, most frequent kinds first, at most MAX_KINDS.
 
     The first and the last layer of the model are avoided, because embedding or head come with them.
     """
@@ -404,7 +404,7 @@ def find_kinds(specs: Sequence[LayerSpec]) -> list[int]:
 
 
 def find_span(specs: Sequence[LayerSpec], kinds: Sequence[int]) -> range | None:
-    """Return consecutive layers whose kinds are measured, without the first one of the model."""
+    """Return consecutive layers whose kinds are all measured, without the first layer."""
     for begin in range(1, len(specs) - SPAN_LAYERS + 1):
         span = range(begin, begin + SPAN_LAYERS)
         if all(specs[_kind_of(specs, kinds, index)] == specs[index] for index in span):

@@ -67,14 +67,14 @@ class ProbeCache:
         self._folder = cache_folder() / "probes" if folder is None else folder
 
     def load(self, key: str) -> StageMeasured | None:
-        """Return an earlier measurement; None if there is none that can be read."""
+        """Return a stored measurement; None if none can be read."""
         try:
             return msgspec.json.decode(self._path(key).read_bytes(), type=StageMeasured)
         except (OSError, msgspec.DecodeError):
             return None
 
     def store(self, key: str, measured: StageMeasured) -> None:
-        """Keep a measurement; other processes see all of the file or nothing."""
+        """Store a measurement; other processes read the complete file or none."""
         path = self._path(key)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ class ProbeCache:
             log.info("the measured speed is not kept for the next start: %s", error)
 
     def forget(self, key: str) -> None:
-        """Remove a measurement, if it is kept."""
+        """Remove a stored measurement."""
         with suppress(OSError):
             self._path(key).unlink()
 

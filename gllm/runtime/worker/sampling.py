@@ -251,7 +251,7 @@ class PromptChunk:
 def create_prompt_chunks(
     state: SamplingState, row: ScheduledRow, first_row: int
 ) -> list[PromptChunk]:
-    """Plan which prompt tokens a plan's row scores; return them as a list of at most one chunk.
+    """Return the prompt tokens that a plan's row scores, as a list of at most one chunk.
 
     first_row: the row's first token row in the batch.
     """
@@ -352,7 +352,7 @@ def to_sampled(sampling: SamplingMetadata, output: SampleOutput) -> list[Sampled
 
 
 def advance_guides(sampling: SamplingMetadata, output: SampleOutput) -> dict[int, tuple[int, ...]]:
-    """Report the sampled tokens to the guides and complete the output by what they know.
+    """Report sampled tokens to the grammar guides; add forced tokens and errors to the output.
 
     A guide replaces a token that was forced, adds the tokens that follow it, or the error of a row
     that it cannot continue.
@@ -405,7 +405,7 @@ def collect_grammar_masks(sampling: SamplingMetadata, vocab_size: int) -> tuple[
 
 
 def guide_of(sampling: SamplingMetadata, row: int) -> GrammarGuide:
-    """Return the guide of a row with a grammar."""
+    """Return the grammar guide of a sampling row."""
     guide = sampling.states[row].guide
     assert guide is not None, "the row has a grammar"
     return guide

@@ -64,7 +64,7 @@ class OneLaneQueue(queue.SimpleQueue[PreparedStep | None]):
     """Queue of the prepared steps of a stage with one lane, in the order of their plans."""
 
     def close(self) -> None:
-        """End a waiting `get` and all later ones: they return None."""
+        """End a waiting `get` and all later calls, which return None."""
         self.put(None)
 
     def free(self) -> None:
@@ -105,7 +105,7 @@ class TwoLaneQueue:
         return None
 
     def close(self) -> None:
-        """End a waiting `get` and all later ones: they return None."""
+        """End a waiting `get` and all later calls, which return None."""
         self._is_closed = True
         os.eventfd_write(self._wake, 1)
 
@@ -140,7 +140,7 @@ class TwoLaneQueue:
 
 
 class StageRunner:
-    """Runs the plans of one rank of a stage, those of a lane in order."""
+    """Threads that compute and sample the plans of one rank of a stage."""
 
     def __init__(
         self,

@@ -118,7 +118,7 @@ async def run_in_thread(function: Callable[[], None]) -> None:
 
 
 class StageInstance:
-    """One rank of a stage in one epoch; called on the event loop."""
+    """One rank of a stage during one epoch; called on the event loop."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class StageInstance:
 
     @property
     def has_leases(self) -> bool:
-        """True while leases of KV blocks can end without a message, for which turns are taken."""
+        """True while leases of KV blocks may expire, which the driver checks by a timer."""
         driver = self._driver
         return driver is not None and driver.kv is not None and driver.kv.is_active
 
@@ -197,7 +197,7 @@ class StageInstance:
             for message in messages:
                 self._handle_message(message)
             if self._driver is not None:
-                self._driver.run_turn()
+                self._driver.run_iteration()
                 self._schedule_turn()
         except Exception as error:
             self._fail(error)
@@ -234,7 +234,7 @@ class StageInstance:
             self._kv_mover = None
 
     async def close(self) -> None:
-        """End threads and sessions, free edges and KV cache; keep the weights.
+        """End threads and sessions, and free edges and KV cache; the weights stay in memory.
 
         A step that is being computed ends first. Weights that are being loaded go on loading, for
         the next instance.
@@ -243,7 +243,7 @@ class StageInstance:
         await run_in_thread(self._resources.free)
 
     def disconnect(self) -> None:
-        """End the sessions and the driver; nothing is handled or reported any more."""
+        """End the sessions and the driver; later messages are ignored."""
         self._is_closed = True
         self._resources.cancel()
         self._driver = None

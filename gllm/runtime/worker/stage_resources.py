@@ -37,11 +37,11 @@ PREPARED_SHARE = 0.9
 
 
 class LoadCancelledError(Exception):
-    """Nobody needs the weights that are being loaded."""
+    """The weights that are being loaded are no longer needed."""
 
 
 class StageLoader:
-    """The weights of one instance of a stage.
+    """Loader of the weights of one stage instance.
 
     They outlive the instance: the loader of the next one takes them over, after waiting for them if
     they are still being loaded. Layers of a planned change are loaded while the instance before
@@ -165,7 +165,7 @@ class StageLoader:
 
 
 def limit_prepared_bytes(assignment: StageAssignment, num_gpus: int) -> float:
-    """Return the memory for layers that are prepared beside stages that compute, in bytes.
+    """Return the memory in bytes for layers that are loaded while stages compute.
 
     Args:
         assignment: of the stage that is prepared.
@@ -216,7 +216,7 @@ def create_backend(
 
 
 class StageResources:
-    """Resources of a stage instance until it is closed, and the weights, which outlive it."""
+    """Resources of a stage instance until it is closed, and its weights, which outlive it."""
 
     def __init__(
         self,
@@ -311,7 +311,7 @@ class StageResources:
         return self.runner
 
     def cancel(self) -> None:
-        """Open, allocate and report nothing from now on; `free` follows."""
+        """Stop to open, allocate and report; `free` follows."""
         self._is_cancelled = True
 
     def free(self) -> None:

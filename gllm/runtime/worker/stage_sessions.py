@@ -20,7 +20,7 @@ LOST_SECONDS = 5.0
 
 
 class RankPeers(NamedTuple):
-    """Ranks of one stage, as the receivers of the same messages of the driver."""
+    """Ranks of one stage, which receive the same messages of the driver."""
 
     hub: Hub
     senders: list[int]
@@ -35,7 +35,10 @@ class RankPeers(NamedTuple):
 
 
 class StageSessions:
-    """One worker's end: the driver's hub on rank 0 of the first stage, a spoke on the others."""
+    """Sessions of one worker during an epoch.
+
+    The worker of the driver (rank 0 of stage 0) has a hub, each other worker a spoke.
+    """
 
     def __init__(
         self,
@@ -96,7 +99,7 @@ class StageSessions:
         self._spoke.start(self._on_messages, self._on_session_lost)
 
     def on_connected(self, sender: int) -> bool:
-        """Note that a worker has reached the driver; return True once all have.
+        """Record that a worker has connected to the driver; return True once all workers have.
 
         The parent removes the socket's name when all stages are ready, so nothing can connect
         afterwards.

@@ -108,7 +108,7 @@ def prepare_layers(
 
 
 class TorchProfiler:
-    """Recorder of all threads of this process; it reports each finished command."""
+    """Profiler of all threads of this process; it reports the end of each command."""
 
     def __init__(self, place: PlaceName, frontend: Spoke) -> None:
         self._place = place
@@ -118,7 +118,7 @@ class TorchProfiler:
         self._last_command: asyncio.Task[None] | None = None
 
     def handle(self, command: StartProfile | StopProfile) -> None:
-        """Run a command after the previous ones and report its end to the frontend."""
+        """Run a command after the previous ones; report its end to the frontend."""
         loop = asyncio.get_running_loop()
         self._last_command = loop.create_task(self._run(command, self._last_command))
 
@@ -164,7 +164,7 @@ class TorchProfiler:
 
 
 class Worker:
-    """Event loop side of a worker process."""
+    """Worker process on its event loop: session with the parent, one stage instance at a time."""
 
     def __init__(
         self, identity: WorkerIdentity, on_assigned: Callable[[PlaceName], None] = lambda _: None
@@ -272,7 +272,7 @@ class Worker:
             self._head.send(probe.result)
 
     def fail(self, error: BaseException) -> None:
-        """Report the error to the parent and end, unless this worker has ended."""
+        """Report an error to the parent and end the process."""
         if self.done.is_set():
             return
         if not isinstance(error, ModelError | FieldError):

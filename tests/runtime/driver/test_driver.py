@@ -79,7 +79,7 @@ def test_the_other_ranks_of_the_first_stage_get_what_its_rank_0_gets(stages: int
     )
     sampling = SequenceSamplingParams(repetition_penalty=1.5)
     driver.submit(SubmitRequest(5, [1, 2, 3], sampling, 4, []))
-    driver.run_turn()
+    driver.run_iteration()
     assert [type(message) for message in first.messages[:2]] == [RegisterSequences, RunStep]
     assert others.messages == first.messages
     registered = others.messages[0]
@@ -118,7 +118,7 @@ def test_stages_forget_choices_that_were_aborted_before_they_began(grammar: str)
     driver.abort(AbortSequences([7]))
     driver.submit(SubmitRequest(8, [4], SequenceSamplingParams(), 4, []))
     driver.on_grammar_ready(GrammarReady(5))
-    driver.run_turn()
+    driver.run_iteration()
     outputs = [message for message in frontend.messages if isinstance(message, EngineOutputs)]
     assert outputs[-1].stats.unfinished == 3
     released = [one.plan.released_seqs for one in stage.messages if isinstance(one, RunStep)]
@@ -132,7 +132,7 @@ def test_a_stage_s_times_reach_the_policy_and_the_frontend() -> None:
     scheduler.record_step_times = lambda stage, times: observed.append((stage, times))  # type: ignore[method-assign]
     driver = Driver(scheduler, stage.send, [], heard)
     driver.submit(SubmitRequest(0, [1, 2, 3], SequenceSamplingParams(), 4, []))
-    driver.run_turn()
+    driver.run_iteration()
     now = time.monotonic()
     times = [StepTime(0, now + 1, now + 2)]
     driver.on_stage_times(StageTimes(0, times, now + 3))
@@ -148,12 +148,12 @@ def test_what_rows_tell_beyond_the_end_of_their_sequence_is_dropped() -> None:
     driver = Driver(Scheduler(SchedulerConfig().resolve(1, 64, 128)), stage.send, [], heard)
     for seq in (0, 1):
         driver.submit(SubmitRequest(seq, [1, 2, 3], SequenceSamplingParams(logprobs=0), 4, []))
-    driver.run_turn()
+    driver.run_iteration()
     driver.abort(AbortSequences([1]))
     sampled = [SampledToken(seq, 0, 9) for seq in (0, 1)]
     told = [SampleDetails(seq, TokenLogprobs(9, -0.5, 1, [], []), []) for seq in (0, 1)]
     driver.commit(StepDone(StepResult(0, sampled), told))
-    driver.run_turn()
+    driver.run_iteration()
     logprobs = [one.details for one in heard.messages if isinstance(one, EngineOutputs)]
     assert [row.seq for rows in logprobs for row in rows] == [0]
 
@@ -163,7 +163,7 @@ def test_requests_whose_grammars_compile_have_tokens_that_wait() -> None:
     driver = Driver(Scheduler(SchedulerConfig().resolve(1, 64, 128)), stage.send, [], heard)
     sampling = SequenceSamplingParams(grammar="a grammar that is still being compiled")
     driver.submit(SubmitRequest(5, [1, 2, 3], sampling, 4, [], n=2, outputs=[[4], []]))
-    driver.run_turn()
+    driver.run_iteration()
     (outputs,) = (message for message in heard.messages if isinstance(message, EngineOutputs))
     assert (outputs.stats.waiting, outputs.stats.waiting_tokens) == (2, 4)
 
@@ -173,7 +173,7 @@ def test_the_frontend_gets_the_fitted_cost_of_steps() -> None:
     driver = Driver(Scheduler(SchedulerConfig().resolve(1, 64, 128)), stage.send, [], heard)
     for step in range(REFIT_INTERVAL_STEPS * REPORTED_STEP_INTERVAL):
         driver.submit(SubmitRequest(step, [1, 2, 3], SequenceSamplingParams(), 1, []))
-        driver.run_turn()
+        driver.run_iteration()
         driver.on_stage_times(StageTimes(0, [StepTime(step, 1.0, 1.25)], 2.0))
         driver.commit(StepDone(StepResult(step, [SampledToken(step, 0, 9)]), []))
     reports = [message for message in heard.messages if isinstance(message, StepCostReport)]

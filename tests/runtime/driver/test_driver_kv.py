@@ -46,7 +46,7 @@ class Fetching:
         source = KvSource(engine, 1, 1, NUM_TOKENS, b"")
         sampling = SequenceSamplingParams()
         message = SubmitRequest(seq, prompt, sampling, 4, [], kv_source=source)
-        request = self.kv.add_to(SchedulerRequest(seq, prompt, 4), message)
+        request = self.kv.add_transfer_fields(SchedulerRequest(seq, prompt, 4), message)
         fetch = KvFetch(seq, 0, request.kv_source_tokens, [1], request.kv_source)
         self._fetches[seq] = fetch
         self.kv.start_fetches()
@@ -96,7 +96,7 @@ def test_a_victim_fetches_again_from_the_source_that_it_had() -> None:
         1, list(range(20, 35)), SequenceSamplingParams(), 4, [], outputs=[[1]], kv_source=source
     )
     request = SchedulerRequest(1, message.prompt, 4, outputs=message.outputs)
-    scheduler.add(kv.add_to(request, message), time.monotonic())
+    scheduler.add(kv.add_transfer_fields(request, message), time.monotonic())
     while not any(isinstance(each, CancelKvFetch) for each in sent):
         step()
     first, cancellation = sent

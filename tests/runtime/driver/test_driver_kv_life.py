@@ -122,7 +122,7 @@ class Life:
             case _:
                 message = SubmitRequest(seq, prompt, SequenceSamplingParams(), 4, [])
         request = SchedulerRequest(seq, prompt, message.max_tokens, outputs=message.outputs)
-        self.scheduler.add(self.kv.add_to(request, message), 0.0)
+        self.scheduler.add(self.kv.add_transfer_fields(request, message), 0.0)
 
     def turn(self) -> None:
         """Take a turn of the driver, and commit what it schedules."""
@@ -231,7 +231,9 @@ def test_a_mover_that_does_not_read_is_reported_once() -> None:
     life.mover.is_stuck = True
     for seq in range(2):
         message = SubmitRequest(seq, [seq] * 9, SequenceSamplingParams(), 1, [], kv_ticket=seq + 1)
-        life.scheduler.add(life.kv.add_to(SchedulerRequest(seq, [seq] * 9, 1), message), 0.0)
+        life.scheduler.add(
+            life.kv.add_transfer_fields(SchedulerRequest(seq, [seq] * 9, 1), message), 0.0
+        )
     for _ in range(4):
         life.turn()
     assert life.num_stuck == 1

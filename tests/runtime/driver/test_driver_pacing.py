@@ -67,7 +67,7 @@ class Engine:
         """Run turns of the driver; each commits the oldest step and reports its times."""
         with patch("gllm.runtime.driver.driver.time.monotonic", lambda: self.now):
             for _ in range(steps):
-                self.driver.run_turn()
+                self.driver.run_iteration()
                 plans = [each.plan for each in self.stage.messages if isinstance(each, RunStep)]
                 self.stage.messages = [RunStep(plan) for plan in plans[1:]]
                 self._finish(plans[0])
@@ -100,7 +100,7 @@ def test_the_depth_follows_the_times_of_stages_and_links() -> None:
     engine.run_steps(40)
     # 2 x 10 ms, 30 ms there and 30 ms back: 8 micro-batches of 10 ms each.
     assert engine.depth == 8
-    engine.driver.run_turn()
+    engine.driver.run_iteration()
     assert engine.scheduler.stats().in_flight == 8
 
 

@@ -37,7 +37,7 @@ def submit(driver: Driver, seq: int, grammar: str = "", n: int = 1, tokens: int 
     driver.submit(
         SubmitRequest(seq, [1] * tokens, SequenceSamplingParams(grammar=grammar), 10, [], n)
     )
-    driver.run_turn()
+    driver.run_iteration()
 
 
 def steps(told: list) -> list[set[int]]:
@@ -59,7 +59,7 @@ def test_one_that_does_not_compile_ends_with_its_error() -> None:
     driver, told, frontend = made()
     submit(driver, 0, "grammar", n=3)
     driver.on_grammar_ready(GrammarReady(0, "it is odd"))
-    driver.run_turn()
+    driver.run_iteration()
     assert frontend.ends == dict.fromkeys(range(3), "it is odd")
     assert not driver.scheduler.stats().unfinished
     submit(driver, 3)
@@ -92,13 +92,13 @@ def test_statistics_follow_each_turn_that_changed_them() -> None:
     submit(driver, 3)
     assert (frontend.stats[-1].waiting, frontend.stats[-1].running) == (3, 1)
     assert (frontend.stats[-1].in_flight, len(frontend.stats)) == (1, 2), "before any commit"
-    driver.run_turn()
+    driver.run_iteration()
     assert len(frontend.stats) == 2, "nothing has changed"
     driver.commit(StepDone(StepResult(0, [SampledToken(3, 0, 7)])))
-    driver.run_turn()
+    driver.run_iteration()
     assert len(frontend.stats) == 3, "with the outcome, not beside it"
     driver.abort(AbortSequences([0, 1, 2, 3]))
-    driver.run_turn()
+    driver.run_iteration()
     assert frontend.stats[-1].waiting == 0
 
 
@@ -111,7 +111,7 @@ def test_a_held_request_keeps_its_place() -> None:
         driver.submit(SubmitRequest(seq, [1] * 5, sampling, 10, [], age_seconds=age))
     for seq in (1, 3):
         driver.on_grammar_ready(GrammarReady(seq))
-    driver.run_turn()
+    driver.run_iteration()
     assert [row.seq for row in told[-1].plan.rows] == [3, 0, 1, 2]
 
 
@@ -124,11 +124,11 @@ def test_the_last_stage_registers_outputs_of_held_requests_too() -> None:
     driver.submit(message)
     assert told == [RegisterSequences(4, 5, [1] * 5, sampling, 2, [0, 3], [[7, 8], []])]
     driver.on_grammar_ready(GrammarReady(4, n=2))
-    driver.run_turn()
+    driver.run_iteration()
     (row,) = told[-1].plan.rows
     assert (row.num_tokens, row.token_ids, row.should_sample) == (7, [7, 8], True)
     driver.commit(StepDone(StepResult(0, [SampledToken(4, 0, 9)])))
-    driver.run_turn()
+    driver.run_iteration()
     assert [row.seq for row in told[-1].plan.rows] == [4, 5]
 
 
@@ -150,7 +150,7 @@ def test_held_requests_are_recorded_for_the_parent(tmp_path) -> None:
         assert recorded() == {2}
         driver.on_grammar_ready(GrammarReady(2))
         assert recorded() == set(), "it waits for its turn"
-        driver.run_turn()
+        driver.run_iteration()
         assert recorded() == {2}
         submit(driver, 3, "grammar")
         driver.abort(AbortSequences([3]))

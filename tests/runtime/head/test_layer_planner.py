@@ -237,7 +237,7 @@ def test_layers_move_to_the_nodes_left_if_their_memory_suffices(
     available_bytes: int | None, own_bytes: int | None, fits: bool
 ) -> None:
     planner = plan_on_nodes(available_bytes, own_bytes)
-    shape = planner.recut(SHAPE, ["local", "c"])
+    shape = planner.repartition(SHAPE, ["local", "c"])
     if not fits:
         assert shape is None
         return
@@ -247,7 +247,7 @@ def test_layers_move_to_the_nodes_left_if_their_memory_suffices(
     # With the other stages everything goes on: totals, and another loss.
     planner.begin_epoch([StageLoaded(0, 1800, 24), StageLoaded(1, 1800, 24)])
     assert planner.on_totals(1, 100, 1.0, 10.0) is None
-    assert planner.recut(shape, ["local"]) == NodeShape([(0, 12)], [1], ["local"])
+    assert planner.repartition(shape, ["local"]) == NodeShape([(0, 12)], [1], ["local"])
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_a_machine_that_joins_gets_layers_if_its_memory_suffices(
 def test_before_the_first_epoch_nobody_knows_what_fits() -> None:
     planner = plan(3)
     planner.set_nodes(SHAPE.nodes, {})
-    assert planner.recut(SHAPE, ["local", "c"]) is None
+    assert planner.repartition(SHAPE, ["local", "c"]) is None
 
 
 def test_measured_speeds_stay_with_the_stages_that_are_left() -> None:
@@ -290,7 +290,7 @@ def test_measured_speeds_stay_with_the_stages_that_are_left() -> None:
         )
     planner.choose_layers()
     planner.begin_epoch([StageLoaded(stage, 1200, 16) for stage in range(3)])
-    shape = planner.recut(SHAPE, ["local", "c"])
+    shape = planner.repartition(SHAPE, ["local", "c"])
     assert shape is not None
     assert shape.layers == [(0, 8), (8, 12)], "the slow stage is the one on c"
     planner.change_shape(shape)
@@ -310,5 +310,5 @@ def test_the_nodes_of_stages_change_without_their_layers() -> None:
         [StageLoaded(stage, 1200, 16, host_available_bytes=free) for free, stage in reports]
     )
     shape = NodeShape(SHAPE.layers, SHAPE.degrees, ["local", "spare", "c"])
-    assert planner.recut(shape, ["local", "spare"]) is None, "the spare has little memory"
-    assert planner.recut(shape, ["local", "c"]) is not None
+    assert planner.repartition(shape, ["local", "spare"]) is None, "the spare has little memory"
+    assert planner.repartition(shape, ["local", "c"]) is not None

@@ -63,7 +63,7 @@ class Epoch:
             self.driver.submit(request)
         else:
             self.driver.abort(request)  # type: ignore[arg-type]
-        self.driver.run_turn()
+        self.driver.run_iteration()
 
     def send(self, message: Any) -> None:
         """Receive a report of the driver."""
@@ -81,7 +81,7 @@ class Epoch:
         sampled = [token for row, token in zip(plan.rows, rows, strict=True) if row.should_sample]
         self.driver.commit(StepDone(StepResult(plan.step, sampled)))
         assert read_uncommitted(self.descriptor) == self.seqs_in_flight()
-        self.driver.run_turn()
+        self.driver.run_iteration()
         assert read_uncommitted(self.descriptor) == self.seqs_in_flight()
 
     def seqs_in_flight(self) -> set[int]:

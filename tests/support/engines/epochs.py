@@ -214,7 +214,7 @@ class Epoch:
 
     def commit(self) -> None:
         """Compute and commit the oldest step."""
-        self._driver.run_turn()
+        self._driver.run_iteration()
         if self.has_ended:
             return
         plan = self._plans.popleft()
@@ -227,7 +227,7 @@ class Epoch:
         assert hidden is not None
         sampled, details = self._stages[-1].sample(batches[len(self._stages) - 1], hidden)
         self._driver.commit(StepDone(StepResult(plan.step, sampled), details))
-        self._driver.run_turn()
+        self._driver.run_iteration()
 
     def run(self) -> list[ChoiceOutput]:
         """Run to the end; everything that each choice has reported, here and before."""

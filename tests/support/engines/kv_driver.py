@@ -49,7 +49,7 @@ class KvDriver:
     def handle(self, message: WireMessage) -> None:
         """Handle a message of the head process."""
         self._driver.handle(decode_for_worker(encode(message)))
-        self._driver.run_turn()
+        self._driver.run_iteration()
 
     def reset(self) -> None:
         """Empty the prefix cache."""
@@ -66,7 +66,7 @@ class KvDriver:
             plan = self._plans.pop(0)
             sampled = [SampledToken(row.seq, row.num_preemptions, TOKEN) for row in plan.rows]
             self._driver.commit(StepDone(StepResult(plan.step, sampled)))
-            self._driver.run_turn()
+            self._driver.run_iteration()
 
     def send(self, message: WireMessage) -> None:
         """Receive a message of the driver for the head process."""

@@ -120,7 +120,7 @@ class KvEngine:
 
     def step(self) -> bool:
         """Run a turn of the driver and the oldest step; return False if there was none."""
-        self.driver.run_turn()
+        self.driver.run_iteration()
         if self._plans:
             plan = self._plans.popleft()
             hidden = None
@@ -134,7 +134,7 @@ class KvEngine:
             for stage in range(last + 1):
                 del self._batches[plan.step, stage]
             self.driver.commit(StepDone(StepResult(plan.step, sampled), details))
-            self.driver.run_turn()
+            self.driver.run_iteration()
             return True
         return False
 

@@ -76,7 +76,7 @@ class MovingEngine(KvEngine):
     def receive(self, message: WireMessage) -> None:
         super().receive(message)
         if isinstance(message, PrefetchKv):
-            self.driver.run_turn()
+            self.driver.run_iteration()
 
     def send(self, message: WireMessage) -> None:
         if isinstance(message, KvPushStarted):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from random import Random
 
 from gllm.recovery.actions import Action, DismissNode, KillWorker, SpawnWorker
-from gllm.recovery.node_layout import NodeMemory, NodeShape, extend_layers, recut_layers
+from gllm.recovery.node_layout import NodeMemory, NodeShape, extend_layers, repartition_layers
 from gllm.recovery.partition import StageCosts
 from gllm.recovery.placement import LOCAL_NODE, place_names
 from gllm.recovery.records import RecoveryLimits, RecoveryState
@@ -23,15 +23,15 @@ class NodeWorld(World):
         limits: RecoveryLimits,
         seed: int = 0,
         should_measure: bool = False,
-        can_recut: bool = True,
+        can_repartition: bool = True,
         can_extend: bool = False,
         uses_joined_nodes: bool = False,
     ) -> None:
         super().__init__(degrees, limits, seed, should_measure)
-        self.can_recut = can_recut
+        self.can_repartition = can_repartition
         self.shape = NodeShape(self.layers, list(degrees), list(nodes))
         self.recovery = Recovery(
-            self.layers, limits, Random(seed), degrees, should_measure, nodes, self.recut
+            self.layers, limits, Random(seed), degrees, should_measure, nodes, self.repartition
         )
         if can_extend:
             self.recovery.extend = self.extend
@@ -59,14 +59,14 @@ class NodeWorld(World):
         self._arriving: set[int] = set()
         """Processes of a node that is joining."""
 
-    def recut(self, shape: NodeShape, survivors: Sequence[str]) -> NodeShape | None:
+    def repartition(self, shape: NodeShape, survivors: Sequence[str]) -> NodeShape | None:
         """Return the stages on some nodes if their memory suffices."""
         assert set(survivors) <= self.up.keys()
-        if not self.can_recut:
+        if not self.can_repartition:
             return None
         assert (shape.layers, shape.nodes) == (self.recovery.layers, self.recovery.stage_nodes)
         costs = StageCosts((1.0,) * self.layers[-1][1])
-        return recut_layers(shape, survivors, [costs] * len(self.layers), NodeMemory(costs))
+        return repartition_layers(shape, survivors, [costs] * len(self.layers), NodeMemory(costs))
 
     def extend(
         self, shape: NodeShape, nodes: Sequence[str], degrees: Sequence[int], should_gain: bool
@@ -257,7 +257,7 @@ class NodeWorld(World):
         workers = self.away.pop(node, set())
         waits = node in self.recovery.vacant_nodes
         num_needed = self._num_ranks(f"lost {node}") if waits else 0
-        wanted = set(self.recovery.wanted_workers(node, capacity, sorted(workers)))
+        wanted = set(self.recovery.returning_workers(node, capacity, sorted(workers)))
         assert wanted <= workers
         self.up[node] = capacity
         self.lost.discard(node)

@@ -98,7 +98,7 @@ class Instance:
                 assert self._driver is not None
                 self._driver.handle(message)
         if self._driver is not None:
-            self._driver.run_turn()
+            self._driver.run_iteration()
 
     def disconnect(self) -> None:
         """End the sessions and the driver; a step of a single rank goes on."""

@@ -42,7 +42,7 @@ class NodeLimits(Limits):
     num_node_faults: int = 0
     has_bombs: bool = False
     """True if poison requests power off the machines that compute them, but not the head's."""
-    can_recut: bool = True
+    can_repartition: bool = True
     """False if each machine has memory for the stages that it has, and no more."""
     short_num_stages: int = 0
     """Number of stages whose memory turns out not to suffice."""
@@ -60,7 +60,7 @@ class NodeScenario(Scenario):
         self.head = Process(self.loop, "head")
         self.node.machine = self.head
         self.world.short_num_stages = limits.short_num_stages
-        if not limits.can_recut:
+        if not limits.can_repartition:
             self.world.memory_per_worker = 26_000
         self.machines = [
             Machine(self.world, f"node-{rank}", rank, is_spare=False)

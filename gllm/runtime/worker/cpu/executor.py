@@ -49,7 +49,7 @@ class CpuExecutor(Executor):
         """Last sampled token by sequence, on rank 0."""
 
     def log_choices(self) -> None:
-        """Log what was chosen for the stage: attention backend, dtypes, kernels."""
+        """Log the attention backend, the dtypes and the kernels of the stage."""
         super().log_choices()
         if self.is_first and self._rank == 0 and self.device.type == "cpu":
             log_kernels()
@@ -117,7 +117,7 @@ class CpuExecutor(Executor):
     def sample(
         self, batch: Batch, output: Tensor
     ) -> tuple[list[SampledToken], list[SampleDetails]]:
-        """Return the result of each sampling row, and details of the rows that return any.
+        """Return the result of each sampling row, and details of the rows that request any.
 
         `output` are logits.
         """

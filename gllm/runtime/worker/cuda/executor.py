@@ -166,7 +166,7 @@ class CudaExecutor(Executor):
         """Group of the stage's ranks; None for a stage of one rank."""
 
     def join(self, groups: StageGroups) -> None:
-        """Compute together with the other ranks of the stage, until `close`.
+        """Join the other ranks of the stage, until `close`.
 
         Both groups of a device are one, because one thread queues all work.
         """
@@ -176,7 +176,7 @@ class CudaExecutor(Executor):
         self.supports_graphs = self.supports_graphs and groups.layers.can_capture
 
     def close(self) -> None:
-        """Free everything but the weights; no other method but `load` of a successor follows."""
+        """Free everything but the weights; only `load` of a successor may follow."""
         super().close()
         self._group = None
         # Graphs refer to the communicator, which is closed next.
@@ -221,7 +221,7 @@ class CudaExecutor(Executor):
         )
 
     def available_bytes(self, utilization: float, block_size: int, graph_rows: int) -> int:
-        """Return the bytes for KV blocks beside the largest step and the graphs.
+        """Return the bytes for KV blocks, without the memory of the largest step and of the graphs.
 
         Has to be called after `reserve` and before `allocate`.
 
@@ -454,7 +454,7 @@ class CudaExecutor(Executor):
     def sample(
         self, batch: Batch, output: Tensor
     ) -> tuple[list[SampledToken], list[SampleDetails]]:
-        """Return the result of each sampling row, and details of the rows that return any.
+        """Return the result of each sampling row, and details of the rows that request any.
 
         The tokens are sampled already, the host waits for their copy.
         """

@@ -100,7 +100,7 @@ class _RequestPhrases:
 
 
 class LogitEditPlanner:
-    """Collects the logit edits of steps, on the host."""
+    """Collects the logit edits of steps on the host."""
 
     def __init__(self, vocab_size: int, block_size: int) -> None:
         self._vocab_size, self._block_size = vocab_size, block_size
@@ -108,7 +108,7 @@ class LogitEditPlanner:
 
     @property
     def num_requests(self) -> int:
-        """Requests whose bad words of several tokens are kept."""
+        """Number of requests whose multi-token bad words are cached."""
         return len(self._phrases)
 
     def plan(
@@ -320,7 +320,9 @@ class DeviceSampler:
 
 
 def to_sample_output(batch: Batch, tokens: list[int], scores: LogprobTensors) -> SampleOutput:
-    """Convert what the host read back to the output of a batch, and store its prompt scores.
+    """Convert tokens and scores that were copied to the host to the output of a batch.
+
+    The scores of prompts are stored in their sequences.
 
     Args:
         batch: the batch.
