@@ -62,26 +62,17 @@ class DriverRelay:
         self._is_closed = False
         self._complete_until: dict[int, float] = {}
         """`complete_until` of the last StageTimes of each worker, by the head's clock."""
-        self._hub = Hub(context, run, decode_for_driver)
-        self._hub.advance(epoch)
-        self._hub.bind(address)
+        self.hub: Hub = Hub(context, run, decode_for_driver)
+        self.hub.advance(epoch)
+        self.hub.bind(address)
         for sender in senders:
-            self._hub.expect(sender)
-        self._hub.start(self._on_messages, self._on_session_lost)
-
-    @property
-    def num_stale(self) -> int:
-        """Messages of earlier epochs and sessions that have ended."""
-        return self._hub.num_stale
-
-    def deliver(self, frame: StageFrame) -> None:
-        """Send a message of the driver to its worker, which checks and decodes it."""
-        self._hub.send_encoded((frame.sender,), frame.payload)
+            self.hub.expect(sender)
+        self.hub.start(self._on_messages, self._on_session_lost)
 
     def close(self) -> None:
         """End the sessions."""
         self._is_closed = True
-        self._hub.close()
+        self.hub.close()
 
     def _on_messages(self, messages: list[tuple[int, AnyMessage]]) -> None:
         for sender, message in messages:

@@ -240,18 +240,14 @@ class KvEventPublisher:
         self._block_size = block_size
         self._source = source
         self._topic = config.topic.encode()
-        self._next_number = 0
+        self.num_batches = 0
+        """Batches published; the number of the next one."""
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         """Numbers and payloads of the latest batches."""
         self._context = zmq.asyncio.Context()
         self._publisher: zmq.Socket[bytes] = zmq.Socket(self._context, zmq.PUB)
         self._serving: asyncio.Task[None] | None = None
         """Answers requests for replays."""
-
-    @property
-    def num_batches(self) -> int:
-        """Batches published; the number of the next one."""
-        return self._next_number
 
     def start(self) -> None:
         """Open the sockets and publish all changes from now on, on the running event loop.
@@ -297,8 +293,8 @@ class KvEventPublisher:
         if not events or self._context.closed:
             return
         payload = msgspec.msgpack.encode((time.time(), events, DATA_PARALLEL_RANK))
-        number = self._next_number
-        self._next_number += 1
+        number = self.num_batches
+        self.num_batches += 1
         self._buffer.append((number, payload))
         # A PUB socket never blocks: it drops what a slow subscriber has no room for.
         self._publisher.send_multipart((self._topic, _encode_number(number), payload))

@@ -21,17 +21,11 @@ from gllm.runtime.head.link_process import LinkChild, LinkOwner
 from gllm.runtime.messaging.security import NodeCertificate, create_certificate
 from gllm.transport.descriptors import DescriptorChannel, create_channels
 from gllm.transport.kv.endpoint import KvEndpoint, KvMachine, encode_endpoint
-from gllm.transport.link.commands import (
-    CloseKvCaches,
-    KvCachesOpened,
-    LinkIdentity,
-    LinkMessage,
-    OpenKvCaches,
-)
+from gllm.transport.link import commands
 
 log = logging.getLogger(__name__)
 
-CreateChild = Callable[[LinkIdentity, NodeCertificate | None, LinkOwner], LinkChild]
+CreateChild = Callable[[commands.LinkIdentity, NodeCertificate | None, LinkOwner], LinkChild]
 CreateChannels = Callable[[], tuple[DescriptorChannel, DescriptorChannel]]
 
 
@@ -86,7 +80,9 @@ class EngineKvMover:
         self._backend, self._encoding = backend, encoding
         self._address = address
         self._certificate = create_certificate() if address else None
-        identity = LinkIdentity(0, "kv", address, bool(address), accepts_engines=bool(address))
+        identity = commands.LinkIdentity(
+            0, "kv", address, bool(address), accepts_engines=bool(address)
+        )
         self._child = create_child(identity, self._certificate, self)
         self._layouts: dict[int, KvLayout] = {}
         """Layouts of the present epoch's workers, by sender."""
@@ -149,7 +145,7 @@ class EngineKvMover:
             os.close(descriptor)
         self._caches = None
         if self._child.is_running:
-            self._child.send(CloseKvCaches())
+            self._child.send(commands.CloseKvCaches())
         self._set_endpoint(b"")
 
     def restart(self) -> None:
@@ -171,10 +167,10 @@ class EngineKvMover:
         if self._caches is not None:
             self._open_caches(self._caches)
 
-    def on_message(self, message: LinkMessage) -> None:
+    def on_message(self, message: commands.LinkMessage) -> None:
         """Handle the report that the caches are open: publish the endpoint."""
         caches = self._caches
-        if not isinstance(message, KvCachesOpened) or caches is None:
+        if not isinstance(message, commands.KvCachesOpened) or caches is None:
             return
         if message.epoch != caches.epoch:
             return
@@ -207,7 +203,7 @@ class EngineKvMover:
             return
         try:
             self._child.send(
-                OpenKvCaches(caches.epoch, caches.layouts, self._backend, self._encoding),
+                commands.OpenKvCaches(caches.epoch, caches.layouts, self._backend, self._encoding),
                 [*caches.descriptors, mover_end.fileno()],
             )
             self._connect_driver(caches.epoch, driver_end.fileno())

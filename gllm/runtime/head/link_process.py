@@ -23,19 +23,7 @@ from gllm.recovery.backoff import Backoff
 from gllm.runtime.messaging.security import NodeCertificate
 from gllm.transport.descriptors import DescriptorChannel, DescriptorError, create_channels
 from gllm.transport.edge import Edge
-from gllm.transport.link.commands import (
-    CloseLinkEdges,
-    LinkCommand,
-    LinkEdgeLost,
-    LinkEdgeOpened,
-    LinkIdentity,
-    LinkListening,
-    LinkMessage,
-    LinkReport,
-    OpenLinkEdge,
-    decode_link_message,
-    encode_link_message,
-)
+from gllm.transport.link import commands
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +37,7 @@ class LinkOwner(Protocol):
     def on_started(self) -> None:
         """Send the process what it needs, because it has started; it has its identity."""
 
-    def on_message(self, message: LinkMessage) -> None:
+    def on_message(self, message: commands.LinkMessage) -> None:
         """Handle a message of the process."""
 
     def on_exited(self) -> None:
@@ -60,7 +48,7 @@ class LinkChild:
     """Owner of one `gllm-link` process at a time."""
 
     def __init__(
-        self, identity: LinkIdentity, certificate: NodeCertificate | None, owner: LinkOwner
+        self, identity: commands.LinkIdentity, certificate: NodeCertificate | None, owner: LinkOwner
     ) -> None:
         """Create the owner of a process that has not started.
 
@@ -70,10 +58,11 @@ class LinkChild:
             owner: gets the starts, messages and ends.
         """
         self.num_restarts = 0
-        self._identity = identity
+        self.identity = identity
         self._certificate = certificate
         self._owner = owner
-        self._process: ChildProcess | None = None
+        self.process: ChildProcess | None = None
+        """The process, if it runs."""
         self._channel: DescriptorChannel | None = None
         self._started_at = 0.0
         self._backoff = Backoff(Random())
@@ -83,24 +72,14 @@ class LinkChild:
         self._is_closed = False
 
     @property
-    def process(self) -> ChildProcess | None:
-        """The process, if it runs."""
-        return self._process
-
-    @property
-    def run(self) -> int:
-        """Number of the head's start."""
-        return self._identity.run
-
-    @property
     def is_running(self) -> bool:
         """True while a process runs, so that commands can be sent."""
-        return self._process is not None
+        return self.process is not None
 
     def begin_run(self, run: int) -> None:
         """Change the run, the number of the head's start, in the identity of the process."""
-        self._identity = msgspec.structs.replace(self._identity, run=run)
-        if self._process is not None:
+        self.identity = msgspec.structs.replace(self.identity, run=run)
+        if self.process is not None:
             self._send_identity()
 
     async def listen(self) -> int:
@@ -109,23 +88,23 @@ class LinkChild:
         Raises:
             OSError: it cannot be started or cannot bind.
         """
-        if not self._identity.listen:
+        if not self.identity.listen:
             return 0
-        if self._process is None:
+        if self.process is None:
             self._start()
         assert self._listening is not None
         return await asyncio.shield(self._listening)
 
     def ensure_started(self) -> None:
         """Start the process, unless it runs or is started again soon. Raises OSError."""
-        if self._process is None and self._restart is None:
+        if self.process is None and self._restart is None:
             self._start()
 
-    def send(self, command: LinkCommand, descriptors: Sequence[int] = ()) -> None:
+    def send(self, command: commands.LinkCommand, descriptors: Sequence[int] = ()) -> None:
         """Send a command; a process that does not receive it is killed, and started again."""
         assert self._channel is not None
         try:
-            self._channel.send(encode_link_message(command), descriptors)
+            self._channel.send(commands.encode_link_message(command), descriptors)
         except DescriptorError as error:
             log.debug("gllm-link cannot be reached: %s", error)
             self.kill()
@@ -135,7 +114,7 @@ class LinkChild:
         self._is_closed = True
         if self._restart is not None:
             self._restart.cancel()
-        if self._process is not None:
+        if self.process is not None:
             self.kill()
             self._reap()
 
@@ -148,7 +127,7 @@ class LinkChild:
         self._started_at = loop.time()
         own, inherited = create_channels()
         try:
-            self._process = ChildProcess(
+            self.process = ChildProcess(
                 [sys.executable, "-m", "gllm.transport.link", str(inherited.fileno())],
                 pass_fds=[inherited.fileno()],
             )
@@ -161,19 +140,19 @@ class LinkChild:
         self._listening = loop.create_future()
         # An error that nobody waits for is logged by `_on_exit`.
         self._listening.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self._process.watch(self._on_exit)
+        self.process.watch(self._on_exit)
         loop.add_reader(own.fileno(), self._read)
         self._send_identity()
         self._owner.on_started()
 
     def _send_identity(self) -> None:
         certificate = self._certificate
-        self.send(self._identity, [] if certificate is None else [certificate.descriptor])
+        self.send(self.identity, [] if certificate is None else [certificate.descriptor])
 
     def kill(self) -> None:
         """Kill the process, if it runs; `LinkOwner.on_exited` and another start follow."""
-        if self._process is not None:
-            self._process.kill()
+        if self.process is not None:
+            self.process.kill()
 
     def _read(self) -> None:
         """Handle one message of the process."""
@@ -182,13 +161,13 @@ class LinkChild:
             payload, descriptors = self._channel.receive()
             for descriptor in descriptors:
                 os.close(descriptor)
-            message = decode_link_message(payload)
+            message = commands.decode_link_message(payload)
         except (DescriptorError, OSError, msgspec.DecodeError) as error:
             asyncio.get_running_loop().remove_reader(self._channel.fileno())
             log.debug("gllm-link is lost: %s", error)
             self.kill()
             return
-        if isinstance(message, LinkListening):
+        if isinstance(message, commands.LinkListening):
             self._on_listening(message.port, message.cause)
         else:
             self._owner.on_message(message)
@@ -198,7 +177,7 @@ class LinkChild:
         if self._listening.done():
             return
         if cause:
-            text = f"the data port {self._identity.listen} cannot be bound: {cause}"
+            text = f"the data port {self.identity.listen} cannot be bound: {cause}"
             self._listening.set_exception(OSError(text))
             # Another process tries again later: nobody can connect to this one.
             self.kill()
@@ -206,8 +185,8 @@ class LinkChild:
         self._listening.set_result(port)
         if port:
             # Another process after this one has to be where the other machines expect it.
-            host, _, _ = self._identity.listen.rpartition(":")
-            self._identity = msgspec.structs.replace(self._identity, listen=f"{host}:{port}")
+            host, _, _ = self.identity.listen.rpartition(":")
+            self.identity = msgspec.structs.replace(self.identity, listen=f"{host}:{port}")
 
     def _on_exit(self) -> None:
         """Start another process after one that has exited."""
@@ -242,13 +221,13 @@ class LinkChild:
 
     def _reap(self) -> str:
         """Reap the process, which has exited or was killed; return the exit in words."""
-        assert self._process is not None
+        assert self.process is not None
         assert self._channel is not None
-        self._process.unwatch()
+        self.process.unwatch()
         asyncio.get_running_loop().remove_reader(self._channel.fileno())
         self._channel.close()
-        cause = self._process.describe_exit("gllm-link")
-        self._process = self._channel = None
+        cause = self.process.describe_exit("gllm-link")
+        self.process = self._channel = None
         return cause
 
 
@@ -284,13 +263,13 @@ class LinkProcess:
         """Frames and handshakes that were invalid, over all processes."""
         self._num_malformed_before = 0
         """`num_malformed` when the present process started."""
-        identity = LinkIdentity(
+        identity = commands.LinkIdentity(
             0, node, listen, certificate is not None, congestion, policy, encoding, node_timeout
         )
         self._child = LinkChild(identity, certificate, self)
         self._on_opened: Callable[[int, int], None] = lambda epoch, edge: None
         self._on_lost: Callable[[int, int, str], None] = lambda epoch, edge, cause: None
-        self._edges: dict[tuple[int, int], tuple[OpenLinkEdge, list[int]]] = {}
+        self._edges: dict[tuple[int, int], tuple[commands.OpenLinkEdge, list[int]]] = {}
         """Open edges by epoch and number: the command and own descriptors."""
 
     @property
@@ -319,7 +298,7 @@ class LinkProcess:
                 cause.
         """
         self._on_opened, self._on_lost = on_opened, on_lost
-        if run != self._child.run:
+        if run != self._child.identity.run:
             self._close_descriptors(list(self._edges))
             self._child.begin_run(run)
 
@@ -331,7 +310,7 @@ class LinkProcess:
         """
         return await self._child.listen()
 
-    def open(self, command: OpenLinkEdge, edge: Edge) -> None:
+    def open(self, command: commands.OpenLinkEdge, edge: Edge) -> None:
         """Connect this machine's end of an edge; the caller closes its descriptors afterwards.
 
         Raises:
@@ -355,7 +334,7 @@ class LinkProcess:
         ended = [key for key in self._edges if key[0] <= epoch]
         self._close_descriptors(ended)
         if ended and self._child.is_running:
-            self._child.send(CloseLinkEdges(epoch))
+            self._child.send(commands.CloseLinkEdges(epoch))
 
     def close(self) -> None:
         """End the process, at once; nothing is reported any more."""
@@ -369,17 +348,17 @@ class LinkProcess:
         for command, descriptors in self._edges.values():
             self._child.send(command, descriptors)
 
-    def on_message(self, message: LinkMessage) -> None:
+    def on_message(self, message: commands.LinkMessage) -> None:
         """Handle a report of gllm-link on edges and connections."""
         match message:
-            case LinkEdgeOpened(epoch, edge):
+            case commands.LinkEdgeOpened(epoch, edge):
                 opened = self._edges.get((epoch, edge))
                 if opened is not None and not opened[0].is_sender:
                     self._on_opened(epoch, edge)
-            case LinkEdgeLost(epoch, edge, cause):
+            case commands.LinkEdgeLost(epoch, edge, cause):
                 if (epoch, edge) in self._edges:
                     self._on_lost(epoch, edge, cause)
-            case LinkReport():
+            case commands.LinkReport():
                 self.links, self.refused = message.links, message.refused
                 self.num_malformed = self._num_malformed_before + message.num_malformed
 

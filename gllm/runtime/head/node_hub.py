@@ -20,20 +20,11 @@ from msgspec.structs import replace
 
 from gllm.config.node_environment import parse_head_address
 from gllm.config.nodes import NodesConfig
+from gllm.messages import nodes
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage, decode_for_master, decode_for_node_hub
 from gllm.messages.lifecycle import Hello
 from gllm.messages.node_report import NodeReport
-from gllm.messages.nodes import (
-    JoinCluster,
-    LeaveCluster,
-    LinkState,
-    NodeFacts,
-    NodeHeartbeat,
-    NodeLoad,
-    RefuseNode,
-    WelcomeNode,
-)
 from gllm.options.addresses import format_host_port
 from gllm.recovery.clock_offset import ClockOffset
 from gllm.recovery.join_check import (
@@ -79,7 +70,11 @@ class AgentSession:
     """Session with the agent of a node that has joined, and the state in its heartbeats."""
 
     def __init__(
-        self, sender: int, join: JoinCluster, address: str, send: Callable[[WireMessage], None]
+        self,
+        sender: int,
+        join: nodes.JoinCluster,
+        address: str,
+        send: Callable[[WireMessage], None],
     ) -> None:
         """Create the session of an agent.
 
@@ -97,7 +92,7 @@ class AgentSession:
         self.clock_offset = ClockOffset()
         self.dismissed_at: float | None = None
         """Time at which the head has ended the membership; None if it has not."""
-        self.heartbeat = NodeHeartbeat(0.0, 0.0, 0.0)
+        self.heartbeat = nodes.NodeHeartbeat(0.0, 0.0, 0.0)
         """Latest one."""
         self._send = send
 
@@ -126,14 +121,14 @@ class AgentSession:
         cause: for the agent's log.
         """
         self.dismissed_at = time.monotonic()
-        self.send(LeaveCluster(cause))
+        self.send(nodes.LeaveCluster(cause))
 
-    def on_heartbeat(self, heartbeat: NodeHeartbeat, now: float) -> None:
+    def on_heartbeat(self, heartbeat: nodes.NodeHeartbeat, now: float) -> None:
         """Handle a heartbeat of the agent, and answer it."""
         self.heartbeat = heartbeat
         if heartbeat.echo:
             self.clock_offset.on_echo(heartbeat.echo, heartbeat.heard, heartbeat.sent, now)
-        self.send(NodeHeartbeat(time.monotonic(), heartbeat.sent, now))
+        self.send(nodes.NodeHeartbeat(time.monotonic(), heartbeat.sent, now))
 
     def sample(self, sender: int) -> ProcessSample | None:
         """Return the state of a worker in the latest heartbeat; None if it has none."""
@@ -167,10 +162,10 @@ class NodeListener(Protocol):
 
 def report_head(
     name: str,
-    facts: NodeFacts | None,
-    load: NodeLoad,
+    facts: nodes.NodeFacts | None,
+    load: nodes.NodeLoad,
     stages: Sequence[int],
-    links: Sequence[LinkState],
+    links: Sequence[nodes.LinkState],
 ) -> NodeReport:
     """Return the report on the head's own node.
 
@@ -402,7 +397,7 @@ class NodeHub:
             workers: living workers of its earlier session that are still needed.
         """
         session.send(
-            WelcomeNode(
+            nodes.WelcomeNode(
                 self.run,
                 self.facts.model,
                 self.facts.model_hash,
@@ -426,7 +421,7 @@ class NodeHub:
             is_failure: True if the agents shall exit with 1.
         """
         self.listener, self._is_stopping = None, True
-        self.broadcast(LeaveCluster(cause, is_failure))
+        self.broadcast(nodes.LeaveCluster(cause, is_failure))
         deadline = time.monotonic() + LEAVE_SECONDS
         while self.sessions and time.monotonic() < deadline:
             self._has_changed.clear()
@@ -478,7 +473,7 @@ class NodeHub:
             elif isinstance(message, Hello):
                 self._waiting[sender] = now + self._times.join_seconds
             elif self._waiting.pop(sender, None) is not None:
-                if isinstance(message, JoinCluster):
+                if isinstance(message, nodes.JoinCluster):
                     self._join(sender, message, now)
                 else:
                     self.num_violations += 1
@@ -489,11 +484,11 @@ class NodeHub:
         session.last_heard = now
         self.membership.record_message(session.name, now)
         match message:
-            case NodeHeartbeat():
+            case nodes.NodeHeartbeat():
                 session.on_heartbeat(message, now)
-            case LeaveCluster(cause):
+            case nodes.LeaveCluster(cause):
                 self._leave(session, cause)
-            case JoinCluster():
+            case nodes.JoinCluster():
                 self.on_violation(session, "it sent JoinCluster twice")
             case _ if self.listener is not None:
                 try:
@@ -502,16 +497,16 @@ class NodeHub:
                     log.exception("a message of node %s could not be handled", session.name)
                     self.on_violation(session, f"its message could not be handled: {error}")
 
-    def _answer_of(self, join: JoinCluster) -> RefuseNode | None:
+    def _answer_of(self, join: nodes.JoinCluster) -> nodes.RefuseNode | None:
         """Return the answer to a join that only asks what is here; None for any other."""
         if join.protocol == PROBE_PROTOCOL:
-            return RefuseNode(describe_facts(self.facts))
+            return nodes.RefuseNode(describe_facts(self.facts))
         if self._is_master and not join.runs_services:
             cause = "it is the master of a cluster, which runs services: use `gllm node --join`"
-            return RefuseNode(cause, is_master=True)
+            return nodes.RefuseNode(cause, is_master=True)
         return None
 
-    def _difference(self, join: JoinCluster) -> str:
+    def _difference(self, join: nodes.JoinCluster) -> str:
         """Return the differences that forbid a node to join, with the fixes; empty for none."""
         name = join.name
         if not is_valid_name(name):
@@ -527,7 +522,7 @@ class NodeHub:
         node = JoinFacts(join.protocol, version, model, join.model_hash, config)
         return "; ".join(find_differences(self.facts, node))
 
-    def _join(self, sender: int, join: JoinCluster, now: float) -> None:
+    def _join(self, sender: int, join: nodes.JoinCluster, now: float) -> None:
         """Compare a node with the head, and accept or refuse it."""
         assert self._hub is not None
         if (answer := self._answer_of(join)) is not None:
@@ -545,7 +540,7 @@ class NodeHub:
         cause = cause or self.membership.on_joined(join.name, join.rank, join.is_spare, now)
         if cause:
             log.warning("node %s (%s) is refused: %s", join.name, session.address, cause)
-            session.send(RefuseNode(cause, is_final))
+            session.send(nodes.RefuseNode(cause, is_final))
             self._hub.refused.count(session.address, cause)
             self._hub.forget(sender)
             return
@@ -565,7 +560,7 @@ class NodeHub:
             self.lose(session, cause)
             return
         # The node reads until this has arrived.
-        session.send(LeaveCluster(cause))
+        session.send(nodes.LeaveCluster(cause))
         if self._end(session):
             self.membership.on_left(session.name, cause)
             if self.listener is None:

@@ -48,15 +48,11 @@ class RequestClient(ABC):
         """Running requests in order of arrival."""
         self._pending: list[RequestStream] = []
         """Streams with new output whose listeners have not been notified."""
-        self._num_requests = 0
+        self.num_requests = 0
+        """Requests that were submitted and not released."""
         self._busy_since = 0.0
         """Time of the last submission to a scheduler that had no request."""
         self._poison = PoisonList()
-
-    @property
-    def num_requests(self) -> int:
-        """Requests that were submitted and not released."""
-        return self._num_requests
 
     def submit(
         self,
@@ -118,7 +114,7 @@ class RequestClient(ABC):
             with suppress(TypeError, OverflowError):
                 entry.prompt = array("i", entry.prompt)
         self._streams[stream] = None
-        self._num_requests += 1
+        self.num_requests += 1
         if self.on_submitted is not None:
             self.on_submitted(entry)
         return stream
@@ -146,7 +142,7 @@ class RequestClient(ABC):
     def release(self, stream: RequestStream) -> None:
         """Release a request that its reader has finished with; abort its running choices."""
         self.abort(stream, stream.alive)
-        self._num_requests -= 1
+        self.num_requests -= 1
 
     def reject_parked(self, cause: str) -> None:
         """End the parked requests with an error, because no driver was ready in time."""

@@ -301,14 +301,13 @@ class Supervisor:
         context = self._context = zmq.Context()
         self._cluster, self._folder, self._logs = cluster, folder, logs
         self._run = secrets.randbits(64) if cluster is None else cluster.run
-        self.channels = WorkerChannels(
-            hub := Hub(context, self._run, decode_for_head), HeadSocket(hub)
-        )
+        hub = Hub(context, self._run, decode_for_head)
+        self.channels = WorkerChannels(hub, HeadSocket(hub))
         self.group = None if cluster is None else NodeGroup(node)
         self.nodes = self.group or node
         receiver = self._receiver = EventReceiver(self, self._on_progress, cluster)
         self._has_connections = True
-        self.channels.start(receiver.on_messages, receiver.on_session_lost)
+        hub.start(receiver.on_messages, receiver.on_session_lost)
         self.nodes.watch(receiver.on_exit)
         if cluster is not None:
             cluster.begin(context, self, receiver)
@@ -545,7 +544,7 @@ class Supervisor:
         try:
             remote = None if self.group is None else self.group.place(sender, node)
             if remote is None:
-                address = self.channels.expect(sender)
+                address = self.channels.socket.expect(sender)
             else:
                 address = ""
                 self.channels.expect_remote(sender, remote.session.send)

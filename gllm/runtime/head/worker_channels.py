@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gllm.messages.base import WireMessage
-from gllm.messages.codec import AnyMessage, encode
+from gllm.messages.codec import encode
 from gllm.messages.nodes import WorkerFrame
 from gllm.runtime.messaging.bus import Hub
 from gllm.runtime.messaging.session import ANY_EPOCH
@@ -68,7 +68,8 @@ class WorkerChannels:
             socket: address of the hub.
         """
         self._hub = hub
-        self._socket = socket
+        self.socket = socket
+        """Address of the hub for workers of this machine."""
         self.connecting = socket.connecting
         """Workers that were started and have not connected."""
         self._routes: dict[int, Callable[[WorkerFrame], None]] = {}
@@ -80,18 +81,6 @@ class WorkerChannels:
     def num_stale(self) -> int:
         """Messages of earlier epochs, other runs and workers that are gone."""
         return self._hub.num_stale + self._num_stale
-
-    def start(
-        self,
-        on_messages: Callable[[list[tuple[int, AnyMessage]]], None],
-        on_lost: Callable[[int, str], None],
-    ) -> None:
-        """Start delivery of the messages of this machine's workers on the running event loop."""
-        self._hub.start(on_messages, on_lost)
-
-    def expect(self, sender: int) -> str:
-        """Expect a worker of this machine; return the address that it connects to."""
-        return self._socket.expect(sender)
 
     def expect_remote(self, sender: int, send: Callable[[WorkerFrame], None]) -> None:
         """Expect a worker of another machine.
@@ -141,5 +130,5 @@ class WorkerChannels:
     def close(self) -> None:
         """Stop delivery and close; messages are dropped from now on."""
         self._hub.close()
-        self._socket.close()
+        self.socket.close()
         self._routes.clear()

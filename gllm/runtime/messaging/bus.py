@@ -139,7 +139,7 @@ class Hub(BusSocket):
     @property
     def num_connections(self) -> int:
         """Open connections, with and without a session."""
-        return self._connections.num_open
+        return len(self._connections.open)
 
     def bind(self, address: str) -> str:
         """Bind to an address; return it with the port that was chosen, if any."""

@@ -129,11 +129,6 @@ class HubConnections:
         self._failure = ""
         """Cause of the handshake failure whose connection ends with the next event."""
 
-    @property
-    def num_open(self) -> int:
-        """Open connections, with and without a session."""
-        return len(self.open)
-
     def attach(self, connection: HubConnection, on_closed: Callable[[], None]) -> None:
         """Set the function to call when a connection has ended, which belongs to a session now."""
         connection.on_closed = on_closed

@@ -97,7 +97,8 @@ class AgentWorkers:
     @property
     def num_stale(self) -> int:
         """Messages of earlier epochs and runs, and for workers that are gone."""
-        hubs = (hub for hub in (self._hub, self._relay) if hub is not None)
+        relay = None if self._relay is None else self._relay.hub
+        hubs = (hub for hub in (self._hub, relay) if hub is not None)
         return self._num_stale + sum(hub.num_stale for hub in hubs)
 
     def sample(self) -> list[nodes.WorkerSample]:
@@ -187,7 +188,7 @@ class AgentWorkers:
         if self._relay is None or frame.epoch != self._relay.epoch:
             self._num_stale += 1
         else:
-            self._relay.deliver(frame)
+            self._relay.hub.send_encoded((frame.sender,), frame.payload)
 
     async def close_stages(self) -> None:
         """Close all stages because the session with the head has ended.
@@ -277,7 +278,7 @@ class AgentWorkers:
     def _close_connections(self) -> None:
         """End the connections of the present epoch: with the driver and other machines."""
         if self._relay is not None:
-            self._num_stale += self._relay.num_stale
+            self._num_stale += self._relay.hub.num_stale
             self._relay.close()
             self._relay = None
         if self._node.remote_edges is not None:

@@ -13,18 +13,9 @@ from typing import Any, NamedTuple
 
 import zmq
 
+from gllm.messages import nodes
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage, decode_for_agent
-from gllm.messages.nodes import (
-    JoinCluster,
-    LeaveCluster,
-    LinkState,
-    NodeHeartbeat,
-    NodeLoad,
-    RefuseNode,
-    WelcomeNode,
-    WorkerSample,
-)
 from gllm.options.addresses import Resolve, parse_host_port
 from gllm.recovery.backoff import Backoff
 from gllm.recovery.clock_offset import ClockOffset
@@ -101,14 +92,14 @@ class AgentStatus:
     """True unless the agent is about to end its workers, or has ended them."""
     is_ready: bool = False
     """True if the agent has a session and the head has reported that the engine is ready."""
-    load: NodeLoad = field(default_factory=NodeLoad)
+    load: nodes.NodeLoad = field(default_factory=nodes.NodeLoad)
     num_workers: int = 0
     """Worker processes that run."""
     num_sessions: int = 0
     """Times that the agent has become a member."""
     num_stale_frames: int = 0
     """Messages of earlier epochs, runs and sessions that were dropped."""
-    links: Sequence[LinkState] = ()
+    links: Sequence[nodes.LinkState] = ()
     """Data connections of this machine."""
     clock_offset_seconds: float | None = None
     """The head's clock minus the own one."""
@@ -119,9 +110,9 @@ class AgentStatus:
 class NodeReading(NamedTuple):
     """State of this machine for a heartbeat."""
 
-    samples: list[WorkerSample]
-    load: NodeLoad
-    links: list[LinkState]
+    samples: list[nodes.WorkerSample]
+    load: nodes.NodeLoad
+    links: list[nodes.LinkState]
 
 
 class HeadSession:
@@ -132,7 +123,7 @@ class HeadSession:
         context: zmq.Context[zmq.Socket[bytes]],
         address: str,
         keys: KeyPair | None,
-        join: JoinCluster,
+        join: nodes.JoinCluster,
         on_message: Callable[[AnyMessage], None],
         read_node: Callable[[], NodeReading],
         decode: Decode = decode_for_agent,
@@ -156,9 +147,9 @@ class HeadSession:
         """Cause of the end, once the session has ended."""
         self.answered = asyncio.Event()
         """Set when the head has answered, or the session has ended."""
-        self.welcome: WelcomeNode | None = None
+        self.welcome: nodes.WelcomeNode | None = None
         """Answer of the head; None until it has accepted this machine."""
-        self.refusal: RefuseNode | None = None
+        self.refusal: nodes.RefuseNode | None = None
         """Answer of the head that has refused this machine."""
         self._dismissed: asyncio.Future[None] = loop.create_future()
         """Done once the head has sent LeaveCluster."""
@@ -180,16 +171,11 @@ class HeadSession:
         """True from the head's welcome until the end of the session."""
         return self.welcome is not None and not self.ended.done()
 
-    @property
-    def num_stale(self) -> int:
-        """Frames of other runs."""
-        return self._spoke.num_stale
-
     def send(self, message: WireMessage) -> None:
         """Queue a message; it is dropped if the session has ended."""
         self._spoke.send(message)
 
-    async def leave(self, message: LeaveCluster) -> None:
+    async def leave(self, message: nodes.LeaveCluster) -> None:
         """Send the last message and wait until the head has answered it, or is late.
 
         A socket that is closed with unread data resets its connection, and what it has sent before
@@ -230,24 +216,24 @@ class HeadSession:
 
     def _handle(self, message: AnyMessage) -> None:
         match message:
-            case NodeHeartbeat():
+            case nodes.NodeHeartbeat():
                 self._on_heartbeat(message)
-            case RefuseNode(cause):
+            case nodes.RefuseNode(cause):
                 self.refusal = message
                 self.close(f"the head refuses this node: {cause}")
-            case WelcomeNode() if self.welcome is None:
+            case nodes.WelcomeNode() if self.welcome is None:
                 self.welcome = message
                 self.answered.set()
                 self._on_message(message)
-            case _ if self.welcome is None or isinstance(message, WelcomeNode):
+            case _ if self.welcome is None or isinstance(message, nodes.WelcomeNode):
                 raise ValueError(f"{type(message).__name__} does not belong here")
-            case LeaveCluster() if not self._dismissed.done():
+            case nodes.LeaveCluster() if not self._dismissed.done():
                 self._dismissed.set_result(None)
                 self._on_message(message)
             case _:
                 self._on_message(message)
 
-    def _on_heartbeat(self, message: NodeHeartbeat) -> None:
+    def _on_heartbeat(self, message: nodes.NodeHeartbeat) -> None:
         now = time.monotonic()
         self._echo = message.sent, now
         if message.echo:
@@ -275,7 +261,7 @@ class HeadSession:
                 continue
             num_beats += 1
             samples, load, links = self._read_node()
-            self.send(NodeHeartbeat(time.monotonic(), *self._echo, samples, load, links))
+            self.send(nodes.NodeHeartbeat(time.monotonic(), *self._echo, samples, load, links))
             if now - self._last_heard > welcome.node_timeout:
                 silent = now - self._last_heard
                 self.close(f"the head was silent for {silent:.1f} seconds")
@@ -292,7 +278,7 @@ class HeadDialer:
         self,
         config: AgentConfig,
         resolve: Resolve,
-        make_join: Callable[[], JoinCluster],
+        make_join: Callable[[], nodes.JoinCluster],
         on_message: Callable[[AnyMessage], None],
         read_node: Callable[[], NodeReading],
         decode: Decode = decode_for_agent,
@@ -337,7 +323,7 @@ class HeadDialer:
         refusal = None if self.session is None else self.session.refusal
         return refusal is not None and refusal.is_master
 
-    async def leave(self, message: LeaveCluster) -> None:
+    async def leave(self, message: nodes.LeaveCluster) -> None:
         """Notify the head that this machine leaves, if it is a member; `close` is to follow."""
         if self.session is not None and self.session.is_member:
             await self.session.leave(message)

@@ -182,7 +182,8 @@ class StageRunner:
         self._loop = asyncio.get_running_loop()
         self._min_step_seconds, self._slowdown = min_step_seconds, slowdown
         self._groups = groups
-        self._is_closed = False
+        self.is_closed = False
+        """True once `close` was called, although a step may still be under way."""
         self._prepared = create_step_queue(max(len(receivers), len(senders)), receivers)
         self._computed: queue.SimpleQueue[ComputedStep | StepResult | None] = queue.SimpleQueue()
         """Input of the sampling thread; None after `close`."""
@@ -211,7 +212,7 @@ class StageRunner:
         The receivers and the groups are cancelled, but not closed. A step that several ranks
         compute ends at once.
         """
-        self._is_closed = True
+        self.is_closed = True
         # Each of these wakes one of the threads, whatever it waits for.
         self._prepared.close()
         self._computed.put(None)
@@ -225,22 +226,17 @@ class StageRunner:
         # Others may keep this object for longer, but the memory of the groups is freed now.
         self._groups = None
 
-    @property
-    def is_closed(self) -> bool:
-        """True once `close` was called, although a step may still be under way."""
-        return self._is_closed
-
     def _report(self, result: StepDone | GrammarReady) -> None:
         """Pass a message for the driver to the event loop; called on any thread."""
         self._loop.call_soon_threadsafe(self._deliver, result)
 
     def _deliver(self, result: StepDone | GrammarReady) -> None:
-        if not self._is_closed:
+        if not self.is_closed:
             self._on_result(result)
 
     def _on_grammar(self, message: RegisterSequences, done: "Future[bytes]") -> None:
         """Report a compiled grammar, or the error; called on the compiling thread."""
-        if self._is_closed or done.cancelled():
+        if self.is_closed or done.cancelled():
             return
         error = done.exception()
         reason = "" if error is None else str(error) or format_error(error)
@@ -295,7 +291,7 @@ class StageRunner:
             run()
         except BaseException as error:
             # Whatever fails because the stage is being closed concerns nobody.
-            if not self._is_closed:
+            if not self.is_closed:
                 self._loop.call_soon_threadsafe(self._on_error, error)
             self._cancel_groups()
 
@@ -305,7 +301,7 @@ class StageRunner:
             group.cancel()
 
     def _compute_steps(self) -> None:
-        while (prepared := self._prepared.get()) is not None and not self._is_closed:
+        while (prepared := self._prepared.get()) is not None and not self.is_closed:
             plan, batch = prepared
             try:
                 self._compute(plan, batch)
@@ -414,7 +410,7 @@ class StageRunner:
             self._finish(item)
 
     def _sample_steps(self) -> None:
-        while (item := self._computed.get()) is not None and not self._is_closed:
+        while (item := self._computed.get()) is not None and not self.is_closed:
             self._finish(item)
 
     def _finish(self, item: ComputedStep | StepResult) -> None:

@@ -290,7 +290,7 @@ class StageResources:
         self,
         on_result: Callable[[StepDone | GrammarReady], None],
         on_error: Callable[[BaseException], None],
-    ) -> StageRunner:
+    ) -> None:
         """Start the threads that compute and sample; called on the event loop, as both callbacks.
 
         Args:
@@ -308,7 +308,6 @@ class StageResources:
             config.slowdown_of(self._assignment.stage),
             self._groups,
         )
-        return self.runner
 
     def cancel(self) -> None:
         """Stop to open, allocate and report; `free` follows."""

@@ -18,18 +18,8 @@ import setproctitle
 import uvloop
 import zmq
 
+from gllm.messages import lifecycle
 from gllm.messages.codec import AnyMessage, decode_for_worker
-from gllm.messages.lifecycle import (
-    CloseEpoch,
-    CommandDone,
-    EpochClosed,
-    Heartbeat,
-    LayersPrepared,
-    Shutdown,
-    StageFailed,
-    StartProfile,
-    StopProfile,
-)
 from gllm.models.errors import ModelError
 from gllm.observability.logs import configure_logging
 from gllm.options.field_types import FieldError
@@ -89,7 +79,7 @@ def prepare_layers(
 
     def report(cause: str, is_failed: bool = False) -> None:
         read_bytes = 0 if cause else num_bytes
-        message = LayersPrepared(assignment.change, read_bytes, cause, is_failed)
+        message = lifecycle.LayersPrepared(assignment.change, read_bytes, cause, is_failed)
         with suppress(RuntimeError):  # The loop has been closed.
             loop.call_soon_threadsafe(head.send, message)
 
@@ -117,26 +107,28 @@ class TorchProfiler:
         self._folder = ""
         self._last_command: asyncio.Task[None] | None = None
 
-    def handle(self, command: StartProfile | StopProfile) -> None:
+    def handle(self, command: lifecycle.StartProfile | lifecycle.StopProfile) -> None:
         """Run a command after the previous ones; report its end to the frontend."""
         loop = asyncio.get_running_loop()
         self._last_command = loop.create_task(self._run(command, self._last_command))
 
     async def _run(
-        self, command: StartProfile | StopProfile, previous: "asyncio.Task[None] | None"
+        self,
+        command: lifecycle.StartProfile | lifecycle.StopProfile,
+        previous: "asyncio.Task[None] | None",
     ) -> None:
         if previous is not None:
             await previous
         error = ""
         try:
-            if isinstance(command, StartProfile):
+            if isinstance(command, lifecycle.StartProfile):
                 await asyncio.to_thread(self._start, command.folder)
             else:
                 await asyncio.to_thread(self._stop)
         except Exception as failure:
             log.exception("the profile failed")
             error = f"{type(failure).__name__}: {failure}"
-        self._frontend.send(CommandDone(command.command_id, self._place.stage, error))
+        self._frontend.send(lifecycle.CommandDone(command.command_id, self._place.stage, error))
 
     def _start(self, folder: str) -> None:
         """Start recording; the file goes to `folder`."""
@@ -277,7 +269,7 @@ class Worker:
             return
         if not isinstance(error, ModelError | FieldError):
             log.error("the stage failed", exc_info=error)
-        self._head.send(StageFailed(self._place.stage, format_error(error)))
+        self._head.send(lifecycle.StageFailed(self._place.stage, format_error(error)))
         self.has_failed = True
         self.done.set()
 
@@ -287,11 +279,13 @@ class Worker:
         try:
             for message in messages:
                 match message:
-                    case CloseEpoch():
+                    case lifecycle.CloseEpoch():
                         self._close_instance()
-                    case StartProfile() | StopProfile() if self._profiler is not None:
+                    case lifecycle.StartProfile() | lifecycle.StopProfile() if (
+                        self._profiler is not None
+                    ):
                         self._profiler.handle(message)
-                    case Shutdown():
+                    case lifecycle.Shutdown():
                         self.done.set()
                     case _:
                         for_instance.append(message)
@@ -321,20 +315,20 @@ class Worker:
         if (error := closing.exception()) is not None:
             self.fail(error)
         else:
-            self._head.send(EpochClosed())
+            self._head.send(lifecycle.EpochClosed())
 
     async def _send_heartbeats(self) -> None:
         while True:
             self._head.send(self._create_heartbeat())
             await asyncio.sleep(CHECK_SECONDS)
 
-    def _create_heartbeat(self) -> Heartbeat:
+    def _create_heartbeat(self) -> lifecycle.Heartbeat:
         instance = self.instance if self._is_assigned else None
         runner = None if instance is None else instance.runner
         if runner is None or (step := runner.step_under_way) is None:
-            return Heartbeat(-1, 0.0, 0, time.process_time())
+            return lifecycle.Heartbeat(-1, 0.0, 0, time.process_time())
         plan, begin = step
-        return Heartbeat(
+        return lifecycle.Heartbeat(
             plan.step,
             time.monotonic() - begin,
             sum(row.num_tokens for row in plan.rows),
