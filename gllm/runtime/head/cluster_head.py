@@ -13,7 +13,7 @@ import zmq
 
 from gllm.config.nodes import NodesConfig
 from gllm.messages.node_report import NodeDrainError, NodeReport, UnknownNodeError
-from gllm.messages.nodes import EngineState, LinkState, NodeFacts
+from gllm.messages.nodes import EngineState, NodeFacts
 from gllm.messages.reports import LinkTimes
 from gllm.options.addresses import format_host_port, is_wildcard
 from gllm.recovery.join_check import JoinFacts
@@ -153,23 +153,14 @@ class ClusterHead:
                 return None
             if not placement.has_remote_edges:
                 return None
-            return collect_link_times(placement, self._links_by_node, self._round_trips)
+            links = {LOCAL_NODE: [] if self._links is None else self._links.links}
+            round_trips = {}
+            for name, session in self.hub.sessions.items():
+                links[name] = session.heartbeat.links
+                round_trips[name] = session.clock_offset.round_trip_seconds
+            return collect_link_times(placement, links, round_trips)
 
         self._link_times = LinkTimesReporter(read_link_times, supervisor.send_to_driver)
-
-    @property
-    def _links_by_node(self) -> dict[str, list[LinkState]]:
-        """Data connections of each node, by its name in placements."""
-        links = {name: session.heartbeat.links for name, session in self.hub.sessions.items()}
-        return links | {LOCAL_NODE: [] if self._links is None else self._links.links}
-
-    @property
-    def _round_trips(self) -> dict[str, float | None]:
-        """Round trip in seconds to each other node."""
-        return {
-            name: session.clock_offset.round_trip_seconds
-            for name, session in self.hub.sessions.items()
-        }
 
     def publish_state(self, state: str, cause: str, epoch: int) -> None:
         """Send the engine's state to all agents, if it has changed."""

@@ -347,7 +347,11 @@ class ConnectionPool:
         self._resolve = resolve
         path = config.node_secret_file
         self._secret = None if path is None else SecretFile(path)
-        self._bind_address = self._check_hub()
+        self._bind_address = ""
+        """Address that the hub binds; empty for no hub."""
+        if config.hub is not None:
+            self._bind_address = parse_hub_address(config.hub, self._secret is not None)
+            check_hub_address(self._bind_address, self._secret is not None)
         self._discoveries = [
             Discovery(entry, resolve, config.resolve_seconds) for entry in config.dial
         ]
@@ -438,14 +442,6 @@ class ConnectionPool:
         if close := self._closers.pop(connection, None):
             connection.is_open = False
             close(cause, is_refused)
-
-    def _check_hub(self) -> str:
-        """Return the address to bind, empty for no hub. Raises ValueError."""
-        if self._config.hub is None:
-            return ""
-        address = parse_hub_address(self._config.hub, self._secret is not None)
-        check_hub_address(address, self._secret is not None)
-        return address
 
     def _lose(self, connection: PeerConnection, cause: str) -> None:
         """End a session and tell the handler."""
