@@ -1,4 +1,4 @@
-"""Messages that start and stop a stage, and those about a worker process itself."""
+"""Messages that start and stop a stage, commands to stages, and those about a worker process."""
 
 from gllm.messages.base import ProcessMessage, WireMessage
 from gllm.messages.kv_layout import KvLayout

@@ -1,4 +1,4 @@
-"""Reports of stages and the driver about their use of time."""
+"""Reports on the use of time, and on measured speeds of workers and of links."""
 
 import msgspec
 

@@ -1,7 +1,8 @@
-"""Stand-in for the driver on a machine that does not run it.
+"""Relay of messages between the driver and stages on other machines.
 
-The stages of the machine connect to it as they would to the driver. Their messages travel to the
-head within the agent's session, and those of the driver back.
+The stages of such a machine connect to a `DriverRelay`. Their messages travel to the head within
+the agent's session, where `DriverProxies` has a session with the driver for each of the workers.
+Nothing but step times is decoded on the way.
 """
 
 import asyncio

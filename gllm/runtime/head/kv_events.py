@@ -1,7 +1,8 @@
-"""Changes of the prefix cache in the head process: from the driver to all who watch.
+"""Changes of the prefix cache: subscriptions in the head process, and their publication.
 
-The source keeps the hashes of the cache while somebody watches, so that each further watcher gets a
-snapshot without another message of the driver.
+The source stores the hashes of the cache while a subscriber exists, so that each further subscriber
+gets a snapshot without another message of the driver. `KvEventPublisher` sends the events over
+ZeroMQ in the format of vLLM, for routers of other projects.
 """
 
 import asyncio

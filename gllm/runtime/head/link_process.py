@@ -1,8 +1,8 @@
 """Edges to other machines by a `gllm-link` process, which starts with the first of them.
 
-A process that is started again gets the edges of the present epoch anew; this end keeps their
-descriptors for that. The workers notice nothing, because the rings stay. This module imports no
-torch.
+`LinkChild` starts the process and starts it again after an exit. A new process receives the edges
+of the present epoch again, because this end stores their descriptors; the workers are not affected,
+because the rings stay. This module imports no torch.
 """
 
 import asyncio

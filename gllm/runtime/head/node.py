@@ -1,6 +1,7 @@
-"""Interface of a node, the machine that runs workers, and the files and sockets between them.
+"""Node, the machine that runs workers: its interface, and worker processes of this host.
 
-The supervisor decides which workers there are and which stages they run; a node carries that out.
+The supervisor decides which workers exist and which stages they run. A node starts and ends them,
+and creates the files and sockets between them.
 This module imports no torch.
 """
 

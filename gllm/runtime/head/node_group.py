@@ -1,4 +1,4 @@
-"""Nodes of other machines, and all nodes of an engine as one that hands each worker to its node."""
+"""Nodes of other machines, the edges between nodes, and all nodes of an engine as one object."""
 
 import asyncio
 import time

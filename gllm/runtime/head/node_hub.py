@@ -1,7 +1,7 @@
 """Hub of the nodes: the head's end of the sessions with the agents of other machines.
 
-It accepts who has the node secret, runs the same version, model and configuration, and is not there
-already. It answers heartbeats, notices silence, and passes on what the agents of members send.
+It accepts nodes with the node secret and the same version, model and configuration. It answers
+heartbeats, detects silent nodes, and passes the messages of members to a listener.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""A ZeroMQ socket on the asyncio event loop, with the monitor of its connections."""
+"""A ZeroMQ socket on the asyncio event loop, the monitor of its connections, and refused peers."""
 
 import asyncio
 import logging

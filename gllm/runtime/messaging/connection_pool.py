@@ -1,6 +1,7 @@
 """Sessions of a process with its peers: those that dialled its hub, and those that it dials.
 
-Both ends of a link use it, so either end may dial the other. Who is silent for too long is lost.
+Routers and engines use it, so either end may dial the other. A peer that is silent for too long is
+lost. `Discovery` resolves the addresses to dial.
 """
 
 import asyncio

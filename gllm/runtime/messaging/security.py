@@ -2,8 +2,8 @@
 
 The file has one or two secrets of 32 random bytes. A CURVE key pair is derived from each; hubs and
 dialers use the same one, so that only those who have the secret get past the handshake and
-everything on the connection is encrypted. `gllm.runtime.messaging.security` checks members at
-a hub.
+everything on the connection is encrypted. `Authenticator` checks members at a hub. Data connections
+use certificates, which travel within these sessions.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Session of an agent with the head, from dialling to its end, and the attempts to keep one."""
+"""Session of an agent with the head, the attempts to open one, and the agent's configuration."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Sampling of a step: its rows as columns, their outputs, and their grammars.
+"""Sampling of a step: state of each sequence, rows as columns, log-probabilities, grammars.
 
 Shared by `gllm.runtime.worker.cpu.sampler` and `gllm.runtime.worker.cuda.sampler`, which turn
 logits into tokens.

@@ -1,7 +1,7 @@
 """Resources of a stage instance: weights, edges, groups of ranks, KV cache and threads.
 
-They are loaded, opened and allocated on threads, while the event loop goes on. `free` may be called
-at any moment of that.
+They are loaded, opened and allocated on threads, while the event loop runs. `free` may be called at
+any moment. `StageLoader` loads the weights, or takes them from an earlier instance.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""Readback of sampled tokens and scores to the host, beside what the device computes meanwhile."""
+"""Sampled tokens of a device: copies to the host, and a table of last tokens on the device."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
