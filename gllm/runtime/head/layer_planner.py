@@ -1,7 +1,8 @@
 """Division of the layers among the stages, and number of KV blocks by the memory of the nodes.
 
 The layers are divided by weights, by measured speeds, and by step times. The planner runs in the
-head process and proposes divisions; the supervisor starts the epochs that use them. This module imports no torch.
+head process and proposes divisions; the supervisor starts the epochs that use them. This module
+imports no torch.
 """
 
 import logging
