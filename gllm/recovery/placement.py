@@ -57,6 +57,8 @@ class EdgeSpec(msgspec.Struct, frozen=True):
     """Rank that sends."""
     target_rank: int = 0
     """Rank that receives."""
+    transport: str = "auto"
+    """Name of a transport, or auto: the two workers choose by their devices."""
 
     @property
     def source_place(self) -> tuple[int, int]:

@@ -230,7 +230,7 @@ class Node(ABC):
                 continue
             name = f"{self._name}-edge-{spec.number}"
             is_remote = source != target
-            edge = create_edge(name, "auto", is_remote, assignment.num_lanes)
+            edge = create_edge(name, spec.transport, is_remote, assignment.num_lanes)
             files.callback(edge.close)
             edges.append((spec, edge))
             if edge.is_remote:
