@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from gllm.commands.bench.real import serve_logged
+from experiments.logged_servers import serve_logged
 from gllm.config.engine import EngineConfig
 from gllm.observability.logged_scheduler import LoggedScheduler, replay_event
 from gllm.observability.step_log import (

@@ -18,7 +18,7 @@ from experiments.trials import (
     plan_rates,
     run_trials,
 )
-from gllm.sim.metrics.plots import plot_lines
+from gllm.sim.metrics.plots import ChartPanel, plot_grid
 from gllm.sim.metrics.report import format_table, show_value
 
 POLICIES = ("throttle", "balance")
@@ -94,8 +94,10 @@ def run(options: ExperimentOptions) -> ExperimentResult:
         text,
         _claims(changes),
         {
-            "balance.svg": lambda path: plot_lines(
-                points, path, "row of the table", "change, %", "balance against throttle"
+            "balance.svg": lambda path: plot_grid(
+                [ChartPanel("balance against throttle", "row of the table", "change, %", points)],
+                path,
+                columns=1,
             )
         },
     )

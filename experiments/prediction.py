@@ -14,12 +14,13 @@ from experiments.latency_errors import (
     median_latency_error,
     normalized_latency_error,
 )
+from experiments.logged_servers import serve_logged, serve_round_robin
 from experiments.prediction_attainment import (
     attainment_claims,
     attainment_section,
     compare_attainment,
 )
-from gllm.commands.bench.real import RoundRobinLock, run_logged, serve_logged, serve_round_robin
+from gllm.commands.bench.real import RoundRobinLock, run_logged
 from gllm.commands.profile.command import measure_profile
 from gllm.config.engine import EngineConfig
 from gllm.observability.latency import percentile

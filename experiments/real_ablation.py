@@ -15,7 +15,7 @@ from experiments.ablation import (
     ablation_table,
 )
 from experiments.base import ExperimentOptions, ExperimentResult
-from gllm.commands.bench.real import LoggedServer, serve_logged
+from experiments.logged_servers import LoggedServer, serve_logged
 from gllm.config.engine import EngineConfig
 from gllm.observability.progress import ProgressBar, show_progress
 from gllm.sim.metrics.report import summarize_run

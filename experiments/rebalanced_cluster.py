@@ -16,7 +16,7 @@ from typing import NamedTuple
 from experiments.rebalancing import Move, PredictionError, line_distance, rebalance
 from gllm.routing.placement import LatencyModel, PlacedRequest, PlacementRules, PlacementWorker
 from gllm.routing.policies.aladdin import AladdinPolicy
-from gllm.scheduler.sequence import SchedulerRequest
+from gllm.scheduler.sequence import SchedulerRequest, Sequence
 from gllm.sim.cluster.cluster import ClusterRun, SimulatedCluster
 from gllm.sim.cluster.engine import ClusterEngine
 from gllm.sim.cluster.requests import ClusterRequest
@@ -56,6 +56,33 @@ class RebalancedRun(NamedTuple):
         )
 
 
+def find_unstarted(engine: ClusterEngine) -> list[int]:
+    """Return the sequences of an engine of which no step has scheduled anything, in their order."""
+    sequences = engine.pipeline.scheduler.table.sequences
+    return [seq for seq in engine.requests if seq in sequences and _is_unstarted(sequences[seq])]
+
+
+def withdraw(engine: ClusterEngine, seq: int, now: float) -> ClusterRequest:
+    """Remove a request that has not started from an engine.
+
+    Raises:
+        ValueError: A step has scheduled part of it, or the engine does not have it.
+    """
+    if seq not in find_unstarted(engine):
+        raise ValueError(f"engine {engine.name!r} has no unstarted request of sequence {seq}")
+    engine.pipeline.abort([seq], now)
+    return engine.requests.pop(seq)
+
+
+def _is_unstarted(sequence: Sequence) -> bool:
+    return not (
+        sequence.has_run
+        or sequence.num_scheduled_tokens
+        or sequence.num_rows_in_flight
+        or sequence.is_finished
+    )
+
+
 class RebalancedCluster(SimulatedCluster):
     """Cluster with the policy `aladdin` and re-balancing.
 
@@ -84,7 +111,7 @@ class RebalancedCluster(SimulatedCluster):
     def _on_arrival(self, now: float, arrival: tuple[WorkloadRequest, SchedulerRequest]) -> None:
         for engine in self._routable:
             self._note_late(engine)
-        unstarted = {each.name: each.unstarted_seqs for each in self._routable}
+        unstarted = {each.name: find_unstarted(each) for each in self._routable}
         if any(unstarted.values()):
             self._num_chances += 1
             self._rebalance(unstarted, now)
@@ -142,7 +169,7 @@ class RebalancedCluster(SimulatedCluster):
     def _move(self, move: Move, seq: int, now: float) -> int:
         """Move a request; return its sequence at the target."""
         errors, target = self._errors, self.engines[move.target]
-        request = self.engines[move.source].withdraw(seq, now)
+        request = withdraw(self.engines[move.source], seq, now)
         before = self._distances(move)
         errors[move.source] = errors[move.source].moved(move.request, -1)
         errors[move.target] = errors[move.target].moved(move.request, 1)

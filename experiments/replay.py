@@ -4,8 +4,8 @@ from functools import partial
 
 from experiments.base import ExperimentOptions, ExperimentResult
 from experiments.claims import ExpectedLimit, PaperClaim
+from experiments.logged_servers import LoggedServer, serve_logged
 from experiments.parallel import map_parallel
-from gllm.commands.bench.real import LoggedServer, serve_logged
 from gllm.config.engine import EngineConfig
 from gllm.observability.step_log import StepLogEvent
 from gllm.sim.metrics.report import format_table

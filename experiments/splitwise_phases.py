@@ -1,14 +1,15 @@
 """Splitwise on single machines: its performance model, its Table IV and the second token."""
 
+from statistics import fmean
 from typing import NamedTuple
 
 from experiments.claims import ExpectedChange, ExpectedFigure, PaperClaim
 from experiments.overlapped_transfers import TransferCosts
 from experiments.transfer_mode import TransferMode
 from gllm.sim.costs.splitwise import (
+    PiecewiseLinear,
     Points,
     interpolate_medians,
-    mean_relative_error,
     read_points,
     read_splitwise_profile,
 )
@@ -21,6 +22,11 @@ MODEL_NAMES = {"llama2-70b": "llama-2-70b", "bloom-176b": "bloom-176b"}
 A100_KILOWATTS = 5.75
 """Power of a DGX-A100 that Table IV's energies contain: 7.9 Wh in 4.957 s."""
 CENTS_PER_DOLLAR = 100
+
+
+def mean_relative_error(function: PiecewiseLinear, points: Points) -> float:
+    """Return the mean absolute relative error at points (MAPE as a fraction)."""
+    return fmean(abs(function(x) / y - 1) for x, y in points)
 
 
 class TableIvRow(NamedTuple):

@@ -11,7 +11,7 @@ from gllm.frontend.endpoint import Endpoint
 from gllm.frontend.fields.base import ModelRequestFields, RequestFields
 from gllm.frontend.routes.cluster_registry import CLUSTER_ENDPOINTS
 from gllm.frontend.routes.registry import ENDPOINTS
-from gllm.options.limits import limits_table
+from scripts.api_limits import limits_table
 from scripts.page_parts import replace_parts
 
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"

@@ -21,6 +21,7 @@ import msgspec
 from benchmarks.cpu.page import ForeignCpu
 from benchmarks.net.engine import RigEngine
 from benchmarks.net.rig import NamespaceRig
+from benchmarks.weak_links.congestion_window import MIN_TIMEOUT_SECONDS, CongestionWindow
 from benchmarks.weak_links.engines import engine_flags, running_engine
 from benchmarks.weak_links.limits import WeakLink
 from benchmarks.weak_links.load import PromptMaker, StreamedRequest, send_schedule
@@ -31,7 +32,6 @@ from gllm.pacing.link_estimator import PACING_SHARE
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.compare import read_requests
-from gllm.sim.congestion_window import MIN_TIMEOUT_SECONDS, CongestionWindow
 from gllm.sim.costs.base import CostModel, DelegatingCostModel, TransferCost
 from gllm.sim.costs.fitted import FittedCostModel
 from gllm.sim.costs.profile import build_profile

@@ -6,7 +6,6 @@ has the time for which a request of each size blocks the event loop.
 """
 
 from collections.abc import Collection, Iterable
-from typing import NamedTuple
 
 from gllm.options.field_types import FieldError as FieldError
 
@@ -70,60 +69,6 @@ SAMPLING_SIZES: dict[str, tuple[int, int | None]] = {
     "allowed_token_ids": (MAX_ALLOWED_TOKEN_IDS, None),
 }
 """Maximum number of entries of a field of SamplingParams, and of characters of an entry."""
-
-
-class RequestLimit(NamedTuple):
-    """One limit of the API."""
-
-    fields: str
-    """Names of the limited fields, in Markdown; empty for the whole body."""
-    maximum: int
-    unit: str
-    """Unit of the limit."""
-
-
-LIMITS = (
-    RequestLimit("", MAX_JSON_VALUES, "strings, lists and objects in a body, keys included"),
-    RequestLimit(
-        "", MAX_JSON_NUMBERS, "commas between values in a body, so about as many token ids"
-    ),
-    RequestLimit("", MAX_JSON_FIELDS, "fields of a body"),
-    RequestLimit("", MAX_JSON_DEPTH, "lists and objects within one another"),
-    RequestLimit("`messages`, `input`", MAX_MESSAGES, "messages"),
-    RequestLimit("`messages`", MAX_CALLS, "tool calls of one message"),
-    RequestLimit("`tools`", MAX_TOOLS, "tools"),
-    RequestLimit("`tools`", MAX_TOOL_BYTES, "bytes of JSON"),
-    RequestLimit("`tools`", MAX_TOOL_DEPTH, "lists and objects within one another in parameters"),
-    RequestLimit("`prompt`, `input` of embeddings", MAX_PROMPTS, "prompts"),
-    RequestLimit("`prompt` of /tokenize", MAX_TOKENIZE_BYTES, "bytes in UTF-8"),
-    RequestLimit("`tokens`", MAX_JSON_NUMBERS, "token ids"),
-    RequestLimit("`stop`, `stop_sequences`", MAX_STOP_STRINGS, "strings"),
-    RequestLimit("`stop`, `stop_sequences`", MAX_STOP_CHARACTERS, "characters of each string"),
-    RequestLimit("`stop_token_ids`", MAX_STOP_TOKEN_IDS, "token ids"),
-    RequestLimit("`bad_words`", MAX_BAD_WORDS, "strings"),
-    RequestLimit("`bad_words`", MAX_BAD_WORD_CHARACTERS, "characters of each string"),
-    RequestLimit("`logit_bias`", MAX_LOGIT_BIASES, "token ids"),
-    RequestLimit("`allowed_token_ids`", MAX_ALLOWED_TOKEN_IDS, "token ids"),
-    RequestLimit(
-        "`logprobs`, `top_logprobs`, `prompt_logprobs`", MAX_LOGPROBS, "tokens per position"
-    ),
-    RequestLimit("`n`", MAX_LOGPROBS_PER_STEP, "choices times log-probabilities per position"),
-    RequestLimit("`prompt_logprobs`", MAX_PROMPT_LOGPROBS, "prompt tokens times log-probabilities"),
-    RequestLimit("`metadata` of responses", MAX_METADATA, "entries"),
-    RequestLimit("`metadata` of responses", MAX_METADATA_KEY, "characters of each key"),
-    RequestLimit("`metadata` of responses", MAX_METADATA_VALUE, "characters of each value"),
-    RequestLimit("`prompt_cache_key`", MAX_SESSION_CHARACTERS, "characters"),
-)
-"""All limits, in the order of the table in docs/api.md."""
-
-
-def limits_table() -> str:
-    """Return the limits as a table in Markdown."""
-    lines = ["| field | largest | of |", "| --- | --- | --- |"]
-    lines += [
-        f"| {limit.fields or 'the body'} | {limit.maximum:,} | {limit.unit} |" for limit in LIMITS
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def check_size(param: str, values: Collection[object], largest: int, unit: str = "entries") -> None:

@@ -1,11 +1,11 @@
 """Link in simulated time: messages occupy it one after another and arrive a propagation later."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 from gllm.pacing.policy_registry import make_link_policy
 from gllm.pacing.traffic import LinkPolicy, LinkView, TrafficClass
-from gllm.sim.congestion_window import CongestionWindow
 from gllm.sim.costs.base import TransferCost
 from gllm.sim.event_loop import PIPELINE, EventLoop
 
@@ -18,46 +18,39 @@ NOMINAL_BYTES_PER_SECOND = 6_553_600.0
 64 KiB takes 10 ms."""
 
 
+class SendingWindow(Protocol):
+    """Limit of the bytes that a sender may have on a link, such as TCP's congestion window."""
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Rate that the window permits; infinite if the link alone limits the sender."""
+
+    def sending_seconds(self, now: float, num_bytes: int, bytes_per_second: float) -> float:
+        """Send bytes at a rate; return the seconds until the last one has left."""
+
+
+@dataclass(eq=False, slots=True)
 class LinkMessage:
     """Message that waits for a link or is being sent."""
 
-    __slots__ = (
-        "argument",
-        "cost",
-        "deliver",
-        "is_dropped",
-        "num_bytes",
-        "number",
-        "owner",
-        "rank",
-        "remaining_bytes",
-        "traffic_class",
-    )
+    number: int
+    """Number of messages that the link received before this one."""
+    traffic_class: TrafficClass
+    cost: TransferCost
+    deliver: Callable[[float, Any], None]
+    """Called with the arrival time and the argument."""
+    argument: object
+    owner: object
+    rank: int
+    """Rank of the arrival among the events of its time."""
+    num_bytes: int = field(init=False)
+    remaining_bytes: int = field(init=False)
+    is_dropped: bool = False
 
-    def __init__(
-        self,
-        number: int,
-        traffic_class: TrafficClass,
-        cost: TransferCost,
-        deliver: Callable[[float, Any], None],
-        argument: object,
-        owner: object,
-        rank: int,
-    ) -> None:
-        self.number = number
-        """Number of messages that the link received before this one."""
-        self.traffic_class = traffic_class
-        self.cost = cost
-        nominal_bytes = cost.occupancy_seconds * NOMINAL_BYTES_PER_SECOND
-        self.num_bytes = cost.num_bytes or max(1, round(nominal_bytes))
+    def __post_init__(self) -> None:
+        nominal_bytes = self.cost.occupancy_seconds * NOMINAL_BYTES_PER_SECOND
+        self.num_bytes = self.cost.num_bytes or max(1, round(nominal_bytes))
         self.remaining_bytes = self.num_bytes
-        self.deliver = deliver
-        """Called with the arrival time and the argument."""
-        self.argument = argument
-        self.owner = owner
-        self.rank = rank
-        """Rank of the arrival among the events of its time."""
-        self.is_dropped = False
 
     def occupancy_seconds(self, num_bytes: int) -> float:
         """Return the occupancy of a part of the message, at the message's own rate."""
@@ -71,25 +64,11 @@ class SimulatedLink:
     link is busy for the occupancy of a message only; the message arrives its propagation after
     that. Several senders may share a link: edges of a pipeline on one network card, or KV transfers
     of several engines. Messages of equal propagation arrive in the order in which the link has sent
-    their last chunk. With a congestion window the bytes of a chunk leave as the window permits.
+    their last chunk. With a window the bytes of a chunk leave as the window permits.
     """
 
-    __slots__ = (
-        "_bytes_per_second",
-        "_free_time",
-        "_is_end_due",
-        "_loop",
-        "_num_messages",
-        "_policy",
-        "_sending",
-        "_sends_whole",
-        "_slack_sources",
-        "_waiting",
-        "_window",
-    )
-
     def __init__(
-        self, loop: EventLoop, policy: LinkPolicy, window: CongestionWindow | None = None
+        self, loop: EventLoop, policy: LinkPolicy, window: SendingWindow | None = None
     ) -> None:
         self._loop = loop
         self._policy = policy
@@ -250,14 +229,14 @@ class SimulatedLink:
 
 
 def make_link(
-    loop: EventLoop, policy: str = "serial", window: CongestionWindow | None = None
+    loop: EventLoop, policy: str = "serial", window: SendingWindow | None = None
 ) -> SimulatedLink:
     """Return an idle link; `policy` is an argument of `make_link_policy`.
 
     Args:
         loop: Clock of the link.
         policy: Name of the policy.
-        window: Of the TCP connection that is the link; None: the link alone limits the sender.
+        window: Limits the bytes on the link; None: the link alone limits the sender.
 
     Raises:
         ValueError: The name is unknown.

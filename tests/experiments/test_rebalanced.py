@@ -6,7 +6,12 @@ from random import Random
 
 import pytest
 
-from experiments.rebalanced_cluster import RebalancedRun, simulate_rebalanced
+from experiments.rebalanced_cluster import (
+    RebalancedRun,
+    find_unstarted,
+    simulate_rebalanced,
+    withdraw,
+)
 from gllm.routing.placement import LatencyModel, PlacementRules
 from gllm.routing.policies.aladdin import AladdinPolicy
 from gllm.sim.cluster.cluster import SimulatedCluster
@@ -83,13 +88,13 @@ def test_an_engine_gives_back_only_what_it_has_not_begun() -> None:
     cluster.submit_each([WorkloadRequest(time, 12, 5) for time in (0.0, 0.0, 0.02)])
     cluster.loop.run(0.01)
     # A step has 16 tokens: the first prompt and a part of the second.
-    assert not engine.unstarted_seqs
+    assert not find_unstarted(engine)
     with pytest.raises(ValueError, match="unstarted"):
-        engine.withdraw(1, cluster.loop.now)
+        withdraw(engine, 1, cluster.loop.now)
     cluster.loop.run(0.02)
-    assert engine.unstarted_seqs == [2]
-    assert engine.withdraw(2, cluster.loop.now).index == 2
-    assert not engine.unstarted_seqs
+    assert find_unstarted(engine) == [2]
+    assert withdraw(engine, 2, cluster.loop.now).index == 2
+    assert not find_unstarted(engine)
     assert {index: each.line.num_tokens for index, each in cluster.run().requests.items()} == {
         0: 5, 1: 5, 2: 0,
     }  # fmt: skip

@@ -5,6 +5,7 @@ import pytest
 from gllm.config.sampling import SamplingParams
 from gllm.options import limits
 from gllm.options.field_types import FieldError
+from scripts.api_limits import LIMITS
 
 
 def largest(name):
@@ -30,4 +31,4 @@ def test_the_largest_value_is_taken_and_no_larger_one(name):
 
 def test_every_number_is_in_the_table():
     numbers = {value for name, value in vars(limits).items() if name.startswith("MAX_")}
-    assert numbers == {limit.maximum for limit in limits.LIMITS}
+    assert numbers == {limit.maximum for limit in LIMITS}

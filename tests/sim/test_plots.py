@@ -33,7 +33,6 @@ from gllm.sim.metrics.plots import (
     plot_gantt,
     plot_grid,
     plot_latencies,
-    plot_lines,
     plot_tokens,
 )
 from gllm.sim.metrics.run_record import RunRecord, ServedRequest
@@ -84,7 +83,9 @@ PLOTS: dict[str, tuple[Callable[[RunRecord, Path], None], list[str]]] = {
     "tokens": (plot_tokens, ["coefficient of variation", "prefill", "decode", "seconds since"]),
     "gantt": (plot_gantt, ["stage 0", "stage 3", "bubble", "% busy", "idle without work"]),
     "lines": (
-        lambda _, path: plot_lines(SERIES, path, "rate, 1/s", "ms", "costs in $ and $"),
+        lambda _, path: plot_grid(
+            [ChartPanel("costs in $ and $", "rate, 1/s", "ms", SERIES)], path, 1
+        ),
         ["throttle", "sarathi", "rate, 1/s", "ms", "costs in $ and $"],
     ),
     "grid": (lambda _, path: plot_grid(PANELS, path), ["TTFT", "TPOT", "E2EL", "throttle"]),
@@ -133,7 +134,8 @@ def test_long_runs_stay_small(run: RunRecord, tmp_path: Path) -> None:
 
 def test_more_lines_than_colours(tmp_path: Path) -> None:
     many = {f"policy {i}": [(0.0, float(i))] for i in range(12)}
-    plot_lines(many | {"none yet": []}, tmp_path / "many.svg", "x", "y", "", log_y=True)
+    panel = ChartPanel("", "x", "y", many | {"none yet": []}, log_y=True)
+    plot_grid([panel], tmp_path / "many.svg", columns=1)
     text = (tmp_path / "many.svg").read_text()
     assert "policy 11" in text
     assert "none yet" in text
@@ -162,8 +164,8 @@ def test_what_cannot_be_drawn_says_why(run: RunRecord, tmp_path: Path) -> None:
 def test_without_matplotlib_the_error_names_the_fix(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"
-        "from gllm.sim.metrics.plots import plot_lines\n"
-        f"plot_lines({{}}, {str(tmp_path / 'x.svg')!r}, '', '', '')"
+        "from gllm.sim.metrics.plots import ChartPanel, plot_grid\n"
+        f"plot_grid([ChartPanel('', '', '', {{}})], {str(tmp_path / 'x.svg')!r})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "pip install gllm[sim]" in done.stderr.splitlines()[-1]

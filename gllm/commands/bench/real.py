@@ -18,8 +18,6 @@ from gllm.engine.engine import Engine
 from gllm.observability.step_log import StepLogEvent, read_step_log
 from gllm.sim.workloads.requests import WorkloadRequest
 
-WAKE_UP = WorkloadRequest(0.0, 16, 8)
-"""Short request that wakes an engine up before its turn."""
 LOG_DRAIN_SECONDS = 1.2
 """Seconds to wait for the stages' last step times before the log is read."""
 
@@ -79,20 +77,6 @@ class RoundRobinLock:
         self._lock.release()
 
 
-async def serve_round_robin(
-    engine: Engine, workloads: list[list[WorkloadRequest]], turns: RoundRobinLock
-) -> None:
-    """Serve workloads, each in a turn of its own and after a request that wakes the engine up.
-
-    An engine that has waited for seconds while others worked finds its caches cold.
-    """
-    await turns.start()
-    for seed, jobs in enumerate(workloads):
-        async with turns:
-            await serve_workload(engine, [WAKE_UP])
-            await serve_workload(engine, jobs, seed)
-
-
 async def run_logged(
     config: EngineConfig, work: Callable[[Engine], Awaitable[None]]
 ) -> list[StepLogEvent]:
@@ -103,16 +87,3 @@ async def run_logged(
             await work(engine)
             await asyncio.sleep(LOG_DRAIN_SECONDS)
         return list(read_step_log(log))
-
-
-LoggedServer = Callable[[EngineConfig, list[WorkloadRequest]], list[StepLogEvent]]
-"""Serves jobs with an engine; returns the step log."""
-
-
-def serve_logged(config: EngineConfig, jobs: list[WorkloadRequest]) -> list[StepLogEvent]:
-    """Serve jobs with an engine of their own; the step log. For callers without an event loop."""
-
-    async def work(engine: Engine) -> None:
-        await serve_workload(engine, jobs)
-
-    return asyncio.run(run_logged(config, work))

@@ -12,7 +12,6 @@ from gllm.routing.state import EngineSnapshot
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_transfers import KvFetch
 from gllm.scheduler.plan import SchedulerStats
-from gllm.scheduler.sequence import Sequence
 from gllm.sim.cluster.epoch import EngineEpoch
 from gllm.sim.cluster.requests import ClusterRequest, SubmissionLog, join_submissions
 from gllm.sim.cluster.router import RouterNeeds
@@ -239,23 +238,6 @@ class ClusterEngine:
             self.pipeline.submit(submission, now)
         return seq
 
-    @property
-    def unstarted_seqs(self) -> list[int]:
-        """Return the sequences without a scheduled token so far, in order of their ids."""
-        sequences = self.pipeline.scheduler.table.sequences
-        return [seq for seq in self.requests if seq in sequences and _is_unstarted(sequences[seq])]
-
-    def withdraw(self, seq: int, now: float) -> ClusterRequest:
-        """Remove a request that has not started.
-
-        Raises:
-            ValueError: A step has scheduled part of it, or the engine does not have it.
-        """
-        if seq not in self.unstarted_seqs:
-            raise ValueError(f"engine {self.name!r} has no unstarted request of sequence {seq}")
-        self.pipeline.abort([seq], now)
-        return self.requests.pop(seq)
-
     def catch_up_with_ends(self, now: float) -> None:
         """Run the events before an arrival, unless no request can end by then.
 
@@ -410,12 +392,3 @@ class ClusterEngine:
         run.parallelism.pop()
         run.micro_batches = micro_batches
         return EngineRun(run, stats, self.lives)
-
-
-def _is_unstarted(sequence: Sequence) -> bool:
-    return not (
-        sequence.has_run
-        or sequence.num_scheduled_tokens
-        or sequence.num_rows_in_flight
-        or sequence.is_finished
-    )

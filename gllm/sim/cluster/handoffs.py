@@ -64,11 +64,6 @@ class KvTransfers:
         """Engine that died and the transfer, by number."""
         self._num_transfers = 0
 
-    @property
-    def num_under_way(self) -> int:
-        """Number of transfers that have neither arrived nor broken."""
-        return len(self._under_way)
-
     def involve(self, engine: str) -> bool:
         """Return True if a transfer from or to an engine is under way."""
         return any(

@@ -74,7 +74,7 @@ class OperatorForest:
         self.operator = samples.operator
         self.ranges = samples.ranges
         self._measures = samples.measures
-        self._model = _regressor(NUM_TREES)
+        self._model = make_regressor(NUM_TREES)
         self._model.fit(samples.features, samples.milliseconds)
 
     def predict(self, features: Array) -> Array:
@@ -90,25 +90,6 @@ class OperatorForest:
             if wrong.size:
                 raise above_range(self.operator, name, float(wrong[0]), low, high)
         return np.asarray(self._model.predict(features), np.float64)
-
-
-def cross_validated_mape(
-    samples: OperatorSamples, folds: int = 5, seed: int = 0, num_trees: int = NUM_TREES
-) -> float:
-    """Mean absolute percentage error, in percent, of forests on samples they were not fitted to.
-
-    The samples are shuffled once and dealt into folds. Each is held out in turn, and the errors of
-    all samples weigh the same. Repeats of a key are one sample, so none is on both sides.
-    """
-    order = np.random.default_rng(seed).permutation(len(samples.milliseconds))
-    errors = []
-    for held in np.array_split(order, folds):
-        rest = np.setdiff1d(order, held)
-        model = _regressor(num_trees)
-        model.fit(samples.features[rest], samples.milliseconds[rest])
-        truth = samples.milliseconds[held]
-        errors.append(np.abs(model.predict(samples.features[held]) - truth) / truth)
-    return float(np.concatenate(errors).mean() * 100)
 
 
 def token_samples(
@@ -285,7 +266,7 @@ def _listed(values: Sequence[str]) -> str:
     return ", ".join(values)
 
 
-def _regressor(num_trees: int) -> Any:
+def make_regressor(num_trees: int) -> Any:
     """Return an unfitted forest; the import is lazy because only this model needs scikit-learn."""
     try:
         ensemble = importlib.import_module("sklearn.ensemble")

@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
-from statistics import fmean, median
+from statistics import median
 from typing import NamedTuple
 
 from gllm.scheduler.stage_work import StageWork
@@ -71,11 +71,6 @@ def interpolate_medians(points: Points) -> PiecewiseLinear:
         values.setdefault(argument, []).append(value)
     knots = sorted(values)
     return PiecewiseLinear(knots, [median(values[knot]) for knot in knots])
-
-
-def mean_relative_error(function: PiecewiseLinear, points: Points) -> float:
-    """Return the mean absolute relative error at points (MAPE as a fraction)."""
-    return fmean(abs(function(x) / y - 1) for x, y in points)
 
 
 PERF_MODEL_FILE = "splitwise_perf_model.csv.gz"

@@ -299,18 +299,6 @@ def _gantt_legend() -> "list[Patch]":
     ]
 
 
-def plot_lines(
-    series: Series,
-    path: str | Path,
-    x_label: str,
-    y_label: str,
-    title: str,
-    log_y: bool = False,
-) -> None:
-    """Plot one chart of several lines, in the units of the labels. Raises as plot_grid does."""
-    plot_grid([ChartPanel(title, x_label, y_label, series, log_y)], path, columns=1)
-
-
 def plot_grid(panels: Sequence[ChartPanel], path: str | Path, columns: int = 2) -> None:
     """Charts side by side under one legend; a line's name has one colour in all of them.
 

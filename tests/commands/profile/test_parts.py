@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gllm.commands.bench.real import RoundRobinLock, run_logged, serve_round_robin
+from experiments.logged_servers import serve_round_robin
+from gllm.commands.bench.real import RoundRobinLock, run_logged
 from gllm.commands.profile import parts
 from gllm.commands.profile.command import make_sweep_workloads, raise_span
 from gllm.commands.profile.parts import (

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.weak_links.congestion_window import INITIAL_BYTES, SEGMENT_BYTES, CongestionWindow
 from gllm.pacing.traffic import TrafficClass
-from gllm.sim.congestion_window import INITIAL_BYTES, SEGMENT_BYTES, CongestionWindow
 from gllm.sim.costs.base import TransferCost
 from gllm.sim.event_loop import PIPELINE, EventLoop
 from gllm.sim.link import make_link
