@@ -9,7 +9,7 @@ from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import CostModel
 from gllm.sim.event_loop import REPORT
 from gllm.sim.metrics.run_record import DepthChange
-from gllm.sim.observer import PipelineObserver
+from gllm.sim.observer import PipelineObserver, SchedulerCall
 from gllm.sim.pipeline import SimulatedPipeline
 
 AUTO_DEPTH = "auto"
@@ -30,20 +30,13 @@ class SimulatedDepthControl(PipelineObserver):
         self.pacer.on_paths(read_paths(pipeline.cost, pipeline.scheduler.config.stages))
         pipeline.scheduler.set_depth(*self.pacer.pace)
 
-    def on_scheduled(
-        self,
-        plan: StepPlan | None,
-        work: StageWork | None,
-        parallelism: int,
-        kv_usage: float,
-        now: float,
-    ) -> None:
-        """Note the work of a micro-batch."""
-        if work is not None:
-            self.pacer.on_scheduled(work)
+    def on_scheduled(self, call: SchedulerCall, now: float) -> None:
+        """Record the work of a micro-batch."""
+        if call.work is not None:
+            self.pacer.on_scheduled(call.work)
 
     def on_stage_finished(self, stage: int, step: int, start: float, end: float) -> None:
-        """Note the time of a step on a stage."""
+        """Record the time of a step on a stage."""
         self.pacer.on_stage_times(stage, [StepTime(step, start, end)])
 
     def on_committed(self, plan: StepPlan, output: StepOutput, now: float) -> None:

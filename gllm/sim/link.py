@@ -1,7 +1,7 @@
 """Link in simulated time: messages occupy it one after another and arrive a propagation later."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from gllm.pacing.policy_registry import make_link_policy
@@ -37,20 +37,15 @@ class LinkMessage:
     """Number of messages that the link received before this one."""
     traffic_class: TrafficClass
     cost: TransferCost
+    num_bytes: int
+    remaining_bytes: int
     deliver: Callable[[float, Any], None]
     """Called with the arrival time and the argument."""
     argument: object
     owner: object
     rank: int
     """Rank of the arrival among the events of its time."""
-    num_bytes: int = field(init=False)
-    remaining_bytes: int = field(init=False)
     is_dropped: bool = False
-
-    def __post_init__(self) -> None:
-        nominal_bytes = self.cost.occupancy_seconds * NOMINAL_BYTES_PER_SECOND
-        self.num_bytes = self.cost.num_bytes or max(1, round(nominal_bytes))
-        self.remaining_bytes = self.num_bytes
 
     def occupancy_seconds(self, num_bytes: int) -> float:
         """Return the occupancy of a part of the message, at the message's own rate."""
@@ -135,8 +130,9 @@ class SimulatedLink:
             rank: Rank of the arrival among the events of its time.
         """
         now = self._loop.now
+        size = cost.num_bytes or max(1, round(cost.occupancy_seconds * NOMINAL_BYTES_PER_SECOND))
         message = LinkMessage(
-            self._num_messages, traffic_class, cost, deliver, argument, owner, rank
+            self._num_messages, traffic_class, cost, size, size, deliver, argument, owner, rank
         )
         self._num_messages += 1
         if cost.occupancy_seconds:

@@ -33,7 +33,7 @@ from gllm.sim.event_loop import (
     EventLoop,
 )
 from gllm.sim.link import SimulatedLink, make_link
-from gllm.sim.observer import PipelineObserver
+from gllm.sim.observer import PipelineObserver, SchedulerCall
 
 OUTPUT_TOKEN_ID = 1
 """Id of every simulated output token."""
@@ -151,16 +151,6 @@ ROUNDING_SECONDS = 1e-9
 class InFlightBatch:
     """Micro-batch between its schedule and its commit."""
 
-    __slots__ = (
-        "_seqs",
-        "missing_inputs",
-        "num_stages_done",
-        "plan",
-        "traffic_class",
-        "turn",
-        "work",
-    )
-
     def __init__(self, plan: StepPlan, num_stages: int) -> None:
         self.plan = plan
         self.turn = plan.turn
@@ -224,22 +214,6 @@ class SimulatedStage:
 
     With two lanes a micro-batch of decodes may overtake those of prefill (gllm/scheduler/lanes.py).
     """
-
-    __slots__ = (
-        "_arrival_seconds",
-        "_batch",
-        "_device",
-        "_end_time",
-        "_has_clock",
-        "_is_last",
-        "_next_turns",
-        "_num_arrivals",
-        "_order",
-        "_pipeline",
-        "_ready",
-        "_start_time",
-        "index",
-    )
 
     def __init__(
         self, pipeline: "SimulatedPipeline", index: int, device: SimulatedDevice | None
@@ -572,9 +546,9 @@ class SimulatedPipeline:
             return
         plan, work = (batch.plan, batch.work) if batch else (None, None)
         parallelism = self.scheduler.available_parallelism()
-        kv_usage = 1 - self.scheduler.kv_cache.free_share
+        call = SchedulerCall(plan, work, parallelism, 1 - self.scheduler.kv_cache.free_share)
         for observer in self.observers:
-            observer.on_scheduled(plan, work, parallelism, kv_usage, now)
+            observer.on_scheduled(call, now)
 
     def _send_plan(self, now: float, batch: InFlightBatch) -> None:
         """Send a plan to every stage."""
@@ -626,18 +600,16 @@ class SimulatedPipeline:
         lane, num_committed_steps = batch.plan.lane, self._num_committed_steps
         results = self._results[lane]
         results[batch.turn] = batch
-        while (turn := num_committed_steps[lane]) in results:
-            num_committed_steps[lane] = turn + 1
-            self._commit(results.pop(turn).plan, now)
-        self._request_turn(now)
-
-    def _commit(self, plan: StepPlan, now: float) -> None:
         tokens = self._tokens
         if len(tokens) > MAX_REUSED_TOKENS:
             tokens.clear()
-        # The first two fields of a row are its sequence and num_preemptions.
-        sampled = [tokens[row[:2]] for row in plan.rows if row.should_sample]
-        del self._in_flight[plan.step]
-        output = self.scheduler.commit(StepResult(plan.step, sampled))
-        for observer in self.observers:
-            observer.on_committed(plan, output, now)
+        while (turn := num_committed_steps[lane]) in results:
+            num_committed_steps[lane] = turn + 1
+            plan = results.pop(turn).plan
+            # The first two fields of a row are its sequence and num_preemptions.
+            sampled = [tokens[row[:2]] for row in plan.rows if row.should_sample]
+            del self._in_flight[plan.step]
+            output = self.scheduler.commit(StepResult(plan.step, sampled))
+            for observer in self.observers:
+                observer.on_committed(plan, output, now)
+        self._request_turn(now)

@@ -36,7 +36,7 @@ from gllm.sim.cluster.cluster import (
 )
 from gllm.sim.cluster.engine import ClusterEngine, ClusterEngineState, EngineLife
 from gllm.sim.cluster.epoch import MeteredCostModel
-from gllm.sim.cluster.requests import ClusterRequest, SubmissionLog, join_submissions
+from gllm.sim.cluster.requests import ClusterRequest, Submission, join_submissions
 from gllm.sim.cluster.router import (
     ROUTER_NAMES,
     ClusterRouter,
@@ -276,11 +276,7 @@ def test_choice_of_an_unknown_engine_is_refused(waits: bool) -> None:
 
     class LostRouter(ClusterRouter):
         def route(
-            self,
-            request: SchedulerRequest,
-            job: WorkloadRequest,
-            engines: Sequence[ClusterEngine],
-            now: float,
+            self, request: ClusterRequest, engines: Sequence[ClusterEngine], now: float
         ) -> str | None:
             return "nobody" if engines or not waits else None
 
@@ -305,7 +301,7 @@ def test_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_joined_record_has_the_preemptions_of_all_engines() -> None:
-    submissions = SubmissionLog()
+    submissions: list[Submission] = []
     job = WorkloadRequest(0.0, 8, 6)
     parts = {}
     for outputs, num_preemptions in ((), 2), (([1, 1],), 1):
@@ -313,7 +309,8 @@ def test_joined_record_has_the_preemptions_of_all_engines() -> None:
         request = ClusterRequest(0, job, resumed, 0.0)
         line = RequestTimeline(0.0)
         line.record_output(1.0 + num_preemptions, 2)
-        seq = submissions.add(request)
+        seq = len(submissions)
+        submissions.append(request.describe_submission())
         parts[seq] = ServedRequest(8, 6, line, num_preemptions=num_preemptions)
         parts[seq].preempted_seconds = 0.5 * num_preemptions
     ((first_seq, joined),) = join_submissions([parts], submissions).values()

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from gllm.observability.latency import RequestTimeline
 from gllm.plan.engine_times import EngineTimes, decode_step_work, prefill_work
 from gllm.scheduler.config import SchedulerConfig
-from gllm.sim.cluster.paired import busy_seconds, simulate_pool, simulate_split
+from gllm.sim.cluster.paired import simulate_pool, simulate_split
 from gllm.sim.costs.base import CostModel, DecodeOnlyCostModel
 from gllm.sim.costs.splitwise import SplitwiseCostModel, SplitwiseProfile, read_splitwise_profile
 from gllm.sim.deployment import Deployment
@@ -218,7 +218,7 @@ def _serve(point: ClusterPoint, jobs: list[WorkloadRequest]) -> tuple[list[Reque
     prompts = machines(design.prompt, design.num_prompt, True)
     if not design.num_token:
         run = simulate_pool(prompts, jobs, "pending-tokens", point.seed)
-        return [run.requests[seq].line for seq in range(len(jobs))], busy_seconds(run)
+        return [run.requests[seq].line for seq in range(len(jobs))], run.busy_seconds
     tokens = machines(design.token, design.num_token, False)
     split = simulate_split(
         prompts,

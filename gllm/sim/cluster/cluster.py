@@ -14,7 +14,7 @@ from gllm.sim.cluster.engine import (
     EngineRun,
 )
 from gllm.sim.cluster.handoffs import KvTransfer, KvTransfers
-from gllm.sim.cluster.requests import ClusterRequest, SubmissionLog, join_submissions
+from gllm.sim.cluster.requests import ClusterRequest, Submission, join_submissions
 from gllm.sim.cluster.router import ClusterRouter
 from gllm.sim.deployment import Deployment
 from gllm.sim.event_loop import ABORT, ARRIVAL, EventLoop
@@ -191,7 +191,9 @@ class SimulatedCluster:
         """Tokens that each routable engine can hold."""
         self._queue: list[tuple[tuple[int, float, int], ClusterRequest]] = []
         """Heap of the requests that no engine has, by rank."""
-        self._submissions = SubmissionLog()
+        self._submissions: list[Submission] = []
+        """By sequence. Ids count up over all engines, so that each request of a scheduler has a
+        greater id than the ones before."""
         self._num_requests = 0
 
     # Engines.
@@ -222,15 +224,7 @@ class SimulatedCluster:
         shares_loop = links is not None or self._router.lets_wait
         loop = self.loop if shares_loop else self.loop.make_child()
         engine = self.engines[name] = ClusterEngine(
-            name,
-            deployment,
-            loop,
-            self._router.needs,
-            self,
-            links,
-            log,
-            role,
-            self._kv_listener,
+            name, deployment, loop, self._router.needs, self, links, log, role, self._kv_listener
         )
         self._start_up(engine, startup_seconds)
 
@@ -366,7 +360,7 @@ class SimulatedCluster:
             engines = self._able_engines(request)
         for engine in engines:
             engine.catch_up_with_ends(now)
-        name = self._router.route(request.request, request.job, engines, now)
+        name = self._router.route(request, engines, now)
         if name is None:
             heappush(self._queue, (request.rank, request))
         else:
@@ -429,7 +423,7 @@ class SimulatedCluster:
             if not _can_run(engine, request):
                 others.append(item)
                 continue
-            name = self._router.route(request.request, request.job, [engine], now)
+            name = self._router.route(request, [engine], now)
             if name is None:
                 others.append(item)
                 break

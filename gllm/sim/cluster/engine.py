@@ -13,7 +13,7 @@ from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_transfers import KvFetch
 from gllm.scheduler.plan import SchedulerStats
 from gllm.sim.cluster.epoch import EngineEpoch
-from gllm.sim.cluster.requests import ClusterRequest, SubmissionLog, join_submissions
+from gllm.sim.cluster.requests import ClusterRequest, Submission, join_submissions
 from gllm.sim.cluster.router import RouterNeeds
 from gllm.sim.costs.base import CostModel
 from gllm.sim.deployment import Deployment
@@ -154,12 +154,12 @@ class ClusterEngine:
         self._epochs: list[EngineEpoch] = []
         self._restarts: list[RestartEvent] = []
         self.loop = loop
-        self._needs = needs
+        self.needs = needs
         self._needs_only_counts = needs.only_counts
         self._listener = listener
         self._kv_listener = kv_listener
-        self._links = links
-        self._log = log
+        self.links = links
+        self.log = log
         self._ends = EarliestEnds(deployment.cost, deployment.scheduler.stages)
         self._last_count_snapshot: EngineSnapshot | None = None
 
@@ -216,8 +216,15 @@ class ClusterEngine:
         """Apply the changes of the engine's prefix cache since the last call to an index."""
         self._epochs[-1].update_index(prefixes)
 
-    def submit(self, request: ClusterRequest, submissions: SubmissionLog, now: float) -> int | None:
+    def submit(
+        self, request: ClusterRequest, submissions: list[Submission], now: float
+    ) -> int | None:
         """Send a request to the engine; return its sequence id, or None if the engine has crashed.
+
+        Args:
+            request: The request.
+            submissions: Submissions of the cluster, to which this one is appended.
+            now: Time in seconds.
 
         Raises:
             ValueError: The request can never run.
@@ -225,10 +232,11 @@ class ClusterEngine:
         if self.state is not ClusterEngineState.READY:
             self.unsent_requests.append(request)
             return None
-        seq = submissions.add(request)
+        seq = len(submissions)
+        submissions.append(request.describe_submission())
         self.requests[seq] = request
         submission = request.submission(seq, now)
-        if self.loop.is_child and not self._needs.all_work:
+        if self.loop.is_child and not self.needs.all_work:
             # The engine may not have come to this time.
             self.pipeline.submit_each([(now, submission)])
             if self._needs_only_counts:
@@ -274,8 +282,8 @@ class ClusterEngine:
         deployment = self.deployment
         self._ends = EarliestEnds(deployment.cost, deployment.scheduler.stages)
         self._last_count_snapshot = None
-        if self._log is not None and not self._epochs:
-            self._log(deployment.start_event(now, self.name))
+        if self.log is not None and not self._epochs:
+            self.log(deployment.start_event(now, self.name))
         elif self._epochs:
             restart = RestartEvent(
                 now,
@@ -287,22 +295,11 @@ class ClusterEngine:
                 degrees=deployment.degrees,
             )
             self._restarts.append(restart)
-            if self._log is not None:
-                self._log(restart)
+            if self.log is not None:
+                self.log(restart)
         self.state = ClusterEngineState.READY
         self.lives[-1] = self.lives[-1]._replace(ready_time=now)
-        self._epochs.append(
-            EngineEpoch(
-                self.name,
-                deployment,
-                self.loop,
-                self._needs,
-                self,
-                self._links,
-                self._log,
-                None if self._kv_listener is None else self,
-            )
-        )
+        self._epochs.append(EngineEpoch(self, None if self._kv_listener is None else self))
 
     def fail(self, now: float) -> bool:
         """Crash, with all work in flight; return False if the engine is not running."""
@@ -372,7 +369,7 @@ class ClusterEngine:
         """Return the record of each epoch."""
         return [epoch.record for epoch in self._epochs]
 
-    def run(self, submissions: SubmissionLog) -> EngineRun:
+    def run(self, submissions: list[Submission]) -> EngineRun:
         """Return the record of all epochs."""
         if not self._epochs:
             record = RunRecord(self.deployment.start_event(self.lives[0].start_time, self.name))

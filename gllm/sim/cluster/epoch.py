@@ -1,9 +1,7 @@
 """One epoch of an engine of a cluster: a pipeline, its record and what a router may read."""
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from gllm.observability.step_log import StepLogEvent
 from gllm.routing.ongoing import OngoingRequests
 from gllm.routing.prefix_index import PrefixIndex
 from gllm.routing.state import EngineSnapshot
@@ -11,15 +9,12 @@ from gllm.scheduler.plan import SchedulerStats, StepOutput, StepPlan
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.stage_work import StageWork
 from gllm.scheduler.step_cost import OnlineStepCostFit, StepCostCoefficients
-from gllm.sim.cluster.router import RouterNeeds
 from gllm.sim.costs.base import CostModel, DelegatingCostModel
-from gllm.sim.deployment import Deployment
 from gllm.sim.depth_control import start_depth
-from gllm.sim.event_loop import EventLoop
 from gllm.sim.metrics.run_record import RunRecord
 from gllm.sim.metrics.run_recorder import RunRecorder
-from gllm.sim.observer import PipelineObserver
-from gllm.sim.pipeline import KvRequestListener, PipelineLinks, SimulatedPipeline
+from gllm.sim.observer import PipelineObserver, SchedulerCall
+from gllm.sim.pipeline import KvRequestListener, SimulatedPipeline
 
 if TYPE_CHECKING:
     from gllm.sim.cluster.engine import ClusterEngine
@@ -53,41 +48,28 @@ class EngineEpoch(PipelineObserver):
     """Scheduler and pipeline of an engine from its start to its end.
 
     Args:
-        name: Name of the engine.
-        deployment: Model, cost model and configuration.
-        loop: Clock of the cluster.
-        needs: State that the router reads.
-        listener: Receiver of finished sequences.
-        links: Links made elsewhere; None: links of its own.
-        log: Receives the events of the step log after the start; None: no log.
+        engine: The engine; receives the finished sequences.
         kv_listener: Moves KV cache between engines; None: no request has KV cache elsewhere.
     """
 
     def __init__(
-        self,
-        name: str,
-        deployment: Deployment,
-        loop: EventLoop,
-        needs: RouterNeeds,
-        listener: "ClusterEngine",
-        links: PipelineLinks | None = None,
-        log: Callable[[StepLogEvent], None] | None = None,
-        kv_listener: KvRequestListener | None = None,
+        self, engine: "ClusterEngine", kv_listener: KvRequestListener | None = None
     ) -> None:
+        deployment, loop, needs = engine.deployment, engine.loop, engine.needs
         config = deployment.scheduler
-        self._listener = listener
+        self._listener = engine
         self._needs = needs
         self._cost: CostModel = deployment.cost
         if needs.step_costs:
             self._cost = MeteredCostModel(deployment.cost, config.stages)
-        self._recorder = RunRecorder(deployment.start_event(loop.now, name))
+        self._recorder = RunRecorder(deployment.start_event(loop.now, engine.name))
         self.pipeline = SimulatedPipeline(
             config,
             self._cost,
             [self._recorder, self],
-            log,
+            engine.log,
             loop=loop,
-            links=links,
+            links=engine.links,
             output_lengths=deployment.output_lengths,
             kv_listener=kv_listener,
         )
@@ -100,7 +82,7 @@ class EngineEpoch(PipelineObserver):
         """Time in seconds of the last event of the pipeline."""
         assert config.max_num_batched_tokens is not None
         self._empty_snapshot = EngineSnapshot(
-            name,
+            engine.name,
             num_blocks=config.num_blocks,
             block_size=config.block_size,
             num_stages=config.stages,
@@ -159,17 +141,10 @@ class EngineEpoch(PipelineObserver):
         if self._ongoing is not None:
             self._ongoing.on_ended(seqs)
 
-    def on_scheduled(
-        self,
-        plan: StepPlan | None,
-        work: StageWork | None,
-        parallelism: int,
-        kv_usage: float,
-        now: float,
-    ) -> None:
+    def on_scheduled(self, call: SchedulerCall, now: float) -> None:
         """Report a micro-batch."""
         self.last_event_time = now
-        if plan is not None:
+        if call.plan is not None:
             self._listener.on_admitted(now)
 
     def on_stage_finished(self, stage: int, step: int, start: float, end: float) -> None:

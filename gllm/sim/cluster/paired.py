@@ -68,21 +68,17 @@ class PairRouter(ClusterRouter):
         self.decode_choice = policy.decode_choice
 
     def route(
-        self,
-        request: SchedulerRequest,
-        job: WorkloadRequest,
-        engines: Sequence[ClusterEngine],
-        now: float,
+        self, request: ClusterRequest, engines: Sequence[ClusterEngine], now: float
     ) -> str | None:
         """Return the prefill engine that the policy chooses; `pair` has the decode engine too."""
-        pair = None
+        pair, seq = None, request.request.seq
         if engines:
             snapshots = [engine.snapshot(now) for engine in engines]
-            pair = self._policy.choose(self._describe(request), snapshots, now)
+            pair = self._policy.choose(self._describe(request.request), snapshots, now)
         if pair is None:
-            self._pairs.pop(request.seq, None)
+            self._pairs.pop(seq, None)
             return None
-        self._pairs[request.seq] = pair
+        self._pairs[seq] = pair
         return pair.prefill
 
     def pair(self, request: SchedulerRequest) -> EnginePair:
@@ -536,13 +532,6 @@ def simulate_split(
     requests = [*first.requests.values(), *second.requests.values()]
     return SplitRun(
         lines,
-        busy_seconds(first) + busy_seconds(second),
+        first.busy_seconds + second.busy_seconds,
         sum(served.num_preemptions for served in requests),
-    )
-
-
-def busy_seconds(run: ClusterRun) -> float:
-    """Return the computing time of all stages of all engines."""
-    return sum(
-        usage.busy for engine in run.engines.values() for usage in engine.record.stage_usages()
     )

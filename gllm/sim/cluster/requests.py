@@ -1,7 +1,7 @@
 """Requests of a cluster: unfinished ones, and the joined record of all their submissions."""
 
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from gllm.observability.latency import RequestTimeline
@@ -10,26 +10,22 @@ from gllm.sim.metrics.run_record import ServedRequest
 from gllm.sim.workloads.requests import WorkloadRequest
 
 
+@dataclass(eq=False, slots=True)
 class ClusterRequest:
     """Unfinished request of a cluster, which may be submitted to several engines in turn."""
 
-    __slots__ = ("arrival_time", "index", "job", "kv_source_tokens", "kv_ticket", "request")
-
-    def __init__(
-        self, index: int, job: WorkloadRequest, request: SchedulerRequest, arrival_time: float
-    ) -> None:
-        self.index = index
-        """Position in the workload."""
-        self.job = job
-        self.request = request
-        """Request to the scheduler, with the output of former engines."""
-        self.arrival_time = arrival_time
-        """Time in seconds at which the router received the request."""
-        self.kv_ticket = 0
-        """Ticket under which the next engine, which only computes the prompt, holds its blocks; 0
-        for an engine that runs the request to its end."""
-        self.kv_source_tokens = 0
-        """Tokens whose KV cache the next engine fetches; 0 for none."""
+    index: int
+    """Position in the workload."""
+    job: WorkloadRequest
+    request: SchedulerRequest
+    """Request to the scheduler, with the output of former engines."""
+    arrival_time: float
+    """Time in seconds at which the router received the request."""
+    kv_ticket: int = 0
+    """Ticket under which the next engine, which only computes the prompt, holds its blocks; 0 for
+    an engine that runs the request to its end."""
+    kv_source_tokens: int = 0
+    """Tokens whose KV cache the next engine fetches; 0 for none."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -45,6 +41,10 @@ class ClusterRequest:
     def rank(self) -> tuple[int, float, int]:
         """Order of service: priority, then arrival."""
         return self.request.priority, self.arrival_time, self.index
+
+    def describe_submission(self) -> "Submission":
+        """Return the record of the next submission."""
+        return Submission(self.index, self.num_output_tokens, self.kv_source_tokens > 0)
 
     def submission(self, seq: int, now: float) -> SchedulerRequest:
         """Return the request as it is submitted to an engine at a time, as sequence `seq`."""
@@ -68,39 +68,14 @@ class Submission(NamedTuple):
     """True if the former engine was to compute the prompt only."""
 
 
-class SubmissionLog:
-    """Submissions of a cluster by sequence id; 13 bytes each.
-
-    Sequence ids count up over all engines, so that each request of a scheduler has a greater id
-    than the ones before.
-    """
-
-    def __init__(self) -> None:
-        self._indexes = array("q")
-        self._num_resumed_tokens = array("i")
-        self._handoffs = array("b")
-
-    def add(self, request: ClusterRequest) -> int:
-        """Add the next submission of a request; return its sequence id."""
-        self._indexes.append(request.index)
-        self._num_resumed_tokens.append(request.num_output_tokens)
-        self._handoffs.append(request.kv_source_tokens > 0)
-        return len(self._indexes) - 1
-
-    def __getitem__(self, seq: int) -> Submission:
-        """Return the submission of a sequence."""
-        is_handoff = bool(self._handoffs[seq])
-        return Submission(self._indexes[seq], self._num_resumed_tokens[seq], is_handoff)
-
-
 def join_submissions(
-    records: Iterable[Mapping[int, ServedRequest]], submissions: SubmissionLog
+    records: Iterable[Mapping[int, ServedRequest]], submissions: Sequence[Submission]
 ) -> dict[int, tuple[int, ServedRequest]]:
     """Join the records of each request's submissions.
 
     Args:
         records: Records by sequence id.
-        submissions: Submissions of these sequences.
+        submissions: Submissions by sequence id.
 
     Returns:
         By position in the workload, the id of the first sequence and the joined record. A request
@@ -118,7 +93,9 @@ def join_submissions(
     }
 
 
-def _join(parts: Sequence[tuple[int, ServedRequest]], submissions: SubmissionLog) -> ServedRequest:
+def _join(
+    parts: Sequence[tuple[int, ServedRequest]], submissions: Sequence[Submission]
+) -> ServedRequest:
     """Return the record of a request of several submissions, in order of their ids."""
     first = parts[0][1]
     line = RequestTimeline(first.line.arrival)

@@ -17,7 +17,7 @@ from gllm.routing.state import RoutingRequest
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.output_lengths import OutputLengthPredictor
 from gllm.scheduler.sequence import SchedulerRequest
-from gllm.sim.workloads.requests import WorkloadRequest
+from gllm.sim.cluster.requests import ClusterRequest
 
 if TYPE_CHECKING:
     from gllm.sim.cluster.engine import ClusterEngine
@@ -78,11 +78,7 @@ class ClusterRouter(ABC):
 
     @abstractmethod
     def route(
-        self,
-        request: SchedulerRequest,
-        job: WorkloadRequest,
-        engines: Sequence["ClusterEngine"],
-        now: float,
+        self, request: ClusterRequest, engines: Sequence["ClusterEngine"], now: float
     ) -> str | None:
         """Return the name of the engine for a request; None to let the request wait.
 
@@ -91,7 +87,6 @@ class ClusterRouter(ABC):
 
         Args:
             request: The request. One that returns from a failed engine has its output so far.
-            job: The request's row of the workload.
             engines: Engines that the router takes for ready and that can run the request; may be
                 empty.
             now: Time in seconds.
@@ -132,11 +127,7 @@ class PolicyRouter(ClusterRouter):
         """Times and requests that have finished since the last choice, engine by engine."""
 
     def route(
-        self,
-        request: SchedulerRequest,
-        job: WorkloadRequest,
-        engines: Sequence["ClusterEngine"],
-        now: float,
+        self, request: ClusterRequest, engines: Sequence["ClusterEngine"], now: float
     ) -> str | None:
         """Return the engine that the policy chooses; None without engines."""
         if not engines:
@@ -145,7 +136,7 @@ class PolicyRouter(ClusterRouter):
             for engine in engines:
                 engine.update_index(self._policy.prefixes)
         self._record_finished()
-        routing_request = self._describe(request, job, engines[0].config)
+        routing_request = self._describe(request, engines[0].config)
         return self._policy.choose(routing_request, [engine.snapshot(now) for engine in engines])
 
     def on_finished(self, request: SchedulerRequest, now: float) -> None:
@@ -166,9 +157,8 @@ class PolicyRouter(ClusterRouter):
             self._policy.on_finished(len(request.prompt_token_ids), request.max_tokens)
         self._finished.clear()
 
-    def _describe(
-        self, request: SchedulerRequest, job: WorkloadRequest, config: SchedulerConfig
-    ) -> RoutingRequest:
+    def _describe(self, routed: ClusterRequest, config: SchedulerConfig) -> RoutingRequest:
+        request = routed.request
         if self._output_lengths is None:
             self._output_lengths = OutputLengthPredictor(config.expected_output_tokens)
         output = request.outputs[0] if request.outputs else []
@@ -185,7 +175,7 @@ class PolicyRouter(ClusterRouter):
             max(1, num_expected - len(output)),
             request.max_tokens,
             request.priority,
-            job.session,
+            routed.job.session,
             self._slo,
         )
 
@@ -202,11 +192,7 @@ class DeferredRouter(ClusterRouter):
     needs = RouterNeeds(statistics=True)
 
     def route(
-        self,
-        request: SchedulerRequest,
-        job: WorkloadRequest,
-        engines: Sequence["ClusterEngine"],
-        now: float,
+        self, request: ClusterRequest, engines: Sequence["ClusterEngine"], now: float
     ) -> str | None:
         """Return the engine with the fewest requests among those that can start the request now."""
         able = [

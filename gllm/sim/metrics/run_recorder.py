@@ -4,10 +4,9 @@ from gllm.observability.latency import RequestTimeline
 from gllm.observability.step_log import StartEvent
 from gllm.scheduler.plan import ScheduledRow, StepOutput, StepPlan
 from gllm.scheduler.sequence import SchedulerRequest
-from gllm.scheduler.stage_work import StageWork
 from gllm.sim.metrics.micro_batch_table import MicroBatchTable
 from gllm.sim.metrics.run_record import RunRecord, ServedRequest
-from gllm.sim.observer import PipelineObserver
+from gllm.sim.observer import PipelineObserver, SchedulerCall
 
 NUM_UNRECORDED_STEPS = 128
 """Steps whose tokens wait for their timelines. Many engines in turns displace the timelines from
@@ -72,15 +71,9 @@ class RunRecorder(PipelineObserver):
         for seq in seqs:
             self._forget(seq)
 
-    def on_scheduled(
-        self,
-        plan: StepPlan | None,
-        work: StageWork | None,
-        parallelism: int,
-        kv_usage: float,
-        now: float,
-    ) -> None:
+    def on_scheduled(self, call: SchedulerCall, now: float) -> None:
         """Add a micro-batch, and the parallelism if it has changed."""
+        plan, work, parallelism, kv_usage = call
         if parallelism != self._parallelism:
             self._parallelism = parallelism
             self._record.parallelism.append((now, parallelism))

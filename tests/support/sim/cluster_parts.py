@@ -9,10 +9,10 @@ from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.cluster.cluster import ClusterRun
 from gllm.sim.cluster.engine import ClusterEngine
+from gllm.sim.cluster.requests import ClusterRequest
 from gllm.sim.cluster.router import ClusterRouter, PolicyRouter
 from gllm.sim.costs.base import ConstantCostModel
 from gllm.sim.deployment import Deployment
-from gllm.sim.workloads.requests import WorkloadRequest
 
 STEP_SECONDS, LINK_SECONDS = 0.05, 0.01
 
@@ -42,14 +42,10 @@ class CountingRouter(ClusterRouter):
         self.num_ends: Counter[int] = Counter()
 
     def route(
-        self,
-        request: SchedulerRequest,
-        job: WorkloadRequest,
-        engines: Sequence[ClusterEngine],
-        now: float,
+        self, request: ClusterRequest, engines: Sequence[ClusterEngine], now: float
     ) -> str | None:
         """Return the choice of the other router."""
-        return self._router.route(request, job, engines, now)
+        return self._router.route(request, engines, now)
 
     def on_finished(self, request: SchedulerRequest, now: float) -> None:
         """Count the end."""
@@ -60,11 +56,7 @@ class FirstEngineRouter(ClusterRouter):
     """Router that always takes the first engine."""
 
     def route(
-        self,
-        request: SchedulerRequest,
-        job: WorkloadRequest,
-        engines: Sequence[ClusterEngine],
-        now: float,
+        self, request: ClusterRequest, engines: Sequence[ClusterEngine], now: float
     ) -> str | None:
         """Return the first engine."""
         return engines[0].name if engines else None
