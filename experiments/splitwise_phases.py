@@ -6,8 +6,8 @@ from typing import NamedTuple
 from experiments.claims import ExpectedChange, ExpectedFigure, PaperClaim
 from experiments.overlapped_transfers import TransferCosts
 from experiments.transfer_mode import TransferMode
+from gllm.sim.costs.piecewise_linear import PiecewiseLinear
 from gllm.sim.costs.splitwise import (
-    PiecewiseLinear,
     Points,
     interpolate_medians,
     read_points,

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from gllm.observability.step_log import (
     AbortEvent,
     AddEvent,
@@ -166,49 +168,30 @@ class LoggedTransfers(SchedulerTransfers):
         self._write(KvTransferEvent(self._clock(), call, ids))
 
 
+EVENT_FIELDS = {
+    "prompt_token_ids": "prompt",
+    "stop_token_ids": "stop_ids",
+    "reads_prefix_cache": "reads_cache",
+}
+"""Fields of an AddEvent by the field of SchedulerRequest, where the names differ."""
+
+
 def to_event(request: SchedulerRequest, now: float) -> AddEvent:
     """Return the event of a request that arrives."""
-    return AddEvent(
-        now,
-        request.seq,
-        list(request.prompt_token_ids),
-        request.max_tokens,
-        sorted(request.stop_token_ids),
-        request.priority,
-        request.cache_salt,
-        request.n,
-        request.reads_prefix_cache,
-        [*request.outputs],
-        request.age_seconds,
-        request.kv_ticket,
-        request.kv_source_tokens,
-        request.is_kv_foreign,
-        request.predicted_output_tokens,
-        request.kv_source_ticket,
-        request.reports_first_chunk,
-    )
+    fields = {EVENT_FIELDS.get(name, name): value for name, value in request._asdict().items()}
+    del fields["kv_source"]
+    fields["prompt"], fields["outputs"] = list(request.prompt_token_ids), [*request.outputs]
+    fields["stop_ids"] = sorted(request.stop_token_ids)
+    return AddEvent(now, **fields)
 
 
 def to_request(event: AddEvent) -> SchedulerRequest:
     """Return the request of an event."""
-    return SchedulerRequest(
-        event.seq,
-        event.prompt,
-        event.max_tokens,
-        frozenset(event.stop_ids),
-        event.priority,
-        event.cache_salt,
-        event.n,
-        event.reads_cache,
-        event.outputs,
-        event.age_seconds,
-        event.kv_ticket,
-        event.kv_source_tokens,
-        event.is_kv_foreign,
-        event.predicted_output_tokens,
-        event.kv_source_ticket,
-        event.reports_first_chunk,
-    )
+    fields = msgspec.structs.asdict(event)
+    del fields["time"]
+    fields |= {name: fields.pop(event_name) for name, event_name in EVENT_FIELDS.items()}
+    fields["stop_token_ids"] = frozenset(event.stop_ids)
+    return SchedulerRequest(**fields)
 
 
 def replay_event(scheduler: Scheduler, event: StepLogEvent) -> StepPlan | None:
@@ -229,15 +212,7 @@ def replay_event(scheduler: Scheduler, event: StepLogEvent) -> StepPlan | None:
         case StageTimesEvent():
             scheduler.record_step_times(event.stage, event.steps)
         case PrefetchEvent():
-            request = PrefetchRequest(
-                event.ticket,
-                event.prompt,
-                event.max_tokens,
-                event.priority,
-                event.cache_salt,
-                event.age_seconds,
-                event.predicted_output_tokens,
-            )
+            request = PrefetchRequest(*msgspec.structs.astuple(event)[1:])
             scheduler.transfers.prefetch(request, event.time)
         case KvTransferEvent():
             _replay_kv_call(scheduler.transfers, event)

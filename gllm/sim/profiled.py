@@ -52,6 +52,22 @@ class ProfileOptions:
     device: str = ""
     """A name of DEVICES, for profiles of several devices."""
 
+    @property
+    def num_stages(self) -> int:
+        """Number of stages; 1 if neither it nor `layers` is given."""
+        return self.stages or (1 if self.layers is None else len(self.layers))
+
+    def equal_degrees(self, subject: str) -> list[int]:
+        """Return the number of ranks of each stage, 1 by default.
+
+        Raises:
+            ValueError: The numbers differ; `subject` is a sentence about the stages.
+        """
+        degrees = expand_degrees(self.degrees or (1,), self.num_stages)
+        if len(set(degrees)) > 1:
+            raise ValueError(f"--tp {format_degrees(degrees)}: {subject}")
+        return degrees
+
 
 def measured_path(profile: str) -> Path | None:
     """Return the file or folder of a profile of `gllm profile`; None for a published one."""
@@ -152,7 +168,7 @@ def _fit_profile(
 
 def _build_vidur(options: ProfileOptions) -> Deployment:
     """Return Llama-2-70B on pairs of A100s with 80 GB, tensor parallel within a stage."""
-    stages = options.stages or (1 if options.layers is None else len(options.layers))
+    stages = options.num_stages
     degrees = [VIDUR_RANKS] * stages
     if options.degrees is not None and expand_degrees(options.degrees, stages) != degrees:
         raise ValueError(f"vidur's profiles are of --tp {VIDUR_RANKS}: leave --tp out")
@@ -179,10 +195,8 @@ def _build_vidur(options: ProfileOptions) -> Deployment:
 
 def _build_vidur_model(model: str, options: ProfileOptions) -> Deployment:
     """Return a model of Vidur's tables on equal devices, joined by NVLink in pairs."""
-    stages = options.stages or (1 if options.layers is None else len(options.layers))
-    degrees = expand_degrees(options.degrees or (1,), stages)
-    if len(set(degrees)) > 1:
-        raise ValueError(f"--tp {format_degrees(degrees)}: Vidur's stages have equal ranks")
+    stages = options.num_stages
+    degrees = options.equal_degrees("Vidur's stages have equal ranks")
     # scikit-learn and its forests take seconds: only where asked for.
     from gllm.sim.costs.token_forest import TokenForestCostModel, check_profiled
 
@@ -201,12 +215,8 @@ def _build_distserve(name: str, options: ProfileOptions) -> Deployment:
     model, _, system = name.partition(",")
     if system not in ("", *SYSTEMS):
         raise ValueError(f"--profile distserve:{name}: {system!r} is none of {', '.join(SYSTEMS)}")
-    stages = options.stages or (1 if options.layers is None else len(options.layers))
-    degrees = expand_degrees(options.degrees or (1,), stages)
-    if len(set(degrees)) > 1:
-        raise ValueError(
-            f"--tp {format_degrees(degrees)}: DistServe's stages have equal numbers of ranks"
-        )
+    stages = options.num_stages
+    degrees = options.equal_degrees("DistServe's stages have equal numbers of ranks")
     coefficients = read_coefficients(system or SYSTEMS[0], model, degrees[0])
     blocks = read_kv_capacity(model, degrees[0], stages) // options.scheduler.block_size
     most = max(options.longest, options.max_model_len or 0)
@@ -234,12 +244,8 @@ def _build_from_operators(folder: Path, options: ProfileOptions) -> Deployment:
     from gllm.sim.costs.forest import ROWS, ForestCostModel
     from gllm.sim.costs.operator_tables import read_folder
 
-    stages = options.stages or (1 if options.layers is None else len(options.layers))
-    degrees = expand_degrees(options.degrees or (1,), stages)
-    if len(set(degrees)) > 1:
-        raise ValueError(
-            f"--tp {format_degrees(degrees)}: with operator profiles all stages have equal ranks"
-        )
+    stages = options.num_stages
+    degrees = options.equal_degrees("with operator profiles all stages have equal ranks")
     tables = read_folder(folder)
     cost = ForestCostModel(stages, tp=degrees[0], layers=options.layers, tables=tables)
     config, length = options.scheduler, options.max_model_len or options.longest

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import DecodeOnlyCostModel
+from gllm.sim.costs.piecewise_linear import PiecewiseLinear
 from gllm.sim.costs.splitwise import (
     MIXED_FACTOR,
-    PiecewiseLinear,
     SplitwiseCostModel,
     interpolate_medians,
     read_points,

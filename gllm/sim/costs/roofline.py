@@ -11,20 +11,18 @@ Fitted to the operators and whole steps of Vidur's tables (arXiv 2405.05465) and
 measurements (arXiv 2311.18677): `python -m scripts.roofline_error`, `python -m scripts.step_error`.
 """
 
-import csv
-import gzip
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from math import ceil, hypot, log2
 from statistics import median
 from typing import NamedTuple
 
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import NO_TRANSFER, CostModel, TransferCost
+from gllm.sim.costs.piecewise_linear import PiecewiseLinear
+from gllm.sim.data_tables import read_table
 from gllm.sim.hardware.devices import DeviceSpec, NetworkLink
 from gllm.sim.hardware.shapes import (
     BYTES_PER_ELEMENT,
@@ -86,39 +84,27 @@ class CollectiveTable:
         for size, seconds in seconds_by_bytes.items():
             point = round(POINTS_PER_DOUBLING * log2(size)) / POINTS_PER_DOUBLING
             groups[2**point].extend(seconds)
-        self._bytes = sorted(groups)
-        self._seconds = _increasing([median(groups[size]) for size in self._bytes])
+        sizes = sorted(groups)
+        self._line = PiecewiseLinear(sizes, _increasing([median(groups[size]) for size in sizes]))
 
     def seconds(self, num_bytes: float) -> float:
         """Return the time for a tensor of `num_bytes`."""
-        sizes, times = self._bytes, self._seconds
-        if num_bytes <= sizes[0]:
-            return times[0]
-        if num_bytes >= sizes[-1]:
-            return times[-1] * num_bytes / sizes[-1]
-        right = bisect_right(sizes, num_bytes)
-        left = right - 1
-        share = (num_bytes - sizes[left]) / (sizes[right] - sizes[left])
-        return times[left] + share * (times[right] - times[left])
+        largest = self._line.knots[-1]
+        if num_bytes >= largest:
+            return self._line.values[-1] * num_bytes / largest
+        return self._line(num_bytes)
 
 
 @cache
 def _all_reduce_tables(node: str) -> dict[int, CollectiveTable]:
     """Return the measured all-reduces within one node of a type, by number of ranks."""
     samples: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for row in _measurements():
+    for row in read_table("vidur_collectives.csv.gz"):
         ranks = int(row["num_workers"])
         is_inside = int(row["devices_per_node"]) == ranks
         if row["node"] == node and row["collective"] == "all_reduce" and is_inside:
             samples[ranks][int(row["bytes"])].append(float(row["median_ms"]) / 1e3)
     return {ranks: CollectiveTable(times) for ranks, times in samples.items()}
-
-
-@cache
-def _measurements() -> list[dict[str, str]]:
-    """Return the rows of the shipped table of collectives."""
-    path = files("gllm.sim") / "data" / "vidur_collectives.csv.gz"
-    return list(csv.DictReader(gzip.decompress(path.read_bytes()).decode().splitlines()))
 
 
 def _increasing(values: Sequence[float]) -> list[float]:

@@ -10,51 +10,15 @@ and the simulator of its repository (splitwise-sim), which has the factor of 1.1
 decodes does not count there, nor here.
 """
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cache
-from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import CostModel, TransferCost
+from gllm.sim.costs.piecewise_linear import PiecewiseLinear
 from gllm.sim.data_tables import read_table
-
-
-class PiecewiseLinear:
-    """Continuous function that is linear between knots.
-
-    Below the first knot the function is constant; above the last one it continues the last segment.
-
-    Args:
-        knots: Arguments in ascending order, at least two.
-        values: Value at each knot.
-
-    Raises:
-        ValueError: The knots do not ascend, or the numbers of knots and values differ.
-    """
-
-    def __init__(self, knots: Sequence[float], values: Sequence[float]) -> None:
-        is_ascending = all(low < high for low, high in pairwise(knots))
-        if len(knots) < 2 or len(knots) != len(values) or not is_ascending:
-            raise ValueError(
-                f"{len(knots)} knots {list(knots)[:4]} with {len(values)} values: pass at least "
-                "two ascending knots and a value for each"
-            )
-        self.knots = tuple(map(float, knots))
-        self.values = tuple(map(float, values))
-
-    def __call__(self, argument: float) -> float:
-        """Return the value at an argument."""
-        knots, values = self.knots, self.values
-        if argument <= knots[0]:
-            return values[0]
-        index = min(bisect_right(knots, argument), len(knots) - 1)
-        low, high = knots[index - 1], knots[index]
-        share = (argument - low) / (high - low)
-        return values[index - 1] + share * (values[index] - values[index - 1])
-
 
 Points = Sequence[tuple[float, float]]
 """(argument, value) pairs."""

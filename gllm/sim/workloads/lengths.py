@@ -183,18 +183,13 @@ class LengthModel(NamedTuple):
         return min(prompt, self.most - output), output
 
 
-def _chat() -> LengthModel:
+def _by_quantiles(
+    prompt: tuple[float, float], output: tuple[float, float], longest_output: int
+) -> LengthModel:
+    """Return the model of a workload of Vidur by median and 90th percentile of its lengths."""
     return LengthModel(
-        TruncatedLognormal.from_quantiles(417, 1678, VIDUR_MOST),
-        TruncatedLognormal.from_quantiles(139, 484, CHAT_OUTPUT_MOST),
-        VIDUR_MOST,
-    )
-
-
-def _bilingual_books() -> LengthModel:
-    return LengthModel(
-        TruncatedLognormal.from_quantiles(1037, 1453, VIDUR_MOST),
-        TruncatedLognormal.from_quantiles(1601, 2149, BWB_OUTPUT_MOST),
+        TruncatedLognormal.from_quantiles(*prompt, VIDUR_MOST),
+        TruncatedLognormal.from_quantiles(*output, longest_output),
         VIDUR_MOST,
     )
 
@@ -209,8 +204,8 @@ def _by_means(prompt: float, output: float) -> LengthModel:
 
 
 PUBLISHED_WORKLOADS: dict[str, Callable[[], LengthModel]] = {
-    "chat-1m": _chat,
-    "bwb-4k": _bilingual_books,
+    "chat-1m": lambda: _by_quantiles((417, 1678), (139, 484), CHAT_OUTPUT_MOST),
+    "bwb-4k": lambda: _by_quantiles((1037, 1453), (1601, 2149), BWB_OUTPUT_MOST),
     "humaneval": lambda: _by_means(171, 98),
     "longbench": lambda: _by_means(1738, 91),
 }
@@ -308,13 +303,8 @@ def sample_lengths(workload: str, count: int, seed: int) -> Lengths:
         except OSError as error:
             raise ValueError(f"workload {workload}: cannot be read: {error.strerror}") from None
     if kind not in LENGTH_DISTRIBUTIONS:
-        kinds = [
-            *NAMED_WORKLOADS,
-            f"{FILE}:PATH",
-            SESSIONS,
-            *(f"{name}:..." for name in LENGTH_DISTRIBUTIONS),
-        ]
-        names = ", ".join(kinds)
+        distributions = (f"{name}:..." for name in LENGTH_DISTRIBUTIONS)
+        names = ", ".join([*NAMED_WORKLOADS, f"{FILE}:PATH", SESSIONS, *distributions])
         raise ValueError(f"workload {workload!r} is none of {names}")
     names_of_values, sound, draw = LENGTH_DISTRIBUTIONS[kind]
     width = len(names_of_values)

@@ -126,32 +126,23 @@ def scale_request(job: WorkloadRequest, factor: float, most: int | None = None) 
             the prompt to the remainder. None: no limit.
 
     Raises:
-        ValueError: A prompt of parts is longer than `most`.
+        ValueError: A conversation is longer than `most`.
     """
-    if job.parts:
-        return _scale_parts(job, factor, most)
-    prompt, output = (
-        max(1, round(job.num_prompt_tokens * factor)),
-        max(1, round(job.num_output_tokens * factor)),
-    )
+
+    def scaled(num_tokens: int) -> int:
+        return max(1, round(num_tokens * factor))
+
+    parts = tuple(part._replace(num_tokens=scaled(part.num_tokens)) for part in job.parts)
+    prompt = sum(part.num_tokens for part in parts) or scaled(job.num_prompt_tokens)
+    output = scaled(job.num_output_tokens)
     if most is not None and prompt + output > most:
+        if parts:
+            raise ValueError(
+                f"the workload has a conversation of {prompt + output} tokens, but at most {most} "
+                "are permitted: choose fewer turns or shorter messages"
+            )
         output = min(output, most // 2)
         prompt = min(prompt, most - output)
-    return job._replace(num_prompt_tokens=prompt, num_output_tokens=output)
-
-
-def _scale_parts(job: WorkloadRequest, factor: float, most: int | None) -> WorkloadRequest:
-    """Return a request with scaled parts of its prompt."""
-    parts = tuple(
-        PromptPart(part.key, max(1, round(part.num_tokens * factor))) for part in job.parts
-    )
-    prompt = sum(part.num_tokens for part in parts)
-    output = max(1, round(job.num_output_tokens * factor))
-    if most is not None and prompt + output > most:
-        raise ValueError(
-            f"the workload has a conversation of {prompt + output} tokens, but at most {most} are "
-            "permitted: choose fewer turns or shorter messages"
-        )
     return job._replace(num_prompt_tokens=prompt, num_output_tokens=output, parts=parts)
 
 

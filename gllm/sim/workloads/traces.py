@@ -4,10 +4,10 @@ data/README.md names sources and licences of the shipped ones.
 """
 
 import csv
-import gzip
 from functools import cache
-from importlib.resources import files
 from typing import NamedTuple
+
+from gllm.sim.data_tables import read_table
 
 Lengths = list[tuple[int, int]]
 """(prompt tokens, output tokens), each at least 1."""
@@ -32,13 +32,9 @@ class WorkloadTrace(NamedTuple):
 @cache
 def load_trace(file: str) -> WorkloadTrace:
     """Return a trace of the data folder, by a value of TRACES."""
-    with gzip.open(str(files("gllm.sim") / "data" / f"{file}.csv.gz"), "rt") as lines:
-        header, *rows = csv.reader(lines)
-    columns = dict(zip(header, zip(*rows, strict=True), strict=True))
-    prompts, outputs = map(int, columns["prompt_tokens"]), map(int, columns["output_tokens"])
-    return WorkloadTrace(
-        [*map(float, columns.get("arrival_s", ()))], [*zip(prompts, outputs, strict=True)]
-    )
+    rows = read_table(f"{file}.csv.gz")
+    lengths = [(int(row["prompt_tokens"]), int(row["output_tokens"])) for row in rows]
+    return WorkloadTrace([float(row["arrival_s"]) for row in rows if "arrival_s" in row], lengths)
 
 
 def read_lengths(path: str) -> Lengths:
