@@ -195,15 +195,10 @@ class FlagType:
 
 
 def number_type(
-    kind: type,
-    *,
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    lt: float | None = None,
+    kind: type, *, ge: float | None = None, gt: float | None = None, le: float | None = None
 ) -> FlagType:
     """Return the type of a flag for one number in a range."""
-    return FlagType(kind, kind, Range(ge, gt, le, lt))
+    return FlagType(kind, kind, Range(ge, gt, le))
 
 
 def parse_bytes(text: str) -> int:

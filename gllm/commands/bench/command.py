@@ -1,6 +1,7 @@
 """`gllm bench NAME`: measure a server over HTTP, or an engine in this process."""
 
-from gllm.commands.sub_commands import run_sub_command
+import importlib
+import sys
 
 BENCHMARKS = {
     "serve": "send load to an OpenAI-compatible server over HTTP",
@@ -11,5 +12,17 @@ BENCHMARKS = {
 
 
 def main(argv: list[str]) -> int:
-    """Run a benchmark and return its exit status."""
-    return run_sub_command("bench", "benchmark", BENCHMARKS, argv)
+    """Run the benchmark that the first argument names; return its exit status, 2 for another name.
+
+    Without arguments the help text is printed.
+    """
+    lines = (f"  {name:12}{text}" for name, text in BENCHMARKS.items())
+    usage = "\n".join(["usage: gllm bench NAME [ARGUMENTS]", "", *lines])
+    name = argv[0] if argv else "--help"
+    if name in ("-h", "--help"):
+        print(usage)
+        return 0
+    if name not in BENCHMARKS:
+        print(f"gllm bench: unknown benchmark {name!r}\n\n{usage}", file=sys.stderr)
+        return 2
+    return int(importlib.import_module(f"gllm.commands.bench.{name}").main(argv[1:]))

@@ -24,7 +24,6 @@ from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.cluster.cluster import (
     ClusterChange,
     ClusterRun,
-    LogOpener,
     SimulatedCluster,
     simulate_cluster,
 )
@@ -141,13 +140,10 @@ class PairedCluster(SimulatedCluster):
     Args:
         router: Chooses the engines of each request.
         network: Links between the engines.
-        open_log: Opens the step log of each engine; None: no logs.
     """
 
-    def __init__(
-        self, router: PairRouter, network: KvNetwork, open_log: LogOpener | None = None
-    ) -> None:
-        super().__init__(router, open_log=open_log)
+    def __init__(self, router: PairRouter, network: KvNetwork) -> None:
+        super().__init__(router)
         self._kv_listener = self
         self._pairs = router
         self._network = network
@@ -432,7 +428,6 @@ def simulate_pairs(
     changes: Iterable[ClusterChange] = (),
     link_failures: Iterable[LinkFailure] = (),
     predict_length: LengthPredictor | None = None,
-    open_log: LogOpener | None = None,
 ) -> PairedRun:
     """Simulate a workload on a cluster that separates prefill and decode.
 
@@ -445,7 +440,6 @@ def simulate_pairs(
         changes: Failures, drains and starts of engines.
         link_failures: Failures of ways between engines.
         predict_length: Predicted output length by the true one; default: the true one.
-        open_log: Opens the step log of each engine; None: no logs.
 
     Raises:
         ValueError: The workload is not sorted, a request fits no engine, or a change or a role
@@ -457,7 +451,7 @@ def simulate_pairs(
             f"roles names {', '.join(sorted(unknown))}, but the engines are "
             f"{', '.join(deployments)}: name one of these"
         )
-    cluster = PairedCluster(PairRouter(policy, predict_length), network, open_log)
+    cluster = PairedCluster(PairRouter(policy, predict_length), network)
     for name, deployment in deployments.items():
         cluster.add_engine(name, deployment, role=roles.get(name, "mixed"))
     cluster.apply_each(changes)
@@ -488,7 +482,6 @@ def simulate_split(
     tokens: Mapping[str, Deployment],
     jobs: Sequence[WorkloadRequest],
     transfer_seconds: TransferSeconds,
-    routers: tuple[str, str] = ("pending-tokens", "least-tokens"),
     seed: int = 0,
 ) -> SplitRun:
     """Simulate a workload on a prompt pool and a token pool, one after the other.
@@ -502,11 +495,10 @@ def simulate_split(
         tokens: Token machines by name, whose cost models take no time for prompts.
         jobs: Sorted by arrival.
         transfer_seconds: Time of a transfer that no computation hides.
-        routers: Names of the routing policies of the prompt pool and of the token pool.
         seed: Seed of the routers.
     """
     first = simulate_pool(
-        prompts, [job._replace(num_output_tokens=1) for job in jobs], routers[0], seed
+        prompts, [job._replace(num_output_tokens=1) for job in jobs], "pending-tokens", seed
     )
     lines = [replace(first.requests[seq].line) for seq in range(len(jobs))]
     arrivals = [
@@ -520,7 +512,7 @@ def simulate_split(
     second = simulate_pool(
         tokens,
         [jobs[seq]._replace(arrival_seconds=arrivals[seq]) for seq in order],
-        routers[1],
+        "least-tokens",
         seed,
     )
     for index, seq in enumerate(order):

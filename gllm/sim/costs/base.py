@@ -40,6 +40,54 @@ class CostRangeError(ValueError):
     """Work above the range in which a cost model was measured; the message names the range."""
 
 
+def above_range(
+    source: str, name: str, value: float, low: float, high: float, fix: str = MEASURE_FURTHER
+) -> CostRangeError:
+    """Return the error for a value above the measured range (`low` to `high`, inclusive)."""
+    return CostRangeError(
+        f"{source}: {name} is {value:g}, but was measured from {low:g} to {high:g}, and this cost "
+        f"model does not extrapolate: keep requests and micro-batches within, {fix}, or use "
+        "another cost model"
+    )
+
+
+class MeasuredRanges:
+    """Smallest and largest measured value of each quantity, and a count of smaller ones.
+
+    Args:
+        ranges: Measured range of each quantity by name, both ends inclusive.
+        source: Name of the measurement in messages.
+        fixes: What measures larger values, by name of the quantity; default: MEASURE_FURTHER.
+    """
+
+    def __init__(
+        self,
+        ranges: Mapping[str, tuple[float, float]],
+        source: str,
+        fixes: Mapping[str, str] | None = None,
+    ) -> None:
+        self.ranges = dict(ranges)
+        self._source = source
+        self._fixes = fixes or {}
+        self.num_below: dict[str, int] = {}
+        """Number of values below the range, by name of the quantity."""
+
+    def clamp(self, name: str, value: float) -> float:
+        """Return a value, or the smallest measured one if it is below the range.
+
+        Raises:
+            CostRangeError: The value is above the range.
+        """
+        low, high = self.ranges[name]
+        if value > high:
+            fix = self._fixes.get(name, MEASURE_FURTHER)
+            raise above_range(self._source, name, value, low, high, fix)
+        if value < low:
+            self.num_below[name] = self.num_below.get(name, 0) + 1
+            return low
+        return value
+
+
 class CostModel(ABC):
     """Predictor of a pipeline's times in seconds.
 
@@ -48,15 +96,17 @@ class CostModel(ABC):
     much as the least that was measured, and is counted.
     """
 
+    _ranges = MeasuredRanges({}, "")
+
     @property
     def ranges(self) -> Mapping[str, tuple[float, float]]:
         """Smallest and largest measured value, by name of the quantity; empty without limits."""
-        return {}
+        return self._ranges.ranges
 
     @property
     def num_below_range(self) -> Mapping[str, int]:
         """Number of predictions below the measured range, by name of the quantity."""
-        return {}
+        return self._ranges.num_below
 
     @abstractmethod
     def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
@@ -111,16 +161,7 @@ class DelegatingCostModel(CostModel):
 
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
-
-    @property
-    def ranges(self) -> Mapping[str, tuple[float, float]]:
-        """Return the ranges of the other model."""
-        return self._cost.ranges
-
-    @property
-    def num_below_range(self) -> Mapping[str, int]:
-        """Return the counts of the other model."""
-        return self._cost.num_below_range
+        self._ranges = cost._ranges
 
     def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
         """Return the time of the other model."""
@@ -194,67 +235,3 @@ class ConstantCostModel(CostModel):
     def activation_transfer(self, stage: int, work: StageWork) -> TransferCost:
         """Return the constant occupancy of the link."""
         return TransferCost(self._link)
-
-
-class MeasuredRanges:
-    """Smallest and largest measured value of each quantity, and a count of smaller ones.
-
-    Args:
-        ranges: Measured range of each quantity by name, both ends inclusive.
-        source: Name of the measurement in messages.
-        fixes: What measures larger values, by name of the quantity; default: MEASURE_FURTHER.
-    """
-
-    def __init__(
-        self,
-        ranges: Mapping[str, tuple[float, float]],
-        source: str,
-        fixes: Mapping[str, str] | None = None,
-    ) -> None:
-        self.ranges = dict(ranges)
-        self._source = source
-        self._fixes = fixes or {}
-        self.num_below: dict[str, int] = {}
-        """Number of values below the range, by name of the quantity."""
-
-    def clamp(self, name: str, value: float) -> float:
-        """Return a value, or the smallest measured one if it is below the range.
-
-        Raises:
-            CostRangeError: The value is above the range.
-        """
-        low, high = self.ranges[name]
-        if value > high:
-            fix = self._fixes.get(name, MEASURE_FURTHER)
-            raise above_range(self._source, name, value, low, high, fix)
-        if value < low:
-            self.num_below[name] = self.num_below.get(name, 0) + 1
-            return low
-        return value
-
-
-class MeasuredCostModel(CostModel):
-    """Base of cost models that are valid within measured ranges only."""
-
-    _ranges: MeasuredRanges
-
-    @property
-    def ranges(self) -> Mapping[str, tuple[float, float]]:
-        """Return the measured range of each quantity, both ends inclusive."""
-        return self._ranges.ranges
-
-    @property
-    def num_below_range(self) -> Mapping[str, int]:
-        """Return the number of predictions below each range."""
-        return self._ranges.num_below
-
-
-def above_range(
-    source: str, name: str, value: float, low: float, high: float, fix: str = MEASURE_FURTHER
-) -> CostRangeError:
-    """Return the error for a value above the measured range (`low` to `high`, inclusive)."""
-    return CostRangeError(
-        f"{source}: {name} is {value:g}, but was measured from {low:g} to {high:g}, and this cost "
-        f"model does not extrapolate: keep requests and micro-batches within, {fix}, or use "
-        "another cost model"
-    )

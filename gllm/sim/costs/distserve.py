@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.costs.base import MeasuredCostModel, MeasuredRanges
+from gllm.sim.costs.base import CostModel, MeasuredRanges
 from gllm.sim.data_tables import read_table
 
 COEFFICIENTS_FILE = "distserve_coefficients.csv"
@@ -158,7 +158,7 @@ def read_kv_capacity(model: str, tp: int, pp: int) -> int:
     return int(row["max_num_tokens"])
 
 
-class DistServeCostModel(MeasuredCostModel):
+class DistServeCostModel(CostModel):
     """Pipeline of `stages` stages with published coefficients.
 
     Args:

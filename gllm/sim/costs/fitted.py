@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from gllm.scheduler.stage_work import StageWork
 from gllm.scheduler.step_cost import solve_nonnegative
-from gllm.sim.costs.base import MeasuredCostModel, MeasuredRanges, TransferCost
+from gllm.sim.costs.base import CostModel, MeasuredRanges, TransferCost
 from gllm.sim.costs.profile import CostProfile, SpanSample, StepSample, measure_context
 from gllm.sim.hardware.devices import NetworkLink
 
@@ -172,7 +172,7 @@ def _spans_of(layers: Sequence[int]) -> list[Span]:
     return [(count, stage == 0, stage == last) for stage, count in enumerate(layers)]
 
 
-class FittedCostModel(MeasuredCostModel):
+class FittedCostModel(CostModel):
     """Pipeline of a profile, cut into stages as it was measured or in another way.
 
     Args:

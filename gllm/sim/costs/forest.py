@@ -14,7 +14,7 @@ from functools import cache
 from typing import NamedTuple
 
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.costs.base import MeasuredCostModel, MeasuredRanges, TransferCost
+from gllm.sim.costs.base import CostModel, MeasuredRanges, TransferCost
 from gllm.sim.costs.operator_grids import DecodeTable, HostLine, PrefillTable, TokenTable
 from gllm.sim.costs.operator_tables import VIDUR_TABLES, OperatorTables
 from gllm.sim.costs.operators import (
@@ -46,7 +46,7 @@ TOKENS, CHUNK, LENGTH = "num_tokens", "attn_prefill chunk", "attn_prefill kv + c
 DECODES, CONTEXT, ROWS = "attn_decode batch", "attn_decode mean kv", "host batch"
 
 
-class ForestCostModel(MeasuredCostModel):
+class ForestCostModel(CostModel):
     """Cost model of a pipeline with `tp` devices per stage, by random forests per operator.
 
     Vidur's tables hold for micro-batches of up to 4,096 tokens and 128 rows, of sequences of up to
@@ -59,11 +59,7 @@ class ForestCostModel(MeasuredCostModel):
         self,
         stages: int = 1,
         *,
-        device: str | None = None,
-        model: str | None = None,
         tp: int = ATTENTION[2],
-        node: str | None = None,
-        across_nodes: bool = False,
         layers: Sequence[int] | None = None,
         tables: OperatorTables = VIDUR_TABLES,
     ) -> None:
@@ -71,11 +67,7 @@ class ForestCostModel(MeasuredCostModel):
 
         Args:
             stages: Number of stages.
-            device: Device of the profile; default: Vidur's A100, or that of the tables.
-            model: Model of the profile; default: Llama-2-70B, or that of the tables.
             tp: Tensor parallel size of every stage.
-            node: The measured interconnect; default: pairs of A100s with NVLink, or the tables'.
-            across_nodes: True if stages are linked over the network.
             layers: Number of layers of each stage; default: as even as possible, the first stages
                 larger.
             tables: The measurements.
@@ -84,10 +76,10 @@ class ForestCostModel(MeasuredCostModel):
             ValueError: Something was not profiled, or the layers do not add up.
             ModuleNotFoundError: A forest has to be fitted, and scikit-learn is missing.
         """
-        device, model = _find_profile(tables, device, model, tp)
+        device, model = _find_profile(tables, tp)
         self.model = model
         """Name of the model in the profile."""
-        node = node or (VIDUR_NODE if tables.is_vidur else device)
+        node = VIDUR_NODE if tables.is_vidur else device
         shape = model_shape(model, tables)
         self.layers = _split(shape["num_layers"], stages, layers)
         self._operators = _tabulate_operators(tables, device, model, tp)
@@ -96,7 +88,7 @@ class ForestCostModel(MeasuredCostModel):
         if tp > 1:
             reduce = collective_samples(node, "all_reduce", tp, tp, tables)
             self._reduce = TokenTable.of(reduce, token_bytes)
-        send = collective_samples(node, "send_recv", 2, 1 if across_nodes else 2, tables)
+        send = collective_samples(node, "send_recv", 2, 2, tables)
         self._send = TokenTable.of(send, token_bytes)
         self._prefill, self._decode = _attention_tables(tables, tp)
         rows = host_rows(device, model, tables)
@@ -271,24 +263,22 @@ def _attention_tables(tables: OperatorTables, tp: int) -> tuple[PrefillTable, De
     return PrefillTable(prefill_samples(tables, tp)), decode
 
 
-def _find_profile(
-    tables: OperatorTables, device: str | None, model: str | None, tp: int
-) -> tuple[str, str]:
-    """Return device and model of the profile; the first ones by default.
+def _find_profile(tables: OperatorTables, tp: int) -> tuple[str, str]:
+    """Return the first device and model of the profile.
 
     Raises:
-        ValueError: Attention was not profiled for them.
+        ValueError: Attention was not profiled for them at this tensor parallel size.
     """
     known = [ATTENTION] if tables.is_vidur else list_profiled_models(tables)
     if not known:
         raise ValueError(f"{tables.file_name('token_ops')} has no rows: measure it again")
-    key = device or known[0][0], model or known[0][1], tp
-    if key not in known:
+    device, model, _ = known[0]
+    if (device, model, tp) not in known:
         raise ValueError(
-            f"attention was not profiled for {key} (device, model, tp): choose from "
-            f"{', '.join(map(str, known))}"
+            f"attention was not profiled for {(device, model, tp)} (device, model, tp): choose "
+            f"from {', '.join(map(str, known))}"
         )
-    return key[0], key[1]
+    return device, model
 
 
 def _split(total: int, stages: int, layers: Sequence[int] | None) -> list[int]:

@@ -88,10 +88,10 @@ class TokenTable:
         times = predict_cached(samples, tokens[:, None].astype(np.float64) * unit)
         return cls(int(tokens[0]), times.tolist())
 
-    def plus(self, other: "TokenTable", times: int = 1) -> "TokenTable":
-        """Return the sum of this table and `times` another, for token counts in both."""
+    def plus(self, other: "TokenTable") -> "TokenTable":
+        """Return the sum of two tables, for numbers of tokens in both."""
         low, high = max(self.low, other.low), min(self.high, other.high)
-        return TokenTable(low, [self.at(n) + times * other.at(n) for n in range(low, high + 1)])
+        return TokenTable(low, [self.at(n) + other.at(n) for n in range(low, high + 1)])
 
     def at(self, tokens: int) -> float:
         """Return the milliseconds for a number of tokens within the range."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import cache
 
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.costs.base import MeasuredCostModel, MeasuredRanges, TransferCost
+from gllm.sim.costs.base import CostModel, MeasuredRanges, TransferCost
 from gllm.sim.costs.operator_grids import TokenTable
 from gllm.sim.costs.operators import HEAD, collective_samples, token_samples
 from gllm.sim.costs.roofline import (
@@ -55,7 +55,7 @@ def check_profiled(model: str, device: str) -> None:
             )
 
 
-class TokenForestCostModel(MeasuredCostModel):
+class TokenForestCostModel(CostModel):
     """Cost model of stages with `tp` equal devices each, by Vidur's token-level profiles.
 
     Args:
