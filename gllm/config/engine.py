@@ -21,7 +21,7 @@ from gllm.options.flags import (
     output_folder,
     parse_bytes,
     parse_counts,
-    parse_factors,
+    parse_floats,
     parse_layers,
 )
 from gllm.options.options import INT32_MAX, INT64_MAX, MAX_TIMEOUT_SECONDS, option
@@ -193,7 +193,7 @@ class EngineConfig:
         "for tests and experiments",
         ge=1,
         le=1000,
-        parse=parse_factors,
+        parse=parse_floats,
     )
     kv_events_config: KvEventsConfig | None = option(  # noqa: RUF009
         None,

@@ -16,16 +16,6 @@ from typing import NamedTuple
 from gllm.scheduler.plan import StepTime
 
 
-class ActivityChange(NamedTuple):
-    """Change of a stage's activity, or of the parallelism of the available work."""
-
-    time: float
-    stage: int | None
-    """The stage; None for a change of the parallelism."""
-    value: int
-    """Number of steps that the stage starts (or ends, if negative); the new parallelism."""
-
-
 class Interval(NamedTuple):
     """Interval of time in which neither activity nor parallelism changes."""
 
@@ -63,12 +53,12 @@ class IntervalSweep:
         self._now = time
         return interval
 
-    def apply(self, change: ActivityChange) -> None:
-        """Apply a change at the end of the last interval."""
-        if change.stage is None:
-            self._parallelism = change.value
+    def apply(self, stage: int | None, value: int) -> None:
+        """Apply a change at the end of the last interval; the arguments are as in BubbleTotals."""
+        if stage is None:
+            self._parallelism = value
         else:
-            self._running[change.stage] += change.value
+            self._running[stage] += value
 
 
 class BubbleTotals:
@@ -135,10 +125,19 @@ class BubbleTotals:
             if missing > 0 and num_idle:
                 self._idle_bubble += seconds * (missing / num_idle)
 
-    def change_steps(self, stage: int, num_steps: int) -> None:
-        """Change the number of steps that a stage has to compute, from now on."""
+    def apply(self, stage: int | None, value: int) -> None:
+        """Change the activity of a stage, or the parallelism, from now on.
+
+        Args:
+            stage: The stage; None for the parallelism.
+            value: Number of steps that the stage starts (or ends, if negative), or the number of
+                stages that the available work can keep busy.
+        """
+        if stage is None:
+            self.parallelism = value
+            return
         was_busy = self._running[stage]
-        self._running[stage] += num_steps
+        self._running[stage] += value
         if not was_busy:
             self._bubble_seconds[stage] += self._idle_bubble - self._marks[stage]
             self._marks[stage] = self._now
@@ -181,10 +180,7 @@ class BubbleMeter:
         while self._changes and self._changes[0][0] <= until:
             time, _, changed, value = heapq.heappop(self._changes)
             self.totals.advance(time)
-            if changed is None:
-                self.totals.parallelism = value
-            else:
-                self.totals.change_steps(changed, value)
+            self.totals.apply(changed, value)
         self.totals.advance(until)
 
     def _push(self, time: float, stage: int | None, value: int) -> None:

@@ -4,6 +4,7 @@ The server, the simulator and the benchmarks share these definitions. Times are 
 seconds of any clock.
 """
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -66,12 +67,13 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
-def collect_latencies(timelines: Sequence[RequestTimeline]) -> dict[str, list[float]]:
+def collect_latencies(timelines: Sequence[RequestTimeline]) -> dict[str, Sequence[float]]:
     """Return the known values of TTFT, TPOT, ITL and E2E latency, in seconds."""
     return {
         "ttft": [line.ttft for line in timelines if line.ttft is not None],
         "tpot": [line.tpot for line in timelines if line.tpot is not None],
-        "itl": [gap for line in timelines for gap in line.itl],
+        # A run has a gap for each of millions of tokens.
+        "itl": array("d", (gap for line in timelines for gap in line.itl)),
         "e2el": [line.e2el for line in timelines if line.e2el is not None],
     }
 

@@ -307,15 +307,9 @@ def split_epochs(events: Iterable[StepLogEvent]) -> list[list[StepLogEvent]]:
         if isinstance(event, StartEvent):
             start = event
         elif isinstance(event, RestartEvent) and start is not None:
-            event = start = msgspec.structs.replace(
-                start,
-                time=event.time,
-                layers=event.layers,
-                scheduler=event.scheduler,
-                warm_ups=event.warm_ups,
-                output_lengths=event.output_lengths,
-                degrees=event.degrees,
-            )
+            shared = set(StartEvent.__struct_fields__) & set(RestartEvent.__struct_fields__)
+            changes = {name: getattr(event, name) for name in shared}
+            event = start = msgspec.structs.replace(start, **changes)
         if event is start:
             epochs.append([])
         epochs[-1].append(event)

@@ -224,8 +224,8 @@ def parse_layers(text: str) -> tuple[int, ...] | str:
     return text if text in LAYER_DIVISIONS else parse_counts(text)
 
 
-def parse_factors(text: str) -> tuple[float, ...]:
-    """Return the factor of each stage from '1,2.5'. Raises ValueError."""
+def parse_floats(text: str) -> tuple[float, ...]:
+    """Return the numbers of a list such as '1,2.5'. Raises ValueError."""
     return tuple(float(part) for part in text.split(","))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gllm.options.field_types import convert_fields
-from gllm.options.flags import output_file, output_folder, parse_url
+from gllm.options.flags import output_file, output_folder, parse_floats, parse_url
 from gllm.options.options import INT32_MAX, MAX_TIMEOUT_SECONDS, option
 from gllm.sim.workloads.lengths import WORKLOAD_HELP
 
@@ -26,15 +26,6 @@ def parse_json_flag(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{text} is not a JSON object")
     return value
-
-
-def parse_percentiles(text: str) -> tuple[float, ...]:
-    """Parse percentiles such as '50,99.9'.
-
-    Raises:
-        ValueError: A part is not a number.
-    """
-    return tuple(float(part) for part in text.split(","))
 
 
 def parse_metric_names(text: str) -> tuple[str, ...]:
@@ -146,7 +137,7 @@ class ServeConfig:
         "their percentiles, as 50,99 (default 99)",
         ge=0,
         le=100,
-        parse=parse_percentiles,
+        parse=parse_floats,
     )
     save_result: str | None = option(None, "JSON file for the result", parse=output_file)
     result_dir: str | None = option(

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -118,6 +119,8 @@ HOST_CONTEXT = 32
 """Cached tokens of the decodes that show the host's time."""
 
 Row = Mapping[str, Any]
+SeparateStep = Callable[[StepRows], tuple[float, float]]
+"""Returns the milliseconds of a layer in a step, and those of the step without its layers."""
 
 
 @dataclass(frozen=True)
@@ -262,14 +265,31 @@ class OperatorProfiler:
         layers = range(1, min(1 + SPAN_LAYERS, num_layers))
         with self._load(range(1, 2), tp) as one, self._load(layers, tp) as several:
             operators = LayerOperators(one, self._points.repeats)
-            steps = _StepTimes(one, several, len(layers), self._points.repeats)
-            with self._load(range(1), tp) as first, self._load(_last(num_layers), tp) as last:
-                self._measure_tokens(tp, operators, steps, first, last)
-                self._measure_host(tp, steps, last)
+            separate = partial(self._separate, one, several, len(layers))
+            end = range(num_layers - 1, num_layers)
+            with self._load(range(1), tp) as first, self._load(end, tp) as last:
+                self._measure_tokens(tp, operators, separate, first, last)
+                self._measure_host(tp, separate, last)
             self._measure_attention(tp, operators)
 
+    def _separate(
+        self, one: TimedSpan, several: TimedSpan, num_layers: int, rows: StepRows
+    ) -> tuple[float, float]:
+        """Return the milliseconds of a layer, and those of a step without its layers.
+
+        The difference between steps of `num_layers` layers and of one is the time of the others.
+        """
+        single, multiple = (
+            MS_PER_SECOND * span.repeat_step(rows, self._points.repeats, should_sample=False)[1]
+            for span in (one, several)
+        )
+        if num_layers == 1:
+            return single, 0.0
+        layer = (multiple - single) / (num_layers - 1)
+        return layer, single - layer
+
     def _measure_tokens(
-        self, tp: int, operators: LayerOperators, steps: "_StepTimes", first: TimedSpan,
+        self, tp: int, operators: LayerOperators, separate: SeparateStep, first: TimedSpan,
         last: TimedSpan,
     ) -> None:  # fmt: skip
         repeats = self._points.repeats
@@ -277,16 +297,16 @@ class OperatorProfiler:
             times = operators.time_tokens(tokens)
             rows = [(0, tokens)]
             attention = operators.time_attention(rows).median
-            layer, _ = steps.separate(rows)
+            layer, _ = separate(rows)
             times["other"] = layer - sum(times.values()) - attention
             times["emb"] = time_embedding(first, tokens, repeats)
             if tokens <= self._points.max_batch:
                 times["lm_head"] = time_head(last, tokens, repeats)
             self._add("token_ops", self._key(tp, num_tokens=tokens) | _in_columns(times))
 
-    def _measure_host(self, tp: int, steps: "_StepTimes", last: TimedSpan) -> None:
+    def _measure_host(self, tp: int, separate: SeparateStep, last: TimedSpan) -> None:
         for batch in self._points.rows:
-            _, step = steps.separate([(HOST_CONTEXT, 1)] * batch)
+            _, step = separate([(HOST_CONTEXT, 1)] * batch)
             sampler = time_sampler(last, batch, self._points.repeats)
             times = _in_columns({"prepare_inputs": max(0.0, step), "sampler": sampler})
             self._add("cpu_overheads", self._key(tp, batch_size=batch) | times)
@@ -366,29 +386,6 @@ class OperatorProfiler:
     def _add(self, name: str, row: Row) -> None:
         self._profile.tables[name].append(row)
         self._on_step()
-
-
-class _StepTimes:
-    """Steps of one layer and of several: their difference is the time of a layer."""
-
-    def __init__(self, one: TimedSpan, several: TimedSpan, num_layers: int, repeats: int) -> None:
-        self._one, self._several = one, several
-        self._num_layers, self._repeats = num_layers, repeats
-
-    def separate(self, rows: StepRows) -> tuple[float, float]:
-        """Return the milliseconds of a layer, and those of a step beside its layers."""
-        one, several = (
-            MS_PER_SECOND * span.repeat_step(rows, self._repeats, should_sample=False)[1]
-            for span in (self._one, self._several)
-        )
-        if self._num_layers == 1:
-            return one, 0.0
-        layer = (several - one) / (self._num_layers - 1)
-        return layer, one - layer
-
-
-def _last(num_layers: int) -> range:
-    return range(num_layers - 1, num_layers)
 
 
 def _in_columns(times: Mapping[str, float]) -> dict[str, Any]:

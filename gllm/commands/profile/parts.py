@@ -1,6 +1,7 @@
 """Steps of parts of a model, from which a profile prices every cut into stages."""
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -89,13 +90,21 @@ def measure_spans(
         FieldError: A part cannot be computed as configured.
         ModelError: The folder does not have the weights.
     """
-    num_layers = read_config(folder).model.num_layers
+    model, steps = read_config(folder), list_steps(longest)
     samples = []
     threads = torch.get_num_threads()
     torch.set_num_threads(threads_per_worker(config.threads, num_ranks * len(layers)))
     try:
-        for span in list_spans(num_layers, max(layers)):
-            samples += _measure_span(config, folder, span, longest, num_ranks, on_step, repeats)
+        for span in list_spans(model.model.num_layers, max(layers)):
+            with TimedSpan(config, model, folder, span, steps, num_ranks) as timed:
+                is_first, is_last = timed.executor.is_first, timed.executor.is_last
+                # The last layers are timed without the LM head too.
+                kinds = (True, False) if is_last else (True,)
+                for rows, should_sample in product(steps, kinds):
+                    work, seconds = timed.repeat_step(rows, repeats, should_sample)
+                    step = StepSample.of(work, [seconds])
+                    samples.append(SpanSample(len(span), is_first, is_last, step))
+                    on_step()
     finally:
         torch.set_num_threads(threads)
     return samples
@@ -117,25 +126,3 @@ def measure_samplers(
         return [
             (batch, time_sampler(timed, batch, REPEATS) / MS_PER_SECOND) for batch in DECODE_BATCHES
         ]
-
-
-def _measure_span(
-    config: EngineConfig,
-    folder: Path,
-    span: range,
-    longest: int,
-    num_ranks: int,
-    on_step: Callable[[], object],
-    repeats: int,
-) -> list[SpanSample]:
-    """Time the steps of some layers; the last ones are timed without the LM head too."""
-    steps, samples = list_steps(longest), []
-    with TimedSpan(config, read_config(folder), folder, span, steps, num_ranks) as timed:
-        is_first, is_last = timed.executor.is_first, timed.executor.is_last
-        for rows in steps:
-            for should_sample in (True, False) if is_last else (True,):
-                work, seconds = timed.repeat_step(rows, repeats, should_sample)
-                step = StepSample.of(work, [seconds])
-                samples.append(SpanSample(len(span), is_first, is_last, step))
-                on_step()
-    return samples

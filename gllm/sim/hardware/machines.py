@@ -29,10 +29,6 @@ class MachineType(NamedTuple):
     dollars_per_hour: float
     cost: float
     """Cost relative to a DGX-A100 (Splitwise, Table I)."""
-    prompt_cost: float
-    """Cost of a prompt machine relative to a DGX-A100 (Table V)."""
-    token_cost: float
-    """Cost of a token machine relative to a DGX-A100 (Table V)."""
     power: float
     """Power relative to a DGX-A100."""
     link: NetworkLink
@@ -75,8 +71,6 @@ def read_machine_types() -> dict[str, MachineType]:
             float(row["gpu_memory_gb"]),
             float(row["dollars_per_hour"]),
             float(row["relative_cost"]),
-            float(row["prompt_cost_table_v"]),
-            float(row["token_cost_table_v"]),
             float(row["relative_power"]),
             NetworkLink(int(row["num_gpus"]) * float(row["nic_gbit_per_s"]) * GBIT, 0.0),
         )

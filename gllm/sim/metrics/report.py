@@ -1,11 +1,10 @@
 """Figures that describe a run or a cluster's run, and their tables."""
 
-from array import array
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from gllm.observability.latency import slo_attainment
+from gllm.observability.latency import collect_latencies, slo_attainment
 from gllm.options.slo import NO_SLO, Slo
 from gllm.sim.cluster.cluster import ClusterRun
 from gllm.sim.deployment import Deployment
@@ -85,13 +84,7 @@ def summarize_requests(requests: Sequence[ServedRequest], slo: Slo = NO_SLO) -> 
     prompt = sum(served.num_prompt_tokens for served in requests if served.line.num_tokens)
     output = sum(line.num_tokens for line in lines)
     delays = [delay for delay in scheduling_delays(requests) if delay is not None]
-    latencies: dict[str, Sequence[float]] = {
-        "ttft": [line.ttft for line in lines if line.ttft is not None],
-        "tpot": [line.tpot for line in lines if line.tpot is not None],
-        "itl": array("d", (gap for line in lines for gap in line.itl)),
-        "e2el": [line.e2el for line in lines if line.e2el is not None],
-        "scheduling_delay": delays,
-    }
+    latencies = collect_latencies(lines) | {"scheduling_delay": delays}
     figures: dict[str, Any] = {
         "requests": len(lines),
         "finished": sum(request.line.num_tokens == request.max_tokens for request in requests),

@@ -12,7 +12,7 @@ from math import inf
 from operator import itemgetter
 from typing import NamedTuple
 
-from gllm.observability.bubbles import ActivityChange, BubbleTotals, Interval, IntervalSweep
+from gllm.observability.bubbles import BubbleTotals, Interval, IntervalSweep
 from gllm.observability.latency import RequestTimeline
 from gllm.observability.step_log import (
     AbortEvent,
@@ -184,10 +184,7 @@ class RunRecord:
         totals = BubbleTotals(self.num_stages, begin)
         for time, stage, value in self._changes():
             totals.advance(time if time < end else end)
-            if stage is None:
-                totals.parallelism = value
-            else:
-                totals.change_steps(stage, value)
+            totals.apply(stage, value)
         return [
             StageUsage(busy, bubble, end - begin)
             for busy, bubble in zip(totals.busy_seconds, totals.bubble_seconds, strict=True)
@@ -204,10 +201,10 @@ class RunRecord:
             interval = sweep.advance(min(time, end))
             if interval is not None:
                 yield interval
-            sweep.apply(ActivityChange(time, stage, value))
+            sweep.apply(stage, value)
 
     def _changes(self) -> list[tuple[float, int | None, int]]:
-        """Return the fields of ActivityChange in order of time.
+        """Return times and changes, as BubbleTotals applies them, in order of time.
 
         At one time a change of the available parallelism is first.
         """

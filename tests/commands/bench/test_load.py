@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from gllm.commands.bench.load import PlannedRequest, jobs_of, plan_load, warmup_requests
-from gllm.commands.bench.options import LoadConfig, ServeConfig, parse_percentiles
+from gllm.commands.bench.options import LoadConfig, ServeConfig
+from gllm.options.flags import parse_floats
 from gllm.sim.workloads.traces import load_trace
 
 MANY = 20_000
@@ -164,6 +165,6 @@ def test_a_burst_needs_a_rate() -> None:
 
 
 def test_values_of_flags() -> None:
-    assert parse_percentiles("50,99.9") == (50.0, 99.9)
+    assert parse_floats("50,99.9") == (50.0, 99.9)
     with pytest.raises(ValueError, match=r"metric_percentiles.*100"):
-        ServeConfig(metric_percentiles=parse_percentiles("101"))
+        ServeConfig(metric_percentiles=parse_floats("101"))
