@@ -49,7 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the findings; return the exit status: 1 if something keeps an engine from forming."""
+    """Print the findings; return the exit status: 1 if a problem prevents an engine."""
     values = make_parser().parse_args(argv)
     nodes = NodesConfig(
         nnodes=values.nnodes or 1, node_rank=values.node_rank, master_addr=values.master_addr

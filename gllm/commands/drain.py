@@ -17,7 +17,7 @@ RETRY_STATUS = 503
 
 
 def drain(client: ServerClient, node: str, timeout: float) -> str:
-    """Drain a machine, and wait until the engine does not know it any more.
+    """Drain a machine, and wait until it has left the engine.
 
     Args:
         client: of the engine.

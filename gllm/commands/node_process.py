@@ -59,7 +59,7 @@ class RankOptions:
 
 
 class NodeProcess:
-    """Runs an agent until a signal, or until its membership ends."""
+    """Process of a machine that is not the head: runs an agent until a signal or its release."""
 
     def __init__(self, head: str, config: JoinConfig, place: RankOptions | None = None) -> None:
         """Check the options and start the first workers.

@@ -23,7 +23,7 @@ LINK_COLUMNS = (
 
 
 def read_nodes(client: ServerClient) -> dict[str, Any]:
-    """Return the answer of /nodes.
+    """Return the response of GET /nodes.
 
     Raises:
         ServerError: the server cannot be reached, or refuses.

@@ -43,7 +43,7 @@ def build_server_parser(prog: str, description: str, *configs: type) -> argparse
 def parse_command_line(
     parser: argparse.ArgumentParser, argv: list[str] | None, title: str
 ) -> tuple[argparse.Namespace, LogConfig]:
-    """Parse the command line, begin to log and take the process title.
+    """Parse the command line, configure logging and set the process title.
 
     Returns:
         The values of the flags, with those that the environment supplies, and the logs' format.
@@ -55,7 +55,7 @@ def parse_command_line(
 
 
 def parse_logs(values: argparse.Namespace, title: str) -> LogConfig:
-    """Begin to log as the flags say, and take the process title; return the logs' format."""
+    """Configure logging by the flags and set the process title; return the log configuration."""
     logs = LogConfig(values.log_level, values.log_format)
     configure_logging(logs)
     setproctitle.setproctitle(title)
@@ -115,13 +115,13 @@ def read_server_config(values: argparse.Namespace) -> ServerConfig:
 
 
 def report_failure(command: str, error: Exception) -> int:
-    """Print why a command ends; return the exit status: 1 for a server's error, 2 for others."""
+    """Print the error that ends a command; return the exit status: 1 for a server's, else 2."""
     print(f"gllm {command}: {error}", file=sys.stderr)
     return 1 if isinstance(error, ServerError) else 2
 
 
 def report_error(error: Exception, status: int, logs: LogConfig) -> int:
-    """Report why the program ends, in the format of its log; return the exit status."""
+    """Report the error that ends the program, in the format of its log; return the status."""
     if logs.format == "json":
         log.critical("%s", error)
     else:

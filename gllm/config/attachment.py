@@ -12,7 +12,7 @@ ROLES = ("mixed", "prefill", "decode")
 
 @dataclass(frozen=True)
 class AttachmentConfig:
-    """Routers that send requests to an engine, and what the engine announces to them."""
+    """Configuration of an engine's routers: addresses, role, name and timeouts."""
 
     router: tuple[str, ...] = option(
         (),

@@ -9,7 +9,7 @@ from gllm.options.options import INT32_MAX, MAX_TIMEOUT_SECONDS, option
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """Master of a cluster: where nodes join, and how long they are awaited."""
+    """Configuration of a cluster's master: address, secret and timeouts of its nodes."""
 
     hub: str = option(
         str(DEFAULT_HEAD_PORT),

@@ -319,7 +319,7 @@ class EngineConfig:
         return None if isinstance(self.layers, str) else self.layers
 
     def slowdown_of(self, stage: int) -> float:
-        """Return the factor by which the steps of a stage take longer.
+        """Return the factor of `debug_slowdown` that multiplies the step times of a stage.
 
         Stages of machines that have joined since the start have none.
         """

@@ -25,7 +25,7 @@ def parse_port_range(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class JoinConfig:
-    """Options of `gllm node --join`: this machine's devices, addresses and links.
+    """Configuration of `gllm node --join`: devices, addresses and links of this machine.
 
     A machine with a rank has them as those of `gllm serve`; see `of_rank`.
     """

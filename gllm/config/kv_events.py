@@ -20,7 +20,7 @@ _TCP_ADDRESS = re.compile(r"tcp://(?P<host>\*|\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]
 
 @dataclass(frozen=True)
 class KvEventsConfig:
-    """Addresses, limits and topic under which changes of the prefix cache are published."""
+    """Configuration of the KV cache events: addresses, buffer sizes and topic."""
 
     enable_kv_cache_events: bool = False
     publisher: str = bounded_field("zmq", choices=PUBLISHERS)

@@ -67,7 +67,7 @@ _NODE_LIST = re.compile(r"[^,\[]+(?:\[([^\]]*)\])?")
 def read_node_place(
     nodes: NodesConfig, environment: Mapping[str, str], num_stages: int | None = None
 ) -> NodePlace:
-    """Return the place of this machine: flags first, then the environment of a launcher.
+    """Return rank, size and head of this machine's engine, from flags or a launcher's variables.
 
     A launcher's environment counts if it describes more than one machine.
 

@@ -16,7 +16,7 @@ DEFAULT_DATA_PORT = 29601
 
 @dataclass(frozen=True)
 class NodesConfig:
-    """Machines of one engine, and how they reach each other."""
+    """Configuration of the machines of one engine and of the connections between them."""
 
     nnodes: int = option(
         1,

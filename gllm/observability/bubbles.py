@@ -36,7 +36,7 @@ class Interval(NamedTuple):
 
 
 class IntervalSweep:
-    """Divides time into intervals, from `begin` on; changes are applied in order of time."""
+    """Division of time into intervals of constant activity, from `begin` on."""
 
     def __init__(self, stages: int, begin: float) -> None:
         self._now = begin
@@ -165,7 +165,7 @@ class BubbleMeter:
         self._parallelism = 0
 
     def record_parallelism(self, time: float, stages: int) -> None:
-        """Record that from `time` on the available work could keep `stages` stages busy."""
+        """Record the number of stages that the available work can keep busy from `time` on."""
         if stages != self._parallelism:
             self._parallelism = stages
             self._push(time, None, stages)

@@ -50,7 +50,7 @@ class ChildProcess(subprocess.Popen[bytes]):
     def watch(self, on_exit: Callable[[], None]) -> None:
         """Call a function in the running loop once the process has exited and was reaped.
 
-        It takes the place of one that was to be called.
+        Replaces the function of an earlier call.
         """
         self.unwatch()
         self._loop = asyncio.get_running_loop()
@@ -58,7 +58,7 @@ class ChildProcess(subprocess.Popen[bytes]):
         self._loop.add_reader(self._exit_descriptor, self._on_exit, on_exit)
 
     def unwatch(self) -> None:
-        """Let the exit be no event any more; without effect if it is none."""
+        """Stop watching the exit; without effect if it is not watched."""
         if self._exit_descriptor is not None:
             if not self._loop.is_closed():
                 self._loop.remove_reader(self._exit_descriptor)

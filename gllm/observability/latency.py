@@ -22,7 +22,7 @@ class RequestTimeline:
     num_tokens: int = 0
 
     def record_output(self, now: float, tokens: int = 1) -> None:
-        """Record that `tokens` tokens of output arrived; none are ignored."""
+        """Record the arrival of output tokens; 0 tokens are ignored."""
         if tokens:
             self.times.append(now)
             self.num_tokens += tokens
@@ -79,7 +79,7 @@ def collect_latencies(timelines: Sequence[RequestTimeline]) -> dict[str, Sequenc
 
 
 def slo_attainment(timelines: Iterable[RequestTimeline], slo: Slo) -> float:
-    """Return the share (0..1) of requests that keep an objective's limits of each request.
+    """Return the share (0..1) of requests within the per-request limits of an SLO.
 
     A request without output misses every limit of TTFT and E2EL. A request with a single token has
     no TPOT and meets every limit of it. The share is 0 if there are no requests.
@@ -95,7 +95,7 @@ def slo_attainment(timelines: Iterable[RequestTimeline], slo: Slo) -> float:
 
 
 def keeps_slo(timelines: Sequence[RequestTimeline], slo: Slo) -> bool:
-    """Return True if a run keeps all limits; a percentile of no values does."""
+    """Return True if a run is within all limits of an SLO; metrics without values are."""
     if slo.request_limits and slo_attainment(timelines, slo) < slo.attainment:
         return False
     latencies = collect_latencies(timelines) if slo.percentiles else {}

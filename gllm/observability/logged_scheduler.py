@@ -54,7 +54,7 @@ class LoggedScheduler(Scheduler):
         self._clock = clock
 
     def add(self, request: SchedulerRequest, now: float) -> None:
-        """Add a request; one that the scheduler rejects is not logged."""
+        """Add a request; a rejected one is not logged."""
         super().add(request, now)
         self._write(to_event(request, now))
 
@@ -107,7 +107,7 @@ class LoggedTransfers(SchedulerTransfers):
         self._clock = clock
 
     def prefetch(self, request: PrefetchRequest, now: float) -> int:
-        """Fetch KV of a later request; one that the scheduler rejects is not logged."""
+        """Fetch the KV cache of a later request; a rejected one is not logged."""
         seq = super().prefetch(request, now)
         self._write(PrefetchEvent(now, *request[:-1]))
         return seq
@@ -148,13 +148,13 @@ class LoggedTransfers(SchedulerTransfers):
         return tickets
 
     def renew(self, tickets: Iterable[int], now: float) -> None:
-        """Begin the leases of holds anew."""
+        """Renew the leases of KV holds."""
         tickets = list(tickets)
         self._write(KvTransferEvent(now, "renew_holds", tickets))
         super().renew(tickets, now)
 
     def release(self, tickets: Iterable[int]) -> None:
-        """Ask for the revocation of holds."""
+        """Request the revocation of KV holds."""
         tickets = list(tickets)
         self._write_kv_call("release_holds", tickets)
         super().release(tickets)
@@ -195,7 +195,7 @@ def to_request(event: AddEvent) -> SchedulerRequest:
 
 
 def replay_event(scheduler: Scheduler, event: StepLogEvent) -> StepPlan | None:
-    """Repeat the call of an event on a scheduler; return the plan of a ScheduleEvent."""
+    """Repeat a logged call on a scheduler; return the plan of a ScheduleEvent."""
     match event:
         case ScheduleEvent():
             return scheduler.schedule(event.time)

@@ -193,7 +193,7 @@ StepLogEvent = (
 
 
 class StepLogError(ValueError):
-    """A file is not a step log; the message names the file and the line."""
+    """Error: a file is not a step log; the message names the file and the line."""
 
 
 class StepLogWriter:
@@ -297,7 +297,7 @@ def read_step_log(path: str | Path) -> Iterator[StepLogEvent]:
 
 
 def split_epochs(events: Iterable[StepLogEvent]) -> list[list[StepLogEvent]]:
-    """Return the events of each epoch, each as a log of its own that begins with its start.
+    """Split a log into one log per epoch, each of which begins with a StartEvent.
 
     The events are those of one log, from its StartEvent on.
     """

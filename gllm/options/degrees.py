@@ -12,7 +12,7 @@ def as_degrees(value: Any) -> Any:
 
 
 def expand_degrees(degrees: Sequence[int], stages: int) -> list[int]:
-    """Return the number of ranks of each stage; one number holds for all stages.
+    """Return the number of ranks of each stage; a single number applies to all stages.
 
     Raises ValueError for another number of degrees.
     """

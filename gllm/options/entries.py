@@ -1,4 +1,4 @@
-"""Load classes that a user names as entries `module:Class`."""
+"""Load user-defined classes that flags name as `module:Class`."""
 
 import importlib
 from collections.abc import Sequence

@@ -72,7 +72,7 @@ SAMPLING_SIZES: dict[str, tuple[int, int | None]] = {
 
 
 def check_size(param: str, values: Collection[object], largest: int, unit: str = "entries") -> None:
-    """Raise FieldError if a field holds more than the largest number of values."""
+    """Raise FieldError if a field has more values than `largest`."""
     if len(values) > largest:
         raise FieldError(
             param, f"{param} has {len(values)} {unit}, but at most {largest} are allowed"
@@ -80,7 +80,7 @@ def check_size(param: str, values: Collection[object], largest: int, unit: str =
 
 
 def check_lengths(param: str, strings: Iterable[str], largest: int) -> None:
-    """Raise FieldError if one of a field's strings is longer than the largest length."""
+    """Raise FieldError if a string of a field has more characters than `largest`."""
     longest = max(map(len, strings), default=0)
     if longest > largest:
         raise FieldError(

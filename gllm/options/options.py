@@ -62,7 +62,7 @@ class Range:
 
 
 class EntryChoices(tuple[str, ...]):
-    """Choices of a field that also takes the entry `module:Class` of a class of its user.
+    """Choices of a field that also accepts `module:Class`, the name of a user's own class.
 
     Flags of servers offer the choices alone.
     """

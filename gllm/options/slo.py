@@ -27,7 +27,7 @@ class PercentileLimit(NamedTuple):
 
 
 class Slo(NamedTuple):
-    """Largest latencies in seconds; None: no limit. True if there is a limit."""
+    """Service-level objective: latency limits in seconds; None: no limit."""
 
     ttft_seconds: float | None = None
     """Limit of each request: time to the first token, from the request's arrival."""
@@ -51,7 +51,7 @@ class Slo(NamedTuple):
         return {metric: seconds for metric, seconds in values if seconds is not None}
 
     def with_defaults(self, defaults: "Slo") -> "Slo":
-        """Return this objective, with the limits of each request of another where it has none."""
+        """Return this SLO; missing per-request limits are those of `defaults`."""
         pairs = zip(self[:3], defaults[:3], strict=True)
         ttft, tpot, e2el = (default if own is None else own for own, default in pairs)
         return self._replace(ttft_seconds=ttft, tpot_seconds=tpot, e2el_seconds=e2el)
@@ -69,7 +69,7 @@ class Slo(NamedTuple):
         return min(limits, default=None)
 
     def require(self, *metrics: str) -> tuple[float, ...]:
-        """Return the limits of each request for some metrics in seconds.
+        """Return the per-request limits of exactly these metrics, in seconds.
 
         Raises:
             ValueError: One of them is missing, or there are other limits.

@@ -69,7 +69,7 @@ def make_rate_trial(delays: Sequence[float | None]) -> RateTrial:
 
 
 def stopped_trial(num_requests: int) -> RateTrial:
-    """Return the figures of a run that ended early because its delays were too long."""
+    """Return a trial with infinite delays, for a run that was stopped because of long ones."""
     return RateTrial(num_requests, inf, inf, inf)
 
 
@@ -157,11 +157,11 @@ class Capacity:
 
 
 class SearchEndedError(Exception):
-    """The search may not simulate another rate; the message is the reason."""
+    """End of a search before its result is exact; the message is the reason."""
 
 
 Refusal = Callable[[], str]
-"""Returns the reason against another simulation; empty: there is none."""
+"""Returns the reason why no further rate may be simulated; empty if one may."""
 
 RunAtRate = Callable[[float], RateTrial]
 """Simulates a workload at a request rate in requests per second."""
@@ -264,7 +264,7 @@ class _CapacitySearch:
             future.cancel()
 
     def highest_sustained(self, reason: str) -> float:
-        """Return the highest rate that is known to be sustained; ValueError(reason) if none is."""
+        """Return the highest simulated rate that is sustained; ValueError(reason) without one."""
         sustained = [rate for rate, trial in self.trials.items() if self._rule.is_sustained(trial)]
         if not sustained:
             raise ValueError(reason)

@@ -40,7 +40,7 @@ class SpeedWindow(NamedTuple):
 
 
 class MachineSpeedCostModel(DelegatingCostModel):
-    """Cost model of a machine whose speed changes, because other programs share it.
+    """Cost model of a shared machine whose speed changes over time.
 
     Times of steps, and of the driver and the sampler after them, are multiplied by the factor of
     the window in which the step begins. Times of links are not changed.
@@ -153,7 +153,7 @@ class PricedStep(NamedTuple):
 
 
 def measure_speed(steps: Sequence[PricedStep]) -> list[SpeedWindow]:
-    """Return by how much a machine was slower in each part of a run.
+    """Return the measured over the predicted step time in each part of a run.
 
     A host that is shared may stand still for a second and be at full speed in the next one, which
     one factor for the run would blame on the simulator. A part has many steps, so that the times of

@@ -30,7 +30,7 @@ USABLE_MEMORY_SHARE = 0.9
 
 
 class ModelFitError(ValueError):
-    """The model does not fit into the memory of the devices; the message says why.
+    """Error: the model or its KV cache does not fit into the memory of the devices.
 
     Args:
         message: Names the sizes and the fix.

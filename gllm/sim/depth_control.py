@@ -51,7 +51,7 @@ class SimulatedDepthControl(PipelineObserver):
 
 
 def start_depth(pipeline: SimulatedPipeline, depth: int | str | None) -> None:
-    """Set the depth of a pipeline that has not begun.
+    """Set the number of micro-batches in flight of a pipeline that has no events yet.
 
     Args:
         pipeline: With links of its own.

@@ -11,10 +11,10 @@ computed at the same time."""
 
 
 def bisect_last(holds: Predicate, low: int, high: int) -> int:
-    """Return an integer at which a predicate holds and does not at the next one.
+    """Return an integer at which a predicate is true while it is false at the next one.
 
     Args:
-        holds: Taken to hold at `low` and not at `high`, without a call.
+        holds: Assumed to be true at `low` and false at `high`, without a call.
         low: Below `high`.
         high: Upper end.
     """
@@ -28,7 +28,7 @@ def bisect_last(holds: Predicate, low: int, high: int) -> int:
 
 
 def find_last(holds: Predicate, start: int, step: int, least: int, most: int) -> int | None:
-    """Return the last integer at which a predicate holds that holds up to some integer.
+    """Return the last integer at which a monotone predicate is true.
 
     Steps away from the start double until the predicate changes; a bisection ends the search.
 

@@ -42,7 +42,7 @@ MAX_REUSED_TOKENS = 4096
 
 
 class DecodeClocks:
-    """A clock per stage in front of a link whose policy reads the slack; other stages have none.
+    """Predictors of the next decode output of each stage, for link policies that read the slack.
 
     Stage times and transfers are those of the cost model, which is what a profile of the real
     stages and links returns.
@@ -61,15 +61,15 @@ class DecodeClocks:
             links[stage].add_slack_source(owner, clock.slack_seconds)
 
     def has(self, stage: int) -> bool:
-        """Return True if a stage has a clock."""
+        """Return True if the link behind a stage reads the slack."""
         return stage in self._clocks
 
     def on_started(self, stage: int, now: float, seconds: float) -> None:
-        """Note a decode run that starts now on a stage with a clock and takes `seconds`."""
+        """Record a decode micro-batch that starts now on a stage and takes `seconds`."""
         self._clocks[stage].on_decode_started(now, seconds)
 
     def on_finished(self, stage: int, now: float, work: StageWork) -> None:
-        """Note that a decode run of a stage with a clock has finished."""
+        """Record the end of a decode micro-batch on a stage."""
         self._clocks[stage].on_decode_finished(now, self._round_seconds(work, now))
 
     def _round_seconds(self, work: StageWork, now: float) -> float:
@@ -85,7 +85,7 @@ class DecodeClocks:
 
 
 class PipelineLinks(NamedTuple):
-    """Links of a pipeline; an object may stand in several places, as one network card does."""
+    """Links of a pipeline; several fields may share a link, as edges share a network card."""
 
     activations: Sequence[SimulatedLink]
     """From each stage but the last one to the next one."""
@@ -129,7 +129,7 @@ class KvRequestListener(Protocol):
         """Fetch KV cache from another engine."""
 
     def on_fetch_cancelled(self, seq: int, now: float) -> None:
-        """Stop the fetch of a sequence. A fetch under way still ends with `finish_fetch`."""
+        """Stop the fetch of a sequence; `finish_fetch` still has to follow."""
 
     def on_revoked(self, ticket: int, now: float) -> None:
         """Stop reading the blocks of a ticket of this engine."""
@@ -187,7 +187,7 @@ class SimulatedDevice:
     def run(
         self, now: float, start: Callable[[float, InFlightBatch], None], batch: InFlightBatch
     ) -> None:
-        """Start a micro-batch, now or as soon as those before it are done.
+        """Start a micro-batch, now or when the earlier ones have finished.
 
         Args:
             now: Time in seconds.
@@ -235,7 +235,7 @@ class SimulatedStage:
         """Micro-batches with all inputs, by turn in each lane."""
 
     def earliest_end(self, batch: InFlightBatch, start: float) -> float:
-        """Return a time before which a micro-batch does not end.
+        """Return a lower bound of the time at which a micro-batch ends on this stage.
 
         Args:
             batch: One that the stage has not computed.
@@ -247,7 +247,7 @@ class SimulatedStage:
         return start + max(0.0, seconds - ROUNDING_SECONDS)
 
     def receive(self, now: float, batch: InFlightBatch) -> None:
-        """Receive the plan or the activations of a micro-batch."""
+        """Count an arrived plan or activation; start the micro-batch once all have arrived."""
         if self._pipeline.is_stopped:
             return
         batch.missing_inputs[self.index] -= 1
@@ -417,7 +417,7 @@ class SimulatedPipeline:
         self._request_turn(now)
 
     def abort_at(self, time: float, seqs: list[int]) -> None:
-        """Abort sequences at a time in seconds; ids that are unknown by then are ignored."""
+        """Abort sequences at a time in seconds; ids that are unknown at that time are ignored."""
         self.loop.push(time, ABORT, self._on_abort, seqs)
 
     def abort(self, seqs: list[int], now: float) -> None:
@@ -438,7 +438,7 @@ class SimulatedPipeline:
         self.loop.push(time, REPORT, self._on_report, (stage, steps))
 
     def finish_fetch(self, seq: int, is_ok: bool, now: float) -> bool:
-        """Note that a fetch has ended; ignored once the pipeline has stopped.
+        """End a fetch of KV cache; ignored once the pipeline has stopped.
 
         Returns:
             True if the fetch starts again later.
@@ -473,7 +473,7 @@ class SimulatedPipeline:
         return commits[::-1]
 
     def stop(self, now: float) -> list[SchedulerRequest]:
-        """End the pipeline now, as a failure does: nothing that is under way has an effect.
+        """Stop the pipeline now, as a failure does: work in flight is lost.
 
         Messages that wait for a link are removed from it, so that a shared link is free for others.
 

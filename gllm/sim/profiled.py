@@ -34,7 +34,7 @@ OPT_MAX_MODEL_LEN = 2048
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """Choices that `gllm simulate` leaves to the user where a profile has several answers."""
+    """Options of `gllm simulate` that apply to a deployment from a profile."""
 
     scheduler: SchedulerConfig
     longest: int
@@ -54,7 +54,7 @@ class ProfileOptions:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages; 1 if neither it nor `layers` is given."""
+        """Number of stages; default: that of `layers`, or 1."""
         return self.stages or (1 if self.layers is None else len(self.layers))
 
     def equal_degrees(self, subject: str) -> list[int]:
@@ -82,7 +82,7 @@ def is_measured_here(profile: str) -> bool:
 
 
 def profiled_deployment(profile: str, options: ProfileOptions) -> Deployment:
-    """Return a deployment whose step times come from a profile.
+    """Return a deployment with the step times of a profile.
 
     Args:
         profile: `vidur`, `vidur:MODEL`, `distserve:MODEL`, `distserve:MODEL,SYSTEM`, the file of

@@ -165,7 +165,7 @@ class ServeConfig:
 
     @property
     def chat(self) -> bool:
-        """True if requests go to the chat endpoint."""
+        """True if requests are sent to the chat endpoint."""
         return self.endpoint.endswith("/chat/completions")
 
     @property

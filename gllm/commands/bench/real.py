@@ -28,7 +28,7 @@ async def serve_workload(
     seed: int = 0,
     served: Callable[[], None] = lambda: None,
 ) -> list[list[int]]:
-    """Send every job at its time and wait for all; the tokens of each output.
+    """Send every request at its time, wait for all, and return the tokens of each output.
 
     Prompts are random tokens, outputs have exactly the job's length and are greedy. `served` is
     called after each. Raises RuntimeError where a request fails.

@@ -133,7 +133,7 @@ async def measure_profile(
     turns: RoundRobinLock | None = None,
     rounds: int = 1,
 ) -> CostProfile:
-    """Serve sweeps with whole prompts and mixtures as configured.
+    """Measure the profile of an engine by serving sweeps and mixed workloads.
 
     Args:
         config: Of the engine.
@@ -210,7 +210,7 @@ def _add_spans(profile: CostProfile, config: EngineConfig, progress: bool) -> Co
 
 
 def raise_span(span: SpanSample, min_seconds: float) -> SpanSample:
-    """Return a span that takes at least this many seconds, as each stage of the engine does."""
+    """Return a sample whose times are at least `min_seconds`, the engine's debug_step_seconds."""
     stages = [max(seconds, min_seconds) for seconds in span.step.stages]
     return msgspec.structs.replace(span, step=msgspec.structs.replace(span.step, stages=stages))
 

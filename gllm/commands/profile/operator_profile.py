@@ -45,7 +45,7 @@ SLOTS = 2
 def time_all_reduce(
     num_ranks: int, token_counts: Sequence[int], hidden_size: int, dtype: torch.dtype, repeats: int
 ) -> dict[int, list[float]]:
-    """Return the milliseconds of each repeat of a sum [tokens, hidden], by number of tokens."""
+    """Return the milliseconds of each repeat of an all-reduce [tokens, hidden], by tokens."""
     layout = RegionLayout(max(token_counts), hidden_size, 0)
     region = create_region("profile-ranks", "shared-memory")
     groups = [open_groups(region, rank, num_ranks, layout).layers for rank in range(num_ranks)]
@@ -71,7 +71,7 @@ def time_all_reduce(
 def time_send(
     token_counts: Sequence[int], hidden_size: int, dtype: torch.dtype, repeats: int
 ) -> dict[int, list[float]]:
-    """Return the milliseconds from a send to the end of its receipt, by number of tokens."""
+    """Return the milliseconds of each repeat of a transfer between stages, by number of tokens."""
     layout = EdgeLayout(SLOTS, max(token_counts), hidden_size, dtype.itemsize)
     edge = create_edge("profile-edge", "shared-memory")
     sender = SharedMemorySender(edge.descriptors, layout, dtype)

@@ -31,7 +31,7 @@ StepRows = Sequence[tuple[int, int]]
 
 
 def count_blocks(rows: StepRows, block_size: int) -> int:
-    """Return the KV blocks that the sequences of a step hold."""
+    """Return the number of KV blocks of the sequences of a step."""
     return sum(-(-(start + tokens) // block_size) for start, tokens in rows)
 
 
@@ -94,7 +94,7 @@ class TimedSpan:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Free everything."""
+        """Free the weights and the KV cache."""
         self.executor.close()
         self.executor.release_weights()
 

@@ -125,13 +125,13 @@ def fit_lines(lines: list[str], width: int, height: int | None) -> list[str]:
 
 
 def headline(left: str, right: str, width: int) -> str:
-    """Return two texts at the ends of one line, or the left one if both do not fit."""
+    """Return a line with left- and right-aligned text; only the left one if both do not fit."""
     num_spaces = width - len(left) - len(right)
     return f"{left}{' ' * num_spaces}{right}" if num_spaces >= 2 else left
 
 
 def bar(share: float, columns: int) -> str:
-    """Return a share in [0, 1] as a bar; NaN gives an empty bar."""
+    """Return a share in [0, 1] as a bar of block characters; empty for NaN."""
     filled_share = 0.0 if math.isnan(share) else min(max(share, 0.0), 1.0)
     full = round(filled_share * columns)
     return FULL * full + EMPTY * (columns - full)

@@ -103,7 +103,7 @@ def _check_seconds(change: object, *fields: str) -> None:
 
 
 def sort_changes(engines: Iterable[str], changes: Iterable[ClusterChange]) -> list[ClusterChange]:
-    """Return changes in order of time; those of one time keep their order.
+    """Sort changes by time; changes at one time stay in their order.
 
     Args:
         engines: Names of the engines at the beginning.
@@ -158,7 +158,7 @@ class _LifeEvent(NamedTuple):
 
     @property
     def is_stale(self) -> bool:
-        """Return True if the engine has another life by now."""
+        """True if the engine has started again since the event was made."""
         return len(self.engine.lives) != self.life
 
 

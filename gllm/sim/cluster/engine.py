@@ -47,7 +47,7 @@ class EarliestEnds:
 
     @property
     def time(self) -> float:
-        """Return the time before which no request ends; infinite without requests."""
+        """Lower bound of the time of the next end of a request; infinite without requests."""
         return self._heap[0][0] if self._heap else inf
 
     def add(self, seq: int, num_tokens: int, now: float) -> None:
@@ -90,7 +90,7 @@ class ClusterEngineState(Enum):
 
 
 class EngineLife(NamedTuple):
-    """Times of one epoch in seconds; None if the simulation ends earlier."""
+    """Times in seconds of one run of an engine, from its start to its end; None if not reached."""
 
     start_time: float
     """Time from which the devices are in use; start-up included."""
@@ -99,7 +99,7 @@ class EngineLife(NamedTuple):
 
 
 class EngineRun(NamedTuple):
-    """Requests and micro-batches of one engine, and its state at the end."""
+    """Result of one engine of a cluster: requests, micro-batches and statistics."""
 
     record: RunRecord
     """All epochs. A request that was lost and returned to the engine is one request."""
@@ -180,13 +180,13 @@ class ClusterEngine:
 
     @property
     def is_routable(self) -> bool:
-        """Return True if the router takes the engine for ready."""
+        """True if the router sends requests to the engine, which may have crashed unnoticed."""
         has_been_ready = self.lives[-1].ready_time is not None
         is_present = self.state in (ClusterEngineState.READY, ClusterEngineState.LOST)
         return is_present and has_been_ready and not self.is_draining
 
     def snapshot(self, now: float) -> EngineSnapshot:
-        """Return the state that a router knows at a time; of a lost engine the last one."""
+        """Return the state of the engine that the router sees; the last one if it has crashed."""
         if self._needs_only_counts:
             return self._count_snapshot()
         snapshot = self._epochs[-1].snapshot(now)
@@ -247,7 +247,7 @@ class ClusterEngine:
         return seq
 
     def catch_up_with_ends(self, now: float) -> None:
-        """Run the events before an arrival, unless no request can end by then.
+        """Run the events of the engine before an arrival at `now` if a request may end before it.
 
         Only for a router that needs nothing but counts; for others the loops have run them.
         """
@@ -278,7 +278,7 @@ class ClusterEngine:
         self.lives.append(EngineLife(now))
 
     def become_ready(self, now: float) -> None:
-        """Finish the start-up: begin an epoch with an empty cache."""
+        """Begin an epoch with an empty cache after the start-up."""
         deployment = self.deployment
         self._ends = EarliestEnds(deployment.cost, deployment.scheduler.stages)
         self._last_count_snapshot = None
@@ -302,7 +302,7 @@ class ClusterEngine:
         self._epochs.append(EngineEpoch(self, None if self._kv_listener is None else self))
 
     def fail(self, now: float) -> bool:
-        """Crash, with all work in flight; return False if the engine is not running."""
+        """Simulate a crash, which loses all work in flight; return False if it is not running."""
         if self.state not in (ClusterEngineState.STARTING, ClusterEngineState.READY):
             return False
         self._end_epoch(now)
@@ -310,7 +310,7 @@ class ClusterEngine:
         return True
 
     def stop(self, now: float) -> list[ClusterRequest]:
-        """Stop, or note that the engine has died; return its unfinished requests in order."""
+        """Stop the engine; return its unfinished requests in order of priority and arrival."""
         if self.state is not ClusterEngineState.LOST:
             self._end_epoch(now)
         self.state = ClusterEngineState.STOPPED
@@ -335,25 +335,25 @@ class ClusterEngine:
         return self._kv_listener
 
     def on_begun(self, seqs: list[int], now: float) -> None:
-        """Report watched sequences once."""
+        """Report that watched sequences have computed their first chunk, once per sequence."""
         for seq in seqs:
             self.watched_seqs.discard(seq)
             self._kv.on_begun(self, self.requests[seq], now)
 
     def on_fetch(self, fetch: KvFetch, now: float) -> None:
-        """Report a fetch."""
+        """Forward a fetch of KV cache to the cluster."""
         self._kv.on_fetch(self, fetch, now)
 
     def on_fetch_cancelled(self, seq: int, now: float) -> None:
-        """Report a fetch that is no longer needed."""
+        """Forward the cancellation of a fetch to the cluster."""
         self._kv.on_fetch_cancelled(self, seq, now)
 
     def on_revoked(self, ticket: int, now: float) -> None:
-        """Report a ticket that must not be used any more."""
+        """Forward the revocation of a ticket to the cluster."""
         self._kv.on_revoked(self, ticket, now)
 
     def on_admitted(self, now: float) -> None:
-        """Report that waiting requests may hold KV blocks now."""
+        """Offer requests of the central queue after a step was scheduled."""
         self._listener.on_changed(self, now)
 
     def on_finished(self, seqs: list[int], now: float) -> None:

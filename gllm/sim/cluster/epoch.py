@@ -129,30 +129,30 @@ class EngineEpoch(PipelineObserver):
     # Observer of the pipeline.
 
     def on_added(self, request: SchedulerRequest, now: float) -> None:
-        """Note the time and the request, which the router has sent."""
+        """Record a request that the scheduler has accepted."""
         self.last_event_time = now
         if self._ongoing is not None:
             num_resumed = sum(map(len, request.outputs or ()))
             self._ongoing.on_sent(request.seq, len(request.prompt_token_ids) + num_resumed)
 
     def on_aborted(self, seqs: list[int], now: float) -> None:
-        """Forget sequences that the cluster has withdrawn."""
+        """Remove aborted sequences from the unfinished ones."""
         self.last_event_time = now
         if self._ongoing is not None:
             self._ongoing.on_ended(seqs)
 
     def on_scheduled(self, call: SchedulerCall, now: float) -> None:
-        """Report a micro-batch."""
+        """Notify the engine of a new micro-batch."""
         self.last_event_time = now
         if call.plan is not None:
             self._listener.on_admitted(now)
 
     def on_stage_finished(self, stage: int, step: int, start: float, end: float) -> None:
-        """Note the time."""
+        """Record the time of the last event."""
         self.last_event_time = end
 
     def on_committed(self, plan: StepPlan, output: StepOutput, now: float) -> None:
-        """Report finished sequences."""
+        """Notify the engine of first chunks and of finished sequences."""
         self.last_event_time = now
         if watched := self._listener.watched_seqs:
             begun = dict.fromkeys(row.seq for row in plan.rows if row.seq in watched)

@@ -47,7 +47,7 @@ class KvTransfer(NamedTuple):
 
 
 class KvTransfers:
-    """Transfers under way in a cluster.
+    """KV transfers in flight in a cluster.
 
     A transfer ends with either of its engines: the link is free for others at once, and the
     transfer is lost when the cluster knows that the engine is.
@@ -65,7 +65,7 @@ class KvTransfers:
         self._num_transfers = 0
 
     def involve(self, engine: str) -> bool:
-        """Return True if a transfer from or to an engine is under way."""
+        """Return True if a transfer from or to an engine is in flight."""
         return any(
             engine in (transfer.source, transfer.target) for transfer in self._under_way.values()
         )
@@ -105,7 +105,7 @@ class KvTransfers:
                 self._on_end(transfer, now)
 
     def on_engine_dead(self, engine: str) -> None:
-        """Break the transfers from and to an engine."""
+        """Stop the transfers from and to an engine that has crashed; they are reported later."""
         for number, transfer in list(self._under_way.items()):
             if engine in (transfer.source, transfer.target):
                 del self._under_way[number]
@@ -113,7 +113,7 @@ class KvTransfers:
                 transfer.path.link.drop(transfer)
 
     def on_engine_known_dead(self, engine: str, now: float) -> None:
-        """Report the broken transfers of an engine as lost."""
+        """Report the stopped transfers of a crashed engine as lost, once the crash is detected."""
         for number, (dead_engine, transfer) in list(self._broken.items()):
             if dead_engine == engine:
                 del self._broken[number]
@@ -171,7 +171,7 @@ class KvNetwork:
         return max(1, self.bytes_per_token * num_tokens)
 
     def path(self, source: str, target: str, loop: EventLoop) -> TransferPath:
-        """Return the way from an engine to another one."""
+        """Return the link from one engine to another, made on first use."""
         if source not in self._links:
             self._links[source] = SimulatedLink(loop, make_link_policy("serial"))
         return TransferPath(self._links[source], self.network)
@@ -202,7 +202,7 @@ class HandoffRecord(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class SimulatedHandoff:
-    """A hand-off under way, from the first token until the KV cache has arrived or is lost."""
+    """State of a hand-off, from the first token until the KV cache has arrived or is lost."""
 
     request: ClusterRequest
     ticket: int

@@ -98,16 +98,16 @@ class PairRouter(ClusterRouter):
         return self._policy.role_changes([engine.snapshot(now) for engine in engines], now)
 
     def on_prefill_ended(self, request: SchedulerRequest, now: float) -> None:
-        """Note that a request has its first token."""
+        """Notify the policy that a request has its first token."""
         self._policy.on_prefill_ended(request.seq, now)
 
     def on_finished(self, request: SchedulerRequest, now: float) -> None:
-        """Forget a request."""
+        """Notify the policy that a request has finished."""
         self._pairs.pop(request.seq, None)
         self._policy.on_ended(request.seq, now)
 
     def on_engine_lost(self, engine: str) -> None:
-        """Note the loss of an engine."""
+        """Notify the policy of the loss of an engine."""
         self._policy.on_engine_lost(engine)
 
     def predict_output_tokens(self, request: SchedulerRequest) -> int:
@@ -127,7 +127,7 @@ ROLE_SECONDS = 1.0
 
 
 class PairedRun(NamedTuple):
-    """Run of a cluster with hand-offs."""
+    """Result of a cluster with hand-offs."""
 
     cluster: ClusterRun
     handoffs: dict[int, HandoffRecord]
@@ -275,7 +275,7 @@ class PairedCluster(SimulatedCluster):
     # Fetches and holds.
 
     def on_fetch(self, engine: ClusterEngine, fetch: KvFetch, now: float) -> None:
-        """Send the KV cache, or report that it is lost."""
+        """Start the transfer of a fetched KV cache, or report that the cache is lost."""
         handoff = self._by_seq[engine.name, fetch.seq]
         handoff.fetch_time = now
         if not fetch.num_tokens:

@@ -12,7 +12,7 @@ from gllm.sim.workloads.requests import WorkloadRequest
 
 @dataclass(eq=False, slots=True)
 class ClusterRequest:
-    """Unfinished request of a cluster, which may be submitted to several engines in turn."""
+    """Unfinished request of a cluster; several engines may compute it one after the other."""
 
     index: int
     """Position in the workload."""
@@ -29,7 +29,7 @@ class ClusterRequest:
 
     @property
     def num_output_tokens(self) -> int:
-        """Number of output tokens so far, as far as the cluster knows."""
+        """Number of output tokens of former engines."""
         return len(self.request.outputs[0]) if self.request.outputs else 0
 
     @property

@@ -93,10 +93,10 @@ class ClusterRouter(ABC):
         """
 
     def on_finished(self, request: SchedulerRequest, now: float) -> None:  # noqa: B027
-        """Note a request that has finished. The default ignores it."""
+        """Record a finished request. The default ignores it."""
 
     def on_engine_lost(self, engine: str) -> None:  # noqa: B027
-        """Note an engine that is known to have failed or ended. The default ignores it."""
+        """Record the detected failure or the end of an engine. The default ignores it."""
 
 
 class PolicyRouter(ClusterRouter):
@@ -140,11 +140,11 @@ class PolicyRouter(ClusterRouter):
         return self._policy.choose(routing_request, [engine.snapshot(now) for engine in engines])
 
     def on_finished(self, request: SchedulerRequest, now: float) -> None:
-        """Note the request; the next choice records its length."""
+        """Record a finished request; its length counts from the next choice on."""
         self._finished.append((now, request))
 
     def on_engine_lost(self, engine: str) -> None:
-        """Forget the prefix cache of the engine."""
+        """Drop the blocks of the engine from the prefix index."""
         self._policy.prefixes.forget(engine)
 
     def _record_finished(self) -> None:
@@ -181,7 +181,7 @@ class PolicyRouter(ClusterRouter):
 
 
 class DeferredRouter(ClusterRouter):
-    """Router that keeps a request in the central queue until an engine can start it.
+    """Router whose requests wait in the central queue until an engine can start them.
 
     Other requests wait in the central queue, from which engines pull. An engine can run a request
     if none of its requests waits for KV blocks and one more may hold them.

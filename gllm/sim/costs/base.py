@@ -128,7 +128,7 @@ class CostModel(ABC):
         return NO_TRANSFER
 
     def plan_seconds(self, work: StageWork) -> float:
-        """Return the driver's time from the schedule until the plan leaves it."""
+        """Return the driver's time from the schedule until the plan is sent."""
         return 0.0
 
     def plan_transfer(self, stage: int, work: StageWork) -> TransferCost:
@@ -136,11 +136,11 @@ class CostModel(ABC):
         return NO_TRANSFER
 
     def sample_seconds(self, work: StageWork) -> float:
-        """Return the time from a single stage's end until its tokens can be used."""
+        """Return the time from a single stage's end until its tokens are sampled."""
         return 0.0
 
     def return_seconds(self, work: StageWork) -> float:
-        """Return the time from the last stage's end until its result leaves, sampling included."""
+        """Return the time from the last stage's end until its result is sent, with sampling."""
         return 0.0
 
     def return_transfer(self, work: StageWork) -> TransferCost:
@@ -150,7 +150,7 @@ class CostModel(ABC):
 
 @runtime_checkable
 class OperatorCostModel(Protocol):
-    """Cost model that knows the parts of a stage's time."""
+    """Cost model that predicts the time of each class of operators."""
 
     def operator_seconds(self, stage: int, work: StageWork) -> Mapping[str, float]:
         """Return the time of each class of operators, which add up to `stage_seconds`."""
@@ -213,7 +213,7 @@ class DecodeOnlyCostModel(DelegatingCostModel):
 
 
 class ConstantCostModel(CostModel):
-    """Cost model for theory and tests: all micro-batches take the same time.
+    """Cost model in which all micro-batches take the same time.
 
     Args:
         stage: Seconds of each stage per micro-batch.

@@ -149,7 +149,7 @@ def measured_ranges(model: str, tp: int) -> dict[str, tuple[float, float]]:
 
 
 def read_kv_capacity(model: str, tp: int, pp: int) -> int:
-    """Return the tokens that the KV cache of A100-80G devices holds.
+    """Return the capacity of the KV cache of A100-80G devices in tokens.
 
     Raises:
         ValueError: The capacity was not published; the message names those there are.

@@ -173,7 +173,7 @@ def _spans_of(layers: Sequence[int]) -> list[Span]:
 
 
 class FittedCostModel(CostModel):
-    """Pipeline of a profile, cut into stages as it was measured or in another way.
+    """Cost model fitted to a profile, for the measured division into stages or another one.
 
     Args:
         profile: The measurements.
@@ -232,7 +232,7 @@ class FittedCostModel(CostModel):
         return self._host_seconds + whole * share
 
     def arrival_seconds(self, stage: int) -> float:
-        """Return the fitted time; of another cut that of the driver's stage on the first one."""
+        """Return the fitted time; in another division only the driver's stage has one."""
         if self._cut is None:
             return self._fits[stage].arrival_seconds
         return self._fits[0].arrival_seconds if stage == 0 else 0.0

@@ -111,7 +111,7 @@ class ForestCostModel(CostModel):
         )  # fmt: skip
 
     def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
-        """Return the time of the stage's layers, of its inputs on the host and of the ends.
+        """Return the time of the layers, the input preparation, the embedding and the LM head.
 
         Raises:
             CostRangeError: The micro-batch is above the measured range.

@@ -112,7 +112,7 @@ class PrefillTable:
         self._rows = [[next(times) for _ in range(0, most - c + 1, STEP)] for c in lengths]
 
     def at(self, kv: float, chunk: float) -> float:
-        """Return the milliseconds of the nearest cell; the chunk and their sum are in range."""
+        """Return the milliseconds at the nearest grid point; both arguments are in range."""
         row = self._rows[min(round((chunk - self._low) / STEP), len(self._rows) - 1)]
         # Rounding both up can step over the longest sequence, by one cell.
         return row[min(round(kv / STEP), len(row) - 1)]
@@ -137,7 +137,7 @@ class DecodeTable:
         self._rows = predict_cached(samples, grid).reshape(len(batches), len(contexts)).tolist()
 
     def at(self, batch: int, kv: float) -> float:
-        """Return the milliseconds of the nearest cell; both are in range."""
+        """Return the milliseconds at the nearest grid point; both arguments are in range."""
         row = self._rows[batch - int(self.batch_range[0])]
         return row[min(round((kv - self._low) / STEP), len(row) - 1)]
 

@@ -78,7 +78,7 @@ class OperatorForest:
         self._model.fit(samples.features, samples.milliseconds)
 
     def predict(self, features: Array) -> Array:
-        """Milliseconds, [rows], for features [rows, features].
+        """Return the milliseconds [rows] for features [rows, features].
 
         Raises CostRangeError for a key out of the measured range: a tree would answer with its
         outermost leaf.
@@ -95,7 +95,7 @@ class OperatorForest:
 def token_samples(
     device: str, model: str, tp: int, tables: OperatorTables = VIDUR_TABLES
 ) -> dict[str, OperatorSamples]:
-    """Every token-level operator of one layer's shard, features [num_tokens], by operator.
+    """Return the samples of each token-level operator of one layer's shard, features [num_tokens].
 
     `emb` is the embedding, `attn_pre_proj` and `attn_post_proj` are the QKV and O projections,
     `add` is one residual. An operator that the model lacks is left out. Raises ValueError for a
@@ -117,7 +117,7 @@ def token_samples(
 def prefill_samples(
     tables: OperatorTables = VIDUR_TABLES, tp: int = ATTENTION[2]
 ) -> OperatorSamples:
-    """Attention of one prefill chunk, features [kv, chunk^2].
+    """Return the samples of attention of one prefill chunk, features [kv, chunk^2].
 
     kv: tokens cached before the chunk. No sequence was longer than 4,096 tokens.
     """
@@ -137,7 +137,7 @@ def prefill_samples(
 def decode_samples(
     tables: OperatorTables = VIDUR_TABLES, tp: int = ATTENTION[2]
 ) -> OperatorSamples:
-    """Attention of a batch of decodes, features [batch, mean kv]; kv: tokens cached before."""
+    """Return the samples of attention of decodes, features [batch, mean cached tokens]."""
     measured = [
         ((float(row["batch_size"]), float(row["kv_cache"])), float(row["attn_decode_ms"]))
         for row in _attention_rows(tables, tp)
@@ -153,7 +153,7 @@ def decode_samples(
 def reshape_samples(
     tables: OperatorTables = VIDUR_TABLES, tp: int = ATTENTION[2]
 ) -> OperatorSamples:
-    """Reshapes around attention, features [num_tokens]: the stand-in for saving keys and values.
+    """Return the samples of the reshapes around attention, features [num_tokens].
 
     They do not depend on kv, so all kv of a chunk length or batch are averaged.
     """
@@ -172,7 +172,7 @@ def collective_samples(
     devices_per_node: int,
     tables: OperatorTables = VIDUR_TABLES,
 ) -> OperatorSamples:
-    """One collective ("all_reduce" or "send_recv"), features [bytes].
+    """Return the samples of a collective ("all_reduce" or "send_recv"), features [bytes].
 
     Raises ValueError for a combination that was not profiled.
     """
@@ -191,7 +191,7 @@ def collective_samples(
 def host_rows(
     device: str, model: str, tables: OperatorTables = VIDUR_TABLES
 ) -> list[dict[str, float]]:
-    """Host times of an engine by `tp` and `batch_size`, all columns as numbers, in milliseconds.
+    """Return the host times of an engine in milliseconds, with the columns `tp` and `batch_size`.
 
     Raises ValueError for a device and model without any.
     """
@@ -200,7 +200,7 @@ def host_rows(
 
 
 def model_shape(model: str, tables: OperatorTables = VIDUR_TABLES) -> dict[str, int]:
-    """Shape of a profiled model: `num_layers`, `embedding_dim` and so on; flags are 0 or 1.
+    """Return the shape of a profiled model (`num_layers`, `embedding_dim` ...); flags are 0 or 1.
 
     Raises ValueError for a model that was not profiled.
     """

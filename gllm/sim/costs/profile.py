@@ -102,7 +102,7 @@ class CostProfile(msgspec.Struct, frozen=True):
 
     @property
     def engine_flags(self) -> dict[str, Any]:
-        """Flags of `gllm serve` with which an engine on one core takes the measured times."""
+        """Flags of `gllm serve` for an engine on one core with the measured step times."""
         facts = self.machine
         flags: dict[str, Any] = {"threads": 1}
         if facts.get("dtype", "auto") != "auto":

@@ -214,7 +214,7 @@ class RooflineCostModel(CostModel):
             self._stages.append(_StageRoofline(hardware, index, layers[key]))
 
     def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
-        """Layers one after the other; on the last stage the LM head over the sampled rows."""
+        """Return the time of the stage's layers, and on the last stage of the LM head."""
         return self._stages[stage].seconds(work) + self._efficiency.stage_overhead
 
     def least_stage_seconds(self, stage: int, work: StageWork | None = None) -> float:
@@ -301,7 +301,7 @@ class _StageRoofline:
 
 
 class LayerRoofline:
-    """Roofline of one layer on one rank, and of the model's ends.
+    """Roofline of one layer on one rank, and of embedding and LM head.
 
     Args:
         model: The whole model.

@@ -130,5 +130,5 @@ class SplitwiseCostModel(CostModel):
         return seconds / self._num_stages
 
     def activation_transfer(self, stage: int, work: StageWork) -> TransferCost:
-        """Return the time in which the activations travel."""
+        """Return the time of the activations on the link."""
         return TransferCost(self._activation_seconds * work.num_tokens)

@@ -43,7 +43,7 @@ PROFILED_DEVICES = {
 
 
 def check_profiled(model: str, device: str) -> None:
-    """Raise ValueError, with the known names, unless Vidur profiled the model and the device."""
+    """Raise ValueError unless Vidur profiled the model and the device."""
     tables: tuple[tuple[str, str, Mapping[str, object]], ...] = (
         ("model", model, PROFILED_MODELS),
         ("device", device, PROFILED_DEVICES),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """Peak rates, power limit and price of one device."""
+    """Peak rates, memory, power limit and price per hour of one device."""
 
     flops: float
     """Dense bf16 FLOP/s with fp32 accumulation (V100: fp16)."""

@@ -36,11 +36,11 @@ class MachineType(NamedTuple):
 
     @property
     def memory_bytes(self) -> float:
-        """Return the memory of all GPUs."""
+        """Memory of all GPUs in bytes."""
         return self.num_gpus * self.gpu_memory_gb * 1e9
 
     def kv_tokens(self, weight_bytes: float, kv_bytes_per_token: float, usable: float) -> int:
-        """Return the tokens that the KV cache holds beside the weights.
+        """Return the capacity of the KV cache in tokens, after the weights are loaded.
 
         Args:
             weight_bytes: All weights of the model.
@@ -78,7 +78,7 @@ def read_machine_types() -> dict[str, MachineType]:
 
 
 class ClusterDesign(NamedTuple):
-    """Prompt machines and token machines; without token machines a cluster that is not split."""
+    """Numbers and types of prompt and token machines; no token machines: whole requests."""
 
     prompt: MachineType
     token: MachineType
@@ -87,23 +87,23 @@ class ClusterDesign(NamedTuple):
 
     @property
     def num_machines(self) -> int:
-        """Return the space that the cluster takes."""
+        """Total number of machines."""
         return self.num_prompt + self.num_token
 
     @property
     def cost(self) -> float:
-        """Return the price relative to one DGX-A100."""
+        """Cost relative to one DGX-A100."""
         return self.num_prompt * self.prompt.cost + self.num_token * self.token.cost
 
     @property
     def dollars_per_hour(self) -> float:
-        """Return the price."""
+        """Price of all machines in US dollars per hour."""
         prompt = self.num_prompt * self.prompt.dollars_per_hour
         return prompt + self.num_token * self.token.dollars_per_hour
 
     @property
     def power(self) -> float:
-        """Return the provisioned power relative to one DGX-A100."""
+        """Provisioned power relative to one DGX-A100."""
         return self.num_prompt * self.prompt.power + self.num_token * self.token.power
 
     def __str__(self) -> str:
@@ -127,5 +127,5 @@ def machine_pair(name: str) -> tuple[MachineType, MachineType]:
 
 
 def count_affordable(budget: float, price: float) -> int:
-    """Return the number of machines of one price that a budget admits; rounding errors pass."""
+    """Return the number of machines that a budget pays for, with tolerance of rounding errors."""
     return math.floor(budget / price + 1e-9)

@@ -214,7 +214,7 @@ class ModelShape:
         return BYTES_PER_ELEMENT * elements + 2 * self.kv_bytes
 
     def stage_bytes(self, stage: int, layer_counts: list[int]) -> float:
-        """Return the bytes of the weights that a stage holds."""
+        """Return the bytes of the weights of a stage."""
         first = sum(layer_counts[:stage])
         ends = self._end_weights(stage == 0, stage == len(layer_counts) - 1)
         weights = self.weights_of_layers(first, layer_counts[stage]) + ends

@@ -124,7 +124,7 @@ class PipelineSpec:
         return self._sum_over_devices([stage.device.power for stage in self.stages])
 
     def rank_weight_bytes(self, stage: int) -> float:
-        """Return the bytes of weights that each rank of a stage holds."""
+        """Return the bytes of the weights on each rank of a stage."""
         shard = self.model.shard(self.stages[stage].tp)
         return shard.stage_bytes(stage, self.layer_counts)
 
@@ -134,7 +134,7 @@ class PipelineSpec:
         return self.stages[stage].num_layers * shard.kv_bytes * block_size
 
     def stage_kv_blocks(self, block_size: int, memory_share: float) -> list[int]:
-        """Return the number of KV blocks that fit each stage beside its weights; may be negative.
+        """Return the number of KV blocks that fit each stage with its weights; may be negative.
 
         Args:
             block_size: Tokens per block.

@@ -35,7 +35,7 @@ MAX_CHECKS = 100
 
 
 class LongDelays:
-    """Condition that ends a run in which the P99 of the delays can no longer be within a limit.
+    """Early stop of a run whose P99 scheduling delay is certain to exceed a limit.
 
     Args:
         arrivals: Times in seconds of all requests of the run, rising.
@@ -53,7 +53,7 @@ class LongDelays:
         self._num_enough = num_requests - int((num_requests - 1) * 99 / 100)
 
     def is_met(self, requests: Mapping[int, ServedRequest], now: float) -> bool:
-        """Return True if so many requests have waited for longer that the others do not matter."""
+        """Return True if more requests than the P99 permits have waited longer than the limit."""
         num_late = 0
         for served in requests.values():
             first = served.first_scheduled_time

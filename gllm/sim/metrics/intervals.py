@@ -25,7 +25,7 @@ class MicroBatchInterval(NamedTuple):
 
 
 class BubbleInterval(NamedTuple):
-    """Time in which a stage was idle though work was at hand."""
+    """Time in which a stage was idle although work was available."""
 
     stage: int
     start: float
@@ -54,7 +54,7 @@ class TokenInterval(NamedTuple):
 def select_window(
     run: RunRecord, begin: float | None = None, seconds: float | None = None
 ) -> tuple[float, float]:
-    """(begin, end) of a part of the run, in its clock's seconds.
+    """Return begin and end of a part of the run, in seconds of its clock.
 
     begin: seconds since the first request. What is None is taken from about 40 micro-batches in the
     middle of its work. Raises ValueError for a run without times, or `seconds` not above 0.
@@ -81,7 +81,7 @@ def select_window(
 def micro_batch_intervals(
     run: RunRecord, begin: float = -inf, end: float = inf
 ) -> list[MicroBatchInterval]:
-    """Bars that reach into begin..end, uncut, in the order of micro-batches."""
+    """Return the micro-batches that overlap begin..end, with their whole times, in order."""
     return [
         MicroBatchInterval(
             stage,
@@ -97,7 +97,7 @@ def micro_batch_intervals(
 
 
 def bubble_intervals(run: RunRecord, begin: float = -inf, end: float = inf) -> list[BubbleInterval]:
-    """Return the bubbles in begin..end, cut to it.
+    """Return the bubbles in begin..end, limited to it.
 
     Over all of a run they add up to `RunRecord.stage_usages`.
     """
@@ -133,7 +133,7 @@ def stage_usages_in(
 
 
 def token_intervals(run: RunRecord) -> list[TokenInterval]:
-    """Each micro-batch from its entry into the pipeline until the next one's, or its own commit."""
+    """Return an interval per micro-batch, from its first stage until the next one or its commit."""
     # Several may be planned at one moment, but the first stage takes one after another.
     entries = [
         step.stage_times[0].start if step.stage_times[0] else step.planned_time

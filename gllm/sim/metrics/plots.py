@@ -110,7 +110,7 @@ class ChartPanel(NamedTuple):
 
 @contextmanager
 def open_picture(path: str | Path, height: float) -> Iterator["Figure"]:
-    """Yield a figure of `height` inches, which is written if the block ends without an error."""
+    """Yield a figure of `height` inches; write it to a file if the block raises no error."""
     path = Path(path)
     path = path if path.suffix else path.with_suffix(".svg")
     if path.suffix not in (".svg", ".png"):
@@ -136,12 +136,12 @@ def _caption(run: RunRecord) -> str:
 
 
 def plot_latencies(run: RunRecord, path: str | Path) -> None:
-    """Distributions of a run's latencies. Raises as plot_distributions does."""
+    """Plot the distributions of a run's latencies. Raises as `plot_distributions` does."""
     plot_distributions([served.line for served in run.requests.values()], _caption(run), path)
 
 
 def plot_distributions(lines: Sequence[RequestTimeline], caption: str, path: str | Path) -> None:
-    """Distributions of TTFT, TPOT, ITL and E2EL, with p50 and p99; percentiles over ms or s.
+    """Plot the distributions of TTFT, TPOT, ITL and E2EL: percentiles over ms or s.
 
     Raises ImportError without matplotlib, ValueError for another suffix, OSError as open does.
     """
@@ -187,7 +187,7 @@ def _draw_distribution(axes: "Axes", seconds: list[float]) -> None:
 
 
 def plot_tokens(run: RunRecord, path: str | Path) -> None:
-    """Tokens of each micro-batch over time, decode below prefill; means over bins of many.
+    """Plot the tokens of each micro-batch over time; of many micro-batches means over bins.
 
     Raises ValueError for a run without micro-batches, and as plot_latencies does.
     """
@@ -300,7 +300,7 @@ def _gantt_legend() -> "list[Patch]":
 
 
 def plot_grid(panels: Sequence[ChartPanel], path: str | Path, columns: int = 2) -> None:
-    """Charts side by side under one legend; a line's name has one colour in all of them.
+    """Plot charts side by side under one legend; a line has the same colour in all of them.
 
     Raises ValueError without panels, and as plot_latencies does.
     """
@@ -423,7 +423,7 @@ class BarLabels(NamedTuple):
 
 
 def lay_out_labels(labels: Sequence[str]) -> BarLabels:
-    """Return labels that do not overlap: wrapped to the width of a group, or turned upright."""
+    """Return labels that do not overlap: wrapped to the width of a group, or rotated."""
     limit = max(1, LINE_CHARACTERS // len(labels))
     wrapped = [wrap(label, limit, break_long_words=False) or [""] for label in labels]
     num_lines = max(map(len, wrapped))
@@ -443,7 +443,7 @@ def plot_bars(
     title: str,
     reference: dict[str, dict[str, float]] | None = None,
 ) -> None:
-    """Plot bars by group and name, and outlined beside them the figures of a paper, if any.
+    """Plot bars by group and name, and the reference figures of a paper as outlined bars.
 
     Raises ValueError without groups, and as plot_latencies does.
     """

@@ -42,7 +42,7 @@ def summarize_with_batches(
     slo: Slo,
     deployment: Deployment | None,
 ) -> dict[str, Any]:
-    """Return the figures of a run whose micro-batches are measured; see `summarize_run`."""
+    """Return the figures of `summarize_run` from the given figures of its micro-batches."""
     uses = run.stage_usages()
     figures = summarize_requests(list(run.requests.values()), slo)
     tokens, requests = batches.steady_rates(run.begin, len(run.requests))
@@ -189,7 +189,7 @@ def get_figure(summary: dict[str, Any], path: str | tuple[str, ...]) -> Any:
 
 
 def format_table(header: list[str], rows: list[list[str]]) -> str:
-    """Columns side by side, as Markdown shows them."""
+    """Return a Markdown table with padded columns."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     lines = [header, ["-" * width for width in widths], *rows]
     return "\n".join(

@@ -34,7 +34,7 @@ RequestContents = tuple[tuple[int, ...], int, tuple[int, ...], int, str]
 
 
 class ResumedRequestFinder:
-    """The requests that were unfinished when an epoch ended.
+    """Finds the first submission of a request that was unfinished when an epoch ended.
 
     Sequence ids are new for each submission, so requests are recognized by contents and arrival.
     """
@@ -45,7 +45,7 @@ class ResumedRequestFinder:
             self._unfinished[_contents(add)].append(add)
 
     def pop_original(self, add: AddEvent) -> AddEvent | None:
-        """Return the first submission of a request and forget it; None for a new request.
+        """Remove and return the first submission of a request; None for a new request.
 
         Among requests of equal contents it is the one that arrived closest to the same time.
         """
@@ -73,7 +73,7 @@ def _contents(add: AddEvent) -> RequestContents:
 
 @dataclass(slots=True)
 class ServedRequest:
-    """A sequence of a run."""
+    """A sequence of a run, with its timeline and its preemptions."""
 
     num_prompt_tokens: int
     max_tokens: int
@@ -127,7 +127,7 @@ class DepthChange:
 
 @dataclass
 class StageUsage:
-    """A stage's seconds over a run."""
+    """Busy time and bubbles of a stage over a run, in seconds."""
 
     busy: float = 0.0
     bubble: float = 0.0
@@ -148,7 +148,7 @@ class StageUsage:
 
 @dataclass
 class RunRecord:
-    """A whole run."""
+    """Record of a run: requests, micro-batches, and the parallelism over time."""
 
     start: StartEvent
     requests: dict[int, ServedRequest] = field(default_factory=dict)
@@ -219,7 +219,7 @@ class RunRecord:
 
 
 def build_run_record(events: Iterable[StepLogEvent], warm_ups: bool = False) -> RunRecord:
-    """Read a run off its log. Raises ValueError where the log does not begin with a start.
+    """Return the record of a logged run. Raises ValueError if the log has no start.
 
     Warm-up requests and their micro-batches are left out, unless `warm_ups`. A request that was
     submitted again after a restart is one request, whose timeline goes on.
@@ -272,7 +272,7 @@ class _Reader:
         """Time of the last commit of each sequence of the present epoch."""
 
     def read(self, event: StepLogEvent) -> None:
-        """Take one event in."""
+        """Add one event to the run."""
         if isinstance(event, AddEvent | AbortEvent | CommitEvent | StageTimesEvent):
             self._news = event.time
         match event:
@@ -421,7 +421,7 @@ def _set_num_tokens(line: RequestTimeline, num_tokens: int, now: float) -> None:
 
 
 class StepCosts(NamedTuple):
-    """Seconds of one step."""
+    """Times of one step in seconds: driver, stages and links."""
 
     step: MicroBatch
     plan_seconds: float | None

@@ -66,7 +66,7 @@ class RunRecorder(PipelineObserver):
             self._fetched_tokens[request.seq] = request.kv_source_tokens
 
     def on_aborted(self, seqs: list[int], now: float) -> None:
-        """Forget the state of unfinished sequences."""
+        """Drop the state of aborted sequences."""
         self._received_time = now
         for seq in seqs:
             self._forget(seq)

@@ -34,7 +34,7 @@ SPLITWISE_SLOS = tuple(
 
 
 class SloMargin(NamedTuple):
-    """A slowdown beside its limit."""
+    """A percentile of the slowdowns, and its limit."""
 
     metric: str
     """Field of RequestLatencies."""
@@ -44,7 +44,7 @@ class SloMargin(NamedTuple):
 
     @property
     def is_met(self) -> bool:
-        """Return True if the slowdown is at most the limit."""
+        """True if the slowdown is at most the limit."""
         return self.slowdown <= self.limit
 
 
@@ -57,7 +57,7 @@ def measure_latencies(line: RequestTimeline) -> RequestLatencies | None:
 
 
 def check_slos(pairs: Iterable[tuple[RequestLatencies, RequestLatencies]]) -> list[SloMargin]:
-    """Return the nine slowdowns beside their limits; those of a metric without values are 0.
+    """Return the nine slowdowns with their limits; 0 for a metric without values.
 
     Args:
         pairs: Latencies of each request, and those of the same request on an idle machine.

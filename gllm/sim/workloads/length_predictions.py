@@ -20,7 +20,7 @@ DEFAULT_GRANULARITY = 200
 
 
 class NoisyLengthPredictor:
-    """Classifier of output lengths that names the right bin with a given probability.
+    """Simulated classifier of output lengths that is right with a fixed probability.
 
     Bin k has the lengths from k times the granularity up to the next bin.
 
@@ -63,7 +63,7 @@ class NoisyLengthPredictor:
         self._num_bins = -(-max_tokens // granularity)
 
     def predict_bin(self, num_output_tokens: int) -> int:
-        """Return the bin of a true length, or a random other one."""
+        """Return the bin of an output length, or by chance a wrong one."""
         index = num_output_tokens // self._granularity
         if self._rng.random() < self._accuracy:
             return index
@@ -71,7 +71,7 @@ class NoisyLengthPredictor:
         return wrong + (wrong >= index)
 
     def predict(self, num_output_tokens: int) -> int:
-        """Return the length to plan with by the true one: the bin's lower end, at least 1."""
+        """Return the predicted length of an output: the lower end of its bin, at least 1."""
         return max(1, self.predict_bin(num_output_tokens) * self._granularity)
 
 

@@ -127,7 +127,7 @@ def _zipf(rng: random.Random, values: list[float]) -> int:
 
 
 class LengthDistribution(NamedTuple):
-    """A distribution of one length."""
+    """Distribution of the prompt or the output length."""
 
     values: tuple[str, ...]
     """Names of the numbers that describe it."""

@@ -74,7 +74,7 @@ def parse_sessions(workload: str) -> tuple[int, ...]:
 
 
 def sample_turns(workload: str, count: int, seed: int) -> list[SessionTurn]:
-    """Sample the turns of sessions in the order in which they arrive.
+    """Sample the requests of conversations in order of arrival.
 
     Each turn is that of a random one of the open sessions. A session that has had all its turns is
     replaced by a new one. Lengths of messages and answers are uniform between half and one and a
