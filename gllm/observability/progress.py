@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import Protocol, Self, cast
 
 from tqdm import tqdm
@@ -16,7 +16,7 @@ LINE_SHARE = 0.1
 """Share of the work between two lines otherwise."""
 
 
-class ProgressBar(Protocol):
+class ProgressBar(AbstractContextManager["ProgressBar"], Protocol):
     """Progress of a command; a context manager."""
 
     total: int | None
@@ -24,18 +24,6 @@ class ProgressBar(Protocol):
 
     def update(self, count: int = 1, /) -> None:
         """Count finished units."""
-
-    def __enter__(self) -> Self:
-        """Return the bar."""
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-        /,
-    ) -> object:
-        """End the bar."""
 
 
 class ProgressLines:

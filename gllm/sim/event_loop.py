@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -96,7 +96,24 @@ class EventLoop:
         Raises:
             ValueError: The first time is in the past; `run` raises it for a later one.
         """
-        _EventStream(self, iter(items), rank, handle, num_in_a_row).advance()
+        iterator = iter(items)
+
+        def push_next() -> None:
+            for time, argument in iterator:
+                self.push(time, rank, run_item, argument)
+                return
+
+        def run_item(now: float, argument: T) -> None:
+            handle(now, argument)
+            push_next()
+            for _ in range(1, num_in_a_row):
+                event = self.pop_next(run_item)
+                if event is None:
+                    return
+                handle(*event)
+                push_next()
+
+        push_next()
 
     @property
     def is_empty(self) -> bool:
@@ -158,39 +175,3 @@ class EventLoop:
             time, _, _, handle, argument = heappop(heap)
             self.now = time
             handle(time, argument)
-
-
-class _EventStream(Generic[T]):
-    """Items of `push_each` that have not happened."""
-
-    __slots__ = ("_handle", "_items", "_loop", "_num_in_a_row", "_rank")
-
-    def __init__(
-        self,
-        loop: EventLoop,
-        items: Iterator[tuple[float, T]],
-        rank: int,
-        handle: Callable[[float, T], None],
-        num_in_a_row: int,
-    ) -> None:
-        self._loop = loop
-        self._items = items
-        self._rank = rank
-        self._handle = handle
-        self._num_in_a_row = num_in_a_row
-
-    def advance(self) -> None:
-        """Push the next item, if there is one."""
-        for time, argument in self._items:
-            self._loop.push(time, self._rank, self._happen, argument)
-            return
-
-    def _happen(self, now: float, argument: T) -> None:
-        self._handle(now, argument)
-        self.advance()
-        for _ in range(1, self._num_in_a_row):
-            event = self._loop.pop_next(self._happen)
-            if event is None:
-                return
-            self._handle(*event)
-            self.advance()

@@ -70,7 +70,7 @@ def test_transfers_of_one_link_queue_and_arrive_a_latency_later() -> None:
         start_at(cluster, time, log.transfer(name, num_bytes, path))
     cluster.run()
     assert log.done == {"one": 1.5, "two": 1.6}
-    assert not any(map(cluster.transfers.involve, cluster.engines))
+    assert not any(map(cluster.transfers.has_transfer_of, cluster.engines))
     assert not log.lost
 
 
@@ -178,7 +178,7 @@ def test_every_transfer_ends_once_whatever_dies(
     )
     cluster.run()
     assert sorted([*log.done, *log.lost]) == sorted(started)
-    assert not any(map(cluster.transfers.involve, cluster.engines))
+    assert not any(map(cluster.transfers.has_transfer_of, cluster.engines))
     assert not any(path.link.num_waiting for path in paths)
     for name, arrival in log.done.items():
         time, _, num_bytes, _ = transfers[int(name)]

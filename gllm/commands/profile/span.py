@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -88,12 +87,7 @@ class TimedSpan:
         """Return the span."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Free the weights and the KV cache."""
         self.executor.close()
         self.executor.release_weights()

@@ -306,7 +306,11 @@ class SimulatedCluster:
 
     def _end_if_drained(self, engine: ClusterEngine, now: float) -> None:
         """End a draining engine that has no requests and no transfers, behind this event."""
-        if engine.is_draining and not engine.requests and not self.transfers.involve(engine.name):
+        if (
+            engine.is_draining
+            and not engine.requests
+            and not self.transfers.has_transfer_of(engine.name)
+        ):
             # The pipeline may be in the middle of a commit.
             event = _LifeEvent(engine, len(engine.lives))
             engine.loop.push(now, ABORT, self._on_drained, event)
@@ -322,7 +326,7 @@ class SimulatedCluster:
         self._update_routable()
         self._router.on_engine_lost(engine.name)
         self.transfers.on_engine_dead(engine.name)
-        self.transfers.on_engine_known_dead(engine.name, now)
+        self.transfers.on_engine_death_detected(engine.name, now)
         for request in requests:
             self._dispatch(request, now)
 
@@ -359,7 +363,7 @@ class SimulatedCluster:
         if request.num_tokens > self._min_model_len:
             engines = self._able_engines(request)
         for engine in engines:
-            engine.catch_up_with_ends(now)
+            engine.run_before_arrival(now)
         name = self._router.route(request, engines, now)
         if name is None:
             heappush(self._queue, (request.rank, request))

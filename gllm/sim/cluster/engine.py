@@ -246,7 +246,7 @@ class ClusterEngine:
             self.pipeline.submit(submission, now)
         return seq
 
-    def catch_up_with_ends(self, now: float) -> None:
+    def run_before_arrival(self, now: float) -> None:
         """Run the events of the engine before an arrival at `now` if a request may end before it.
 
         Only for a router that needs nothing but counts; for others the loops have run them.
@@ -334,11 +334,11 @@ class ClusterEngine:
         assert self._kv_listener is not None
         return self._kv_listener
 
-    def on_begun(self, seqs: list[int], now: float) -> None:
+    def on_first_chunk(self, seqs: list[int], now: float) -> None:
         """Report that watched sequences have computed their first chunk, once per sequence."""
         for seq in seqs:
             self.watched_seqs.discard(seq)
-            self._kv.on_begun(self, self.requests[seq], now)
+            self._kv.on_first_chunk(self, self.requests[seq], now)
 
     def on_fetch(self, fetch: KvFetch, now: float) -> None:
         """Forward a fetch of KV cache to the cluster."""

@@ -156,7 +156,7 @@ class EngineEpoch(PipelineObserver):
         self.last_event_time = now
         if watched := self._listener.watched_seqs:
             begun = dict.fromkeys(row.seq for row in plan.rows if row.seq in watched)
-            self._listener.on_begun(list(begun), now)
+            self._listener.on_first_chunk(list(begun), now)
         if self._ongoing is not None:
             self._ongoing.on_tokens(output.seqs, now)
             self._ongoing.on_ended(request.seq for request in output.finished)

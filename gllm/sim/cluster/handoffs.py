@@ -10,13 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gllm.pacing.policy_registry import make_link_policy
 from gllm.pacing.traffic import TrafficClass
 from gllm.sim.cluster.requests import ClusterRequest
 from gllm.sim.costs.base import TransferCost
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.hardware.devices import NetworkLink
-from gllm.sim.link import SimulatedLink
+from gllm.sim.link import SimulatedLink, make_link
 
 
 class TransferPath(NamedTuple):
@@ -64,7 +63,7 @@ class KvTransfers:
         """Engine that died and the transfer, by number."""
         self._num_transfers = 0
 
-    def involve(self, engine: str) -> bool:
+    def has_transfer_of(self, engine: str) -> bool:
         """Return True if a transfer from or to an engine is in flight."""
         return any(
             engine in (transfer.source, transfer.target) for transfer in self._under_way.values()
@@ -112,7 +111,7 @@ class KvTransfers:
                 self._broken[number] = engine, transfer
                 transfer.path.link.drop(transfer)
 
-    def on_engine_known_dead(self, engine: str, now: float) -> None:
+    def on_engine_death_detected(self, engine: str, now: float) -> None:
         """Report the stopped transfers of a crashed engine as lost, once the crash is detected."""
         for number, (dead_engine, transfer) in list(self._broken.items()):
             if dead_engine == engine:
@@ -173,7 +172,7 @@ class KvNetwork:
     def path(self, source: str, target: str, loop: EventLoop) -> TransferPath:
         """Return the link from one engine to another, made on first use."""
         if source not in self._links:
-            self._links[source] = SimulatedLink(loop, make_link_policy("serial"))
+            self._links[source] = make_link(loop)
         return TransferPath(self._links[source], self.network)
 
 
@@ -234,7 +233,7 @@ StartTimes = Callable[[str, int], float | None]
 """Returns the time of the first micro-batch of a sequence, by engine and sequence id."""
 
 
-def make_record(handoff: SimulatedHandoff, start_time: StartTimes) -> HandoffRecord:
+def make_handoff_record(handoff: SimulatedHandoff, start_time: StartTimes) -> HandoffRecord:
     """Return the times of a hand-off."""
     target = handoff.target
     return HandoffRecord(

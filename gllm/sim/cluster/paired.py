@@ -34,7 +34,7 @@ from gllm.sim.cluster.handoffs import (
     KvTransfer,
     LinkFailure,
     SimulatedHandoff,
-    make_record,
+    make_handoff_record,
 )
 from gllm.sim.cluster.requests import ClusterRequest
 from gllm.sim.cluster.router import ClusterRouter, RouterNeeds, make_router
@@ -207,7 +207,7 @@ class PairedCluster(SimulatedCluster):
             num_tokens = self._pairs.predict_output_tokens(request.request)
             request.request = request.request._replace(predicted_output_tokens=num_tokens)
 
-    def on_begun(self, engine: ClusterEngine, request: ClusterRequest, now: float) -> None:
+    def on_first_chunk(self, engine: ClusterEngine, request: ClusterRequest, now: float) -> None:
         """Choose the decode engine after the first chunk of a prompt."""
         self._pairs.route_decode(request.request, self._routable, now)
 
@@ -407,7 +407,7 @@ class PairedCluster(SimulatedCluster):
         """
         run = self.run()
         records = {
-            index: make_record(handoff, self._start_time)
+            index: make_handoff_record(handoff, self._start_time)
             for index, handoff in sorted(self._handoffs.items())
         }
         return PairedRun(run, records)
