@@ -45,7 +45,7 @@ RESOLVE_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class RankOptions:
-    """Place of a machine that has a rank in its engine, and what the head compares."""
+    """Rank of a machine in its engine, and the values that the head compares with its own."""
 
     rank: int
     num_workers: int

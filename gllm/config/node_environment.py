@@ -109,7 +109,7 @@ def read_node_place(
 
 
 def has_launcher(environment: Mapping[str, str]) -> bool:
-    """Return True if a launcher's environment has the number of machines."""
+    """Return True if a launcher has set the variable for the number of machines."""
     return any(_first_set(environment, launcher.size) for launcher in LAUNCHERS)
 
 

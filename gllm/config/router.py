@@ -147,7 +147,7 @@ class RouterConfig:
 
     @property
     def flips(self) -> bool:
-        """True if idle engines get another role."""
+        """True if idle engines may change their role."""
         return self.preset == "tetri" if self.flip is None else self.flip
 
     @property

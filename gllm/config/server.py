@@ -179,12 +179,12 @@ class ServerConfig:
 
     @property
     def slo(self) -> Slo:
-        """The objective of requests that have none of their own."""
+        """Default SLO of requests."""
         return Slo(self.slo_ttft, self.slo_tpot)
 
     @property
     def output_parsers(self) -> OutputParserConfig:
-        """The parsers of chat output."""
+        """Names of the parsers of chat output."""
         return OutputParserConfig(self.tool_call_parser, self.reasoning_parser)
 
 

@@ -113,7 +113,7 @@ class BubbleTotals:
         ]
 
     def advance(self, time: float) -> None:
-        """Count the time until `time`; a time in the past has no effect."""
+        """Add the time until `time` to the totals; a time in the past has no effect."""
         seconds = time - self._now
         if seconds <= 0:
             return
@@ -149,7 +149,7 @@ class BubbleTotals:
 
 
 class BubbleMeter:
-    """Sums the bubbles of a running pipeline.
+    """Sum of the bubbles of a running pipeline.
 
     Stages report their steps late, so a time is counted once all stages have reported up to it.
     """

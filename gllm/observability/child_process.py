@@ -16,7 +16,7 @@ MAX_CAUSE_CHARACTERS = 500
 
 
 def describe_exit(status: int, subject: str = "it", last_lines: Sequence[str] = ()) -> str:
-    """Return the exit of a process in words.
+    """Return a description of the exit of a process, such as `it exited with 1`.
 
     Args:
         status: exit status; negative for a signal.
@@ -32,7 +32,7 @@ def describe_exit(status: int, subject: str = "it", last_lines: Sequence[str] = 
 
 
 class ChildProcess(subprocess.Popen[bytes]):
-    """Child process: an event loop is notified of its exit, and threads call `wait`.
+    """Child process whose exit an event loop or a waiting thread can observe.
 
     Args:
         command: program and arguments.
@@ -76,7 +76,7 @@ class ChildProcess(subprocess.Popen[bytes]):
                 self.unwatch()
 
     def describe_exit(self, subject: str = "it", last_lines: Sequence[str] = ()) -> str:
-        """Return the exit of the process, for which this waits, in words; see `describe_exit`."""
+        """Wait for the exit of the process and describe it; see the function `describe_exit`."""
         return describe_exit(self.wait(), subject, last_lines)
 
     def _on_exit(self, on_exit: Callable[[], None]) -> None:

@@ -113,7 +113,7 @@ class LoggedTransfers(SchedulerTransfers):
         return seq
 
     def start_fetches(self, now: float) -> list[KvFetch]:
-        """Admit sequences whose KV can be fetched; logged while there are any."""
+        """Start the pending fetches of KV cache; logged if there are any."""
         if not self.has_pending_fetches:
             return []
         fetches = super().start_fetches(now)
@@ -141,7 +141,7 @@ class LoggedTransfers(SchedulerTransfers):
         return super().finish_fetch(seq, is_ok)
 
     def pop_revocations(self, now: float) -> list[int]:
-        """Return the tickets that must not be served any more; logged if there are any."""
+        """Return the revoked tickets; logged if there are any."""
         tickets = super().pop_revocations(now)
         if tickets:
             self._write(KvTransferEvent(now, "take_revocations", tickets))

@@ -41,7 +41,7 @@ DEFAULT_LOG_CONFIG = LogConfig()
 
 
 def configure_logging(config: LogConfig, place: str | None = None) -> None:
-    """Make this process log to stderr.
+    """Configure the log of this process on stderr.
 
     A worker calls this again when its place changes.
 
@@ -88,7 +88,7 @@ class DeduplicatingHandler(logging.StreamHandler[TextIO]):
         self._windows: dict[tuple[str, str, str], _Window] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record, or count it."""
+        """Write a record, or count a repeated warning."""
         now, key = self._clock(), self._key(record)
         window = None if key is None else self._windows.get(key)
         if window is not None and now - window.begin < REPEAT_SECONDS:

@@ -39,7 +39,7 @@ HEADER_PREFIXES = (b'{"event":"start"', b'{"event":"restart"')
 
 
 class StartEvent(msgspec.Struct, frozen=True, tag_field="event", tag="start"):
-    """First line: the model and the configuration."""
+    """First event of a log: the model and the configuration."""
 
     time: float
     model: str
@@ -62,7 +62,7 @@ class StartEvent(msgspec.Struct, frozen=True, tag_field="event", tag="start"):
 
 
 class RestartEvent(msgspec.Struct, frozen=True, tag_field="event", tag="restart"):
-    """Start of the next epoch after a recovery: all that was in flight is void."""
+    """Start of the next epoch after a recovery; work in flight is lost."""
 
     time: float
     epoch: int
@@ -157,7 +157,7 @@ class CommitEvent(msgspec.Struct, frozen=True, tag_field="event", tag="commit"):
 
 
 class KvTransferEvent(msgspec.Struct, frozen=True, tag_field="event", tag="kv"):
-    """Call about KV that moves between engines; those that change nothing are left out."""
+    """Call of `SchedulerTransfers` about KV transfers; calls that change nothing are left out."""
 
     time: float
     call: KvTransferCall

@@ -20,7 +20,7 @@ Converter = Callable[[str, Any], Any]
 
 
 class FieldError(ValueError):
-    """A value that a field does not accept. `param` is the field's name."""
+    """Error of a value that a field does not accept; `param` is the name of the field."""
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)

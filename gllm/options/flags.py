@@ -44,7 +44,7 @@ class FlagParser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> typing.NoReturn:
-        """Exit with status 2 and the message, without the usage that would bury it."""
+        """Exit with status 2 and the message, without the usage."""
         source = f"--config {self._source}: " if self._source else ""
         self.exit(2, f"{self.prog}: error: {source}{message} (--help lists all flags)\n")
 
@@ -90,7 +90,7 @@ class FlagParser(argparse.ArgumentParser):
         return self.parse_known_args(given, blank)[0]
 
     def action_of(self, key: str) -> argparse.Action:
-        """Return the flag of a file's key. Raises ValueError for an unknown key."""
+        """Return the flag of a key in a `--config` file. Raises ValueError for an unknown key."""
         flag = "--" + key.lstrip("-").replace("_", "-")
         action = self._option_string_actions.get(flag)
         if action is None or flag.startswith("--no-") or action.dest in ("help", "version"):
@@ -161,7 +161,7 @@ def flag_arguments(flag: str, action: argparse.Action, value: object, key: str) 
 
 
 class FlagType:
-    """The `type` of a flag for argparse: parses the text and checks the range of numbers.
+    """Type of a flag for argparse: parses the text and checks the range of numbers.
 
     Args:
         parse: Converts the text to the value; a ValueError becomes the flag's error.

@@ -51,7 +51,7 @@ class RateTrial(NamedTuple):
 
 
 def make_rate_trial(delays: Sequence[float | None]) -> RateTrial:
-    """Return the figures of a run's scheduling delays.
+    """Return the P99 and the means of a run's scheduling delays.
 
     Args:
         delays: Scheduling delay of each request in seconds, in order of arrival; None for a request
@@ -144,7 +144,7 @@ CAPACITY_RULES = {
 
 @dataclass(frozen=True)
 class Capacity:
-    """Result of a search."""
+    """Result of a capacity search."""
 
     rate: float
     """Highest sustained request rate, requests per second."""
@@ -259,7 +259,7 @@ class _CapacitySearch:
         return self.trials[rate]
 
     def cancel(self) -> None:
-        """Cancel simulations that have not begun."""
+        """Cancel simulations that have not started."""
         for future in self._futures.values():
             future.cancel()
 

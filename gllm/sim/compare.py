@@ -64,21 +64,21 @@ class MachineSpeedCostModel(DelegatingCostModel):
         self._factor = windows[0].factor
 
     def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
-        """Return the time of the other model, multiplied by the factor at that time."""
+        """Return the time of the wrapped model, multiplied by the speed factor at `now`."""
         after = bisect(self._windows, now, key=lambda window: window.begin)
         self._factor = self._windows[max(0, after - 1)].factor
         return self._factor * super().stage_seconds(stage, work, now)
 
     def plan_seconds(self, work: StageWork) -> float:
-        """Return the time of the other model, multiplied by the factor of the last step."""
+        """Return the time of the wrapped model, multiplied by the factor of the last step."""
         return self._factor * super().plan_seconds(work)
 
     def sample_seconds(self, work: StageWork) -> float:
-        """Return the time of the other model, multiplied by the factor of the last step."""
+        """Return the time of the wrapped model, multiplied by the factor of the last step."""
         return self._factor * super().sample_seconds(work)
 
     def return_seconds(self, work: StageWork) -> float:
-        """Return the time of the other model, multiplied by the factor of the last step."""
+        """Return the time of the wrapped model, multiplied by the factor of the last step."""
         return self._factor * super().return_seconds(work)
 
 
@@ -129,7 +129,7 @@ def compare_runs(events: list[StepLogEvent], profile: CostProfile) -> RunCompari
             f"--tp {format_degrees(profile.degrees)}: measure the profile at the same --tp"
         )
     cost = FittedCostModel(profile, start.layers)
-    steps = list(_price_steps(real, cost))
+    steps = list(_predict_steps(real, cost))
     at_speed_cost = MachineSpeedCostModel(cost, measure_speed(steps)) if steps else cost
     requests = read_requests(events, real)
     predicted, at_speed = (
@@ -142,8 +142,8 @@ def compare_runs(events: list[StepLogEvent], profile: CostProfile) -> RunCompari
     return RunComparison(real, predicted, _ratio(steps), at_speed)
 
 
-class PricedStep(NamedTuple):
-    """A real step and its predicted seconds."""
+class PredictedStep(NamedTuple):
+    """Measured and predicted seconds of one step of a real run."""
 
     start: float
     """Start time on the first stage."""
@@ -152,7 +152,7 @@ class PricedStep(NamedTuple):
     predicted_seconds: float
 
 
-def measure_speed(steps: Sequence[PricedStep]) -> list[SpeedWindow]:
+def measure_speed(steps: Sequence[PredictedStep]) -> list[SpeedWindow]:
     """Return the measured over the predicted step time in each part of a run.
 
     A host that is shared may stand still for a second and be at full speed in the next one, which
@@ -162,7 +162,7 @@ def measure_speed(steps: Sequence[PricedStep]) -> list[SpeedWindow]:
     Args:
         steps: At least one.
     """
-    parts: list[list[PricedStep]] = []
+    parts: list[list[PredictedStep]] = []
     for step in sorted(steps):
         if not parts or step.start - parts[-1][0].start >= WINDOW_SECONDS:
             parts.append([])
@@ -170,7 +170,7 @@ def measure_speed(steps: Sequence[PricedStep]) -> list[SpeedWindow]:
     return [SpeedWindow(part[0].start, _ratio(part)) for part in parts]
 
 
-def _ratio(steps: Sequence[PricedStep]) -> float:
+def _ratio(steps: Sequence[PredictedStep]) -> float:
     """Return the measured seconds of some steps over the predicted ones; 1 without steps.
 
     A profile predicts mean times, and steps that other programs interrupt delay requests too, so
@@ -180,7 +180,7 @@ def _ratio(steps: Sequence[PricedStep]) -> float:
     return sum(step.measured_seconds for step in steps) / predicted if predicted else 1.0
 
 
-def _price_steps(run: RunRecord, cost: FittedCostModel) -> Iterator[PricedStep]:
+def _predict_steps(run: RunRecord, cost: FittedCostModel) -> Iterator[PredictedStep]:
     """Return the complete steps of a run."""
     for costs in measure_step_costs(run):
         measured, _ = split_sampling(costs)
@@ -190,7 +190,7 @@ def _price_steps(run: RunRecord, cost: FittedCostModel) -> Iterator[PricedStep]:
             cost.stage_seconds(stage, costs.step.work) + num_arrivals * cost.arrival_seconds(stage)
             for stage, num_arrivals in enumerate(costs.num_arrivals)
         )
-        yield PricedStep(first.start, sum(measured), predicted)
+        yield PredictedStep(first.start, sum(measured), predicted)
 
 
 def read_requests(

@@ -220,7 +220,7 @@ def simulate_trial(
 
 
 class RunFigures(NamedTuple):
-    """Latencies of a run in seconds; None without a value."""
+    """Latency percentiles of a run in seconds (None without a value) and its SLO attainment."""
 
     ttft_p50: float | None
     ttft_p90: float | None
@@ -233,7 +233,7 @@ class RunFigures(NamedTuple):
 
 
 def measure_figures(timelines: list[RequestTimeline], limits: Slo) -> RunFigures:
-    """Return the figures of a run."""
+    """Return the latency percentiles and the SLO attainment of a run."""
     latencies = collect_latencies(timelines)
 
     def at(name: str, percent: float) -> float | None:

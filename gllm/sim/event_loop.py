@@ -83,7 +83,7 @@ class EventLoop:
         handle: Callable[[float, T], None],
         num_in_a_row: int = 1,
     ) -> None:
-        """Add an event per item, the next one when the previous one happens.
+        """Add an event per item; only the next one is in the heap.
 
         Args:
             items: Times in seconds and arguments, sorted by time. May be a generator: only one item
@@ -117,11 +117,11 @@ class EventLoop:
 
     @property
     def is_empty(self) -> bool:
-        """Return True if no event is left, apart from those of children."""
+        """True if no event is left, apart from those of children."""
         return not self._heap
 
     def run(self, until: float = inf) -> float:
-        """Run the events and all that follow from them up to a time; return the last one's time.
+        """Run all events up to a time, also those that they push; return the time of the last.
 
         Python's garbage collector pauses: events make no reference cycles, and every full
         collection would visit all requests so far.
@@ -153,7 +153,7 @@ class EventLoop:
         self.now = max([self.now, *(child.now for child in children)])
 
     def pop_next(self, handle: Callable[[float, T], None]) -> tuple[float, T] | None:
-        """Remove the next event if it has this handle and is in this run; advance the clock to it.
+        """Pop the next event of this run if it has this handle; advance the clock to its time.
 
         Returns:
             Its time and argument; None if the next event is another one.

@@ -119,7 +119,7 @@ class SimulatedLink:
         owner: object = None,
         rank: int = PIPELINE,
     ) -> None:
-        """Send a message from now on.
+        """Send a message; it leaves at once or waits for the link.
 
         Args:
             traffic_class: Class of the message, for the policy.

@@ -96,7 +96,7 @@ class PipelineLinks(NamedTuple):
 
 
 def make_pipeline_links(loop: EventLoop, num_stages: int, policy: str = "serial") -> PipelineLinks:
-    """Return one link per edge, per stage's plans and for the results.
+    """Return a link for each edge, for the plans of each stage and for the results.
 
     Raises:
         ValueError: The link policy is unknown.
@@ -167,7 +167,7 @@ class InFlightBatch:
 
     @property
     def seqs(self) -> frozenset[int]:
-        """Return the sequences that the micro-batch has rows of."""
+        """Sequences with a row in the micro-batch."""
         if self._seqs is None:
             self._seqs = frozenset([row.seq for row in self.plan.rows])
         return self._seqs
@@ -201,7 +201,7 @@ class SimulatedDevice:
             start(now, batch)
 
     def release(self, now: float) -> None:
-        """End the present micro-batch and start the next one."""
+        """End the current micro-batch and start the next one."""
         if self._waiting:
             start, batch = self._waiting.popleft()
             start(now, batch)

@@ -75,7 +75,7 @@ class ReplayAgreement:
 
     @property
     def share(self) -> float:
-        """0..1."""
+        """Share of equal plans, 0..1; 1 without plans."""
         return self.num_equal / self.num_plans if self.num_plans else 1.0
 
 

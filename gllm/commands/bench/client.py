@@ -269,7 +269,7 @@ async def _run_until_interrupted(work: "asyncio.Future[None]") -> bool:
 
 
 class TargetServerError(Exception):
-    """The server is not ready or not usable; the message is the reason."""
+    """Error: the server is not ready or not usable; the message is the reason."""
 
 
 class ServedModel(NamedTuple):

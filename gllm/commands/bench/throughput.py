@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
 
 
 def throughput_metrics(jobs: list[WorkloadRequest], seconds: float) -> dict[str, Any]:
-    """Return the result by the keys of the JSON file."""
+    """Return the figures of a run by the keys of the JSON file."""
     prompt, output = (
         sum(job.num_prompt_tokens for job in jobs),
         sum(job.num_output_tokens for job in jobs),

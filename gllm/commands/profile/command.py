@@ -199,7 +199,7 @@ def _add_spans(profile: CostProfile, config: EngineConfig, progress: bool) -> Co
     total = count_span_steps(model.num_layers, profile.layers, longest)
     with show_progress("step", total, "parts of the model", is_shown=progress) as bar:
         measured = measure_spans(config, folder, profile.layers, longest, num_ranks, bar.update)
-    spans = [raise_span(span, config.debug_step_seconds) for span in measured]
+    spans = [with_min_seconds(span, config.debug_step_seconds) for span in measured]
     samplers = measure_samplers(config, folder, num_ranks)
     return msgspec.structs.replace(
         profile,
@@ -209,7 +209,7 @@ def _add_spans(profile: CostProfile, config: EngineConfig, progress: bool) -> Co
     )
 
 
-def raise_span(span: SpanSample, min_seconds: float) -> SpanSample:
+def with_min_seconds(span: SpanSample, min_seconds: float) -> SpanSample:
     """Return a sample whose times are at least `min_seconds`, the engine's debug_step_seconds."""
     stages = [max(seconds, min_seconds) for seconds in span.step.stages]
     return msgspec.structs.replace(span, step=msgspec.structs.replace(span.step, stages=stages))

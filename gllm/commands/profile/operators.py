@@ -65,7 +65,7 @@ def _time_on_device(run: Callable[[], object], repeats: int) -> list[float]:
 
 
 class LayerOperators:
-    """Operators of the first layer of a span.
+    """Timer of the operators of the first layer of a span.
 
     Raises:
         ValueError: The layer has another structure than attention of grouped queries and an MLP,
@@ -147,7 +147,7 @@ def _list_calls(
 
 
 def time_embedding(span: TimedSpan, num_tokens: int, repeats: int) -> float:
-    """Return the milliseconds of the embedding of the first layers' span."""
+    """Return the milliseconds of the embedding of a span with the first layer."""
     embedding = span.executor.stage.embedding
     assert embedding is not None, "the span has the first layer"
     inputs = span.prepare([(0, num_tokens)], should_sample=False)[0].inputs
@@ -156,7 +156,7 @@ def time_embedding(span: TimedSpan, num_tokens: int, repeats: int) -> float:
 
 
 def time_head(span: TimedSpan, num_rows: int, repeats: int) -> float:
-    """Return the milliseconds of final norm and LM head of the last layers' span."""
+    """Return the milliseconds of final norm and LM head of a span with the last layer."""
     hidden, stage = span.make_hidden(num_rows), span.executor.stage
     with torch.inference_mode():
         compute = stage.compute_logits
@@ -164,7 +164,7 @@ def time_head(span: TimedSpan, num_rows: int, repeats: int) -> float:
 
 
 def time_sampler(span: TimedSpan, num_rows: int, repeats: int) -> float:
-    """Return the milliseconds in which the host samples some rows of the last layers' span."""
+    """Return the milliseconds of sampling `num_rows` rows on the host."""
     times: list[float] = []
     rows: Sequence[tuple[int, int]] = [(1, 1)] * num_rows
     for _ in range(WARM_UPS + repeats):

@@ -45,7 +45,7 @@ def list_steps(longest: int) -> list[StepRows]:
 
 
 def list_spans(num_layers: int, most: int) -> list[range]:
-    """Return the layers to time together.
+    """Return the ranges of consecutive layers to time.
 
     Args:
         num_layers: Layers of the model.
@@ -75,7 +75,7 @@ def measure_spans(
     on_step: Callable[[], object] = lambda: None,
     repeats: int = REPEATS,
 ) -> list[SpanSample]:
-    """Time steps of parts of a model, loaded one after the other.
+    """Time steps of several ranges of layers of a model, loaded one after the other.
 
     Args:
         config: Of the engine.

@@ -35,7 +35,7 @@ def count_blocks(rows: StepRows, block_size: int) -> int:
 
 
 class TimedSpan:
-    """Some consecutive layers of a model, as one rank computes them; a context manager.
+    """Consecutive layers of a model on one rank, whose steps can be timed; a context manager.
 
     With several ranks this is rank 0, and its sums take no time: it does not wait for the others.
 

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from gllm.commands.server_command import add_server_flags, make_client, report_failure
 from gllm.commands.top.figures import ScrapeHistory, ServerMetrics
-from gllm.commands.top.render import fit_lines, headline, render
+from gllm.commands.top.render import fit_lines, format_headline, render
 from gllm.deploy.metrics_scrape import parse_metrics
 from gllm.deploy.server_client import ServerClient, ServerError
 from gllm.options.flags import FlagParser, number_type
@@ -56,7 +56,7 @@ class ServerView:
         """Return the view as lines; `error` is the reason why the metrics are outdated."""
         if self._metrics is None:
             return fit_lines(
-                [headline("gllm top", self._server.url, width), "", error], width, height
+                [format_headline("gllm top", self._server.url, width), "", error], width, height
             )
         if not error:
             return render(self._metrics, self._history.rates, self._server.url, width, height)

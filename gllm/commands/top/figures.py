@@ -14,7 +14,7 @@ from gllm.deploy.metrics_scrape import MetricsScrape
 
 @dataclass(frozen=True)
 class EngineFigures:
-    """One engine of a router over a time window."""
+    """Metrics of one engine of a router over a time window."""
 
     name: str
     state: str
@@ -34,7 +34,7 @@ class EngineFigures:
 
 @dataclass(frozen=True)
 class RouterFigures:
-    """A router and its engines."""
+    """Metrics of a router and of its engines."""
 
     parked: float
     """Requests that wait for an engine."""
@@ -173,7 +173,7 @@ class ScrapeHistory:
 
 
 def metrics_between(before: MetricsScrape, after: MetricsScrape) -> ServerMetrics:
-    """Return the metrics between two scrapes.
+    """Return rates, shares and quantiles of the time between two scrapes.
 
     If a counter decreased, the server was restarted, and its counters cover only new events.
     """
@@ -185,7 +185,7 @@ def metrics_between(before: MetricsScrape, after: MetricsScrape) -> ServerMetric
         return after.value(name) - before.value(name)
 
     def latency(name: str) -> Latency:
-        counts = histogram(before.buckets.get(name, {}), after.buckets.get(name, {}))
+        counts = subtract_buckets(before.buckets.get(name, {}), after.buckets.get(name, {}))
         return Latency(quantile(counts, 0.5), quantile(counts, 0.99))
 
     work = increase("pipeline_work_seconds_total")
@@ -201,9 +201,9 @@ def metrics_between(before: MetricsScrape, after: MetricsScrape) -> ServerMetric
             if stage == number
         )
         return StageTimeShares(
-            capped(share(busy, seconds)),
-            capped(share(bubble, work)),
-            tuple(capped(share(rank, seconds)) for rank in ranks),
+            cap_share(safe_ratio(busy, seconds)),
+            cap_share(safe_ratio(bubble, work)),
+            tuple(cap_share(safe_ratio(rank, seconds)) for rank in ranks),
         )
 
     steps = increase("micro_batches_total")
@@ -217,15 +217,15 @@ def metrics_between(before: MetricsScrape, after: MetricsScrape) -> ServerMetric
         preemptions=after.value("num_preemptions_total"),
         recoveries=after.value("recoveries_total"),
         recovering_seconds=after.value("recovering_seconds"),
-        prompt_rate=share(increase("prefill_tokens_total"), seconds),
-        output_rate=share(increase("generation_tokens_total"), seconds),
+        prompt_rate=safe_ratio(increase("prefill_tokens_total"), seconds),
+        output_rate=safe_ratio(increase("generation_tokens_total"), seconds),
         ttft=latency("time_to_first_token_seconds"),
         itl=latency("inter_token_latency_seconds"),
-        prefix_hits=share(
+        prefix_hits=safe_ratio(
             increase("prefix_cache_hits_total"), increase("prefix_cache_queries_total")
         ),
-        step_rate=share(steps, seconds),
-        step_tokens=share(tokens, steps),
+        step_rate=safe_ratio(steps, seconds),
+        step_tokens=safe_ratio(tokens, steps),
         stages=tuple(map(stage, sorted(after.stages.get("stage_busy_seconds_total", {})))),
         router=router_figures_between(before, after),
         node_counts=after.node_counts,
@@ -233,12 +233,12 @@ def metrics_between(before: MetricsScrape, after: MetricsScrape) -> ServerMetric
     )
 
 
-def share(part: float, whole: float) -> float:
+def safe_ratio(part: float, whole: float) -> float:
     """Return part / whole, NaN if the whole is not positive."""
     return part / whole if whole > 0 else math.nan
 
 
-def capped(share: float) -> float:
+def cap_share(share: float) -> float:
     """Return a share of time limited to 1.
 
     Stages report twice per second, so a report may cover slightly more than the window.
@@ -246,7 +246,9 @@ def capped(share: float) -> float:
     return 1.0 if share > 1 else share
 
 
-def histogram(before: Mapping[float, float], after: Mapping[float, float]) -> dict[float, float]:
+def subtract_buckets(
+    before: Mapping[float, float], after: Mapping[float, float]
+) -> dict[float, float]:
     """Return the cumulative number of observations per bucket bound between two scrapes."""
     return {bound: after[bound] - before.get(bound, 0.0) for bound in sorted(after)}
 

@@ -25,7 +25,7 @@ def render(
     width: int,
     height: int | None = None,
 ) -> list[str]:
-    """Return at most `height` lines of at most `width` columns.
+    """Return the metrics as at most `height` lines of at most `width` columns.
 
     Args:
         figures: The current metrics.
@@ -35,18 +35,22 @@ def render(
         height: Maximum number of lines; None: no limit.
     """
     lines = [
-        headline(f"gllm top: {figures.model}{_state(figures)}", source, width),
+        format_headline(f"gllm top: {figures.model}{_state(figures)}", source, width),
         "",
         _labeled_line("requests", f"{figures.running:.0f} running, {figures.waiting:.0f} waiting"),
         _labeled_line(
             "tokens/s",
-            f"{number(figures.prompt_rate)} prompt, {number(figures.output_rate)} generated",
+            _labeled_line(
+                "prefix cache", f"{format_share(figures.prefix_hits)} of prompt tokens cached"
+            ),
         ),
-        _labeled_line("", sparkline(rates, width - LABEL)),
+        _labeled_line("", format_sparkline(rates, width - LABEL)),
         _labeled_line("TTFT", _latency(figures.ttft)),
         _labeled_line("ITL", _latency(figures.itl)),
         _bar_line("KV cache", figures.kv_usage, " used", width),
-        _labeled_line("prefix cache", f"{percent(figures.prefix_hits)} of prompt tokens cached"),
+        _labeled_line(
+            "prefix cache", f"{format_share(figures.prefix_hits)} of prompt tokens cached"
+        ),
         _labeled_line("preemptions", f"{figures.preemptions:.0f}"),
         *(_engine_part(figures, width) if figures.router is None else _router_part(figures.router)),
     ]
@@ -60,8 +64,8 @@ def _engine_part(figures: ServerMetrics, width: int) -> list[str]:
         _labeled_line("recoveries", _recoveries(figures)),
         _labeled_line(
             "micro-batches",
-            f"{figures.in_flight:.0f} in flight, {number(figures.step_rate)}/s, "
-            f"{number(figures.step_tokens)} tokens each",
+            f"{figures.in_flight:.0f} in flight, {format_number(figures.step_rate)}/s, "
+            f"{format_number(figures.step_tokens)} tokens each",
         ),
         *chain.from_iterable(
             _stage_lines(number, stage, width) for number, stage in enumerate(figures.stages)
@@ -97,9 +101,9 @@ def _router_part(router: RouterFigures) -> list[str]:
                 engine.state,
                 f"{engine.num_requests:.0f}",
                 f"{engine.waiting:.0f}",
-                number(engine.output_rate),
-                percent(engine.kv_usage),
-                percent(engine.prefix_hits),
+                format_number(engine.output_rate),
+                format_share(engine.kv_usage),
+                format_share(engine.prefix_hits),
                 f"{engine.weight:.2f}",
             )
             for engine in router.engines
@@ -124,20 +128,20 @@ def fit_lines(lines: list[str], width: int, height: int | None) -> list[str]:
     return [*lines[: height - 1], omitted[:width]]
 
 
-def headline(left: str, right: str, width: int) -> str:
+def format_headline(left: str, right: str, width: int) -> str:
     """Return a line with left- and right-aligned text; only the left one if both do not fit."""
     num_spaces = width - len(left) - len(right)
     return f"{left}{' ' * num_spaces}{right}" if num_spaces >= 2 else left
 
 
-def bar(share: float, columns: int) -> str:
+def format_bar(share: float, columns: int) -> str:
     """Return a share in [0, 1] as a bar of block characters; empty for NaN."""
     filled_share = 0.0 if math.isnan(share) else min(max(share, 0.0), 1.0)
     full = round(filled_share * columns)
     return FULL * full + EMPTY * (columns - full)
 
 
-def sparkline(values: Sequence[float], columns: int) -> str:
+def format_sparkline(values: Sequence[float], columns: int) -> str:
     """Return the last values as bars scaled by their maximum; NaN is blank."""
     shown = list(values)[-columns:] if columns > 0 else []
     highest = max((value for value in shown if value > 0), default=1.0)
@@ -150,17 +154,17 @@ def sparkline(values: Sequence[float], columns: int) -> str:
     return "".join(map(column, shown))
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Format a rate or a mean."""
     return UNKNOWN if math.isnan(value) else f"{value:.1f}"
 
 
-def percent(share: float) -> str:
+def format_share(share: float) -> str:
     """Format a share in percent."""
     return UNKNOWN if math.isnan(share) else f"{100 * share:.1f} %"
 
 
-def duration(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Format seconds, in milliseconds below one second."""
     if math.isnan(seconds):
         return UNKNOWN
@@ -178,21 +182,21 @@ def _state(figures: ServerMetrics) -> str:
 def _recoveries(figures: ServerMetrics) -> str:
     if not figures.recovering_seconds:
         return f"{figures.recoveries:.0f}"
-    return f"{figures.recoveries:.0f}, recovering for {duration(figures.recovering_seconds)}"
+    return f"{figures.recoveries:.0f}, recovering for {format_seconds(figures.recovering_seconds)}"
 
 
 def _latency(latency: Latency) -> str:
-    return f"p50 {duration(latency.p50)}, p99 {duration(latency.p99)}"
+    return f"p50 {format_seconds(latency.p50)}, p99 {format_seconds(latency.p99)}"
 
 
 def _bar_line(label: str, share: float, text: str, width: int) -> str:
     columns = min(max(width - LABEL - 36, 4), 60)
-    return _labeled_line(label, f"{bar(share, columns)} {percent(share):>7}{text}")
+    return _labeled_line(label, f"{format_bar(share, columns)} {format_share(share):>7}{text}")
 
 
 def _stage_lines(number: int, stage: StageTimeShares, width: int) -> list[str]:
     """Return the line of a stage, and one for each of several ranks."""
-    text = f" busy, {percent(stage.bubble)} bubble"
+    text = f" busy, {format_share(stage.bubble)} bubble"
     ranks = (
         _bar_line(f"  rank {number}.{rank}", busy, " busy", width)
         for rank, busy in enumerate(stage.ranks)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class MeteredCostModel(DelegatingCostModel):
-    """Cost model that fits linear step costs to its predictions.
+    """Cost model that also fits linear step costs to its predictions, for routers.
 
     A production engine fits them to measured steps and reports them to its router.
     """
@@ -34,7 +34,7 @@ class MeteredCostModel(DelegatingCostModel):
         """Time of the slowest stage so far, of each step that has not passed all stages."""
 
     def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
-        """Return the time of the other model."""
+        """Return the time of the wrapped model."""
         seconds = super().stage_seconds(stage, work, now)
         slowest = max(seconds, self._slowest.pop(work.step, 0.0))
         if stage < self._num_stages - 1:

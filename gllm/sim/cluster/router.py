@@ -46,12 +46,12 @@ class RouterNeeds(NamedTuple):
 
     @property
     def only_counts(self) -> bool:
-        """True if an arrival needs an engine only if one of the engine's requests has ended."""
+        """True if the router reads the numbers of unfinished requests and nothing else."""
         return self == ONLY_COUNTS
 
     @property
     def all_work(self) -> bool:
-        """True if an arrival needs every engine as it is at that time."""
+        """True if all engines have to run up to an arrival before it is routed."""
         return any(self) and not self.only_counts
 
 

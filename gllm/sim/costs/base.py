@@ -37,7 +37,7 @@ NO_TRANSFER = TransferCost(0.0)
 
 
 class CostRangeError(ValueError):
-    """Work above the range in which a cost model was measured; the message names the range."""
+    """Error: work above the measured range of a cost model; the message names the range."""
 
 
 def above_range(
@@ -157,46 +157,46 @@ class OperatorCostModel(Protocol):
 
 
 class DelegatingCostModel(CostModel):
-    """Base of cost models that change some predictions of another one."""
+    """Base of cost models that wrap another one and change some of its predictions."""
 
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
         self._ranges = cost._ranges
 
     def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
-        """Return the time of the other model."""
+        """Return the time of the wrapped model."""
         return self._cost.stage_seconds(stage, work, now)
 
     def least_stage_seconds(self, stage: int, work: StageWork | None = None) -> float:
-        """Return 0: changed predictions may undercut those of the other model."""
+        """Return 0, because changed predictions may be below those of the wrapped model."""
         return 0.0
 
     def arrival_seconds(self, stage: int) -> float:
-        """Return the time of the other model."""
+        """Return the time of the wrapped model."""
         return self._cost.arrival_seconds(stage)
 
     def activation_transfer(self, stage: int, work: StageWork) -> TransferCost:
-        """Return the cost of the other model."""
+        """Return the cost of the wrapped model."""
         return self._cost.activation_transfer(stage, work)
 
     def plan_seconds(self, work: StageWork) -> float:
-        """Return the time of the other model."""
+        """Return the time of the wrapped model."""
         return self._cost.plan_seconds(work)
 
     def plan_transfer(self, stage: int, work: StageWork) -> TransferCost:
-        """Return the cost of the other model."""
+        """Return the cost of the wrapped model."""
         return self._cost.plan_transfer(stage, work)
 
     def sample_seconds(self, work: StageWork) -> float:
-        """Return the time of the other model."""
+        """Return the time of the wrapped model."""
         return self._cost.sample_seconds(work)
 
     def return_seconds(self, work: StageWork) -> float:
-        """Return the time of the other model."""
+        """Return the time of the wrapped model."""
         return self._cost.return_seconds(work)
 
     def return_transfer(self, work: StageWork) -> TransferCost:
-        """Return the cost of the other model."""
+        """Return the cost of the wrapped model."""
         return self._cost.return_transfer(work)
 
 

@@ -246,11 +246,11 @@ class FittedCostModel(CostModel):
         return TransferCost(self._link[1] * work.num_tokens, self._link[0])
 
     def plan_seconds(self, work: StageWork) -> float:
-        """Return a constant plus a time per row."""
+        """Return the fitted time: a constant plus a time per row."""
         return self._plan[0] + self._plan[1] * _count_rows(work)
 
     def sample_seconds(self, work: StageWork) -> float:
-        """Return a constant plus a time per row."""
+        """Return the fitted time: a constant plus a time per row."""
         return self._sampling[0] + self._sampling[1] * _count_rows(work)
 
     def return_seconds(self, work: StageWork) -> float:

@@ -82,7 +82,7 @@ class TokenTable:
 
     @classmethod
     def of(cls, samples: OperatorSamples, unit: int = 1) -> Self:
-        """Tabulate a forest of one feature, of which a token has `unit`."""
+        """Tabulate a forest with one feature, which is `unit` times the number of tokens."""
         ((low, high),) = samples.ranges.values()
         tokens = np.arange(math.ceil(low / unit), high // unit + 1)
         times = predict_cached(samples, tokens[:, None].astype(np.float64) * unit)
@@ -143,7 +143,7 @@ class DecodeTable:
 
 
 class HostLine:
-    """Milliseconds of host work, a straight line in the rows of a micro-batch.
+    """Linear fit of the host's milliseconds by the number of rows of a micro-batch.
 
     Rows were measured in eights, so that a forest could say nothing of those between; host work is
     a constant plus a time per row. Where the tensor parallel size is missing the nearest one stands

@@ -26,7 +26,7 @@ TEXT_COLUMNS = frozenset(
 
 
 class OperatorTables:
-    """Measurements of one origin, in the columns of gllm/sim/data/README.md.
+    """Tables of measured operators, from one folder or shipped; see gllm/sim/data/README.md.
 
     A folder has a file NAME.csv for each NAME of VIDUR_FILES.
 
@@ -44,7 +44,7 @@ class OperatorTables:
         return self._folder is None
 
     def file_name(self, name: str) -> str:
-        """Return the file of a table, for messages."""
+        """Return the name of the file of a table, for error messages."""
         return VIDUR_FILES[name] if self._folder is None else str(self._folder / f"{name}.csv")
 
     def read(self, name: str) -> list[TableRow]:

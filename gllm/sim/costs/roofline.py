@@ -232,7 +232,7 @@ class RooflineCostModel(CostModel):
         return _transfer(size, self._hardware.links[stage])
 
     def plan_seconds(self, work: StageWork) -> float:
-        """Return a constant."""
+        """Return the fixed overhead of a plan."""
         return self._efficiency.plan_overhead
 
     def plan_transfer(self, stage: int, work: StageWork) -> TransferCost:
@@ -248,11 +248,11 @@ class RooflineCostModel(CostModel):
         return cost
 
     def sample_seconds(self, work: StageWork) -> float:
-        """Return the same as `return_seconds`: nothing is planned ahead of it."""
+        """Return the same as `return_seconds`, because nothing is planned ahead."""
         return self._efficiency.return_overhead
 
     def return_seconds(self, work: StageWork) -> float:
-        """Return a constant."""
+        """Return the fixed overhead of sampling and of the return to the driver."""
         return self._efficiency.return_overhead
 
     def return_transfer(self, work: StageWork) -> TransferCost:
@@ -356,7 +356,7 @@ class LayerRoofline:
         return LayerSeconds(matrices, attention, elementwise, sums, launch)
 
     def sum_seconds(self, work: StageWork) -> float:
-        """Return the time of one sum over the ranks."""
+        """Return the time of one all-reduce over the ranks."""
         if self._ranks == 1 or self._link is None:
             return 0.0
         size = work.num_tokens * self._model.hidden * BYTES_PER_ELEMENT

@@ -116,11 +116,11 @@ class TokenForestCostModel(CostModel):
         return TransferCost(self._send.at(self._clamp(work)) * MS)
 
     def sample_seconds(self, work: StageWork) -> float:
-        """Return a constant."""
+        """Return the fixed time of sampling."""
         return self._return_seconds
 
     def return_seconds(self, work: StageWork) -> float:
-        """Return a constant."""
+        """Return the fixed time of sampling and of the return to the driver."""
         return self._return_seconds
 
     def _layer_seconds(self, work: StageWork) -> float:

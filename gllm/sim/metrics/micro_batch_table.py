@@ -45,7 +45,7 @@ NUM_COUNTS = 8
 
 
 class MicroBatchTable(Sequence[MicroBatch]):
-    """Sequence of micro-batches that makes each object when it is read.
+    """Micro-batches stored as columns of numbers; objects are made when they are read.
 
     Args:
         num_stages: Number of pipeline stages.

@@ -137,12 +137,12 @@ class StageUsage:
 
     @property
     def busy_share(self) -> float:
-        """0..1."""
+        """Share of the run in which the stage computes, 0..1."""
         return self.busy / self.span if self.span else 0.0
 
     @property
     def bubble_share(self) -> float:
-        """0..1. The remainder, 1 - `busy_share` - `bubble_share`, is time without work."""
+        """Share of the run that is bubble, 0..1; the remainder is time without work."""
         return self.bubble / self.span if self.span else 0.0
 
 

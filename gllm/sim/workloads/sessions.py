@@ -45,12 +45,12 @@ class _Session:
 
 
 def is_sessions(workload: str) -> bool:
-    """Return True if a workload has this module's form."""
+    """Return True if the name of a workload is `sessions` or begins with `sessions:`."""
     return workload.partition(":")[0] == SESSIONS
 
 
 def parse_sessions(workload: str) -> tuple[int, ...]:
-    """Return the values of PARAMETERS.
+    """Return the parameters of a workload of conversations, in the order of PARAMETERS.
 
     Args:
         workload: `sessions`, or with parameters such as `sessions:32,6,4,256,40,40`.

@@ -11,7 +11,7 @@ import pytest
 from experiments.logged_servers import serve_round_robin
 from gllm.commands.bench.real import RoundRobinLock, run_logged
 from gllm.commands.profile import parts
-from gllm.commands.profile.command import make_sweep_workloads, raise_span
+from gllm.commands.profile.command import make_sweep_workloads, with_min_seconds
 from gllm.commands.profile.parts import (
     count_span_steps,
     list_spans,
@@ -53,7 +53,7 @@ def test_parts_of_a_model() -> None:
 def test_parts_take_the_least_seconds_of_a_step() -> None:
     for seconds, least, expected in ((0.01, 0.05, 0.05), (0.07, 0.05, 0.07), (0.01, 0.0, 0.01)):
         step = StepSample.of(StageWork(0, 4, (), 4, 40, 4), [seconds])
-        span = raise_span(SpanSample(3, True, False, step), least)
+        span = with_min_seconds(SpanSample(3, True, False, step), least)
         assert span.step.stages == [expected]
         assert (span.layers, span.step.decodes) == (3, 4)
 

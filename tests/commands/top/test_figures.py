@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gllm.commands.top.figures import ScrapeHistory, histogram, metrics_between, quantile
+from gllm.commands.top.figures import ScrapeHistory, metrics_between, quantile, subtract_buckets
 from gllm.deploy.metrics_scrape import MetricsScrape, parse_metrics
 from gllm.engine.interface import OutputDelta
 from gllm.frontend.metrics import Metrics
@@ -174,4 +174,4 @@ def test_a_quantile_is_in_the_bucket_of_the_true_one(
 
 
 def test_a_histogram_s_difference() -> None:
-    assert histogram({2.0: 1.0}, {math.inf: 9.0, 2.0: 4.0}) == {2.0: 3.0, math.inf: 9.0}
+    assert subtract_buckets({2.0: 1.0}, {math.inf: 9.0, 2.0: 4.0}) == {2.0: 3.0, math.inf: 9.0}

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from gllm.commands.top.figures import Latency, ServerMetrics, StageTimeShares
-from gllm.commands.top.render import bar, duration, fit_lines, render, sparkline
+from gllm.commands.top.render import fit_lines, format_bar, format_seconds, format_sparkline, render
 
 FIGURES = ServerMetrics(
     model="fake/model",
@@ -94,18 +94,18 @@ def test_no_escape_of_a_name_reaches_the_terminal() -> None:
     [(0, "····"), (0.5, "██··"), (1, "████"), (2, "████"), (-1, "····"), (math.nan, "····")],
 )
 def test_bars(share: float, drawn: str) -> None:
-    assert bar(share, 4) == drawn
+    assert format_bar(share, 4) == drawn
 
 
 def test_sparklines() -> None:
-    assert sparkline([0, 1, 2, 4, 8], 5) == "▁▂▃▅█"
-    assert sparkline([8, 1, math.nan, 2], 3) == "▅ █"
-    assert sparkline([0, 0], 9) == "▁▁"
-    assert sparkline([1], 0) == ""
+    assert format_sparkline([0, 1, 2, 4, 8], 5) == "▁▂▃▅█"
+    assert format_sparkline([8, 1, math.nan, 2], 3) == "▅ █"
+    assert format_sparkline([0, 0], 9) == "▁▁"
+    assert format_sparkline([1], 0) == ""
 
 
 def test_durations() -> None:
-    assert [duration(s) for s in (0.0004, 0.9994, 12.5, math.nan)] == [
+    assert [format_seconds(s) for s in (0.0004, 0.9994, 12.5, math.nan)] == [
         "0.4 ms",
         "999.4 ms",
         "12.50 s",
