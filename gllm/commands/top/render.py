@@ -40,9 +40,8 @@ def render(
         _labeled_line("requests", f"{figures.running:.0f} running, {figures.waiting:.0f} waiting"),
         _labeled_line(
             "tokens/s",
-            _labeled_line(
-                "prefix cache", f"{format_share(figures.prefix_hits)} of prompt tokens cached"
-            ),
+            f"{format_number(figures.prompt_rate)} prompt, "
+            f"{format_number(figures.output_rate)} generated",
         ),
         _labeled_line("", format_sparkline(rates, width - LABEL)),
         _labeled_line("TTFT", _latency(figures.ttft)),
