@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gllm.sim.workloads.length_predictions import (
+    BIN_TOKENS,
     PAPER_ACCURACY,
     NoisyLengthPredictor,
     predict_lengths,
@@ -50,50 +51,44 @@ def test_predictions_by_prompt_know_the_requests_before_only() -> None:
     assert predictions(jobs[:60], "by-prompt") == predicted[:60]
 
 
-@pytest.mark.parametrize("granularity", PAPER_ACCURACY)
-def test_noisy_accuracy_is_the_papers(granularity: int) -> None:
-    """T4: 74.9 % at 200 tokens, within 2 points; the other granularities too."""
-    rng = Random(granularity)
-    predictor = NoisyLengthPredictor(Random(1), granularity)
+def test_noisy_accuracy_is_the_papers() -> None:
+    """T4: 74.9 % at 200 tokens, within 2 points."""
+    rng = Random(200)
+    predictor = NoisyLengthPredictor(Random(1))
     lengths = [rng.randrange(1, 2048) for _ in range(20_000)]
-    right = sum(predictor.predict_bin(length) == length // granularity for length in lengths)
-    assert right / len(lengths) == pytest.approx(PAPER_ACCURACY[granularity], abs=0.02)
+    right = sum(predictor.predict_bin(length) == length // BIN_TOKENS for length in lengths)
+    assert right / len(lengths) == pytest.approx(PAPER_ACCURACY, abs=0.02)
 
 
 @given(
     num_tokens=st.integers(1, 4000),
-    granularity=st.integers(1, 500),
     accuracy=st.sampled_from([0.0, 0.5, 1.0]),
     seed=st.integers(0, 50),
 )
-def test_predictions_are_lower_ends_of_bins(
-    num_tokens: int, granularity: int, accuracy: float, seed: int
-) -> None:
+def test_predictions_are_lower_ends_of_bins(num_tokens: int, accuracy: float, seed: int) -> None:
     index, predicted = (
         predict(num_tokens)
         for predict in (
-            NoisyLengthPredictor(Random(seed), granularity, accuracy).predict_bin,
-            NoisyLengthPredictor(Random(seed), granularity, accuracy).predict,
+            NoisyLengthPredictor(Random(seed), accuracy).predict_bin,
+            NoisyLengthPredictor(Random(seed), accuracy).predict,
         )
     )
-    assert predicted == max(1, index * granularity)
-    is_right = index == num_tokens // granularity
+    assert predicted == max(1, index * BIN_TOKENS)
+    is_right = index == num_tokens // BIN_TOKENS
     assert is_right or accuracy < 1
     assert not is_right or accuracy > 0
 
 
 def test_every_wrong_bin_occurs() -> None:
-    predictor = NoisyLengthPredictor(Random(0), 200, accuracy=0.0, max_tokens=1000)
+    predictor = NoisyLengthPredictor(Random(0), accuracy=0.0, max_tokens=1000)
     assert {predictor.predict(450) for _ in range(200)} == {1, 200, 600, 800}
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"granularity": 0}, "granularity is 0"),
-        ({"granularity": 150}, "accuracy has to be given for granularity 150"),
-        ({"granularity": 200, "accuracy": 1.5}, "accuracy is 1.5"),
-        ({"granularity": 200, "max_tokens": 200}, "max_tokens is 200"),
+        ({"accuracy": 1.5}, "accuracy is 1.5"),
+        ({"max_tokens": 200}, "max_tokens is 200"),
     ],
 )
 def test_impossible_predictors_are_refused(arguments: dict[str, float], message: str) -> None:

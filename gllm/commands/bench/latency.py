@@ -56,10 +56,8 @@ def main(argv: list[str]) -> int:
     """Run `gllm bench latency` and return the exit status."""
     values = make_parser().parse_args(argv)
     try:
-        engine, batch = (
-            config_from_flags(EngineConfig, values),
-            config_from_flags(LatencyConfig, values),
-        )
+        engine = config_from_flags(EngineConfig, values)
+        batch = config_from_flags(LatencyConfig, values)
         seconds = uvloop.run(_measure(engine, batch))
         percentiles = {percent: percentile(seconds, percent) for percent in PERCENTS}
         print(f"Avg latency: {fmean(seconds)} seconds")

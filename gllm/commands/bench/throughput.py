@@ -40,10 +40,8 @@ def main(argv: list[str]) -> int:
     """Run `gllm bench throughput` and return the exit status."""
     values = make_parser().parse_args(argv)
     try:
-        engine, load = (
-            config_from_flags(EngineConfig, values),
-            config_from_flags(LoadConfig, values),
-        )
+        engine = config_from_flags(EngineConfig, values)
+        load = config_from_flags(LoadConfig, values)
         jobs = jobs_of(load)
         figures = throughput_metrics(jobs, uvloop.run(_measure_seconds(engine, jobs, load.seed)))
         print(
@@ -63,10 +61,8 @@ def main(argv: list[str]) -> int:
 
 def throughput_metrics(jobs: list[WorkloadRequest], seconds: float) -> dict[str, Any]:
     """Return the figures of a run by the keys of the JSON file."""
-    prompt, output = (
-        sum(job.num_prompt_tokens for job in jobs),
-        sum(job.num_output_tokens for job in jobs),
-    )
+    prompt = sum(job.num_prompt_tokens for job in jobs)
+    output = sum(job.num_output_tokens for job in jobs)
     return {
         "elapsed_time": seconds,
         "num_requests": len(jobs),

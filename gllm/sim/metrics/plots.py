@@ -374,13 +374,7 @@ def plot_scatter(
         axes.set(title=title, xlabel=x_label, ylabel=y_label)
         axes.plot(*_columns(front), color=GREY, linestyle="--", label=front_name)
         for place, (name, points) in enumerate(groups.items()):
-            axes.plot(
-                *_columns(points),
-                label=name,
-                color=COLOURS[place % len(COLOURS)],
-                marker=MARKERS[place % len(MARKERS)],
-                linestyle="",
-            )
+            axes.plot(*_columns(points), label=name, **_line_look(place) | {"linestyle": ""})
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
         figure.legend(loc="outside lower center", ncols=min(len(groups) + 1, 5))

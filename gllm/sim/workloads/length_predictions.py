@@ -13,58 +13,43 @@ from gllm.sim.workloads.requests import WorkloadRequest
 
 LONGEST_OUTPUT = 2048
 """Longest output in tokens that a noisy prediction names, if the workload has no longer one."""
-PAPER_ACCURACY = {100: 0.589, 200: 0.749, 400: 0.85}
-"""Accuracy of the paper's classifier (fine-tuned OPT-125M) by granularity in tokens."""
-DEFAULT_GRANULARITY = 200
-"""Width of a bin in tokens that the paper chose."""
+PAPER_ACCURACY = 0.749
+"""Accuracy of the paper's classifier (fine-tuned OPT-125M)."""
+BIN_TOKENS = 200
+"""Width in tokens of the paper's bins."""
 
 
 class NoisyLengthPredictor:
     """Simulated classifier of output lengths that is right with a fixed probability.
 
-    Bin k has the lengths from k times the granularity up to the next bin.
+    Bin k has the lengths from 200 k tokens up to the next bin.
 
     Args:
         rng: Source of the errors.
-        granularity: Width of a bin in tokens.
-        accuracy: Probability of the right bin; default: the paper's for this granularity.
-        max_tokens: Longest output; wrong bins are drawn uniformly from those below it.
+        accuracy: Probability of the right bin; default: the paper's.
+        max_tokens: Longest output; wrong bins are sampled uniformly from those below it.
 
     Raises:
-        ValueError: There are no two bins, or the accuracy is unknown or no probability.
+        ValueError: There are no two bins, or the accuracy is no probability.
     """
 
     def __init__(
-        self,
-        rng: Random,
-        granularity: int = DEFAULT_GRANULARITY,
-        accuracy: float | None = None,
-        max_tokens: int = LONGEST_OUTPUT,
+        self, rng: Random, accuracy: float = PAPER_ACCURACY, max_tokens: int = LONGEST_OUTPUT
     ) -> None:
-        if granularity < 1:
-            raise ValueError(f"granularity is {granularity}, but has to be at least 1")
-        if max_tokens <= granularity:
+        if max_tokens <= BIN_TOKENS:
             raise ValueError(
-                f"max_tokens is {max_tokens}, but has to exceed granularity ({granularity}), so "
-                "that there are bins to confuse"
+                f"max_tokens is {max_tokens}, but has to exceed {BIN_TOKENS}, so that there are "
+                "bins to confuse"
             )
-        if accuracy is None:
-            if granularity not in PAPER_ACCURACY:
-                raise ValueError(
-                    f"accuracy has to be given for granularity {granularity}: it is known for "
-                    f"{', '.join(map(str, PAPER_ACCURACY))} only"
-                )
-            accuracy = PAPER_ACCURACY[granularity]
         if not 0 <= accuracy <= 1:
             raise ValueError(f"accuracy is {accuracy}, but has to be in [0, 1]")
         self._rng = rng
-        self._granularity = granularity
         self._accuracy = accuracy
-        self._num_bins = -(-max_tokens // granularity)
+        self._num_bins = -(-max_tokens // BIN_TOKENS)
 
     def predict_bin(self, num_output_tokens: int) -> int:
         """Return the bin of an output length, or by chance a wrong one."""
-        index = num_output_tokens // self._granularity
+        index = num_output_tokens // BIN_TOKENS
         if self._rng.random() < self._accuracy:
             return index
         wrong = self._rng.randrange(max(self._num_bins, index + 1) - 1)
@@ -72,7 +57,7 @@ class NoisyLengthPredictor:
 
     def predict(self, num_output_tokens: int) -> int:
         """Return the predicted length of an output: the lower end of its bin, at least 1."""
-        return max(1, self.predict_bin(num_output_tokens) * self._granularity)
+        return max(1, self.predict_bin(num_output_tokens) * BIN_TOKENS)
 
 
 def predict_lengths(
