@@ -27,79 +27,70 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class EngineFailure:
-    """Crash of an engine, which loses its requests and cache. Without effect on a stopped engine.
+class EngineChange:
+    """Change of an engine at a time.
 
     Raises:
-        ValueError: A time is negative.
+        ValueError: A time is negative or infinite.
     """
 
     engine: str
+    """Name of the engine."""
     time: float
     """Seconds."""
+
+    def __post_init__(self) -> None:
+        """Check the times."""
+        for name, value in vars(self).items():
+            if isinstance(value, float | int) and not 0 <= value < float("inf"):
+                raise ValueError(
+                    f"{type(self).__name__}: {name} is {value}, but must be at least 0 seconds"
+                )
+
+
+@dataclass(frozen=True)
+class EngineFailure(EngineChange):
+    """Crash of an engine, which loses its requests and cache. Without effect on a stopped engine.
+
+    Raises:
+        ValueError: A time is negative or infinite.
+    """
+
     detection_seconds: float = 0.0
-    """Time until the router knows. Until then it may send requests to the engine; these and the
-    unfinished ones are routed again with their output so far once it knows."""
+    """Time until the router detects the crash. Until then it may send requests to the engine; these
+    and the unfinished ones are then routed again with their output so far."""
     restart_seconds: float | None = None
     """Time from the detection until the engine, started again with an empty cache, is ready. None:
     it does not return."""
 
-    def __post_init__(self) -> None:
-        """Check the times."""
-        _check_seconds(self, "time", "detection_seconds", "restart_seconds")
-
 
 @dataclass(frozen=True)
-class EngineDrain:
+class EngineDrain(EngineChange):
     """Planned end of an engine: it receives no new requests and stops once it is empty.
 
     Raises:
-        ValueError: The time is negative.
+        ValueError: The time is negative or infinite.
     """
 
-    engine: str
-    time: float
-    """Seconds."""
     migrates: bool = False
     """Route the engine's unfinished requests again at once, with their output so far."""
 
-    def __post_init__(self) -> None:
-        """Check the times."""
-        _check_seconds(self, "time")
-
 
 @dataclass(frozen=True)
-class EngineStart:
+class EngineStart(EngineChange):
     """Start of a new or a stopped engine.
 
     Raises:
-        ValueError: A time is negative.
+        ValueError: A time is negative or infinite.
     """
 
-    engine: str
-    time: float
-    """Seconds."""
     startup_seconds: float = 0.0
-    """Time from the start until the engine takes requests."""
+    """Time from the start until the engine accepts requests."""
     deployment: Deployment | None = None
     """Model, costs and configuration; None to restart an engine with its former deployment."""
 
-    def __post_init__(self) -> None:
-        """Check the times."""
-        _check_seconds(self, "time", "startup_seconds")
-
 
 ClusterChange = EngineFailure | EngineDrain | EngineStart
-
-
-def _check_seconds(change: object, *fields: str) -> None:
-    """Check that times are numbers of at least 0. None is permitted where a type permits it."""
-    for field in fields:
-        seconds = getattr(change, field)
-        if seconds is not None and not 0 <= seconds < float("inf"):
-            raise ValueError(
-                f"{type(change).__name__}: {field} is {seconds}, but must be at least 0 seconds"
-            )
 
 
 def sort_changes(engines: Iterable[str], changes: Iterable[ClusterChange]) -> list[ClusterChange]:

@@ -99,9 +99,7 @@ class KvTransfers:
         for transfer in list(self._under_way.values()):
             if (transfer.source, transfer.target) == (source, target):
                 self.cancel(transfer)
-                if transfer.on_lost is not None:
-                    transfer.on_lost(now)
-                self._on_end(transfer, now)
+                self._report_lost(transfer, now)
 
     def on_engine_dead(self, engine: str) -> None:
         """Stop the transfers from and to an engine that has crashed; they are reported later."""
@@ -116,9 +114,12 @@ class KvTransfers:
         for number, (dead_engine, transfer) in list(self._broken.items()):
             if dead_engine == engine:
                 del self._broken[number]
-                if transfer.on_lost is not None:
-                    transfer.on_lost(now)
-                self._on_end(transfer, now)
+                self._report_lost(transfer, now)
+
+    def _report_lost(self, transfer: KvTransfer, now: float) -> None:
+        if transfer.on_lost is not None:
+            transfer.on_lost(now)
+        self._on_end(transfer, now)
 
     def _on_arrival(self, now: float, number: int) -> None:
         transfer = self._under_way.pop(number, None)

@@ -101,10 +101,7 @@ class RunRecorder(PipelineObserver):
         for row in rows:
             num_tokens = self._fetched_tokens.pop(row.seq, None)
             if num_tokens is not None and row.start == num_tokens:
-                served = self._requests[row.seq]
-                served.record_schedule(
-                    row.num_preemptions, now, self._last_commit_time(row, served, now)
-                )
+                self._record_schedule(row, now)
                 self._prefilled[row.seq] = row.num_preemptions
 
     def _record_prefill_rows(self, rows: list[ScheduledRow], now: float) -> int:
@@ -117,21 +114,23 @@ class RunRecorder(PipelineObserver):
             row = rows[index]
             if self._prefilled.get(row.seq) == row.num_preemptions:
                 return len(rows) - 1 - index
-            served = self._requests[row.seq]
-            served.record_schedule(
-                row.num_preemptions, now, self._last_commit_time(row, served, now)
-            )
+            self._record_schedule(row, now)
             if row.should_sample:
                 self._prefilled[row.seq] = row.num_preemptions
         return len(rows)
 
-    def _last_commit_time(self, row: ScheduledRow, served: ServedRequest, now: float) -> float:
-        """Return the time of a preempted sequence's last commit; `now` without a preemption."""
-        if served.first_scheduled_time is None or row.num_preemptions == served.num_preemptions:
-            return now
-        self._record_tokens()
-        times = [*served.line.times[-1:], self._chunk_times.get(row.seq, served.line.arrival)]
-        return max(times)
+    def _record_schedule(self, row: ScheduledRow, now: float) -> None:
+        """Record a row of a sequence; after a preemption with the time of its last commit."""
+        served = self._requests[row.seq]
+        last_commit_time = now
+        if (
+            served.first_scheduled_time is not None
+            and row.num_preemptions != served.num_preemptions
+        ):
+            self._record_tokens()
+            chunk_time = self._chunk_times.get(row.seq, served.line.arrival)
+            last_commit_time = max([*served.line.times[-1:], chunk_time])
+        served.record_schedule(row.num_preemptions, now, last_commit_time)
 
     def on_stage_finished(self, stage: int, step: int, start: float, end: float) -> None:
         """Record when a stage computed a step."""
