@@ -65,7 +65,8 @@ class SimulatedLink:
     def __init__(
         self, loop: EventLoop, policy: LinkPolicy, window: SendingWindow | None = None
     ) -> None:
-        self._loop = loop
+        self.loop = loop
+        """Clock of the link."""
         self._policy = policy
         self._window = window
         self._sends_whole = policy.sends_whole and window is None
@@ -85,16 +86,11 @@ class SimulatedLink:
         """Owners, and their times until the next decode output."""
 
     @property
-    def loop(self) -> EventLoop:
-        """Clock of the link."""
-        return self._loop
-
-    @property
     def num_waiting(self) -> int:
         """Number of messages that are not sent completely."""
         sending = self._sending
         is_last_chunk = sending is not None and not sending.remaining_bytes
-        return len(self._waiting) + (is_last_chunk and self._is_busy(self._loop.now))
+        return len(self._waiting) + (is_last_chunk and self._is_busy(self.loop.now))
 
     @property
     def uses_slack(self) -> bool:
@@ -129,7 +125,7 @@ class SimulatedLink:
             owner: Sender, for `drop`.
             rank: Rank of the arrival among the events of its time.
         """
-        now = self._loop.now
+        now = self.loop.now
         size = cost.num_bytes or max(1, round(cost.occupancy_seconds * NOMINAL_BYTES_PER_SECOND))
         message = LinkMessage(
             self._num_messages, traffic_class, cost, size, size, deliver, argument, owner, rank
@@ -154,7 +150,7 @@ class SimulatedLink:
 
         Messages that are sent completely arrive nevertheless.
         """
-        now = self._loop.now
+        now = self.loop.now
         self._waiting = [message for message in self._waiting if message.owner is not owner]
         self._slack_sources = [source for source in self._slack_sources if source[0] is not owner]
         sending = self._sending
@@ -195,7 +191,7 @@ class SimulatedLink:
         self._free_time = free_time = now + seconds
         if not message.remaining_bytes:
             arrival = free_time + message.cost.propagation_seconds
-            self._loop.push(arrival, message.rank, self._deliver, message)
+            self.loop.push(arrival, message.rank, self._deliver, message)
 
     def _view(self, now: float) -> LinkView:
         rate = self._bytes_per_second
@@ -209,7 +205,7 @@ class SimulatedLink:
 
     def _push_end(self, message: LinkMessage) -> None:
         self._is_end_due = True
-        self._loop.push(self._free_time, PIPELINE, self._end_chunk, message)
+        self.loop.push(self._free_time, PIPELINE, self._end_chunk, message)
 
     def _end_chunk(self, now: float, message: LinkMessage) -> None:
         if message is not self._sending:

@@ -6,6 +6,7 @@ commits happen here. Decisions are the scheduler's, and times are the cost model
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from gllm.observability.logged_scheduler import LoggedScheduler
@@ -154,7 +155,6 @@ class InFlightBatch:
     def __init__(self, plan: StepPlan, num_stages: int) -> None:
         self.plan = plan
         self.turn = plan.turn
-        self._seqs: frozenset[int] | None = None
         self.work: StageWork = compute_stage_work(plan.step, plan.rows)
         self.traffic_class = (
             TrafficClass.PREFILL if self.work.prefill_chunks else TrafficClass.DECODE
@@ -165,12 +165,10 @@ class InFlightBatch:
         """Number of messages that each stage waits for: the plan, and activations behind the first
         stage."""
 
-    @property
+    @cached_property
     def seqs(self) -> frozenset[int]:
         """Sequences with a row in the micro-batch."""
-        if self._seqs is None:
-            self._seqs = frozenset([row.seq for row in self.plan.rows])
-        return self._seqs
+        return frozenset([row.seq for row in self.plan.rows])
 
 
 class SimulatedDevice:
