@@ -27,7 +27,7 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "driver": Subject(
         ("gllm/runtime/driver/driver*.py",),
-        ("tests/runtime/driver/test_driver*.py", "tests/runtime/test_kv*.py", "tests/simulation"),
+        ("tests/runtime/driver", "tests/simulation"),
         ("tests/runtime", "tests/scheduler", "tests/sim", "tests/router", "tests/observability"),
     ),
     "transport": Subject(
