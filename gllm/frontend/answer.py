@@ -33,7 +33,10 @@ async def send_answer(
     request: PreparedRequest,
     writer: AnswerWriter,
 ) -> web.StreamResponse:
-    """Run a request and send its answer, streamed if the client requested a stream."""
+    """Run a generation request and send its HTTP response, streamed if the client set `stream`.
+
+    A stream consists of server-sent events. The writer formats the output for the endpoint.
+    """
     if not request.fields.stream:
         return await send_whole_answer(http_request, request, writer)
     with _run_request(http_request, request, writer) as (run, usage):
@@ -45,7 +48,10 @@ async def send_whole_answer(
     request: PreparedRequest,
     writer: WholeAnswerWriter,
 ) -> web.Response:
-    """Run a request to its end and send the answer in one piece."""
+    """Run a generation request to its end and return the HTTP response with the complete JSON body.
+
+    The writer formats the output for the endpoint.
+    """
     with _run_request(http_request, request, writer) as (run, usage):
         await run.start()
         choices = await _collect_choices(run, request, usage)
@@ -89,7 +95,11 @@ def _run_request(
 
 
 def num_logprobs(parts: Sequence[OutputDelta] | Sequence[CollectedChoice]) -> int:
-    """Return the number of log-probabilities in deltas or choices."""
+    """Return the number of log-probabilities in output deltas or collected choices.
+
+    Counts those of prompt and output tokens: the token itself and the most likely tokens at its
+    position.
+    """
     return sum(
         len(entries) * (len(entries[0].top_ids) + 1)
         for part in parts

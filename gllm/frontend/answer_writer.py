@@ -12,18 +12,23 @@ from gllm.frontend.sse import DONE, ServerSentEvent
 
 
 class WholeAnswerWriter(ABC):
-    """Builds an endpoint's answer to a request that does not stream."""
+    """Base class: formats the output of a request as one endpoint's complete JSON response."""
 
     transfer_params: KvTransferParams | Unset | None = UNSET
-    """Field that a hand-off adds to the answer."""
+    """`kv_transfer_params` of the response, set if the request transfers KV blocks; UNSET: no
+    field."""
 
     @abstractmethod
     def build_answer(self, choices: list[CollectedChoice], usage: UsageCounter) -> ResponseSchema:
-        """Return the body of the answer."""
+        """Return the response body for the finished choices of a request and its token counts."""
 
 
 class AnswerWriter(WholeAnswerWriter):
-    """Builds an endpoint's answer, as a stream of events or whole."""
+    """Base class: formats the output of a request as one endpoint's response, streamed or complete.
+
+    Streams are server-sent events: start events, then events per output delta, then end or error
+    events.
+    """
 
     def start_events(self, usage: UsageCounter) -> list[ServerSentEvent]:
         """Return the events before the first delta."""
@@ -31,12 +36,12 @@ class AnswerWriter(WholeAnswerWriter):
 
     @abstractmethod
     def delta_events(self, delta: OutputDelta, usage: UsageCounter) -> list[ServerSentEvent]:
-        """Return the events of a delta."""
+        """Return the server-sent events for one output delta."""
 
     @abstractmethod
     def end_events(self, usage: UsageCounter) -> list[ServerSentEvent]:
         """Return the events after the last delta of a successful request."""
 
     def error_events(self, error: ApiError) -> list[ServerSentEvent]:
-        """Return the last events of a request that failed."""
+        """Return the last events of a stream whose request failed."""
         return [ServerSentEvent(error.body()), DONE]

@@ -19,7 +19,9 @@ MIDDLEWARE = (observe, origin, keys, rate_limit)
 
 
 def make_app(engine: EngineInterface, config: ServerConfig) -> web.Application:
-    """Return the application that serves an engine, which may still be loading.
+    """Return the aiohttp application that serves the HTTP API of an engine.
+
+    The engine may still be loading; until it is ready, requests are answered with 503.
 
     Raises:
         ValueError: A flag has a value that cannot be used; the message names the flag.

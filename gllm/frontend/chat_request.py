@@ -31,7 +31,11 @@ Fields = TypeVar("Fields", bound=ModelRequestFields)
 async def prepare_chat_request(
     context: ServerContext, fields: ChatCompletionFields
 ) -> PreparedRequest:
-    """Return a chat, rendered and checked, ready for the engine. Raises FieldError."""
+    """Render the chat template of a chat completion request, tokenize it and check all parameters.
+
+    Raises:
+        FieldError: A field is invalid.
+    """
     model, tokenizer = context.engine.model, context.engine.tokenizer
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
     params = to_sampling_params(fields, context, logprobs=logprobs)
@@ -52,7 +56,11 @@ async def prepare_chat_request(
 
 
 def to_chat_request(fields: ChatCompletionFields) -> ChatRequest:
-    """Return the chat that the fields of a request describe. Raises FieldError."""
+    """Convert the body of a chat completion request to the input of the chat template.
+
+    Raises:
+        FieldError: A field is invalid.
+    """
     variables: dict[str, Any] = msgspec.to_builtins(
         fields.chat_template_kwargs or ChatTemplateOptions()
     )
@@ -81,17 +89,21 @@ async def prepare_converted_chat(
     as_chat: Callable[[Fields], Mapping[str, Any]],
     names: Mapping[str, str],
 ) -> AsyncIterator[tuple[Fields, PreparedRequest]]:
-    """Yield a request's fields and the prepared request, which is admitted within the block.
+    """Convert a Messages or Responses API request to a chat completion, and prepare it to run.
+
+    A context manager that yields the parsed request body and the prepared request. Within the block
+    the request counts towards the limit on queued requests.
 
     Args:
         request: The HTTP request.
-        schema: Fields of the API's body.
-        as_chat: Converts the fields to those of chat completions.
-        names: The API's names of the fields of chat completions, for errors.
+        schema: Class of the API's request body.
+        as_chat: Converts the parsed body to the fields of a chat completion request.
+        names: Map from field names of chat completions to this API's names, for error messages.
 
     Raises:
-        FieldError: The request is invalid.
-        ApiError: The model is not served.
+        FieldError: A field is invalid.
+        ApiError: The named model is not served, or the body is no JSON object.
+        EngineUnavailableError: The engine accepts no requests, or too many are queued.
     """
     context = request.app[CONTEXT]
     fields = await read_fields(request, schema)
@@ -107,9 +119,9 @@ async def count_prompt_tokens(
     as_chat: Callable[[Fields], Mapping[str, Any]],
     names: Mapping[str, str],
 ) -> int:
-    """Return the number of tokens of a request's prompt.
+    """Return the number of prompt tokens of a Messages or Responses API request.
 
-    Arguments and errors are those of `prepare_converted_chat`.
+    The request is not run. Arguments and errors are those of `prepare_converted_chat`.
     """
     context = request.app[CONTEXT]
     fields = await read_fields(request, schema)
@@ -127,15 +139,16 @@ async def count_prompt_tokens(
 def to_chat_fields(
     fields: object, values: Mapping[str, Any], names: Mapping[str, str]
 ) -> ChatCompletionFields:
-    """Return fields of chat completions.
+    """Build the fields of a chat completion request from a request of another API.
 
     Args:
-        fields: Fields of the other API, from which the sampling fields are copied.
-        values: Converted values of the other fields of chat completions.
-        names: Map from fields of chat completions to the client's fields, for errors.
+        fields: Parsed body of the other API's request; its sampling fields are copied.
+        values: The remaining fields of the chat completion request, by name.
+        names: Map from field names of chat completions to the other API's names, for error
+            messages.
 
     Raises:
-        FieldError: A value is invalid; the error names the client's field.
+        FieldError: A value is invalid; the error names the field that the client sent.
     """
     sampling = {name: getattr(fields, name, None) for name in SamplingFields.__struct_fields__}
     present = {name: value for name, value in {**sampling, **values}.items() if value is not None}

@@ -27,23 +27,29 @@ WholeAnswer = schemas.ChatCompletionResponse | schemas.CompletionResponse | sche
 
 
 class ChoiceFormat(Protocol):
-    """Formats the choices of one endpoint as JSON."""
+    """Interface that formats the choices of one OpenAI-style endpoint as JSON objects.
+
+    Implementations: chat completions, completions, and the token ids of /inference/v1/generate.
+    """
 
     @property
     def chunk_type(
         self,
     ) -> type[schemas.ChatCompletionChunk | schemas.CompletionChunk | schemas.GenerateEvent]:
-        """Chunk of a stream."""
+        """Class of a stream chunk."""
 
     @property
     def is_plain_text(self) -> bool:
         """True if a delta that finishes nothing is always one choice with the delta's text."""
 
     def start_choices(self, index: int) -> Sequence[ChunkChoice]:
-        """Return the choices that start a stream, one per chunk."""
+        """Return the chunk choices sent before the first output of a choice, such as the role."""
 
     def delta_choices(self, delta: OutputDelta, token_ids: bool) -> Sequence[ChunkChoice]:
-        """Return a delta as choices, one per chunk; include token ids if `token_ids` is True."""
+        """Return the chunk choices for an output delta, with token ids if `token_ids` is True.
+
+        Each one is sent in a chunk of its own.
+        """
 
     def build_answer(
         self,
@@ -52,10 +58,11 @@ class ChoiceFormat(Protocol):
         usage: schemas.CompletionUsage,
         token_ids: bool,
     ) -> WholeAnswer:
-        """Return the whole answer.
+        """Return the complete response body.
 
         Args:
-            envelope: Fields of the answer around its choices.
+            envelope: Fields of the response other than its choices: id, model, creation time,
+                object.
             choices: The finished choices.
             usage: Token counts.
             token_ids: Include token ids.
@@ -69,12 +76,12 @@ TEXT_PLACEHOLDER = "\x00text\x00"
 def build_envelope(
     http_request: web.Request, request: PreparedRequest, prefix: str, object_name: str
 ) -> JsonObject:
-    """Return the fields of an answer of OpenAI's APIs besides its choices.
+    """Return the fields `id`, `created`, `model` and `object` of an OpenAI response and its chunks.
 
     Args:
-        http_request: The HTTP request.
+        http_request: The HTTP request, whose id is used if the client sent no `request_id`.
         request: The prepared request.
-        prefix: Prefix of the answer's id.
+        prefix: Prefix of the response's id, such as `chatcmpl-`.
         object_name: Value of `object`.
     """
     return {
@@ -86,12 +93,12 @@ def build_envelope(
 
 
 class ChoiceWriter(AnswerWriter):
-    """AnswerWriter of completions, chat completions and token ids.
+    """Formats responses and chunks of chat completions, completions and /inference/v1/generate.
 
     Args:
-        request: The prepared request.
-        choice_format: Formats the choices.
-        envelope: Fields of answers and chunks besides the choices.
+        request: The prepared request, for the number of choices and the stream options.
+        choice_format: Formats the choices for the endpoint.
+        envelope: Fields of the response and of all chunks other than the choices.
     """
 
     def __init__(
@@ -133,9 +140,9 @@ class ChoiceWriter(AnswerWriter):
         return [ServerSentEvent(self._encode_chunk(choice, usage)) for choice in choices]
 
     def end_events(self, usage: UsageCounter) -> list[ServerSentEvent]:
-        """Return the chunk with the token counts, if requested, and the end of the stream.
+        """Return the chunk with the token counts, if requested, and the `[DONE]` event.
 
-        The chunk also has the fields of a hand-off, if there are any.
+        The chunk also has `kv_transfer_params` if the request transfers KV blocks.
         """
         if self.transfer_params is UNSET and not self._usage_at_end:
             return [DONE]

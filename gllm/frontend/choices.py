@@ -17,7 +17,10 @@ from gllm.text.output.reasoning import ReasoningTokenCounter
 
 @dataclass
 class UsageCounter:
-    """Token counts of a request."""
+    """Token counts of one HTTP request: prompt, cached, completion and reasoning tokens.
+
+    Updated with every output delta.
+    """
 
     num_prompt_tokens: int
     choices_per_prompt: int
@@ -30,7 +33,7 @@ class UsageCounter:
     """Counters of reasoning tokens, by choice index."""
 
     def add(self, delta: OutputDelta) -> None:
-        """Count the tokens of a delta.
+        """Count the output, cached and reasoning tokens of a delta.
 
         Choices of one prompt share its cached tokens, so only the first choice counts them.
         """
@@ -65,7 +68,7 @@ class UsageCounter:
 
 @dataclass
 class CollectedChoice:
-    """The whole output of one choice, collected from its deltas."""
+    """Text, token ids and log-probabilities of one choice, accumulated from its output deltas."""
 
     index: int
     texts: list[str] = field(default_factory=list)
@@ -82,7 +85,7 @@ class CollectedChoice:
         return "".join(self.texts)
 
     def add(self, delta: OutputDelta) -> None:
-        """Append a delta."""
+        """Append an output delta to the choice."""
         self.texts.append(delta.text)
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs

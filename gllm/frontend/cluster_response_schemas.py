@@ -8,7 +8,7 @@ from gllm.messages.node_report import NodeReport
 
 
 class ServiceRequestCounts(ResponseSchema):
-    """Requests of a service: now, and since the start of its engine."""
+    """Requests of a service: running and waiting now, finished and failed since its engine started."""
 
     running: int
     waiting: int
@@ -17,14 +17,14 @@ class ServiceRequestCounts(ResponseSchema):
 
 
 class ServiceTokenCounts(ResponseSchema):
-    """Tokens of a service since the start of its engine."""
+    """Prompt tokens and generated tokens of a service since its engine started."""
 
     prompt: int
     generated: int
 
 
 class ServiceThroughput(ResponseSchema):
-    """Throughput of a service over the last ten seconds."""
+    """Requests and tokens per second of a service, averaged over the last ten seconds."""
 
     requests_per_second: float
     prompt_tokens_per_second: float
@@ -32,14 +32,18 @@ class ServiceThroughput(ResponseSchema):
 
 
 class ServiceUtilization(ResponseSchema):
-    """Share of the KV cache in use, and share of time in which each stage computed."""
+    """Utilization of a service: share of its KV cache in use, and busy share of each stage.
+
+    Values are from 0 to 1. A stage is the part of the model's layers that one pipeline rank
+    computes.
+    """
 
     kv_cache: float
     stages: list[float]
 
 
 class ServiceResponse(ResponseSchema):
-    """A service of a cluster."""
+    """A model service of a cluster: its model, state, address, nodes, load and throughput."""
 
     service_name: str
     model_name: str
@@ -58,27 +62,27 @@ class ServiceResponse(ResponseSchema):
 
 
 class ServiceListResponse(ResponseSchema):
-    """Answer of GET /services."""
+    """Response of GET /services: all model services of the cluster."""
 
     services: list[ServiceResponse]
 
 
 class ServiceKeyResponse(ResponseSchema):
-    """Answer of GET /services/{name}/key."""
+    """Response of GET /services/{name}/key: the API key that requests to the service have to send."""
 
     service_name: str
     api_key: str
 
 
 class ServiceDeletionResponse(ResponseSchema):
-    """Answer of DELETE /services/{name}: absent if there is no service of that name."""
+    """Response of DELETE /services/{name}: `stopping`, or `absent` if no service has this name."""
 
     service_name: str
     state: Literal["stopping", "absent"]
 
 
 class ClusterNodeResponse(NodeReport, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A node of a cluster: as a machine of an engine, and its hardware and service."""
+    """A node of a cluster: its hardware and load, and the model service that it runs, if any."""
 
     num_cores: int
     memory_bytes: int
@@ -88,14 +92,14 @@ class ClusterNodeResponse(NodeReport, frozen=True, forbid_unknown_fields=True, k
 
 
 class ClusterNodeListResponse(ResponseSchema):
-    """Answer of GET /nodes of a cluster: its nodes, and refused connections by address."""
+    """Response of GET /nodes of a cluster: its nodes, and refused connections per IP address."""
 
     nodes: list[ClusterNodeResponse]
     refused_peers: dict[str, int]
 
 
 class NodeExitResponse(ResponseSchema):
-    """Answer of POST /nodes/{name}/drain of a cluster, with the service that moves."""
+    """Response of POST /nodes/{name}/drain of a cluster: the node, and the service moved off it."""
 
     name: str
     state: Literal["draining"]

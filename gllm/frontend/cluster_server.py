@@ -22,7 +22,9 @@ CLUSTER_MIDDLEWARE = (observe, origin, keys)
 
 
 def make_cluster_app(cluster: Master, config: ServerConfig) -> web.Application:
-    """Return the application of a cluster's master.
+    """Return the aiohttp application with the HTTP API of a cluster's master: services and nodes.
+
+    The master is the process of `gllm cluster`, which starts and stops model services on nodes.
 
     Raises:
         ValueError: a flag has a value that cannot be used; the message names the flag.
@@ -37,11 +39,11 @@ def make_cluster_app(cluster: Master, config: ServerConfig) -> web.Application:
 
 
 async def serve_cluster(master: Master, config: ServerConfig) -> int:
-    """Serve the master of a cluster over HTTP until a signal; return the exit status.
+    """Run a cluster's master and its HTTP API until SIGINT or SIGTERM; return the exit status.
 
     Raises:
         ValueError: A flag has a value that cannot be used; the message names the flag.
-        OSError: The address of the hub cannot be bound.
+        OSError: The address at which nodes connect to the master cannot be bound.
     """
     should_stop = watch_signals()
     raise_open_files_limit()

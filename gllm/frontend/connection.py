@@ -40,7 +40,10 @@ MAX_HEADERS_BYTES = 65536
 
 
 class Connection(web.RequestHandler):
-    """Connection of a client, with limits on headers and a write timeout."""
+    """HTTP connection of a client, with limits on the size and arrival time of request headers.
+
+    Also aborts the connection if the client does not read a response within the write timeout.
+    """
 
     __slots__ = ("_config", "_header_timer", "_num_header_bytes")
 
@@ -57,7 +60,7 @@ class Connection(web.RequestHandler):
         self._start_header_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Receive data; check the size and the duration of incomplete headers."""
+        """Receive data; reject the request if its headers are too large."""
         super().data_received(data)
         # The first bytes can arrive before the task that waits for the next request has started.
         waiter = self._waiter
@@ -83,7 +86,7 @@ class Connection(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Write an answer; disconnect a client that does not read it."""
+        """Write a response; abort the connection if the client does not read it in time."""
         if isinstance(resp, web.HTTPException):  # raised before any middleware
             resp = _error_answer(to_api_error(resp))
         is_broken = request.content.exception() is not None
@@ -107,7 +110,7 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Return the answer to malformed requests and to errors that no middleware has caught."""
+        """Return the response to a malformed request, or to an error that no middleware has caught."""
         if isinstance(exc, ConnectionError):
             raise exc  # the client has disconnected
         if request.writer.output_size > 0:
@@ -157,7 +160,10 @@ class Connection(web.RequestHandler):
 
 
 class ConnectionRunner(web.AppRunner):
-    """Runner of the application; a client that disconnects cancels its handler."""
+    """aiohttp runner whose connections are of class `Connection`.
+
+    If a client disconnects, the handler of its request is cancelled.
+    """
 
     def __init__(self, app: web.Application, config: ServerConfig) -> None:
         super().__init__(
@@ -175,7 +181,7 @@ class ConnectionRunner(web.AppRunner):
         self._config = config
 
     def set_shutdown_timeout(self, seconds: float) -> None:
-        """Set the time that `cleanup` waits for running answers."""
+        """Set the seconds for which `cleanup` waits for requests in progress."""
         self._shutdown_timeout = seconds
 
     async def _make_server(self) -> web.Server:
@@ -197,7 +203,7 @@ class _ConnectionServer(web.Server):
 
 
 def abort_unread_answer(request: web.BaseRequest) -> None:
-    """Abort the connection of a client that does not read; unsent data is discarded."""
+    """Abort the connection of a client that does not read its response; unsent data is discarded."""
     log.warning(
         "request %s ended: %s does not read its answer", current_request_id(), request.remote
     )
@@ -216,7 +222,7 @@ def _error_answer(error: ApiError) -> web.Response:
 
 
 def request_timeout_error(seconds: float) -> ApiError:
-    """Return the error of a request that did not arrive in time."""
+    """Return the error (status 408) for a request that was not received within `seconds`."""
     return ApiError(408, f"The request did not come within {seconds:g} s.", code="read_timeout")
 
 

@@ -24,7 +24,7 @@ UNAVAILABLE_CAUSES = {
 
 @dataclass
 class ServerContext:
-    """State of one server, stored in its application."""
+    """State of one HTTP server that all route handlers share, stored in its application."""
 
     engine: EngineInterface
     config: ServerConfig
@@ -32,7 +32,7 @@ class ServerContext:
     num_admitted: int = 0
     """Requests being handled, including those not yet submitted to the engine."""
     load_window: LoadWindow = field(default_factory=LoadWindow)
-    """Readings of the engine's counters, for the rates of /v1/loads."""
+    """Recent readings of the engine's counters, from which /v1/loads computes rates."""
 
     def check_accepting(self) -> None:
         """Raise EngineUnavailableError unless new requests are accepted."""
@@ -57,7 +57,11 @@ class ServerContext:
 
     @contextmanager
     def admit(self, num_requests: int = 1) -> Iterator[None]:
-        """Count requests as admitted in the block. Raise EngineUnavailableError above the limit."""
+        """Count requests towards the limit on queued requests while the block runs.
+
+        Raises:
+            EngineUnavailableError: The engine accepts no requests, or the limit is exceeded.
+        """
         self.check_accepting()
         num_inside = max(self.num_admitted, self.engine.num_requests)
         if num_inside + num_requests > self.config.max_num_queued_requests:

@@ -21,7 +21,10 @@ Operation = Literal["chat", "text_completion"]
 
 @dataclass(frozen=True)
 class EndpointParameter:
-    """A placeholder of a path, whose value may contain slashes, or a query parameter."""
+    """A path or query parameter of an endpoint, with its JSON Schema.
+
+    Values of path parameters may contain slashes.
+    """
 
     name: str
     description: str
@@ -31,7 +34,7 @@ class EndpointParameter:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A route, the schemas of its request and answers, and its properties for middleware.
+    """One endpoint of the HTTP API: method, path, handler, schemas, and flags for middleware.
 
     The OpenAPI document and docs/api.md are generated from these fields.
     """
@@ -42,15 +45,15 @@ class Endpoint:
     handler: Handler
     """The first paragraph of its docstring is the endpoint's summary."""
     response_schema: type[msgspec.Struct] | None = None
-    """Fields of an answer in JSON that is not streamed."""
+    """Schema of a JSON response that is not streamed."""
     request_schema: type[RequestFields] | None = None
     """Fields of the request body; None if there is no body."""
     answers_list: bool = False
-    """The answer is a list of objects with these fields."""
+    """The response is a JSON array of objects of `response_schema`."""
     event_schemas: tuple[type[msgspec.Struct], ...] = ()
-    """Fields of a server-sent event, which is one of these."""
+    """Schemas of the server-sent events of a streamed response."""
     content_type: str = "application/json"
-    """Media type of an answer that is not streamed."""
+    """Media type of a response that is not streamed."""
     path_parameters: tuple[EndpointParameter, ...] = ()
     query_parameters: tuple[EndpointParameter, ...] = ()
     """Other parameters of the query string are ignored."""
@@ -77,7 +80,7 @@ class Endpoint:
 
     @property
     def can_stream(self) -> bool:
-        """True if it answers with server-sent events when the client requests them."""
+        """True if it responds with server-sent events when the client requests them."""
         return bool(self.event_schemas)
 
     @property
@@ -109,7 +112,7 @@ ENDPOINTS_BY_ROUTE = web.AppKey("endpoints_by_route", Mapping[web.AbstractRoute,
 
 
 def register_endpoints(app: web.Application, endpoints: Iterable[Endpoint]) -> None:
-    """Add the routes of endpoints to an application."""
+    """Add the routes of all endpoints to an aiohttp application."""
     app[ENDPOINTS_BY_ROUTE] = {
         app.router.add_route(
             method, endpoint.route_path, endpoint.handler, expect_handler=defer_100_continue
@@ -120,5 +123,5 @@ def register_endpoints(app: web.Application, endpoints: Iterable[Endpoint]) -> N
 
 
 def find_endpoint(request: web.Request) -> Endpoint | None:
-    """Return the endpoint of a request, or None if no endpoint has its path and method."""
+    """Return the endpoint that an HTTP request is routed to; None if no path and method match."""
     return request.app[ENDPOINTS_BY_ROUTE].get(request.match_info.route)

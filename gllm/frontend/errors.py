@@ -67,7 +67,7 @@ DROPPED_REASONS = {
 
 
 class ApiError(Exception):
-    """An error of the API: status code, message, name of the field and error code."""
+    """Error that is sent to the client: HTTP status, message, invalid field and error code."""
 
     def __init__(
         self,
@@ -98,7 +98,10 @@ class ApiError(Exception):
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """Return the API error of an exception. Log unexpected exceptions and hide their message."""
+    """Convert any exception to an `ApiError` for the client.
+
+    An unexpected exception is logged and becomes status 500 without its message.
+    """
     match error:
         case ApiError():
             return error
@@ -139,7 +142,7 @@ def _dropped(
 
 
 def error_response(error: ApiError) -> web.Response:
-    """Return the HTTP response of an error."""
+    """Return the HTTP response with the JSON body of an `ApiError`."""
     return web.Response(
         status=error.status,
         body=msgspec.json.encode(error.body()),

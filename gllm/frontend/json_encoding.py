@@ -13,7 +13,7 @@ NUMBERS_PER_PIECE = 4096
 
 
 def json_response(answer: msgspec.Struct, headers: Mapping[str, str] | None = None) -> web.Response:
-    """Return the response with an answer as JSON."""
+    """Return an HTTP response with a struct as its JSON body."""
     return web.Response(
         body=msgspec.json.encode(answer),
         content_type="application/json",
@@ -23,7 +23,10 @@ def json_response(answer: msgspec.Struct, headers: Mapping[str, str] | None = No
 
 
 def encode_json_in_pieces(value: Any) -> bytes:
-    """Return a value as JSON. Call it in a thread: no single step holds the GIL for long."""
+    """Encode a large value as JSON in pieces, so that no single call holds the GIL for long.
+
+    Call it in a thread: other threads run between the pieces.
+    """
     return msgspec.json.encode(_in_pieces(value))
 
 

@@ -15,7 +15,11 @@ log = logging.getLogger(__name__)
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """Return the TLS context, or None without a certificate. Raise ValueError naming the flag."""
+    """Return the TLS context of the server's certificate, or None if none is configured.
+
+    Raises:
+        ValueError: A file cannot be used; the message names the flag.
+    """
     if config.ssl_certfile is None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -48,7 +52,7 @@ def _reason(error: OSError) -> str:
 
 
 def watch_signals() -> asyncio.Event:
-    """Return an event that SIGTERM and SIGINT set; a second signal ends the process at once."""
+    """Return an event that is set by SIGTERM and SIGINT; a second signal ends the process at once."""
     should_stop = asyncio.Event()
 
     def on_signal() -> None:
@@ -62,9 +66,9 @@ def watch_signals() -> asyncio.Event:
 
 
 def raise_open_files_limit() -> None:
-    """Raise the soft limit on open files of this process to the hard limit.
+    """Raise this process's soft limit on open files (RLIMIT_NOFILE) to the hard limit.
 
-    Above the limit a process cannot accept connections.
+    Each connection uses a file; at the limit the process cannot accept further ones.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == hard:
@@ -78,10 +82,16 @@ def raise_open_files_limit() -> None:
 async def listen(
     runner: web.AppRunner, host: str, port: int, tls: ssl.SSLContext | None = None
 ) -> None:
-    """Listen on an address for a runner that is set up; clean the runner up on an error.
+    """Start listening for HTTP connections on an address; clean the runner up if that fails.
+
+    Args:
+        runner: Runner of the application, after its `setup`.
+        host: Address to bind.
+        port: TCP port to bind.
+        tls: TLS context; None for plain HTTP.
 
     Raises:
-        ValueError: the address cannot be used; the message names the flags.
+        ValueError: The address cannot be used; the message names the flags.
     """
     try:
         await web.TCPSite(runner, host, port, ssl_context=tls).start()

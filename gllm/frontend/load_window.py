@@ -10,16 +10,16 @@ MIN_GAP_SECONDS = 0.1
 
 
 class LoadRates(NamedTuple):
-    """Throughput and cache hit rate of an engine over the last seconds."""
+    """Decode throughput and prefix cache hit rate of an engine over the last ten seconds."""
 
     tokens_per_second: float
-    """Tokens computed in decode."""
+    """Generated tokens per second."""
     cache_hit_rate: float
     """Share of the prompt tokens that were found in the prefix cache."""
 
 
 class LoadReading(NamedTuple):
-    """An engine's counters at one time, in seconds."""
+    """Values of an engine's token and prefix cache counters at one monotonic time, in seconds."""
 
     time: float
     decode_tokens: int
@@ -30,13 +30,16 @@ class LoadReading(NamedTuple):
 
 
 class LoadWindow:
-    """Readings of an engine's counters over the last seconds, one per load report."""
+    """Sliding window of ten seconds over an engine's counters, for the rates of /v1/loads."""
 
     def __init__(self) -> None:
         self._readings: deque[LoadReading] = deque()
 
     def add(self, reading: LoadReading) -> LoadRates:
-        """Add a reading and return the rates since the oldest one; 0 without an earlier one."""
+        """Add a reading and return the rates since the oldest reading in the window.
+
+        The rates are 0 for the first reading.
+        """
         readings = self._readings
         if readings and reading.decode_tokens < readings[-1].decode_tokens:
             # Another scheduler counts from zero.

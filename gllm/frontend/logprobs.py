@@ -19,7 +19,7 @@ from gllm.text.tokenizer import Tokenizer
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """Return the text of a token.
+    """Return the text of a token as it is written in log-probabilities.
 
     A token that is not valid UTF-8 is written as `bytes:` and its bytes in hexadecimal, so that
     different tokens have different texts.
@@ -32,19 +32,19 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def token_name(tokenizer: Tokenizer, token_id: int, as_id: bool) -> str:
-    """Return the text of a token in log-probabilities, or `token_id:ID`, as vLLM writes it."""
+    """Return a token's text, or `token_id:ID` if `as_id` is True, for log-probabilities as in vLLM."""
     return f"token_id:{token_id}" if as_id else token_text(tokenizer, token_id)
 
 
 def chat_logprobs(
     tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], top: int, as_ids: bool = False
 ) -> ChatLogprobs:
-    """Return `logprobs` of a message or a delta.
+    """Return the `logprobs` object of a chat message or of its delta.
 
     Args:
         tokenizer: The model's tokenizer.
-        entries: Log-probabilities of each token.
-        top: Number of most likely tokens per position.
+        entries: Log-probabilities at each output token.
+        top: Number of most likely tokens to include per position.
         as_ids: Write tokens as `token_id:ID`.
     """
 
@@ -64,7 +64,15 @@ def chat_logprobs(
 def prompt_logprobs(
     tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], top: int
 ) -> PromptLogprobs:
-    """Return `prompt_logprobs`: null for the first token, then objects by token id per position."""
+    """Return `prompt_logprobs`: per prompt position an object of likely tokens by token id.
+
+    The entry of the first prompt token is null, because nothing precedes it.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        entries: Log-probabilities at each prompt token after the first.
+        top: Number of most likely tokens to include per position.
+    """
     positions: PromptLogprobs = [None]
     for entry in entries:
         ranked = [(entry.token, entry.logprob, entry.rank)]
@@ -79,13 +87,13 @@ def prompt_logprobs(
 
 
 class CompletionLogprobs:
-    """Builds `logprobs` of one completion, in consecutive parts.
+    """Builds the `logprobs` objects of one completion, which a stream sends chunk by chunk.
 
     Args:
         tokenizer: The model's tokenizer.
-        top: Number of most likely tokens per position.
-        skip_special_tokens: Omit special tokens from text offsets.
-        start: Offset of the first token, in characters.
+        top: Number of most likely tokens to include per position.
+        skip_special_tokens: Special tokens do not count for the text offsets.
+        start: Text offset of the first token, in characters.
         as_ids: Write tokens as `token_id:ID`.
     """
 
@@ -131,6 +139,10 @@ class CompletionLogprobs:
 def merge_completion_logprobs(
     parts: Sequence[CompletionLogprobsObject],
 ) -> CompletionLogprobsObject:
-    """Concatenate consecutive parts of one completion, at least one."""
+    """Concatenate the `logprobs` objects of consecutive chunks of one completion.
+
+    Args:
+        parts: The objects in order; at least one.
+    """
     columns = zip(*map(msgspec.structs.astuple, parts), strict=True)
     return CompletionLogprobsObject(*(list(chain(*column)) for column in columns))

@@ -66,10 +66,11 @@ _BLOCK = re.compile(r"^# HELP gllm:(\w+) .*\n(?:(?!# HELP ).*\n)*", re.MULTILINE
 
 
 def repeat_with_aliases(text: str) -> str:
-    """Return copies, under vLLM's names, of the metrics that vLLM has too.
+    """Return copies of gllm's metrics under vLLM's metric names, in Prometheus's text format.
 
-    Works on Prometheus's text format, because formatting the samples again would take as long as
-    formatting all metrics.
+    Args:
+        text: All metrics of gllm in Prometheus's text format. Text is copied because formatting the
+            samples again would take as long as formatting all metrics.
     """
     parts = []
     for block in _BLOCK.finditer(text):
@@ -83,7 +84,10 @@ def repeat_with_aliases(text: str) -> str:
 
 
 def adapter_metric(model: str) -> Metric:
-    """Return the metric by which llm-d selects servers with a LoRA adapter: there are none."""
+    """Return vLLM's metric `lora_requests_info`, with no LoRA adapters.
+
+    llm-d selects servers by it.
+    """
     labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters", "model_name")
     text = "LoRA adapters in use; the value is the time of the scrape"
     family = GaugeMetricFamily(VLLM_PREFIX + "lora_requests_info", text, labels=labels)
@@ -100,11 +104,11 @@ def num_event_loop_tasks() -> int:
 
 
 def kv_transfer_metrics(labels: dict[str, str], status: EngineStatus) -> Iterator[Metric]:
-    """Yield the metrics of an engine's KV transfers; none if transfers are disabled.
+    """Yield Prometheus metrics of an engine's KV cache transfers; none if transfers are disabled.
 
     Args:
-        labels: Labels of all samples, and their values.
-        status: Status of the engine.
+        labels: Labels of all samples, by name.
+        status: Status of the engine, with the counters of its transfers.
     """
     stats, totals = status.stats, status.kv_transfers
     if totals is None:
@@ -208,12 +212,12 @@ RANK_COUNTERS = {
 def histogram_metric(
     name: str, text: str, model: str, bounds: Sequence[float], counts: Sequence[int], total: float
 ) -> Metric:
-    """Return a histogram with all buckets.
+    """Return a Prometheus histogram with a sample for every bucket, also for empty ones.
 
     Prometheus reads a series that appears later as an increase from 0.
 
     Args:
-        name: Name after PREFIX.
+        name: Name of the metric without the prefix PREFIX.
         text: Help text.
         model: Name of the served model.
         bounds: Upper bounds of the buckets.
@@ -227,7 +231,7 @@ def histogram_metric(
 
 
 class EngineCollector(Collector):
-    """Collector of the engine's gauges and counters, read at each scrape."""
+    """Prometheus collector of an engine's gauges and counters, read at each scrape."""
 
     def __init__(self, engine: EngineInterface) -> None:
         self._engine = engine
@@ -315,7 +319,10 @@ class EngineCollector(Collector):
 
 
 class TokenCounters(Collector):
-    """Counters updated at every token: plain numbers, because prometheus_client's are slower."""
+    """Prometheus collector of generated tokens and inter-token latencies, updated at every token.
+
+    Counts in plain numbers, because the counters of prometheus_client are slower.
+    """
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -340,15 +347,15 @@ class TokenCounters(Collector):
 
 
 class LabeledCounter:
-    """Counter of a server with labels besides the model's name.
+    """Prometheus counter with further labels than the model's name.
 
     Args:
         registry: Registry of the server's metrics.
         model: Name of the served model.
-        name: Name after PREFIX.
+        name: Name of the metric without the prefix PREFIX.
         text: Help text.
         labels: Names of the labels, separated by spaces.
-        series: Values of the labels of the series that exist from the start.
+        series: Combinations of label values that are exported as 0 from the start.
     """
 
     def __init__(
@@ -372,7 +379,7 @@ class LabeledCounter:
 
 
 class Metrics:
-    """Metrics of one server."""
+    """All Prometheus metrics of one server: registry, latency histograms and request counters."""
 
     def __init__(self, engine: EngineInterface) -> None:
         self.registry = CollectorRegistry()

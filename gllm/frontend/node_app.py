@@ -15,7 +15,7 @@ ReadStatus = Callable[[], AgentStatus]
 
 
 class AgentCollector(Collector):
-    """Collector of an agent's metrics, read at each scrape."""
+    """Prometheus collector of an agent, the process of a node that does not run the HTTP server."""
 
     def __init__(self, read_status: ReadStatus) -> None:
         self._read_status = read_status
@@ -39,7 +39,9 @@ class AgentCollector(Collector):
 
 
 def make_node_app(read_status: ReadStatus) -> web.Application:
-    """Return the application of an agent.
+    """Return the aiohttp application of an agent: health probes and metrics of its node.
+
+    An agent is the process of a node that does not run the HTTP server of the engine.
 
     Args:
         read_status: Returns the current state of the agent.
@@ -78,10 +80,20 @@ def make_node_app(read_status: ReadStatus) -> web.Application:
 
 
 async def start_node_server(read_status: ReadStatus, host: str, port: int) -> web.AppRunner:
-    """Serve an agent's probes and metrics until `cleanup` of the returned runner.
+    """Start serving an agent's health probes and metrics over HTTP.
+
+    An agent is the process of a node that does not run the HTTP server of the engine.
+
+    Args:
+        read_status: Returns the current state of the agent.
+        host: Address to bind.
+        port: TCP port to bind.
+
+    Returns:
+        The runner; its `cleanup` stops the server.
 
     Raises:
-        ValueError: the address cannot be used; the message names the flags.
+        ValueError: The address cannot be used; the message names the flags.
     """
     runner = web.AppRunner(make_node_app(read_status), access_log=None)
     await runner.setup()

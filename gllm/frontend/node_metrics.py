@@ -32,14 +32,14 @@ _GAUGES: tuple[tuple[str, str, Callable[[LinkState], float | None]], ...] = (
 def gauge(
     name: str, text: str, common: Mapping[str, str], values: Samples | float, names: str = ""
 ) -> Metric:
-    """Return a gauge.
+    """Return a Prometheus gauge with its samples.
 
     Args:
-        name: Name after PREFIX.
+        name: Name of the metric without the prefix PREFIX.
         text: Help text.
-        common: Labels of all samples, and their values.
-        values: Samples, or the value of the only one.
-        names: Names of the labels of each sample, separated by spaces.
+        common: Labels that all samples have, by name.
+        values: Samples as pairs of label values and value; or the value of the only sample.
+        names: Names of the samples' own labels, separated by spaces.
     """
     family = GaugeMetricFamily(PREFIX + name, text, labels=(*common, *names.split()))
     return _add_samples(family, common, values)
@@ -48,7 +48,7 @@ def gauge(
 def counter(
     name: str, text: str, common: Mapping[str, str], values: Samples | float, names: str = ""
 ) -> Metric:
-    """Return a counter; the arguments are those of `gauge`."""
+    """Return a Prometheus counter with its samples; arguments as in `gauge`."""
     family = CounterMetricFamily(PREFIX + name, text, labels=(*common, *names.split()))
     return _add_samples(family, common, values)
 
@@ -67,11 +67,12 @@ def _add_samples(
 def link_metrics(
     labels: dict[str, str], links_by_node: Sequence[tuple[str, Sequence[LinkState]]]
 ) -> Iterator[Metric]:
-    """Yield the metrics of the data connections of machines.
+    """Yield Prometheus metrics of the data connections between machines: bytes, failures, round
+    trips.
 
     Args:
-        labels: common labels and their values.
-        links_by_node: names of machines and their connections.
+        labels: Labels of all samples, by name.
+        links_by_node: Pairs of a machine's name and its connections.
     """
     totals: Counter[tuple[str, str, str]] = Counter()
     for node, links in links_by_node:
@@ -94,7 +95,7 @@ def link_metrics(
 
 
 class NodeCollector(Collector):
-    """Collector of the metrics of an engine's machines, read at each scrape."""
+    """Prometheus collector of the machines of an engine, read at each scrape."""
 
     def __init__(self, engine: EngineInterface) -> None:
         self._engine = engine
@@ -128,11 +129,13 @@ class NodeCollector(Collector):
 
 
 def machine_load(labels: dict[str, str], loads: Sequence[tuple[str, NodeLoad]]) -> Iterator[Metric]:
-    """Yield the load of machines; values that cannot be read are left out.
+    """Yield Prometheus metrics of machines' load, such as CPU, memory, power and temperature.
+
+    Values that cannot be read are left out.
 
     Args:
-        labels: common labels and their values.
-        loads: names of machines and their load.
+        labels: Labels of all samples, by name.
+        loads: Pairs of a machine's name and its load.
     """
     for name, text, read in (
         ("node_cpu_utilization", "Share of all cores of a machine in use, 0 to 1",

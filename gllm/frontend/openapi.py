@@ -17,7 +17,7 @@ SECURITY_SCHEMES: JsonObject = {
 
 
 def build_openapi_document(endpoints: Sequence[Endpoint]) -> JsonObject:
-    """Return the OpenAPI 3.1 document of endpoints."""
+    """Return the OpenAPI 3.1 document of the HTTP API, for /openapi.json."""
     paths: dict[str, JsonObject] = {}
     for endpoint in endpoints:
         for method in endpoint.methods:

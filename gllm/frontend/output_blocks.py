@@ -18,18 +18,21 @@ BlockStatus = Literal["in_progress", "completed", "incomplete"]
 
 @dataclass
 class OutputBlock:
-    """One block and the text that has arrived."""
+    """A block of streamed output: consecutive text, reasoning, or one tool call.
+
+    The Responses API and the Messages API divide their output into such blocks.
+    """
 
     kind: BlockKind
     index: int
-    """Position among the answer's blocks."""
+    """Position among the blocks of the response."""
     call_id: str = ""
     name: str = ""
     """Name of the called tool; empty for other blocks."""
     texts: list[str] = field(default_factory=list)
-    """Deltas of the text."""
+    """Text deltas received so far."""
     status: BlockStatus = "in_progress"
-    """`incomplete`: cut off, or a tool call whose text is no valid call."""
+    """`incomplete`: truncated, or a tool call whose text is not a valid call."""
 
     @property
     def is_call(self) -> bool:
@@ -43,20 +46,24 @@ class OutputBlock:
 
 
 class BlockWriter(Protocol):
-    """Writes blocks as the events of one API."""
+    """Interface that writes output blocks as server-sent events of the Responses or Messages API."""
 
     def start_block(self, block: OutputBlock) -> list[ServerSentEvent]:
         """Return the events that start a block, which has no text yet."""
 
     def extend_block(self, block: OutputBlock, text: str) -> list[ServerSentEvent]:
-        """Return the events of more text, which the block already contains."""
+        """Return the events for more text of a block; the block already contains this text."""
 
     def end_block(self, block: OutputBlock) -> list[ServerSentEvent]:
         """Return the events that end a block."""
 
 
 class BlockSplitter:
-    """Splits the output events of a choice into blocks and writes them."""
+    """Groups the parsed output of a choice into blocks of text, reasoning and tool calls.
+
+    Args:
+        writer: Writes the blocks as server-sent events.
+    """
 
     def __init__(self, writer: BlockWriter) -> None:
         self.blocks: list[OutputBlock] = []
@@ -64,7 +71,7 @@ class BlockSplitter:
         self._writer = writer
 
     def push(self, events: Sequence[output.OutputEvent]) -> list[ServerSentEvent]:
-        """Return the stream events of output events.
+        """Add parsed output; return the server-sent events to stream.
 
         A call that starts and aborts within `events` is left out. A call that has been streamed
         cannot be removed; it ends as incomplete.
@@ -86,10 +93,10 @@ class BlockSplitter:
         return written
 
     def finish(self, finish_reason: str) -> list[ServerSentEvent]:
-        """Return the events that end the output.
+        """End the last block at the end of the output; return its server-sent events.
 
-        The parser aborts an incomplete call itself, so a call in progress is complete here
-        whatever the finish reason.
+        The parser aborts an incomplete call itself, so a call in progress is complete here whatever
+        the finish reason.
         """
         is_cut_off = (
             finish_reason in ("length", "abort")

@@ -10,10 +10,10 @@ MAX_ID_CHARACTERS = 128
 
 
 def request_id(header: str) -> str:
-    """Return the id in an X-Request-Id header, without special characters; if empty, a new id."""
+    """Return the id in an X-Request-Id header, without special characters; a new id if it is empty."""
     return re.sub(r"[^A-Za-z0-9._:-]", "", header)[:MAX_ID_CHARACTERS] or uuid.uuid4().hex
 
 
 def current_request_id() -> str:
-    """Return the id of the request that the current task serves; a new id outside requests."""
+    """Return the id of the HTTP request that the current asyncio task handles; else a new id."""
     return LOG_REQUEST_ID.get() or request_id("")

@@ -14,7 +14,15 @@ from gllm.options.slo import NO_SLO, Slo
 
 
 class RequestMetrics:
-    """Latencies and finish reasons of one prompt's choices, added to the metrics."""
+    """Records latencies and finish reasons of one prompt's choices in the Prometheus metrics.
+
+    Args:
+        metrics: Metrics of the server.
+        arrival: Monotonic arrival time of the request, in seconds.
+        prompt_tokens: Number of prompt tokens.
+        choices: Number of choices.
+        slo: Latency objectives of the request; None if it has none.
+    """
 
     def __init__(
         self,
@@ -35,7 +43,7 @@ class RequestMetrics:
         metrics.prompt_tokens.inc(prompt_tokens)
 
     def on_delta(self, delta: OutputDelta) -> None:
-        """Record a delta."""
+        """Record the latencies of an output delta."""
         if count := len(delta.token_ids):
             line, output, now = self._lines[delta.index], self._metrics.output, time.monotonic()
             output.num_tokens += count
@@ -97,7 +105,7 @@ class RequestMetrics:
 
 @dataclass
 class RequestSummary:
-    """Parameters, token counts and latencies of one request.
+    """Sampling parameters, token counts and latencies of an HTTP request, for log and traces.
 
     Updated while the request runs; complete when its handler has returned.
     """

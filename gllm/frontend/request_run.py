@@ -19,7 +19,7 @@ from gllm.text.output.reasoning import ReasoningTokenCounter
 
 
 class Submitter(Protocol):
-    """Interface that runs requests: the engine, or its side of a hand-off."""
+    """Interface to submit requests to: an engine, or an object that also transfers their KV blocks."""
 
     async def submit(
         self,
@@ -37,7 +37,7 @@ class Submitter(Protocol):
 
 @dataclass
 class PreparedRequest:
-    """An HTTP request that is checked, tokenized and ready for the engine."""
+    """A validated and tokenized generation request, ready to submit to the engine."""
 
     fields: BaseCompletionFields
     prompts: list[list[int]]
@@ -59,9 +59,17 @@ class PreparedRequest:
 
 
 class RequestRun:
-    """The running engine requests of one HTTP request, one per prompt. Has to be closed.
+    """Runs one HTTP request: submits a request per prompt to the engine and collects their output.
 
-    The choices of prompt i have the indices i * n to i * n + n - 1.
+    Has to be closed. The choices of prompt i have the indices i * n to i * n + n - 1.
+
+    Args:
+        engine: Submits the requests.
+        metrics: Metrics of the server.
+        request: The prepared request.
+        request_id: Id of the request, for logs.
+        arrival: Monotonic arrival time, in seconds.
+        hints: Latency objectives and session, for routers.
     """
 
     def __init__(

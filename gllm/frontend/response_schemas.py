@@ -16,7 +16,7 @@ FinishReason = Literal["stop", "length", "tool_calls", "function_call", "abort"]
 
 
 class ResponseSchema(msgspec.Struct, forbid_unknown_fields=True):
-    """Base of answers: a JSON object with the declared fields and no others."""
+    """Base class of response bodies: a JSON object with the declared fields and no others."""
 
 
 ErrorType = Literal[
@@ -37,7 +37,7 @@ ErrorType = Literal[
 
 
 class ErrorObject(ResponseSchema):
-    """An error: its message, its kind, the field that caused it, and a code for programs."""
+    """`error` object of a response: message, type, field that caused the error, and error code."""
 
     message: str
     type: ErrorType
@@ -46,9 +46,9 @@ class ErrorObject(ResponseSchema):
 
 
 class ErrorResponse(ResponseSchema, kw_only=True):
-    """Body of an error, and last event of a stream that fails.
+    """Response body of a failed request, and last event of a stream that fails.
 
-    `type` is only present in answers of /v1/messages.
+    `type` is only present in responses of /v1/messages.
     """
 
     type: Literal["error"] | Unset = UNSET
@@ -56,19 +56,19 @@ class ErrorResponse(ResponseSchema, kw_only=True):
 
 
 class PromptTokensDetails(ResponseSchema):
-    """Number of prompt tokens that were read from the prefix cache."""
+    """Details of the prompt tokens: number read from the prefix cache."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(ResponseSchema):
-    """Number of output tokens that are reasoning."""
+    """Details of the output tokens: number of reasoning tokens."""
 
     reasoning_tokens: int
 
 
 class CompletionUsage(ResponseSchema):
-    """Token counts of chat completions and completions."""
+    """`usage` of /v1/completions and /v1/chat/completions: token counts of the request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -78,7 +78,10 @@ class CompletionUsage(ResponseSchema):
 
 
 class KvTransferParams(ResponseSchema):
-    """Hand-off to the engine that decodes; routers pass it on unchanged."""
+    """`kv_transfer_params` of a prefill engine's response, by which another engine fetches the KV.
+
+    vLLM's routers copy it unchanged to the decode request.
+    """
 
     do_remote_prefill: Literal[True]
     do_remote_decode: Literal[False]
@@ -89,7 +92,7 @@ class KvTransferParams(ResponseSchema):
 
 
 class TopLogprob(ResponseSchema):
-    """One of the most likely tokens at a position, with its log-probability."""
+    """One of the most likely tokens at a position, with its log-probability and UTF-8 bytes."""
 
     token: str
     logprob: float
@@ -97,19 +100,19 @@ class TopLogprob(ResponseSchema):
 
 
 class TokenLogprob(TopLogprob):
-    """An output token with its log-probability and the most likely tokens at its position."""
+    """An output token with its log-probability, and the most likely tokens at its position."""
 
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(ResponseSchema):
-    """Log-probabilities of the tokens of a chat message."""
+    """Log-probabilities of the output tokens of a chat message, in order."""
 
     content: list[TokenLogprob]
 
 
 class PromptTokenLogprob(ResponseSchema):
-    """A token at a position of the prompt, with its log-probability and rank."""
+    """A candidate token at a prompt position: log-probability, rank among all tokens, and text."""
 
     logprob: float
     rank: int
@@ -121,21 +124,21 @@ PromptLogprobs = list[dict[str, PromptTokenLogprob] | None]
 
 
 class FunctionCall(ResponseSchema, kw_only=True):
-    """Function name and arguments (JSON text); a stream sends the arguments in parts."""
+    """Function name and arguments (text of a JSON object) of a tool call; streamed in parts."""
 
     name: str | Unset = UNSET
     arguments: str
 
 
 class CustomToolInput(ResponseSchema, kw_only=True):
-    """Name and input (free text) of a custom tool; a stream sends the input in parts."""
+    """Name and input (free text) of a custom tool's call; streamed in parts."""
 
     name: str | Unset = UNSET
     input: str
 
 
 class ChatToolCall(ResponseSchema):
-    """A tool call of the assistant, or a part of one in a stream."""
+    """A tool call in an assistant message, or a part of one in a stream."""
 
     index: int | Unset = UNSET
     id: str | Unset = UNSET
@@ -145,7 +148,7 @@ class ChatToolCall(ResponseSchema):
 
 
 class ChatMessage(ResponseSchema):
-    """The assistant's message; content is null if it only has reasoning or tool calls."""
+    """Assistant message; `content` is null if there are only reasoning or tool calls."""
 
     role: Literal["assistant"]
     content: str | None
@@ -156,7 +159,7 @@ class ChatMessage(ResponseSchema):
 
 
 class ChatChoice(ResponseSchema):
-    """A choice of a chat completion."""
+    """One choice of a /v1/chat/completions response."""
 
     index: int
     message: ChatMessage
@@ -167,7 +170,7 @@ class ChatChoice(ResponseSchema):
 
 
 class CompletionEnvelope(ResponseSchema):
-    """First fields of the answers and events of chat completions and completions."""
+    """Fields common to responses and stream chunks of completions and chat completions."""
 
     id: str
     created: int
@@ -175,7 +178,7 @@ class CompletionEnvelope(ResponseSchema):
 
 
 class ChatCompletionResponse(CompletionEnvelope):
-    """Answer of /v1/chat/completions."""
+    """Response of /v1/chat/completions."""
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
@@ -185,7 +188,7 @@ class ChatCompletionResponse(CompletionEnvelope):
 
 
 class ChatMessageDelta(ResponseSchema):
-    """A delta of the assistant's message."""
+    """Part of an assistant message in a stream chunk."""
 
     role: Literal["assistant"] | Unset = UNSET
     content: str | Unset = UNSET
@@ -196,7 +199,7 @@ class ChatMessageDelta(ResponseSchema):
 
 
 class ChatChunkChoice(ResponseSchema):
-    """A delta of a choice of a chat completion."""
+    """One choice in a stream chunk of /v1/chat/completions."""
 
     index: int
     delta: ChatMessageDelta
@@ -207,7 +210,7 @@ class ChatChunkChoice(ResponseSchema):
 
 
 class ChatCompletionChunk(CompletionEnvelope):
-    """Event of a streamed chat completion."""
+    """Stream chunk of /v1/chat/completions."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
@@ -216,7 +219,7 @@ class ChatCompletionChunk(CompletionEnvelope):
 
 
 class GeneratedTokens(ResponseSchema):
-    """A choice of /inference/v1/generate, or a delta of one."""
+    """One choice of /inference/v1/generate: output token ids, those of one delta in a stream."""
 
     index: int
     logprobs: ChatLogprobs | None
@@ -225,7 +228,7 @@ class GeneratedTokens(ResponseSchema):
 
 
 class GenerateResponse(ResponseSchema):
-    """Answer of /inference/v1/generate."""
+    """Response of /inference/v1/generate: output token ids."""
 
     request_id: str
     choices: list[GeneratedTokens]
@@ -235,7 +238,7 @@ class GenerateResponse(ResponseSchema):
 
 
 class GenerateEvent(ResponseSchema):
-    """Event of a streamed answer of /inference/v1/generate."""
+    """Stream chunk of /inference/v1/generate."""
 
     request_id: str
     choices: list[GeneratedTokens]
@@ -244,7 +247,10 @@ class GenerateEvent(ResponseSchema):
 
 
 class RenderedRequest(ResponseSchema):
-    """A rendered request: the body of a request to /inference/v1/generate."""
+    """Response of the render endpoints: tokenized prompt and sampling parameters of a request.
+
+    It is a request body of /inference/v1/generate.
+    """
 
     request_id: str
     token_ids: list[int]
@@ -259,7 +265,7 @@ class RenderedRequest(ResponseSchema):
 
 
 class CompletionLogprobsObject(ResponseSchema):
-    """Log-probabilities of a text: parallel lists with an entry per token."""
+    """`logprobs` of /v1/completions: parallel lists with one entry per token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -268,7 +274,7 @@ class CompletionLogprobsObject(ResponseSchema):
 
 
 class CompletionChoice(ResponseSchema):
-    """A choice of a completion, or a delta of one in a stream."""
+    """One choice of /v1/completions; in a stream, the part that a chunk adds."""
 
     index: int
     text: str
@@ -280,7 +286,7 @@ class CompletionChoice(ResponseSchema):
 
 
 class CompletionResponse(CompletionEnvelope):
-    """Answer of /v1/completions."""
+    """Response of /v1/completions."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
@@ -289,7 +295,7 @@ class CompletionResponse(CompletionEnvelope):
 
 
 class CompletionChunk(CompletionEnvelope):
-    """Event of a streamed completion."""
+    """Stream chunk of /v1/completions."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
@@ -306,7 +312,7 @@ ResponsesStatus = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
 class ResponsesContentPart(ResponseSchema):
-    """Text of an item of /v1/responses."""
+    """Text part of an input or output item of /v1/responses."""
 
     type: Literal["output_text", "reasoning_text", "input_text"]
     text: str
@@ -315,7 +321,7 @@ class ResponsesContentPart(ResponseSchema):
 
 
 class ResponsesOutputItem(ResponseSchema):
-    """An output item: a message, reasoning or a call of a tool."""
+    """Output item of /v1/responses: a message, reasoning or a tool call."""
 
     id: str
     status: ItemStatus
@@ -330,14 +336,14 @@ class ResponsesOutputItem(ResponseSchema):
 
 
 class InputTokensDetails(ResponseSchema):
-    """Numbers of input tokens that were read from and written to the prefix cache."""
+    """Details of the input tokens: numbers read from and written to the prefix cache."""
 
     cached_tokens: int
     cache_write_tokens: int
 
 
 class ResponsesUsage(ResponseSchema):
-    """Token counts of /v1/responses."""
+    """`usage` of /v1/responses: token counts of the request."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -347,26 +353,26 @@ class ResponsesUsage(ResponseSchema):
 
 
 class IncompleteDetails(ResponseSchema):
-    """Reason why a response is incomplete."""
+    """Reason why a response of /v1/responses is incomplete, such as `max_output_tokens`."""
 
     reason: str
 
 
 class ResponsesText(ResponseSchema):
-    """Format of the text of a response, as requested."""
+    """`text` of the request, repeated in the response: format of the output text."""
 
     format: dict[str, Any]
 
 
 class ResponsesReasoning(ResponseSchema):
-    """Amount of reasoning of a response, as requested."""
+    """`reasoning` of the request, repeated in the response: reasoning effort."""
 
     effort: str | None
     summary: None
 
 
 class ResponsesResponse(ResponseSchema):
-    """Answer of /v1/responses."""
+    """Response of /v1/responses: status, output items, token counts and the request's parameters."""
 
     id: str
     object: Literal["response"]
@@ -420,7 +426,7 @@ PartEventType = Literal["response.content_part.added", "response.content_part.do
 
 
 class ResponsesStateEvent(ResponseSchema):
-    """Event of /v1/responses: the response has a new status."""
+    """Stream event of /v1/responses: the status of the response changed."""
 
     type: ResponsesStateType
     sequence_number: int
@@ -428,7 +434,7 @@ class ResponsesStateEvent(ResponseSchema):
 
 
 class ResponsesItemEvent(ResponseSchema):
-    """Event of /v1/responses: an output item starts or ends."""
+    """Stream event of /v1/responses: an output item starts or ends."""
 
     type: ItemEventType
     sequence_number: int
@@ -437,7 +443,7 @@ class ResponsesItemEvent(ResponseSchema):
 
 
 class ResponsesPartEvent(ResponseSchema):
-    """Event of /v1/responses: the text of a message or of reasoning starts or ends."""
+    """Stream event of /v1/responses: the text of a message or of reasoning starts or ends."""
 
     type: PartEventType
     sequence_number: int
@@ -448,7 +454,7 @@ class ResponsesPartEvent(ResponseSchema):
 
 
 class ResponsesTextDeltaEvent(ResponseSchema, kw_only=True):
-    """Event of /v1/responses: text of an item, or a delta of a call's arguments."""
+    """Stream event of /v1/responses: more text of an item, or more of a tool call's arguments."""
 
     type: TextDeltaType
     sequence_number: int
@@ -460,7 +466,7 @@ class ResponsesTextDeltaEvent(ResponseSchema, kw_only=True):
 
 
 class ResponsesTextDoneEvent(ResponseSchema):
-    """Event of /v1/responses: the whole text of an item, or the arguments of a call."""
+    """Stream event of /v1/responses: the complete text of an item, or arguments of a tool call."""
 
     type: TextDoneType
     sequence_number: int
@@ -485,7 +491,7 @@ ResponsesEvent = (
 
 
 class MessagesContentBlock(ResponseSchema):
-    """A content block: text, thinking or tool use."""
+    """Content block of a /v1/messages response: text, thinking or tool use."""
 
     type: Literal["text", "thinking", "tool_use"]
     text: str | Unset = UNSET
@@ -497,13 +503,13 @@ class MessagesContentBlock(ResponseSchema):
 
 
 class ThinkingTokensDetails(ResponseSchema):
-    """Number of output tokens that are thinking."""
+    """Details of the output tokens: number of thinking tokens."""
 
     thinking_tokens: int
 
 
 class MessagesUsage(ResponseSchema):
-    """Token counts of /v1/messages."""
+    """`usage` of /v1/messages: token counts of the request; input excludes cached tokens."""
 
     input_tokens: int
     cache_read_input_tokens: int
@@ -513,7 +519,7 @@ class MessagesUsage(ResponseSchema):
 
 
 class MessagesResponse(ResponseSchema):
-    """Answer of /v1/messages."""
+    """Response of /v1/messages."""
 
     id: str
     type: Literal["message"]
@@ -526,28 +532,28 @@ class MessagesResponse(ResponseSchema):
 
 
 class MessagesEvent(ResponseSchema, tag_field="type"):
-    """Event of a streamed message."""
+    """Base class of the stream events of /v1/messages."""
 
 
 class MessageStartEvent(MessagesEvent, tag="message_start"):
-    """Start of a message, without content."""
+    """Stream event of /v1/messages: start of the message, with empty content."""
 
     message: MessagesResponse
 
 
 class MessagePingEvent(MessagesEvent, tag="ping"):
-    """Keep-alive event."""
+    """Stream event of /v1/messages without data; sent as a keep-alive."""
 
 
 class ContentBlockStartEvent(MessagesEvent, tag="content_block_start"):
-    """Start of a content block."""
+    """Stream event of /v1/messages: a content block starts."""
 
     index: int
     content_block: MessagesContentBlock
 
 
 class ContentBlockDelta(ResponseSchema):
-    """Delta of a content block; `partial_json` is of a tool's input."""
+    """Text added to a content block; `partial_json` is part of a tool call's input."""
 
     type: Literal["text_delta", "thinking_delta", "input_json_delta"]
     text: str | Unset = UNSET
@@ -556,34 +562,34 @@ class ContentBlockDelta(ResponseSchema):
 
 
 class ContentBlockDeltaEvent(MessagesEvent, tag="content_block_delta"):
-    """Event with a delta of a content block."""
+    """Stream event of /v1/messages: text is added to a content block."""
 
     index: int
     delta: ContentBlockDelta
 
 
 class ContentBlockStopEvent(MessagesEvent, tag="content_block_stop"):
-    """End of a content block."""
+    """Stream event of /v1/messages: a content block ends."""
 
     index: int
 
 
 class MessageStop(ResponseSchema):
-    """Reason why a message ended, and the stop sequence that ended it."""
+    """Stop reason of a message, and the stop sequence that was generated, if any."""
 
     stop_reason: str | None
     stop_sequence: str | None
 
 
 class MessageDeltaEvent(MessagesEvent, tag="message_delta"):
-    """End of the content, with the reason and the token counts."""
+    """Stream event of /v1/messages after the content: stop reason and token counts."""
 
     delta: MessageStop
     usage: MessagesUsage
 
 
 class MessageStopEvent(MessagesEvent, tag="message_stop"):
-    """End of the stream."""
+    """Last stream event of /v1/messages."""
 
 
 MESSAGES_EVENTS = (
@@ -599,20 +605,23 @@ MESSAGES_EVENTS = (
 
 
 class CountTokensResponse(ResponseSchema):
-    """Answer of /v1/messages/count_tokens."""
+    """Response of /v1/messages/count_tokens: number of prompt tokens."""
 
     input_tokens: int
 
 
 class InputTokensResponse(ResponseSchema):
-    """Answer of /v1/responses/input_tokens."""
+    """Response of /v1/responses/input_tokens: number of prompt tokens."""
 
     object: Literal["response.input_tokens"]
     input_tokens: int
 
 
 class CompactionItem(ResponseSchema):
-    """An input item that replaces part of a conversation: a user's message, or the summary."""
+    """Item of a compacted conversation: a user's message, or the summary by the model.
+
+    Clients send these items as input of later requests, in place of the conversation.
+    """
 
     id: str
     type: Literal["message", "compaction"]
@@ -623,7 +632,7 @@ class CompactionItem(ResponseSchema):
 
 
 class CompactionResponse(ResponseSchema):
-    """Answer of /v1/responses/compact: input items that replace a conversation."""
+    """Response of /v1/responses/compact: input items that replace a conversation."""
 
     id: str
     object: Literal["response.compaction"]
@@ -633,7 +642,7 @@ class CompactionResponse(ResponseSchema):
 
 
 class EmbeddingData(ResponseSchema):
-    """An embedding: numbers, or base64 of float32 numbers."""
+    """One embedding of /v1/embeddings: a list of numbers, or Base64 of float32 numbers."""
 
     object: Literal["embedding"]
     index: int
@@ -641,14 +650,14 @@ class EmbeddingData(ResponseSchema):
 
 
 class EmbeddingUsage(ResponseSchema):
-    """Token counts of /v1/embeddings."""
+    """`usage` of /v1/embeddings: number of prompt tokens."""
 
     prompt_tokens: int
     total_tokens: int
 
 
 class EmbeddingsResponse(ResponseSchema):
-    """Answer of /v1/embeddings."""
+    """Response of /v1/embeddings."""
 
     object: Literal["list"]
     data: list[EmbeddingData]

@@ -18,7 +18,7 @@ LOSS_KINDS = ("drained", "lost")
 
 
 class RouterCollector(Collector):
-    """Collector of a router's metrics, read at each scrape."""
+    """Prometheus collector of a router and its engines, read at each scrape."""
 
     def __init__(self, fleet: FleetControl, model: str) -> None:
         self._fleet = fleet

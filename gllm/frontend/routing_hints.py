@@ -22,7 +22,7 @@ SESSION_HEADERS = ("x-session-token", "x-session-id", "X-Dynamo-Session-ID")
 
 
 class RoutingHints(NamedTuple):
-    """Properties of a request that a router considers when it selects an engine."""
+    """Latency objectives and session of a request, by which a router selects an engine."""
 
     slo: Slo | None
     """Objective of the request; None if neither the client nor the server has one."""
@@ -37,15 +37,15 @@ NO_HINTS = RoutingHints(None, "")
 def read_routing_hints(
     headers: Mapping[str, str], fields: SamplingFields, default_slo: Slo
 ) -> RoutingHints:
-    """Return the routing hints of a request. Fields of the body override headers.
+    """Return a request's latency objectives and session, from its body or else its headers.
 
     Args:
         headers: The request's headers; the mapping ignores case.
-        fields: Fields of the request's body.
-        default_slo: Objective of requests that have none.
+        fields: The parsed request body.
+        default_slo: Latency objectives for requests that have none.
 
     Raises:
-        FieldError: A header is not a positive number of milliseconds; it names the header.
+        FieldError: A header is not a positive number of milliseconds; the error names the header.
     """
     slo = Slo(fields.slo_ttft, fields.slo_tpot)
     if any(name in headers for name in SLO_HEADERS):

@@ -29,12 +29,12 @@ THREAD_SWITCH_SECONDS = 0.001
 
 
 class Server:
-    """Serves an engine over HTTP until a signal or the engine's death.
+    """Serves an engine over HTTP until SIGINT, SIGTERM or the death of the engine.
 
     Args:
         engine: Engine to serve; the server starts it.
         config: Configuration of the server.
-        dead_answer_seconds: Time for which it answers 503 after the engine's death.
+        dead_answer_seconds: Time for which requests are answered with 503 after the engine's death.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ DisaggregationMode = Literal["null", "prefill", "decode"]
 
 
 def disaggregation_mode(role: str) -> DisaggregationMode:
-    """Return SGLang's name of a role: `null` for an engine that prefills and decodes."""
+    """Return SGLang's name of an engine's role: `prefill`, `decode`, or `null` for both."""
     match role:
         case "prefill" | "decode":
             return role
@@ -23,7 +23,7 @@ def disaggregation_mode(role: str) -> DisaggregationMode:
 
 
 class ModelCard(ResponseSchema):
-    """A served model."""
+    """The served model in a response of /v1/models: name, context length and vocabulary size."""
 
     id: str
     object: Literal["model"]
@@ -36,40 +36,40 @@ class ModelCard(ResponseSchema):
 
 
 class ModelListResponse(ResponseSchema):
-    """Answer of /v1/models."""
+    """Response of /v1/models: a list with the served model."""
 
     object: Literal["list"]
     data: list[ModelCard]
 
 
 class StatusResponse(ResponseSchema):
-    """A status in one word."""
+    """Response with a status in one word, such as `ok` or `ready`."""
 
     status: str
 
 
 class HealthResponse(ResponseSchema):
-    """Answer of /health: `ok`, and the engine's state: ready, recovering or draining."""
+    """Response of /health: `ok`, and the engine's state: ready, recovering, draining or sleeping."""
 
     status: Literal["ok"]
     state: str
 
 
 class ProfileResponse(ResponseSchema):
-    """Answer of /start_profile and /stop_profile: a status and the folder of profiles."""
+    """Response of /start_profile and /stop_profile: a status, and the folder of the traces."""
 
     status: str
     folder: str
 
 
 class VersionResponse(ResponseSchema):
-    """Answer of /version."""
+    """Response of /version: the version of gllm."""
 
     version: str
 
 
 class TokenizeResponse(ResponseSchema):
-    """Answer of /tokenize."""
+    """Response of /tokenize: token ids and their number, and the model's context length."""
 
     count: int
     max_model_len: int
@@ -78,13 +78,13 @@ class TokenizeResponse(ResponseSchema):
 
 
 class DetokenizeResponse(ResponseSchema):
-    """Answer of /detokenize."""
+    """Response of /detokenize: the text of the token ids."""
 
     prompt: str
 
 
 class ServerInfoResponse(ResponseSchema):
-    """Answer of /server_info."""
+    """Response of /server_info: configuration of the server, its engine and its model."""
 
     version: str
     # The next fields have SGLang's names, from which its routers read what they serve.
@@ -108,7 +108,7 @@ class ServerInfoResponse(ResponseSchema):
 
 
 class LoadResponse(ResponseSchema):
-    """Answer of /load: numbers of requests, and share of KV cache blocks in use."""
+    """Response of /load: numbers of requests, and share of KV cache blocks in use (0 to 1)."""
 
     server_load: int
     running: int
@@ -117,7 +117,7 @@ class LoadResponse(ResponseSchema):
 
 
 class EngineListResponse(ResponseSchema):
-    """Answer of /engines: engines, counters, scaling decision and workload."""
+    """Response of /engines of a router: its engines, counters, scaling decision and workload."""
 
     engines: list[EngineRow]
     router: RouterTotals
@@ -126,7 +126,7 @@ class EngineListResponse(ResponseSchema):
 
 
 class EngineRoleResponse(ResponseSchema):
-    """Answer of /engines/{name}/role: the new role of the engine, and the one that it had."""
+    """Response of /engines/{name}/role: new and previous role of an engine."""
 
     name: str
     role: str
@@ -134,7 +134,7 @@ class EngineRoleResponse(ResponseSchema):
 
 
 class RoleSwitchResponse(ResponseSchema):
-    """Answer of /pd_role_switch."""
+    """Response of /pd_role_switch: success, and new and previous role of an engine."""
 
     success: bool
     message: str
@@ -143,7 +143,7 @@ class RoleSwitchResponse(ResponseSchema):
 
 
 class DrainResponse(ResponseSchema):
-    """Answer of /engines/{name}/drain: the number of requests that the engine still runs."""
+    """Response of /engines/{name}/drain: the engine's state, and its number of running requests."""
 
     name: str
     state: str
@@ -151,7 +151,10 @@ class DrainResponse(ResponseSchema):
 
 
 class NodeListResponse(ResponseSchema):
-    """Answer of /nodes: machines, micro-batches to be in flight, refused connections."""
+    """Response of /nodes of an engine: its machines, losses of machines, refused connections.
+
+    `pipeline_depth` is the number of micro-batches that the scheduler keeps in flight.
+    """
 
     nodes: list[NodeReport]
     pipeline_depth: int
@@ -160,14 +163,17 @@ class NodeListResponse(ResponseSchema):
 
 
 class NodeDrainResponse(ResponseSchema):
-    """Answer of /nodes/{name}/drain."""
+    """Response of /nodes/{name}/drain: the state of the machine."""
 
     name: str
     state: Literal["draining", "drained"]
 
 
 class RankLoad(ResponseSchema):
-    """Load of the engine: requests, tokens, KV cache and rates of the last ten seconds."""
+    """Load of an engine in SGLang's format: requests, tokens, KV cache use and throughput.
+
+    Throughput and cache hit rate are averages over the last ten seconds.
+    """
 
     dp_rank: int
     num_running_reqs: int
@@ -180,16 +186,17 @@ class RankLoad(ResponseSchema):
     gen_throughput: float
     cache_hit_rate: float
     kv_transfer_latency_ms: float
-    """Mean duration of the fetches of KV blocks so far."""
+    """Mean duration of all fetches of KV blocks from other engines, in milliseconds."""
     prefill_queue_reqs: int
-    """Sequences that wait for the prefill, of an engine with the role prefill."""
+    """Waiting requests of an engine with the role prefill; 0 for other roles."""
     decode_queue_reqs: int
-    """Sequences that wait for their KV blocks, of an engine with the role decode."""
+    """Requests that wait for their KV blocks at an engine with the role decode; 0 for other roles.
+    """
     disagg_mode: DisaggregationMode
 
 
 class LoadsResponse(ResponseSchema):
-    """Answer of /v1/loads."""
+    """Response of /v1/loads in SGLang's format: the load of the engine."""
 
     timestamp: str
     dp_rank_count: int
@@ -197,19 +204,19 @@ class LoadsResponse(ResponseSchema):
 
 
 class SleepingResponse(ResponseSchema):
-    """Answer of /is_sleeping."""
+    """Response of /is_sleeping: true after /sleep and before /wake_up."""
 
     is_sleeping: bool
 
 
 class AbortResponse(ResponseSchema):
-    """Answer of /abort: number of aborted requests."""
+    """Response of /abort: number of aborted requests."""
 
     aborted: int
 
 
 class TokenizerInfoResponse(ResponseSchema):
-    """Answer of /tokenizer_info."""
+    """Response of /tokenizer_info: special tokens, chat template, context and vocabulary size."""
 
     bos_token: str | None
     eos_token: str | None

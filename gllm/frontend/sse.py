@@ -24,12 +24,12 @@ MAX_WRITE_BYTES = 65536
 
 
 class ServerSentEvent(NamedTuple):
-    """One event of a stream."""
+    """One server-sent event of a streamed response."""
 
     data: msgspec.Struct | bytes
     """A struct, or the encoded data."""
     name: str = ""
-    """Type of the event; empty for an API whose events have no types."""
+    """`event:` line of the event; empty for an API whose events have no types."""
 
 
 DONE = ServerSentEvent(b"[DONE]")
@@ -37,11 +37,11 @@ DONE = ServerSentEvent(b"[DONE]")
 
 
 class EventStream:
-    """Answer of server-sent events, written at once while the client reads.
+    """Streamed response of server-sent events, with keep-alive comments and a write timeout.
 
-    Within `monitored()`, an idle stream gets keep-alive comments, and the connection of a client
-    that reads nothing for `write_timeout_seconds` is aborted. Writing to a closed connection raises
-    ConnectionError.
+    Events are written at once while the client reads. Within `monitored()`, an idle stream gets
+    keep-alive comments, and the connection of a client that reads nothing for
+    `write_timeout_seconds` is aborted. Writing to a closed connection raises ConnectionError.
     """
 
     def __init__(self, request: web.Request, write_timeout_seconds: float) -> None:

@@ -29,7 +29,10 @@ class _Counters(NamedTuple):
 
 
 class StatusLine:
-    """Periodic log line of one server's load."""
+    """Logs a line with the server's load every few seconds while requests run, as vLLM does.
+
+    The line has running and waiting requests, tokens per second, KV cache use and hit rate.
+    """
 
     def __init__(self, engine: EngineInterface, metrics: Metrics) -> None:
         self._engine = engine

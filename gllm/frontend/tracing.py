@@ -39,14 +39,14 @@ AttributeValue = str | bool | int | float | list[str]
 
 
 class OnDrop(Protocol):
-    """Function that counts dropped spans, called from any thread."""
+    """Callback that counts OpenTelemetry spans that were dropped; called from any thread."""
 
     def __call__(self, reason: str, /, *, amount: int) -> None:
         """Count spans dropped for a reason, `queue_full` or `export_failed`."""
 
 
 class RequestTracer:
-    """Records the spans of one server and sends them to a collector.
+    """Records an OpenTelemetry span per request and exports the spans by OTLP over HTTP.
 
     Args:
         endpoint: URL of the collector's traces endpoint.
@@ -138,7 +138,7 @@ class RequestTracer:
 
 
 class CountingSpanProcessor(BatchSpanProcessor):
-    """BatchSpanProcessor that counts the spans it drops.
+    """OpenTelemetry BatchSpanProcessor that counts the spans it drops because its queue is full.
 
     The SDK counts them only for its own metrics. A span that finds the queue full is dropped here,
     before the SDK would drop the oldest one.

@@ -16,7 +16,7 @@ NonNegativeInt = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 
 
 def doc(text: str, **schema: object) -> Meta:
-    """Return the description of a field for docs/api.md and /openapi.json.
+    """Return msgspec metadata with a field's description, for docs/api.md and /openapi.json.
 
     Args:
         text: The description.
@@ -27,7 +27,10 @@ def doc(text: str, **schema: object) -> Meta:
 
 
 class UnsupportedField(msgspec.Struct, frozen=True):
-    """A field of OpenAI's, Anthropic's, vLLM's or llama.cpp's API that is not implemented."""
+    """A request field of another API that is rejected: reason, and values accepted without effect.
+
+    The APIs are those of OpenAI, Anthropic, vLLM and llama.cpp.
+    """
 
     reason: str
     """Predicate of a sentence whose subject is the field's name."""
@@ -36,7 +39,7 @@ class UnsupportedField(msgspec.Struct, frozen=True):
 
 
 class RequestFields(msgspec.Struct):
-    """Fields of a request body. A field that is absent or null is None."""
+    """Base class of request bodies in JSON. A field that is absent or null is None."""
 
     ignored_fields: ClassVar[Mapping[str, str]] = {}
     """Fields that are accepted with any value and have no effect, with their purpose elsewhere."""
@@ -52,7 +55,7 @@ class RequestFields(msgspec.Struct):
 
 
 class ModelRequestFields(RequestFields):
-    """Fields of a request body that may name the model."""
+    """Base class of request bodies with a `model` field, the name of the served model."""
 
     model: Annotated[
         str | None, doc("name of the served model; any other name is answered with 404")

@@ -12,7 +12,7 @@ from gllm.text.chat.prompt import ReasoningEffort
 
 
 class ChatTemplateOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """Variables of the chat template that a request may set."""
+    """`chat_template_kwargs`: variables of the chat template that a request may set."""
 
     enable_thinking: bool | None = None
     thinking: bool | None = None
@@ -31,7 +31,7 @@ TOOL_CHOICE_SCHEMA: dict[str, Any] = {
 
 
 class ChatCompletionFields(BaseCompletionFields):
-    """POST /v1/chat/completions."""
+    """Request body of POST /v1/chat/completions."""
 
     required_fields: ClassVar[tuple[str, ...]] = ("messages",)
 
@@ -120,7 +120,7 @@ SAME_AS_CHAT = "as in chat completions"
 
 
 class TokenizeFields(ModelRequestFields):
-    """POST /tokenize."""
+    """Request body of POST /tokenize: a text, or the messages of a chat."""
 
     required_any_of: ClassVar[tuple[str, ...]] = ("prompt", "messages")
 
@@ -163,7 +163,7 @@ class TokenizeFields(ModelRequestFields):
 
 
 class DetokenizeFields(ModelRequestFields):
-    """POST /detokenize."""
+    """Request body of POST /detokenize: token ids."""
 
     required_fields: ClassVar[tuple[str, ...]] = ("tokens",)
 

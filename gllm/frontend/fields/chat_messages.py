@@ -7,7 +7,10 @@ from gllm.frontend.fields.value_errors import raise_field_error, raise_unsupport
 
 
 class ChatMessageBuilder:
-    """A list of chat messages that grows by one text, tool call or result at a time.
+    """Builds the `messages` list of a chat completion from the input items of another API.
+
+    Texts, tool calls and tool results are added one at a time; consecutive ones of the assistant
+    share a message.
 
     Args:
         merge_user_messages: Combine consecutive user messages into one.
@@ -60,7 +63,15 @@ class ChatMessageBuilder:
 
 
 def parse_object_list(value: object, path: str) -> list[JsonObject]:
-    """Return a list of JSON objects. Raises FieldError."""
+    """Check that a JSON value is a list of objects, and return it.
+
+    Args:
+        value: The JSON value.
+        path: Path of the value in the request body, for errors.
+
+    Raises:
+        FieldError: The value has another type.
+    """
     if not isinstance(value, list):
         raise_field_error(path, "a list of objects", value)
     for index, member in enumerate(value):
@@ -70,7 +81,16 @@ def parse_object_list(value: object, path: str) -> list[JsonObject]:
 
 
 def get_string(values: JsonObject, name: str, path: str) -> str:
-    """Return a required string of an object. Raises FieldError."""
+    """Return the string at a required key of a JSON object.
+
+    Args:
+        values: The JSON object.
+        name: The key.
+        path: Path of the object in the request body, for errors.
+
+    Raises:
+        FieldError: The key is absent, or its value is not a string.
+    """
     value = values.get(name)
     if not isinstance(value, str):
         raise_field_error(f"{path}.{name}", "a string", value)
@@ -78,15 +98,15 @@ def get_string(values: JsonObject, name: str, path: str) -> str:
 
 
 def parse_text(content: object, path: str, part_types: Sequence[str]) -> str:
-    """Return a string, or the texts of content parts joined by newlines.
+    """Return the text of a message's `content`; texts of several parts are joined by newlines.
 
     Args:
-        content: A string or a list of parts.
-        path: Its path, for errors.
-        part_types: Types of parts that have a text.
+        content: A string or a list of content parts.
+        path: Path of the value in the request body, for errors.
+        part_types: Allowed `type` values of a part; these parts have a `text`.
 
     Raises:
-        FieldError: The content has another form, or a part another type.
+        FieldError: The content is neither, or a part has another type.
     """
     if isinstance(content, str):
         return content
@@ -101,7 +121,16 @@ def parse_text(content: object, path: str, part_types: Sequence[str]) -> str:
 
 
 def check_type(value: JsonObject, path: str, supported_types: Sequence[str]) -> None:
-    """Raise FieldError if the `type` of an object is not supported."""
+    """Check that the `type` of a JSON object is one of the supported types.
+
+    Args:
+        value: The JSON object.
+        path: Path of the object in the request body, for errors.
+        supported_types: Allowed values of `type`.
+
+    Raises:
+        FieldError: The type is another one.
+    """
     kind = value.get("type")
     if kind in supported_types:
         return

@@ -35,7 +35,7 @@ PROMPT_FORMS = "a string, a list of strings, a list of token ids, or a list of l
 
 
 class CompletionFields(BaseCompletionFields):
-    """POST /v1/completions."""
+    """Request body of POST /v1/completions."""
 
     required_fields: ClassVar[tuple[str, ...]] = ("prompt",)
 
@@ -74,15 +74,16 @@ class CompletionFields(BaseCompletionFields):
 def parse_prompts(
     prompt: object, max_prompts: int, param: str = "prompt"
 ) -> list[str] | list[list[int]]:
-    """Return the prompts of a request: all strings, or all lists of token ids.
+    """Return the prompts of a completion or embedding request: texts, or lists of token ids.
 
     Args:
-        prompt: The value of the field.
-        max_prompts: Largest number of prompts.
+        prompt: Value of the field: a text, a list of texts, a list of token ids or a list of such
+            lists.
+        max_prompts: Maximum number of prompts.
         param: Name of the field, for errors.
 
     Raises:
-        FieldError: The value has another form or too many prompts.
+        FieldError: The value has another form, or there are too many prompts.
     """
     rule = f"{param} has to be {PROMPT_FORMS}"
     if isinstance(prompt, str):
@@ -103,7 +104,7 @@ def parse_prompts(
 
 
 class EmbeddingFields(ModelRequestFields):
-    """POST /v1/embeddings."""
+    """Request body of POST /v1/embeddings."""
 
     required_fields: ClassVar[tuple[str, ...]] = ("input",)
     ignored_fields: ClassVar[Mapping[str, str]] = {"user": "identifies the end user"}

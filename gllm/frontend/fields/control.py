@@ -9,7 +9,7 @@ from gllm.options.field_types import FieldError
 
 
 class AbortFields(RequestFields):
-    """POST /abort."""
+    """Request body of POST /abort: the id of a request to abort, or `abort_all`."""
 
     required_any_of: ClassVar[tuple[str, ...]] = ("request_id", "abort_all")
 
@@ -25,14 +25,22 @@ class AbortFields(RequestFields):
 
 
 def check_role(name: str, role: str | None) -> str:
-    """Return a role if it exists; otherwise raise FieldError that names the field."""
+    """Check that an engine role exists (`mixed`, `prefill` or `decode`), and return it.
+
+    Args:
+        name: Name of the request field, for errors.
+        role: Its value.
+
+    Raises:
+        FieldError: There is no such role.
+    """
     if role is None or role not in ROLES:
         raise FieldError(name, f"{name} is {role!r}, but has to be one of {', '.join(ROLES)}")
     return role
 
 
 class EngineRoleFields(RequestFields):
-    """POST /engines/{name}/role."""
+    """Request body of POST /engines/{name}/role: the new role of an engine."""
 
     required_any_of: ClassVar[tuple[str, ...]] = ("role",)
 
@@ -44,7 +52,7 @@ class EngineRoleFields(RequestFields):
 
 
 class RoleSwitchFields(RequestFields):
-    """POST /pd_role_switch."""
+    """Request body of POST /pd_role_switch, SGLang's endpoint that changes an engine's role."""
 
     required_any_of: ClassVar[tuple[str, ...]] = ("new_role",)
 

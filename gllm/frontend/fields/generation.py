@@ -22,7 +22,7 @@ from gllm.options.options import INT32_MAX
 
 
 class JsonSchemaFormat(msgspec.Struct):
-    """`json_schema` of a response format."""
+    """`json_schema` object of a response format: the JSON Schema that the output has to satisfy."""
 
     schema: dict[str, Any] | None = None
     name: str | None = None
@@ -33,14 +33,14 @@ class JsonSchemaFormat(msgspec.Struct):
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """OpenAI's field `response_format`."""
+    """`response_format` of OpenAI's APIs: free text, any JSON object, or JSON of a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """vLLM's field `structured_outputs`: exactly one member is set."""
+    """`structured_outputs` of vLLM's API: a constraint on the output; exactly one member is set."""
 
     json: dict[str, Any] | str | None = None
     regex: str | None = None
@@ -113,14 +113,14 @@ COMMON_UNSUPPORTED_FIELDS: Mapping[str, UnsupportedField] = {
 
 
 class StreamOptions(msgspec.Struct):
-    """Options for token counts in a stream."""
+    """`stream_options`: token counts at the end of a stream or in every chunk."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class SamplingFields(ModelRequestFields):
-    """Fields of all endpoints that generate text."""
+    """Base class of request bodies of all endpoints that generate text: sampling parameters."""
 
     temperature: Annotated[
         float | None,
@@ -239,7 +239,10 @@ class SamplingFields(ModelRequestFields):
 
 
 class HandoffFields(SamplingFields):
-    """Fields by which routers of other projects direct hand-offs."""
+    """Request fields by which vLLM's and SGLang's routers disaggregate prefill and decode.
+
+    The router sends a request to one engine for the prefill and to another for the decode.
+    """
 
     kv_transfer_params: Annotated[
         dict[str, Any] | None,
@@ -262,7 +265,7 @@ class HandoffFields(SamplingFields):
 
 
 class BaseCompletionFields(HandoffFields):
-    """Fields of chat completions and completions."""
+    """Base class of the request bodies of chat completions and completions: their common fields."""
 
     ignored_fields: ClassVar[Mapping[str, str]] = {
         "user": "identifies the end user",
@@ -357,7 +360,9 @@ SAMPLING_PARAM_NAMES = tuple(
 
 
 def parse_structured_output(fields: BaseCompletionFields) -> StructuredOutput | None:
-    """Return the constraint on the output, or None if there is none.
+    """Return the constraint that a request sets on its output, such as a JSON Schema or a regex.
+
+    Returns None if there is no constraint.
 
     Raises:
         FieldError: A value is invalid, or more than one field sets a constraint.
@@ -390,16 +395,16 @@ def to_sampling_params(
     logprobs: int | None,
     max_tokens: int | None = None,
 ) -> SamplingParams:
-    """Return the SamplingParams of a request.
+    """Convert the fields of a request to the engine's SamplingParams.
 
     Fields that are None get the value of the model's generation_config.json, if it has one.
 
     Args:
-        fields: The request's fields.
-        context: State of the server, with the model's defaults and the limit on `n`.
+        fields: The parsed request body.
+        context: State of the server, for the model's defaults and the limit on `n`.
         logprobs: Number of most likely tokens to return per output token; None: no
             log-probabilities.
-        max_tokens: Maximum number of output tokens per choice in place of that of the fields.
+        max_tokens: Maximum number of output tokens per choice; None: the value in `fields`.
 
     Raises:
         FieldError: A value is not allowed.

@@ -64,13 +64,13 @@ UNSUPPORTED_FIELDS: Mapping[str, UnsupportedField] = {
 
 
 class ThinkingOptions(msgspec.Struct):
-    """`thinking`: enables or disables reasoning."""
+    """`thinking` of the Messages API: enables or disables reasoning."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
 
 
 class MessagesToolChoice(msgspec.Struct):
-    """`tool_choice`: the tools that the model may or must call."""
+    """`tool_choice` of the Messages API: the tools that the model may or must call."""
 
     type: Literal["auto", "any", "none", "tool"]
     name: str | None = None
@@ -78,7 +78,7 @@ class MessagesToolChoice(msgspec.Struct):
 
 
 class OutputConfig(msgspec.Struct):
-    """`output_config`: amount of reasoning and format of the text."""
+    """`output_config` of the Messages API: reasoning effort and output format."""
 
     effort: str | None = None
     format: dict[str, Any] | None = None
@@ -115,7 +115,7 @@ OutputConfigField = Annotated[
 
 
 class MessagesFields(SamplingFields):
-    """POST /v1/messages."""
+    """Request body of POST /v1/messages."""
 
     required_fields: ClassVar[tuple[str, ...]] = ("messages", "max_tokens")
     ignored_fields: ClassVar[Mapping[str, str]] = IGNORED_FIELDS
@@ -136,7 +136,7 @@ class MessagesFields(SamplingFields):
 
 
 class CountTokensFields(ModelRequestFields):
-    """POST /v1/messages/count_tokens."""
+    """Request body of POST /v1/messages/count_tokens."""
 
     required_fields: ClassVar[tuple[str, ...]] = ("messages",)
     ignored_fields: ClassVar[Mapping[str, str]] = IGNORED_FIELDS
@@ -152,7 +152,11 @@ class CountTokensFields(ModelRequestFields):
 
 
 def convert_messages_to_chat(fields: MessagesFields | CountTokensFields) -> JsonObject:
-    """Return the fields of the equivalent chat completion. Raises FieldError."""
+    """Convert a Messages API request to the fields of the equivalent chat completion request.
+
+    Raises:
+        FieldError: A value is invalid or not supported.
+    """
     output_config = fields.output_config or OutputConfig()
     tools = [_convert_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.tools or ())]
     values: JsonObject = {

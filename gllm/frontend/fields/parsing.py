@@ -32,9 +32,12 @@ CHUNK_BYTES = 2**18
 
 
 def check_json_size(body: bytes) -> None:
-    """Raise ApiError if a JSON text has more values than any valid request.
+    """Check that a JSON request body has no more values than the limit, before it is parsed.
 
     Takes about 10 ns per byte for strings that contain JSON, so call it in a thread.
+
+    Raises:
+        ApiError: There are too many strings, lists, objects or commas.
     """
     if len(body) <= SMALL_BODY_BYTES or _is_surely_small(body):
         return
@@ -61,7 +64,7 @@ def split_strings(body: bytes, chunk_bytes: int = CHUNK_BYTES) -> Iterator[tuple
 
     Args:
         body: JSON text.
-        chunk_bytes: Bytes of a chunk.
+        chunk_bytes: Size of a chunk in bytes.
     """
     is_in_string = False
     start = 0
@@ -88,7 +91,11 @@ WINDOW_BITS = {"gzip": GZIP_OR_ZLIB, "x-gzip": GZIP_OR_ZLIB, "deflate": GZIP_OR_
 
 
 def check_content_encoding(encoding: str) -> None:
-    """Raise ApiError (415) if a Content-Encoding is not supported."""
+    """Check that the Content-Encoding of a request is supported.
+
+    Raises:
+        ApiError: It is not (status 415).
+    """
     if encoding not in WINDOW_BITS:
         supported = ", ".join(WINDOW_BITS)
         message = (
@@ -98,10 +105,17 @@ def check_content_encoding(encoding: str) -> None:
 
 
 def decompress(body: bytes, encoding: str, max_bytes: int) -> bytes:
-    """Return the decompressed body. Holds at most `max_bytes` + 1 of it, and releases the GIL.
+    """Decompress a request body; stop with an error above `max_bytes`.
+
+    Releases the GIL.
+
+    Args:
+        body: Compressed data.
+        encoding: Value of Content-Encoding.
+        max_bytes: Maximum size of the decompressed body.
 
     Raises:
-        web.HTTPRequestEntityTooLarge: The decompressed body has more than `max_bytes`.
+        web.HTTPRequestEntityTooLarge: The decompressed body is larger than `max_bytes`.
         ApiError: The data is invalid or incomplete.
     """
     window_bits = WINDOW_BITS[encoding]
@@ -135,11 +149,15 @@ _MAX_DIGITS = 400
 
 
 async def read_fields(request: web.Request, schema: type[Fields]) -> Fields:
-    """Return the fields of a request's body.
+    """Read the JSON body of an HTTP request and convert it to a request schema.
+
+    Args:
+        request: The HTTP request.
+        schema: Class of the request body.
 
     Raises:
         FieldError: A field is invalid.
-        ApiError: The body as a whole is invalid.
+        ApiError: The body as a whole is invalid, such as text that is not JSON.
     """
     body = await _read_body(request)
     if len(body) > SMALL_BODY_BYTES:
@@ -148,9 +166,14 @@ async def read_fields(request: web.Request, schema: type[Fields]) -> Fields:
 
 
 async def run_off_loop(request: web.Request, function: Callable[..., Result], *args: Any) -> Result:
-    """Call a function, in a thread if the request's body is large.
+    """Call a function and return its result; run it in a thread if the request body is large.
 
     For functions whose work grows with the body: they would delay other requests on the event loop.
+
+    Args:
+        request: The HTTP request, for the size of its body.
+        function: Function to call.
+        *args: Its arguments.
     """
     length = request.content_length
     if length is None or length > SMALL_BODY_BYTES or "Content-Encoding" in request.headers:
@@ -159,7 +182,11 @@ async def run_off_loop(request: web.Request, function: Callable[..., Result], *a
 
 
 async def defer_100_continue(request: web.Request) -> None:
-    """Send no `100 Continue` yet: middleware may still reject the request."""
+    """Delay the response `100 Continue` until the body is read.
+
+    An `Expect` handler for aiohttp's routes: middleware may reject the request before its body is
+    sent.
+    """
 
 
 async def _read_body(request: web.Request) -> bytes:
@@ -195,7 +222,7 @@ async def _read_body(request: web.Request) -> bytes:
 
 
 def parse_fields(values: dict[str, Any], schema: type[Fields]) -> Fields:
-    """Convert the values of a JSON object to the fields of a schema.
+    """Convert a JSON object to a request schema, with checks of types, ranges and required fields.
 
     Unknown fields are ignored with one warning in the log.
 
@@ -223,10 +250,12 @@ def parse_fields(values: dict[str, Any], schema: type[Fields]) -> Fields:
 
 @contextmanager
 def rename_error_fields(names: Mapping[str, str]) -> Iterator[None]:
-    """Convert errors of fields of chat completions to errors of the client's fields.
+    """Rename the fields in a FieldError of the block to those that the client sent.
+
+    For requests of other APIs that are converted to chat completions.
 
     Args:
-        names: Map from fields of chat completions to the client's fields.
+        names: Map from field names of chat completions to the client's field names.
     """
     try:
         yield
@@ -239,7 +268,7 @@ def rename_error_fields(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
-    """Return the values of a JSON object.
+    """Parse a JSON request body, which has to be an object.
 
     Raises:
         FieldError: The value of a field is not valid JSON.

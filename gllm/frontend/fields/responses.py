@@ -61,7 +61,11 @@ CUSTOM_TOOL_KEYS = ("name", "description", "format")
 def convert_input(
     input_items: str | list[JsonObject] | None, instructions: str | None
 ) -> list[JsonObject]:
-    """Return the chat messages of an input, after the instructions. Raises FieldError."""
+    """Convert `input` and `instructions` of the Responses API to chat messages.
+
+    Raises:
+        FieldError: An item is invalid or not supported.
+    """
     items = input_items
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
@@ -80,7 +84,7 @@ def convert_input(
 
 
 def convert_format(text_format: JsonObject | None) -> JsonObject | None:
-    """Return `text.format` as `response_format`."""
+    """Convert `text.format` of the Responses API to `response_format` of chat completions."""
     if text_format is None or text_format.get("type") != "json_schema":
         return text_format
     json_schema = {name: value for name, value in text_format.items() if name != "type"}
@@ -88,7 +92,15 @@ def convert_format(text_format: JsonObject | None) -> JsonObject | None:
 
 
 def convert_tool(tool: JsonObject, path: str) -> JsonObject:
-    """Return a tool in the form of chat completions. Raises FieldError."""
+    """Convert a tool of the Responses API to the form of chat completions.
+
+    Args:
+        tool: The JSON object of the tool.
+        path: Its path in the request body, for errors.
+
+    Raises:
+        FieldError: The tool is invalid or not supported.
+    """
     check_type(tool, path, TOOL_TYPES)
     get_string(tool, "name", path)
     kind = tool["type"]
@@ -102,7 +114,11 @@ def convert_tool(tool: JsonObject, path: str) -> JsonObject:
 
 
 def convert_tool_choice(tool_choice: str | JsonObject | None) -> str | JsonObject | None:
-    """Return `tool_choice` in the form of chat completions. Raises FieldError."""
+    """Convert `tool_choice` of the Responses API to the form of chat completions.
+
+    Raises:
+        FieldError: The value is invalid.
+    """
     if not isinstance(tool_choice, dict):
         return tool_choice
     check_type(tool_choice, "tool_choice", TOOL_CHOICE_TYPES)
@@ -163,9 +179,9 @@ def _add_message(builder: ChatMessageBuilder, item: JsonObject, path: str) -> No
 
 
 def encode_summary(summary: str) -> str:
-    """Return the `encrypted_content` of a compaction item.
+    """Encode a conversation's summary as the `encrypted_content` of a compaction item.
 
-    The summary is encoded, not encrypted: clients pass it back without reading it.
+    The text is Base64, not encrypted: clients pass it back unchanged.
     """
     return SUMMARY_PREFIX + base64.b64encode(summary.encode()).decode()
 
@@ -200,19 +216,19 @@ CLIENT_FIELD_NAMES = {
 
 
 class ReasoningOptions(msgspec.Struct):
-    """`reasoning`: amount of reasoning."""
+    """`reasoning` of the Responses API: reasoning effort."""
 
     effort: str | None = None
 
 
 class TextOptions(msgspec.Struct):
-    """`text`: format of the text."""
+    """`text` of the Responses API: format of the output text, such as a JSON Schema."""
 
     format: dict[str, Any] | None = None
 
 
 class PromptCacheOptions(msgspec.Struct):
-    """`prompt_cache_options`: use of the prefix cache."""
+    """`prompt_cache_options` of the Responses API: use of the prefix cache."""
 
     prewarm: bool | None = None
 
@@ -247,7 +263,7 @@ ToolChoiceField = Annotated[
 
 
 class ResponsesFields(SamplingFields):
-    """POST /v1/responses."""
+    """Request body of POST /v1/responses."""
 
     required_fields: ClassVar[tuple[str, ...]] = ("input",)
     ignored_fields: ClassVar[Mapping[str, str]] = {
@@ -326,7 +342,7 @@ class ResponsesFields(SamplingFields):
 
 
 class InputTokensFields(ModelRequestFields):
-    """POST /v1/responses/input_tokens."""
+    """Request body of POST /v1/responses/input_tokens."""
 
     required_fields: ClassVar[tuple[str, ...]] = ("input",)
     ignored_fields: ClassVar[Mapping[str, str]] = {
@@ -348,7 +364,7 @@ class InputTokensFields(ModelRequestFields):
 
 
 class CompactFields(ModelRequestFields):
-    """POST /v1/responses/compact."""
+    """Request body of POST /v1/responses/compact."""
 
     required_fields: ClassVar[tuple[str, ...]] = ("input",)
     ignored_fields: ClassVar[Mapping[str, str]] = {
@@ -367,7 +383,11 @@ class CompactFields(ModelRequestFields):
 
 
 def convert_prompt_to_chat(fields: ResponsesFields | InputTokensFields) -> JsonObject:
-    """Return the fields of the chat completion with the same prompt. Raises FieldError."""
+    """Convert input, instructions and tools of a Responses API request to chat completion fields.
+
+    Raises:
+        FieldError: A value is invalid or not supported.
+    """
     tools = [convert_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.tools or ())]
     return {
         "messages": convert_input(fields.input, fields.instructions),
@@ -379,7 +399,11 @@ def convert_prompt_to_chat(fields: ResponsesFields | InputTokensFields) -> JsonO
 
 
 def convert_responses_to_chat(fields: ResponsesFields) -> JsonObject:
-    """Return the fields of the equivalent chat completion. Raises FieldError."""
+    """Convert a Responses API request to the fields of the equivalent chat completion request.
+
+    Raises:
+        FieldError: A value is invalid or not supported.
+    """
     has_logprobs = INCLUDE_LOGPROBS in (fields.include or ()) or fields.top_logprobs
     values: JsonObject = {
         **convert_prompt_to_chat(fields),

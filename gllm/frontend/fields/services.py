@@ -15,7 +15,7 @@ MAX_SERVICE_NODES = 64
 
 
 class ResourceSpecification(msgspec.Struct, forbid_unknown_fields=True):
-    """Number of nodes of a service, and the resources that each node needs."""
+    """Number of nodes for a model service, and the GPUs and memory that each node needs."""
 
     num_nodes: Annotated[int, Meta(ge=1, le=MAX_SERVICE_NODES)] | None = None
     gpus_per_node: NonNegativeInt | None = None
@@ -24,7 +24,7 @@ class ResourceSpecification(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class DeployServiceFields(RequestFields):
-    """POST /services."""
+    """Request body of POST /services, which starts a model service on nodes of a cluster."""
 
     required_fields: ClassVar[tuple[str, ...]] = ("service_name", "model_name")
 

@@ -46,7 +46,7 @@ so that vLLM's SamplingParams fit."""
 
 
 class GenerateFields(ModelRequestFields):
-    """POST /inference/v1/generate."""
+    """Request body of POST /inference/v1/generate, which takes and returns token ids."""
 
     required_fields: ClassVar[tuple[str, ...]] = ("token_ids", "sampling_params")
     unsupported_fields: ClassVar[Mapping[str, UnsupportedField]] = {
@@ -92,7 +92,7 @@ CLIENT_FIELD_NAMES: Mapping[str, str] = {
 
 
 def convert_to_completion(fields: GenerateFields) -> CompletionFields:
-    """Return the fields of the equivalent completion, without its prompt.
+    """Convert a request of /inference/v1/generate to completion fields, without the prompt.
 
     Raises:
         FieldError: A member of `sampling_params` is invalid; the error names `sampling_params`.
@@ -113,10 +113,11 @@ def convert_to_completion(fields: GenerateFields) -> CompletionFields:
 
 
 def sampling_params_to_json(params: SamplingParams, max_tokens: int) -> JsonObject:
-    """Return sampling parameters as the JSON values of `sampling_params`.
+    """Return SamplingParams as the JSON object `sampling_params` of /inference/v1/generate.
 
     Args:
-        params: The parameters, with the model's defaults and the grammar of a chat.
+        params: Sampling parameters, including the model's defaults and the output grammar of a
+            chat.
         max_tokens: Maximum number of output tokens if the parameters have none.
     """
     values: JsonObject = {

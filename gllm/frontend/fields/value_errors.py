@@ -14,7 +14,7 @@ _TYPE_NAMES = {dict: "an object", list: "a list", type(None): "missing"}
 
 
 def raise_field_error(path: str, rule: str, value: object = None) -> NoReturn:
-    """Raise the FieldError of a value that breaks a rule.
+    """Raise the FieldError of an invalid JSON value, with the allowed values in the message.
 
     Args:
         path: Path of the value: its field, then keys and indices, such as `input[3].content[0]`.
@@ -26,17 +26,17 @@ def raise_field_error(path: str, rule: str, value: object = None) -> NoReturn:
 
 
 def raise_unsupported(path: str, message: str) -> NoReturn:
-    """Raise the FieldError of a value that is valid, but not supported.
+    """Raise the FieldError of a JSON value that the API allows and this server does not support.
 
     Args:
-        path: Path of the value, as in `raise_field_error`.
-        message: Predicate of a sentence whose subject is the path.
+        path: Path of the value in the request body, such as `input[3].content[0]`.
+        message: Rest of a sentence that starts with the path, such as "is not supported".
     """
     raise FieldError(_field_name(path), f"{path} {message}")
 
 
 def describe_value(value: object) -> str:
-    """Return a JSON value for an error message; lists and objects are named by their type."""
+    """Return a JSON value as text for an error message; lists and objects are named by their type."""
     if isinstance(value, str):
         value = value[:_MAX_SHOWN_CHARACTERS]
         return msgspec.json.encode(value.encode("utf-8", "replace").decode()).decode()
@@ -51,7 +51,13 @@ def describe_value(value: object) -> str:
 def to_field_error(
     message: str, values: dict[str, Any], schema: type[msgspec.Struct]
 ) -> FieldError:
-    """Convert msgspec's message about a value of a JSON object to an error of its field."""
+    """Convert msgspec's error message about a request body to a FieldError with the field's path.
+
+    Args:
+        message: Text of the msgspec error.
+        values: The request body.
+        schema: Class of the request body.
+    """
     reason, _, location = message.partition(" - at `")
     path = location.partition("$.")[2].removesuffix("`")
     name = _field_name(path)

@@ -14,10 +14,12 @@ other routers send no further headers."""
 
 
 class ControlAccess:
-    """Checks that a request comes from a router that may direct hand-offs.
+    """Checks that a request with KV-transfer fields comes from a trusted router.
+
+    A trusted router sends a key of `--control-key-file` or has an address in `--control-network`.
 
     Raises:
-        ValueError: the key file cannot be used; the message names the flag.
+        ValueError: The key file cannot be used; the message names the flag.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -55,7 +57,11 @@ class ControlAccess:
 
 
 def parse_networks(texts: Sequence[str]) -> list[IPv4Network | IPv6Network]:
-    """Return networks, such as 10.0.0.0/8. Raises ValueError that names the flag."""
+    """Parse the IP networks of `--control-network`, such as 10.0.0.0/8.
+
+    Raises:
+        ValueError: A text is not a network; the message names the flag.
+    """
     try:
         return [ip_network(text) for text in texts]
     except ValueError as error:

@@ -25,42 +25,45 @@ MAX_GRANT_CHARACTERS = 2**20
 
 
 class GrantError(Exception):
-    """A text is not a valid grant, or is not signed with the same control key."""
+    """Error of a text that is no valid KV grant, or is not signed with this engine's control key."""
 
 
 class HeldPrompt(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt whose KV blocks the prefill engine holds for a transfer."""
+    """A prompt whose KV blocks the prefill engine keeps until another engine has fetched them."""
 
     ticket: Ticket
     num_tokens: Annotated[int, Meta(ge=1)]
-    """Leading tokens of the prompt whose KV is held."""
+    """Number of leading prompt tokens whose KV is kept."""
     digest: bytes
-    """Digest of these tokens; see `digest_tokens`."""
+    """Hash of these tokens; see `digest_tokens`."""
 
 
 class KvGrant(msgspec.Struct, frozen=True, array_like=True):
-    """KV blocks that another engine may fetch, for each prompt of a request."""
+    """Data by which a decode engine fetches a request's KV blocks from the prefill engine.
+
+    The router passes it on as signed text, for example in `kv_transfer_params`.
+    """
 
     version: int
     engine: str
-    """Name of the engine that holds the blocks."""
+    """Name of the prefill engine."""
     run: int
-    """Random number of the start of that engine's head process."""
+    """Random number drawn at the start of the prefill engine's head process."""
     digest: str
     """Digest of weights, dtypes and kernels; blocks of engines with equal digests are equal."""
     endpoint: bytes
     """Address of the engine's KV cache."""
     prompts: list[HeldPrompt | None]
-    """None for a prompt whose blocks are not held."""
+    """Kept KV blocks of each prompt of the request; None for a prompt without any."""
 
 
 def digest_tokens(token_ids: Sequence[int]) -> bytes:
-    """Return a digest of token ids."""
+    """Return a BLAKE2b hash of token ids, by which engines recognize equal prompts."""
     return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=_DIGEST_BYTES).digest()
 
 
 class GrantSealer:
-    """Signs and verifies grants, and requests for grants, with the control keys of both engines.
+    """Signs and verifies KV grants, and requests for them, with HMAC keys that the engines share.
 
     Args:
         keys: Control keys, at least one; the first one signs and all are accepted.
@@ -70,7 +73,7 @@ class GrantSealer:
         self._secrets = [hashlib.sha256(b"gllm hand-off\0" + key.encode()).digest() for key in keys]
 
     def seal(self, grant: KvGrant) -> str:
-        """Return a grant as signed, printable text."""
+        """Return a grant as signed Base64 text."""
         body = msgspec.msgpack.encode(grant)
         return base64.urlsafe_b64encode(self._sign(b"grant\0" + body) + body).decode()
 
@@ -94,7 +97,7 @@ class GrantSealer:
         return grant
 
     def prove(self, room: int) -> str:
-        """Return the signature of a request for the grant of a room.
+        """Return the signature of a request for the grant of a `bootstrap_room`.
 
         The key itself is not sent, because a client names the receiver.
         """

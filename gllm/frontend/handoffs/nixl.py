@@ -23,9 +23,19 @@ FIELD = "kv_transfer_params"
 def parse_kv_transfer_params(
     fields: HandoffFields, context: HandoffContext, writer: WholeAnswerWriter
 ) -> HandoffSubmitter | None:
-    """Return the side of a hand-off that `kv_transfer_params` requests; None if it requests none.
+    """Return the object that runs a request as the prefill or decode engine of vLLM's router.
 
-    `remote_engine_id` contains the grant. The prefill side sets `writer.transfer_params`.
+    `do_remote_decode` of `kv_transfer_params` selects prefill, `do_remote_prefill` decode. The
+    decode engine reads the KV grant in `remote_engine_id`; the prefill engine sets
+    `writer.transfer_params`.
+
+    Args:
+        fields: Request fields with `kv_transfer_params`.
+        context: State of the engine's KV transfers over HTTP.
+        writer: Formats the response; the prefill engine's has `kv_transfer_params`.
+
+    Returns:
+        None if the field selects neither.
 
     Raises:
         FieldError: The field is invalid.
@@ -63,7 +73,10 @@ def parse_kv_transfer_params(
 
 
 def to_transfer_params(grant: str) -> KvTransferParams | None:
-    """Return the field of the prefill engine's answer; None if it holds no blocks."""
+    """Return `kv_transfer_params` of the prefill engine's response, with the KV grant.
+
+    Returns None for an empty grant: the engine keeps no KV blocks for the decode engine.
+    """
     if not grant:
         return None
     return KvTransferParams(

@@ -30,7 +30,9 @@ HANDOFF_CONTEXT = web.AppKey("handoff_context", HandoffContext)
 
 
 def install(app: web.Application, context: ServerContext) -> None:
-    """Add the state of hand-offs to an application if a control key is configured.
+    """Enable disaggregated prefill by other projects' routers, if a control key is configured.
+
+    Stores the state of the KV transfers in the application.
 
     Raises:
         ValueError: the key file cannot be used; the message names the flag.
@@ -52,12 +54,18 @@ def install(app: web.Application, context: ServerContext) -> None:
 def open_handoff(
     http_request: web.Request, request: PreparedRequest, writer: WholeAnswerWriter
 ) -> Iterator[Submitter]:
-    """Yield the side of a hand-off that a request's fields select, or else the engine.
+    """Yield the object to submit a request to: the engine, or its prefill or decode side.
 
-    The side may limit the request's parameters; it is closed at the end of the block.
+    The fields of vLLM's or SGLang's router select a side. The prefill side limits the request to
+    one output token. The side is closed at the end of the block.
+
+    Args:
+        http_request: The HTTP request.
+        request: The prepared request; its sampling parameters may be replaced.
+        writer: Formats the response.
 
     Raises:
-        ApiError: The client may not direct hand-offs, or this server takes part in none.
+        ApiError: The client is not a trusted router, or this server transfers no KV blocks.
         FieldError: A field is invalid.
     """
     handoff = _parse_handoff(http_request, request.fields, writer)
@@ -103,9 +111,9 @@ MAX_ROOM_DIGITS = 20
 
 
 async def get_grant(request: web.Request) -> web.Response:
-    """Wait for the prefill of a room; return the grant by which its KV blocks are fetched.
+    """Wait for the prefill of a `bootstrap_room`; return the grant to fetch its KV blocks.
 
-    Engines send this request to each other; it has to prove that they have the same control key.
+    Decode engines send this request to prefill engines, signed with the control key of both.
     """
     handoffs, text = request.app.get(HANDOFF_CONTEXT), request.match_info["room"]
     is_number = text.isascii() and text.isdigit() and len(text) <= MAX_ROOM_DIGITS

@@ -40,7 +40,16 @@ class _Room:
 
 
 class RoomTable:
-    """Pending hand-offs of one prefill engine, by `bootstrap_room`."""
+    """Requests of SGLang's router at a prefill engine whose KV grant has not been fetched.
+
+    The key is `bootstrap_room`, the random number that the router sends with a request to both
+    engines. The KV grant is the signed text by which the decode engine fetches the KV blocks.
+
+    Args:
+        open_seconds: Time for which the decode engine waits for the prefill engine's request.
+        grant_seconds: Time for which it then waits for the end of the prefill.
+        keep_seconds: Time for which a grant is stored after the prefill.
+    """
 
     def __init__(
         self,
@@ -58,7 +67,11 @@ class RoomTable:
         return len(self._rooms)
 
     def open(self, number: int) -> bool:
-        """Start the prefill of a room; return False if the room is in use or there are too many."""
+        """Register a request of this engine by its room.
+
+        Returns:
+            False if the room is in use or there are too many.
+        """
         room = self._rooms.get(number)
         if room is None or room.closed.is_set():
             room = self._add(number)
@@ -68,11 +81,11 @@ class RoomTable:
         return True
 
     def publish(self, number: int, grant: str) -> None:
-        """End the prefill of a room and store its grant for the decode engine.
+        """Store the grant of a room at the end of its prefill, and wake the waiting decode engine.
 
         Args:
-            number: Number of a room that `open` has opened.
-            grant: Grant of the held KV blocks; empty if none are held.
+            number: Number of a room that `open` has registered.
+            grant: Signed KV grant; empty if the engine keeps no KV blocks.
         """
         room = self._rooms[number]
         room.grant = grant
@@ -81,7 +94,7 @@ class RoomTable:
         asyncio.get_running_loop().call_later(self._keep_seconds, self._forget, number, room)
 
     async def wait(self, number: int) -> str:
-        """Return the grant of a room; empty if it is not published before a timeout."""
+        """Wait for the grant of a room; return an empty text if there is none before a timeout."""
         room = self._rooms.get(number) or self._add(number)
         if room is None:
             return ""
@@ -123,7 +136,13 @@ TIMEOUT = aiohttp.ClientTimeout(
 
 
 class RoomClient:
-    """HTTP client that reads grants from prefill engines."""
+    """HTTP client of a decode engine that gets KV grants of prefill engines by `bootstrap_room`.
+
+    Args:
+        config: Configuration of the server; engines with a certificate use HTTPS.
+        access: Networks in which prefill engines may be.
+        sealer: Signs the requests.
+    """
 
     def __init__(self, config: ServerConfig, access: ControlAccess, sealer: GrantSealer) -> None:
         # The certificate is not verified: grants are authenticated, and proofs are of no other use.
@@ -134,15 +153,20 @@ class RoomClient:
         """None before the first request."""
 
     async def close(self, app: web.Application) -> None:
-        """Close the connections at the end of an application."""
+        """Close the connections; called at the end of the application."""
         if self._session is not None:
             await self._session.close()
 
     async def read_grant(self, host: str, port: int, room: int) -> str:
-        """Return the grant of another engine's room; empty if there is none or the request fails.
+        """Return a prefill engine's grant for a room; empty if there is none or the request fails.
+
+        Args:
+            host: Host of the prefill engine.
+            port: Its HTTP port.
+            room: Value of `bootstrap_room`.
 
         Raises:
-            FieldError: the host is in no control network.
+            FieldError: The host is in no control network.
         """
         try:
             address = await self._resolve(host, port)

@@ -25,9 +25,16 @@ Value = TypeVar("Value", int, str)
 def parse_bootstrap(
     fields: HandoffFields, context: HandoffContext, writer: WholeAnswerWriter
 ) -> HandoffSubmitter:
-    """Return the side of a hand-off that the role of this engine selects.
+    """Return the object that runs a request as the prefill or decode engine of SGLang's router.
 
-    All prompts of a request share the first `bootstrap_room`.
+    The role of this engine selects the side. All prompts of a request share the first
+    `bootstrap_room`.
+
+    Args:
+        fields: Request fields with `bootstrap_room`, and for decode host and port of the prefill
+            engine.
+        context: State of the engine's KV transfers over HTTP.
+        writer: Not used.
 
     Raises:
         FieldError: A field is invalid or missing.

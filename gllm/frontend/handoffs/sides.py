@@ -40,48 +40,52 @@ and `unfit_grant` the decode engine computes the prompt."""
 
 @dataclass
 class HandoffContext:
-    """State of the hand-offs over HTTP of one engine."""
+    """State of an engine for disaggregated prefill under vLLM's or SGLang's router."""
 
     engine: EngineInterface
     access: ControlAccess
     sealer: GrantSealer
     client: RoomClient
     outcomes: LabeledCounter
-    """Counter of the sides of hand-offs by outcome, pairs of OUTCOMES."""
+    """Counter of requests by side (prefill or decode) and outcome, pairs of OUTCOMES."""
     rooms: RoomTable = field(default_factory=RoomTable)
 
 
 class HandoffSubmitter(ABC):
-    """One side of a hand-off, which submits the request in place of the engine."""
+    """Base class: submits a request to its engine as the prefill or the decode side.
+
+    Disaggregated prefill: one engine computes the prompt, another fetches its KV blocks and
+    decodes.
+    """
 
     def __init__(self, context: HandoffContext) -> None:
         self._context = context
         self._engine = context.engine
 
     def limit(self, params: SamplingParams) -> SamplingParams:
-        """Return the sampling parameters of this side."""
+        """Return the sampling parameters with which this side runs the request."""
         return params
 
     @abstractmethod
     async def submit(
         self, prompts: Sequence[list[int]], params: SamplingParams, **options: Any
     ) -> Sequence[RequestHandle]:
-        """Submit the requests with the tickets of their KV blocks, as `EngineInterface.submit`.
+        """Submit the requests to the engine, with permission to send or fetch their KV blocks.
 
-        Without KV blocks to transfer they are ordinary requests.
+        Like `EngineInterface.submit`. Without KV blocks to transfer they are ordinary requests.
         """
 
     def close(self) -> None:
-        """End the hand-off on this side, even if its prompts are still running."""
+        """Release the resources of this side, even if its prompts are still running."""
         return
 
 
 class PrefillRequest:
-    """RequestHandle of a prefill engine: reports the end of its prompt.
+    """Wraps the engine's handle of a prompt on the prefill side, to report the end of the prefill.
 
     Args:
-        handle: Handle of the engine.
-        on_ended: Called with the number of tokens whose KV blocks the engine holds.
+        handle: Handle of the engine's request.
+        on_ended: Called with the number of prompt tokens whose KV blocks the engine keeps.
     """
 
     def __init__(self, handle: RequestHandle, on_ended: Callable[[int], None]) -> None:
@@ -96,7 +100,7 @@ class PrefillRequest:
         return self._handle.num_resumptions
 
     def pop_deltas(self) -> list[OutputDelta]:
-        """Return the new deltas, and report the last one."""
+        """Return the new output deltas; call `on_ended` if the last one is among them."""
         deltas = self._handle.pop_deltas()
         for delta in deltas:
             if delta.finish_reason is not None:
@@ -105,11 +109,11 @@ class PrefillRequest:
 
 
 class PrefillHandoff(HandoffSubmitter):
-    """Prefill side: computes one token per prompt and holds the KV blocks of the prompts.
+    """Prefill side: computes one token per prompt and keeps the KV blocks for the decode engine.
 
     Args:
-        context: State of the engine's hand-offs.
-        publish: Called once with the grant, or with an empty text if no KV blocks are held.
+        context: State of the engine's KV transfers over HTTP.
+        publish: Called once with the signed KV grant, or with an empty text if no blocks are kept.
     """
 
     def __init__(self, context: HandoffContext, publish: Callable[[str], None]) -> None:
@@ -130,7 +134,7 @@ class PrefillHandoff(HandoffSubmitter):
     async def submit(
         self, prompts: Sequence[list[int]], params: SamplingParams, **options: Any
     ) -> Sequence[RequestHandle]:
-        """Submit the requests; the engine holds the KV blocks of their prompts."""
+        """Submit the requests; the engine keeps the KV blocks of their prompts."""
         participant = self._engine.kv_participant()
         if participant is None or not participant.endpoint:
             return await self._engine.submit(prompts, params, **options)
@@ -185,12 +189,14 @@ class PrefillHandoff(HandoffSubmitter):
 
 
 class DecodeHandoff(HandoffSubmitter):
-    """Decode side: fetches the KV blocks of the prompts instead of computing them.
+    """Decode side: fetches the KV blocks of the prompts from the prefill engine, then decodes.
+
+    If the blocks cannot be used, the engine computes the prompts.
 
     Args:
-        context: State of the engine's hand-offs.
-        read_grant: Returns the grant; empty if there is none. May raise FieldError for a field of
-            the request.
+        context: State of the engine's KV transfers over HTTP.
+        read_grant: Returns the signed KV grant; an empty text if there is none. May raise
+            FieldError.
     """
 
     def __init__(self, context: HandoffContext, read_grant: Callable[[], Awaitable[str]]) -> None:
@@ -200,7 +206,11 @@ class DecodeHandoff(HandoffSubmitter):
     async def submit(
         self, prompts: Sequence[list[int]], params: SamplingParams, **options: Any
     ) -> Sequence[RequestHandle]:
-        """Submit the requests; the engine fetches the KV blocks. Raises FieldError."""
+        """Submit the requests; the engine fetches the KV blocks of their prompts.
+
+        Raises:
+            FieldError: A request field that names the prefill engine is invalid.
+        """
         handoffs = await self._read_handoffs(prompts, params)
         return await self._engine.submit(prompts, params, handoffs=handoffs, **options)
 

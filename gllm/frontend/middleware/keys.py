@@ -14,7 +14,7 @@ from gllm.frontend.errors import ApiError, Handler
 
 
 class ApiKeys:
-    """API keys of a server, stored as SHA-256 digests."""
+    """API keys that the server accepts, stored as SHA-256 digests."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [_digest(key) for key in dict.fromkeys(keys)]
@@ -32,9 +32,12 @@ class ApiKeys:
 
 
 def read_api_keys(config: ServerConfig) -> ApiKeys:
-    """Return the keys of the configuration and of its files. Raise ValueError naming the flag.
+    """Return the API keys of `--api-key` and of key files, plus the control keys.
 
-    If clients need an API key, a control key is one too.
+    Control keys are those of trusted routers. Without API keys, none are required.
+
+    Raises:
+        ValueError: A file cannot be used; the message names the flag.
     """
     keys = list(config.api_key)
     if config.api_key_file is not None:
@@ -45,10 +48,14 @@ def read_api_keys(config: ServerConfig) -> ApiKeys:
 
 
 def read_keys(path: str, flag: str) -> list[str]:
-    """Return the keys of a file: one per line, without empty lines and lines starting with #.
+    """Return the keys in a file: one per line, without empty lines and lines that start with #.
+
+    Args:
+        path: Path of the file.
+        flag: Flag that names the file, for errors.
 
     Raises:
-        ValueError: the file cannot be used; the message names the flag.
+        ValueError: The file cannot be used; the message names the flag.
     """
     flag = f"{flag} {path}"
     try:
@@ -67,7 +74,11 @@ def read_keys(path: str, flag: str) -> list[str]:
 
 
 def install(app: web.Application, config: ServerConfig) -> None:
-    """Add the middleware to an application if there are keys. Raises ValueError."""
+    """Add middleware that rejects requests without a valid API key (401), if keys are configured.
+
+    Raises:
+        ValueError: A key file cannot be used; the message names the flag.
+    """
     keys = read_api_keys(config)
 
     @web.middleware
@@ -98,7 +109,7 @@ def _check(request: web.Request, keys: ApiKeys) -> int:
 
 
 def sent_keys(request: web.Request) -> list[str]:
-    """Return the API keys in the headers of a request."""
+    """Return the API keys in a request's headers `Authorization: Bearer` and `x-api-key`."""
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     keys = [request.headers["X-Api-Key"]] if "X-Api-Key" in request.headers else []
     return keys + ([token.strip()] if scheme.lower() == "bearer" else [])

@@ -33,10 +33,13 @@ TRACER: web.AppKey["RequestTracer"] = web.AppKey("tracer")
 
 
 def install(app: web.Application, config: ServerConfig) -> None:
-    """Add the middleware to an application. Raise ValueError if traces cannot be enabled.
+    """Add middleware that counts, logs and traces requests, and the periodic log line of the load.
 
-    An application without an engine, such as that of a cluster's master, has neither status line
+    An application without an engine, such as that of a cluster's master, has neither the log line
     nor traces.
+
+    Raises:
+        ValueError: Traces cannot be enabled.
     """
     app.middlewares.append(_observe)
     app.on_response_prepare.append(_set_headers)

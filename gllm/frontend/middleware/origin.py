@@ -36,7 +36,10 @@ _HEADERS = re.compile(r"[A-Za-z0-9-]+(?:\s*,\s*[A-Za-z0-9-]+)*", re.ASCII)
 
 
 def install(app: web.Application, config: ServerConfig) -> None:
-    """Add the middleware to an application."""
+    """Add middleware that checks the headers Host and Origin, and sets CORS headers.
+
+    Requests of web pages that are not allowed, and of unknown host names, are rejected.
+    """
     origins = frozenset(config.allowed_origins)
     is_allowed_host = host_check(config)
 
@@ -84,7 +87,12 @@ def install(app: web.Application, config: ServerConfig) -> None:
 
 
 def allowed_origin(request: web.Request, origins: frozenset[str]) -> str | None:
-    """Return the value of Access-Control-Allow-Origin, or None."""
+    """Return the value of Access-Control-Allow-Origin, or None if the page's origin is not allowed.
+
+    Args:
+        request: The HTTP request.
+        origins: Allowed origins; `*` allows all.
+    """
     if "*" in origins:
         return "*"
     origin = request.headers.get("Origin")
@@ -92,7 +100,10 @@ def allowed_origin(request: web.Request, origins: frozenset[str]) -> str | None:
 
 
 def preflight_answer(request: web.Request) -> web.Response | None:
-    """Return the answer to the preflight of an allowed origin; None if it is no preflight."""
+    """Return the response to a CORS preflight request; None if the request is not a preflight.
+
+    The origin is already checked.
+    """
     if "Access-Control-Request-Method" not in request.headers:
         return None
     headers = {
@@ -107,7 +118,7 @@ def preflight_answer(request: web.Request) -> web.Response | None:
 
 
 def host_check(config: ServerConfig) -> Callable[[str], bool]:
-    """Return a function that is true for the host names that the server accepts.
+    """Return a function that returns True for host names that the server accepts in Host headers.
 
     A server bound to loopback accepts the loopback names and --allowed-hosts. A server bound
     elsewhere accepts every name, or with --allowed-hosts those, the loopback names and IP
@@ -131,7 +142,7 @@ def host_check(config: ServerConfig) -> Callable[[str], bool]:
 
 
 def host_name(host: str) -> str | None:
-    """Return the name of a Host header, or None if the header is malformed.
+    """Return the host name in a Host header, or None if the header is malformed.
 
     The name is in lower case, without port, brackets and a final dot.
     """
@@ -146,7 +157,7 @@ def host_name(host: str) -> str | None:
 
 
 def is_same_origin(request: web.Request, origin: str) -> bool:
-    """Return True if an Origin header is that of this server's own page.
+    """Return True if a request's Origin header names this server: the request is of its own page.
 
     Browsers send Sec-Fetch-Site, which pages cannot set. It is also correct behind a proxy that
     rewrites Host. Browsers leave it out for plain http, where Origin is compared with Host.

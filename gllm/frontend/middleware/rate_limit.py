@@ -23,21 +23,26 @@ RATE_LIMIT_HEADERS = web.RequestKey("rate_limit_headers", dict[str, str])
 
 
 class BucketLevel(NamedTuple):
-    """Level of a client's bucket after a request."""
+    """State of a client's token bucket after a request, for the rate-limit headers."""
 
     is_granted: bool
     num_remaining: int
-    """Requests that would be granted at once."""
+    """Number of further requests that would be accepted now."""
     wait_seconds: float
-    """Time until the next request is granted."""
+    """Time until the next request is accepted."""
     reset_seconds: float
     """Time until the bucket is full."""
 
 
 class TokenBuckets:
-    """Token buckets of `per_minute` requests, which refill within a minute.
+    """Rate limiter with a token bucket per client; a bucket refills completely within a minute.
 
-    Keeps the buckets of the `max_clients` most recent clients; others have full buckets.
+    Keeps the buckets of the most recent clients; all others have full buckets.
+
+    Args:
+        per_minute: Size of a bucket: requests per minute.
+        clock: Returns the time in seconds.
+        max_clients: Number of stored buckets.
     """
 
     def __init__(
@@ -56,7 +61,7 @@ class TokenBuckets:
         return len(self._table)
 
     def consume(self, client: str) -> BucketLevel:
-        """Take a token for one request, if the client has one; return the bucket's level."""
+        """Count a request of a client, if its bucket is not empty; return the bucket's state."""
         now, rate = self._clock(), self._size / 60
         tokens, then = self._table.pop(client, (float(self._size), now))
         tokens = min(self._size, tokens + (now - then) * rate)
@@ -70,7 +75,10 @@ class TokenBuckets:
 
 
 def install(app: web.Application, config: ServerConfig) -> None:
-    """Add the middleware to an application if its flag is set."""
+    """Add middleware that limits the requests per minute of each client, if its flag is set.
+
+    Requests above the limit are rejected (429).
+    """
     if config.rate_limit is None:
         return
     most, buckets = config.rate_limit, TokenBuckets(config.rate_limit)
@@ -100,7 +108,7 @@ def install(app: web.Application, config: ServerConfig) -> None:
 
 
 def rate_limit_key(address: str | None) -> str:
-    """Return the rate-limit key of an address: itself, or the /64 network of an IPv6 address."""
+    """Return a client's key for the rate limit: its IPv4 address or its IPv6 /64 network."""
     try:
         parsed = ipaddress.ip_address(address or "")
     except ValueError:

@@ -35,13 +35,13 @@ CHAT_ID_PREFIX = "chatcmpl-"
 
 
 def message_to_json(message: AssistantMessage, legacy: bool = False) -> schemas.ChatMessage:
-    """Return a whole message.
+    """Convert the parsed output of a choice to the `message` object of a chat completion.
 
     `content` is null if the message has no text but reasoning or tool calls.
 
     Args:
-        message: The parsed output of a choice.
-        legacy: Write the first call as `function_call`, for clients that sent `functions`.
+        message: The parsed output.
+        legacy: Write the first tool call as `function_call`, for clients that sent `functions`.
     """
     has_other_parts = bool(message.reasoning or message.tool_calls)
     content = message.content or (None if has_other_parts else "")
@@ -62,9 +62,10 @@ def _chat_tool_call(call: ToolCall) -> schemas.ChatToolCall:
 
 
 class MessageDeltaWriter:
-    """Writes the deltas of one choice.
+    """Converts the parsed output of one streamed chat choice to `delta` objects.
 
-    `legacy`: write the first call as `function_call`, for clients that sent `functions`.
+    Args:
+        legacy: Write the first tool call as `function_call`, for clients that sent `functions`.
     """
 
     def __init__(self, legacy: bool) -> None:
@@ -73,7 +74,7 @@ class MessageDeltaWriter:
         """Indices of calls of custom tools."""
 
     def event_to_json(self, event: OutputEvent) -> schemas.ChatMessageDelta | None:
-        """Return an output event as a delta; None if it adds nothing."""
+        """Return the `delta` object for a piece of parsed output; None if it adds nothing."""
         match event:
             case ContentDelta(text):
                 return schemas.ChatMessageDelta(content=text)
@@ -107,7 +108,7 @@ class MessageDeltaWriter:
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
-    """Generate the assistant's next message."""
+    """Generate the assistant's next message of a chat."""
     context = request.app[CONTEXT]
     fields = await read_fields(request, ChatCompletionFields)
     context.check_model(fields.model)
@@ -121,7 +122,12 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
 
 
 class ChatChoiceFormat:
-    """ChoiceFormat of chat completions: messages and their deltas."""
+    """Formats the choices of chat completions: messages, message deltas and log-probabilities.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        request: The prepared request.
+    """
 
     chunk_type = schemas.ChatCompletionChunk
 

@@ -48,7 +48,7 @@ CLUSTER_ERRORS: Mapping[type[Exception], tuple[int, str, str]] = {
 
 @contextmanager
 def open_cluster(request: web.Request) -> Iterator[Master]:
-    """Yield the master and convert its errors to ApiError."""
+    """Yield the cluster's master of a request; convert the errors of the block to ApiError."""
     try:
         yield request.app[CLUSTER]
     except tuple(CLUSTER_ERRORS) as error:
@@ -57,26 +57,26 @@ def open_cluster(request: web.Request) -> Iterator[Master]:
 
 
 async def deploy_service(request: web.Request) -> web.Response:
-    """Start a service on free nodes (DeployLLMService)."""
+    """Start a model service on free nodes of the cluster (DeployLLMService)."""
     fields = await read_fields(request, DeployServiceFields)
     with open_cluster(request) as cluster:
         return json_response(_service(cluster.deploy(fields.to_request())))
 
 
 async def list_services(request: web.Request) -> web.Response:
-    """Return the services of the cluster."""
+    """Return all model services of the cluster with their state and load."""
     services = [_service(service) for service in request.app[CLUSTER].services()]
     return json_response(schemas.ServiceListResponse(services=services))
 
 
 async def get_service(request: web.Request) -> web.Response:
-    """Return state, uptime, request counts, throughput and utilization (CheckServiceStatus)."""
+    """Return a service's state, uptime, request counts and throughput (CheckServiceStatus)."""
     with open_cluster(request) as cluster:
         return json_response(_service(cluster.service(request.match_info["name"])))
 
 
 async def get_service_key(request: web.Request) -> web.Response:
-    """Return the API key of a service (GetAPIKey)."""
+    """Return the API key of a model service (GetAPIKey)."""
     name = request.match_info["name"]
     with open_cluster(request) as cluster:
         answer = schemas.ServiceKeyResponse(
@@ -86,7 +86,7 @@ async def get_service_key(request: web.Request) -> web.Response:
 
 
 async def delete_service(request: web.Request) -> web.Response:
-    """Stop a service; do nothing if there is none of that name (DeleteLLMService)."""
+    """Stop a model service; do nothing if there is none of that name (DeleteLLMService)."""
     name = request.match_info["name"]
     state: Literal["stopping", "absent"] = (
         "stopping" if request.app[CLUSTER].delete(name) else "absent"
@@ -124,7 +124,7 @@ def _service(service: Service) -> schemas.ServiceResponse:
 
 
 async def list_cluster_nodes(request: web.Request) -> web.Response:
-    """Return the nodes of the cluster (CheckNodeStatus)."""
+    """Return all nodes of the cluster with their state, hardware and load (CheckNodeStatus)."""
     cluster = request.app[CLUSTER]
     nodes = [_node(node) for node in cluster.nodes()]
     return json_response(
@@ -139,7 +139,7 @@ async def get_cluster_node(request: web.Request) -> web.Response:
 
 
 async def drain_cluster_node(request: web.Request) -> web.Response:
-    """Remove a node from the cluster; its service moves to other nodes (NodeExit)."""
+    """Remove a node from the cluster; its model service moves to other nodes (NodeExit)."""
     name = request.match_info["name"]
     with open_cluster(request) as cluster:
         service = cluster.drain_node(name).service
@@ -147,12 +147,12 @@ async def drain_cluster_node(request: web.Request) -> web.Response:
 
 
 async def get_cluster_health(request: web.Request) -> web.Response:
-    """Return 200 while the master runs, regardless of its services."""
+    """Return 200 while the cluster's master runs, regardless of its model services."""
     return json_response(HealthResponse(status="ok", state="ready"))
 
 
 async def get_cluster_metrics(request: web.Request) -> web.Response:
-    """Return services by state and the load of the nodes in Prometheus's text format."""
+    """Return numbers of services and nodes by state, and the nodes' load, as Prometheus metrics."""
     registry = CollectorRegistry()
     registry.register(ClusterCollector(request.app[CLUSTER]))
     text = generate_latest(registry)
@@ -160,7 +160,7 @@ async def get_cluster_metrics(request: web.Request) -> web.Response:
 
 
 class ClusterCollector(Collector):
-    """Collector of the metrics of a cluster."""
+    """Prometheus collector of a cluster: services and nodes by state, load of the nodes."""
 
     def __init__(self, cluster: Master) -> None:
         self._cluster = cluster

@@ -35,7 +35,7 @@ COMPLETION_ID_PREFIX = "cmpl-"
 
 
 async def create_completion(request: web.Request) -> web.StreamResponse:
-    """Generate the continuation of each prompt."""
+    """Generate the continuation of each prompt of a completion request."""
     context = request.app[CONTEXT]
     fields = await read_fields(request, CompletionFields)
     context.check_model(fields.model)
@@ -54,7 +54,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
 def parse_completion(
     fields: CompletionFields, context: ServerContext
 ) -> tuple[list[str] | list[list[int]], SamplingParams]:
-    """Return the prompts of a request, which `prepare_prompts` tokenizes, and its SamplingParams.
+    """Return the prompts of a completion request, not tokenized, and its SamplingParams.
 
     Raises:
         FieldError: A value is not allowed, or there are too many prompts or choices.
@@ -83,7 +83,7 @@ def parse_completion(
 
 @dataclass(frozen=True)
 class CompletionPrompt:
-    """Token ids of one prompt of a completion, and the text to echo."""
+    """Token ids of one prompt of a completion request, and its text if `echo` repeats it."""
 
     token_ids: list[int]
     echo_text: str = ""
@@ -96,7 +96,17 @@ def prepare_prompts(
     params: SamplingParams,
     echo: bool,
 ) -> list[CompletionPrompt]:
-    """Tokenize, truncate and check prompts. Raises FieldError."""
+    """Tokenize the prompts of a completion request, truncate them if requested, and check lengths.
+
+    Args:
+        engine: The engine, for model and tokenizer.
+        prompts: Texts or lists of token ids.
+        params: Sampling parameters, with the number of tokens to truncate prompts to.
+        echo: Also return the text of each prompt.
+
+    Raises:
+        FieldError: A prompt is empty, too long or has invalid token ids.
+    """
     tokenizer = engine.tokenizer
     prepared = []
     for prompt in prompts:
@@ -123,7 +133,14 @@ def _decode(tokenizer: Tokenizer, token_ids: list[int], params: SamplingParams) 
 
 
 class CompletionChoiceFormat:
-    """ChoiceFormat of completions: text and its deltas, after the prompt with echo."""
+    """Formats the choices of completions: text, text deltas, log-probabilities and echoed prompts.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        fields: The parsed request body.
+        request: The prepared request.
+        prompts: The prompts, in the order of the request.
+    """
 
     chunk_type = schemas.CompletionChunk
 

@@ -13,7 +13,7 @@ from gllm.options.field_types import FieldError
 
 
 async def abort_requests(request: web.Request) -> web.Response:
-    """Abort requests; they return the output so far with finish_reason `abort`."""
+    """Abort one or all requests; they return the output so far with finish_reason `abort`."""
     fields = await read_fields(request, AbortFields)
     request_id = None if fields.abort_all else fields.request_id
     num_aborted = request.app[CONTEXT].engine.abort(request_id)
@@ -21,18 +21,18 @@ async def abort_requests(request: web.Request) -> web.Response:
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
-    """Clear the prefix cache; running requests continue."""
+    """Remove all entries of the prefix cache; running requests continue."""
     await request.app[CONTEXT].engine.reset_prefix_cache()
     return json_response(schemas.StatusResponse(status="ok"))
 
 
 async def start_profile(request: web.Request) -> web.Response:
-    """Start a profile of all stages, written to the folder of --profile-dir."""
+    """Start a torch profile of all workers, written to the folder of --profile-dir."""
     return await _control_profile(request, is_start=True)
 
 
 async def stop_profile(request: web.Request) -> web.Response:
-    """Stop the profile and write a Chrome trace per stage."""
+    """Stop the profile and write a Chrome trace per pipeline stage."""
     return await _control_profile(request, is_start=False)
 
 
@@ -66,7 +66,7 @@ SLEEP_PARAMETERS = (
 
 
 async def sleep(request: web.Request) -> web.Response:
-    """Refuse new requests with 503 until /wake_up; return once the running ones have ended."""
+    """Reject new requests with 503 until /wake_up; return once the running ones have ended."""
     engine = request.app[CONTEXT].engine
     level, mode = request.query.get("level", "1"), request.query.get("mode", "wait")
     if level not in ("0", "1"):
@@ -86,12 +86,12 @@ async def sleep(request: web.Request) -> web.Response:
 
 
 async def wake_up(request: web.Request) -> web.Response:
-    """Accept requests again after /sleep."""
+    """Accept new requests again after /sleep."""
     request.app[CONTEXT].engine.wake_up()
     return json_response(schemas.StatusResponse(status="ok"))
 
 
 async def get_is_sleeping(request: web.Request) -> web.Response:
-    """Return whether the server refuses requests because of /sleep."""
+    """Return true if the server rejects requests because of /sleep."""
     is_sleeping = request.app[CONTEXT].engine.state == "sleeping"
     return json_response(schemas.SleepingResponse(is_sleeping=is_sleeping))

@@ -21,7 +21,7 @@ from gllm.options.limits import MAX_PROMPTS
 
 
 async def create_embeddings(request: web.Request) -> web.Response:
-    """Return the normalized hidden state of each text's last token as its embedding."""
+    """Return the embedding of each text: the normalized last hidden state of its last token."""
     context = request.app[CONTEXT]
     fields = await read_fields(request, EmbeddingFields)
     context.check_model(fields.model)

@@ -16,7 +16,7 @@ FALSE_VALUES = ("", "0", "false", "no")
 
 
 async def list_engines(request: web.Request) -> web.Response:
-    """Return a router's engines with their load, its counters, and its scaling decision."""
+    """Return a router's engines with their load, the router's counters and its scaling decision."""
     fleet = _fleet(request)
     return json_response(
         schemas.EngineListResponse(
@@ -29,9 +29,9 @@ async def list_engines(request: web.Request) -> web.Response:
 
 
 async def list_lengths(request: web.Request) -> web.Response:
-    """Return prompt and output tokens of a router's latest requests as CSV, for `gllm plan`.
+    """Return prompt and output lengths of a router's latest requests, in tokens, as CSV.
 
-    The planners take the file as workload, `file:PATH`. The router needs --detect-shifts.
+    `gllm plan` accepts the file as workload `file:PATH`. The router needs --detect-shifts.
     """
     lengths = _fleet(request).workload.lengths()
     if lengths is None:
@@ -41,9 +41,10 @@ async def list_lengths(request: web.Request) -> web.Response:
 
 
 async def reset_profile(request: web.Request) -> web.Response:
-    """Make the next requests the reference workload for shift detection, as after a new plan.
+    """Make the next requests the reference workload of a router's workload shift detection.
 
-    Clients that wait for answers send more requests to faster engines; this is not a shift.
+    Used after a new plan: clients that wait for responses send more requests to faster engines, and
+    this is not a shift.
     """
     if not _fleet(request).workload.reset_profile():
         raise _no_workload()
@@ -51,7 +52,7 @@ async def reset_profile(request: web.Request) -> web.Response:
 
 
 async def drain_engine(request: web.Request) -> web.Response:
-    """Send an engine no new requests; it can be stopped once it runs none.
+    """Stop sending new requests to an engine of a router, so that the engine can be stopped.
 
     With `migrate=true` its running requests move to other engines at once.
     """
@@ -69,7 +70,7 @@ async def drain_engine(request: web.Request) -> web.Response:
 
 
 async def undrain_engine(request: web.Request) -> web.Response:
-    """Send requests to a drained engine again."""
+    """Send requests to a drained engine of a router again."""
     _fleet(request).undrain_engine(request.match_info["name"])
     return json_response(schemas.StatusResponse(status="ok"))
 
@@ -88,7 +89,7 @@ def _no_workload() -> ApiError:
 
 
 async def set_engine_role(request: web.Request) -> web.Response:
-    """Change the role of an engine; it announces the new role to all its routers.
+    """Change the role of an engine (prefill, decode or mixed); it notifies all its routers.
 
     The engine does not restart or drain: its running requests continue.
     """
@@ -102,7 +103,7 @@ async def set_engine_role(request: web.Request) -> web.Response:
 async def switch_role(request: web.Request) -> web.Response:
     """Change the role of this engine, or of an engine of this router, in SGLang's format.
 
-    A router requires `worker_url`. A switch that the engine refuses is answered with 400.
+    A router requires `worker_url`. If the engine refuses the role, the status is 400.
     """
     fields = await read_fields(request, RoleSwitchFields)
     engine = request.app[CONTEXT].engine
@@ -135,7 +136,7 @@ def _find_engine(fleet: FleetControl, worker_url: str | None) -> str:
 
 
 async def list_nodes(request: web.Request) -> web.Response:
-    """Return the machines of the engine: state, load, links and the cause of the last loss.
+    """Return the machines of an engine: state, load, data connections and cause of the last loss.
 
     An engine on one machine has one node. A router has none: request /nodes from its engines.
     """
@@ -152,7 +153,7 @@ async def list_nodes(request: web.Request) -> web.Response:
 
 
 async def drain_node(request: web.Request) -> web.Response:
-    """Move the stages of a machine to others, then end its membership; no request fails.
+    """Move a machine's pipeline stages to other machines, then remove it; no request fails.
 
     Returns at once. GET /nodes shows the machine as `draining` until it has left. Repeated requests
     return the same.

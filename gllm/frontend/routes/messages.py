@@ -41,7 +41,7 @@ async def create_message(request: web.Request) -> web.StreamResponse:
 
 
 async def count_message_tokens(request: web.Request) -> web.StreamResponse:
-    """Count the tokens of a prompt."""
+    """Return the number of prompt tokens of a Messages API request, without running it."""
     with _convert_errors():
         num_tokens = await count_prompt_tokens(
             request, CountTokensFields, convert_messages_to_chat, CLIENT_FIELD_NAMES
@@ -72,12 +72,12 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 
 
 class MessagesWriter(AnswerWriter):
-    """AnswerWriter of the Messages API.
+    """Formats responses and stream events of Anthropic's Messages API (/v1/messages).
 
     Args:
         engine: The engine, for the model's name.
-        request: The request to answer.
-        default_id: Id of the answer if the request has no `request_id`.
+        request: The prepared request.
+        default_id: Id of the response if the request has no `request_id`.
     """
 
     def __init__(self, engine: EngineInterface, request: PreparedRequest, default_id: str) -> None:
@@ -155,7 +155,10 @@ class MessagesWriter(AnswerWriter):
 
 
 def messages_usage(usage: UsageCounter) -> schemas.MessagesUsage:
-    """Return the API's `usage`, in which input tokens do not include cached tokens."""
+    """Convert a request's token counts to `usage` of the Messages API.
+
+    Input tokens do not include cached tokens.
+    """
     reasoning = usage.num_reasoning_tokens
     return schemas.MessagesUsage(
         input_tokens=usage.num_prompt_tokens - usage.num_cached_tokens,

@@ -18,13 +18,13 @@ from gllm.text.chat.prompt import render_chat
 
 
 async def list_models(request: web.Request) -> web.Response:
-    """Return a list that contains the served model."""
+    """Return a list with the served model."""
     model = request.app[CONTEXT].engine.model
     return json_response(schemas.ModelListResponse(object="list", data=[_model_card(model)]))
 
 
 async def get_model(request: web.Request) -> web.Response:
-    """Return a model by name."""
+    """Return the served model; the status is 404 for another name."""
     context = request.app[CONTEXT]
     context.check_model(request.match_info["model"])
     return json_response(_model_card(context.engine.model))
@@ -44,7 +44,7 @@ def _model_card(model: ModelInfo) -> schemas.ModelCard:
 
 
 async def tokenize(request: web.Request) -> web.Response:
-    """Return the token ids of a text or of a chat's prompt."""
+    """Return the token ids of a text, or of a chat rendered by the chat template."""
     context = request.app[CONTEXT]
     fields = await read_fields(request, TokenizeFields)
     context.check_model(fields.model)
@@ -70,7 +70,7 @@ def _tokenize_body(context: ServerContext, fields: TokenizeFields) -> bytes:
 
 
 async def detokenize(request: web.Request) -> web.Response:
-    """Return the text of token ids."""
+    """Return the text of a list of token ids."""
     context = request.app[CONTEXT]
     fields = await read_fields(request, DetokenizeFields)
     context.check_model(fields.model)

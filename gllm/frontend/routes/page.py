@@ -45,7 +45,7 @@ RESPONSE_HEADERS = {
 
 @dataclass(frozen=True)
 class PageFile:
-    """A file of the chat page, in memory."""
+    """A file of the built-in chat page, held in memory."""
 
     body: bytes
     content_type: str
@@ -59,12 +59,12 @@ class PageFile:
 
 
 async def get_chat_page(request: web.Request) -> web.Response:
-    """Return the chat page."""
+    """Return the built-in chat page."""
     return _send_file(request, "index.html")
 
 
 async def get_chat_page_file(request: web.Request) -> web.Response:
-    """Return a file of the chat page."""
+    """Return a script, style sheet or font of the built-in chat page."""
     return _send_file(request, request.match_info["path"])
 
 

@@ -28,7 +28,7 @@ from gllm.frontend.routes.completions import (
 
 
 async def render_chat_completion(request: web.Request) -> web.Response:
-    """Return the token ids and sampling parameters of a chat completion, without running it."""
+    """Return prompt token ids and sampling parameters of a chat completion, without running it."""
     context = request.app[CONTEXT]
     fields = await read_fields(request, ChatCompletionFields)
     context.check_model(fields.model)
@@ -38,7 +38,7 @@ async def render_chat_completion(request: web.Request) -> web.Response:
 
 
 async def render_completion(request: web.Request) -> web.Response:
-    """Return the token ids and sampling parameters of each prompt, without running it."""
+    """Return token ids and sampling parameters of each prompt of a completion, without running it."""
     context = request.app[CONTEXT]
     fields = await read_fields(request, CompletionFields)
     context.check_model(fields.model)

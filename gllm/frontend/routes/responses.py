@@ -42,11 +42,13 @@ SUMMARY_PROMPT = (
 
 
 class CompactionWriter(WholeAnswerWriter):
-    """WholeAnswerWriter of /v1/responses/compact, whose chat ends with SUMMARY_PROMPT.
+    """Formats the response of /v1/responses/compact: the user's messages and a summary.
+
+    The model generates the summary, because the chat ends with SUMMARY_PROMPT.
 
     Args:
-        request: The chat.
-        default_id: Id of the answer.
+        request: The prepared chat, with the conversation.
+        default_id: Id of the response.
     """
 
     def __init__(self, request: PreparedRequest, default_id: str) -> None:
@@ -82,7 +84,7 @@ class CompactionWriter(WholeAnswerWriter):
 
 
 async def create_response(request: web.Request) -> web.StreamResponse:
-    """Generate an answer to the input, in the format of OpenAI's Responses API."""
+    """Generate output for the input items, in the format of OpenAI's Responses API."""
     context = request.app[CONTEXT]
     async with prepare_converted_chat(
         request, ResponsesFields, convert_responses_to_chat, CLIENT_FIELD_NAMES
@@ -92,7 +94,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
 
 
 async def count_input_tokens(request: web.Request) -> web.Response:
-    """Count the tokens of an input."""
+    """Return the number of prompt tokens of a Responses API request, without running it."""
     num_tokens = await count_prompt_tokens(
         request, InputTokensFields, convert_prompt_to_chat, CLIENT_FIELD_NAMES
     )
@@ -102,7 +104,7 @@ async def count_input_tokens(request: web.Request) -> web.Response:
 
 
 async def compact_conversation(request: web.Request) -> web.StreamResponse:
-    """Compact a conversation to the user's messages and a summary by the model."""
+    """Replace a conversation by its user messages and a summary that the model generates."""
     async with prepare_converted_chat(
         request, CompactFields, _summary_fields, CLIENT_FIELD_NAMES
     ) as (_, prepared):
@@ -117,14 +119,14 @@ def _summary_fields(fields: CompactFields) -> dict[str, Any]:
 
 
 class BlockNames(NamedTuple):
-    """Names of one kind of block in the API."""
+    """Names in the Responses API for one kind of output: text, reasoning or tool call."""
 
     id_prefix: str
     item_type: schemas.ItemType
     delta_type: schemas.TextDeltaType
     """Type of the event with new text."""
     done_type: schemas.TextDoneType
-    """Type of the event with the whole text."""
+    """Type of the event with the complete text."""
 
 
 BLOCK_NAMES: dict[BlockKind, BlockNames] = {
@@ -148,13 +150,13 @@ INCOMPLETE_REASONS = {"length": "max_output_tokens", "abort": "abort"}
 
 
 class ResponsesWriter(AnswerWriter):
-    """AnswerWriter of the Responses API.
+    """Formats responses and stream events of OpenAI's Responses API (/v1/responses).
 
     Args:
         engine: The engine, for the model's name and tokenizer.
-        request: The request to answer, converted to a chat completion.
-        fields: The request's own fields, which the answer repeats.
-        default_id: Id of the answer if the request has no `request_id`.
+        request: The prepared request, converted to a chat completion.
+        fields: The parsed request body, whose parameters the response repeats.
+        default_id: Id of the response if the request has no `request_id`.
     """
 
     def __init__(
@@ -365,7 +367,10 @@ class ResponsesWriter(AnswerWriter):
 
 
 def responses_usage(usage: UsageCounter) -> schemas.ResponsesUsage:
-    """Return the API's `usage`. Writes to the prefix cache are not counted separately."""
+    """Convert a request's token counts to `usage` of the Responses API.
+
+    Writes to the prefix cache are not counted separately.
+    """
     return schemas.ResponsesUsage(
         input_tokens=usage.num_prompt_tokens,
         input_tokens_details=schemas.InputTokensDetails(

@@ -52,7 +52,7 @@ def _public_options(config: ServerConfig) -> dict[str, Any]:
 
 
 async def get_metrics(request: web.Request) -> web.Response:
-    """Return all metrics in Prometheus's text format."""
+    """Return all metrics of the server in Prometheus's text format."""
     text = request.app[CONTEXT].metrics.render()
     return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
@@ -70,7 +70,7 @@ async def get_health(request: web.Request) -> web.Response:
 
 
 async def get_readiness(request: web.Request) -> web.Response:
-    """Return 200 while the server runs requests, else 503."""
+    """Return 200 while the server accepts requests, else 503."""
     request.app[CONTEXT].check_ready()
     return json_response(schemas.StatusResponse(status="ready"))
 
@@ -81,14 +81,14 @@ async def get_version(request: web.Request) -> web.Response:
 
 
 async def get_openapi_document(request: web.Request) -> web.Response:
-    """Return this API as an OpenAPI document."""
+    """Return the OpenAPI document of this API."""
     # A GET endpoint has two routes.
     endpoints = list(dict.fromkeys(request.app[ENDPOINTS_BY_ROUTE].values()))
     return web.json_response(build_openapi_document(endpoints))
 
 
 async def get_load(request: web.Request) -> web.Response:
-    """Return the load of the engine, for load balancers."""
+    """Return numbers of running and waiting requests and KV cache use, for load balancers."""
     status = request.app[CONTEXT].engine.status()
     stats = status.stats
     return json_response(
@@ -102,7 +102,7 @@ async def get_load(request: web.Request) -> web.Response:
 
 
 async def get_loads(request: web.Request) -> web.Response:
-    """Return the load of the engine in the format of SGLang, as one data-parallel rank."""
+    """Return the load of the engine in SGLang's format, as one data-parallel rank."""
     context = request.app[CONTEXT]
     status = context.engine.status()
     stats = status.stats

@@ -25,7 +25,7 @@ from gllm.text.tokenizer import Tokenizer
 
 
 async def generate_tokens(request: web.Request) -> web.StreamResponse:
-    """Generate the continuation of token ids as token ids, in the format of vLLM."""
+    """Generate the continuation of a prompt; prompt and output are token ids, as in vLLM."""
     context = request.app[CONTEXT]
     fields = await read_fields(request, GenerateFields)
     context.check_model(fields.model)
@@ -44,7 +44,12 @@ async def generate_tokens(request: web.Request) -> web.StreamResponse:
 
 
 class TokenChoiceFormat:
-    """ChoiceFormat of token ids: choices without text."""
+    """Formats the choices of /inference/v1/generate: token ids without text.
+
+    Args:
+        tokenizer: The model's tokenizer, for log-probabilities.
+        request: The prepared request.
+    """
 
     chunk_type = schemas.GenerateEvent
     is_plain_text = False
