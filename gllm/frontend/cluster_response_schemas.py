@@ -8,7 +8,10 @@ from gllm.messages.node_report import NodeReport
 
 
 class ServiceRequestCounts(ResponseSchema):
-    """Requests of a service: running and waiting now, finished and failed since its engine started."""
+    """Numbers of a service's requests: running and waiting now, finished and failed so far.
+
+    Finished and failed requests count from the start of the service's engine.
+    """
 
     running: int
     waiting: int
@@ -68,7 +71,7 @@ class ServiceListResponse(ResponseSchema):
 
 
 class ServiceKeyResponse(ResponseSchema):
-    """Response of GET /services/{name}/key: the API key that requests to the service have to send."""
+    """Response of GET /services/{name}/key: the API key that the service's clients have to send."""
 
     service_name: str
     api_key: str

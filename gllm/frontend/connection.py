@@ -110,7 +110,7 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Return the response to a malformed request, or to an error that no middleware has caught."""
+        """Return the response to a malformed request, or to an error that no middleware caught."""
         if isinstance(exc, ConnectionError):
             raise exc  # the client has disconnected
         if request.writer.output_size > 0:
@@ -203,7 +203,7 @@ class _ConnectionServer(web.Server):
 
 
 def abort_unread_answer(request: web.BaseRequest) -> None:
-    """Abort the connection of a client that does not read its response; unsent data is discarded."""
+    """Abort the connection of a client that does not read its response; discard unsent data."""
     log.warning(
         "request %s ended: %s does not read its answer", current_request_id(), request.remote
     )

@@ -52,7 +52,7 @@ def _reason(error: OSError) -> str:
 
 
 def watch_signals() -> asyncio.Event:
-    """Return an event that is set by SIGTERM and SIGINT; a second signal ends the process at once."""
+    """Return an event that SIGTERM and SIGINT set; a second signal ends the process at once."""
     should_stop = asyncio.Event()
 
     def on_signal() -> None:

@@ -32,7 +32,7 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def token_name(tokenizer: Tokenizer, token_id: int, as_id: bool) -> str:
-    """Return a token's text, or `token_id:ID` if `as_id` is True, for log-probabilities as in vLLM."""
+    """Return a token's text for log-probabilities, or `token_id:ID` if `as_id` is True, as vLLM."""
     return f"token_id:{token_id}" if as_id else token_text(tokenizer, token_id)
 
 

@@ -8,7 +8,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from gllm.frontend.listening import listen
-from gllm.frontend.node_metrics import gauge, link_metrics, machine_load
+from gllm.frontend.node_metrics import gauge, link_metrics, node_load_metrics
 from gllm.runtime.node.head_session import AgentStatus
 
 ReadStatus = Callable[[], AgentStatus]
@@ -35,7 +35,7 @@ class AgentCollector(Collector):
         ):  # fmt: skip
             yield gauge(name, text, {}, [((status.name,), value)], "node")
         yield from link_metrics({}, [(status.name, status.links)])
-        yield from machine_load({}, [(status.name, status.load)])
+        yield from node_load_metrics({}, [(status.name, status.load)])
 
 
 def make_node_app(read_status: ReadStatus) -> web.Application:

@@ -67,8 +67,7 @@ def _add_samples(
 def link_metrics(
     labels: dict[str, str], links_by_node: Sequence[tuple[str, Sequence[LinkState]]]
 ) -> Iterator[Metric]:
-    """Yield Prometheus metrics of the data connections between machines: bytes, failures, round
-    trips.
+    """Yield Prometheus metrics of data connections between machines: bytes, failures, round trip.
 
     Args:
         labels: Labels of all samples, by name.
@@ -125,10 +124,12 @@ class NodeCollector(Collector):
         yield gauge("node_round_trip_seconds", text, labels, round_trips, "node")
         yield from link_metrics(labels, [(report.name, report.links) for report in reports])
         # Other machines report their own load, if their agents are scraped.
-        yield from machine_load(labels, [(report.name, report.load) for report in reports[:1]])
+        yield from node_load_metrics(labels, [(report.name, report.load) for report in reports[:1]])
 
 
-def machine_load(labels: dict[str, str], loads: Sequence[tuple[str, NodeLoad]]) -> Iterator[Metric]:
+def node_load_metrics(
+    labels: dict[str, str], loads: Sequence[tuple[str, NodeLoad]]
+) -> Iterator[Metric]:
     """Yield Prometheus metrics of machines' load, such as CPU, memory, power and temperature.
 
     Values that cannot be read are left out.

@@ -46,7 +46,7 @@ class OutputBlock:
 
 
 class BlockWriter(Protocol):
-    """Interface that writes output blocks as server-sent events of the Responses or Messages API."""
+    """Interface that writes output blocks as stream events of the Responses or Messages API."""
 
     def start_block(self, block: OutputBlock) -> list[ServerSentEvent]:
         """Return the events that start a block, which has no text yet."""

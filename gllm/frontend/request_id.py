@@ -10,7 +10,7 @@ MAX_ID_CHARACTERS = 128
 
 
 def request_id(header: str) -> str:
-    """Return the id in an X-Request-Id header, without special characters; a new id if it is empty."""
+    """Return the id in an X-Request-Id header, without special characters; if empty, a new id."""
     return re.sub(r"[^A-Za-z0-9._:-]", "", header)[:MAX_ID_CHARACTERS] or uuid.uuid4().hex
 
 

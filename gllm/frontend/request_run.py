@@ -19,7 +19,7 @@ from gllm.text.output.reasoning import ReasoningTokenCounter
 
 
 class Submitter(Protocol):
-    """Interface to submit requests to: an engine, or an object that also transfers their KV blocks."""
+    """Interface to submit requests to: an engine, or a wrapper that also transfers KV blocks."""
 
     async def submit(
         self,

@@ -372,7 +372,7 @@ class ResponsesReasoning(ResponseSchema):
 
 
 class ResponsesResponse(ResponseSchema):
-    """Response of /v1/responses: status, output items, token counts and the request's parameters."""
+    """Response of /v1/responses: status, output items, token counts and request parameters."""
 
     id: str
     object: Literal["response"]
@@ -542,7 +542,7 @@ class MessageStartEvent(MessagesEvent, tag="message_start"):
 
 
 class MessagePingEvent(MessagesEvent, tag="ping"):
-    """Stream event of /v1/messages without data; sent as a keep-alive."""
+    """Stream event of /v1/messages without data, sent after the start of the message."""
 
 
 class ContentBlockStartEvent(MessagesEvent, tag="content_block_start"):

@@ -49,7 +49,10 @@ class StatusResponse(ResponseSchema):
 
 
 class HealthResponse(ResponseSchema):
-    """Response of /health: `ok`, and the engine's state: ready, recovering, draining or sleeping."""
+    """Response of /health: `ok`, and the engine's state.
+
+    The state is ready, recovering, draining or sleeping.
+    """
 
     status: Literal["ok"]
     state: str

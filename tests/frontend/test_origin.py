@@ -11,7 +11,7 @@ from gllm.config.server import ServerConfig
 from gllm.frontend.app import make_app
 from gllm.frontend.connection import ConnectionRunner
 from gllm.frontend.listening import tls_context
-from gllm.frontend.middleware.origin import host_check, host_name
+from gllm.frontend.middleware.origin import host_name, make_host_check
 from gllm.frontend.routes.registry import ENDPOINTS
 from tests.frontend.conftest import CHAT, CHAT_PATH, serving
 from tests.support.http.endpoint_bodies import EXAMPLES
@@ -160,7 +160,7 @@ async def test_hosts_of_a_server_on_the_network(engine):
     ],
 )  # fmt: skip
 def test_which_hosts_are_accepted(bound, allowed, good, bad):
-    is_allowed = host_check(ServerConfig(host=bound, allowed_hosts=allowed))
+    is_allowed = make_host_check(ServerConfig(host=bound, allowed_hosts=allowed))
     assert [name for name in good if not is_allowed(name)] == []
     assert [name for name in bad if is_allowed(name)] == []
 

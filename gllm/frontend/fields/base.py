@@ -55,7 +55,7 @@ class RequestFields(msgspec.Struct):
 
 
 class ModelRequestFields(RequestFields):
-    """Base class of request bodies with a `model` field, the name of the served model."""
+    """Fields of request bodies that name the served model."""
 
     model: Annotated[
         str | None, doc("name of the served model; any other name is answered with 404")

@@ -120,7 +120,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class SamplingFields(ModelRequestFields):
-    """Base class of request bodies of all endpoints that generate text: sampling parameters."""
+    """Fields common to all endpoints that generate text, such as sampling parameters."""
 
     temperature: Annotated[
         float | None,
@@ -239,7 +239,7 @@ class SamplingFields(ModelRequestFields):
 
 
 class HandoffFields(SamplingFields):
-    """Request fields by which vLLM's and SGLang's routers disaggregate prefill and decode.
+    """Fields for disaggregated prefill under the routers of vLLM and SGLang.
 
     The router sends a request to one engine for the prefill and to another for the decode.
     """
@@ -265,7 +265,7 @@ class HandoffFields(SamplingFields):
 
 
 class BaseCompletionFields(HandoffFields):
-    """Base class of the request bodies of chat completions and completions: their common fields."""
+    """Fields common to chat completions and completions."""
 
     ignored_fields: ClassVar[Mapping[str, str]] = {
         "user": "identifies the end user",

@@ -36,7 +36,7 @@ def raise_unsupported(path: str, message: str) -> NoReturn:
 
 
 def describe_value(value: object) -> str:
-    """Return a JSON value as text for an error message; lists and objects are named by their type."""
+    """Return a JSON value as text for an error message; for lists and objects only the type."""
     if isinstance(value, str):
         value = value[:_MAX_SHOWN_CHARACTERS]
         return msgspec.json.encode(value.encode("utf-8", "replace").decode()).decode()

@@ -6,7 +6,7 @@ from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from aiohttp import web
 
 from gllm.config.server import ServerConfig
-from gllm.frontend.middleware.keys import ApiKeys, read_keys, sent_keys
+from gllm.frontend.middleware.keys import ApiKeys, get_sent_keys, read_keys
 
 CONTROL_KEY_HEADER = "X-Control-Key"
 """Header with the control key; `Authorization: Bearer` and `x-api-key` are accepted too, because
@@ -42,7 +42,7 @@ class ControlAccess:
         shown = (
             [request.headers[CONTROL_KEY_HEADER]] if CONTROL_KEY_HEADER in request.headers else []
         )
-        if any(self._keys.index_of(key) is not None for key in [*shown, *sent_keys(request)]):
+        if any(self._keys.index_of(key) is not None for key in [*shown, *get_sent_keys(request)]):
             return True
         return request.remote is not None and self.contains(request.remote)
 

@@ -25,7 +25,7 @@ MAX_GRANT_CHARACTERS = 2**20
 
 
 class GrantError(Exception):
-    """Error of a text that is no valid KV grant, or is not signed with this engine's control key."""
+    """Error: a text is not a valid KV grant, or is not signed with this engine's control key."""
 
 
 class HeldPrompt(msgspec.Struct, frozen=True, array_like=True):

@@ -80,7 +80,7 @@ class HandoffSubmitter(ABC):
         return
 
 
-class PrefillRequest:
+class PrefillRequestHandle:
     """Wraps the engine's handle of a prompt on the prefill side, to report the end of the prefill.
 
     Args:
@@ -143,7 +143,7 @@ class PrefillHandoff(HandoffSubmitter):
         handoffs = [KvHandoff(ticket) for ticket in self._tickets]
         handles = await self._engine.submit(prompts, params, handoffs=handoffs, **options)
         return [
-            PrefillRequest(handle, partial(self._on_ended, prompt))
+            PrefillRequestHandle(handle, partial(self._on_ended, prompt))
             for prompt, handle in enumerate(handles)
         ]
 

@@ -95,7 +95,7 @@ def install(app: web.Application, config: ServerConfig) -> None:
 
 def _check(request: web.Request, keys: ApiKeys) -> int:
     """Return the index of a request's key. Raise ApiError if it has no valid key."""
-    keys_sent = sent_keys(request)
+    keys_sent = get_sent_keys(request)
     for key in keys_sent:
         if (index := keys.index_of(key)) is not None:
             return index
@@ -108,7 +108,7 @@ def _check(request: web.Request, keys: ApiKeys) -> int:
     raise ApiError(401, why, code=code, headers={"WWW-Authenticate": challenge})
 
 
-def sent_keys(request: web.Request) -> list[str]:
+def get_sent_keys(request: web.Request) -> list[str]:
     """Return the API keys in a request's headers `Authorization: Bearer` and `x-api-key`."""
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     keys = [request.headers["X-Api-Key"]] if "X-Api-Key" in request.headers else []

@@ -41,7 +41,7 @@ def install(app: web.Application, config: ServerConfig) -> None:
     Requests of web pages that are not allowed, and of unknown host names, are rejected.
     """
     origins = frozenset(config.allowed_origins)
-    is_allowed_host = host_check(config)
+    is_allowed_host = make_host_check(config)
 
     @lru_cache(MAX_CACHED_HOSTS)
     def refusal(host: str) -> str:
@@ -117,7 +117,7 @@ def preflight_answer(request: web.Request) -> web.Response | None:
     return web.Response(status=204, headers=headers)
 
 
-def host_check(config: ServerConfig) -> Callable[[str], bool]:
+def make_host_check(config: ServerConfig) -> Callable[[str], bool]:
     """Return a function that returns True for host names that the server accepts in Host headers.
 
     A server bound to loopback accepts the loopback names and --allowed-hosts. A server bound

@@ -30,7 +30,7 @@ from gllm.frontend.errors import ApiError
 from gllm.frontend.fields.parsing import read_fields
 from gllm.frontend.fields.services import DeployServiceFields
 from gllm.frontend.json_encoding import json_response
-from gllm.frontend.node_metrics import gauge, machine_load
+from gllm.frontend.node_metrics import gauge, node_load_metrics
 from gllm.frontend.server_response_schemas import HealthResponse
 
 CLUSTER: web.AppKey[Master] = web.AppKey("cluster")
@@ -174,7 +174,7 @@ class ClusterCollector(Collector):
         ):
             counts = [((state,), count) for state, count in sorted(Counter(states).items())]
             yield gauge(name, text, {}, counts, "state")
-        yield from machine_load({}, [(node.report.name, node.report.load) for node in nodes])
+        yield from node_load_metrics({}, [(node.report.name, node.report.load) for node in nodes])
 
 
 def _node(node: ClusterNode) -> schemas.ClusterNodeResponse:

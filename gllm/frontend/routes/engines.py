@@ -28,7 +28,7 @@ async def list_engines(request: web.Request) -> web.Response:
     )
 
 
-async def list_lengths(request: web.Request) -> web.Response:
+async def list_request_lengths(request: web.Request) -> web.Response:
     """Return prompt and output lengths of a router's latest requests, in tokens, as CSV.
 
     `gllm plan` accepts the file as workload `file:PATH`. The router needs --detect-shifts.
@@ -40,7 +40,7 @@ async def list_lengths(request: web.Request) -> web.Response:
     return web.Response(text="\n".join(lines) + "\n", content_type="text/csv")
 
 
-async def reset_profile(request: web.Request) -> web.Response:
+async def reset_workload_profile(request: web.Request) -> web.Response:
     """Make the next requests the reference workload of a router's workload shift detection.
 
     Used after a new plan: clients that wait for responses send more requests to faster engines, and

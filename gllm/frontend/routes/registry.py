@@ -169,8 +169,10 @@ SERVER_ENDPOINTS = (
 ENGINE_NAME = EndpointParameter("name", "name of an engine, as in /engines")
 FLEET_ENDPOINTS = (
     get("/engines", engines.list_engines, server_schemas.EngineListResponse),
-    get("/workload", engines.list_lengths, content_type="text/csv"),
-    post_command("/workload/profile", engines.reset_profile, server_schemas.StatusResponse),
+    get("/workload", engines.list_request_lengths, content_type="text/csv"),
+    post_command(
+        "/workload/profile", engines.reset_workload_profile, server_schemas.StatusResponse
+    ),
     post_command(
         "/engines/{name}/drain",
         engines.drain_engine,

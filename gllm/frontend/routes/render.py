@@ -38,7 +38,7 @@ async def render_chat_completion(request: web.Request) -> web.Response:
 
 
 async def render_completion(request: web.Request) -> web.Response:
-    """Return token ids and sampling parameters of each prompt of a completion, without running it."""
+    """Return token ids and sampling parameters per prompt of a completion, without running it."""
     context = request.app[CONTEXT]
     fields = await read_fields(request, CompletionFields)
     context.check_model(fields.model)

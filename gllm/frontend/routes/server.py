@@ -70,7 +70,7 @@ async def get_health(request: web.Request) -> web.Response:
 
 
 async def get_readiness(request: web.Request) -> web.Response:
-    """Return 200 while the server accepts requests, else 503."""
+    """Return 200 while the server can run requests, else 503."""
     request.app[CONTEXT].check_ready()
     return json_response(schemas.StatusResponse(status="ready"))
 
