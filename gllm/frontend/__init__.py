@@ -1,4 +1,4 @@
-"""The HTTP server: routes, request fields, middleware, streaming and the chat page.
+"""HTTP server: OpenAI-compatible and other APIs, middleware, streaming, metrics and the chat page.
 
-Knows an engine only by gllm/engine/interface.py.
+Uses an engine only through gllm/engine/interface.py.
 """

@@ -1,7 +1,6 @@
-"""Answer a prepared request, streamed or whole.
+"""Run a prepared request and send its HTTP response, streamed or complete.
 
-An endpoint passes a writer, which builds the JSON of its API; this file runs the request and sends
-the writer's output.
+An endpoint passes a writer, which formats the output for its API.
 """
 
 import asyncio

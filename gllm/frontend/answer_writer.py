@@ -1,4 +1,4 @@
-"""Base classes of the writers that build the JSON of an endpoint's answer."""
+"""Base classes of the writers that format the output of a request for one endpoint."""
 
 from abc import ABC, abstractmethod
 
@@ -15,8 +15,7 @@ class WholeAnswerWriter(ABC):
     """Base class: formats the output of a request as one endpoint's complete JSON response."""
 
     transfer_params: KvTransferParams | Unset | None = UNSET
-    """`kv_transfer_params` of the response, set if the request transfers KV blocks; UNSET: no
-    field."""
+    """`kv_transfer_params` of the response if KV blocks are transferred; UNSET: no such field."""
 
     @abstractmethod
     def build_answer(self, choices: list[CollectedChoice], usage: UsageCounter) -> ResponseSchema:

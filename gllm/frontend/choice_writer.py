@@ -1,7 +1,7 @@
-"""Write answers that consist of choices, whole or as chunks.
+"""Format OpenAI-style responses, which have a list of choices, as one response or as chunks.
 
-Each endpoint formats its own choices by a `ChoiceFormat`. The answer's other fields are the same
-in all chunks.
+Each endpoint formats its own choices by a `ChoiceFormat`. The other fields are the same in all
+chunks.
 """
 
 import time
@@ -40,7 +40,10 @@ class ChoiceFormat(Protocol):
 
     @property
     def is_plain_text(self) -> bool:
-        """True if a delta that finishes nothing is always one choice with the delta's text."""
+        """True if every delta before the last is one chunk choice with the delta's text.
+
+        Such chunks are encoded once per choice, and then only their text is replaced.
+        """
 
     def start_choices(self, index: int) -> Sequence[ChunkChoice]:
         """Return the chunk choices sent before the first output of a choice, such as the role."""
@@ -123,7 +126,7 @@ class ChoiceWriter(AnswerWriter):
         text alone, because encoding the rest again would be most of a token's cost."""
 
     def start_events(self, usage: UsageCounter) -> list[ServerSentEvent]:
-        """Return the chunks that start every choice."""
+        """Return the chunks that start the stream of every choice."""
         return [
             ServerSentEvent(self._encode_chunk(choice, usage))
             for index in range(self._request.num_choices)
@@ -131,7 +134,7 @@ class ChoiceWriter(AnswerWriter):
         ]
 
     def delta_events(self, delta: OutputDelta, usage: UsageCounter) -> list[ServerSentEvent]:
-        """Return the chunks of a delta."""
+        """Return the chunks for one output delta."""
         if self._uses_frames and delta.text and delta.finish_reason is None:
             before, after = self._frames.get(delta.index) or self._build_frame(delta.index, usage)
             text = self._encoder.encode(delta.text)
@@ -155,7 +158,7 @@ class ChoiceWriter(AnswerWriter):
         return [ServerSentEvent(chunk), DONE]
 
     def build_answer(self, choices: list[CollectedChoice], usage: UsageCounter) -> WholeAnswer:
-        """Return the whole answer."""
+        """Return the complete response body."""
         answer = self._format.build_answer(
             self._envelope, choices, usage.to_openai(), self._token_ids
         )

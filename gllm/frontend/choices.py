@@ -94,7 +94,7 @@ class CollectedChoice:
         self.stop_reason = delta.stop_reason
 
     def to_delta(self) -> OutputDelta:
-        """Return the choice as a single delta."""
+        """Return the complete output of the choice as a single output delta."""
         return OutputDelta(
             self.index,
             self.text,

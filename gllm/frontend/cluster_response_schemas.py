@@ -1,4 +1,4 @@
-"""Answers of a cluster's master, as in `response_schemas`."""
+"""Response schemas of the HTTP API of a cluster's master: model services and nodes."""
 
 from typing import Literal
 

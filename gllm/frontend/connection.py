@@ -55,7 +55,7 @@ class Connection(web.RequestHandler):
         self._header_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Start the header timeout at once, because a silent connection occupies a socket."""
+        """Start the header timeout at once: a connection without requests occupies a socket."""
         super().connection_made(transport)
         self._start_header_timer()
 
@@ -79,7 +79,7 @@ class Connection(web.RequestHandler):
                 self._start_header_timer()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """Cancel the header timeout."""
+        """Cancel the header timeout of a closed connection."""
         self._reset_headers()
         super().connection_lost(exc)
 

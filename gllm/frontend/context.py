@@ -30,7 +30,7 @@ class ServerContext:
     config: ServerConfig
     metrics: Metrics
     num_admitted: int = 0
-    """Requests being handled, including those not yet submitted to the engine."""
+    """Number of requests being handled, including those not yet submitted to the engine."""
     load_window: LoadWindow = field(default_factory=LoadWindow)
     """Recent readings of the engine's counters, from which /v1/loads computes rates."""
 
@@ -40,7 +40,7 @@ class ServerContext:
             self.check_ready()
 
     def check_ready(self) -> None:
-        """Raise EngineUnavailableError unless the engine runs requests."""
+        """Raise EngineUnavailableError unless the engine can run requests."""
         status = self.engine.status()
         match status.state:
             case "ready":
@@ -75,7 +75,7 @@ class ServerContext:
             self.num_admitted -= num_requests
 
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError if a model is not served."""
+        """Raise ApiError (404) if `name` is not the served model; None is accepted."""
         if name is not None and name != self.engine.model.name:
             raise ApiError(
                 404,

@@ -43,7 +43,7 @@ class Endpoint:
     path: str
     """Path template in OpenAPI's syntax, such as `/v1/models/{model}`."""
     handler: Handler
-    """The first paragraph of its docstring is the endpoint's summary."""
+    """Coroutine that handles a request; the first paragraph of its docstring is the summary."""
     response_schema: type[msgspec.Struct] | None = None
     """Schema of a JSON response that is not streamed."""
     request_schema: type[RequestFields] | None = None
@@ -60,11 +60,11 @@ class Endpoint:
     operation: Operation | None = None
     """Kind of text generation, for traces; None if the endpoint generates no text."""
     is_public: bool = False
-    """Requires no API key, because probes, scrapers and browsers have none."""
+    """True if requests need no API key: those of probes, scrapers and browsers."""
     is_control: bool = False
-    """Controls the server, so the rate limit does not count its requests."""
+    """True for commands to the server, which the rate limit does not count."""
     is_polled: bool = False
-    """Requested every few seconds by probes and scrapers, so left out of the access log."""
+    """True for endpoints of probes and scrapers, which the access log leaves out."""
     unsupported_reason: str = ""
     """Reason why the endpoint is not implemented; empty if it is."""
 
@@ -85,7 +85,7 @@ class Endpoint:
 
     @property
     def summary(self) -> str:
-        """One sentence for the API reference."""
+        """Description of the endpoint for the API reference, in one sentence."""
         if self.unsupported_reason:
             return f"Not implemented (501): {self.unsupported_reason}."
         docstring = self.handler.__doc__ or ""

@@ -88,7 +88,7 @@ class ApiError(Exception):
         """`type` of the body, for APIs whose clients expect it."""
 
     def body(self) -> ErrorResponse:
-        """Return the body, in which lone surrogates are replaced."""
+        """Return the JSON body of the error, without lone surrogates, which JSON cannot encode."""
         kind = ERROR_TYPES.get(
             self.status, "invalid_request_error" if self.status < 500 else "internal_error"
         )

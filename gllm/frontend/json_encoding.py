@@ -1,4 +1,4 @@
-"""Encode answers as JSON; large ones in pieces, so that other threads can run in between."""
+"""Encode responses as JSON; large ones in pieces, so that other threads can run in between."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Rates of an engine's counters over the last seconds, for load reports."""
+"""Throughput and cache hit rate of an engine over the last ten seconds, for /v1/loads."""
 
 from collections import deque
 from typing import NamedTuple

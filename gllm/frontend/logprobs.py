@@ -114,7 +114,12 @@ class CompletionLogprobs:
     def part(
         self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]
     ) -> CompletionLogprobsObject:
-        """Return `logprobs` of the next tokens; entries are None for unknown log-probabilities."""
+        """Return the `logprobs` object of the next tokens.
+
+        Args:
+            token_ids: The next tokens of the completion.
+            entries: Their log-probabilities; None where they are unknown.
+        """
         offsets = []
         for token_id in token_ids:
             offsets.append(self._length)

@@ -237,7 +237,7 @@ class EngineCollector(Collector):
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the engine's metrics."""
+        """Yield metrics of the engine's scheduler, pipeline stages, KV transfers and recoveries."""
         model = {"model_name": self._engine.model.name}
         status = self._engine.status()
         stats = status.stats._asdict()
@@ -374,7 +374,7 @@ class LabeledCounter:
             self._counter.labels(model, *values)
 
     def count(self, *values: str, amount: int = 1) -> None:
-        """Add an amount to the series with these values of the labels. Thread-safe."""
+        """Add `amount` to the series with these label values. Thread-safe."""
         self._counter.labels(self._model, *values).inc(amount)
 
 

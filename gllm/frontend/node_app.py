@@ -1,4 +1,4 @@
-"""HTTP server of a machine that is not the head: probes and metrics, without the model's API."""
+"""HTTP server of a node without the API server: health probes and metrics."""
 
 from collections.abc import Callable, Iterator
 
@@ -15,13 +15,13 @@ ReadStatus = Callable[[], AgentStatus]
 
 
 class AgentCollector(Collector):
-    """Prometheus collector of an agent, the process of a node that does not run the HTTP server."""
+    """Prometheus collector of a node without API server, read at each scrape."""
 
     def __init__(self, read_status: ReadStatus) -> None:
         self._read_status = read_status
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the state, the links and the load of the machine."""
+        """Yield the state, the data connections and the load of the node."""
         status = self._read_status()
         for name, text, value in (
             ("node_ready", "1 if the machine has a session with the head of a ready engine",
@@ -39,12 +39,10 @@ class AgentCollector(Collector):
 
 
 def make_node_app(read_status: ReadStatus) -> web.Application:
-    """Return the aiohttp application of an agent: health probes and metrics of its node.
-
-    An agent is the process of a node that does not run the HTTP server of the engine.
+    """Return the aiohttp application with health probes and metrics of a node without API server.
 
     Args:
-        read_status: Returns the current state of the agent.
+        read_status: Returns the current state of the node's process.
     """
     registry = CollectorRegistry()
     registry.register(AgentCollector(read_status))
@@ -80,12 +78,10 @@ def make_node_app(read_status: ReadStatus) -> web.Application:
 
 
 async def start_node_server(read_status: ReadStatus, host: str, port: int) -> web.AppRunner:
-    """Start serving an agent's health probes and metrics over HTTP.
-
-    An agent is the process of a node that does not run the HTTP server of the engine.
+    """Start the HTTP server with health probes and metrics of a node without API server.
 
     Args:
-        read_status: Returns the current state of the agent.
+        read_status: Returns the current state of the node's process.
         host: Address to bind.
         port: TCP port to bind.
 

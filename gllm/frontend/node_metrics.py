@@ -101,7 +101,7 @@ class NodeCollector(Collector):
         self._labels = {"model_name": engine.model.name}
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics."""
+        """Yield state, clock offset, round trip, data connections and load of the machines."""
         reports, status = self._engine.nodes(), self._engine.status()
         labels = self._labels
         counts = Counter(report.state for report in reports)

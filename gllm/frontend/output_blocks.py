@@ -1,7 +1,7 @@
-"""Split an answer into consecutive blocks of reasoning, text and tool calls.
+"""Group streamed output into consecutive blocks of reasoning, text and tool calls.
 
-The Responses API and the Messages API stream their answers as blocks. Each API writes its own JSON
-by a `BlockWriter`.
+The Responses API and the Messages API stream their output as such blocks. Each API writes its own
+JSON by a `BlockWriter`.
 """
 
 from collections.abc import Sequence

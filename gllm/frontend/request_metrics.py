@@ -70,7 +70,7 @@ class RequestMetrics:
         return min((line.ttft for line in self._lines if line.ttft is not None), default=None)
 
     def close(self) -> None:
-        """Count choices that have not finished as aborted."""
+        """Record choices that have not finished as aborted."""
         for index, reason in enumerate(self.finish_reasons):
             if not reason:
                 self._end(index, "abort")
@@ -116,7 +116,7 @@ class RequestSummary:
     prompt_metrics: list[RequestMetrics] = field(default_factory=list)
     """Metrics of each prompt, in the order of the prompts."""
     num_resumptions: int = 0
-    """Number of recoveries after which the request was submitted again; known at its end."""
+    """Number of times that the request was resubmitted after a recovery of the engine."""
 
     @property
     def finish_reasons(self) -> list[str]:

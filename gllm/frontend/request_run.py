@@ -43,18 +43,18 @@ class PreparedRequest:
     prompts: list[list[int]]
     """Token ids of each prompt."""
     params: SamplingParams
-    """A hand-off limits them before the request starts."""
+    """Sampling parameters; the prefill side of disaggregated prefill limits them to one token."""
     returns_output: bool = True
-    """False if the client requested no output: the sampled token is discarded, and the answer has
-    the prompt's echo and log-probabilities alone."""
+    """False for `max_tokens` 0: the response has the echoed prompt and its log-probabilities only.
+    """
     output_format: OutputFormat = PLAIN_TEXT
-    """Reasoning and tool calls that the text of the choices may contain."""
+    """Format by which reasoning and tool calls are parsed from the output text."""
     new_reasoning_counter: Callable[[], ReasoningTokenCounter] | None = None
     """Factory of a choice's counter of reasoning tokens; None if they are not counted."""
 
     @property
     def num_choices(self) -> int:
-        """Choices of all prompts together."""
+        """Number of choices of all prompts together."""
         return len(self.prompts) * self.params.n
 
 
@@ -118,12 +118,12 @@ class RequestRun:
             handle.set_listener(self._notify)
 
     async def stream_to(self, on_output: Callable[[], bool]) -> None:
-        """Call `on_output` whenever output is pending, until it returns False or raises.
+        """Call `on_output` whenever output is pending, until it returns False or raises an error.
 
-        It is called while the engine handles the step that produced the output, so that no task
-        has to wake per token. It reads the output with `pop_deltas`. Also returns once all choices
-        have finished. Output that arrives before the next call of `stream_to` is kept, and merged
-        per choice.
+        `on_output` reads the output with `pop_deltas`. It is called in the event-loop iteration
+        that receives the output, so that no task has to wake per token. Returns when all choices
+        have finished. Output that arrives between two calls of `stream_to` is stored and merged per
+        choice.
         """
         self._on_output, self._stopped = on_output, asyncio.get_running_loop().create_future()
         if self._has_output:
@@ -134,7 +134,7 @@ class RequestRun:
             self._stopped = None
 
     def pop_deltas(self) -> list[OutputDelta]:
-        """Return the deltas since the last call. Raises the errors of the engine."""
+        """Return the output deltas since the last call. Raises the errors of the engine."""
         self._has_output = False
         deltas: list[OutputDelta] = []
         for prompt, handle in enumerate(self.handles):
@@ -148,7 +148,7 @@ class RequestRun:
         return deltas
 
     def close(self) -> None:
-        """Abort the choices that still run."""
+        """Abort the choices that have not finished."""
         for handle in self.handles:
             handle.close()
         for metrics in self.prompt_metrics:

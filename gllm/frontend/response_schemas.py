@@ -1,4 +1,4 @@
-"""Answers and events of the endpoints for text generation and embeddings.
+"""Response and stream event schemas of text generation and embeddings.
 
 The routes send these structs and /openapi.json describes them. Fields that are not always present
 default to `UNSET`.

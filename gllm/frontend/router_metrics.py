@@ -25,7 +25,7 @@ class RouterCollector(Collector):
         self._model = {"model_name": model}
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the router's metrics."""
+        """Yield the router's counters, and state and load of its engines."""
         rows = self._fleet.engines()
         states = Counter(row.state for row in rows)
         counts = [((state,), states[state]) for state in ENGINE_STATES]

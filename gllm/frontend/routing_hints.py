@@ -1,4 +1,4 @@
-"""Routing hints of a request: its service-level objective and its session, from body and headers.
+"""Latency objectives and session of a request, read from its body and headers for the router.
 
 The headers are those of llm-d, AIBrix and Dynamo, whose clients and gateways send them.
 """
@@ -25,7 +25,7 @@ class RoutingHints(NamedTuple):
     """Latency objectives and session of a request, by which a router selects an engine."""
 
     slo: Slo | None
-    """Objective of the request; None if neither the client nor the server has one."""
+    """Limits of time to first token and time per output token; None if there are none."""
     session: str
     """Name of the session, whose requests go to the same engine if possible; empty: none."""
 

@@ -48,7 +48,7 @@ class Server:
         self._dead_answer_seconds = dead_answer_seconds
 
     async def run(self) -> int:
-        """Serve until a signal or the engine's death; return the exit status.
+        """Serve HTTP until a signal or the engine's death; return the exit status of the process.
 
         Raises:
             ValueError: A flag has a value that cannot be used; the message names the flag.

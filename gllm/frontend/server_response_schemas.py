@@ -1,4 +1,4 @@
-"""Answers about models, tokens and the server, as in `response_schemas`."""
+"""Response schemas of endpoints about models, tokens, load and control of the server."""
 
 from typing import Annotated, Any, Literal
 
@@ -193,8 +193,7 @@ class RankLoad(ResponseSchema):
     prefill_queue_reqs: int
     """Waiting requests of an engine with the role prefill; 0 for other roles."""
     decode_queue_reqs: int
-    """Requests that wait for their KV blocks at an engine with the role decode; 0 for other roles.
-    """
+    """Requests waiting for KV blocks at an engine with the role decode; 0 for other roles."""
     disagg_mode: DisaggregationMode
 
 

@@ -1,4 +1,4 @@
-"""Server-sent events of one answer: their format, keep-alive comments and slow clients."""
+"""Stream of server-sent events: format, keep-alive comments and slow clients."""
 
 import asyncio
 from collections.abc import Iterable, Iterator
@@ -27,7 +27,7 @@ class ServerSentEvent(NamedTuple):
     """One server-sent event of a streamed response."""
 
     data: msgspec.Struct | bytes
-    """A struct, or the encoded data."""
+    """`data:` line of the event: a struct to encode as JSON, or encoded bytes."""
     name: str = ""
     """`event:` line of the event; empty for an API whose events have no types."""
 
@@ -57,7 +57,7 @@ class EventStream:
         """Writes so far, by which the monitor recognizes progress."""
 
     def write_events(self, events: Iterable[ServerSentEvent]) -> None:
-        """Write events in as few writes as possible.
+        """Write server-sent events to the client, in as few socket writes as possible.
 
         Events are buffered for `flush` while the headers are not sent or the client reads slowly.
         """
@@ -87,7 +87,10 @@ class EventStream:
 
     @contextmanager
     def monitored(self) -> Iterator[None]:
-        """Monitor the stream within the block, in a separate task so that writes cost no more."""
+        """Send keep-alive comments and detect clients that do not read, while the block runs.
+
+        A separate task does this, so that writes cost no more.
+        """
         monitor = asyncio.create_task(self._monitor())
         try:
             yield

@@ -40,12 +40,12 @@ class StatusLine:
         self._timer: asyncio.TimerHandle | None = None
 
     def on_request(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start the timer if it does not run."""
+        """Start logging periodically if no timer is running."""
         if self._timer is None:
             self._start_timer(loop, self._read_counters(loop, self._engine.status()))
 
     def close(self) -> None:
-        """Stop the timer."""
+        """Stop logging."""
         if self._timer is not None:
             self._timer.cancel()
 

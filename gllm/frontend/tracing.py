@@ -103,7 +103,7 @@ class RequestTracer:
         span.end(end_ns)
 
     async def close(self) -> None:
-        """Send the queued spans, for SHUTDOWN_SECONDS at most."""
+        """Export the queued spans, for at most SHUTDOWN_SECONDS."""
         # The SDK may wait longer for a collector that does not answer; a daemon thread may be left.
         thread = threading.Thread(target=self._provider.shutdown, daemon=True)
         thread.start()

@@ -33,20 +33,21 @@ class UnsupportedField(msgspec.Struct, frozen=True):
     """
 
     reason: str
-    """Predicate of a sentence whose subject is the field's name."""
+    """Rest of a sentence that starts with the field's name, for the error message."""
     accepted_values: tuple[object, ...] = ()
-    """Values that have no effect and are accepted, besides null."""
+    """Values that are accepted without effect, such as defaults; null is always accepted."""
 
 
 class RequestFields(msgspec.Struct):
     """Base class of request bodies in JSON. A field that is absent or null is None."""
 
     ignored_fields: ClassVar[Mapping[str, str]] = {}
-    """Fields that are accepted with any value and have no effect, with their purpose elsewhere."""
+    """Fields that are accepted with any value and have no effect, with their purpose in other
+    servers."""
     required_fields: ClassVar[tuple[str, ...]] = ()
     """Fields that have to be present. `parse_fields` checks it."""
     required_any_of: ClassVar[tuple[str, ...]] = ()
-    """Fields of which at least one is required. The class's `validate` checks it."""
+    """Fields of which at least one is required; `validate` checks it."""
     unsupported_fields: ClassVar[Mapping[str, UnsupportedField]] = {}
     """Fields that are rejected. A subclass that declares one of them as a field accepts it."""
 

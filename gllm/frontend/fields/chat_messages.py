@@ -21,7 +21,7 @@ class ChatMessageBuilder:
         self._merge_user_messages = merge_user_messages
 
     def add_message(self, role: str, text: str) -> None:
-        """Add a message of a role other than assistant.
+        """Add a system, developer or user message.
 
         System messages at the start become one message, because chat templates support only one.
         """
@@ -35,12 +35,12 @@ class ChatMessageBuilder:
             self.messages.append({"role": role, "content": text})
 
     def add_reasoning(self, text: str) -> None:
-        """Add reasoning to the assistant message of the text or tool call that follows."""
+        """Add reasoning to the assistant message whose text or tool call follows."""
         message = self._assistant_message("reasoning_content", "content", "tool_calls")
         message["reasoning_content"] = text
 
     def add_assistant_text(self, text: str) -> None:
-        """Add text of the assistant."""
+        """Add text of the assistant, to its last message if that has no text and no tool calls."""
         self._assistant_message("content", "tool_calls")["content"] = text
 
     def add_tool_call(self, call_id: str, name: str, arguments: str) -> None:

@@ -28,8 +28,8 @@ class JsonSchemaFormat(msgspec.Struct):
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
-    """The output always matches the schema; `strict` also forbids properties that it does not list
-    in objects without any."""
+    """True: objects whose schema lists no properties have none; listed ones are always the only
+    ones."""
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):

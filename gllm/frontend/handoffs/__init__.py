@@ -1,5 +1,6 @@
-"""Hand-offs that routers of other projects direct over HTTP.
+"""Disaggregated prefill under the routers of vLLM and SGLang, called a hand-off in gllm.
 
-Such a router sends a request to an engine that prefills it and to one that decodes it. Each dialect
-is a file with a line in `registry.py`; docs/disaggregation.md describes them.
+Such a router sends a request to an engine that prefills it and to one that decodes it. Each
+router's request fields are a file with a line in `registry.py`; docs/disaggregation.md describes
+them.
 """

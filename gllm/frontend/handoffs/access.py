@@ -1,4 +1,4 @@
-"""Access to hand-offs over HTTP: the control key, or an address of a control network."""
+"""Access control of disaggregated prefill: a control key, or an address in a control network."""
 
 from collections.abc import Sequence
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network

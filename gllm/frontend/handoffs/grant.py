@@ -25,11 +25,11 @@ MAX_GRANT_CHARACTERS = 2**20
 
 
 class GrantError(Exception):
-    """Error: a text is not a valid KV grant, or is not signed with this engine's control key."""
+    """Error: a text does not permit fetching KV blocks, because it is malformed or wrongly signed."""
 
 
 class HeldPrompt(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt whose KV blocks the prefill engine keeps until another engine has fetched them."""
+    """A prompt whose KV blocks the prefill engine keeps for a limited time, to be fetched."""
 
     ticket: Ticket
     num_tokens: Annotated[int, Meta(ge=1)]
@@ -39,20 +39,21 @@ class HeldPrompt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KvGrant(msgspec.Struct, frozen=True, array_like=True):
-    """Data by which a decode engine fetches a request's KV blocks from the prefill engine.
+    """Permission for a decode engine to fetch a request's KV blocks from the prefill engine.
 
-    The router passes it on as signed text, for example in `kv_transfer_params`.
+    Contains the address, tickets and token counts. The router passes it on as signed text, for
+    example in `kv_transfer_params`.
     """
 
     version: int
     engine: str
     """Name of the prefill engine."""
     run: int
-    """Random number drawn at the start of the prefill engine's head process."""
+    """Random number of the prefill engine's start, by which a restarted engine is recognized."""
     digest: str
-    """Digest of weights, dtypes and kernels; blocks of engines with equal digests are equal."""
+    """Hash of weights, dtypes and kernels; the KV of engines with equal hashes is equal."""
     endpoint: bytes
-    """Address of the engine's KV cache."""
+    """Encoded address and layout of the prefill engine's KV cache."""
     prompts: list[HeldPrompt | None]
     """Kept KV blocks of each prompt of the request; None for a prompt without any."""
 
@@ -63,7 +64,10 @@ def digest_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 class GrantSealer:
-    """Signs and verifies KV grants, and requests for them, with HMAC keys that the engines share.
+    """Signs and verifies KV grants, the texts that permit a decode engine to fetch KV blocks.
+
+    Also signs the decode engine's requests for grants. Signatures are HMACs with control keys,
+    which the engines share.
 
     Args:
         keys: Control keys, at least one; the first one signs and all are accepted.

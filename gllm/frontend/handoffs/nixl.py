@@ -1,7 +1,7 @@
-"""`kv_transfer_params` of vLLM, in the form of its NixlConnector.
+"""`kv_transfer_params` of vLLM's routers, in the form of vLLM's NixlConnector.
 
-The router sends the request for one token with `do_remote_decode` to the prefill engine, and the
-`kv_transfer_params` of the answer with the request to the decode engine.
+The router sends a request for one token with `do_remote_decode` to the prefill engine. It copies
+`kv_transfer_params` of the response to the request for the decode engine.
 """
 
 from typing import Any
@@ -73,9 +73,14 @@ def parse_kv_transfer_params(
 
 
 def to_transfer_params(grant: str) -> KvTransferParams | None:
-    """Return `kv_transfer_params` of the prefill engine's response, with the KV grant.
+    """Return `kv_transfer_params` of a prefill engine's response, for vLLM's router.
 
-    Returns None for an empty grant: the engine keeps no KV blocks for the decode engine.
+    Args:
+        grant: Signed text that permits the decode engine to fetch the KV blocks; it becomes
+            `remote_engine_id`. Empty if the engine keeps no KV blocks.
+
+    Returns:
+        None for an empty grant.
     """
     if not grant:
         return None

@@ -1,4 +1,4 @@
-"""Hand-offs over HTTP: fields of other routers, access to them, and GET /kv_handoffs/{room}."""
+"""Parse and authorize the KV-transfer fields of a request; serve GET /kv_handoffs/{room}."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -30,7 +30,7 @@ HANDOFF_CONTEXT = web.AppKey("handoff_context", HandoffContext)
 
 
 def install(app: web.Application, context: ServerContext) -> None:
-    """Enable disaggregated prefill by other projects' routers, if a control key is configured.
+    """Enable disaggregated prefill under vLLM's and SGLang's routers, if there is a control key.
 
     Stores the state of the KV transfers in the application.
 
@@ -111,7 +111,7 @@ MAX_ROOM_DIGITS = 20
 
 
 async def get_grant(request: web.Request) -> web.Response:
-    """Wait for the prefill of a `bootstrap_room`; return the grant to fetch its KV blocks.
+    """Wait for the prefill of a `bootstrap_room`; return the signed text to fetch its KV blocks.
 
     Decode engines send this request to prefill engines, signed with the control key of both.
     """

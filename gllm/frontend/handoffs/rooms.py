@@ -1,8 +1,8 @@
-"""Pending hand-offs in SGLang's form: the decode engine reads the prefill engine's grant over HTTP.
+"""Disaggregated prefill under SGLang's router: the decode engine requests a KV grant over HTTP.
 
-A router of SGLang sends a request to both engines at the same time, with the same random number in
-`bootstrap_room`. The prefill engine opens this room and publishes a grant in it; the decode engine
-requests the grant.
+SGLang's router sends a request to both engines at the same time, with the same random number in
+`bootstrap_room`, called the room. The prefill engine stores a KV grant for this room after the
+prefill; the decode engine requests the grant and fetches the KV blocks with it.
 """
 
 import asyncio
@@ -40,10 +40,11 @@ class _Room:
 
 
 class RoomTable:
-    """Requests of SGLang's router at a prefill engine whose KV grant has not been fetched.
+    """Table of requests from SGLang's router, by `bootstrap_room`, with their KV grants.
 
-    The key is `bootstrap_room`, the random number that the router sends with a request to both
-    engines. The KV grant is the signed text by which the decode engine fetches the KV blocks.
+    Used by a prefill engine. `bootstrap_room` is the random number that the router sends with a
+    request to both engines. A KV grant is the signed text that permits the decode engine to fetch
+    the KV blocks.
 
     Args:
         open_seconds: Time for which the decode engine waits for the prefill engine's request.
@@ -136,7 +137,9 @@ TIMEOUT = aiohttp.ClientTimeout(
 
 
 class RoomClient:
-    """HTTP client of a decode engine that gets KV grants of prefill engines by `bootstrap_room`.
+    """HTTP client of a decode engine that requests KV grants from prefill engines.
+
+    A KV grant is the signed text that permits it to fetch the KV blocks of a `bootstrap_room`.
 
     Args:
         config: Configuration of the server; engines with a certificate use HTTPS.

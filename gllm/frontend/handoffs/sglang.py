@@ -1,8 +1,9 @@
-"""Bootstrap fields of SGLang: `bootstrap_host`, `bootstrap_port`, `bootstrap_room`.
+"""Request fields of SGLang's router: `bootstrap_host`, `bootstrap_port`, `bootstrap_room`.
 
 The router sends the same request to both engines at the same time. The role of an engine selects
-its side. The decode engine asks the prefill engine, by its HTTP port, for the grant of the room:
-the tickets are random, and not derived from the room, because a router may use a room twice.
+its side. The decode engine requests the KV grant of `bootstrap_room` from the prefill engine's HTTP
+port. The grant's tickets are random and not derived from the room, because a router may use a room
+twice.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
-"""Both sides of a hand-off over HTTP: the engine that prefills, and the one that decodes.
+"""Prefill side and decode side of a request under the routers of vLLM and SGLang.
 
-If a hand-off fails, the decode engine computes the prompt itself.
+If the transfer of the KV blocks fails, the decode engine computes the prompt itself.
 """
 
 import logging
@@ -52,10 +52,9 @@ class HandoffContext:
 
 
 class HandoffSubmitter(ABC):
-    """Base class: submits a request to its engine as the prefill or the decode side.
+    """Base class: submits a request to its engine as one side of disaggregated prefill.
 
-    Disaggregated prefill: one engine computes the prompt, another fetches its KV blocks and
-    decodes.
+    The prefill side computes the prompt; the decode side fetches its KV blocks and decodes.
     """
 
     def __init__(self, context: HandoffContext) -> None:
@@ -96,7 +95,7 @@ class PrefillRequestHandle:
 
     @property
     def num_resumptions(self) -> int:
-        """Number of recoveries after which the request was submitted again."""
+        """Number of times that the request was resubmitted after a recovery of the engine."""
         return self._handle.num_resumptions
 
     def pop_deltas(self) -> list[OutputDelta]:
@@ -113,7 +112,8 @@ class PrefillHandoff(HandoffSubmitter):
 
     Args:
         context: State of the engine's KV transfers over HTTP.
-        publish: Called once with the signed KV grant, or with an empty text if no blocks are kept.
+        publish: Called once with the signed text that permits the decode engine to fetch the KV
+            blocks, or with an empty text if no blocks are kept.
     """
 
     def __init__(self, context: HandoffContext, publish: Callable[[str], None]) -> None:
@@ -148,7 +148,7 @@ class PrefillHandoff(HandoffSubmitter):
         ]
 
     def close(self) -> None:
-        """If a prompt has not ended, publish an empty grant and free the KV blocks."""
+        """Free the KV blocks and publish an empty grant, unless all prompts have ended."""
         if self._grant is None:
             self._end("")
             self._engine.release_kv([self._tickets[prompt] for prompt in self._held])
@@ -195,8 +195,8 @@ class DecodeHandoff(HandoffSubmitter):
 
     Args:
         context: State of the engine's KV transfers over HTTP.
-        read_grant: Returns the signed KV grant; an empty text if there is none. May raise
-            FieldError.
+        read_grant: Returns the signed text that permits to fetch the KV blocks; empty if there is
+            none. May raise FieldError.
     """
 
     def __init__(self, context: HandoffContext, read_grant: Callable[[], Awaitable[str]]) -> None:

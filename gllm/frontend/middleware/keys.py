@@ -23,7 +23,7 @@ class ApiKeys:
         return len(self._digests)
 
     def index_of(self, key: str) -> int | None:
-        """Return the index of a key, or None, in constant time."""
+        """Return the index of an API key, or None if it is not accepted; takes constant time."""
         digest, index = _digest(key), None
         for i, known in enumerate(self._digests):
             if hmac.compare_digest(digest, known):

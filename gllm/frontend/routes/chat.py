@@ -150,17 +150,17 @@ class ChatChoiceFormat:
 
     @property
     def is_plain_text(self) -> bool:
-        """See ChoiceFormat."""
+        """True if the output is text without reasoning, tool calls and log-probabilities."""
         return self._parser.is_plain_text and self._num_top_logprobs is None
 
     def start_choices(self, index: int) -> list[schemas.ChatChunkChoice]:
-        """Return a delta with the role and an empty text."""
+        """Return one chunk choice with the assistant's role and an empty text."""
         return [
             schemas.ChatChunkChoice(index, schemas.ChatMessageDelta("assistant", ""), None, None)
         ]
 
     def delta_choices(self, delta: OutputDelta, token_ids: bool) -> list[schemas.ChatChunkChoice]:
-        """Return a choice per output event, then one with the finish reason.
+        """Return a chunk choice per piece of parsed output, then one with the finish reason.
 
         The first choice has the token ids and the log-probabilities of the whole delta.
         """
@@ -202,7 +202,7 @@ class ChatChoiceFormat:
         usage: schemas.CompletionUsage,
         token_ids: bool,
     ) -> schemas.ChatCompletionResponse:
-        """Return the answer with the messages, and the log-probabilities of the prompt."""
+        """Return the chat completion response, with parsed messages and log-probabilities."""
         formatted = [self._whole_choice(choice, token_ids) for choice in choices]
         answer = schemas.ChatCompletionResponse(**envelope, choices=formatted, usage=usage)
         if self._num_prompt_logprobs is not None:

@@ -48,7 +48,10 @@ CLUSTER_ERRORS: Mapping[type[Exception], tuple[int, str, str]] = {
 
 @contextmanager
 def open_cluster(request: web.Request) -> Iterator[Master]:
-    """Yield the cluster's master of a request; convert the errors of the block to ApiError."""
+    """Yield the master of the cluster; convert errors raised in the block to ApiError.
+
+    The master is the process that starts and stops model services on nodes.
+    """
     try:
         yield request.app[CLUSTER]
     except tuple(CLUSTER_ERRORS) as error:
@@ -147,7 +150,7 @@ async def drain_cluster_node(request: web.Request) -> web.Response:
 
 
 async def get_cluster_health(request: web.Request) -> web.Response:
-    """Return 200 while the cluster's master runs, regardless of its model services."""
+    """Return 200 while the cluster's master process runs, regardless of its model services."""
     return json_response(HealthResponse(status="ok", state="ready"))
 
 

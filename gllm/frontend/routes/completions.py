@@ -87,7 +87,7 @@ class CompletionPrompt:
 
     token_ids: list[int]
     echo_text: str = ""
-    """Text in front of the output; empty without echo."""
+    """Text of the prompt to return before the output; empty without `echo`."""
 
 
 def prepare_prompts(
@@ -162,15 +162,15 @@ class CompletionChoiceFormat:
 
     @property
     def is_plain_text(self) -> bool:
-        """See ChoiceFormat."""
+        """True if the output is text without the echoed prompt and log-probabilities."""
         return not self._fields.echo and self._fields.logprobs is None
 
     def start_choices(self, index: int) -> list[schemas.CompletionChoice]:
-        """Return an empty list: a stream starts with text."""
+        """Return no choices: a stream starts with text."""
         return []
 
     def delta_choices(self, delta: OutputDelta, token_ids: bool) -> list[schemas.CompletionChoice]:
-        """Return the echo before a choice's first delta, then its text and finish reason."""
+        """Return chunk choices: the echoed prompt before the first delta, then the new text."""
         choices = []
         if self._fields.echo and delta.index not in self._echoed:
             self._echoed.add(delta.index)
@@ -197,7 +197,7 @@ class CompletionChoiceFormat:
         usage: schemas.CompletionUsage,
         token_ids: bool,
     ) -> schemas.CompletionResponse:
-        """Return the answer with the choices."""
+        """Return the completion response."""
         formatted = [self._whole_choice(choice, token_ids) for choice in choices]
         return schemas.CompletionResponse(**envelope, choices=formatted, usage=usage)
 

@@ -94,9 +94,10 @@ class MessagesWriter(AnswerWriter):
         """Reason of the end, once the output has ended."""
 
     def delta_events(self, delta: OutputDelta, usage: UsageCounter) -> list[ServerSentEvent]:
-        """Return the events of a delta.
+        """Return the events for one output delta.
 
-        The first one has `message_start`, whose cached tokens are not known earlier.
+        `message_start` is sent with the first one, because the number of cached tokens is not known
+        earlier.
         """
         events: list[ServerSentEvent] = []
         if not self._has_started:
@@ -114,19 +115,19 @@ class MessagesWriter(AnswerWriter):
         return events
 
     def end_events(self, usage: UsageCounter) -> list[ServerSentEvent]:
-        """Return the stop reason, the token counts and the end of the stream."""
+        """Return the events with stop reason and token counts, and the end of the stream."""
         end = schemas.MessageDeltaEvent(self._stop, messages_usage(usage))
         return [_event(end), _event(schemas.MessageStopEvent())]
 
     def error_events(self, error: ApiError) -> list[ServerSentEvent]:
-        """Return the error as an event."""
+        """Return the `error` event of a failed request."""
         error.body_type = "error"
         return [ServerSentEvent(error.body(), "error")]
 
     def build_answer(
         self, choices: list[CollectedChoice], usage: UsageCounter
     ) -> schemas.MessagesResponse:
-        """Return the whole message."""
+        """Return the complete Messages API response."""
         (choice,) = choices
         self.delta_events(choice.to_delta(), usage)
         return self._message(usage)

@@ -63,7 +63,7 @@ class CompactionWriter(WholeAnswerWriter):
     def build_answer(
         self, choices: list[CollectedChoice], usage: UsageCounter
     ) -> schemas.CompactionResponse:
-        """Return the compacted conversation as input items."""
+        """Return the user's messages and the encoded summary as input items."""
         message, _ = self._parser.parse(choices[0].text, choices[0].finish_reason)
         summary = encode_summary(message.content)
         item = schemas.CompactionItem(f"cmp_{self._id}", "compaction", encrypted_content=summary)
@@ -182,13 +182,13 @@ class ResponsesWriter(AnswerWriter):
         """Log-probabilities of the written text, by block index."""
 
     def start_events(self, usage: UsageCounter) -> list[ServerSentEvent]:
-        """Return the events that start the response."""
+        """Return the events `response.created` and `response.in_progress`."""
         response = self._response("in_progress", None)
         types: tuple[schemas.ResponsesStateType, ...] = ("response.created", "response.in_progress")
         return [self._state_event(event_type, response) for event_type in types]
 
     def delta_events(self, delta: OutputDelta, usage: UsageCounter) -> list[ServerSentEvent]:
-        """Return the events of a delta."""
+        """Return the events for one output delta."""
         self._pending_logprobs += self._delta_logprobs(delta)
         output_events, reason = self._parser.push(delta.index, delta.text, delta.finish_reason)
         events = self._splitter.push(output_events)
@@ -200,14 +200,14 @@ class ResponsesWriter(AnswerWriter):
         return events
 
     def end_events(self, usage: UsageCounter) -> list[ServerSentEvent]:
-        """Return the event with the whole response."""
+        """Return the last events of the stream, with the complete response."""
         response = self._response(self._final_status, usage)
         if self._incomplete_reason:
             return [self._state_event("response.incomplete", response)]
         return [self._state_event("response.completed", response)]
 
     def error_events(self, error: ApiError) -> list[ServerSentEvent]:
-        """Return the end of the open item and the failed response."""
+        """Return the events that end the open output item and report the failed response."""
         events = self._splitter.end_block("incomplete")
         response = self._response("failed", None)
         response.error = error.body().error
@@ -216,7 +216,7 @@ class ResponsesWriter(AnswerWriter):
     def build_answer(
         self, choices: list[CollectedChoice], usage: UsageCounter
     ) -> schemas.ResponsesResponse:
-        """Return the whole response."""
+        """Return the complete Responses API response."""
         (choice,) = choices
         self.delta_events(choice.to_delta(), usage)
         return self._response(self._final_status, usage)

@@ -62,11 +62,11 @@ class TokenChoiceFormat:
         """The same for prompt tokens."""
 
     def start_choices(self, index: int) -> list[schemas.GeneratedTokens]:
-        """Return an empty list: a stream starts with tokens."""
+        """Return no choices: a stream starts with tokens."""
         return []
 
     def delta_choices(self, delta: OutputDelta, token_ids: bool) -> list[schemas.GeneratedTokens]:
-        """Return the choice of a delta, if it has tokens or the finish reason."""
+        """Return a chunk choice with the delta's token ids, if it has any or a finish reason."""
         return [self._choice(delta)] if delta.token_ids or delta.finish_reason else []
 
     def build_answer(
@@ -76,7 +76,7 @@ class TokenChoiceFormat:
         usage: schemas.CompletionUsage,
         token_ids: bool,
     ) -> schemas.GenerateResponse:
-        """Return the answer with the choices, and the log-probabilities of the prompt."""
+        """Return the response of /inference/v1/generate, with log-probabilities of the prompt."""
         top, prompt = self._num_prompt_logprobs, None
         if top is not None:
             prompt = prompt_logprobs(self._tokenizer, choices[0].prompt_logprobs, top)
