@@ -25,7 +25,7 @@ MAX_GRANT_CHARACTERS = 2**20
 
 
 class GrantError(Exception):
-    """Error: a text does not permit fetching KV blocks, because it is malformed or wrongly signed."""
+    """Error of a text that does not permit fetching KV blocks: malformed or wrongly signed."""
 
 
 class HeldPrompt(msgspec.Struct, frozen=True, array_like=True):
