@@ -24,14 +24,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def apply_activation(kind: str, x: Tensor) -> Tensor:
-    """Return the activation of x [rows, n], elementwise."""
+    """Apply the activation function `kind`, such as "silu", to each element of x [rows, n]."""
     compiled = COMPILED.get(kind)
     result = None if compiled is None else _activate_native(x, compiled)
     return ACTIVATIONS[kind](x) if result is None else result
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Return 1 / (1 + exp(-x)) of x [rows, n], elementwise."""
+    """Return 1 / (1 + exp(-x)) for each element of x [rows, n]."""
     result = _activate_native(x, SIGMOID)
     return x.sigmoid() if result is None else result
 
@@ -52,7 +52,11 @@ def _activate_native(x: Tensor, kind: int) -> Tensor | None:
 
 
 def act_and_mul(kind: str, gate_up: Tensor) -> Tensor:
-    """Return act(gate) * up, [tokens, n], for gate_up [tokens, 2 * n] with gate in the first half.
+    """Multiply the activated gate projection by the up projection, as in SwiGLU and GeGLU.
+
+    kind is the name of the activation, for example "silu". gate_up [tokens, 2 * n] has the gate in
+    the first n columns and the up projection in the others. The result is act(gate) * up, [tokens,
+    n].
 
     Source: Shazeer, "GLU Variants Improve Transformer" (2020), equations 5 and 6.
     """

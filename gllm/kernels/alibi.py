@@ -12,7 +12,10 @@ from torch import Tensor
 
 
 def compute_alibi_slopes(heads: int) -> Tensor:
-    """Return the slope of each head, [heads] float32: the penalty per token of distance."""
+    """Return the ALiBi slope of each attention head, [heads] float32.
+
+    A head's score falls by its slope for each token of distance between query and key.
+    """
     lower = 2 ** math.floor(math.log2(heads))
     slopes = _geometric(lower)
     if lower < heads:

@@ -13,20 +13,26 @@ from torch import Tensor
 
 
 class GroupClosedError(Exception):
-    """The group was cancelled, because a rank failed or its epoch is over."""
+    """Raised by a collective operation when the tensor-parallel group has been cancelled.
+
+    The group is cancelled when one of its ranks fails or when the engine restarts its workers.
+    """
 
 
 class GroupMismatchError(Exception):
-    """The ranks disagree on what they compute next; the stage cannot continue."""
+    """Raised when tensor-parallel ranks call different collectives or compute different steps.
+
+    The ranks are out of sync, so their pipeline stage cannot continue.
+    """
 
 
 class RankGroup(Protocol):
-    """Communicator of the ranks of a stage, used by one thread of each rank.
+    """Collectives (all-reduce, gather, broadcast) among the tensor-parallel ranks of a stage.
 
-    All ranks call the same methods in the same order with the same shapes. All methods but `cancel`
-    raise GroupClosedError once any rank has cancelled the group, and GroupMismatchError if the
-    ranks call different methods. Methods that "can be captured" can be part of a recorded program
-    or a CUDA graph.
+    Used by one thread of each rank. All ranks call the same methods in the same order with the same
+    shapes. All methods but `cancel` raise GroupClosedError once any rank has cancelled the group,
+    and GroupMismatchError if the ranks call different methods. Methods that "can be captured" can
+    be part of a recorded program (native/program.py) or a CUDA graph.
     """
 
     rank: int

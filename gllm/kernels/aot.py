@@ -43,19 +43,24 @@ USAGE = re.compile(r"\bREG:(\d+)\s+STACK:(\d+).*?\bLOCAL:(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class CompileJob:
-    """One compilation, identified so that another process can run it."""
+    """Request to compile one variant of a Triton kernel for one GPU architecture.
+
+    The variant is named by module and index, so that a job can be sent to another process.
+    """
 
     module: str
+    """Name of the kernel module within gllm.kernels.triton."""
     index: int
     """Index in the KERNEL_SPECS of the module."""
     arch: int
+    """GPU architecture, for example 90 for sm_90."""
     use: tuple[tuple[str, int], ...] = ()
     """Tile sizes that replace those of the table for the architecture."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompileResult:
-    """Resource usage of a compiled kernel, or the error of the compiler."""
+    """Registers, memory and tensor-core use of a compiled Triton kernel, or the compile error."""
 
     kernel: str
     label: str
@@ -77,9 +82,9 @@ class CompileResult:
 
 
 def parse_resource_usage(text: str) -> tuple[int, int]:
-    """Return registers and bytes of local memory per thread from the output of cuobjdump.
+    """Parse the registers and the bytes of local memory per thread from the output of cuobjdump.
 
-    Returns the maxima over all functions in the output of `cuobjdump --dump-resource-usage`.
+    Each is the maximum over all functions in the output of `cuobjdump --dump-resource-usage`.
 
     Raises:
         ValueError: The text contains no resource usage.
@@ -91,20 +96,25 @@ def parse_resource_usage(text: str) -> tuple[int, int]:
 
 
 def count_tensor_core_instructions(ptx: str) -> int:
-    """Return the number of tensor-core instructions in PTX."""
+    """Count the tensor-core instructions (mma.sync, wgmma, tcgen05) in the PTX code of a kernel."""
     return len(TENSOR_CORES.findall(ptx))
 
 
 def count_buffers(ttgir: str) -> int:
-    """Return the fewest buffers that a tile loaded within a loop has, from Triton's GPU dialect.
+    """Return the smallest number of shared-memory buffers of a tile that a kernel loads in a loop.
 
-    1: the load waits for the products of the previous tile; 0: no tile is buffered.
+    0 means that no tile is buffered. 1 means that a load cannot overlap the computation of the
+    previous tile. ttgir is Triton's GPU intermediate representation of the kernel.
     """
     return min(map(int, BUFFERS.findall(ttgir)), default=0)
 
 
 def find_problems(result: CompileResult) -> list[str]:
-    """Return the problems of a compiled kernel as messages; empty if there are none."""
+    """Return error messages for a compiled kernel; empty if it passes all checks.
+
+    The checks: it compiles, spills no registers, fits into shared memory, uses tensor cores where
+    it should, and prefetches tiles if it has enough pipeline stages.
+    """
     name = f"{result.kernel} ({result.label}) for sm_{result.arch}"
     if result.error:
         return [f"{name} does not compile: {result.error}"]
@@ -127,7 +137,7 @@ def find_problems(result: CompileResult) -> list[str]:
 
 
 def format_compile_table(results: Iterable[CompileResult]) -> str:
-    """Return a text table with a header and one line per result."""
+    """Format compile results as a text table with a header and one line per kernel variant."""
     head = (
         "kernel",
         "label",
@@ -162,7 +172,13 @@ def format_compile_table(results: Iterable[CompileResult]) -> str:
 
 
 def select_specs(compiled: Sequence["KernelSpec"], arch: int, everything: bool) -> list[int]:
-    """Return indices of the specs for an architecture: all, or the first of each kernel."""
+    """Return the indices of the kernel variants to compile for a GPU architecture.
+
+    Args:
+        compiled: kernel variants of a module.
+        arch: architecture, for example 90 for sm_90; variants that need a newer one are skipped.
+        everything: True selects all variants, False the first variant of each kernel.
+    """
     indices: dict[object, int] = {}
     for index, spec in enumerate(compiled):
         if spec.min_arch <= arch:
@@ -171,7 +187,13 @@ def select_specs(compiled: Sequence["KernelSpec"], arch: int, everything: bool) 
 
 
 def list_jobs(modules: Iterable[str], archs: Sequence[int], everything: bool) -> list[CompileJob]:
-    """Return the compilations of some kernel modules for some architectures."""
+    """List the compile jobs for the given kernel modules and GPU architectures.
+
+    Args:
+        modules: names of modules in gllm.kernels.triton.
+        archs: architectures, for example 90 for sm_90.
+        everything: True compiles all variants, False the first variant of each kernel.
+    """
     jobs = []
     for name in modules:
         compiled = load_kernel_specs(name)
@@ -182,7 +204,7 @@ def list_jobs(modules: Iterable[str], archs: Sequence[int], everything: bool) ->
 
 
 def list_kernel_modules() -> list[str]:
-    """Return the names of the modules in gllm.kernels.triton."""
+    """Return the names of all modules in the package gllm.kernels.triton."""
     return [
         module.name
         for module in pkgutil.iter_modules(importlib.import_module(KERNEL_PACKAGE).__path__)
@@ -190,12 +212,15 @@ def list_kernel_modules() -> list[str]:
 
 
 def load_kernel_specs(module: str) -> Sequence["KernelSpec"]:
-    """Return the KERNEL_SPECS of a kernel module, empty if it has none."""
+    """Import a module of gllm.kernels.triton and return its KERNEL_SPECS, empty if it has none."""
     return getattr(importlib.import_module(f"{KERNEL_PACKAGE}.{module}"), "KERNEL_SPECS", ())
 
 
 def compile_kernel(job: CompileJob) -> CompileResult:
-    """Compile one kernel in this process and measure its resource usage."""
+    """Compile one kernel variant in this process, without a GPU, and read its resource usage.
+
+    A failed compilation gives a result with the compiler's error instead of raising.
+    """
     from gllm.kernels.triton import tiles
 
     spec = load_kernel_specs(job.module)[job.index]
@@ -244,7 +269,7 @@ def _resource_usage(cubin: bytes) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the argument parser of the command."""
+    """Return the argument parser of `python -m gllm.kernels.aot`."""
     parser = argparse.ArgumentParser(prog="python -m gllm.kernels.aot", description=__doc__)
     known = sorted(SHARED_MEMORY)
     parser.add_argument("modules", nargs="*", help="files of gllm/kernels/triton; all by default")
@@ -258,7 +283,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a table and the problems; return 1 if there are any."""
+    """Compile the requested Triton kernels, print their resource usage and the problems found.
+
+    Returns:
+        Exit status: 0 if all kernels pass, 1 if a kernel has a problem, 2 if the installed Triton
+        cannot be used.
+    """
     options = make_parser().parse_args(arguments)
     from triton import __version__, knobs
 

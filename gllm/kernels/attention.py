@@ -19,15 +19,24 @@ from gllm.kernels.attention_scaling import AttentionScaling
 def store_kv(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
 ) -> None:
-    """Write key and value [tokens, kv_heads, head_dim] to their slots [tokens] of the caches."""
+    """Write the keys and values of new tokens to the paged KV cache.
+
+    Args:
+        key: [tokens, kv_heads, head_dim].
+        value: [tokens, kv_heads, head_dim].
+        key_cache: [blocks, block_size, kv_heads, head_dim].
+        value_cache: [blocks, block_size, kv_heads, head_dim].
+        slots: [tokens] int64: slot of each token, block id * block_size + offset in the block.
+    """
     store(key, key_cache, slots)
     store(value, value_cache, slots)
 
 
 def store(new: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """Write new [tokens, kv_heads, elements] to its slots [tokens] of one cache.
+    """Write new [tokens, kv_heads, elements] to the slots [tokens] of a paged key or value cache.
 
-    Values beyond the range of an FP8 (E4M3) cache are clamped to it.
+    A slot is block id * block_size + offset in the block. Values beyond the range of an FP8 (E4M3)
+    cache are clamped to it.
     """
     flat = cache.flatten(0, 1)
     if cache.dtype == torch.float8_e4m3fn:
@@ -46,11 +55,18 @@ def paged_attention(
     plan: AttentionPlan,
     scaling: AttentionScaling,
 ) -> Tensor:
-    """Compute causal attention of query [tokens, heads, head_dim] over the cache.
+    """Compute causal attention over a paged KV cache with the backend named in the plan.
 
-    The keys and values of the step must already be stored. Query head h reads KV head
-    h // (heads / kv_heads). Source: Vaswani et al., "Attention Is All You Need" (2017), equation 1;
-    Ainslie et al., "GQA" (2023); softcap: Gemma Team, "Gemma 2" (2024), section 2.
+    The keys and values of the step must already be stored. Query head h reads KV head h // (heads /
+    kv_heads). Source: Vaswani et al., "Attention Is All You Need" (2017), equation 1; Ainslie et
+    al., "GQA" (2023); softcap: Gemma Team, "Gemma 2" (2024), section 2.
+
+    Args:
+        query: [tokens, heads, head_dim].
+        key_cache: [blocks, block_size, kv_heads, head_dim].
+        value_cache: [blocks, block_size, kv_heads, value_dim].
+        plan: attention metadata of the step.
+        scaling: scale, softcap and ALiBi slopes of the scores.
 
     Returns:
         [tokens, heads, value_dim].

@@ -22,7 +22,7 @@ DeviceType = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True, slots=True)
 class AttentionBackend:
-    """Module, devices and plan format of one backend."""
+    """Entry of the registry of attention backends: its module, devices and kind of metadata."""
 
     module: str
     """Name within gllm.kernels."""
@@ -54,7 +54,7 @@ AUTO: MappingProxyType[DeviceType, tuple[str, ...]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """Elements of a cached key head and value head of one layer."""
+    """Sizes of the key head and the value head that one layer stores in the KV cache."""
 
     key_dim: int
     value_dim: int
@@ -64,7 +64,7 @@ class HeadShape:
 
 @dataclass(frozen=True, slots=True)
 class AttentionRequirements:
-    """Properties of a stage that its attention backend must support."""
+    """Device, dtypes, block size and head sizes that an attention backend must support."""
 
     device: DeviceType
     capability: tuple[int, int]
@@ -80,18 +80,21 @@ class AttentionRequirements:
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """Name of the selected backend and the reason for the log."""
+    """Name of the selected attention backend, and the reason, which is logged."""
 
     name: str
     reason: str
 
 
 def choose_backend(requested: str, requirements: AttentionRequirements) -> BackendChoice:
-    """Return the requested backend, or for "auto" the first supported one of AUTO.
+    """Select the attention backend: the requested one, or for "auto" the first suitable one.
+
+    "auto" tries the backends that AUTO lists for the device. It skips those that do not support the
+    requirements and those that were measured to be slower than the next one.
 
     Raises:
-        ValueError: The requested backend, or every backend of AUTO, is not supported. The message
-            names the flag, the reason and the fix.
+        ValueError: The requested backend, or every backend that "auto" tries, is not supported. The
+            message names the flag, the reason and the fix.
     """
     if requested != "auto":
         reason = unsupported_reason(requested, requirements)
@@ -110,9 +113,10 @@ def choose_backend(requested: str, requirements: AttentionRequirements) -> Backe
 
 
 def find_supported_backend(requested: str, requirements: AttentionRequirements) -> str:
-    """Return the backend that `choose_backend` would return if all were equally fast.
+    """Return the requested backend, or for "auto" the first one that supports the requirements.
 
-    The result does not depend on measurements. At least one backend must be supported.
+    Unlike `choose_backend`, it ignores measured times, so the result is the same on every machine.
+    At least one backend must be supported.
     """
     if requested != "auto":
         return requested
@@ -121,7 +125,11 @@ def find_supported_backend(requested: str, requirements: AttentionRequirements) 
 
 
 def unsupported_reason(name: str, requirements: AttentionRequirements) -> str | None:
-    """Return why a backend cannot meet the requirements and the fix; None if it can."""
+    """Explain why an attention backend cannot be used and how to fix it; None if it can be used.
+
+    The backend is looked up by name and checked against the device, dtypes, block size and head
+    sizes.
+    """
     if requirements.device not in BACKENDS[name].devices:
         place = "on a CPU" if requirements.device == "cpu" else "on GPUs"
         usable = (
@@ -133,19 +141,27 @@ def unsupported_reason(name: str, requirements: AttentionRequirements) -> str | 
 
 
 def auto_skip_reason(name: str, requirements: AttentionRequirements) -> str | None:
-    """Return why `auto` should try the next backend although this one is supported, or None."""
+    """Explain why `--attention-backend auto` skips a supported backend; None if it does not.
+
+    The native CPU backend, for example, is skipped where torch was measured to be faster.
+    """
     check = getattr(backend_module(name), "auto_skip_reason", None)
     return None if check is None else check(requirements)
 
 
 @cache
 def backend_module(name: str) -> ModuleType:
-    """Import and return the module of a backend."""
+    """Import and return the Python module of an attention backend, by the backend's name."""
     return importlib.import_module(f"gllm.kernels.{BACKENDS[name].module}")
 
 
 def default_backend(dtype: torch.dtype, device: torch.device) -> str:
-    """Return the backend for queries and a cache of one dtype if none was configured."""
+    """Return the name of the attention backend to use when none was configured.
+
+    Args:
+        dtype: of the queries and the KV cache.
+        device: of the tensors.
+    """
     if device.type != "cpu":
         return "triton"
     library = library_for(torch.empty(0, dtype=dtype), "attention")

@@ -31,7 +31,7 @@ USE_TRITON = "choose the backend triton"
 
 
 def unsupported_reason(requirements: AttentionRequirements) -> str | None:
-    """Return why this backend cannot meet a stage's requirements, and the fix; None if it can."""
+    """Explain why flash-attn cannot meet the requirements and how to fix it; None if it can."""
     if requirements.capability < (8, 0):
         has = ".".join(map(str, requirements.capability))
         return f"needs a GPU of compute capability 8.0 or more, this one has {has}; {USE_TRITON}"

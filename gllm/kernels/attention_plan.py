@@ -30,12 +30,13 @@ QUERY_SLICE = 256
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Decodes of similar context length, computed by one operation."""
+    """Decode sequences of similar context length whose attention is computed as a padded batch."""
 
     rows: Tensor
-    """[group] int64: token rows of the decodes."""
+    """[group] int64: index of each sequence's token in the step's batch of tokens."""
     slots: Tensor
-    """[group * context] int64, padded to the longest context of the group."""
+    """[group * context] int64: KV-cache slots of the context tokens, padded to the longest context
+    of the group."""
     bias: Tensor
     """[group, 1, 1, context] of the compute dtype: 0, or -inf at padding."""
     lengths: Tensor
@@ -44,10 +45,10 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Consecutive prefill tokens of one sequence."""
+    """Position in the batch and KV-cache slots of the prefill tokens of one sequence in a step."""
 
     first: int
-    """Token row of its first token."""
+    """Index of the chunk's first token in the step's batch of tokens."""
     tokens: int
     """Number of tokens of the chunk."""
     slots: Tensor
@@ -56,7 +57,7 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class GatherIndices:
-    """Indices and masks for attention on gathered keys and values."""
+    """Indices and masks for the torch backend, which gathers keys and values from the KV cache."""
 
     decodes: list[DecodeGroup]
     chunks: list[PrefillChunk]
@@ -68,12 +69,16 @@ class GatherIndices:
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """Block tables and lengths of a micro-batch, one row per sequence, decodes first."""
+    """Block tables and lengths of the sequences of a micro-batch, as numpy arrays.
+
+    Each sequence is one row of the arrays. Decodes come first.
+    """
 
     block_table: Ints
     """[rows, blocks]: block ids, padding arbitrary."""
     query_start: Ints
-    """[rows + 1]: first token row of each row."""
+    """[rows + 1]: index of each row's first token in the batch of tokens; the last entry is the
+    number of tokens."""
     context_len: Ints
     """[rows]: tokens in the cache, those of this step included."""
     num_decodes: int
@@ -91,9 +96,10 @@ class PagedBatch:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBlockTables:
-    """Copy of a `PagedBatch` for GPU kernels: views of one int32 buffer, moved by one copy.
+    """Copy of a `PagedBatch` on a GPU: block tables and lengths as views of one int32 buffer.
 
-    The source of the copy is an instance on the host.
+    One copy of the buffer transfers all of them. The source of the copy is another instance in host
+    memory.
     """
 
     buffer: Tensor
@@ -128,7 +134,7 @@ class DeviceBlockTables:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Attention metadata shared by all layers of a step that have the same window."""
+    """Attention metadata of a step, shared by all layers with the same sliding window."""
 
     rows: PagedBatch
     slots: Tensor
@@ -150,7 +156,7 @@ def plan_attention(
     device: torch.device | None = None,
     backend: str | None = None,
 ) -> AttentionPlan:
-    """Build the attention plan of a step.
+    """Build the attention metadata of a step for one attention backend.
 
     For a backend that reads tables, plans of other windows differ in `window` alone:
     `dataclasses.replace` makes them without another copy of the tables.
@@ -175,7 +181,10 @@ def plan_attention(
 
 
 def compute_slot_mapping(rows: PagedBatch) -> Ints:
-    """Return the slot that the key and value of each token are written to, [tokens]."""
+    """Return the KV-cache slot of each token of a micro-batch, [tokens].
+
+    The key and value of the token are written to this slot: block id * block_size + offset.
+    """
     tokens = np.diff(rows.query_start)
     spread = np.repeat(np.arange(len(tokens)), tokens)
     positions = np.arange(len(spread)) + (rows.context_len - rows.query_start[1:])[spread]
@@ -184,7 +193,7 @@ def compute_slot_mapping(rows: PagedBatch) -> Ints:
 
 
 def build_device_tables(rows: PagedBatch, device: torch.device) -> DeviceBlockTables:
-    """Copy the tables of a step to a device, asynchronously on a GPU."""
+    """Copy the block tables and lengths of a micro-batch to a device, asynchronously to a GPU."""
     count, blocks = rows.block_table.shape
     host = allocate_device_tables(count, blocks, torch.device("cpu"), device.type == "cuda")
     write_device_tables(rows, host)
@@ -194,9 +203,13 @@ def build_device_tables(rows: PagedBatch, device: torch.device) -> DeviceBlockTa
 def allocate_device_tables(
     rows: int, blocks: int, device: torch.device, pinned: bool = False
 ) -> DeviceBlockTables:
-    """Allocate uninitialized tables for a number of rows and of blocks per row.
+    """Allocate uninitialized block tables for a maximum number of sequences and of blocks.
 
-    pinned: allocate page-locked host memory, for asynchronous copies to a GPU.
+    Args:
+        rows: number of sequences.
+        blocks: number of KV blocks per sequence.
+        device: device of the tensors.
+        pinned: True allocates page-locked host memory, for asynchronous copies to a GPU.
     """
     size = rows + rows + 1 + rows * blocks
     buffer = torch.empty(size, dtype=torch.int32, device=device, pin_memory=pinned)
@@ -204,9 +217,10 @@ def allocate_device_tables(
 
 
 def write_device_tables(rows: PagedBatch, tables: DeviceBlockTables) -> None:
-    """Write a micro-batch to tables on the host that may be larger than the micro-batch.
+    """Write the block tables and lengths of a micro-batch to preallocated tables in host memory.
 
-    Additional rows get no tokens and no context; additional block ids are not written.
+    The tables may have more rows and more blocks per row. Additional rows get no tokens and no
+    context; additional block ids are not written.
     """
     used, blocks = rows.block_table.shape
     tables.context_len[:used] = torch.from_numpy(rows.context_len)
@@ -217,10 +231,10 @@ def write_device_tables(rows: PagedBatch, tables: DeviceBlockTables) -> None:
 
 
 def list_prefill_tiles(rows: PagedBatch, tokens: int) -> npt.NDArray[np.int32]:
-    """Return the tiles of the prefill chunks, [tiles, 2]: row and first token within the row.
+    """List the query tiles of all prefill chunks, [tiles, 2]: sequence, first token in its chunk.
 
-    A tile has up to `tokens` tokens of one row. Tiles with the most visible keys come first, so
-    that short tiles fill the GPU at the end of the launch.
+    A tile has up to `tokens` tokens of one sequence. Tiles with the most visible keys come first,
+    so that short tiles fill the GPU at the end of the launch.
     """
     counts = np.diff(rows.query_start)[rows.num_decodes :]
     tiles = -(-counts // tokens)
@@ -232,7 +246,7 @@ def list_prefill_tiles(rows: PagedBatch, tokens: int) -> npt.NDArray[np.int32]:
 
 
 def copy_plan_to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor to a device, asynchronously to a GPU."""
+    """Copy a tensor from host memory to a device, asynchronously if it is a GPU."""
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

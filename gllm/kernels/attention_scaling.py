@@ -7,7 +7,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class AttentionScaling:
-    """Scale, softcap and ALiBi slopes that are applied to query-key products."""
+    """Scale, softcap and ALiBi slopes that turn query-key products into attention scores."""
 
     scale: float
     """Factor on the product of query and key, usually head_dim ** -0.5."""

@@ -20,14 +20,16 @@ def paged_attention(
     plan: AttentionPlan,
     scaling: AttentionScaling,
 ) -> Tensor:
-    """Compute causal attention over a paged KV cache in torch, on gathered keys and values.
+    """Compute causal attention over a paged KV cache with torch operations.
+
+    Keys and values are gathered from the cache first.
 
     Args:
         query: [tokens, heads, head_dim].
         key_cache: [blocks, block_size, kv_heads, head_dim].
         value_cache: [blocks, block_size, kv_heads, value_dim].
-        plan: `plan.gathers` is read.
-        scaling: scale, softcap and slopes of the scores.
+        plan: attention metadata of the step; `plan.gathers` is read.
+        scaling: scale, softcap and ALiBi slopes of the scores.
 
     Returns:
         [tokens, heads, value_dim].

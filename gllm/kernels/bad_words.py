@@ -10,10 +10,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class BadWords:
-    """Forbidden token sequences (phrases) of a batch; tensors are [phrases] int64."""
+    """Banned token sequences (phrases) of all requests in a batch. Tensors are [phrases] int64."""
 
     owners: Tensor
-    """Index of the history (TokenHistories) that each phrase applies to."""
+    """Index in `TokenHistories` of the sequence that each phrase applies to."""
     lengths: Tensor
     """Number of tokens before the last one."""
     before: Tensor

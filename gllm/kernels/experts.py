@@ -22,7 +22,7 @@ from gllm.kernels.weight_format import Matrix, Weight, WeightFormat, format_of
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Selection of experts from the router's logits."""
+    """Settings of a mixture-of-experts router: how experts are scored, grouped and selected."""
 
     top_k: int
     """Experts per token."""
@@ -31,10 +31,11 @@ class Routing:
     renormalize: bool
     """True if the weights of a token's experts are divided by their sum."""
     scaling_factor: float
-    """Multiplies the weights."""
+    """Factor on the weights of the selected experts."""
     num_groups: int = 1
+    """Number of equal groups that the experts are divided into; 1 means no groups."""
     top_k_groups: int = 1
-    """Groups from which a token's experts are selected."""
+    """Number of groups, the best ones, from which a token's experts are selected."""
     group_scoring: Literal["best", "best two"] = "best"
     """Score of a group: that of its best expert, or the sum of its best two."""
 
@@ -42,11 +43,11 @@ class Routing:
 def route(
     logits: Tensor, routing: Routing, correction_bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Select experts for each token.
+    """Select the top-k experts of each token and compute their weights.
 
     Args:
-        logits: [tokens, experts].
-        routing: how to select.
+        logits: [tokens, experts], from the router.
+        routing: scoring function, number of experts and groups.
         correction_bias: [experts] float32, added to the scores for the selection only.
 
     Returns:
@@ -83,7 +84,7 @@ def run_experts(
     out: Tensor | None = None,
     reduce_magnitudes: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Return the weighted sum of each token's experts, [tokens, hidden].
+    """Run each token's selected experts and return their weighted sum, [tokens, hidden].
 
     Tokens are gathered expert by expert. The outputs for a token are added in the order of the
     expert ids, so that its result does not depend on the rest of the batch.
@@ -131,7 +132,7 @@ def run_experts(
 
 @dataclass(frozen=True, slots=True)
 class StackedExperts:
-    """The weights of all experts, each projection in one tensor, as GPU kernels read them."""
+    """Weights of all experts of a layer, each projection stacked in one tensor, for GPU kernels."""
 
     gate_up_proj: Tensor | Fp8Stack
     """[experts, 2 * intermediate, hidden]: the gates' outputs first."""
@@ -142,7 +143,7 @@ class StackedExperts:
 
 
 def stack_experts(num_experts: int, experts: Iterable[Sequence[Weight]]) -> Any:
-    """Return the weights of all experts as one tensor or stack; quantized weights stay so.
+    """Stack the weights of all experts along a new first dimension; quantized ones stay quantized.
 
     Args:
         num_experts: number of items of `experts`.
@@ -171,9 +172,15 @@ def _same_format(
 def run_stacked(
     x: Tensor, expert_ids: Tensor, expert_weights: Tensor, stacked: StackedExperts
 ) -> Tensor:
-    """Return the weighted sum of each token's experts, as `run_experts` does.
+    """Run each token's selected experts with stacked weights; return the sum [tokens, hidden].
 
-    On GPUs the host does not wait for the selected experts.
+    The result is that of `run_experts`. On GPUs the host does not wait for the expert ids.
+
+    Args:
+        x: [tokens, hidden].
+        expert_ids: [tokens, top_k], from `route`.
+        expert_weights: [tokens, top_k], from `route`.
+        stacked: weights of all experts.
     """
     up, down, activation = stacked.gate_up_proj, stacked.down_proj, stacked.activation
     if x.is_cuda:

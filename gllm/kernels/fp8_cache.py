@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 def select_converted(cached: Tensor, indices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return entries of a cache by their indices in its first dimension, in another dtype.
+    """Select entries of an FP8 or other cache by index and convert them to another dtype.
 
     Args:
         cached: [n, ...] in FP8 or another dtype.
-        indices: [m] int64.
+        indices: [m] int64, in the first dimension of `cached`.
         dtype: of the result [m, ...].
     """
     if cached.dtype != torch.float8_e4m3fn:

@@ -34,7 +34,7 @@ class _Fp8Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Matrix(_Fp8Blocks):
-    """FP8 weight [outputs, inputs]."""
+    """Weight [outputs, inputs] as FP8 codes with one scale per block."""
 
     @property
     def outputs(self) -> int:
@@ -44,7 +44,7 @@ class Fp8Matrix(_Fp8Blocks):
 
 @dataclass(frozen=True, slots=True)
 class Fp8Stack(_Fp8Blocks):
-    """FP8 weights [experts, outputs, inputs] of all experts, with equal blocks."""
+    """Weights [experts, outputs, inputs] of all experts as FP8 codes with one scale per block."""
 
     @property
     def shape(self) -> torch.Size:

@@ -16,7 +16,7 @@ from gllm.kernels.weight_format import UNQUANTIZED, Matrix, Weight, convert, wei
 
 @dataclass(frozen=True, slots=True)
 class GatedMatrix:
-    """Weights of a gate and an up projection, laid out for `gated_linear`."""
+    """Gate and up projection of a gated MLP (such as SwiGLU) as one matrix, with the activation."""
 
     gate_up: Matrix
     bias: Tensor | None
@@ -31,7 +31,9 @@ def prepare_gated(
     activation: str,
     quantization: str = UNQUANTIZED,
 ) -> GatedMatrix:
-    """Return copies of both weights, laid out for `gated_linear`.
+    """Merge the gate and up projections of a gated MLP into one matrix for `gated_linear`.
+
+    The result is a copy.
 
     Args:
         weight: [2 * outputs, inputs], the gate's outputs first, or gate and up as two parts.
@@ -46,7 +48,7 @@ def prepare_gated(
 
 
 def gated_linear(x: Tensor, matrix: GatedMatrix) -> Tensor:
-    """Return the gated product [tokens, outputs] of x [tokens, inputs]."""
+    """Return act(gate(x)) * up(x), [tokens, outputs], of x [tokens, inputs]."""
     gate_up = matrix.gate_up
     multiply = weight_format(gate_up.format).multiply_gated
     return multiply(x, gate_up, matrix.bias, matrix.activation)

@@ -16,7 +16,7 @@ from gllm.kernels.native.library import HeadLinearArguments, library_for
 
 @dataclass(frozen=True, slots=True)
 class HeadMatrices:
-    """The weights of all heads, from `prepare_heads`."""
+    """Weights of a linear layer that has a separate matrix for each attention head."""
 
     weight: Tensor
     """[heads, outputs, inputs], or [heads, padded outputs, inputs] in panels if is_packed."""
@@ -26,7 +26,7 @@ class HeadMatrices:
 
 
 def prepare_heads(weight: Tensor) -> HeadMatrices:
-    """Return a copy of weight [heads, outputs, inputs], laid out for `multiply_heads`."""
+    """Return a copy of weight [heads, outputs, inputs] in the memory layout of `multiply_heads`."""
     outputs = weight.shape[1]
     packed: list[Tensor] = []
     for head in weight:
@@ -38,7 +38,9 @@ def prepare_heads(weight: Tensor) -> HeadMatrices:
 
 
 def multiply_heads(x: Tensor, matrices: HeadMatrices, out: Tensor | None = None) -> Tensor:
-    """Return y [tokens, heads, outputs] of x [tokens, heads, inputs].
+    """Multiply each attention head's part of x by the head's own matrix.
+
+    Maps x [tokens, heads, inputs] to the result [tokens, heads, outputs].
 
     Args:
         x: elements of a head are contiguous.

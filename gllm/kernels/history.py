@@ -13,10 +13,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class TokenHistories:
-    """Histories of some rows of logits in the token table. Tensors are [histories]."""
+    """Prompt and output tokens of some sequences, as block tables into a table of tokens.
+
+    The table has one token per KV-cache slot. Tensors have one entry per sequence, [histories].
+    """
 
     rows: Tensor
-    """int64: row of the logits per history, each row at most once."""
+    """int64: row of the logits that belongs to each sequence; each row at most once."""
     lengths: Tensor
     """int64: number of tokens of the sequence, prompt and output."""
     prompts: Tensor
@@ -34,13 +37,14 @@ class TokenHistories:
 def gather_tokens(
     table: Tensor, histories: TokenHistories, owners: Tensor, positions: Tensor
 ) -> Tensor:
-    """Gather tokens [n, width] int64 at positions [n, width] int64 of histories.
+    """Return the tokens at the given positions of sequences, [n, width] int64.
 
     Args:
         table: [slots] int64: token per KV-cache slot.
-        histories: Histories to read.
-        owners: [n] int64: index of the history per row of positions.
-        positions: Positions outside of a history give arbitrary tokens.
+        histories: block tables of the sequences.
+        owners: [n] int64: index in `histories` of the sequence that each row of positions refers
+            to.
+        positions: [n, width] int64; positions outside of a sequence give arbitrary tokens.
     """
     width = histories.max_tokens
     inside = positions.clamp(0, width - 1)

@@ -5,7 +5,7 @@ from torch.nn import functional
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Return (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension.
+    """Apply LayerNorm over the last dimension: (x - mean) / sqrt(variance + eps) * weight + bias.
 
     x is [..., n]; weight [n], or [m, n] for x [..., m, n]; bias likewise. Mean and variance are
     computed in float32; the result has the shape and dtype of x. Source: Ba, Kiros and Hinton,

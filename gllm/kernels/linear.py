@@ -15,14 +15,14 @@ def prepare(
     quantization: str = UNQUANTIZED,
     magnitudes: Tensor | None = None,
 ) -> Matrix:
-    """Return a copy of a weight, laid out for `linear`.
+    """Convert a loaded weight to the memory layout, and if requested the quantization, of `linear`.
 
-    A single part that stays in the checkpoint's format is not copied.
+    The result is a copy, except for a single part that stays in the checkpoint's format.
 
     Args:
         weight: [outputs, inputs], whole or in parts that are stacked along the outputs.
-        quantization: a format of WEIGHT_FORMATS that is computed from floats; with "none" weights
-            stay in the format of the checkpoint.
+        quantization: a key of WEIGHT_FORMATS that floats are quantized to; with "none" weights stay
+            in the format of the checkpoint.
         magnitudes: [outputs] float32: largest magnitude of each output's whole row, if `weight`
             lacks some inputs of it and the format scales rows; else None.
     """
@@ -33,14 +33,15 @@ def prepare(
 
 
 def scales_rows(matrix: Matrix) -> bool:
-    """Return whether products by a matrix scale each row of x by its largest magnitude."""
+    """Return True if `linear` with this matrix quantizes activations with one scale per row."""
     return weight_format(matrix.format).scales_rows
 
 
 def row_magnitudes(x: Tensor, matrix: Matrix) -> Tensor:
-    """Return the largest magnitude of each row of x [tokens, inputs], [tokens] float32.
+    """Return the largest absolute value of each row of x [tokens, inputs], [tokens] float32.
 
-    It is +inf for a row with a number that is not finite.
+    It is +inf for a row that contains an infinity or NaN. The int8 format derives the scale of a
+    row from it.
     """
     return weight_format(matrix.format).row_magnitudes(x)
 
@@ -52,7 +53,7 @@ def linear(
     out: Tensor | None = None,
     magnitudes: Tensor | None = None,
 ) -> Tensor:
-    """Return x W^T + b, [tokens, outputs].
+    """Apply a linear layer: return x W^T + b, [tokens, outputs].
 
     Args:
         x: [tokens, inputs].
@@ -66,7 +67,7 @@ def linear(
 
 
 def lookup_rows(matrix: Matrix, ids: Tensor) -> Tensor:
-    """Return rows of a weight by index: ids [n] int64 to [n, inputs].
+    """Return rows of a weight by index, as an embedding does: ids [n] int64 to [n, inputs].
 
     Raises:
         IndexError: an index is out of range.
@@ -75,5 +76,5 @@ def lookup_rows(matrix: Matrix, ids: Tensor) -> Tensor:
 
 
 def has_lookup(matrix: Matrix) -> bool:
-    """Return whether `lookup_rows` can return the exact rows of a matrix."""
+    """Return True if `lookup_rows` accepts the matrix: its format keeps the exact weights."""
     return weight_format(matrix.format).has_lookup

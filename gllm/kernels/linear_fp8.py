@@ -27,7 +27,7 @@ get dynamic scales."""
 
 
 class Fp8Format(WeightFormat[Fp8Matrix]):
-    """8-bit floating point with one scale per tensor, output or block, as checkpoints store it."""
+    """FP8 (E4M3) weights as checkpoints store them, with one scale per tensor, output or block."""
 
     stored_dtype = "F8_E4M3"
 
@@ -112,7 +112,7 @@ def _read_scales(read: ReadTensor) -> tuple[str, Tensor | None]:
 def prepare_fp8(
     codes: Tensor, scales: Tensor, block: tuple[int, int] | None, dtype: torch.dtype
 ) -> Fp8Matrix:
-    """Return the weight of codes [outputs, inputs] float8_e4m3fn and their scales.
+    """Build an FP8 weight from codes [outputs, inputs] float8_e4m3fn and their scales.
 
     Args:
         codes: one per element.
@@ -143,7 +143,10 @@ def prepare_fp8(
 
 
 def dequantize(matrix: Fp8Matrix) -> Tensor:
-    """Return the weight [outputs, inputs] in its dtype; products are rounded from float32."""
+    """Convert an FP8 weight to floats [outputs, inputs] in its dtype.
+
+    Each element is its code times the scale of its block, computed in float32 and then rounded.
+    """
     outputs, inputs = matrix.codes.shape
     weight = torch.empty(outputs, inputs, dtype=matrix.dtype, device=matrix.codes.device)
     step = max(SLAB_OUTPUTS // matrix.rows, 1) * matrix.rows
@@ -157,7 +160,7 @@ def dequantize(matrix: Fp8Matrix) -> Tensor:
 
 
 def stack_fp8(parts: Sequence[Fp8Matrix]) -> Fp8Matrix:
-    """Return one weight of parts [outputs, inputs], stacked along the outputs.
+    """Concatenate FP8 weights [outputs, inputs] along the outputs, for example gate and up.
 
     Its blocks are small enough that none spans two parts, or two blocks of one part.
 
@@ -185,7 +188,7 @@ def stack_fp8(parts: Sequence[Fp8Matrix]) -> Fp8Matrix:
 def linear_fp8(
     x: Tensor, matrix: Fp8Matrix, bias: Tensor | None, out: Tensor | None = None
 ) -> Tensor:
-    """Return x W^T + b, [tokens, outputs].
+    """Apply a linear layer with an FP8 weight: return x W^T + b, [tokens, outputs].
 
     Args:
         x: [tokens, inputs].

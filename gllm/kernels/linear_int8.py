@@ -38,7 +38,7 @@ SLAB_OUTPUTS = 64 * PANEL_OUTPUTS
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
-    """Activations as 8-bit codes with one scale per row."""
+    """Activations quantized to 8-bit integers with one scale per row."""
 
     codes: Tensor
     """[rows, padded] uint8: number / scale, rounded, plus ZERO_POINT; columns are padded with
@@ -49,7 +49,11 @@ class QuantizedRows:
 
 @dataclass(frozen=True, slots=True)
 class Int8Matrix:
-    """A weight [outputs, inputs] as codes with one scale per output."""
+    """Weight [outputs, inputs] quantized to 8-bit integers with one scale per output.
+
+    Codes are stored in panels: groups of PANEL_OUTPUTS outputs whose weights are contiguous in
+    memory.
+    """
 
     format: ClassVar[str] = "int8"
     codes: Tensor
@@ -68,7 +72,10 @@ class Int8Matrix:
 
 
 class Int8Format(WeightFormat[Int8Matrix]):
-    """8-bit integers, quantized from floats when a model is loaded."""
+    """8-bit integer weights, quantized from floats when a model is loaded.
+
+    Activations are quantized too, with one scale per row.
+    """
 
     scales_rows = True
 
@@ -93,10 +100,10 @@ class Int8Format(WeightFormat[Int8Matrix]):
 
 
 def row_magnitudes(x: Tensor) -> Tensor:
-    """Return the largest magnitude of each row of x [rows, size], [rows] float32.
+    """Return the largest absolute value of each row of x [rows, size], [rows] float32.
 
-    It is +inf for a row in which a number is not finite: other than NaN, it is the larger one of
-    any two.
+    It is +inf for a row that contains an infinity or NaN, so that the maximum over ranks is +inf
+    too.
     """
     x = x.contiguous()
     library = library_for(x, "linear_int8")
@@ -109,9 +116,10 @@ def row_magnitudes(x: Tensor) -> Tensor:
 
 
 def quantize_rows(x: Tensor, magnitudes: Tensor | None = None) -> QuantizedRows:
-    """Return x [rows, size] as codes, each row scaled by its largest magnitude.
+    """Quantize x [rows, size] to 8-bit integers, each row scaled by its largest absolute value.
 
-    magnitudes: [rows] float32: those of the whole rows, if x lacks some of their numbers.
+    magnitudes: [rows] float32: largest absolute values of the whole rows, if x has only this rank's
+    columns of them.
     """
     x = x.contiguous()
     rows, size = x.shape
@@ -136,7 +144,9 @@ def quantize_rows(x: Tensor, magnitudes: Tensor | None = None) -> QuantizedRows:
 
 
 def prepare_int8(weight: Tensor, magnitudes: Tensor | None = None) -> Int8Matrix:
-    """Return weight [outputs, inputs], quantized by output and laid out in panels.
+    """Quantize weight [outputs, inputs] to 8-bit integers with one scale per output.
+
+    The codes are laid out in panels, as the kernels read them.
 
     Args:
         weight: [outputs, inputs].
@@ -179,7 +189,9 @@ def linear_int8(
     out: Tensor | None = None,
     magnitudes: Tensor | None = None,
 ) -> Tensor:
-    """Return x W^T + b, [tokens, outputs].
+    """Apply a linear layer with an int8 weight: return x W^T + b, [tokens, outputs].
+
+    Activations are quantized to 8 bits first, with one scale per row.
 
     Args:
         x: [tokens, inputs].

@@ -27,11 +27,11 @@ PANEL_OUTPUTS = 16
 
 @dataclass(frozen=True, slots=True)
 class UnquantizedMatrix:
-    """A weight of floating-point numbers."""
+    """Unquantized weight [outputs, inputs], plain or packed for the compiled CPU kernels."""
 
     format: ClassVar[str] = UNQUANTIZED
     weight: Tensor
-    """[outputs, inputs], in panels if is_packed."""
+    """[outputs, inputs]; if is_packed, in panels: groups of outputs with contiguous weights."""
     outputs: int
     """Number of outputs; panels may hold more."""
     is_packed: bool
@@ -45,7 +45,7 @@ class UnquantizedMatrix:
 
 
 class UnquantizedFormat(WeightFormat[UnquantizedMatrix]):
-    """Floating-point weights: packed for compiled kernels, or multiplied by torch."""
+    """Floating-point weights, packed for the compiled CPU kernels or multiplied by torch."""
 
     has_lookup = True
 
@@ -106,12 +106,16 @@ class UnquantizedFormat(WeightFormat[UnquantizedMatrix]):
 
 
 def unpacked(weight: Tensor) -> UnquantizedMatrix:
-    """Return a matrix that shares the memory of a weight [outputs, inputs]."""
+    """Wrap a weight [outputs, inputs] as an `UnquantizedMatrix` without copying it."""
     return UnquantizedMatrix(weight, len(weight), False)
 
 
 def pack_weight(weight: Tensor) -> UnquantizedMatrix | None:
-    """Return weight [outputs, inputs] in panels; None if no compiled kernel reads them."""
+    """Return a copy of weight [outputs, inputs] packed for the compiled CPU kernels.
+
+    Returns None if no compiled kernel can use it. Packed weights are stored in panels: groups of
+    outputs whose weights are contiguous in memory.
+    """
     return _pack_parts([weight])
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LogprobTensors:
-    """Log-probabilities of one token per row, and the top tokens of each row."""
+    """Log-probability and rank of one token per row of logits, and the top tokens of each row."""
 
     tokens: Tensor
     """[rows] int64: token ids."""
@@ -27,14 +27,17 @@ class LogprobTensors:
 
 
 def compute_logprobs(logits: Tensor) -> Tensor:
-    """Return the log-softmax [rows, vocabulary] float32 of logits [rows, vocabulary]."""
+    """Return the log-softmax of logits [rows, vocabulary], float32 of the same shape."""
     return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
 
 
 def gather_logprobs(logprobs: Tensor, tokens: Tensor, top: int) -> LogprobTensors:
-    """Gather the log-probabilities and ranks of tokens [rows] int64, and the top tokens.
+    """Look up the log-probability and rank of one token per row, and the top tokens of each row.
 
-    logprobs: [rows, vocabulary] float32; top: number of top tokens, limited to the vocabulary.
+    Args:
+        logprobs: [rows, vocabulary] float32.
+        tokens: [rows] int64: token ids to look up.
+        top: number of top tokens per row, limited to the vocabulary.
     """
     chosen = logprobs.gather(1, tokens[:, None])
     ranks = (logprobs > chosen).sum(dim=-1) + 1
@@ -43,14 +46,14 @@ def gather_logprobs(logprobs: Tensor, tokens: Tensor, top: int) -> LogprobTensor
 
 
 def packed_logprobs_width(top: int) -> int:
-    """Return the number of columns of a packed row with `top` top tokens."""
+    """Return the number of columns of a `pack_logprobs` table with `top` top tokens per row."""
     return 3 + 2 * top
 
 
 def pack_logprobs(scores: LogprobTensors) -> Tensor:
-    """Pack into one table [rows, packed_logprobs_width(top)] float64, exactly.
+    """Pack all logprob tensors into one float64 table, without rounding, for one copy to the host.
 
-    One tensor needs a single copy to the host.
+    The table is [rows, packed_logprobs_width(top)].
     """
     columns = [scores.tokens, scores.logprobs, scores.ranks]
     tables = [column[:, None] for column in columns] + [scores.top_ids, scores.top_logprobs]
@@ -58,7 +61,7 @@ def pack_logprobs(scores: LogprobTensors) -> Tensor:
 
 
 def unpack_logprobs(table: Tensor) -> LogprobTensors:
-    """Unpack a table made by `pack_logprobs`."""
+    """Convert a table from `pack_logprobs` back to the logprob tensors."""
     tokens, logprobs, ranks = table[:, :3].unbind(dim=1)
     top_ids, top_logprobs = table[:, 3:].chunk(2, dim=1)
     return LogprobTensors(

@@ -17,12 +17,15 @@ BITS_PER_WORD = 32
 
 
 def num_bitmask_words(vocabulary: int) -> int:
-    """Return the number of words of a bitmask."""
+    """Return the number of 32-bit words of a bitmask with one bit per token of the vocabulary."""
     return -(-vocabulary // BITS_PER_WORD)
 
 
 def build_token_bitmask(ids: Tensor, vocabulary: int) -> Tensor:
-    """Return a bitmask [words] int32 that allows only ids [n] int64; ids outside are ignored."""
+    """Build a bitmask [words] int32 that allows only the tokens in ids [n] int64.
+
+    Ids outside of the vocabulary are ignored.
+    """
     allowed = torch.zeros(num_bitmask_words(vocabulary) * BITS_PER_WORD, dtype=torch.bool)
     allowed[ids[ids < vocabulary]] = True
     bits = allowed.view(-1, BITS_PER_WORD).long() << torch.arange(BITS_PER_WORD)
@@ -31,7 +34,9 @@ def build_token_bitmask(ids: Tensor, vocabulary: int) -> Tensor:
 
 
 def apply_token_bitmask(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
-    """Ban all tokens whose bit is 0, in place and without synchronization.
+    """Set the logits of tokens whose bit is 0 to -inf, in place.
+
+    Does not synchronize with the GPU.
 
     Args:
         logits: [rows, vocabulary] float32.
@@ -50,12 +55,14 @@ def apply_token_bitmask(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
 
 
 def add_to_logits(logits: Tensor, places: Tensor, values: Tensor) -> None:
-    """Add values to single logits, in place and without synchronization; -inf bans a token.
+    """Add values to individual logits, such as logit biases, in place; -inf bans a token.
+
+    Does not synchronize with the GPU.
 
     Args:
         logits: [rows, vocabulary] float32, contiguous.
-        places: [n] int64: row * vocabulary + id.
-        values: [n] float32; at most one value per place is finite, so their order does not matter.
+        places: [n] int64: indices in the flattened logits, row * vocabulary + token id.
+        values: [n] float32; at most one value per index is finite, so their order does not matter.
     """
     logits.view(-1).index_add_(0, places, values)
 
@@ -63,15 +70,15 @@ def add_to_logits(logits: Tensor, places: Tensor, values: Tensor) -> None:
 def apply_bad_words(
     logits: Tensor, table: Tensor, histories: TokenHistories, phrases: BadWords
 ) -> None:
-    """Ban the last token of each phrase whose other tokens end the output, in place.
+    """Ban the last token of each bad-words phrase whose other tokens end the output, in place.
 
-    Does not synchronize.
+    Does not synchronize with the GPU.
 
     Args:
         logits: [rows, vocabulary] float32, contiguous.
         table: [slots] int64: token per KV-cache slot.
-        histories: Token histories of the rows.
-        phrases: Forbidden token sequences.
+        histories: prompt and output tokens of the sequences.
+        phrases: banned token sequences.
     """
     if logits.is_cuda:
         from gllm.kernels.triton import masking

@@ -17,7 +17,10 @@ from gllm.kernels.history import TokenHistories, gather_tokens
 
 @dataclass(frozen=True, slots=True)
 class SeenTokens:
-    """Seen tokens per row of logits; tensors are [entries], each (row, id) occurs once."""
+    """Tokens that occur in prompt or output, per row of logits, for repetition penalties.
+
+    Tensors are [entries]; each (row, token id) pair occurs once.
+    """
 
     rows: Tensor
     """int64: row of the logits."""
@@ -30,10 +33,17 @@ class SeenTokens:
 def apply_penalties(
     logits: Tensor, seen: SeenTokens, repetition: Tensor, frequency: Tensor, presence: Tensor
 ) -> None:
-    """Apply penalties to logits [rows, vocabulary] float32 in place.
+    """Apply repetition, frequency and presence penalties to logits in place, from token counts.
 
-    repetition, frequency and presence are [rows] float64; 1, 0 and 0 are off. A forbidden token
-    (-inf) stays forbidden, a finite logit stays finite. The cost is proportional to the entries.
+    A banned token (-inf) stays banned, a finite logit stays finite. The cost is proportional to the
+    number of seen tokens.
+
+    Args:
+        logits: [rows, vocabulary] float32.
+        seen: tokens of prompt and output, with their counts.
+        repetition: [rows] float64; 1 means off.
+        frequency: [rows] float64; 0 means off.
+        presence: [rows] float64; 0 means off.
     """
     rows = seen.rows
     before = logits[rows, seen.ids]
@@ -44,13 +54,15 @@ def apply_penalties(
 def apply_history_penalties(
     logits: Tensor, table: Tensor, histories: TokenHistories, settings: Tensor
 ) -> None:
-    """Apply penalties for the tokens of histories, in place and without synchronization.
+    """Apply repetition, frequency and presence penalties in place, from token histories.
+
+    Does not synchronize with the GPU.
 
     Args:
         logits: [rows, vocabulary] float32.
         table: [slots] int64: token per KV-cache slot.
-        histories: Histories of the rows to penalize.
-        settings: [3, histories] float64: repetition, frequency, presence.
+        histories: prompt and output tokens of the sequences to penalize.
+        settings: [3, histories] float64: repetition, frequency and presence penalty per sequence.
     """
     if logits.is_cuda:
         from gllm.kernels.triton import penalties

@@ -17,7 +17,7 @@ def rotate_and_store(
     cache: tuple[Tensor, Tensor],
     slots: Tensor,
 ) -> Tensor:
-    """Apply head norms and rotary embedding, and write keys and values to the cache.
+    """Apply QK norms and rotary embedding, and write keys and values to the KV cache.
 
     Args:
         fused: [tokens, heads + 2 * kv_heads, head_dim]: queries, keys, values. May be overwritten.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class QKVLayout:
-    """Number of heads in a fused projection, their RMSNorms and the kind of rotary embedding."""
+    """Head counts of a fused QKV projection, QK norm weights and the layout of rotary pairs."""
 
     num_heads: int
     num_kv_heads: int

@@ -29,14 +29,21 @@ def _xor_shifted(x: Tensor, bits: int) -> Tensor:
 
 
 def splitmix64(state: Tensor) -> Tensor:
-    """Return the SplitMix64 output for each state of an int64 tensor (wrapping arithmetic)."""
+    """Return the output of the SplitMix64 generator for each state of an int64 tensor.
+
+    Arithmetic wraps around at 64 bits.
+    """
     mixed = _xor_shifted(state + GAMMA, 30) * MULTIPLIER_1
     mixed = _xor_shifted(mixed, 27) * MULTIPLIER_2
     return _xor_shifted(mixed, 31)
 
 
 def random_uniform(seed: Tensor, choice: Tensor, index: Tensor) -> Tensor:
-    """Return float64 numbers in [0, 1) with 53 random bits for int64 counters of one shape."""
+    """Return uniform float64 random numbers in [0, 1) that depend only on the arguments.
+
+    The arguments are int64 tensors of one shape, which is that of the result: seed of the request,
+    index of the choice within the request, index of the token in the output.
+    """
     mixed = splitmix64(splitmix64(splitmix64(seed) ^ choice) ^ index)
     top_bits = (mixed >> 11) & ((1 << 53) - 1)
     return top_bits.to(torch.float64) * 2.0**-53

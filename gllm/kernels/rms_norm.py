@@ -8,10 +8,11 @@ from gllm.kernels.native.library import KernelLibrary, NormArguments, library_fo
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension, with a float32 mean.
+    """Apply RMSNorm over the last dimension: return x / sqrt(mean(x^2) + eps) * weight.
 
-    x [..., n], weight [n] of the same dtype or of float32; the result has x's shape and dtype.
-    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), equation 4.
+    The mean is computed in float32. x is [..., n]; weight is [n] of the same dtype or float32; the
+    result has x's shape and dtype. Source: Zhang and Sennrich, "Root Mean Square Layer
+    Normalization" (2019), equation 4.
     """
     if x.is_cuda:
         from gllm.kernels.triton import rms_norm as gpu
@@ -24,7 +25,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Add delta to hidden in place, both [tokens, n], and return the `rms_norm` of the sum."""
+    """Add delta to the residual stream `hidden` in place and return the RMSNorm of the sum.
+
+    hidden and delta are [tokens, n]; weight is [n].
+    """
     if hidden.is_cuda:
         from gllm.kernels.triton import rms_norm as gpu
 

@@ -23,7 +23,17 @@ RotaryAngles = tuple[Tensor, Tensor]
 def compute_inverse_frequencies(
     kind: str, dim: int, theta: float, parameters: Parameters
 ) -> tuple[Tensor, float]:
-    """Return radians per position of each pair, [dim / 2] float32, and a factor on cos and sin."""
+    """Compute the rotary frequencies for a kind of RoPE scaling, such as "llama3" or "yarn".
+
+    Args:
+        kind: name of the RoPE scaling.
+        dim: number of rotated elements per head.
+        theta: base of the frequencies.
+        parameters: parameters of the scaling, by their names in config.json.
+
+    Returns:
+        Radians per position of each rotated pair, [dim / 2] float32, and a factor on cos and sin.
+    """
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     return SCALINGS[kind](1.0 / theta**exponents, theta, parameters)
 
@@ -109,15 +119,24 @@ SCALINGS: dict[str, Callable[[Tensor, float, Parameters], tuple[Tensor, float]]]
 
 
 def compute_rotary_angles(positions: Tensor, frequencies: Tensor, factor: float) -> RotaryAngles:
-    """Return cos and sin, each [tokens, 1, dim / 2] float32, for positions [tokens] int64."""
+    """Compute cos and sin of the rotary angles, each [tokens, 1, dim / 2] float32.
+
+    Args:
+        positions: [tokens] int64.
+        frequencies: [dim / 2] float32, radians per position.
+        factor: factor on cos and sin.
+    """
     angles = positions.to(torch.float32)[:, None, None] * frequencies
     return angles.cos() * factor, angles.sin() * factor
 
 
 def apply_rotary(x: Tensor, angles: RotaryAngles, interleaved: bool = False) -> Tensor:
-    """Rotate the first `dim` elements of x [tokens, heads, head_dim] by the angles of its tokens.
+    """Apply rotary position embedding to x [tokens, heads, head_dim]; return a new tensor.
 
-    Returns a tensor of the shape and dtype of x.
+    Args:
+        x: only the first `dim` elements of each head are rotated.
+        angles: cos and sin per token, each [tokens, 1, dim / 2].
+        interleaved: True pairs neighbouring elements, False pairs element i with i + dim / 2.
     """
     cos, sin = angles
     dim = 2 * cos.shape[-1]

@@ -30,7 +30,10 @@ SPAN_TOKENS = 512
 
 
 def sample(logits: Tensor, plan: SamplingPlan) -> Tensor:
-    """Sample token ids [rows] int64 from logits [rows, vocabulary] float32 (-inf: forbidden)."""
+    """Sample one token id per row of logits, [rows] int64, with each row's sampling parameters.
+
+    logits: [rows, vocabulary] float32; -inf means that a token is banned.
+    """
     if logits.is_cuda:
         from gllm.kernels.triton import sampling
 
@@ -46,7 +49,7 @@ def sample(logits: Tensor, plan: SamplingPlan) -> Tensor:
 
 
 def argmax_rows(logits: Tensor) -> Tensor:
-    """Return the index [rows] of the largest of logits [rows, vocabulary], the first if equal."""
+    """Return the index of the largest logit of each row, [rows]; the first one among equals."""
     if logits.is_cpu:
         # 14 times as fast as torch, whose argmax on CPUs is not vectorized.
         return torch.from_numpy(logits.numpy().argmax(axis=-1))
@@ -54,10 +57,11 @@ def argmax_rows(logits: Tensor) -> Tensor:
 
 
 def list_finite_rows(logits: Tensor) -> list[bool]:
-    """Return for each row of logits [rows, vocabulary] on the CPU if all its values are finite.
+    """Return a list with True for each row of logits that has only finite values.
 
-    Runs on one thread: a second thread that starts OpenMP threads would make OpenMP count more
-    threads than cores and put the threads of the stage to sleep at each of their barriers.
+    logits: [rows, vocabulary] on the CPU. Runs on one thread: a second thread that starts OpenMP
+    threads would make OpenMP count more threads than cores and put the threads of the stage to
+    sleep at each of their barriers.
     """
     array = logits.numpy()
     finite = np.isfinite(array.min(axis=-1)) & np.isfinite(array.max(axis=-1))
@@ -65,7 +69,10 @@ def list_finite_rows(logits: Tensor) -> list[bool]:
 
 
 def find_finite_rows(logits: Tensor) -> Tensor:
-    """Return `list_finite_rows` as a tensor [rows] bool, without synchronization."""
+    """Return a tensor [rows] bool: True for each row of logits that has only finite values.
+
+    Unlike `list_finite_rows`, it works on a GPU and does not synchronize with it.
+    """
     # One pass for both: logits are the largest tensor of a decode step.
     least, largest = logits.aminmax(dim=-1)
     return torch.isfinite(least) & torch.isfinite(largest)

@@ -24,9 +24,13 @@ same tokens, and arithmetic that flushes denormals does not turn them into 0."""
 
 @dataclass(frozen=True, slots=True)
 class RandomSamplingGroup:
-    """Rows sampled by the same code path. Tensors are [rows], int64 or float32."""
+    """Rows of a batch that are sampled randomly by the same method, with their sampling parameters.
+
+    Tensors have one entry per row of the group, int64 or float32.
+    """
 
     rows: Tensor
+    """Row of the logits of each entry."""
     candidates: int
     """Upper bound of top-k; WHOLE_VOCABULARY or TOP_P_NUCLEUS for rows without top-k."""
     temperature: Tensor
@@ -47,7 +51,7 @@ class RandomSamplingGroup:
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """Sampling parameters of a batch, by group for CPUs and by row for GPUs."""
+    """Sampling parameters of a batch, grouped by method for CPUs and as one table for GPUs."""
 
     greedy: Tensor
     """[greedy rows] int64: rows that take the argmax."""
@@ -74,7 +78,9 @@ def plan_sampling(
     choice: Ints,
     index: Ints,
 ) -> SamplingPlan:
-    """Group the rows of a batch by sampling method; all arguments are [rows].
+    """Collect the sampling parameters of a batch and group its rows by sampling method.
+
+    All arguments have one entry per row, [rows].
 
     Args:
         temperature: 0 means greedy, regardless of the other arguments.

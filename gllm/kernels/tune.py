@@ -38,7 +38,7 @@ Key = tuple[str, str, str]
 
 
 class TuneJournal:
-    """Measured times by table, row and tile sizes, stored in a file."""
+    """File of measured kernel times by table, row and tile sizes; allows to resume tuning."""
 
     def __init__(self, path: Path, about: Mapping[str, object]) -> None:
         """Read the file, or start a new one if it is for another GPU or other versions.
@@ -122,7 +122,10 @@ CANDIDATE_STAGES = (1, 2, 3, 4, 5, 6)
 
 @dataclass(frozen=True)
 class TuneResult:
-    """Result of tuning one row."""
+    """Best tile sizes found for one row of a table, with the times before and after tuning.
+
+    Times are in the unit of the benchmark function, milliseconds on a GPU.
+    """
 
     row: TileRow
     """The row with the best tile sizes."""
@@ -143,7 +146,7 @@ class TuneResult:
 
 
 def list_candidates(table: str, row: TileRow) -> Iterator[dict[str, int]]:
-    """Yield the candidate tile sizes of a row, its current ones first."""
+    """Yield the tile sizes to try for a row of a table, its current ones first."""
     yield dict(row.use)
     tried = {"stages": CANDIDATE_STAGES, **CANDIDATE_VALUES[table]}
     for values in product(*(tried[name] for name in row.use)):
@@ -159,9 +162,16 @@ def tune_row(
     is_trusted: TrustFunction,
     is_late: Callable[[], bool] = lambda: False,
 ) -> TuneResult:
-    """Return the fastest trusted tile sizes of a row, or its current ones if no other is trusted.
+    """Find the fastest tile sizes of a row whose kernels compile without problems.
 
-    Stops trying candidates once is_late returns True.
+    The current tile sizes of the row are kept if no faster ones compile without problems.
+
+    Args:
+        table: name of the table.
+        row: current tile sizes.
+        measure: times tile sizes; returns None if results are wrong or the launch fails.
+        is_trusted: returns True if all kernel variants compile without problems.
+        is_late: returns True when no more candidates should be tried.
 
     Raises:
         ValueError: The current tile sizes of the row give wrong results.
@@ -185,7 +195,7 @@ def tune_row(
 
 
 class JournaledMeasurement:
-    """Measurement of tile sizes that skips those with a time in the journal."""
+    """Function that times tile sizes, unless the journal already has their time."""
 
     def __init__(
         self,
@@ -215,7 +225,7 @@ def measure_tiles(
     row: TileRow,
     use: TileConfig,
 ) -> float | None:
-    """Return the geometric mean of the times with these tile sizes.
+    """Return the kernel time with the given tile sizes, the geometric mean over some workloads.
 
     Returns None if a kernel does not run with them or a result is wrong.
     """
@@ -236,7 +246,14 @@ def measure_tiles(
 
 
 def list_compile_jobs(table: str, row: TileRow, use: TileConfig, arch: int) -> list[aot.CompileJob]:
-    """Return the compilations of all kernel variants that use a row, for one architecture."""
+    """List the compile jobs of all kernel variants that use a row of tile sizes.
+
+    Args:
+        table: name of the table.
+        row: row of the table.
+        use: tile sizes to compile with.
+        arch: architecture, for example 90 for sm_90.
+    """
     return [
         aot.CompileJob(module, index, arch, tuple(use.items()))
         for module in aot.list_kernel_modules()
@@ -255,14 +272,22 @@ def is_trusted(
     row: TileRow,
     use: TileConfig,
 ) -> bool:
-    """Return True if all kernel variants of the row compile without problems."""
+    """Return True if all kernel variants that use a row compile without problems.
+
+    Args:
+        arch: architecture, for example 90 for sm_90.
+        compiled: runs compile jobs, for example in other processes.
+        table: name of the table.
+        row: row of the table.
+        use: tile sizes to compile with.
+    """
     return not any(map(aot.find_problems, compiled(list_compile_jobs(table, row, use, arch))))
 
 
 def list_rows(
     tables: Sequence[str], every: Sequence["Workload"]
 ) -> Iterator[tuple[str, TileRow, list["Workload"]]]:
-    """Yield the rows of default.json with the workloads that time each row."""
+    """Yield each row of default.json with its table and the workloads that time it."""
     for table in tables:
         for row in tiles.read_tile_file(tiles.DEFAULT).tables[table]:
             own = [
@@ -274,14 +299,14 @@ def list_rows(
 
 
 def time_on_gpu(prepared: "PreparedWorkload") -> float:
-    """Return the median time of many runs with cold caches, in milliseconds."""
+    """Return the median kernel time over many runs with cold caches, in milliseconds."""
     from triton.testing import do_bench
 
     return float(do_bench(prepared.run, quantiles=[0.5]))
 
 
 def make_tune_parser() -> argparse.ArgumentParser:
-    """Return the argument parser of the command."""
+    """Return the argument parser of `python -m gllm.kernels.tune`."""
     made = argparse.ArgumentParser(prog="python -m gllm.kernels.tune", description=__doc__)
     made.add_argument("tables", nargs="*", help=f"of {', '.join(CANDIDATE_VALUES)}; all by default")
     made.add_argument("--output", type=Path, default=tiles.FOLDER, help="folder of the file")
@@ -296,7 +321,11 @@ def make_tune_parser() -> argparse.ArgumentParser:
 
 
 def minutes(text: str) -> float:
-    """Read a positive number of minutes. Raises ValueError."""
+    """Parse a positive number of minutes from a command-line argument.
+
+    Raises:
+        ValueError: The text is not a number above 0.
+    """
     value = float(text)
     if not value > 0:
         raise ValueError("has to be above 0")
@@ -304,7 +333,14 @@ def minutes(text: str) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Tune the requested tables and write the file of this GPU; other tables stay unchanged."""
+    """Tune the tile sizes of the requested tables on this GPU and write them to the GPU's file.
+
+    Tables that are not requested stay unchanged.
+
+    Returns:
+        Exit status: 0 on success, 1 if the current tile sizes of a row give wrong results, 2 for an
+        unknown table, an invalid file or without a GPU.
+    """
     given = sys.argv[1:] if arguments is None else arguments
     options = make_tune_parser().parse_args(given)
     unknown = sorted({*options.tables} - {*CANDIDATE_VALUES})
@@ -328,11 +364,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @dataclass(frozen=True)
 class GpuInfo:
-    """Name and architecture of the GPU that is tuned for."""
+    """Name and architecture of the GPU whose tile sizes are tuned."""
 
     name: str
     arch: int
-    """For example 90 for sm_90."""
+    """Architecture, for example 90 for sm_90."""
 
 
 def tune(
@@ -344,7 +380,9 @@ def tune(
     every: Sequence["Workload"] | None = None,
     now: Callable[[], float] = time.monotonic,
 ) -> int:
-    """Tune row by row, write each row when it is done, and return the exit status.
+    """Tune tables row by row and write each row to the GPU's file as soon as it is done.
+
+    Returns the exit status: 1 if the current tile sizes of a row give wrong results, else 0.
 
     Starts rows until `options.minutes` have passed. Times in the journal are not measured again.
 
@@ -392,7 +430,7 @@ def _prepare(own: Sequence["Workload"]) -> list["PreparedWorkload"]:
 
 
 def versions() -> dict[str, str]:
-    """Return the package versions that times depend on."""
+    """Return the versions of torch and triton, which measured times depend on."""
     import triton
 
     return {"torch": torch.__version__, "triton": triton.__version__}
@@ -401,7 +439,15 @@ def versions() -> dict[str, str]:
 def write_gpu_file(
     folder: Path, device: str, arch: int, command: str, found: Mapping[str, Sequence[TileRow]]
 ) -> Path:
-    """Write the file of a GPU, keeping its rows that are not in `found`; return the path."""
+    """Write tuned rows to the file of a GPU, keeping its other rows; return the path.
+
+    Args:
+        folder: folder of the file.
+        device: name of the GPU.
+        arch: architecture, for example 90 for sm_90.
+        command: the command that was run, which the file records.
+        found: tuned rows by table.
+    """
     path = folder / f"{tiles.tile_file_name(device)}.json"
     default = tiles.read_tile_file(tiles.DEFAULT).tables
     tables = {name: list(rows) for name, rows in found.items()}

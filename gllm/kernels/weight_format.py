@@ -30,7 +30,7 @@ those that a checkpoint's quantization_config selects are keys of this table."""
 
 
 class Matrix(Protocol):
-    """A weight [outputs, inputs] in one format, laid out for multiplication."""
+    """Interface of a weight [outputs, inputs] that is ready for multiplication, in some format."""
 
     format: ClassVar[str]
     """A key of WEIGHT_FORMATS."""
@@ -48,7 +48,10 @@ M = TypeVar("M")
 
 
 class WeightFormat(ABC, Generic[M]):
-    """One representation of a weight [outputs, inputs]; stateless."""
+    """Operations of one weight format (unquantized, int8, fp8): load, prepare, multiply, look up.
+
+    Instances have no state.
+    """
 
     stored_dtype: ClassVar[str | None] = None
     """Dtype of `weight` tensors in this format, by its safetensors name; None if no checkpoint has
@@ -166,29 +169,32 @@ class WeightFormat(ABC, Generic[M]):
 
 @cache
 def weight_format(name: str) -> WeightFormat[Any]:
-    """Return the format registered under a name of WEIGHT_FORMATS."""
+    """Return the weight format with this name, a key of WEIGHT_FORMATS such as "int8"."""
     module, class_name = WEIGHT_FORMATS[name].split(":")
     instance: WeightFormat[Any] = getattr(importlib.import_module(module), class_name)()
     return instance
 
 
 def format_of(weight: Weight) -> WeightFormat[Any]:
-    """Return the format of a loaded weight, a matrix or a stack of experts."""
+    """Return the weight format of a loaded weight: a tensor, a matrix or a stack of experts."""
     return weight_format(UNQUANTIZED if isinstance(weight, Tensor) else weight.format)
 
 
 def dequantize_weight(weight: Weight) -> Tensor:
-    """Return the floats [outputs, inputs] of a loaded weight; a tensor is returned as it is."""
+    """Convert a loaded weight to floats [outputs, inputs]; a plain tensor is returned unchanged."""
     return format_of(weight).dequantize(weight)
 
 
 def convert(
     parts: Sequence[Weight], quantization: str
 ) -> tuple[WeightFormat[Any], Sequence[Weight]]:
-    """Return the format for loaded weights, and the weights as its `prepare` reads them.
+    """Choose the format to prepare loaded weights in, and dequantize them if their format differs.
 
     Weights stay in the checkpoint's format if all parts have the same one and `quantization` is
     "none". All others are dequantized first.
+
+    Returns:
+        The format, and the parts as its `prepare` expects them.
     """
     stored = {format_of(part) for part in parts}
     if quantization == UNQUANTIZED and len(stored) == 1:
@@ -197,7 +203,9 @@ def convert(
 
 
 def stack_tensors(num_experts: int, tensors: Iterable[Tensor]) -> Tensor:
-    """Stack tensors of one shape and dtype as [num_experts, *shape].
+    """Stack tensors of the same shape and dtype along a new first dimension, one at a time.
+
+    The result is [num_experts, *shape].
 
     Besides the result, only one tensor is in memory at a time.
 

@@ -24,14 +24,20 @@ KEYS_PER_BLOCK = 128
 
 
 def unsupported_reason(requirements: AttentionRequirements) -> str | None:
-    """Return why this backend cannot meet a stage's requirements, and the fix; None if it can."""
+    """Explain why the compiled CPU backend cannot meet the requirements; None if it can.
+
+    The text also says how to fix it.
+    """
     if current_library() is None:
         return f"no compiled kernels are available ({select_build().reason}), or choose torch"
     return None
 
 
 def auto_skip_reason(requirements: AttentionRequirements) -> str | None:
-    """Return why `auto` should prefer torch by the measured times; None if it should not."""
+    """Explain why `auto` prefers torch to the compiled CPU kernel; None if it does not.
+
+    It prefers torch where a short benchmark measured the compiled kernel to be slower.
+    """
     kernels = current_library()
     if kernels is None or kernels.is_preferred("attention", requirements.dtype):
         return None

@@ -40,13 +40,17 @@ HOW_TO_COMPILE = "install a C++ compiler and install gllm again"
 
 
 class BuildSelection(NamedTuple):
-    """Result of the selection: the build that this process uses."""
+    """Shared library of compiled CPU kernels that this process uses, and why it was selected.
+
+    There is one library per instruction set, such as AVX2 or AVX-512; each is called a build.
+    """
 
     name: str
     """Key of BUILDS, or OFF."""
     path: Path | None
     """The shared library; None for OFF."""
     reason: str
+    """Reason for the selection, for the log."""
     is_named: bool
     """True if GLLM_CPU_KERNELS names the build."""
 
@@ -56,7 +60,10 @@ def select_build(
     features: Set[str] | None = None,
     folder: Path | None = None,
 ) -> BuildSelection:
-    """Select the build that GLLM_CPU_KERNELS names, or the best usable one if it is unset.
+    """Select the shared library of compiled CPU kernels, one of several builds per instruction set.
+
+    The environment variable GLLM_CPU_KERNELS names a build or "off". If it is unset, the best build
+    that was compiled and that the processor supports is used.
 
     Args:
         environment: Environment variables, by default those of the process.
@@ -85,7 +92,10 @@ def select_build(
 
 
 def find_compiled_builds(folder: Path | None = None) -> dict[str, Path]:
-    """Return the compiled libraries by build name, best first."""
+    """Return the paths of the compiled CPU kernel libraries by build name, best first.
+
+    A build is the library for one instruction set, for example "avx2".
+    """
     libraries = {}
     for flavor in BUILDS:
         paths = sorted((folder or Path(__file__).parent).glob(f"_{flavor}.*"))
@@ -97,11 +107,15 @@ def find_compiled_builds(folder: Path | None = None) -> dict[str, Path]:
 def processor_features(
     cpuinfo: Path = Path("/proc/cpuinfo"), permit_tiles: Callable[[], bool] | None = None
 ) -> set[str]:
-    """Return the processor flags of Linux, and TILES_PERMITTED if granted; empty if unknown.
+    """Return the instruction-set flags of this processor from /proc/cpuinfo; empty if unknown.
 
-    Requests the permission to use the AMX tile registers for all threads of this process.
+    Also requests Linux's permission to use the AMX tile registers in this process, and adds
+    TILES_PERMITTED to the flags if it is granted.
 
-    permit_tiles: requests it and returns True if it is granted; by default from Linux.
+    Args:
+        cpuinfo: file to read.
+        permit_tiles: requests the permission and returns True if it is granted; by default from
+            Linux.
     """
     try:
         lines = cpuinfo.read_text().splitlines()

@@ -51,7 +51,10 @@ def _fields(*groups: tuple[str, Any]) -> list[tuple[str, Any]]:
 
 
 class RankLine(ctypes.Structure):
-    """Counterpart of `RankLine` in all_reduce.cpp, which documents the fields."""
+    """State in shared memory by which one tensor-parallel rank synchronizes with the others.
+
+    C structure `RankLine` of all_reduce.cpp, which documents the fields.
+    """
 
     _fields_ = _fields(
         ("sequence is_sleeping doorbell unused", Word),
@@ -61,7 +64,10 @@ class RankLine(ctypes.Structure):
 
 
 class RankGroupState(ctypes.Structure):
-    """Counterpart of `RankGroup` in all_reduce.cpp, which documents the fields."""
+    """One tensor-parallel rank's pointers into shared memory and its counters for collectives.
+
+    C structure `RankGroup` of all_reduce.cpp, which documents the fields.
+    """
 
     _fields_ = _fields(
         ("lines closed parts", Pointer),
@@ -74,7 +80,10 @@ class RankGroupState(ctypes.Structure):
 
 
 class BarrierArguments(ctypes.Structure):
-    """Counterpart of `BarrierArguments` in all_reduce.cpp, which documents the fields."""
+    """Arguments of the compiled barrier among tensor-parallel ranks.
+
+    C structure `BarrierArguments` of all_reduce.cpp, which documents the fields.
+    """
 
     _fields_ = _fields(
         ("group", ctypes.POINTER(RankGroupState)),
@@ -84,15 +93,19 @@ class BarrierArguments(ctypes.Structure):
 
 
 class CancelArguments(ctypes.Structure):
-    """Counterpart of `CancelArguments` in all_reduce.cpp, which documents the fields."""
+    """Arguments of the compiled function that ends every wait of every tensor-parallel rank.
+
+    C structure `CancelArguments` of all_reduce.cpp, which documents the fields.
+    """
 
     _fields_ = _fields(("group", ctypes.POINTER(RankGroupState)))
 
 
 class KernelArguments(ctypes.Structure):
-    """Arguments of a kernel that computes with several threads.
+    """Base of the argument structures of compiled kernels that use several threads.
 
-    Tensors, dtypes and None may be passed for addresses, numbers of `enum Dtype` and null pointers.
+    The constructor accepts tensors for addresses, dtypes for numbers of the C `enum Dtype`, and
+    None for null pointers.
     """
 
     def __init__(self, *values: Any, **named: Any) -> None:
@@ -110,7 +123,10 @@ def _convert(value: Any) -> Any:
 
 
 class ReduceArguments(KernelArguments):
-    """Counterpart of `ReduceArguments` in all_reduce.cpp, which documents the fields."""
+    """Arguments of the compiled all-reduce (sum or maximum) among tensor-parallel ranks.
+
+    C structure `ReduceArguments` of all_reduce.cpp, which documents the fields.
+    """
 
     _fields_ = _fields(
         ("group", ctypes.POINTER(RankGroupState)),
@@ -121,7 +137,10 @@ class ReduceArguments(KernelArguments):
 
 
 class AttentionArguments(KernelArguments):
-    """Counterpart of `AttentionArguments` in attention.cpp, which documents the fields."""
+    """Arguments of the compiled paged attention kernel.
+
+    C structure `AttentionArguments` of attention.cpp, which documents the fields.
+    """
 
     _fields_ = _fields(
         ("output query keys values block_table query_start context_len slopes", Pointer),
@@ -133,7 +152,10 @@ class AttentionArguments(KernelArguments):
 
 
 class NormArguments(KernelArguments):
-    """Counterpart of `NormArguments` in elementwise.cpp, which documents the fields."""
+    """Arguments of the compiled RMSNorm kernel.
+
+    C structure `NormArguments` of elementwise.cpp, which documents the fields.
+    """
 
     _fields_ = _fields(
         ("hidden delta weight output", Pointer),
@@ -144,7 +166,10 @@ class NormArguments(KernelArguments):
 
 
 class RotaryArguments(KernelArguments):
-    """Counterpart of `RotaryArguments` in elementwise.cpp, which documents the fields."""
+    """Arguments of the compiled kernel for QK norms, rotary embedding and the KV cache write.
+
+    C structure `RotaryArguments` of elementwise.cpp, which documents the fields.
+    """
 
     _fields_ = _fields(
         ("qkv cosine sine query_norm key_norm keys values slots", Pointer),
@@ -155,7 +180,10 @@ class RotaryArguments(KernelArguments):
 
 
 class GateArguments(KernelArguments):
-    """Counterpart of `GateArguments` in elementwise.cpp, which documents the fields."""
+    """Arguments of the compiled kernel that computes act(gate) * up.
+
+    C structure `GateArguments` of elementwise.cpp, which documents the fields.
+    """
 
     _fields_ = _fields(
         ("gate_up output", Pointer), ("rows size", Long), ("activation dtype threads", Int)
@@ -163,7 +191,10 @@ class GateArguments(KernelArguments):
 
 
 class ActivateArguments(KernelArguments):
-    """Counterpart of `ActivateArguments` in elementwise.cpp, which documents the fields."""
+    """Arguments of the compiled elementwise activation kernel.
+
+    C structure `ActivateArguments` of elementwise.cpp, which documents the fields.
+    """
 
     _fields_ = _fields(
         ("input output", Pointer), ("rows size", Long), ("activation dtype threads", Int)
@@ -171,7 +202,10 @@ class ActivateArguments(KernelArguments):
 
 
 class LinearArguments(KernelArguments):
-    """Counterpart of `LinearArguments` in linear.cpp, which documents the fields."""
+    """Arguments of the compiled linear layer with an unquantized weight.
+
+    C structure `LinearArguments` of linear.cpp, which documents the fields.
+    """
 
     _fields_ = _fields(
         ("output input weight bias", Pointer),
@@ -181,7 +215,10 @@ class LinearArguments(KernelArguments):
 
 
 class HeadLinearArguments(KernelArguments):
-    """Counterpart of `HeadLinearArguments` in linear_output.h, which documents the fields."""
+    """Arguments of the compiled linear layer with a separate matrix for each attention head.
+
+    C structure `HeadLinearArguments` of linear_output.h, which documents the fields.
+    """
 
     _fields_ = _fields(
         ("output input weight", Pointer),
@@ -192,7 +229,10 @@ class HeadLinearArguments(KernelArguments):
 
 
 class PackArguments(KernelArguments):
-    """Counterpart of `PackArguments` in pack.cpp, which documents the fields."""
+    """Arguments of the compiled function that packs a weight for the linear layer.
+
+    C structure `PackArguments` of pack.cpp, which documents the fields.
+    """
 
     _fields_ = _fields(
         ("packed weight", Pointer), ("inputs outputs", Long), ("step dtype threads", Int)
@@ -200,7 +240,10 @@ class PackArguments(KernelArguments):
 
 
 class UnpackArguments(KernelArguments):
-    """Counterpart of `UnpackArguments` in pack.cpp, which documents the fields."""
+    """Arguments of the compiled function that reads rows of a packed weight.
+
+    C structure `UnpackArguments` of pack.cpp, which documents the fields.
+    """
 
     _fields_ = _fields(
         ("output packed chosen", Pointer), ("rows inputs", Long), ("dtype threads", Int)
@@ -208,7 +251,10 @@ class UnpackArguments(KernelArguments):
 
 
 class QuantizeArguments(KernelArguments):
-    """Counterpart of `QuantizeArguments` in int8.cpp, which documents the fields."""
+    """Arguments of the compiled quantization of activations to int8.
+
+    C structure `QuantizeArguments` of int8.cpp, which documents the fields.
+    """
 
     _fields_ = _fields(
         ("x codes scales", Pointer),
@@ -219,7 +265,10 @@ class QuantizeArguments(KernelArguments):
 
 
 class Int8Arguments(KernelArguments):
-    """Counterpart of `Int8Arguments` in int8.cpp, which documents the fields."""
+    """Arguments of the compiled linear layer with an int8 weight.
+
+    C structure `Int8Arguments` of int8.cpp, which documents the fields.
+    """
 
     _fields_ = _fields(
         ("x weights scales offsets bias output", Pointer),
@@ -254,7 +303,10 @@ FUNCTIONS = {
 
 
 class KernelLibrary:
-    """One loaded build. Calling it with an argument structure runs the matching kernel."""
+    """Loaded shared library of compiled CPU kernels.
+
+    Calling the object with an argument structure runs the kernel that takes this structure.
+    """
 
     is_recording = False
     """True if calls are stored instead of run (program.py)."""
@@ -300,10 +352,10 @@ MeasureFunction = Callable[[KernelLibrary, torch.dtype], Mapping[Operation, floa
 
 
 class MeasuredKernelLibrary(KernelLibrary):
-    """Build that computes only the operations in which it is not slower than torch.
+    """Library of compiled CPU kernels that is used only for operations where torch is not faster.
 
-    The operations are measured once per dtype (measure.py), by the first process of a pipeline that
-    needs them. The stages share the results in a file, so that all stages use the same kernels.
+    Each operation is benchmarked against torch once per dtype, by the first worker that needs it.
+    The workers share the results in a file, so that all pipeline stages use the same kernels.
     """
 
     def __init__(self, path: Path, name: str, measure: MeasureFunction | None = None) -> None:
@@ -366,12 +418,13 @@ class MeasuredKernelLibrary(KernelLibrary):
 
 @cache
 def load_library() -> KernelLibrary | None:
-    """Load the selected build once per process; None if there is none.
+    """Load the selected library of compiled CPU kernels, once per process; None if there is none.
 
-    A build named by GLLM_CPU_KERNELS computes all operations and is not measured.
+    A library that GLLM_CPU_KERNELS names computes all operations. Otherwise torch computes those in
+    which it was measured to be faster.
 
     Raises:
-        ValueError: GLLM_CPU_KERNELS names an unusable build (builds.py).
+        ValueError: GLLM_CPU_KERNELS names a library that cannot be used.
     """
     build = select_build()
     if build.path is None:
@@ -384,7 +437,10 @@ def load_library() -> KernelLibrary | None:
 
 
 def log_kernels(build: BuildSelection | None = None) -> None:
-    """Log the selected build, by default that of this process, or why there is none."""
+    """Log which library of compiled CPU kernels is used, or why there is none.
+
+    build: the selected library, by default that of this process.
+    """
     build = select_build() if build is None else build
     is_missing = build.path is None and not build.is_named
     name = "none, torch computes" if build.path is None else f"build {build.name}"
@@ -393,14 +449,17 @@ def log_kernels(build: BuildSelection | None = None) -> None:
 
 
 def describe_build(dtype: torch.dtype) -> str:
-    """Return the build for a dtype, or the version of torch if torch computes everything."""
+    """Return the name of the CPU kernel library in use, or torch's version if torch is used.
+
+    torch computes everything if no library was selected or it does not support the dtype.
+    """
     if load_library() is None or dtype not in DTYPES:
         return f"torch {torch.__version__}"
     return f"build {select_build().name}"
 
 
 def describe_kernels(dtype: torch.dtype) -> str:
-    """Return the build, and the operations that torch computes instead in a dtype."""
+    """Return the CPU kernel library in use for a dtype, and the operations that torch computes."""
     library = load_library()
     if library is None or dtype not in DTYPES:
         return describe_build(dtype)
@@ -410,19 +469,29 @@ def describe_kernels(dtype: torch.dtype) -> str:
 
 
 def share_measurements(descriptor: int | None) -> None:
-    """Share measurements with the other processes of the pipeline through an open file."""
+    """Share the kernel benchmark results with the other workers of the pipeline in an open file.
+
+    descriptor: file descriptor of the file; None: results are not shared.
+    """
     library = load_library()
     if isinstance(library, MeasuredKernelLibrary) and descriptor is not None:
         library.share(descriptor)
 
 
 def current_library() -> KernelLibrary | None:
-    """Return the library of this context, for operations that it computes in every build."""
+    """Return the CPU kernel library in use in this context, or None; ignores benchmark results.
+
+    The library is the one set by `using_library`, otherwise that of the process.
+    """
     return library_override.get() or load_library()
 
 
 def library_for(tensor: Tensor, operation: Operation) -> KernelLibrary | None:
-    """Return the library if it is the faster one for the operation on such tensors, or None."""
+    """Return the CPU kernel library if it should compute the operation on this tensor, else None.
+
+    None means that torch computes it: the tensor is on a GPU, its dtype is not supported, or torch
+    was measured to be faster.
+    """
     if not tensor.is_cpu or tensor.dtype not in DTYPES:
         return None
     library = current_library()
@@ -437,7 +506,7 @@ library_override: ContextVar[KernelLibrary | None] = ContextVar("override", defa
 
 @contextmanager
 def using_library(library: KernelLibrary) -> Iterator[None]:
-    """Compute with another library in this context, for example a KernelRecorder (program.py)."""
+    """Replace the CPU kernel library within a `with` block, for example by a `KernelRecorder`."""
     token = library_override.set(library)
     try:
         yield
@@ -446,5 +515,5 @@ def using_library(library: KernelLibrary) -> Iterator[None]:
 
 
 def data_pointer(tensor: Tensor | None) -> int | None:
-    """Return the address of the first element, or None for no tensor."""
+    """Return the memory address of a tensor's first element; None if there is no tensor."""
     return None if tensor is None else tensor.data_ptr()

@@ -56,12 +56,15 @@ class _AlwaysOrNever(KernelLibrary):
 def measure_slowdowns(
     library: KernelLibrary, dtype: torch.dtype, compare: CompareFunction | None = None
 ) -> dict[Operation, float]:
-    """Return the ratio of the library's time to torch's for each operation.
+    """Benchmark the compiled CPU kernels: return the time relative to torch for each operation.
 
-    Measures one thread by its CPU time, so that other processes do not count. For operations
+    Measures the CPU time of one thread, so that other processes do not count. For operations
     measured for decodes and for a prefill chunk, returns the geometric mean of both ratios.
 
-    compare: measures one workload, by default `measure_ratio`.
+    Args:
+        library: compiled kernels.
+        dtype: of all tensors.
+        compare: measures one workload; by default `measure_ratio`.
     """
     compare = compare or measure_ratio
     compiled, by_torch = _AlwaysOrNever(library), _AlwaysOrNever(None)
@@ -81,7 +84,14 @@ def measure_slowdowns(
 def measure_ratio(
     compiled: KernelLibrary, by_torch: KernelLibrary, workload: Workload, dtype: torch.dtype
 ) -> float:
-    """Return the ratio of the shortest run of a workload with one library to that with another."""
+    """Return the shortest time of a workload with one kernel library relative to another.
+
+    Args:
+        compiled: library whose time is the numerator.
+        by_torch: library whose time is the denominator; it leaves all operations to torch.
+        workload: prepares the operation.
+        dtype: of all tensors.
+    """
     runs = []
     for library in (compiled, by_torch):
         with using_library(library):

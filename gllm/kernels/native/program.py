@@ -35,7 +35,7 @@ ALIGNED = 64
 
 
 class NotRecordableError(Exception):
-    """The recorded code computes something that is not a compiled kernel."""
+    """Raised while recording kernel calls if the code runs anything but compiled kernels."""
 
 
 class _OnlyViews(TorchDispatchMode):
@@ -64,7 +64,10 @@ def _memory_of(tensor: Tensor) -> int:
 
 
 class KernelRecorder(KernelLibrary):
-    """Library that stores its calls instead of running them. Buffers have `tokens` rows."""
+    """Kernel library that records the calls of a stage instead of running them, like graph capture.
+
+    Output buffers are allocated with `tokens` rows.
+    """
 
     is_recording = True
 
@@ -126,14 +129,26 @@ class KernelRecorder(KernelLibrary):
 
 @contextmanager
 def record_kernels(library: KernelLibrary, tokens: int, memory: Tensor) -> Iterator[KernelRecorder]:
-    """Record the kernel calls of this thread. Raises NotRecordableError."""
+    """Record this thread's kernel calls within a `with` block instead of running them.
+
+    Args:
+        library: compiled kernels.
+        tokens: largest number of tokens of a step.
+        memory: [bytes] uint8, for the output buffers of the kernels.
+
+    Raises:
+        NotRecordableError: The code computes something that is not a compiled kernel.
+    """
     recorder = KernelRecorder(library, tokens, memory)
     with using_library(recorder), _OnlyViews():
         yield recorder
 
 
 class RecordedProgram:
-    """Recorded kernel calls that run for any step of at most `tokens` tokens."""
+    """Recorded kernel calls of a stage, replayed for each step; comparable to a CUDA graph.
+
+    One recording serves every step of at most `tokens` tokens.
+    """
 
     def __init__(self, recorded: KernelRecorder, angles: Mapping[Any, RotaryAngles]) -> None:
         """Build the call table; angles: those used during the recording."""

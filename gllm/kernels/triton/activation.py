@@ -17,7 +17,10 @@ KINDS = ("silu", "relu", "gelu", "gelu_tanh")
 
 @triton.jit
 def activate(x, KIND: tl.constexpr):
-    """Return the activation KIND, one of KINDS, of float32 x, elementwise."""
+    """Apply the activation KIND, such as "silu", to each element of float32 x.
+
+    Triton device function.
+    """
     if KIND == "silu":
         made = x * tl.sigmoid(x)
     elif KIND == "relu":
@@ -48,7 +51,11 @@ def _gate(both, output, size, row, KIND: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def act_and_mul(kind: str, gate_up: Tensor) -> Tensor:
-    """Return act(gate) * up, [tokens, n], of gate_up [tokens, 2 * n] on a GPU; gate comes first."""
+    """Return act(gate) * up, [tokens, n], with a Triton kernel.
+
+    kind is the name of the activation. gate_up [tokens, 2 * n] has the gate in the first n columns
+    and the up projection in the others.
+    """
     if kind not in KINDS:
         raise ValueError(f"no kernel for the activation {kind!r}")
     gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()

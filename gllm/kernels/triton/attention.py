@@ -138,9 +138,10 @@ def packed_rows(
     first, count,
     ROWS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Return the token, the query head and the validity of each row of a tile, each [ROWS].
+    """Return the token, the query head and the validity of each row of a query tile, each [ROWS].
 
-    The token is relative to the chunk of `count` tokens; the tile starts at token `first`.
+    A row of a tile is one query head of one token. The token is relative to the chunk of `count`
+    tokens; the tile starts at token `first`. Triton device function.
     """
     packed = first * HEADS + tl.arange(0, ROWS)
     token = packed // HEADS
@@ -164,13 +165,14 @@ def prefill_kernel(
     SHARED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr,
     SPLIT: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """Compute one split of the context of one tile of a prefill chunk.
+    """Compute attention of one tile of prefill queries over one split of its context (Triton).
 
-    Grid: (tiles, kv_heads * PARTS, splits). tiles [tiles, 2] int32: see
-    attention_plan.list_prefill_tiles, for ROWS // HEADS tokens per tile. With SPLIT, results go to
-    partial and statistics (split_attention.SplitResults for the `tokens` tokens after the first
-    `skipped` ones), else to output. query_token to value_head: elements between two tokens (or
-    cached tokens) and two heads. Constants: attention_tiles.attend.
+    Grid: (tiles, kv_heads * PARTS, splits). tiles [tiles, 2] int32 are those of
+    attention_plan.list_prefill_tiles, for ROWS // HEADS tokens per tile. If SPLIT, partial results
+    go to `partial` and `statistics` (split_attention.SplitResults for the `tokens` tokens after the
+    first `skipped` ones), else results go to `output`. query_token to value_head are strides in
+    elements between tokens (or cached tokens) and between heads. attention_tiles.attend describes
+    the constants.
     """
     TOKENS: tl.constexpr = ROWS // HEADS
     row = tl.load(tiles + 2 * tl.program_id(0))

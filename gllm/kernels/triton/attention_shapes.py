@@ -21,7 +21,7 @@ from gllm.kernels.triton.tiles import choose_tiles
 
 @dataclass(frozen=True)
 class TileSizes:
-    """Tile sizes and launch options of one kernel."""
+    """Tile sizes, number of warps and pipeline stages of one attention kernel."""
 
     rows: int
     """Queries of a tile: tokens times query heads that share a KV head; a power of two, 16 at
@@ -29,7 +29,9 @@ class TileSizes:
     keys: int
     """Cached tokens of a tile, a power of two, 16 at least."""
     warps: int
+    """Warps per Triton program."""
     stages: int
+    """Stages of Triton's software pipeline."""
 
 
 SPLITS = 128
@@ -50,10 +52,12 @@ about 50 us."""
 
 @dataclass(frozen=True)
 class SplitLimits:
-    """Limits for splitting contexts into parts that several programs compute."""
+    """Limits for splitting a context over several GPU programs (split-KV, as in Flash-Decoding)."""
 
     min_decode_tokens: int = MIN_DECODE_SPLIT_TOKENS
+    """Minimum number of context tokens per split of a decode."""
     min_prefill_tokens: int = MIN_PREFILL_SPLIT_TOKENS
+    """Minimum number of context tokens per split of a prefill chunk."""
     processors: int | None = None
     """Streaming multiprocessors to fill; None: those of the device."""
 
@@ -68,7 +72,7 @@ DEFAULT_SPLIT_LIMITS = SplitLimits()
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Properties of attention that are constant for the layers of a stage."""
+    """Head counts, head sizes, block size and features that an attention kernel is compiled for."""
 
     heads: int
     kv_heads: int
@@ -80,6 +84,7 @@ class AttentionShape:
     softcap: bool = False
     alibi: bool = False
     window: int | None = None
+    """Number of visible tokens (sliding window); None: all."""
     wide: bool = False
     """True if queries are float32."""
 
@@ -97,10 +102,13 @@ class AttentionShape:
 def describe_shape(
     query: Tensor, keys: Tensor, values: Tensor, features: tuple[bool, bool, int | None]
 ) -> AttentionShape:
-    """Return the shape of query [tokens, heads, key_dim] against paged caches.
+    """Derive the `AttentionShape` from the query and the paged key and value caches.
 
-    Caches are [blocks, block_size, kv_heads, key_dim or value_dim]; features: softcap, alibi,
-    window.
+    Args:
+        query: [tokens, heads, key_dim].
+        keys: [blocks, block_size, kv_heads, key_dim].
+        values: [blocks, block_size, kv_heads, value_dim].
+        features: True with softcap, True with ALiBi, and the window.
     """
     shared = keys.data_ptr() == values.data_ptr() and keys.stride() == values.stride()
     return AttentionShape(
@@ -116,7 +124,7 @@ def describe_shape(
 
 
 def tile_lookup_sizes(shape: AttentionShape) -> dict[str, int]:
-    """Return the problem sizes that select a row of the table of tile sizes.
+    """Return the problem sizes by which `choose_tiles` selects attention tile sizes.
 
     These are the padded dimension of a head (512 also stands for latent attention, whose keys have
     64 more elements) and the bytes of a query element.
@@ -126,30 +134,38 @@ def tile_lookup_sizes(shape: AttentionShape) -> dict[str, int]:
 
 
 def choose_attention_tiles(shape: AttentionShape, table: str) -> TileSizes:
-    """Return the tile sizes for heads of this size. Raises ValueError if there are none."""
+    """Return the tile sizes of an attention kernel for heads of this shape.
+
+    Args:
+        shape: head sizes and dtype of the queries.
+        table: "prefill" or "decode".
+
+    Raises:
+        ValueError: the table has no tile sizes for such heads.
+    """
     return TileSizes(**choose_tiles(table, **tile_lookup_sizes(shape)))
 
 
 @dataclass(frozen=True)
 class QueryPacking:
-    """Packing of the query heads that share a KV head into tiles."""
+    """Division of the query heads that share a KV head, and of tokens, into query tiles."""
 
     heads: int
-    """Query heads of a group per tile."""
+    """Query heads per tile."""
     parts: int
-    """Tiles per group and token, 1 unless the group is larger than a tile."""
+    """Tiles for the query heads of one KV head, 1 unless a tile has fewer rows than heads."""
     tokens: int
     """Tokens per tile."""
 
 
 def pack_queries(tiles: TileSizes, shape: AttentionShape) -> QueryPacking:
-    """Return how the query heads and tokens fill a tile."""
+    """Divide query heads and tokens into tiles of the given number of rows."""
     heads = min(shape.group, tiles.rows)
     return QueryPacking(heads, -(-shape.group // heads), tiles.rows // heads)
 
 
 def constants(tiles: TileSizes, shape: AttentionShape) -> dict[str, int | bool]:
-    """Return the constants that the kernels of decodes and of prefill chunks share."""
+    """Return the compile-time constants that the prefill and decode attention kernels share."""
     packed = pack_queries(tiles, shape)
     rest = shape.key_dim - shape.main
     return {
@@ -180,18 +196,18 @@ def decode_splits(
     processors: int,
     min_tokens: int = MIN_DECODE_SPLIT_TOKENS,
 ) -> int:
-    """Return the number of parts that the context of each decode is split into.
+    """Return the number of splits of each decode's context, as in Flash-Decoding.
 
-    A part of the longest context is at most an equal share of all work for each of
+    A split of the longest context is at most an equal share of all work for each of
     PROGRAMS_PER_PROCESSOR programs per processor, and at most MAX_DECODE_SPLIT_TOKENS tokens, so
     that neither a small batch nor one long context among short ones leaves processors idle.
 
     Args:
-        contexts: [decodes] visible tokens of each decode. Where a launch is recorded, for replays
-            with other contexts: the longest that there may be.
-        programs: per decode, without splits.
+        contexts: [decodes] visible tokens of each decode. For a launch that is captured in a graph:
+            the longest contexts of any replay.
+        programs: GPU programs per decode without splits.
         processors: streaming multiprocessors of the device.
-        min_tokens: minimum tokens per part.
+        min_tokens: minimum tokens per split.
     """
     longest = int(contexts.max())
     share = -(-int(contexts.sum()) * programs // (PROGRAMS_PER_PROCESSOR * processors))
@@ -201,7 +217,14 @@ def decode_splits(
 def prefill_splits(
     programs: int, longest: int, processors: int, min_tokens: int = MIN_PREFILL_SPLIT_TOKENS
 ) -> int:
-    """Return the number of splits for tiles of prefill chunks, which only fill idle processors."""
+    """Return the number of splits of a prefill chunk's context, which only fill idle processors.
+
+    Args:
+        programs: GPU programs of the launch without splits.
+        longest: longest context, in tokens.
+        processors: streaming multiprocessors of the device.
+        min_tokens: minimum tokens per split.
+    """
     return _splits(processors // programs, longest, min_tokens)
 
 
@@ -215,7 +238,7 @@ def _padded(size: int) -> int:
 
 
 def with_float32_queries(shape: AttentionShape) -> AttentionShape:
-    """Return the shape with float32 queries."""
+    """Return a copy of the shape for float32 queries."""
     return replace(shape, wide=True)
 
 
@@ -264,9 +287,14 @@ def list_specs(
     types: Mapping[str, str],
     more: Mapping[str, Any],
 ) -> list[KernelSpec]:
-    """Return the variants of an attention kernel that are compiled ahead of time, one per CASE.
+    """List the variants of an attention kernel to compile ahead of time, one per entry of CASES.
 
-    types and more: argument types and constants that only this kernel has.
+    Args:
+        name: prefix of the variants' labels.
+        kernel: function decorated with triton.jit.
+        table: table of tile sizes, "prefill" or "decode".
+        types: types of the arguments that only this kernel has.
+        more: constants that only this kernel has.
     """
     return [
         KernelSpec(
@@ -284,7 +312,7 @@ def list_specs(
 
 
 def tuned_constants(table: str, shape: AttentionShape) -> TunedConstants:
-    """Return the compile-time constants of a shape, with the tile sizes of a table."""
+    """Return the kernel constants of an attention shape, with tile sizes looked up in a table."""
     return TunedConstants(
         table, tile_lookup_sizes(shape), lambda use: constants(TileSizes(**use), shape)
     )

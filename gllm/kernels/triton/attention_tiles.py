@@ -20,6 +20,7 @@ def load_elements(pointers, there, SIZE: tl.constexpr, PAD: tl.constexpr, MASKED
     """Load SIZE elements from each of pointers [rows] into [rows, PAD], padded with zeros.
 
     MASKED: rows whose mask `there` [rows] is false become zero; otherwise all rows are loaded.
+    Triton device function.
     """
     columns = tl.arange(0, PAD)
     addresses = pointers[:, None] + columns[None, :]
@@ -38,7 +39,10 @@ def load_elements(pointers, there, SIZE: tl.constexpr, PAD: tl.constexpr, MASKED
 
 @triton.jit
 def load_slopes(slopes, heads, there, ALIBI: tl.constexpr):
-    """Return the slope of each row's head, [ROWS] float32, for scores in units of log2."""
+    """Load the ALiBi slope of each row's head, [ROWS] float32, for scores in units of log2.
+
+    Triton device function.
+    """
     if ALIBI:
         loaded = tl.load(slopes + heads, mask=there, other=0.0) * 1.4426950408889634
     else:
@@ -48,9 +52,10 @@ def load_slopes(slopes, heads, there, ALIBI: tl.constexpr):
 
 @triton.jit
 def load_blocks(table, start, oldest, end, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Load the block id of each position start .. start + KEYS - 1, [KEYS] int32.
+    """Load the KV block id of each position start .. start + KEYS - 1, [KEYS] int32.
 
-    table: block ids of the row; positions outside of oldest .. end - 1 give 0.
+    table: block ids of the sequence; positions outside of oldest .. end - 1 give 0. Triton device
+    function.
     """
     tokens = start + tl.arange(0, KEYS)
     return tl.load(table + tokens // BLOCK_SIZE, (tokens >= oldest) & (tokens < end), 0)
@@ -65,15 +70,15 @@ def attend(
     SHARED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys at positions begin .. end - 1 to the online softmax of a tile of queries.
+    """Update the online softmax of a tile of queries with the keys at positions begin .. end - 1.
 
     The state is the highest score and total weight [ROWS] and the weighted sum of values, output
-    [ROWS, VALUE_PAD], all float32. A score s becomes s * inner, or with SOFTCAP
-    outer * tanh(ln 2 / 2 * s * inner). No key before `oldest` is read.
+    [ROWS, VALUE_PAD], all float32. A score s becomes s * inner, or with SOFTCAP outer * tanh(ln 2 /
+    2 * s * inner). No key before `oldest` is read. Triton device function.
 
     Tensors: query [ROWS, MAIN_PAD], rest [ROWS, REST_PAD] (unused if REST is 0), positions and
     slopes [ROWS]; keys and values point to the KV head in slot 0, key_row and value_row elements
-    per slot; table: block ids of the row.
+    per slot; table: block ids of the sequence.
 
     Constants, in elements of a head: MAIN: key elements in the first tile (all, or for latent
     attention those shared with the values); REST: further key elements; VALUE: value elements;

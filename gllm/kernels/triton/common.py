@@ -21,7 +21,10 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def dot(a, b, total):
-    """Return total [m, n] float32 + a [m, k] @ b [k, n], on tensor cores in the dtype of a."""
+    """Return total [m, n] float32 + a [m, k] @ b [k, n], on tensor cores in the dtype of a.
+
+    Triton device function.
+    """
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total)
     return tl.dot(a, b, total)
@@ -29,10 +32,10 @@ def dot(a, b, total):
 
 @triton.jit
 def load_history_tokens(table, blocks, positions, there, BLOCK_SIZE: tl.constexpr):
-    """Load the tokens [n] int64 at positions [n] of a history; -1 where `there` [n] is false.
+    """Load a sequence's tokens [n] int64 at positions [n]; -1 where the mask `there` [n] is false.
 
-    table [slots] int64: token per KV-cache slot; blocks: pointer to the block ids of the history
-    (gllm/kernels/history.py); BLOCK_SIZE: tokens per block.
+    table [slots] int64: token per KV-cache slot; blocks: pointer to the block ids of the sequence
+    (gllm/kernels/history.py); BLOCK_SIZE: tokens per block. Triton device function.
     """
     block = tl.load(blocks + positions // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
     slots = block * BLOCK_SIZE + positions % BLOCK_SIZE
@@ -41,17 +44,17 @@ def load_history_tokens(table, blocks, positions, there, BLOCK_SIZE: tl.constexp
 
 @cache
 def count_processors(device: torch.device) -> int:
-    """Return the number of streaming multiprocessors of a device; 1 if it is not a GPU."""
+    """Return the number of streaming multiprocessors of a GPU; 1 for a CPU."""
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 class CompilationCounter:
-    """Counter of the kernels that this process compiles after it is created; one per process.
+    """Counter of the Triton kernels that this process compiles or loads from Triton's disk cache.
 
-    A compilation blocks the stage for about a second, so a ready stage should have none. Kernels
-    loaded from Triton's cache folder are counted too.
+    Counts from its creation on; one per process. A compilation blocks the stage for about a second,
+    so none should happen once the engine is ready.
     """
 
     def __init__(self) -> None:

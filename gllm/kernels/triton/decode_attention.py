@@ -37,7 +37,9 @@ def decode_attention(
     factors: tuple[float, float],
     limits: SplitLimits,
 ) -> None:
-    """Compute the decodes' rows of output [tokens, heads, value_dim].
+    """Compute paged attention for the decode tokens of a step, writing to `output`.
+
+    Tokens without context become zero.
 
     Rows without context become zero.
 
@@ -87,7 +89,10 @@ def decode_attention(
 
 @triton.jit
 def split_index(row, head, split, GROUP: tl.constexpr, PARTS: tl.constexpr):
-    """Return the index of each row's split in [decodes, heads, splits], as [ROWS]."""
+    """Return the index of each row's partial result in [decodes, heads, splits], as [ROWS].
+
+    Triton device function.
+    """
     heads = tl.num_programs(0) // PARTS * GROUP
     return (row.to(tl.int64) * heads + head) * tl.num_programs(1) + split
 
@@ -102,10 +107,11 @@ def decode_kernel(
     SHARED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr,
     SPLIT: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """Compute one split of the context of one decode.
+    """Compute attention of one decode over one split of its context (Triton).
 
-    Grid: (kv_heads * PARTS, splits, decodes). With SPLIT, results go to partial and statistics
-    (split_attention.SplitResults), else to output. Constants: attention_tiles.attend.
+    Grid: (kv_heads * PARTS, splits, decodes). If SPLIT, partial results go to `partial` and
+    `statistics` (split_attention.SplitResults), else results go to `output`. attention_tiles.attend
+    describes the constants.
     """
     split = tl.program_id(1)
     row = tl.program_id(2)

@@ -16,7 +16,10 @@ from gllm.kernels.triton.activation import activate
 
 @dataclass(frozen=True, slots=True)
 class SortedPairs:
-    """(token, selected expert) pairs, sorted by expert; a token has one per expert it selects."""
+    """(token, selected expert) pairs of a batch, sorted by expert, for grouped matrix products.
+
+    A token has one pair for each expert that it selects.
+    """
 
     order: Tensor
     """[pairs] int64: indices of the pairs, token * picked + i, sorted by expert."""
@@ -39,18 +42,35 @@ class SortedPairs:
 
 
 def expert_constants(experts: int, picked: int) -> dict[str, int]:
-    """Return the constants for a number of experts and of selected experts per token."""
+    """Return the constants of the expert kernels: numbers of all and of selected experts.
+
+    Args:
+        experts: number of experts.
+        picked: number of experts that a token selects.
+    """
     block = int(triton.next_power_of_2(experts))
     return {"PICKED": picked, "EXPERTS": experts, "EXPERTS_BLOCK": block}
 
 
 def tile_sizes(gate: str, element: int) -> dict[str, int]:
-    """Return the problem sizes for `choose_tiles`: projections, bytes per element of x."""
+    """Return the problem sizes by which `choose_tiles` selects tile sizes of the expert kernels.
+
+    These are the number of projections in one launch and the bytes per element of x.
+
+    Args:
+        gate: name of the gate's activation, "" for the down projection.
+        element: bytes per element of x.
+    """
     return {"maps": 2 if gate else 1, "bytes": element}
 
 
 def sort_by_expert(experts: Tensor, count: int) -> SortedPairs:
-    """Sort (token, expert) pairs by expert; experts [tokens, picked] int64, ids below `count`."""
+    """Sort the (token, expert) pairs of a batch by expert.
+
+    Args:
+        experts: [tokens, picked] int64: ids of the selected experts, below `count`.
+        count: number of experts.
+    """
     numbers, order = experts.flatten().sort(stable=True)
     bounds = torch.searchsorted(numbers, torch.arange(count + 1, device=experts.device))
     return SortedPairs(order, bounds, experts.shape[1])
@@ -61,10 +81,11 @@ def find_block(
     block, order, bounds,
     EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Return a block's expert, and per row [ROWS] its index, validity and pair.
+    """Return the expert of a block of rows, and the index, validity and pair of each row [ROWS].
 
-    The expert is EXPERTS if there is no such block. order [pairs] and bounds [experts + 1] int64:
-    see SortedPairs.
+    A block has up to ROWS (token, expert) pairs of one expert; the expert is EXPERTS if there is no
+    such block. order [pairs] and bounds [experts + 1] int64 are those of SortedPairs. Triton device
+    function.
     """
     number = tl.arange(0, EXPERTS_BLOCK)
     begins = tl.load(bounds + number, number < EXPERTS, 0)
@@ -82,10 +103,11 @@ def find_block(
 
 @triton.jit
 def block_rows(row, pair, PICKED: tl.constexpr, GATE: tl.constexpr):
-    """Return the row that is read and the one that is written, each [ROWS], for a block's rows.
+    """Return the row to read and the row to write for each row of a block, both [ROWS].
 
-    With a GATE rows are read at tokens and written in sorted order; without they are read in
-    sorted order and written by pairs.
+    With a GATE (first projection) rows are read in token order and written in sorted order. Without
+    one (down projection) they are read in sorted order and written in the order of (token, expert)
+    pairs. Triton device function.
     """
     source = row
     to = pair
@@ -97,10 +119,12 @@ def block_rows(row, pair, PICKED: tl.constexpr, GATE: tl.constexpr):
 
 @triton.jit
 def store_tile(total, other, output, to, column, there, OUTPUTS: tl.constexpr, GATE: tl.constexpr):
-    """Write a tile [ROWS, COLUMNS] to rows `to` [ROWS] and columns [COLUMNS] of output.
+    """Store a tile [ROWS, COLUMNS] of an expert's output, with the gated activation if GATE is set.
 
-    total, other [ROWS, COLUMNS] float32. With a GATE the result is act(total) * other, else total.
-    there [ROWS]: validity of the rows.
+    total, other [ROWS, COLUMNS] float32: products with the gate and the up projection. With a GATE,
+    the name of an activation, the result is act(total) * other, else total. It goes to rows `to`
+    [ROWS] and columns [COLUMNS] of output. there [ROWS]: validity of the rows. Triton device
+    function.
     """
     if GATE != "":
         # As the reference, which gates what it has rounded.

@@ -109,7 +109,7 @@ def run_experts(
     activation: str,
     fp8: bool | None = None,
 ) -> Tensor:
-    """Return the weighted sum of each token's selected experts, computed on a GPU.
+    """Run each token's selected experts with Triton kernels; return their weighted sum.
 
     Args:
         x: [tokens, hidden].
@@ -117,8 +117,9 @@ def run_experts(
         weights: [tokens, active] float32: weights of these experts.
         up: [experts, 2 * inner, hidden]: gate projections, then up projections.
         down: [experts, hidden, inner].
-        activation: Activation of the gate.
-        fp8: Quantize activations to FP8 for FP8 weights; None: if the GPU multiplies FP8.
+        activation: name of the gate's activation, for example "silu".
+        fp8: True quantizes activations to FP8 for FP8 weights; None: only if the GPU multiplies
+            FP8.
 
     Returns:
         [tokens, hidden] of the dtype of x.
@@ -143,10 +144,15 @@ def run_experts(
 
 
 def add_parts(parts: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum [tokens, hidden] of parts [tokens * active, hidden].
+    """Return the weighted sum of the selected experts' outputs per token, [tokens, hidden].
 
-    experts and weights are [tokens, active]; parts are added in ascending order of the experts'
-    numbers.
+    Outputs are added in ascending order of expert ids, so that the result does not depend on the
+    batch.
+
+    Args:
+        parts: [tokens * active, hidden]: output of each (token, expert) pair.
+        experts: [tokens, active]: expert ids.
+        weights: [tokens, active]: weights of these experts.
     """
     tokens, picked = experts.shape
     hidden, use = parts.shape[1], choose_tiles("experts_sum")

@@ -84,12 +84,14 @@ def _multiply(
 def multiply(
     source: Tensor, weight: Fp8Stack, to: Tensor, pairs: SortedPairs, gate: str, fp8: bool | None
 ) -> None:
-    """Fill `to` [rows, outputs] from source [tokens or rows, inputs].
+    """Multiply the rows of a batch by the FP8 weights of their experts, writing to `to`.
 
-    With a gate: from tokens to the order of experts; without: from that order to pairs.
+    With a gate (the name of an activation) `source` [tokens, inputs] is in token order and `to`
+    [pairs, outputs] is sorted by expert. Without one (down projection) `source` is sorted by expert
+    and `to` is in the order of (token, expert) pairs.
 
     Raises:
-        ValueError: linear_fp8 has no kernel for the blocks of the weight.
+        ValueError: linear_fp8 has no kernel for the block size of the weight.
     """
     inputs = source.shape[1]
     group, width = choose_group_sizes(weight.columns, inputs)

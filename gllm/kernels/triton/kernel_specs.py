@@ -14,9 +14,10 @@ from gllm.kernels.triton import tiles
 
 @dataclass(frozen=True)
 class TunedConstants:
-    """Compile-time constants, warps and stages of a kernel, read from a table of tile sizes."""
+    """Compile-time constants, warps and stages of a kernel that depend on tuned tile sizes."""
 
     table: str
+    """Name of the table of tile sizes (tiles.py)."""
     sizes: Mapping[str, int]
     """Problem sizes that select the row of the table."""
     constants: Callable[[Mapping[str, int]], Mapping[str, Any]]
@@ -25,7 +26,7 @@ class TunedConstants:
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """One kernel variant: argument types, constants and launch options."""
+    """Variant of a Triton kernel: its argument types, constants and launch options."""
 
     label: str
     """Description for tables, for example `decode, heads of 128, bf16`."""

@@ -97,10 +97,10 @@ def _quantize_kernel(
 
 @triton.jit
 def add_group(total, a, codes, share, scale, FP8: tl.constexpr):
-    """Add the product of one group of inputs to total [m, n] float32.
+    """Add the product of one quantization group of inputs to total [m, n] float32.
 
-    a [m, k] times codes [k, n] (uint8) times scale [n]; with FP8, a is codes too, scaled by share
-    [m].
+    Adds a [m, k] @ codes [k, n] (FP8 as uint8) * scale [n]. If FP8, a contains FP8 codes too, whose
+    scales are share [m]. Triton device function.
     """
     zeros = tl.zeros(total.shape, tl.float32)
     if FP8:
@@ -180,12 +180,16 @@ def _add_kernel(
 
 @cache
 def multiplies_fp8(device: torch.device) -> bool:
-    """Return True if the tensor cores of a GPU multiply 8-bit floats."""
+    """Return True if the tensor cores of a GPU support FP8."""
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def quantize(x: Tensor, group: int = GROUP) -> tuple[Tensor, Tensor]:
-    """Quantize x [tokens, inputs] by the largest magnitude of each group of a token.
+    """Quantize activations x [tokens, inputs] to FP8, with one scale per group of a token's inputs.
+
+    Args:
+        x: [tokens, inputs].
+        group: inputs per group.
 
     Returns:
         Codes [tokens, inputs] uint8 and scales [tokens, groups] float32.
@@ -218,7 +222,7 @@ def linear_fp8(
     fp8: bool | None = None,
     num_parts: int | None = None,
 ) -> Tensor:
-    """Return x W^T + b, [tokens, outputs], for an FP8 weight on a GPU.
+    """Apply a linear layer with an FP8 weight on a GPU: return x W^T + b, [tokens, outputs].
 
     Args:
         x: [tokens, inputs], bfloat16, float16 or float32.
@@ -279,10 +283,14 @@ def linear_fp8(
 
 
 def choose_group_sizes(columns: int, inputs: int) -> tuple[int, int]:
-    """Return the inputs per group, and the number of groups per block of `columns` inputs.
+    """Return the number of inputs per quantization group, and of groups per block of the weight.
+
+    Args:
+        columns: inputs per block of the weight.
+        inputs: inputs of the weight.
 
     Raises:
-        ValueError: The width of blocks is not 32, 64, a multiple of 128 or the number of inputs.
+        ValueError: `columns` is not 32, 64, a multiple of 128 or the number of inputs.
     """
     width = triton.cdiv(inputs, GROUP) * GROUP if columns >= inputs else columns
     group = min(width, GROUP)
@@ -299,10 +307,18 @@ def choose_num_parts(
     use: Mapping[str, int],
     processors: int,
 ) -> int:
-    """Return the number of parts of the inputs that keeps the memory busy.
+    """Return the number of parts that the inputs are split into (split-K), to keep memory busy.
 
     Each processor should have IN_FLIGHT bytes of weights in flight. The partial sums, which are
     written and read, are at most half of the bytes of the weight.
+
+    Args:
+        tokens: rows of x.
+        inputs: inputs of the weight.
+        groups: quantization groups of the inputs.
+        grid: GPU programs of the launch without splits.
+        use: tile sizes.
+        processors: streaming multiprocessors of the device.
     """
     programs = grid[0] * grid[1]
     reading = max(use["stages"] - 1, 1) * use["columns"] * GROUP

@@ -69,10 +69,10 @@ def _phrases_kernel(
 
 
 def apply_token_bitmask(logits: Tensor, rows: Tensor, masks: Tensor, tile: int = TILE) -> None:
-    """Ban all tokens whose bit is 0 on a GPU, in place and without synchronization.
+    """Set the logits of tokens whose bit is 0 to -inf with a Triton kernel, in place.
 
-    logits [rows, vocabulary] float32, rows [masks] int64, masks [masks, words] int32; tile: tokens
-    of the vocabulary per program.
+    Does not synchronize. logits [rows, vocabulary] float32, rows [masks] int64, masks [masks,
+    words] int32; tile: tokens of the vocabulary per program.
     """
     size = logits.shape[1]
     _mask_kernel[(len(rows), triton.cdiv(size, tile))](
@@ -87,9 +87,10 @@ def apply_bad_words(
     bad_words: BadWords,
     phrase: int = PHRASE,
 ) -> None:
-    """Ban the last token of each phrase whose other tokens end the output, on a GPU.
+    """Ban the last token of each bad-words phrase whose other tokens end the output (Triton).
 
-    logits [rows, vocabulary] float32, table [slots] int64; phrase: tokens compared per iteration.
+    logits [rows, vocabulary] float32, table [slots] int64: token per KV-cache slot; phrase: tokens
+    compared per iteration.
     """
     blocks = histories.block_table
     _phrases_kernel[(len(bad_words.owners),)](

@@ -103,10 +103,11 @@ def apply_history_penalties(
     settings: Tensor,
     tile: int = TILE,
 ) -> None:
-    """Apply penalties for the tokens of histories on a GPU, in place, without synchronization.
+    """Apply repetition, frequency and presence penalties with a Triton kernel, in place.
 
-    logits [rows, vocabulary] float32, table [slots] int64, settings [3, histories] float64
-    (repetition, frequency, presence); tile: tokens of a history per program.
+    Does not synchronize. logits [rows, vocabulary] float32; table [slots] int64: token per KV-cache
+    slot; settings [3, histories] float64 (repetition, frequency, presence); tile: tokens of a
+    sequence per program.
     """
     count, size = len(histories.rows), logits.shape[1]
     counts = torch.zeros(count, size, dtype=torch.int32, device=logits.device)

@@ -140,7 +140,7 @@ def rotate_and_store(
     cache: tuple[Tensor, Tensor],
     slots: Tensor,
 ) -> Tensor:
-    """Apply head norms and rotary embedding, and write keys and values to the cache, on a GPU.
+    """Apply QK norms and rotary embedding, and write keys and values to the KV cache, on a GPU.
 
     Tokens with a slot below 0 are not stored. The cache rows must be contiguous, so that the cache
     flattened to slots is a view.

@@ -44,7 +44,7 @@ def _rms_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return the RMSNorm of x [..., n] with weight [n], of the shape and dtype of x, on a GPU.
+    """Apply RMSNorm to x [..., n] with weight [n] on a GPU; the result has x's shape and dtype.
 
     Raises:
         ValueError: A row has more than LONGEST elements.
@@ -54,7 +54,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Add delta to hidden in place, both [tokens, n]; return the RMSNorm of the sum, on a GPU.
+    """Add delta to the residual stream `hidden` in place; return the RMSNorm of the sum (Triton).
+
+    hidden and delta are [tokens, n]; weight is [n].
 
     Raises:
         ValueError: A row has more than LONGEST elements, or the rows of hidden are not contiguous.

@@ -272,10 +272,10 @@ def _sample_kernel(
 
 
 def sample(logits: Tensor, plan: "SamplingPlan", tile: int = TILE) -> Tensor:
-    """Sample token ids [rows] int64 from logits [rows, vocabulary] float32 on a GPU.
+    """Sample one token id per row of logits, [rows] int64, with a Triton kernel.
 
-    Does not synchronize. The settings and counters of the plan are on the GPU of the logits. tile:
-    tokens per iteration.
+    Does not synchronize. logits are [rows, vocabulary] float32. The settings and counters of the
+    plan are on the GPU of the logits. tile: tokens per iteration.
     """
     rows, size = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)

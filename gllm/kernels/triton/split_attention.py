@@ -26,7 +26,10 @@ tokens, heads, splits], all float32; nothing where contexts are not split."""
 def allocate_split_results(
     tokens: int, splits: int, shape: AttentionShape, device: torch.device
 ) -> SplitResults:
-    """Allocate the partial results of `tokens` tokens."""
+    """Allocate memory for the partial attention results of all splits of some tokens.
+
+    Returns (None, None) for a single split, which needs none.
+    """
     if splits == 1:
         return None, None
     size = (tokens, shape.heads, splits)
@@ -35,7 +38,7 @@ def allocate_split_results(
 
 
 def combine_splits(output: Tensor, parts: SplitResults, shape: AttentionShape) -> None:
-    """Fill output [tokens, heads, value_dim] from the partial results of its tokens.
+    """Combine the partial attention results of all splits into output [tokens, heads, value_dim].
 
     Tokens without context become zero.
     """
@@ -58,10 +61,10 @@ def _reduced(shape: AttentionShape) -> dict[str, int | bool]:
 
 @triton.jit
 def split_range(begin, end, split, splits, KEYS: tl.constexpr, LEAST: tl.constexpr):
-    """Return begin and end of a split of positions begin .. end - 1.
+    """Return begin and end of the positions of one split of a context begin .. end - 1.
 
     A split has whole tiles of KEYS positions and at least LEAST positions. An empty split has an
-    end that is not after its begin.
+    end that is not after its begin. Triton device function.
     """
     tiles = tl.cdiv(end - begin, KEYS)
     part = tl.maximum(tl.cdiv(tiles, splits), (LEAST + KEYS - 1) // KEYS) * KEYS
@@ -73,10 +76,10 @@ def store_split(
     partial, statistics, at, there, num_partials, highest, total, attended,
     VALUE: tl.constexpr, VALUE_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Store the partial results of the rows of a tile.
+    """Store the partial attention results of one split for the rows of a tile.
 
     highest and total [ROWS] and attended [ROWS, VALUE_PAD] go to index `at` [ROWS] of
-    `num_partials` entries.
+    `num_partials` entries. Triton device function.
     """
     columns = tl.arange(0, VALUE_PAD)
     mask = there[:, None] & (columns < VALUE)[None, :]
@@ -90,10 +93,10 @@ def reduce_kernel(
     output, partial, statistics, splits,
     VALUE: tl.constexpr, VALUE_PAD: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Combine the splits of one head of one token.
+    """Combine the partial attention results of all splits for one head of one token (Triton).
 
     Grid: (heads, tokens). partial [tokens, heads, splits, VALUE] and statistics [2, tokens, heads,
-    splits] float32: see SplitResults; sums of splits whose highest score is LOWEST are not read.
+    splits] float32 are SplitResults; sums of splits whose highest score is LOWEST are not read.
     """
     at = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     num_partials = tl.num_programs(1).to(tl.int64) * tl.num_programs(0) * splits

@@ -40,7 +40,10 @@ Sizes = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class TileRow:
-    """Row of a table: launch parameters for a range of problem sizes."""
+    """Launch parameters (tile sizes, warps, stages) of a kernel for a range of problem sizes.
+
+    One row of a table in tuned/*.json.
+    """
 
     up_to: Mapping[str, int]
     """Largest supported value per problem size; sizes that are not named are not limited."""
@@ -57,11 +60,14 @@ Tables = Mapping[str, Sequence[TileRow]]
 
 @dataclass(frozen=True)
 class TileFile:
-    """Content of one file of tables."""
+    """Content of a file of tuned kernel launch parameters, for one GPU or the defaults for all."""
 
     device: str
+    """Name of the GPU."""
     architecture: int
+    """GPU architecture, for example 90 for sm_90; 0: all."""
     timed: bool
+    """True if the values were measured on the GPU."""
     how: str
     """The command that wrote the file, or how the values were chosen."""
     date: str
@@ -80,11 +86,15 @@ class TileFile:
 
 
 class TilesError(ValueError):
-    """Invalid file of tile sizes."""
+    """Raised if a file of tile sizes or a tuning journal is invalid."""
 
 
 def choose_tiles(table: str, **sizes: int) -> Mapping[str, int]:
-    """Return the launch parameters of the first row of a table that applies to these sizes.
+    """Return a kernel's launch parameters for the given problem sizes, from the active tables.
+
+    Args:
+        table: name of the table, for example "linear_fp8".
+        sizes: problem sizes, for example tokens=32; the first row that applies to them is used.
 
     Raises:
         ValueError: No row applies.
@@ -93,7 +103,7 @@ def choose_tiles(table: str, **sizes: int) -> Mapping[str, int]:
 
 
 def list_token_boundaries() -> list[int]:
-    """Return the numbers of tokens at which a table changes rows, ascending.
+    """List the numbers of tokens at which launch parameters of any kernel change, ascending.
 
     Contains the last number of tokens of each row and the first of the next row.
     """
@@ -107,15 +117,21 @@ def list_token_boundaries() -> list[int]:
 
 
 def find_default_row(table: str, sizes: Mapping[str, int]) -> TileRow:
-    """Return the row of default.json for these sizes. Raises ValueError if there is none."""
+    """Return the row of launch parameters in default.json that applies to the problem sizes.
+
+    Raises:
+        ValueError: No row applies.
+    """
     return _fitting(read_tile_file(DEFAULT).tables, table, sizes)
 
 
 @contextmanager
 def override_tiles(tables: Tables, onto: Tables | None = None) -> Iterator[None]:
-    """Replace the rows with the same `up_to` in the active tables of this process.
+    """Replace launch parameters in the active tables of this process within a `with` block.
 
-    onto: tables to use instead of the active ones, before rows are replaced.
+    Args:
+        tables: rows that replace those with the same `up_to`.
+        onto: tables to start from, instead of the active ones.
     """
     before = _replaced[:]
     _replaced[:] = [_ActiveTables(_merged(_current().tables if onto is None else onto, tables))]
@@ -126,7 +142,13 @@ def override_tiles(tables: Tables, onto: Tables | None = None) -> Iterator[None]
 
 
 def load_tables(device: str, architecture: int, folder: Path = FOLDER) -> Tables:
-    """Return all tables for a GPU by its name and architecture (90 for sm_90)."""
+    """Load the launch parameters of all kernels for a GPU: default.json and the GPU's own file.
+
+    Args:
+        device: name of the GPU.
+        architecture: for example 90 for sm_90; used if there is no file for the name.
+        folder: folder of the files.
+    """
     default = read_tile_file(DEFAULT, folder)
     others = [
         read_tile_file(path.stem, folder)
@@ -140,13 +162,18 @@ def load_tables(device: str, architecture: int, folder: Path = FOLDER) -> Tables
 
 
 def tile_file_name(device: str) -> str:
-    """Return the file name without suffix: `nvidia-h200` for NVIDIA H200."""
+    """Return the file name, without suffix, of a GPU's launch parameters, such as `nvidia-h200`."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
 @cache
 def read_tile_file(name: str, folder: Path = FOLDER) -> TileFile:
-    """Read a file of a folder by its name without `.json`. Raises TilesError."""
+    """Read a file of kernel launch parameters, by its name without `.json`.
+
+    Raises:
+        TilesError: The file is invalid.
+        OSError: The file cannot be read.
+    """
     path = folder / f"{name}.json"
     try:
         content = json.loads(path.read_text())
@@ -158,7 +185,7 @@ def read_tile_file(name: str, folder: Path = FOLDER) -> TileFile:
 
 
 def parse_tile_file(path: str, content: Any, known: Tables | None) -> TileFile:
-    """Parse and check the content of a file.
+    """Parse and check the JSON content of a file of kernel launch parameters.
 
     Args:
         path: Name of the file for messages.

@@ -41,13 +41,14 @@ ROUNDED_TO_8_BITS = 8e-2
 
 @dataclass(frozen=True)
 class PreparedWorkload:
-    """Operation with its tensors on a device, and the expected result."""
+    """GPU kernel call with allocated tensors, and the result it should have, for tuning."""
 
     run: Callable[[], Tensor]
+    """Runs the kernel once and returns its result."""
     expected: Tensor
     """float32, of the result's shape."""
     limit: float
-    """Largest error of a result, in norms."""
+    """Largest relative error of a correct result: norm of the difference / norm of `expected`."""
 
     def error(self) -> float:
         """Run once and return the relative error; NaN if the result contains NaN."""
@@ -57,12 +58,15 @@ class PreparedWorkload:
 
 @dataclass(frozen=True)
 class Workload:
-    """Workload of one row of a table."""
+    """Tuning case of a GPU kernel: the table row that it times, and how to prepare it."""
 
     table: str
+    """Name of the table of launch parameters."""
     sizes: Mapping[str, int]
+    """Problem sizes, which select the row of the table."""
     label: str
     prepare: Callable[[torch.device], PreparedWorkload]
+    """Allocates the tensors on a device."""
 
 
 def _random(seed: int, *shape: int) -> Tensor:
@@ -72,7 +76,10 @@ def _random(seed: int, *shape: int) -> Tensor:
 def prepare_attention(
     shape: AttentionShape, rows: int, new: int, context: int, device: torch.device
 ) -> PreparedWorkload:
-    """Prepare attention of `rows` sequences, each with `new` tokens at the end of its context."""
+    """Prepare the tuning case of attention over `context` tokens for `rows` sequences.
+
+    Each sequence has `new` query tokens at the end of its context: 1 for a decode.
+    """
     dtype = torch.float32 if shape.wide else torch.bfloat16
     blocks = -(-context // shape.block_size)
     table = np.random.default_rng(0).permutation(rows * blocks).reshape(rows, blocks)
@@ -107,7 +114,7 @@ def prepare_attention(
 def prepare_linear_fp8(
     tokens: int, outputs: int, inputs: int, device: torch.device
 ) -> PreparedWorkload:
-    """Prepare a linear layer with an FP8 weight."""
+    """Prepare the tuning case of a linear layer with an FP8 weight [outputs, inputs]."""
     matrix = _stack(1, outputs, inputs)[0]
     x = _random(4, tokens, inputs).to(torch.bfloat16)
     expected = linear_fp8.linear_fp8(x.to(torch.float32), matrix, None)
@@ -126,10 +133,14 @@ def prepare_experts(
     eights: bool,
     device: torch.device,
 ) -> PreparedWorkload:
-    """Prepare a mixture of experts.
+    """Prepare the tuning case of a mixture-of-experts layer.
 
-    sizes: experts, selected experts, hidden, inner; element: bytes per element of x in the
-    products; eights: FP8 weights.
+    Args:
+        tokens: rows of the batch.
+        sizes: number of experts, of selected experts, hidden size, intermediate size.
+        element: bytes per element of the activations in the products.
+        eights: True for FP8 weights.
+        device: of the tensors.
     """
     count, picked, hidden, inner = sizes
     dtype = torch.float32 if element == 4 else torch.bfloat16
@@ -173,7 +184,7 @@ def _moved(weights: Tensor | Fp8Stack, device: torch.device) -> Tensor | Fp8Stac
 def prepare_experts_sum(
     tokens: int, picked: int, hidden: int, device: torch.device
 ) -> PreparedWorkload:
-    """Prepare the weighted sum of the experts' outputs of tokens."""
+    """Prepare the tuning case of the weighted sum of the selected experts' outputs."""
     parts = _random(9, tokens, picked, hidden).to(torch.bfloat16)
     shares, chosen = _random(6, tokens, 2 * picked).softmax(-1).topk(picked)
     expected = (parts.to(torch.float32) * shares[:, :, None]).sum(1)
@@ -183,7 +194,7 @@ def prepare_experts_sum(
 
 
 def prepare_quantize(tokens: int, inputs: int, device: torch.device) -> PreparedWorkload:
-    """Prepare the quantization of activations to FP8; only the scales are checked."""
+    """Prepare the tuning case of quantizing activations to FP8; only the scales are checked."""
     x = _random(10, tokens, inputs).to(torch.bfloat16)
     groups = x.to(torch.float32).unflatten(1, (-1, gpu_linear.GROUP))
     expected = groups.abs().amax(-1) / 448
@@ -192,7 +203,10 @@ def prepare_quantize(tokens: int, inputs: int, device: torch.device) -> Prepared
 
 
 def prepare_rms_norm(tokens: int, size: int, device: torch.device) -> PreparedWorkload:
-    """Prepare RMSNorm after a residual addition of zeros, so that it can be repeated."""
+    """Prepare the tuning case of RMSNorm with a residual addition.
+
+    It adds zeros, so that repeated runs give the same result.
+    """
     x, weight = _random(11, tokens, size).to(torch.bfloat16), _random(12, size).to(torch.bfloat16)
     expected = rms_norm.rms_norm(x.to(torch.float32), weight.to(torch.float32), 1e-6)
     tensors = x.to(device), torch.zeros_like(x, device=device), weight.to(device)
@@ -201,7 +215,7 @@ def prepare_rms_norm(tokens: int, size: int, device: torch.device) -> PreparedWo
 
 
 def prepare_activation(tokens: int, size: int, device: torch.device) -> PreparedWorkload:
-    """Prepare a gated activation."""
+    """Prepare the tuning case of the gated activation act(gate) * up."""
     both = _random(13, tokens, 2 * size).to(torch.bfloat16)
     expected = activation.act_and_mul("silu", both.to(torch.float32))
     run = partial(act_and_mul, "silu", both.to(device))
@@ -211,7 +225,7 @@ def prepare_activation(tokens: int, size: int, device: torch.device) -> Prepared
 def prepare_qkv(
     tokens: int, heads: int, kv_heads: int, dim: int, device: torch.device
 ) -> PreparedWorkload:
-    """Prepare rotary embedding and the cache write; only the queries are checked."""
+    """Prepare the tuning case of rotary embedding and KV cache write; only queries are checked."""
     fused = _random(14, tokens, heads + 2 * kv_heads, dim).to(torch.bfloat16)
     turns = _random(15, tokens, 1, dim // 2)
     angles, slots = (turns.cos(), turns.sin()), torch.randperm(tokens)
@@ -242,7 +256,7 @@ LINEAR_SHAPES = [
 
 
 def list_workloads() -> list[Workload]:
-    """Return all workloads; tensors are allocated when one is prepared."""
+    """List the tuning cases of all GPU kernels; each allocates its tensors when it is prepared."""
     return [*_attention(), *_mixtures(), *_others()]
 
 
