@@ -17,14 +17,17 @@ from gllm.scheduler.plan import StepTime
 
 
 class Interval(NamedTuple):
-    """Interval of time in which neither activity nor parallelism changes."""
+    """Time interval in which the same pipeline stages are busy and the available work is constant.
+
+    Times are seconds.
+    """
 
     begin: float
     end: float
     busy: tuple[int, ...]
-    """Stages that compute."""
+    """Indices of the stages that compute."""
     idle: tuple[int, ...]
-    """The other stages."""
+    """Indices of the other stages."""
     parallelism: int
     """Number of stages that the available work could keep busy."""
 
@@ -36,7 +39,10 @@ class Interval(NamedTuple):
 
 
 class IntervalSweep:
-    """Division of time into intervals of constant activity, from `begin` on."""
+    """Splits time into intervals in which no pipeline stage starts or stops computing.
+
+    The first interval starts at `begin`. Changes are applied in order of time.
+    """
 
     def __init__(self, stages: int, begin: float) -> None:
         self._now = begin
@@ -62,10 +68,10 @@ class IntervalSweep:
 
 
 class BubbleTotals:
-    """Busy time and bubbles of each stage, summed over changes in order of time.
+    """Busy seconds and bubble seconds (idle although work is available) of each pipeline stage.
 
-    All idle stages have the same share of the bubbles, so one sum over time serves them all: a
-    change takes the same time for any number of stages.
+    All idle stages have the same share of the bubbles, so one sum over time is enough for all: a
+    change costs the same for any number of stages. Changes are applied in order of time.
 
     Args:
         stages: Number of pipeline stages.
@@ -126,10 +132,10 @@ class BubbleTotals:
                 self._idle_bubble += seconds * (missing / num_idle)
 
     def apply(self, stage: int | None, value: int) -> None:
-        """Change the activity of a stage, or the parallelism, from now on.
+        """Apply a change at the current time: a step starts or ends, or available work changes.
 
         Args:
-            stage: The stage; None for the parallelism.
+            stage: The stage; None for the available work.
             value: Number of steps that the stage starts (or ends, if negative), or the number of
                 stages that the available work can keep busy.
         """
@@ -149,7 +155,7 @@ class BubbleTotals:
 
 
 class BubbleMeter:
-    """Sum of the bubbles of a running pipeline.
+    """Measures the pipeline bubbles of a running engine from the step times that stages report.
 
     Stages report their steps late, so a time is counted once all stages have reported up to it.
     """
@@ -171,7 +177,7 @@ class BubbleMeter:
             self._push(time, None, stages)
 
     def record_steps(self, stage: int, steps: Iterable[StepTime], until: float) -> None:
-        """Record the steps of a stage: all steps it has started before `until`."""
+        """Record the start and end times of all steps that a stage has started before `until`."""
         for _, start, end in steps:
             self._push(start, stage, 1)
             self._push(end, stage, -1)

@@ -16,12 +16,13 @@ MAX_CAUSE_CHARACTERS = 500
 
 
 def describe_exit(status: int, subject: str = "it", last_lines: Sequence[str] = ()) -> str:
-    """Return a description of the exit of a process, such as `it exited with 1`.
+    """Describe how a process exited, for an error message, such as `it exited with 1`.
 
     Args:
         status: exit status; negative for a signal.
         subject: name of the process in the sentence.
-        last_lines: of its log. A program that ends with an error says why in its last line.
+        last_lines: last lines of the process's log. The last one is appended, because a program
+            that fails usually names the error there.
     """
     if status < 0:
         names = {member.value: member.name for member in signal.Signals}
@@ -32,7 +33,7 @@ def describe_exit(status: int, subject: str = "it", last_lines: Sequence[str] = 
 
 
 class ChildProcess(subprocess.Popen[bytes]):
-    """Child process whose exit an event loop or a waiting thread can observe.
+    """Child process whose exit can be awaited in an event loop or in a thread.
 
     Args:
         command: program and arguments.

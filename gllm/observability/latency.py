@@ -14,12 +14,16 @@ from gllm.options.slo import Slo
 
 @dataclass(slots=True)
 class RequestTimeline:
-    """Times of a request's arrival and of its output tokens."""
+    """Arrival time of a request and the times at which its output arrived, for latency metrics.
+
+    Times are seconds of any clock.
+    """
 
     arrival: float
     times: list[float] = field(default_factory=list)
     """Times at which output arrived, possibly several tokens at once."""
     num_tokens: int = 0
+    """Number of output tokens."""
 
     def record_output(self, now: float, tokens: int = 1) -> None:
         """Record the arrival of output tokens; 0 tokens are ignored."""
@@ -54,9 +58,10 @@ class RequestTimeline:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return a percentile (0..100) of the values, interpolated linearly.
+    """Return a percentile (0..100) of the values, interpolated linearly between neighbours.
 
-    Raises ValueError if there are no values.
+    Raises:
+        ValueError: There are no values.
     """
     if not values:
         raise ValueError("a percentile of no values")
@@ -68,7 +73,11 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def collect_latencies(timelines: Sequence[RequestTimeline]) -> dict[str, Sequence[float]]:
-    """Return the known values of TTFT, TPOT, ITL and E2E latency, in seconds."""
+    """Return the TTFT, TPOT, ITL and end-to-end latencies of all requests, in seconds.
+
+    The keys are "ttft", "tpot", "itl" and "e2el". Requests for which a metric is undefined are left
+    out of it.
+    """
     return {
         "ttft": [line.ttft for line in timelines if line.ttft is not None],
         "tpot": [line.tpot for line in timelines if line.tpot is not None],
@@ -79,7 +88,7 @@ def collect_latencies(timelines: Sequence[RequestTimeline]) -> dict[str, Sequenc
 
 
 def slo_attainment(timelines: Iterable[RequestTimeline], slo: Slo) -> float:
-    """Return the share (0..1) of requests within the per-request limits of an SLO.
+    """Return the fraction (0..1) of requests that meet the per-request latency limits of an SLO.
 
     A request without output misses every limit of TTFT and E2EL. A request with a single token has
     no TPOT and meets every limit of it. The share is 0 if there are no requests.
@@ -95,7 +104,10 @@ def slo_attainment(timelines: Iterable[RequestTimeline], slo: Slo) -> float:
 
 
 def keeps_slo(timelines: Sequence[RequestTimeline], slo: Slo) -> bool:
-    """Return True if a run is within all limits of an SLO; metrics without values are."""
+    """Return True if the requests meet an SLO: attainment and percentile limits.
+
+    A percentile limit of a metric without values counts as met.
+    """
     if slo.request_limits and slo_attainment(timelines, slo) < slo.attainment:
         return False
     latencies = collect_latencies(timelines) if slo.percentiles else {}

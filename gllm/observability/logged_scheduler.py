@@ -29,13 +29,14 @@ from gllm.scheduler.sequence import SchedulerRequest
 
 
 class LoggedScheduler(Scheduler):
-    """Scheduler that logs its calls; its decisions are those of `Scheduler`.
+    """Scheduler that writes each call to a step log; it decides exactly as `Scheduler` does.
 
     Args:
         config: The resolved configuration.
         write: Receives each event, in the order of the calls.
         clock: Returns the time in seconds.
-        output_lengths: Output lengths of an earlier scheduler.
+        output_lengths: Output lengths that an earlier scheduler has observed, for length
+            prediction.
     """
 
     def __init__(
@@ -91,12 +92,14 @@ class LoggedScheduler(Scheduler):
 
 
 class LoggedTransfers(SchedulerTransfers):
-    """Transfers that log their calls; their decisions are those of `SchedulerTransfers`.
+    """KV-transfer part of the scheduler that writes each call to a step log.
+
+    It decides exactly as `SchedulerTransfers` does.
 
     Args:
         write: Receives each event, in the order of the calls.
         clock: Returns the time in seconds.
-        arguments: Of SchedulerTransfers.
+        arguments: Arguments of SchedulerTransfers.
     """
 
     def __init__(
@@ -177,7 +180,7 @@ EVENT_FIELDS = {
 
 
 def to_event(request: SchedulerRequest, now: float) -> AddEvent:
-    """Return the event of a request that arrives."""
+    """Convert a request that arrives at time `now` to its step-log event."""
     fields = {EVENT_FIELDS.get(name, name): value for name, value in request._asdict().items()}
     del fields["kv_source"]
     fields["prompt"], fields["outputs"] = list(request.prompt_token_ids), [*request.outputs]
@@ -186,7 +189,7 @@ def to_event(request: SchedulerRequest, now: float) -> AddEvent:
 
 
 def to_request(event: AddEvent) -> SchedulerRequest:
-    """Return the request of an event."""
+    """Convert the step-log event of an arrival back to the scheduler's request."""
     fields = msgspec.structs.asdict(event)
     del fields["time"]
     fields |= {name: fields.pop(event_name) for name, event_name in EVENT_FIELDS.items()}
@@ -195,7 +198,11 @@ def to_request(event: AddEvent) -> SchedulerRequest:
 
 
 def replay_event(scheduler: Scheduler, event: StepLogEvent) -> StepPlan | None:
-    """Repeat a logged call on a scheduler; return the plan of a ScheduleEvent."""
+    """Repeat a logged scheduler call on another scheduler.
+
+    Returns:
+        The step plan of a ScheduleEvent, which may be None; None for other events.
+    """
     match event:
         case ScheduleEvent():
             return scheduler.schedule(event.time)

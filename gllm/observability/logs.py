@@ -25,7 +25,7 @@ LOG_REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 
 
 class LogConfig(NamedTuple):
-    """Level and format of a process's log."""
+    """Log level and format ("text" or "json") of a process."""
 
     level: str = "warning"
     format: str = "text"
@@ -41,13 +41,14 @@ DEFAULT_LOG_CONFIG = LogConfig()
 
 
 def configure_logging(config: LogConfig, place: str | None = None) -> None:
-    """Configure the log of this process on stderr.
+    """Configure logging of this process to stderr.
 
-    A worker calls this again when its place changes.
+    A worker calls this again when its stage or rank changes.
 
     Args:
         config: level and format.
-        place: the worker's place, such as `stage 1`; None in the frontend.
+        place: stage and rank of a worker as they appear in the log, such as `stage 1`; None in the
+            frontend.
     """
     handler = DeduplicatingHandler()
     if place is not None:
@@ -73,11 +74,12 @@ class _Window:
 
 
 class DeduplicatingHandler(logging.StreamHandler[TextIO]):
-    """Handler that writes a repeating warning of gllm once per minute, with a count.
+    """Log handler that writes a repeating warning at most once per minute, with its count.
 
     Two warnings are equal if they have the same format string and the same `about`, which a caller
     passes as `extra={"about": ...}` to distinguish warnings of one format string. The count is
-    written with the next such warning, or with any line after the minute.
+    written with the next such warning, or with any line after the minute. Only warnings of gllm's
+    own loggers are counted.
     """
 
     def __init__(
@@ -133,7 +135,7 @@ def _repeated(record: logging.LogRecord, window: _Window, now: float) -> logging
 
 
 class TextFormatter(logging.Formatter):
-    """Formatter of plain text, with the request's id at the end of the line."""
+    """Log formatter for plain text that appends the request id to the line."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         """Return the line without an exception's traceback."""
@@ -143,7 +145,10 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formatter of JSON objects, which include the record's `extra={"fields": {...}}`."""
+    """Log formatter that writes each record as a JSON object.
+
+    A record's `extra={"fields": {...}}` adds fields to the object.
+    """
 
     def __init__(self, process: str) -> None:
         super().__init__()

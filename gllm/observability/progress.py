@@ -17,7 +17,7 @@ LINE_SHARE = 0.1
 
 
 class ProgressBar(AbstractContextManager["ProgressBar"], Protocol):
-    """Progress of a command; a context manager."""
+    """Interface of a progress display for a long command, used as a context manager."""
 
     total: int | None
     """Number of units, if known. It may be set later."""
@@ -27,12 +27,12 @@ class ProgressBar(AbstractContextManager["ProgressBar"], Protocol):
 
 
 class ProgressLines:
-    """Progress as lines such as `profile: 320 of 900, 41 s`, for logs and pipes.
+    """Progress display for logs and pipes, as lines such as `profile: 320 of 900, 41 s`.
 
     Args:
         name: Name of the work.
-        total: Number of units; None if it is not known.
-        clock: Returns seconds.
+        total: Number of units of work; None if it is not known.
+        clock: Returns the time in seconds.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ def show_progress(
     stays: bool = True,
     is_shown: bool = True,
 ) -> ProgressBar:
-    """Return the progress of a command, at 0.
+    """Start a progress display on stderr: a bar in a terminal, lines elsewhere.
 
     Args:
-        unit: Name of one unit.
+        unit: Name of one unit of work.
         total: Number of units; None if it is not known yet.
         name: Name of the work; default: that of the unit.
         stays: Leave a finished bar in the terminal.

@@ -39,7 +39,7 @@ HEADER_PREFIXES = (b'{"event":"start"', b'{"event":"restart"')
 
 
 class StartEvent(msgspec.Struct, frozen=True, tag_field="event", tag="start"):
-    """First event of a log: the model and the configuration."""
+    """First event of a step log: the model, its stages and the scheduler configuration."""
 
     time: float
     model: str
@@ -52,23 +52,28 @@ class StartEvent(msgspec.Struct, frozen=True, tag_field="event", tag="start"):
     warm_ups: int = 0
     """Number of warm-up requests at the beginning."""
     output_lengths: dict[int, list[int]] = {}
-    """Output lengths that the scheduler begins with; empty in a file's first line."""
+    """Output lengths, by request class, that the scheduler starts with; empty in a file's first
+    line."""
     degrees: list[int] = []
-    """Number of tensor-parallel ranks per stage; empty: one each."""
+    """Number of tensor-parallel ranks per stage; empty: one per stage."""
     engine: str = ""
-    """Name of the engine in its fleet; empty outside of one."""
+    """Name of the engine in a deployment of several engines; empty for a single engine."""
     process_seconds: float = 0.0
     """Age of the driver's process, which starts with the engine; 0 in a simulation."""
 
 
 class RestartEvent(msgspec.Struct, frozen=True, tag_field="event", tag="restart"):
-    """Start of the next epoch after a recovery; work in flight is lost."""
+    """Event of a step log: the engine restarted after a failure, with a new scheduler.
+
+    Steps that were in flight are lost. Each restart starts a new epoch, in which step numbers start
+    at 0 again.
+    """
 
     time: float
     epoch: int
     """Number of the epoch that starts."""
     cause: str
-    """Cause of the recovery."""
+    """Failure that caused the restart."""
     num_resumed_requests: int
     """Unfinished requests that waited for the epoch; an AddEvent follows for each that is not
     aborted meanwhile."""
@@ -81,11 +86,11 @@ class RestartEvent(msgspec.Struct, frozen=True, tag_field="event", tag="restart"
     output_lengths: dict[int, list[int]] = {}
     """Output lengths of earlier epochs that the scheduler begins with, by class."""
     degrees: list[int] = []
-    """Number of tensor-parallel ranks per stage; empty: one each."""
+    """Number of tensor-parallel ranks per stage; empty: one per stage."""
 
 
 class AddEvent(msgspec.Struct, frozen=True, tag_field="event", tag="add"):
-    """Arrival of a request: the fields of `SchedulerRequest`."""
+    """Event of a step log: a request arrived. The fields are those of `SchedulerRequest`."""
 
     time: float
     seq: int
@@ -107,7 +112,10 @@ class AddEvent(msgspec.Struct, frozen=True, tag_field="event", tag="add"):
 
 
 class PrefetchEvent(msgspec.Struct, frozen=True, tag_field="event", tag="prefetch"):
-    """Call of `Scheduler.prefetch`: the fields of `PrefetchRequest`."""
+    """Event of a step log: a request's KV cache was prefetched from another engine.
+
+    Records a call of `Scheduler.prefetch`; the fields are those of `PrefetchRequest`.
+    """
 
     time: float
     ticket: int
@@ -120,20 +128,24 @@ class PrefetchEvent(msgspec.Struct, frozen=True, tag_field="event", tag="prefetc
 
 
 class AbortEvent(msgspec.Struct, frozen=True, tag_field="event", tag="abort"):
-    """Abort of sequences."""
+    """Event of a step log: sequences were aborted."""
 
     time: float
     seqs: list[int]
+    """Ids of the sequences."""
 
 
 class ResetPrefixCacheEvent(msgspec.Struct, frozen=True, tag_field="event", tag="forget"):
-    """Reset of the prefix cache."""
+    """Event of a step log: the prefix cache was emptied."""
 
     time: float
 
 
 class DepthEvent(msgspec.Struct, frozen=True, tag_field="event", tag="depth"):
-    """Change of the micro-batches in flight: the arguments of `Scheduler.set_depth`."""
+    """Event of a step log: the number of micro-batches in flight (pipeline depth) changed.
+
+    Records a call of `Scheduler.set_depth`, with its arguments.
+    """
 
     time: float
     depth: int
@@ -141,23 +153,27 @@ class DepthEvent(msgspec.Struct, frozen=True, tag_field="event", tag="depth"):
 
 
 class ScheduleEvent(msgspec.Struct, frozen=True, tag_field="event", tag="schedule"):
-    """Call of `Scheduler.schedule`; its plan, or None."""
+    """Event of a step log: the scheduler was called for a step plan."""
 
     time: float
     plan: StepPlan | None
+    """The returned plan; None if no step could be scheduled."""
     parallelism: int
     """Number of stages that the available work could keep busy after the call."""
 
 
 class CommitEvent(msgspec.Struct, frozen=True, tag_field="event", tag="commit"):
-    """Commit of a step's result."""
+    """Event of a step log: the result of a step (sampled tokens) reached the scheduler."""
 
     time: float
     result: StepResult
 
 
 class KvTransferEvent(msgspec.Struct, frozen=True, tag_field="event", tag="kv"):
-    """Call of `SchedulerTransfers` about KV transfers; calls that change nothing are left out."""
+    """Event of a step log: the scheduler's KV-transfer state changed.
+
+    Records a call of `SchedulerTransfers`; calls that change nothing are left out.
+    """
 
     time: float
     call: KvTransferCall
@@ -169,7 +185,10 @@ class KvTransferEvent(msgspec.Struct, frozen=True, tag_field="event", tag="kv"):
 
 
 class StageTimesEvent(msgspec.Struct, frozen=True, tag_field="event", tag="times"):
-    """Steps that a stage has computed since its last report."""
+    """Event of a step log: start and end times of the steps that a stage computed.
+
+    Contains the steps since the stage's previous report.
+    """
 
     time: float
     """Time at which the driver received the report."""
@@ -193,17 +212,18 @@ StepLogEvent = (
 
 
 class StepLogError(ValueError):
-    """Error: a file is not a step log; the message names the file and the line."""
+    """Raised if a file is not a valid step log; the message names the file and the line."""
 
 
 class StepLogWriter:
-    """Writes events to a file, buffered until `flush`.
+    """Writes step-log events to a file as JSON lines, buffered until `flush`.
 
     Args:
         path: The file.
         appends: Append to the file instead of replacing it.
 
-    Raises OSError if the file cannot be written.
+    Raises:
+        OSError: The file cannot be written.
     """
 
     def __init__(self, path: str | Path, appends: bool = False) -> None:
@@ -230,18 +250,19 @@ class StepLogWriter:
 def continue_step_log(
     path: str | Path, start: StartEvent, restart: RestartEvent, buffer_bytes: int = BUFFER_BYTES
 ) -> StepLogWriter:
-    """Open the step log of a run for its next scheduler.
+    """Open a run's step log for appending, when the engine starts or restarts.
 
-    Appends `start` if the file has no event yet, otherwise `restart`. A truncated last line, as a
-    killed driver leaves it, is removed. Whoever starts the run empties the file.
+    Appends `start` if the file has no event yet, otherwise `restart`. Removes a truncated last
+    line, which a killed process leaves. The file must have been emptied at the start of the run.
 
     Args:
         path: The file.
         start: First event of the log.
-        restart: First event of a later epoch.
-        buffer_bytes: Size of the pieces in which the end of the file is read.
+        restart: First event after a restart.
+        buffer_bytes: Size of the chunks in which the end of the file is read.
 
-    Raises OSError if the file cannot be written.
+    Raises:
+        OSError: The file cannot be written.
     """
     # Pipes and terminals cannot be read: their readers get a start per epoch.
     is_empty = not Path(path).is_file() or not _remove_torn_line(path, buffer_bytes)
@@ -268,9 +289,9 @@ def _remove_torn_line(path: str | Path, buffer_bytes: int) -> int:
 
 
 def read_step_log(path: str | Path) -> Iterator[StepLogEvent]:
-    """Yield the events of a file, in the order of the calls.
+    """Yield the events of a step log in the order in which they were written.
 
-    A truncated last line, as a killed process leaves it, is ignored.
+    A truncated last line, which a killed process leaves, is ignored.
 
     Raises:
         StepLogError: Another line is not an event, or the first event is not a StartEvent.
@@ -297,9 +318,9 @@ def read_step_log(path: str | Path) -> Iterator[StepLogEvent]:
 
 
 def split_epochs(events: Iterable[StepLogEvent]) -> list[list[StepLogEvent]]:
-    """Split a log into one log per epoch, each of which begins with a StartEvent.
+    """Split the events of a step log at engine restarts: one list per epoch.
 
-    The events are those of one log, from its StartEvent on.
+    Each list begins with a StartEvent; it is derived from the RestartEvent for all but the first.
     """
     epochs: list[list[StepLogEvent]] = []
     start: StartEvent | None = None
