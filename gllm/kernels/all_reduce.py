@@ -45,7 +45,7 @@ class RankGroup(Protocol):
         """True if this rank waits for another one; may be read on any thread."""
 
     def partial(self, rows: int, width: int) -> Tensor | None:
-        """Return the memory [rows, width] float32 for the input of the next `sum`.
+        """Return shared memory [rows, width] float32 to write the input of the next `sum` to.
 
         Returns:
             The memory, valid until that `sum`; only `maximum` may be called in between. None if
@@ -53,7 +53,7 @@ class RankGroup(Protocol):
         """
 
     def sum(self, partial: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return the sum of the ranks' parts, the same bits on all ranks; can be captured.
+        """Sum a tensor over all ranks (all-reduce), bitwise equal on all ranks; can be captured.
 
         Parts are added in the order of the ranks in float32, then the bias, and rounded once.
 
@@ -65,13 +65,13 @@ class RankGroup(Protocol):
         """
 
     def maximum(self, values: Tensor) -> Tensor:
-        """Return the elementwise maximum [rows] float32 of the ranks' values; can be captured.
+        """Return the elementwise maximum over all ranks, [rows] float32; can be captured.
 
         A NaN of any rank is the result. values: [rows] float32; a recorded step has one per token.
         """
 
     def gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor | None:
-        """Return the ranks' parts side by side, [rows, sum of sizes], on rank 0; elsewhere None.
+        """Concatenate the ranks' columns on rank 0, [rows, sum of sizes]; return None elsewhere.
 
         Args:
             part: this rank's part [rows, sizes[rank]] float32.
@@ -90,13 +90,13 @@ class RankGroup(Protocol):
         """
 
     def broadcast(self, values: Tensor | None, count: int) -> Tensor:
-        """Return rank 0's values [count] int64 on all ranks; values: ignored on other ranks."""
+        """Broadcast rank 0's values [count] int64 to all ranks; other ranks' values are ignored."""
 
     def cancel(self) -> None:
-        """End every wait of every rank with GroupClosedError, now and later.
+        """Make every current and later wait of every rank raise GroupClosedError.
 
         Called on any thread; all groups of the stage are cancelled together.
         """
 
     def close(self) -> None:
-        """Free this rank's end; no other method but `cancel` runs at the same time or later."""
+        """Free this rank's resources; only `cancel` may be called at the same time or later."""

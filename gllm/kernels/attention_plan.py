@@ -88,7 +88,7 @@ class PagedBatch:
     """Number of usable blocks, without the zero block."""
 
     def slots(self, row: int, begin: int) -> Ints:
-        """Return the slots of a row's context from position `begin` on."""
+        """Return the KV-cache slots of a sequence's context from position `begin` on."""
         positions = np.arange(begin, self.context_len[row])
         blocks = self.block_table[row, positions // self.block_size]
         return blocks * self.block_size + positions % self.block_size
@@ -118,13 +118,13 @@ class DeviceBlockTables:
     _derived: dict[Hashable, Tensor] = field(default_factory=dict)
 
     def get_or_compute(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
-        """Return a tensor derived from the tables, computed by the first layer that needs it."""
+        """Return the cached tensor for a key; the first layer that needs it computes it."""
         if key not in self._derived:
             self._derived[key] = compute()
         return self._derived[key]
 
     def get_prefill_tiles(self, rows: PagedBatch, num_tokens: int) -> Tensor:
-        """Return `list_prefill_tiles` on the device of the tables, computed once per num_tokens."""
+        """Return the result of `list_prefill_tiles` as a device tensor, cached per num_tokens."""
         self.requested_tile_sizes.add(num_tokens)
         if num_tokens not in self.prefill_tiles:
             tiles = torch.from_numpy(list_prefill_tiles(rows, num_tokens))

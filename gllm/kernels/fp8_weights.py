@@ -28,7 +28,7 @@ class _Fp8Blocks:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
+        """Size in memory, in bytes."""
         return self.codes.nbytes + self.scales.nbytes
 
 

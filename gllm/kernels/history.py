@@ -30,7 +30,7 @@ class TokenHistories:
 
     @property
     def max_tokens(self) -> int:
-        """Upper bound of the number of tokens of a history."""
+        """Upper bound of the number of prompt and output tokens of a sequence."""
         return self.block_table.shape[1] * self.block_size
 
 

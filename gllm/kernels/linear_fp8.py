@@ -38,7 +38,11 @@ class Fp8Format(WeightFormat[Fp8Matrix]):
         block: tuple[int, int] | None,
         dtype: torch.dtype,
     ) -> Fp8Matrix:
-        """Return the weight of codes and their scales; see WeightFormat. Raises ValueError."""
+        """Load an FP8 weight from a checkpoint's codes and scales; see `WeightFormat.load`.
+
+        Raises:
+            ValueError: the scales are missing, invalid or of another shape.
+        """
         name, scales = _read_scales(read)
         if scales is None or codes.dim() != 2:
             raise ValueError(
@@ -57,7 +61,11 @@ class Fp8Format(WeightFormat[Fp8Matrix]):
         return dequantize(matrix)
 
     def prepare(self, parts: Sequence[Fp8Matrix], magnitudes: Tensor | None = None) -> Fp8Matrix:
-        """Return one matrix of the parts. Raises ValueError if their blocks do not fit."""
+        """Concatenate FP8 weights along the outputs into one matrix.
+
+        Raises:
+            ValueError: the parts have blocks of different widths.
+        """
         return stack_fp8(parts)
 
     def multiply(
@@ -68,11 +76,11 @@ class Fp8Format(WeightFormat[Fp8Matrix]):
         out: Tensor | None,
         magnitudes: Tensor | None = None,
     ) -> Tensor:
-        """Return x W^T + b, [tokens, outputs]; see WeightFormat."""
+        """Return x W^T + b, [tokens, outputs]; the arguments are as in `WeightFormat.multiply`."""
         return linear_fp8(x, matrix, bias, out)
 
     def stack(self, num_experts: int, experts: Iterable[Sequence[Fp8Matrix]]) -> Fp8Stack:
-        """Return the weights of all experts. Raises ValueError if their blocks differ."""
+        """Stack the FP8 weights of all experts. Raises ValueError if their blocks differ."""
         first: Fp8Matrix | None = None
         scales: list[Tensor] = []
 
@@ -97,7 +105,7 @@ class Fp8Format(WeightFormat[Fp8Matrix]):
         )
 
     def select_expert(self, stack: Fp8Stack, expert: int) -> Fp8Matrix:
-        """Return the matrix of one expert."""
+        """Return the weight of one expert of a stack."""
         return stack[expert]
 
 

@@ -67,7 +67,7 @@ class Int8Matrix:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
+        """Size in memory, in bytes."""
         return self.codes.nbytes + self.scales.nbytes + self.offsets.nbytes
 
 
@@ -80,11 +80,18 @@ class Int8Format(WeightFormat[Int8Matrix]):
     scales_rows = True
 
     def prepare(self, parts: Sequence[Tensor], magnitudes: Tensor | None = None) -> Int8Matrix:
-        """Return the quantized weight. Raises ValueError for more inputs than MAX_INPUTS."""
+        """Quantize a weight to int8 when the model is loaded; see `WeightFormat.prepare`.
+
+        Raises:
+            ValueError: the weight has more inputs than MAX_INPUTS.
+        """
         return prepare_int8(parts[0] if len(parts) == 1 else torch.cat(list(parts)), magnitudes)
 
     def row_magnitudes(self, x: Tensor) -> Tensor:
-        """Return the largest magnitude of each row of x, [tokens] float32; see WeightFormat."""
+        """Return the largest absolute value of each row of x, [tokens] float32.
+
+        It is +inf for a row that contains an infinity or NaN.
+        """
         return row_magnitudes(x)
 
     def multiply(
@@ -95,7 +102,7 @@ class Int8Format(WeightFormat[Int8Matrix]):
         out: Tensor | None,
         magnitudes: Tensor | None = None,
     ) -> Tensor:
-        """Return x W^T + b, [tokens, outputs]; see WeightFormat."""
+        """Return x W^T + b, [tokens, outputs]; the arguments are as in `WeightFormat.multiply`."""
         return linear_int8(x, matrix, bias, out, magnitudes)
 
 

@@ -40,7 +40,7 @@ class UnquantizedMatrix:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
+        """Size in memory, in bytes."""
         return self.weight.nbytes
 
 
@@ -50,18 +50,24 @@ class UnquantizedFormat(WeightFormat[UnquantizedMatrix]):
     has_lookup = True
 
     def dequantize(self, matrix: Any) -> Tensor:
-        """Return a loaded weight, which is a plain tensor, as it is."""
+        """Return a loaded weight unchanged, as it is a plain tensor."""
         assert isinstance(matrix, Tensor), "loaded weights are not packed yet"
         return matrix
 
     def prepare(
         self, parts: Sequence[Tensor], magnitudes: Tensor | None = None
     ) -> UnquantizedMatrix:
-        """Return a packed copy of parts [outputs, inputs], or a plain copy without kernels."""
+        """Concatenate parts [outputs, inputs] into one matrix, packed for compiled kernels.
+
+        Without a kernel for the weight, the result is a plain copy.
+        """
         return _pack_parts(parts) or unpacked(torch.cat(list(parts)))
 
     def prepare_gated(self, parts: Sequence[Tensor], activation: str) -> UnquantizedMatrix:
-        """Return a copy in which panels of gate and up alternate, if a kernel computes that."""
+        """Merge the gate and up projections into one matrix for `multiply_gated`.
+
+        If a compiled kernel can use it, panels (groups of outputs) of gate and up alternate.
+        """
         fused = _pack_gated(parts[0], parts[1]) if activation in ACTIVATIONS else None
         return fused or self.prepare(parts)
 
@@ -73,7 +79,7 @@ class UnquantizedFormat(WeightFormat[UnquantizedMatrix]):
         out: Tensor | None,
         magnitudes: Tensor | None = None,
     ) -> Tensor:
-        """Return x W^T + b, [tokens, outputs]; see WeightFormat."""
+        """Return x W^T + b, [tokens, outputs]; the arguments are as in `WeightFormat.multiply`."""
         if matrix.is_packed:
             return _multiply_packed(x, matrix, bias, out)
         result = functional.linear(x, matrix.weight, bias)
@@ -82,10 +88,7 @@ class UnquantizedFormat(WeightFormat[UnquantizedMatrix]):
     def multiply_gated(
         self, x: Tensor, matrix: UnquantizedMatrix, bias: Tensor | None, activation: str
     ) -> Tensor:
-        """Return act(x G^T + b) * (x U^T + c).
-
-        With alternating panels only the product is written to memory.
-        """
+        """Return act(gate(x)) * up(x), [tokens, outputs]."""
         if matrix.is_gated:
             return _multiply_packed(x, matrix, bias, None, ACTIVATIONS[activation])
         return WeightFormat.multiply_gated(self, x, matrix, bias, activation)
@@ -97,11 +100,11 @@ class UnquantizedFormat(WeightFormat[UnquantizedMatrix]):
         return functional.embedding(ids, matrix.weight)
 
     def stack(self, num_experts: int, experts: Iterable[Sequence[Tensor]]) -> Tensor:
-        """Return the weights of all experts, [experts, outputs, inputs]."""
+        """Stack the weights of all experts as one tensor [experts, outputs, inputs]."""
         return stack_tensors(num_experts, (torch.cat(list(parts)) for parts in experts))
 
     def select_expert(self, stack: Tensor, expert: int) -> UnquantizedMatrix:
-        """Return the matrix of one expert."""
+        """Return the weight of one expert of a stack."""
         return unpacked(stack[expert])
 
 

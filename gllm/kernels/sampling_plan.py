@@ -43,7 +43,7 @@ class RandomSamplingGroup:
     """float64 in [0, 1): the uniform random number of each row."""
 
     def select(self, chosen: Tensor) -> "RandomSamplingGroup":
-        """Return the rows selected by the mask `chosen` [rows] bool."""
+        """Return a group with only the rows selected by the mask `chosen` [rows] bool."""
         columns = (self.temperature, self.top_k, self.top_p, self.min_p, self.number)
         kept = (column[chosen] for column in columns)
         return RandomSamplingGroup(self.rows[chosen], self.candidates, *kept)
@@ -65,7 +65,7 @@ class SamplingPlan:
     """True if a row has top-k or top-p."""
 
     def for_gpu(self) -> "SamplingPlan":
-        """Return the plan without the fields that a GPU does not read, to copy less."""
+        """Return a copy without the fields for CPUs, so that less is copied to the GPU."""
         return replace(self, greedy=self.greedy[:0], random=[])
 
 

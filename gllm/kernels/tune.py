@@ -77,11 +77,14 @@ class TuneJournal:
         return _key(*key) in self._times
 
     def time(self, table: str, row: TileRow, use: Mapping[str, int]) -> float | None:
-        """Return the measured seconds; None if the tile sizes fail or return wrong results."""
+        """Return the recorded time; None if the tile sizes fail or return wrong results.
+
+        The unit is that of the benchmark function, milliseconds on a GPU.
+        """
         return self._times[_key(table, row, use)]
 
     def add(self, table: str, row: TileRow, use: Mapping[str, int], time: float | None) -> None:
-        """Append a measurement to the file."""
+        """Append a measured time to the file; None: the tile sizes fail or return wrong results."""
         self._times[_key(table, row, use)] = time
         entry = {"table": table, "up_to": dict(row.up_to), "use": dict(use), "time": time}
         with self._path.open("a") as file:
@@ -139,7 +142,7 @@ class TuneResult:
     """True if all candidates were tried."""
 
     def describe(self, table: str) -> str:
-        """Return a line for the log."""
+        """Return a log line: table, best tile sizes and their time relative to the old one."""
         share, use = self.best / self.default, dict(self.row.use)
         rest = "" if self.is_complete else ", not all tried"
         return f"{table} {dict(self.row.up_to)}: {use}, {share:.2f} of the time before{rest}"

@@ -37,7 +37,7 @@ class Matrix(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
+        """Size in memory, in bytes."""
 
 
 Weight = Tensor | Matrix
@@ -69,7 +69,7 @@ class WeightFormat(ABC, Generic[M]):
         block: tuple[int, int] | None,
         dtype: torch.dtype,
     ) -> M:
-        """Return a weight that a checkpoint stores in this format.
+        """Load a weight that a checkpoint stores in this format.
 
         Args:
             codes: the layer's tensor `weight`.
@@ -83,12 +83,12 @@ class WeightFormat(ABC, Generic[M]):
         raise NotImplementedError(f"{type(self).__name__} has no format in checkpoints")
 
     def dequantize(self, matrix: M) -> Tensor:
-        """Return the floats [outputs, inputs] that a loaded weight represents."""
+        """Convert a loaded weight to floats [outputs, inputs]."""
         raise NotImplementedError(f"{type(self).__name__} has no format in checkpoints")
 
     @abstractmethod
     def prepare(self, parts: Sequence[Any], magnitudes: Tensor | None = None) -> M:
-        """Return one matrix of parts [outputs, inputs], stacked along the outputs.
+        """Concatenate parts [outputs, inputs] along the outputs into one matrix for `multiply`.
 
         Args:
             parts: matrices of this format, if a checkpoint stores it; tensors otherwise.
@@ -100,7 +100,7 @@ class WeightFormat(ABC, Generic[M]):
         """
 
     def prepare_gated(self, parts: Sequence[Any], activation: str) -> M:
-        """Return one matrix of a gate and an up projection, for `multiply_gated`.
+        """Merge the gate and up projections of an MLP into one matrix for `multiply_gated`.
 
         Args:
             parts: weights of the gate and the up projection, in this order.
@@ -117,7 +117,7 @@ class WeightFormat(ABC, Generic[M]):
         out: Tensor | None,
         magnitudes: Tensor | None = None,
     ) -> Tensor:
-        """Return x W^T + b, [tokens, outputs].
+        """Apply a linear layer: return x W^T + b, [tokens, outputs].
 
         Args:
             x: [tokens, inputs].
@@ -129,14 +129,14 @@ class WeightFormat(ABC, Generic[M]):
         """
 
     def row_magnitudes(self, x: Tensor) -> Tensor:
-        """Return the largest magnitude of each row of x, [tokens] float32.
+        """Return the largest absolute value of each row of x, [tokens] float32.
 
         It is +inf for a row with a number that is not finite.
         """
         raise NotImplementedError(f"{type(self).__name__} does not scale rows")
 
     def multiply_gated(self, x: Tensor, matrix: M, bias: Tensor | None, activation: str) -> Tensor:
-        """Return act(x G^T + b) * (x U^T + c), [tokens, outputs].
+        """Return act(gate(x)) * up(x), [tokens, outputs].
 
         Args:
             x: [tokens, inputs].
@@ -151,7 +151,7 @@ class WeightFormat(ABC, Generic[M]):
         raise NotImplementedError(f"{type(self).__name__} does not keep exact values")
 
     def stack(self, num_experts: int, experts: Iterable[Sequence[Any]]) -> Any:
-        """Return the weights of all experts as one object, as GPU kernels read them.
+        """Stack the weights of all experts into one object, as GPU kernels read them.
 
         Args:
             num_experts: number of items of `experts`.

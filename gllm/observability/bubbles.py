@@ -33,7 +33,7 @@ class Interval(NamedTuple):
 
     @property
     def bubble_share(self) -> float:
-        """Share of an idle stage's time that is bubble, 0..1."""
+        """Fraction (0..1) of the interval that counts as bubble for each idle stage."""
         missing = max(0, self.parallelism - len(self.busy))
         return missing / len(self.idle) if self.idle else 0.0
 
@@ -60,7 +60,7 @@ class IntervalSweep:
         return interval
 
     def apply(self, stage: int | None, value: int) -> None:
-        """Apply a change at the end of the last interval; the arguments are as in BubbleTotals."""
+        """Apply a change at the end of the last interval; arguments as in `BubbleTotals.apply`."""
         if stage is None:
             self._parallelism = value
         else:
@@ -100,7 +100,7 @@ class BubbleTotals:
 
     @property
     def bubble_seconds(self) -> list[float]:
-        """Bubble of each stage until now."""
+        """Seconds that each stage was idle although work was available, until now."""
         return [
             seconds if running else seconds + self._idle_bubble - mark
             for seconds, running, mark in zip(
@@ -110,7 +110,7 @@ class BubbleTotals:
 
     @property
     def busy_seconds(self) -> list[float]:
-        """Busy time of each stage until now."""
+        """Seconds that each stage was computing, until now."""
         return [
             seconds + self._now - mark if running else seconds
             for seconds, running, mark in zip(

@@ -49,17 +49,14 @@ class ChildProcess(subprocess.Popen[bytes]):
         super().__init__(command, **({"stdin": subprocess.DEVNULL} | options))
 
     def watch(self, on_exit: Callable[[], None]) -> None:
-        """Call a function in the running loop once the process has exited and was reaped.
-
-        Replaces the function of an earlier call.
-        """
+        """Call a function in the running event loop once the process has exited."""
         self.unwatch()
         self._loop = asyncio.get_running_loop()
         self._exit_descriptor = os.pidfd_open(self.pid)
         self._loop.add_reader(self._exit_descriptor, self._on_exit, on_exit)
 
     def unwatch(self) -> None:
-        """Stop watching the exit; without effect if it is not watched."""
+        """Cancel `watch`; does nothing if no function is registered."""
         if self._exit_descriptor is not None:
             if not self._loop.is_closed():
                 self._loop.remove_reader(self._exit_descriptor)
@@ -77,7 +74,7 @@ class ChildProcess(subprocess.Popen[bytes]):
                 self.unwatch()
 
     def describe_exit(self, subject: str = "it", last_lines: Sequence[str] = ()) -> str:
-        """Wait for the exit of the process and describe it; see the function `describe_exit`."""
+        """Wait until the process exits and describe how; see the function `describe_exit`."""
         return describe_exit(self.wait(), subject, last_lines)
 
     def _on_exit(self, on_exit: Callable[[], None]) -> None:

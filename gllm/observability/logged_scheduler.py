@@ -55,38 +55,38 @@ class LoggedScheduler(Scheduler):
         self._clock = clock
 
     def add(self, request: SchedulerRequest, now: float) -> None:
-        """Add a request; a rejected one is not logged."""
+        """Add a request and log it; a rejected one is not logged."""
         super().add(request, now)
         self._write(to_event(request, now))
 
     def abort(self, seqs: list[int]) -> None:
-        """Abort sequences."""
+        """Log the abort of sequences and abort them."""
         self._write(AbortEvent(self._clock(), seqs))
         super().abort(seqs)
 
     def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache."""
+        """Log the reset of the prefix cache and empty it."""
         self._write(ResetPrefixCacheEvent(self._clock()))
         super().reset_prefix_cache()
 
     def set_depth(self, depth: int, max_prefill_tokens: int | None = None) -> None:
-        """Change the number of micro-batches in flight."""
+        """Change the number of micro-batches in flight and log it."""
         self._write(DepthEvent(self._clock(), depth, max_prefill_tokens))
         super().set_depth(depth, max_prefill_tokens)
 
     def schedule(self, now: float) -> StepPlan | None:
-        """Return the next plan."""
+        """Schedule the next step, log its plan and return it; None if nothing can be scheduled."""
         plan = super().schedule(now)
         self._write(ScheduleEvent(now, plan, self.available_parallelism()))
         return plan
 
     def commit(self, result: StepResult) -> StepOutput:
-        """Commit the result of a step."""
+        """Log the result of a step and commit it."""
         self._write(CommitEvent(self._clock(), result))
         return super().commit(result)
 
     def record_step_times(self, stage: int, times: list[StepTime]) -> None:
-        """Record the step times of a stage."""
+        """Log the step times that a stage has reported and record them."""
         self._write(StageTimesEvent(self._clock(), stage, times))
         super().record_step_times(stage, times)
 
@@ -110,13 +110,13 @@ class LoggedTransfers(SchedulerTransfers):
         self._clock = clock
 
     def prefetch(self, request: PrefetchRequest, now: float) -> int:
-        """Fetch the KV cache of a later request; a rejected one is not logged."""
+        """Start fetching the KV cache of a later request and log it, unless it is rejected."""
         seq = super().prefetch(request, now)
         self._write(PrefetchEvent(now, *request[:-1]))
         return seq
 
     def start_fetches(self, now: float) -> list[KvFetch]:
-        """Start the pending fetches of KV cache; logged if there are any."""
+        """Start the pending fetches of KV blocks from other engines; logged if there are any."""
         if not self.has_pending_fetches:
             return []
         fetches = super().start_fetches(now)
@@ -124,7 +124,7 @@ class LoggedTransfers(SchedulerTransfers):
         return fetches
 
     def pop_readable(self) -> list[ReadableKv]:
-        """Return the KV that can be fetched; logged for each prompt that is still computed."""
+        """Return the KV blocks that other engines may now read; logged per unfinished prompt."""
         readable = super().pop_readable()
         tickets = [
             blocks.ticket for blocks in readable if blocks.is_first and blocks.step is not None
@@ -134,36 +134,36 @@ class LoggedTransfers(SchedulerTransfers):
         return readable
 
     def record_progress(self, seq: int) -> None:
-        """Record that bytes of a fetch have arrived."""
+        """Log that data of a fetch has arrived, and record it."""
         self._write_kv_call("record_fetch_progress", [seq])
         super().record_progress(seq)
 
     def finish_fetch(self, seq: int, is_ok: bool) -> bool:
-        """End a fetch."""
+        """Log that a fetch has succeeded or failed, and end it."""
         self._write(KvTransferEvent(self._clock(), "finish_fetch", [seq], is_ok))
         return super().finish_fetch(seq, is_ok)
 
     def pop_revocations(self, now: float) -> list[int]:
-        """Return the revoked tickets; logged if there are any."""
+        """Return the ids of KV reservations to revoke (tickets); logged if there are any."""
         tickets = super().pop_revocations(now)
         if tickets:
             self._write(KvTransferEvent(now, "take_revocations", tickets))
         return tickets
 
     def renew(self, tickets: Iterable[int], now: float) -> None:
-        """Renew the leases of KV holds."""
+        """Log and extend the leases of KV blocks that are reserved for other engines."""
         tickets = list(tickets)
         self._write(KvTransferEvent(now, "renew_holds", tickets))
         super().renew(tickets, now)
 
     def release(self, tickets: Iterable[int]) -> None:
-        """Request the revocation of KV holds."""
+        """Log and request the end of reservations of KV blocks for other engines."""
         tickets = list(tickets)
         self._write_kv_call("release_holds", tickets)
         super().release(tickets)
 
     def confirm_revocation(self, ticket: int) -> None:
-        """Return the blocks of a ticket to the pool."""
+        """Log and free the KV blocks of a revoked reservation, named by its ticket."""
         self._write_kv_call("confirm_revocation", [ticket])
         super().confirm_revocation(ticket)
 

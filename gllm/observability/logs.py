@@ -90,7 +90,7 @@ class DeduplicatingHandler(logging.StreamHandler[TextIO]):
         self._windows: dict[tuple[str, str, str], _Window] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record, or count a repeated warning."""
+        """Write a log record, or only count it if it repeats a recent warning."""
         now, key = self._clock(), self._key(record)
         window = None if key is None else self._windows.get(key)
         if window is not None and now - window.begin < REPEAT_SECONDS:
@@ -138,7 +138,7 @@ class TextFormatter(logging.Formatter):
     """Log formatter for plain text that appends the request id to the line."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        """Return the line without an exception's traceback."""
+        """Return the formatted line with the request id, without an exception's traceback."""
         line = super().formatMessage(record)
         request = LOG_REQUEST_ID.get()
         return f"{line} (request {request})" if request else line
@@ -155,7 +155,7 @@ class JsonFormatter(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
+        """Return the record as one line of JSON."""
         moment = datetime.fromtimestamp(record.created, UTC)
         fields: dict[str, Any] = {
             "time": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),

@@ -23,7 +23,7 @@ class ProgressBar(AbstractContextManager["ProgressBar"], Protocol):
     """Number of units, if known. It may be set later."""
 
     def update(self, count: int = 1, /) -> None:
-        """Count finished units."""
+        """Add to the number of finished units."""
 
 
 class ProgressLines:
@@ -45,7 +45,7 @@ class ProgressLines:
         self._num_done = self._last_done = 0
 
     def update(self, count: int = 1, /) -> None:
-        """Count finished units."""
+        """Add to the number of finished units, and print a line if one is due."""
         self._num_done += count
         now = self._clock()
         elapsed, done = now - self._last_time, self._num_done - self._last_done

@@ -59,7 +59,7 @@ class StartEvent(msgspec.Struct, frozen=True, tag_field="event", tag="start"):
     engine: str = ""
     """Name of the engine in a deployment of several engines; empty for a single engine."""
     process_seconds: float = 0.0
-    """Age of the driver's process, which starts with the engine; 0 in a simulation."""
+    """Age of the driver's process when the event was written; 0 in a simulation."""
 
 
 class RestartEvent(msgspec.Struct, frozen=True, tag_field="event", tag="restart"):
@@ -112,9 +112,9 @@ class AddEvent(msgspec.Struct, frozen=True, tag_field="event", tag="add"):
 
 
 class PrefetchEvent(msgspec.Struct, frozen=True, tag_field="event", tag="prefetch"):
-    """Event of a step log: a request's KV cache was prefetched from another engine.
+    """Event of a step log: a prefetch of a later request's KV cache from another engine began.
 
-    Records a call of `Scheduler.prefetch`; the fields are those of `PrefetchRequest`.
+    Records a call of `SchedulerTransfers.prefetch`; the fields are those of `PrefetchRequest`.
     """
 
     time: float
@@ -178,8 +178,8 @@ class KvTransferEvent(msgspec.Struct, frozen=True, tag_field="event", tag="kv"):
     time: float
     call: KvTransferCall
     ids: list[int] = []
-    """Sequences of the calls that name a fetch, otherwise tickets. Of a `take_...` call: those that
-    it returned."""
+    """Ids of sequences for calls about a fetch, otherwise of KV reservations (tickets). For
+    `take_...` calls: those that the call returned."""
     is_ok: bool = True
     """Argument of `finish_fetch`."""
 
@@ -231,7 +231,7 @@ class StepLogWriter:
         self._encoder = msgspec.json.Encoder()
 
     def write(self, event: StepLogEvent) -> None:
-        """Append one line."""
+        """Append an event to the buffer as one line of JSON."""
         line = self._encoder.encode(event)
         if isinstance(event, StartEvent | RestartEvent):
             line = line.replace(ASYNC_SCHEDULING, ASYNC_SCHEDULING_ON_DISK)

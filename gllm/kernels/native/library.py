@@ -152,7 +152,7 @@ class AttentionArguments(KernelArguments):
 
 
 class NormArguments(KernelArguments):
-    """Arguments of the compiled RMSNorm kernel.
+    """Arguments of the compiled RMSNorm kernel with an optional residual addition.
 
     C structure `NormArguments` of elementwise.cpp, which documents the fields.
     """
@@ -323,15 +323,15 @@ class KernelLibrary:
         self._run = run
 
     def run(self, calls: ctypes.c_void_p, count: int) -> None:
-        """Run recorded calls (program.py) without holding the GIL."""
+        """Run `count` recorded kernel calls (program.py) in one C call, without holding the GIL."""
         self._run(calls, count)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Allocate the output of a kernel."""
+        """Allocate an uninitialized tensor for the output of a kernel."""
         return torch.empty(shape, dtype=dtype)
 
     def is_preferred(self, operation: Operation, dtype: torch.dtype) -> bool:
-        """Return True if this library should compute the operation for a dtype of DTYPES."""
+        """Return True if this library, not torch, should compute the operation in this dtype."""
         return True
 
     def function(self, arguments: ctypes.Structure) -> Any:
@@ -343,7 +343,10 @@ class KernelLibrary:
         self.function(arguments)(arguments)
 
     def call_after(self, check: Callable[[], None]) -> None:
-        """Run a check that raises if a call so far has failed; kernels themselves cannot raise."""
+        """Check the kernel calls so far for errors: call a function that raises if one failed.
+
+        Kernels themselves cannot raise. A recorder stores the check and calls it after each replay.
+        """
         check()
 
 
@@ -368,11 +371,14 @@ class MeasuredKernelLibrary(KernelLibrary):
         self._file: int | None = None
 
     def share(self, descriptor: int) -> None:
-        """Read and write measurements in a file shared by the processes of the pipeline."""
+        """Share benchmark results with the other workers of the pipeline in an open file."""
         self._file = descriptor
 
     def is_preferred(self, operation: Operation, dtype: torch.dtype) -> bool:
-        """Return True if the measured time ratio is at most MAX_SLOWDOWN."""
+        """Return True if the kernel takes at most MAX_SLOWDOWN times as long as torch.
+
+        The first call for a dtype measures it, unless another worker already has.
+        """
         ratios = self._ratios.get(dtype)
         if ratios is None:
             with self._lock:

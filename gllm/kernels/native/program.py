@@ -88,16 +88,16 @@ class KernelRecorder(KernelLibrary):
         self.calls.append(arguments)
 
     def end_segment(self) -> None:
-        """End a part of the calls, after which a run may call a function."""
+        """End a segment of the calls; a replay can call a function between two segments."""
         self.segment_ends.append(len(self.calls))
 
     def call_after(self, check: Callable[[], None]) -> None:
-        """Store the check, once."""
+        """Store a check to call after each replay; a check is stored once."""
         if check not in self.checks:
             self.checks.append(check)
 
     def is_preferred(self, operation: Operation, dtype: torch.dtype) -> bool:
-        """Return the decision of the recorded library."""
+        """Return True if the recorded library, not torch, should compute the operation."""
         return self.library.is_preferred(operation, dtype)
 
     def address(self, arguments: ctypes.Structure) -> int | None:
@@ -105,7 +105,9 @@ class KernelRecorder(KernelLibrary):
         return ctypes.cast(self.library.function(arguments), ctypes.c_void_p).value
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Allocate a buffer after those allocated since `reuse`.
+        """Allocate an output buffer [tokens, ...] from the recorder's memory.
+
+        Buffers follow each other until `reuse` is called.
 
         Raises:
             NotRecordableError: The memory is used up, or the buffer is not one row per token.
@@ -119,7 +121,7 @@ class KernelRecorder(KernelLibrary):
         return self._memory[begin : begin + size].view(dtype).view(tuple(shape))
 
     def reuse(self) -> None:
-        """Allocate from the start of the memory again.
+        """Start allocating at the beginning of the memory again, reusing earlier buffers.
 
         The last buffer stays intact while the next one is written, if the next one is not larger
         than all buffers before the last.
@@ -183,14 +185,14 @@ class RecordedProgram:
         angles: Mapping[Any, RotaryAngles],
         on_segment: Callable[[int], None] | None = None,
     ) -> None:
-        """Run the recorded calls for one step.
+        """Replay the recorded kernel calls for one step.
 
         Args:
             tokens: number of tokens of the step, at most `self.tokens`.
             plans: attention plan of the step for each window.
             angles: rotary angles of the step for each kind of rotary embedding.
-            on_segment: called after each segment with the number of segments that have run; None
-                to run all calls at once.
+            on_segment: called after each segment with the number of segments that have run; None to
+                run all calls at once.
 
         Raises:
             GroupClosedError, GroupMismatchError: from the checks of collectives of the ranks.

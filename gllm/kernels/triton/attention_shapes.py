@@ -62,7 +62,7 @@ class SplitLimits:
     """Streaming multiprocessors to fill; None: those of the device."""
 
     def num_processors(self, device: torch.device) -> int:
-        """Return the number of streaming multiprocessors to fill."""
+        """Return the number of streaming multiprocessors that the splits should keep busy."""
         return common.count_processors(device) if self.processors is None else self.processors
 
 
@@ -90,12 +90,12 @@ class AttentionShape:
 
     @property
     def group(self) -> int:
-        """Return the number of query heads per KV head."""
+        """Return the number of query heads per KV head (the GQA group size)."""
         return self.heads // self.kv_heads
 
     @property
     def main(self) -> int:
-        """Return the key elements in the first tile; the others are in a second one."""
+        """Return the number of key elements in the first key tile; a second tile has the rest."""
         return self.value_dim if self.shared else self.key_dim
 
 

@@ -29,7 +29,7 @@ class SortedPairs:
     """Number of experts that a token selects."""
 
     def blocks(self, rows: int) -> int:
-        """Return the largest possible number of blocks of `rows` rows.
+        """Return the largest possible number of blocks of `rows` rows, which sets the launch grid.
 
         Each selected expert has at most one block that is not full.
         """
@@ -37,7 +37,7 @@ class SortedPairs:
         return min(pairs, len(self.bounds) - 1) + pairs // rows
 
     def constants(self) -> dict[str, int]:
-        """Return the compile-time constants of the sort."""
+        """Return the compile-time constants of kernels that read the sorted pairs."""
         return expert_constants(len(self.bounds) - 1, self.picked)
 
 

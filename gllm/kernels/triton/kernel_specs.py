@@ -48,7 +48,7 @@ class KernelSpec:
     """Constants from a table of tile sizes; then the table also sets warps and stages."""
 
     def launch(self) -> tuple[dict[str, Any], int, int]:
-        """Return all tl.constexpr arguments, warps and stages by the active tables."""
+        """Return all tl.constexpr arguments, warps and stages, with the active tile sizes."""
         if self.tuned is None:
             return dict(self.constants), self.warps, self.stages
         use = tiles.choose_tiles(self.tuned.table, **self.tuned.sizes)

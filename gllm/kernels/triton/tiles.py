@@ -75,7 +75,7 @@ class TileFile:
     tables: Tables
 
     def to_json(self) -> str:
-        """Return the JSON text of the file, one line per row."""
+        """Return the content as JSON text, with one line per table row."""
         about = {name: getattr(self, name) for name in (*ABOUT, "versions")}
         lines = [f"  {json.dumps(name)}: {json.dumps(value)}," for name, value in about.items()]
         tables = []

@@ -51,7 +51,7 @@ class PreparedWorkload:
     """Largest relative error of a correct result: norm of the difference / norm of `expected`."""
 
     def error(self) -> float:
-        """Run once and return the relative error; NaN if the result contains NaN."""
+        """Run the kernel once and return the relative error of its result; NaN if it has NaN."""
         wanted = self.expected
         return float((self.run().to(torch.float32) - wanted).norm() / wanted.norm())
 
