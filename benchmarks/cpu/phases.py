@@ -24,7 +24,7 @@ from gllm.messages.codec import decode_for_driver, decode_for_head, decode_for_s
 from gllm.messages.requests import EngineOutputs
 from gllm.messages.steps import RunStep, StepDone
 from gllm.models.hub import resolve_model
-from gllm.observability.logged_scheduler import to_request
+from gllm.observability.logged_scheduler import to_scheduler_request
 from gllm.observability.step_log import (
     AddEvent,
     CommitEvent,
@@ -98,7 +98,7 @@ class Replay:
     def _call(self, event: StepLogEvent) -> None:
         match event:
             case AddEvent():
-                self._scheduler.add(to_request(event), event.time)
+                self._scheduler.add(to_scheduler_request(event), event.time)
             case StageTimesEvent():
                 self._scheduler.record_step_times(event.stage, event.steps)
             case ScheduleEvent():

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gllm.kernels.weight_format import UNQUANTIZED, Matrix, Weight, convert, weight_format
+from gllm.kernels.weight_format import UNQUANTIZED, Matrix, Weight, select_format, weight_format
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def prepare_gated(
         quantization: as in `gllm.kernels.linear.prepare`.
     """
     halves = weight.chunk(2) if isinstance(weight, Tensor) else weight
-    target, parts = convert(halves, quantization)
+    target, parts = select_format(halves, quantization)
     return GatedMatrix(target.prepare_gated(parts, activation), bias, activation)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from gllm.kernels.weight_format import UNQUANTIZED, Matrix, Weight, convert, weight_format
+from gllm.kernels.weight_format import UNQUANTIZED, Matrix, Weight, select_format, weight_format
 
 
 def prepare(
@@ -27,7 +27,7 @@ def prepare(
             lacks some inputs of it and the format scales rows; else None.
     """
     parts = [weight] if isinstance(weight, Tensor) else weight
-    target, parts = convert(parts, quantization)
+    target, parts = select_format(parts, quantization)
     matrix: Matrix = target.prepare(parts, magnitudes)
     return matrix
 

@@ -61,7 +61,7 @@ class UnquantizedFormat(WeightFormat[UnquantizedMatrix]):
 
         Without a kernel for the weight, the result is a plain copy.
         """
-        return _pack_parts(parts) or unpacked(torch.cat(list(parts)))
+        return _pack_parts(parts) or wrap_weight(torch.cat(list(parts)))
 
     def prepare_gated(self, parts: Sequence[Tensor], activation: str) -> UnquantizedMatrix:
         """Merge the gate and up projections into one matrix for `multiply_gated`.
@@ -105,10 +105,10 @@ class UnquantizedFormat(WeightFormat[UnquantizedMatrix]):
 
     def select_expert(self, stack: Tensor, expert: int) -> UnquantizedMatrix:
         """Return the weight of one expert of a stack."""
-        return unpacked(stack[expert])
+        return wrap_weight(stack[expert])
 
 
-def unpacked(weight: Tensor) -> UnquantizedMatrix:
+def wrap_weight(weight: Tensor) -> UnquantizedMatrix:
     """Wrap a weight [outputs, inputs] as an `UnquantizedMatrix` without copying it."""
     return UnquantizedMatrix(weight, len(weight), False)
 

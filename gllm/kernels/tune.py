@@ -32,7 +32,7 @@ from gllm.kernels.triton import tiles
 from gllm.kernels.triton.tiles import TileRow, TilesError
 
 if TYPE_CHECKING:
-    from gllm.kernels.triton.workloads import PreparedWorkload, Workload
+    from gllm.kernels.triton.workloads import PreparedTuningCase, TuningCase
 
 Key = tuple[str, str, str]
 
@@ -100,7 +100,7 @@ def _text(numbers: Mapping[str, int]) -> str:
 
 
 TileConfig = Mapping[str, int]
-BenchmarkFunction = Callable[["PreparedWorkload"], float]
+BenchmarkFunction = Callable[["PreparedTuningCase"], float]
 """Function that returns the time of one run, in any unit."""
 TrustFunction = Callable[[str, TileRow, TileConfig], bool]
 """Predicate (table, row, tile sizes): all kernel variants of the row compile without problems."""
@@ -203,12 +203,12 @@ class JournaledMeasurement:
     def __init__(
         self,
         journal: TuneJournal,
-        prepare: Callable[[], Sequence["PreparedWorkload"]],
+        prepare: Callable[[], Sequence["PreparedTuningCase"]],
         bench: BenchmarkFunction,
     ) -> None:
         """Measure with `bench`; `prepare` allocates the workloads and is called at most once."""
         self._journal, self._prepare, self._bench = journal, prepare, bench
-        self._prepared: Sequence[PreparedWorkload] | None = None
+        self._prepared: Sequence[PreparedTuningCase] | None = None
 
     def __call__(self, table: str, row: TileRow, use: TileConfig) -> float | None:
         """Measure tile sizes and write the time to the journal at once."""
@@ -222,7 +222,7 @@ class JournaledMeasurement:
 
 
 def measure_tiles(
-    prepared: Sequence["PreparedWorkload"],
+    prepared: Sequence["PreparedTuningCase"],
     bench: BenchmarkFunction,
     table: str,
     row: TileRow,
@@ -288,8 +288,8 @@ def is_trusted(
 
 
 def list_rows(
-    tables: Sequence[str], every: Sequence["Workload"]
-) -> Iterator[tuple[str, TileRow, list["Workload"]]]:
+    tables: Sequence[str], every: Sequence["TuningCase"]
+) -> Iterator[tuple[str, TileRow, list["TuningCase"]]]:
     """Yield each row of default.json with its table and the workloads that time it."""
     for table in tables:
         for row in tiles.read_tile_file(tiles.DEFAULT).tables[table]:
@@ -301,7 +301,7 @@ def list_rows(
             yield table, row, own
 
 
-def time_on_gpu(prepared: "PreparedWorkload") -> float:
+def time_on_gpu(prepared: "PreparedTuningCase") -> float:
     """Return the median kernel time over many runs with cold caches, in milliseconds."""
     from triton.testing import do_bench
 
@@ -316,14 +316,14 @@ def make_tune_parser() -> argparse.ArgumentParser:
     made.add_argument("--jobs", type=int, default=8, help="processes that compile")
     made.add_argument(
         "--minutes",
-        type=minutes,
+        type=parse_minutes,
         default=math.inf,
         help="after which no more tiles are tried",
     )
     return made
 
 
-def minutes(text: str) -> float:
+def parse_minutes(text: str) -> float:
     """Parse a positive number of minutes from a command-line argument.
 
     Raises:
@@ -380,7 +380,7 @@ def tune(
     command: str,
     bench: BenchmarkFunction,
     is_trusted: TrustFunction,
-    every: Sequence["Workload"] | None = None,
+    every: Sequence["TuningCase"] | None = None,
     now: Callable[[], float] = time.monotonic,
 ) -> int:
     """Tune tables row by row and write each row to the GPU's file as soon as it is done.
@@ -399,12 +399,14 @@ def tune(
         now: Clock, in seconds.
     """
     if every is None:
-        from gllm.kernels.triton.workloads import list_workloads
+        from gllm.kernels.triton.workloads import list_tuning_cases
 
-        every = list_workloads()
+        every = list_tuning_cases()
     stop = now() + 60 * options.minutes
     path = options.output / f"{tiles.tile_file_name(gpu.name)}.journal"
-    journal = TuneJournal(path, {"device": gpu.name, "architecture": gpu.arch, **versions()})
+    journal = TuneJournal(
+        path, {"device": gpu.name, "architecture": gpu.arch, **get_package_versions()}
+    )
     if len(journal):
         print(f"{len(journal)} times are in {path}")
     wrong, left = False, 0
@@ -428,11 +430,11 @@ def tune(
     return int(wrong)
 
 
-def _prepare(own: Sequence["Workload"]) -> list["PreparedWorkload"]:
+def _prepare(own: Sequence["TuningCase"]) -> list["PreparedTuningCase"]:
     return [one.prepare(torch.device("cuda")) for one in own]
 
 
-def versions() -> dict[str, str]:
+def get_package_versions() -> dict[str, str]:
     """Return the versions of torch and triton, which measured times depend on."""
     import triton
 
@@ -463,7 +465,7 @@ def write_gpu_file(
             kept[name] = [*own, *rows]
         tables = kept
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    made = tiles.TileFile(device, arch, True, command, date, versions(), tables)
+    made = tiles.TileFile(device, arch, True, command, date, get_package_versions(), tables)
     partly = path.with_suffix(".part")
     partly.write_text(made.to_json())
     # Atomic: a server that starts meanwhile reads the old or the new file.

@@ -185,7 +185,7 @@ def dequantize_weight(weight: Weight) -> Tensor:
     return format_of(weight).dequantize(weight)
 
 
-def convert(
+def select_format(
     parts: Sequence[Weight], quantization: str
 ) -> tuple[WeightFormat[Any], Sequence[Weight]]:
     """Choose the format to prepare loaded weights in, and dequantize them if their format differs.

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from gllm.kernels.attention_plan import AttentionPlan
 from gllm.kernels.linear import has_lookup, linear, lookup_rows, prepare
-from gllm.kernels.linear_unquantized import unpacked
+from gllm.kernels.linear_unquantized import wrap_weight
 from gllm.kernels.rotary import RotaryAngles, compute_inverse_frequencies, compute_rotary_angles
 from gllm.kernels.weight_format import Matrix
 from gllm.models.attention import ForwardContext, LayerCache
@@ -51,7 +51,7 @@ class Embedding:
         """Tokens of the vocabulary that this rank has."""
         if shared is None:
             shape = (len(self.rows), model.hidden_size)
-            shared = unpacked(weights.read(f"{spec.name}.weight", *shape))
+            shared = wrap_weight(weights.read(f"{spec.name}.weight", *shape))
         self.table = shared
         self.vocab_size = model.vocab_size
         self._ranks = weights.ranks

@@ -103,7 +103,7 @@ def slo_attainment(timelines: Iterable[RequestTimeline], slo: Slo) -> float:
     return sum(met) / len(met) if met else 0.0
 
 
-def keeps_slo(timelines: Sequence[RequestTimeline], slo: Slo) -> bool:
+def meets_slo(timelines: Sequence[RequestTimeline], slo: Slo) -> bool:
     """Return True if the requests meet an SLO: attainment and percentile limits.
 
     A percentile limit of a metric without values counts as met.

@@ -57,7 +57,7 @@ class LoggedScheduler(Scheduler):
     def add(self, request: SchedulerRequest, now: float) -> None:
         """Add a request and log it; a rejected one is not logged."""
         super().add(request, now)
-        self._write(to_event(request, now))
+        self._write(to_add_event(request, now))
 
     def abort(self, seqs: list[int]) -> None:
         """Log the abort of sequences and abort them."""
@@ -179,7 +179,7 @@ EVENT_FIELDS = {
 """Fields of an AddEvent by the field of SchedulerRequest, where the names differ."""
 
 
-def to_event(request: SchedulerRequest, now: float) -> AddEvent:
+def to_add_event(request: SchedulerRequest, now: float) -> AddEvent:
     """Convert a request that arrives at time `now` to its step-log event."""
     fields = {EVENT_FIELDS.get(name, name): value for name, value in request._asdict().items()}
     del fields["kv_source"]
@@ -188,7 +188,7 @@ def to_event(request: SchedulerRequest, now: float) -> AddEvent:
     return AddEvent(now, **fields)
 
 
-def to_request(event: AddEvent) -> SchedulerRequest:
+def to_scheduler_request(event: AddEvent) -> SchedulerRequest:
     """Convert the step-log event of an arrival back to the scheduler's request."""
     fields = msgspec.structs.asdict(event)
     del fields["time"]
@@ -207,7 +207,7 @@ def replay_event(scheduler: Scheduler, event: StepLogEvent) -> StepPlan | None:
         case ScheduleEvent():
             return scheduler.schedule(event.time)
         case AddEvent():
-            scheduler.add(to_request(event), event.time)
+            scheduler.add(to_scheduler_request(event), event.time)
         case AbortEvent():
             scheduler.abort(event.seqs)
         case ResetPrefixCacheEvent():

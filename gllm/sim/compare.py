@@ -12,7 +12,7 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from gllm.observability.latency import percentile
-from gllm.observability.logged_scheduler import to_request
+from gllm.observability.logged_scheduler import to_scheduler_request
 from gllm.observability.step_log import (
     AbortEvent,
     AddEvent,
@@ -202,7 +202,9 @@ def read_requests(
         if isinstance(event, AddEvent) and event.seq in run.requests:
             seqs = range(event.seq, event.seq + event.n)
             tokens = max(1, *(run.requests[seq].line.num_tokens for seq in seqs))
-            request = to_request(event)._replace(max_tokens=tokens, stop_token_ids=frozenset())
+            request = to_scheduler_request(event)._replace(
+                max_tokens=tokens, stop_token_ids=frozenset()
+            )
             requests.append((event.time, request))
     return requests
 

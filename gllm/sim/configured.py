@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from gllm.observability.latency import (
     RequestTimeline,
     collect_latencies,
-    keeps_slo,
+    meets_slo,
     percentile,
     slo_attainment,
 )
@@ -245,7 +245,7 @@ def measure_figures(timelines: list[RequestTimeline], limits: Slo) -> RunFigures
         at("tpot", 50),
         at("itl", 99),
         slo_attainment(timelines, limits),
-        keeps_slo(timelines, limits),
+        meets_slo(timelines, limits),
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
-from gllm.observability.logged_scheduler import replay_event, to_request
+from gllm.observability.logged_scheduler import replay_event, to_scheduler_request
 from gllm.observability.step_log import (
     AddEvent,
     ScheduleEvent,
@@ -178,7 +178,7 @@ def _received_request(event: AddEvent, time: float) -> tuple[float, SchedulerReq
 
     Its age keeps its own arrival: policies order requests by it.
     """
-    request = to_request(event)
+    request = to_scheduler_request(event)
     return time, request._replace(age_seconds=request.age_seconds + time - event.time)
 
 

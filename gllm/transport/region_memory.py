@@ -23,7 +23,7 @@ from gllm.kernels.native.library import (
     NUM_PLACES,
     CancelArguments,
     RankGroupState,
-    RankLine,
+    RankSyncState,
 )
 from gllm.transport.ring import PAGE_BYTES, order_writes, round_up_to_pages
 
@@ -82,7 +82,7 @@ class RegionMemory:
             for floats in capacities
         ]
         """Bytes of the places of a rank, by group."""
-        lines = round_up_to_pages(ranks * ctypes.sizeof(RankLine))
+        lines = round_up_to_pages(ranks * ctypes.sizeof(RankSyncState))
         self.begins = [PAGE_BYTES]
         """Offset of each group in bytes, and the size of the memory."""
         for sizes in self.place_sizes:
@@ -151,7 +151,9 @@ class GroupMemory:
         self.region = region
         self.pointer = region.pointers[number]
         self.state: RankGroupState = self.pointer.contents
-        self.lines = (RankLine * region.ranks).from_buffer(region.memory, region.begins[number])
+        self.lines = (RankSyncState * region.ranks).from_buffer(
+            region.memory, region.begins[number]
+        )
         self._fence = threading.Lock()
         begin = (self.state.parts or 0) - (self.state.closed or 0)
         self.places: list[list[Tensor]] = [

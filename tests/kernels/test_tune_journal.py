@@ -11,7 +11,7 @@ import torch
 from gllm.kernels import tune
 from gllm.kernels.triton import tiles
 from gllm.kernels.triton.tiles import TileRow, TilesError
-from gllm.kernels.triton.workloads import PreparedWorkload, Workload
+from gllm.kernels.triton.workloads import PreparedTuningCase, TuningCase
 from gllm.kernels.tune import TileConfig, TuneJournal
 
 GPU = tune.GpuInfo("NVIDIA H200", 90)
@@ -28,7 +28,7 @@ class Clock:
         self.workloads = [self.workload(table) for table in TABLES]
         self.table = TABLES[0]
 
-    def workload(self, table: str) -> Workload:
+    def workload(self, table: str) -> TuningCase:
         """A workload that is right, and that says which table is timed."""
         result = torch.ones(1)
 
@@ -36,9 +36,9 @@ class Clock:
             self.table = table
             return result
 
-        return Workload(table, {}, table, lambda device: PreparedWorkload(run, result, 0.1))
+        return TuningCase(table, {}, table, lambda device: PreparedTuningCase(run, result, 0.1))
 
-    def __call__(self, prepared: PreparedWorkload) -> float:
+    def __call__(self, prepared: PreparedTuningCase) -> float:
         prepared.run()
         use = tiles.choose_tiles(self.table)
         self.seen.append(use)
@@ -78,7 +78,7 @@ def test_each_row_is_written_as_it_is_done(tmp_path: Path, clock: Clock) -> None
         pass
 
     class Stopping(Clock):
-        def __call__(self, prepared: PreparedWorkload) -> float:
+        def __call__(self, prepared: PreparedTuningCase) -> float:
             prepared.run()
             if self.table == TABLES[1] and len(self.seen) > 14:
                 raise Stopped

@@ -1,6 +1,6 @@
 """Requests in step logs."""
 
-from gllm.observability.logged_scheduler import to_event, to_request
+from gllm.observability.logged_scheduler import to_add_event, to_scheduler_request
 from gllm.scheduler.sequence import SchedulerRequest
 
 
@@ -10,5 +10,5 @@ def test_a_request_is_read_as_it_was_logged() -> None:
         7, [1, 2, 3], 9, frozenset({4, 5}), 1, "salt", 1, False, [[6]], 0.5, 8, 2, True, 11, 12,
         reports_first_chunk=True,
     )  # fmt: skip
-    assert to_request(to_event(request, 3.0)) == request
-    assert to_event(request, 3.0).time == 3.0
+    assert to_scheduler_request(to_add_event(request, 3.0)) == request
+    assert to_add_event(request, 3.0).time == 3.0

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.linear_costs import LinearCostModel
-from gllm.observability.latency import keeps_slo, percentile
+from gllm.observability.latency import meets_slo, percentile
 from gllm.options.slo import NO_SLO, parse_slo
 from gllm.plan.capacity import PLAN_RULES, measure_capacity
 from gllm.plan.engine_bounds import EngineBounds, OperatingPoint, measure_workload
@@ -113,7 +113,7 @@ def test_no_rate_above_the_bound_is_within_limits_of_the_time_between_tokens(
     served = simulate(deployment, build_workload(config)).requests.values()
     trial = make_rate_trial(scheduling_delays(served))
     is_bounded = trial.p99_delay_seconds <= DELAY_SECONDS
-    assert not (is_bounded and keeps_slo([each.line for each in served], limits))
+    assert not (is_bounded and meets_slo([each.line for each in served], limits))
 
 
 def test_a_tight_limit_of_the_time_between_tokens_lowers_the_bound_several_times() -> None:

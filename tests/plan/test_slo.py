@@ -2,7 +2,7 @@
 
 import pytest
 
-from gllm.observability.latency import RequestTimeline, keeps_slo, slo_attainment
+from gllm.observability.latency import RequestTimeline, meets_slo, slo_attainment
 from gllm.options.slo import NO_SLO, PercentileLimit, Slo, parse_slo
 from gllm.plan.prices import PRICE_TABLES, parse_prices
 from gllm.sim.hardware.devices import DEVICES
@@ -54,20 +54,20 @@ def test_wrong_attainment_is_refused() -> None:
 
 def test_limits_of_percentiles_bind_the_run() -> None:
     lines = [timeline(1.0, 0.1)] * 9 + [timeline(5.0, 0.1)]
-    assert keeps_slo(lines, parse_slo("ttft:p50=1"))
-    assert not keeps_slo(lines, parse_slo("ttft:p99=1"))
-    assert keeps_slo(lines, parse_slo("tbt:p99=0.11"))
-    assert not keeps_slo(lines, parse_slo("tbt:p99=0.09"))
+    assert meets_slo(lines, parse_slo("ttft:p50=1"))
+    assert not meets_slo(lines, parse_slo("ttft:p99=1"))
+    assert meets_slo(lines, parse_slo("tbt:p99=0.11"))
+    assert not meets_slo(lines, parse_slo("tbt:p99=0.09"))
     # Each of several limits binds.
-    assert not keeps_slo(lines, parse_slo("ttft:p50=1,tbt:p99=0.09"))
-    assert not keeps_slo(lines, parse_slo("ttft:p99=1,tbt:p99=0.11"))
-    assert keeps_slo(lines, parse_slo("ttft:p50=1,tbt:p99=0.11"))
+    assert not meets_slo(lines, parse_slo("ttft:p50=1,tbt:p99=0.09"))
+    assert not meets_slo(lines, parse_slo("ttft:p99=1,tbt:p99=0.11"))
+    assert meets_slo(lines, parse_slo("ttft:p50=1,tbt:p99=0.11"))
 
 
 def test_limits_of_each_request_bind_a_share() -> None:
     lines = [timeline(1.0, 0.1)] * 9 + [timeline(5.0, 0.1)]
-    assert keeps_slo(lines, parse_slo("ttft=1,tpot=0.11", 0.9))
-    assert not keeps_slo(lines, parse_slo("ttft=1", 0.91))
+    assert meets_slo(lines, parse_slo("ttft=1,tpot=0.11", 0.9))
+    assert not meets_slo(lines, parse_slo("ttft=1", 0.91))
     assert slo_attainment(lines, parse_slo("ttft=1")) == 0.9
 
 

@@ -10,13 +10,13 @@ import torch
 from gllm.kernels import tune
 from gllm.kernels.triton import tiles, workloads
 from gllm.kernels.triton.attention_shapes import AttentionShape
-from gllm.kernels.triton.workloads import PreparedWorkload
+from gllm.kernels.triton.workloads import PreparedTuningCase
 from tests.support.full_cases import full_but
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
-TINY: dict[str, Callable[[torch.device], PreparedWorkload]] = {
+TINY: dict[str, Callable[[torch.device], PreparedTuningCase]] = {
     "decode": partial(workloads.prepare_attention, AttentionShape(4, 2, 16, 16, 4), 3, 1, 21),
     "prefill": partial(workloads.prepare_attention, AttentionShape(4, 2, 16, 16, 4), 2, 5, 21),
     "latent": partial(
@@ -48,16 +48,16 @@ def test_results_are_right_again_and_again_and_wrong_ones_are_seen(name: str) ->
     assert prepared.run().shape == prepared.expected.shape
     for _ in range(2):
         assert prepared.error() <= prepared.limit
-    wrong = PreparedWorkload(prepared.run, 1.2 * prepared.expected, prepared.limit)
+    wrong = PreparedTuningCase(prepared.run, 1.2 * prepared.expected, prepared.limit)
     assert not wrong.error() <= wrong.limit
-    spoiled = PreparedWorkload(lambda: prepared.run() * math.nan, prepared.expected, 1.0)
+    spoiled = PreparedTuningCase(lambda: prepared.run() * math.nan, prepared.expected, 1.0)
     assert not spoiled.error() <= spoiled.limit
 
 
 def test_every_row_is_timed_by_something() -> None:
     tables = tiles.read_tile_file(tiles.DEFAULT).tables
     assert {*tables} == {*tune.CANDIDATE_VALUES}
-    every = workloads.list_workloads()
+    every = workloads.list_tuning_cases()
     rows = list(tune.list_rows([*tables], every))
     assert len(rows) == sum(map(len, tables.values()))
     assert sum(len(own) for *_, own in rows) == len(every)

@@ -29,18 +29,18 @@ enum Closed { OPEN, CANCELLED, MISMATCH };            // as in shared_region.py
 enum Collective { ACQUIRE, SUM, MAXIMUM };            // further ones in shared_region.py
 
 // Shared by all ranks; written by its own rank only, except the doorbell. As in library.py.
-struct alignas(128) RankLine {
+struct alignas(128) RankSyncState {
     std::atomic<uint32_t> sequence;     // number of collectives for which the rank's part is complete
     std::atomic<uint32_t> is_sleeping;  // whether the rank waits at its doorbell
     std::atomic<uint32_t> doorbell;     // futex; increased by those who wake the rank
     uint32_t unused;
     std::atomic<uint64_t> tags[2];  // what the rank computes in its last two collectives
 };
-static_assert(sizeof(RankLine) == 128 && std::atomic<uint64_t>::is_always_lock_free);
+static_assert(sizeof(RankSyncState) == 128 && std::atomic<uint64_t>::is_always_lock_free);
 
 // One rank's view of a group. As in library.py.
 struct RankGroup {
-    RankLine* lines;                // [size]
+    RankSyncState* lines;                // [size]
     std::atomic<uint32_t>* closed;  // shared by all groups of the stage: Closed
     char* parts;                    // place p of rank r begins at r * rank_bytes + offsets[p]
     int64_t rank_bytes;
@@ -93,7 +93,7 @@ long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const tim
     return syscall(SYS_futex, &word, operation, value, timeout, nullptr, 0);
 }
 
-void ring(RankLine& line) {
+void ring(RankSyncState& line) {
     line.doorbell.fetch_add(1);
     futex(line.doorbell, FUTEX_WAKE, INT_MAX, nullptr);
 }
@@ -123,7 +123,7 @@ void wait(const RankGroup& group) {
         }
     } while (nanoseconds() < end);
     const timespec longest{LOOK_SECONDS, 0};
-    RankLine& line = group.lines[group.rank];
+    RankSyncState& line = group.lines[group.rank];
     line.is_sleeping.store(1);
     for (;;) {
         // Read first: whoever arrives after the look at the others rings, and the futex does not sleep.
@@ -138,7 +138,7 @@ void wait(const RankGroup& group) {
 bool barrier(RankGroup& group, int place, uint64_t tag) {
     if (group.closed->load() != OPEN) return false;
     const uint32_t number = ++group.sequence;
-    RankLine& line = group.lines[group.rank];
+    RankSyncState& line = group.lines[group.rank];
     line.tags[number & 1].store(tag, std::memory_order_relaxed);
     line.sequence.store(number);
     for (int rank = 0; rank < group.size; ++rank)

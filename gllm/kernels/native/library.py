@@ -50,10 +50,10 @@ def _fields(*groups: tuple[str, Any]) -> list[tuple[str, Any]]:
     return [(name, kind) for names, kind in groups for name in names.split()]
 
 
-class RankLine(ctypes.Structure):
+class RankSyncState(ctypes.Structure):
     """State in shared memory by which one tensor-parallel rank synchronizes with the others.
 
-    C structure `RankLine` of all_reduce.cpp, which documents the fields.
+    C structure `RankSyncState` of all_reduce.cpp, which documents the fields.
     """
 
     _fields_ = _fields(

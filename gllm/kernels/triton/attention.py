@@ -124,7 +124,7 @@ def _prefill(
         *key_cache.stride()[1:3],
         *value_cache.stride()[1:3],
         *factors,
-        **attention_shapes.constants(tiles, shape),
+        **attention_shapes.attention_constants(tiles, shape),
         SPLIT=splits > 1,
         LEAST=limits.min_prefill_tokens,
         num_warps=tiles.warps,

@@ -164,7 +164,7 @@ def pack_queries(tiles: TileSizes, shape: AttentionShape) -> QueryPacking:
     return QueryPacking(heads, -(-shape.group // heads), tiles.rows // heads)
 
 
-def constants(tiles: TileSizes, shape: AttentionShape) -> dict[str, int | bool]:
+def attention_constants(tiles: TileSizes, shape: AttentionShape) -> dict[str, int | bool]:
     """Return the compile-time constants that the prefill and decode attention kernels share."""
     packed = pack_queries(tiles, shape)
     rest = shape.key_dim - shape.main
@@ -314,7 +314,7 @@ def list_specs(
 def tuned_constants(table: str, shape: AttentionShape) -> TunedConstants:
     """Return the kernel constants of an attention shape, with tile sizes looked up in a table."""
     return TunedConstants(
-        table, tile_lookup_sizes(shape), lambda use: constants(TileSizes(**use), shape)
+        table, tile_lookup_sizes(shape), lambda use: attention_constants(TileSizes(**use), shape)
     )
 
 

@@ -51,7 +51,7 @@ def load_slopes(slopes, heads, there, ALIBI: tl.constexpr):
 
 
 @triton.jit
-def load_blocks(table, start, oldest, end, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+def load_block_ids(table, start, oldest, end, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """Load the KV block id of each position start .. start + KEYS - 1, [KEYS] int32.
 
     table: block ids of the sequence; positions outside of oldest .. end - 1 give 0. Triton device
@@ -86,14 +86,14 @@ def attend(
     block. SHARED: values are the first tile of the keys. WINDOW: visible tokens, 0 for all. MASKED:
     False if all queries see all keys, whose number is a multiple of KEYS.
     """
-    blocks = load_blocks(table, begin, oldest, end, KEYS, BLOCK_SIZE)
+    blocks = load_block_ids(table, begin, oldest, end, KEYS, BLOCK_SIZE)
     for start in range(begin, end, KEYS):
         tokens = start + tl.arange(0, KEYS)
         there = (tokens >= oldest) & (tokens < end)
         slots = blocks.to(tl.int64) * BLOCK_SIZE + tokens % BLOCK_SIZE
         # One tile ahead: Triton prefetches keys and values of later tiles only where their
         # addresses do not wait for a load of the same iteration.
-        blocks = load_blocks(table, start + KEYS, oldest, end, KEYS, BLOCK_SIZE)
+        blocks = load_block_ids(table, start + KEYS, oldest, end, KEYS, BLOCK_SIZE)
         key_at = keys + slots * key_row
         key = load_elements(key_at, there, MAIN, MAIN_PAD, MASKED).to(query.dtype)
         score = tl.zeros([query.shape[0], KEYS], dtype=tl.float32)

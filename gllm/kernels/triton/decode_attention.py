@@ -78,7 +78,7 @@ def decode_attention(
         *key_cache.stride()[1:3],
         *value_cache.stride()[1:3],
         *factors,
-        **attention_shapes.constants(tiles, shape),
+        **attention_shapes.attention_constants(tiles, shape),
         SPLIT=splits > 1,
         LEAST=limits.min_decode_tokens,
         num_warps=tiles.warps,

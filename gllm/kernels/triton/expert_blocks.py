@@ -52,7 +52,7 @@ def expert_constants(experts: int, picked: int) -> dict[str, int]:
     return {"PICKED": picked, "EXPERTS": experts, "EXPERTS_BLOCK": block}
 
 
-def tile_sizes(gate: str, element: int) -> dict[str, int]:
+def expert_lookup_sizes(gate: str, element: int) -> dict[str, int]:
     """Return the problem sizes by which `choose_tiles` selects tile sizes of the expert kernels.
 
     These are the number of projections in one launch and the bytes per element of x.

@@ -21,10 +21,10 @@ from gllm.kernels.triton.expert_blocks import (
     SortedPairs,
     block_rows,
     expert_constants,
+    expert_lookup_sizes,
     find_block,
     sort_by_expert,
     store_tile,
-    tile_sizes,
 )
 from gllm.kernels.triton.kernel_specs import KernelSpec, TunedConstants
 from gllm.kernels.triton.tiles import choose_tiles
@@ -137,13 +137,13 @@ def run_experts(
     gated, parts = x.new_empty(size, inner), x.new_empty(size, hidden)
     for source, weight, to, gate in ((x, up, gated, activation), (gated, down, parts, "")):
         if isinstance(weight, Fp8Stack):
-            experts_fp8.multiply(source, weight, to, pairs, gate, fp8)
+            experts_fp8.multiply_experts(source, weight, to, pairs, gate, fp8)
         else:
             _launch(source, weight, to, pairs, gate)
-    return add_parts(parts, experts, weights)
+    return sum_expert_outputs(parts, experts, weights)
 
 
-def add_parts(parts: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+def sum_expert_outputs(parts: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted sum of the selected experts' outputs per token, [tokens, hidden].
 
     Outputs are added in ascending order of expert ids, so that the result does not depend on the
@@ -170,7 +170,7 @@ def add_parts(parts: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
 
 def _launch(source: Tensor, weight: Tensor, to: Tensor, pairs: SortedPairs, gate: str) -> None:
     """Fill `to` [rows, outputs] from source [tokens or rows, inputs], as _multiply says."""
-    use = choose_tiles("experts", **tile_sizes(gate, source.element_size()))
+    use = choose_tiles("experts", **expert_lookup_sizes(gate, source.element_size()))
     grid = triton.cdiv(to.shape[1], use["columns"]), pairs.blocks(use["rows"])
     _multiply[grid](
         source,
@@ -224,7 +224,7 @@ def _product(kind: str, sizes: tuple[int, int], experts: tuple[int, int], gate: 
         aligned=(*signature, "x_row"),
         tuned=TunedConstants(
             "experts",
-            tile_sizes(gate, 4 if kind == "fp32" else 2),
+            expert_lookup_sizes(gate, 4 if kind == "fp32" else 2),
             lambda use: _constants(*sizes, gate, use),
         ),
     )

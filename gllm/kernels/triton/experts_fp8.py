@@ -16,9 +16,9 @@ from gllm.kernels.triton.expert_blocks import (
     SortedPairs,
     block_rows,
     expert_constants,
+    expert_lookup_sizes,
     find_block,
     store_tile,
-    tile_sizes,
 )
 from gllm.kernels.triton.kernel_specs import KernelSpec, TunedConstants
 from gllm.kernels.triton.linear_fp8 import (
@@ -81,7 +81,7 @@ def _multiply(
         store_tile(total, other, output, to, column, there, OUTPUTS, GATE)
 
 
-def multiply(
+def multiply_experts(
     source: Tensor, weight: Fp8Stack, to: Tensor, pairs: SortedPairs, gate: str, fp8: bool | None
 ) -> None:
     """Multiply the rows of a batch by the FP8 weights of their experts, writing to `to`.
@@ -99,7 +99,7 @@ def multiply(
     scales = weight.scales
     if fp8:
         source, scales = quantize(source, group)
-    use = choose_tiles("experts_fp8", **tile_sizes(gate, source.element_size()))
+    use = choose_tiles("experts_fp8", **expert_lookup_sizes(gate, source.element_size()))
     grid = triton.cdiv(to.shape[1], use["columns"]), pairs.blocks(use["rows"])
     _multiply[grid](
         source,
@@ -155,7 +155,7 @@ def _compiled(
         aligned=(*pointers, "x_row"),
         tuned=TunedConstants(
             "experts_fp8",
-            tile_sizes(gate, element),
+            expert_lookup_sizes(gate, element),
             lambda use: _constants(sizes, gate, (GROUP, 1), fp8, GROUP, use),
         ),
     )

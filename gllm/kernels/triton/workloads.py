@@ -40,7 +40,7 @@ ROUNDED_TO_8_BITS = 8e-2
 
 
 @dataclass(frozen=True)
-class PreparedWorkload:
+class PreparedTuningCase:
     """GPU kernel call with allocated tensors, and the result it should have, for tuning."""
 
     run: Callable[[], Tensor]
@@ -57,7 +57,7 @@ class PreparedWorkload:
 
 
 @dataclass(frozen=True)
-class Workload:
+class TuningCase:
     """Tuning case of a GPU kernel: the table row that it times, and how to prepare it."""
 
     table: str
@@ -65,7 +65,7 @@ class Workload:
     sizes: Mapping[str, int]
     """Problem sizes, which select the row of the table."""
     label: str
-    prepare: Callable[[torch.device], PreparedWorkload]
+    prepare: Callable[[torch.device], PreparedTuningCase]
     """Allocates the tensors on a device."""
 
 
@@ -75,7 +75,7 @@ def _random(seed: int, *shape: int) -> Tensor:
 
 def prepare_attention(
     shape: AttentionShape, rows: int, new: int, context: int, device: torch.device
-) -> PreparedWorkload:
+) -> PreparedTuningCase:
     """Prepare the tuning case of attention over `context` tokens for `rows` sequences.
 
     Each sequence has `new` query tokens at the end of its context: 1 for a decode.
@@ -108,12 +108,12 @@ def prepare_attention(
     if shape.shared:
         values = keys[..., : shape.value_dim]
     run = partial(paged_attention, query, keys, values, plan, scaling)
-    return PreparedWorkload(run, expected.to(device), ROUNDED[dtype])
+    return PreparedTuningCase(run, expected.to(device), ROUNDED[dtype])
 
 
 def prepare_linear_fp8(
     tokens: int, outputs: int, inputs: int, device: torch.device
-) -> PreparedWorkload:
+) -> PreparedTuningCase:
     """Prepare the tuning case of a linear layer with an FP8 weight [outputs, inputs]."""
     matrix = _stack(1, outputs, inputs)[0]
     x = _random(4, tokens, inputs).to(torch.bfloat16)
@@ -123,7 +123,7 @@ def prepare_linear_fp8(
     matrix = Fp8Matrix(codes, scales, matrix.rows, matrix.columns, matrix.dtype)
     run = partial(gpu_linear.linear_fp8, x.to(device), matrix, None, None, fp8)
     limit = ROUNDED_TO_8_BITS if fp8 else ROUNDED[torch.bfloat16]
-    return PreparedWorkload(run, expected.to(device), limit)
+    return PreparedTuningCase(run, expected.to(device), limit)
 
 
 def prepare_experts(
@@ -132,7 +132,7 @@ def prepare_experts(
     element: int,
     eights: bool,
     device: torch.device,
-) -> PreparedWorkload:
+) -> PreparedTuningCase:
     """Prepare the tuning case of a mixture-of-experts layer.
 
     Args:
@@ -156,7 +156,7 @@ def prepare_experts(
     up, down = _moved(up, device), _moved(down, device)
     run = partial(gpu_experts.run_experts, x, chosen, shares, up, down, "silu", element == 1)
     limit = ROUNDED_TO_8_BITS if element == 1 else ROUNDED[dtype]
-    return PreparedWorkload(run, expected.to(device), limit)
+    return PreparedTuningCase(run, expected.to(device), limit)
 
 
 @lru_cache(maxsize=2)
@@ -183,26 +183,26 @@ def _moved(weights: Tensor | Fp8Stack, device: torch.device) -> Tensor | Fp8Stac
 
 def prepare_experts_sum(
     tokens: int, picked: int, hidden: int, device: torch.device
-) -> PreparedWorkload:
+) -> PreparedTuningCase:
     """Prepare the tuning case of the weighted sum of the selected experts' outputs."""
     parts = _random(9, tokens, picked, hidden).to(torch.bfloat16)
     shares, chosen = _random(6, tokens, 2 * picked).softmax(-1).topk(picked)
     expected = (parts.to(torch.float32) * shares[:, :, None]).sum(1)
     tensors = [one.to(device) for one in (parts.flatten(0, 1), chosen, shares)]
-    run = partial(gpu_experts.add_parts, *tensors)
-    return PreparedWorkload(run, expected.to(device), ROUNDED[torch.bfloat16])
+    run = partial(gpu_experts.sum_expert_outputs, *tensors)
+    return PreparedTuningCase(run, expected.to(device), ROUNDED[torch.bfloat16])
 
 
-def prepare_quantize(tokens: int, inputs: int, device: torch.device) -> PreparedWorkload:
+def prepare_quantize(tokens: int, inputs: int, device: torch.device) -> PreparedTuningCase:
     """Prepare the tuning case of quantizing activations to FP8; only the scales are checked."""
     x = _random(10, tokens, inputs).to(torch.bfloat16)
     groups = x.to(torch.float32).unflatten(1, (-1, gpu_linear.GROUP))
     expected = groups.abs().amax(-1) / 448
     moved = x.to(device)
-    return PreparedWorkload(lambda: gpu_linear.quantize(moved)[1], expected.to(device), 1e-5)
+    return PreparedTuningCase(lambda: gpu_linear.quantize(moved)[1], expected.to(device), 1e-5)
 
 
-def prepare_rms_norm(tokens: int, size: int, device: torch.device) -> PreparedWorkload:
+def prepare_rms_norm(tokens: int, size: int, device: torch.device) -> PreparedTuningCase:
     """Prepare the tuning case of RMSNorm with a residual addition.
 
     It adds zeros, so that repeated runs give the same result.
@@ -211,20 +211,20 @@ def prepare_rms_norm(tokens: int, size: int, device: torch.device) -> PreparedWo
     expected = rms_norm.rms_norm(x.to(torch.float32), weight.to(torch.float32), 1e-6)
     tensors = x.to(device), torch.zeros_like(x, device=device), weight.to(device)
     run = partial(gpu_norm.add_rms_norm, *tensors, 1e-6)
-    return PreparedWorkload(run, expected.to(device), ROUNDED[torch.bfloat16])
+    return PreparedTuningCase(run, expected.to(device), ROUNDED[torch.bfloat16])
 
 
-def prepare_activation(tokens: int, size: int, device: torch.device) -> PreparedWorkload:
+def prepare_activation(tokens: int, size: int, device: torch.device) -> PreparedTuningCase:
     """Prepare the tuning case of the gated activation act(gate) * up."""
     both = _random(13, tokens, 2 * size).to(torch.bfloat16)
     expected = activation.act_and_mul("silu", both.to(torch.float32))
     run = partial(act_and_mul, "silu", both.to(device))
-    return PreparedWorkload(run, expected.to(device), ROUNDED[torch.bfloat16])
+    return PreparedTuningCase(run, expected.to(device), ROUNDED[torch.bfloat16])
 
 
 def prepare_qkv(
     tokens: int, heads: int, kv_heads: int, dim: int, device: torch.device
-) -> PreparedWorkload:
+) -> PreparedTuningCase:
     """Prepare the tuning case of rotary embedding and KV cache write; only queries are checked."""
     fused = _random(14, tokens, heads + 2 * kv_heads, dim).to(torch.bfloat16)
     turns = _random(15, tokens, 1, dim // 2)
@@ -239,7 +239,7 @@ def prepare_qkv(
     angles = angles[0].to(device), angles[1].to(device)
     operands = (fused.to(device), how, angles, (moved[0], moved[1]), slots.to(device))
     run = partial(gpu_qkv.rotate_and_store, *operands)
-    return PreparedWorkload(run, expected, ROUNDED[torch.bfloat16])
+    return PreparedTuningCase(run, expected, ROUNDED[torch.bfloat16])
 
 
 EXPERT_SHAPES = [(128, 8, 2048, 768), (64, 6, 2048, 1408)]
@@ -255,12 +255,12 @@ LINEAR_SHAPES = [
 """Outputs and inputs of the linear maps of Qwen2.5-7B and of a feed-forward of Llama-3.1-8B."""
 
 
-def list_workloads() -> list[Workload]:
+def list_tuning_cases() -> list[TuningCase]:
     """List the tuning cases of all GPU kernels; each allocates its tensors when it is prepared."""
     return [*_attention(), *_mixtures(), *_others()]
 
 
-def _attention() -> Iterator[Workload]:
+def _attention() -> Iterator[TuningCase]:
     narrow = attention_shapes.HEAD_CONFIGS.items()
     wide = [
         (f"{name}, fp32", attention_shapes.with_float32_queries(shape)) for name, shape in narrow
@@ -276,10 +276,10 @@ def _attention() -> Iterator[Workload]:
     ):
         make = partial(prepare_attention, shape, rows, new, context)
         named = f"{label}, {rows} rows of {context}"
-        yield Workload(table, attention_shapes.tile_lookup_sizes(shape), named, make)
+        yield TuningCase(table, attention_shapes.tile_lookup_sizes(shape), named, make)
 
 
-def _mixtures() -> Iterator[Workload]:
+def _mixtures() -> Iterator[TuningCase]:
     kinds = [(False, 2), (False, 4), (True, 1), (True, 2), (True, 4)]
     for (eights, element), maps, sizes, tokens in product(kinds, (1, 2), EXPERT_SHAPES, (32, 1024)):
         table, named = (
@@ -287,17 +287,17 @@ def _mixtures() -> Iterator[Workload]:
             f"{tokens} tokens, {sizes[0]} experts",
         )
         make = partial(prepare_experts, tokens, sizes, element, eights)
-        yield Workload(table, {"maps": maps, "bytes": element}, named, make)
+        yield TuningCase(table, {"maps": maps, "bytes": element}, named, make)
 
 
-def _others() -> Iterator[Workload]:
+def _others() -> Iterator[TuningCase]:
     for tokens, (outputs, inputs) in product((1, 16, 32, 64, 1024), LINEAR_SHAPES):
         named = f"{tokens} tokens, {inputs} to {outputs}"
         make = partial(prepare_linear_fp8, tokens, outputs, inputs)
-        yield Workload("linear_fp8", {"tokens": tokens}, named, make)
+        yield TuningCase("linear_fp8", {"tokens": tokens}, named, make)
     for tokens, size in product((32, 1024), (2048, 3584, 4096, 8192, 16_384)):
         make = partial(prepare_rms_norm, tokens, size)
-        yield Workload("rms_norm", {"size": size}, f"{tokens} tokens of {size}", make)
+        yield TuningCase("rms_norm", {"size": size}, f"{tokens} tokens of {size}", make)
     for tokens in (32, 1024):
         made = {
             "experts_sum": partial(prepare_experts_sum, tokens, 8, 2048),
@@ -306,4 +306,4 @@ def _others() -> Iterator[Workload]:
             "qkv": partial(prepare_qkv, tokens, 28, 4, 128),
         }
         for table, make_other in made.items():
-            yield Workload(table, {}, f"{tokens} tokens", make_other)
+            yield TuningCase(table, {}, f"{tokens} tokens", make_other)
