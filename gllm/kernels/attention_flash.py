@@ -89,8 +89,8 @@ def paged_attention(
         query: [tokens, heads, head_dim], bfloat16 or float16.
         key_cache: [blocks, block_size, kv_heads, head_dim] of the dtype of query.
         value_cache: like key_cache.
-        plan: `plan.tables` is read.
-        scaling: scale, softcap and slopes of the scores.
+        plan: attention metadata of the step; `plan.tables` is read.
+        scaling: scale, softcap and ALiBi slopes of the scores.
 
     Returns:
         [tokens, heads, head_dim].

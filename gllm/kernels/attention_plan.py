@@ -158,14 +158,15 @@ def plan_attention(
 ) -> AttentionPlan:
     """Build the attention metadata of a step for one attention backend.
 
-    For a backend that reads tables, plans of other windows differ in `window` alone:
-    `dataclasses.replace` makes them without another copy of the tables.
+    The GPU backends read `AttentionPlan.tables`. Their plans for several sliding windows differ
+    only in `window`: `dataclasses.replace` creates them without copying the tables again.
 
     Args:
         rows: Block tables and lengths of the micro-batch.
-        dtype: Compute dtype, that of the masks.
-        window: Number of visible tokens; None: all.
-        device: Device of slots and tables, by default the CPU. Gathers are on the host.
+        dtype: Compute dtype, which is also that of the masks.
+        window: Number of visible tokens (sliding window); None: all.
+        device: Device of the slots and block tables, by default the CPU. Gather indices are on the
+            host.
         backend: Name of the backend, by default `default_backend(dtype, device)`.
     """
     device = device or torch.device("cpu")

@@ -95,10 +95,11 @@ def run_experts(
         expert_weights: [tokens, top_k], from `route`.
         gate_up: [2 * intermediate, hidden] of each expert.
         down: [hidden, intermediate] of each expert.
-        out: [tokens, hidden] float32: receives the sum without rounding, if the experts lack some
-            intermediate elements. The result is then `out`.
-        reduce_magnitudes: returns the largest of all ranks' row magnitudes [tokens * top_k], if the
-            experts lack some intermediate elements and the format of `down` scales rows.
+        out: [tokens, hidden] float32: receives the sum without rounding and is returned, if each
+            tensor-parallel rank has only some of the intermediate elements.
+        reduce_magnitudes: returns the maximum over the ranks of row magnitudes [tokens * top_k];
+            only if each rank has some of the intermediate elements and the format of `down`
+            quantizes activations with one scale per row.
     """
     order = expert_ids.flatten().argsort(stable=True)
     tokens = order // expert_ids.shape[1]

@@ -23,8 +23,8 @@ def prepare(
         weight: [outputs, inputs], whole or in parts that are stacked along the outputs.
         quantization: a key of WEIGHT_FORMATS that floats are quantized to; with "none" weights stay
             in the format of the checkpoint.
-        magnitudes: [outputs] float32: largest magnitude of each output's whole row, if `weight`
-            lacks some inputs of it and the format scales rows; else None.
+        magnitudes: [outputs] float32: largest absolute weight of each output over all inputs, if
+            `weight` has only this rank's inputs and the format is int8; else None.
     """
     parts = [weight] if isinstance(weight, Tensor) else weight
     target, parts = select_format(parts, quantization)
@@ -60,8 +60,8 @@ def linear(
         matrix: W, from `prepare`.
         bias: b [outputs].
         out: receives the result if given: contiguous, of x's dtype or float32.
-        magnitudes: [tokens] float32: largest magnitudes of the whole rows (`row_magnitudes`), if x
-            and W have only this rank's inputs and the format scales rows.
+        magnitudes: [tokens] float32: `row_magnitudes` over the inputs of all ranks, if x and W have
+            only this rank's inputs and the format quantizes activations; else None.
     """
     return weight_format(matrix.format).multiply(x, matrix, bias, out, magnitudes)
 

@@ -170,7 +170,7 @@ def dequantize(matrix: Fp8Matrix) -> Tensor:
 def stack_fp8(parts: Sequence[Fp8Matrix]) -> Fp8Matrix:
     """Concatenate FP8 weights [outputs, inputs] along the outputs, for example gate and up.
 
-    Its blocks are small enough that none spans two parts, or two blocks of one part.
+    The result's blocks are small enough that each lies within one block of one part.
 
     Raises:
         ValueError: the parts have blocks of different widths.

@@ -157,8 +157,8 @@ def prepare_int8(weight: Tensor, magnitudes: Tensor | None = None) -> Int8Matrix
 
     Args:
         weight: [outputs, inputs].
-        magnitudes: [outputs] float32: largest magnitude of each whole row, if `weight` lacks some
-            inputs.
+        magnitudes: [outputs] float32: largest absolute weight of each output over all inputs, if
+            `weight` has only this rank's inputs.
 
     Raises:
         ValueError: the weight has more inputs than MAX_INPUTS.

@@ -385,18 +385,20 @@ def tune(
 ) -> int:
     """Tune tables row by row and write each row to the GPU's file as soon as it is done.
 
-    Returns the exit status: 1 if the current tile sizes of a row give wrong results, else 0.
-
-    Starts rows until `options.minutes` have passed. Times in the journal are not measured again.
+    Starts no further row after `options.minutes`. Times in the journal, the file of earlier
+    measurements, are not measured again.
 
     Args:
         options: Parsed arguments of the command.
         gpu: GPU that the file is for.
-        command: The command, for the file.
+        command: The command, which the file records.
         bench: Times a workload.
-        is_trusted: Returns True for tile sizes that compile well.
-        every: Workloads that time the rows, by default all.
+        is_trusted: Returns True for tile sizes whose kernels compile without problems.
+        every: Tuning cases that time the rows, by default all.
         now: Clock, in seconds.
+
+    Returns:
+        Exit status: 1 if the current tile sizes of a row give wrong results, else 0.
     """
     if every is None:
         from gllm.kernels.triton.workloads import list_tuning_cases

@@ -203,11 +203,10 @@ def select_format(
 
 
 def stack_tensors(num_experts: int, tensors: Iterable[Tensor]) -> Tensor:
-    """Stack tensors of the same shape and dtype along a new first dimension, one at a time.
+    """Stack tensors of the same shape and dtype along a new first dimension.
 
-    The result is [num_experts, *shape].
-
-    Besides the result, only one tensor is in memory at a time.
+    The result is [num_experts, *shape]. Tensors are read one at a time, so that besides the result
+    only one is in memory.
 
     Raises:
         ValueError: the shapes differ.

@@ -21,8 +21,8 @@ def describe_exit(status: int, subject: str = "it", last_lines: Sequence[str] = 
     Args:
         status: exit status; negative for a signal.
         subject: name of the process in the sentence.
-        last_lines: last lines of the process's log. The last one is appended, because a program
-            that fails usually names the error there.
+        last_lines: last lines of the process's log. The last line that is not blank is appended if
+            the process failed, because it usually names the error.
     """
     if status < 0:
         names = {member.value: member.name for member in signal.Signals}

@@ -91,7 +91,7 @@ def slo_attainment(timelines: Iterable[RequestTimeline], slo: Slo) -> float:
     """Return the fraction (0..1) of requests that meet the per-request latency limits of an SLO.
 
     A request without output misses every limit of TTFT and E2EL. A request with a single token has
-    no TPOT and meets every limit of it. The share is 0 if there are no requests.
+    no TPOT and meets every limit of it. The result is 0 if there are no requests.
     """
     ttft, tpot, e2el = slo[:3]
     met = [

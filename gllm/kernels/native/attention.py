@@ -53,14 +53,15 @@ def paged_attention(
 ) -> Tensor:
     """Compute causal attention over a paged KV cache with the compiled CPU kernel.
 
-    Blocks of a cache in another dtype are converted first, for some sequences at a time.
+    If the cache has another dtype than the query, its blocks are converted first, for some
+    sequences at a time.
 
     Args:
         query: [tokens, heads, head_dim].
         key_cache: [blocks, block_size, kv_heads, head_dim].
-        value_cache: [blocks, block_size, kv_heads, value_dim] of the same dtype.
-        plan: `plan.rows` is read.
-        scaling: scale, softcap and slopes of the scores.
+        value_cache: [blocks, block_size, kv_heads, value_dim] of key_cache's dtype.
+        plan: attention metadata of the step; `plan.rows` is read.
+        scaling: scale, softcap and ALiBi slopes of the scores.
 
     Returns:
         [tokens, heads, value_dim].
