@@ -63,9 +63,13 @@ class CompileResult:
     """Registers, memory and tensor-core use of a compiled Triton kernel, or the compile error."""
 
     kernel: str
+    """Module and function name of the kernel."""
     label: str
+    """Description of the variant, for example `decode, heads of 128, bf16`."""
     arch: int
+    """GPU architecture, for example 90 for sm_90."""
     wants_tensor_cores: bool
+    """True if the kernel must use tensor cores."""
     registers: int = 0
     """Registers per thread."""
     spilled: int = 0

@@ -57,7 +57,9 @@ class HeadShape:
     """Sizes of the key head and the value head that one layer stores in the KV cache."""
 
     key_dim: int
+    """Elements of a key head."""
     value_dim: int
+    """Elements of a value head."""
     shared: bool = False
     """Values are the first elements of the keys (latent attention)."""
 
@@ -74,6 +76,7 @@ class AttentionRequirements:
     cache_dtype: torch.dtype
     """Dtype of the KV cache."""
     block_size: int
+    """Tokens per KV block."""
     shapes: frozenset[HeadShape]
     """Head shapes of all layers of the stage."""
 

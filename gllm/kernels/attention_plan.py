@@ -84,6 +84,7 @@ class PagedBatch:
     num_decodes: int
     """Number of leading rows with one token each."""
     block_size: int
+    """Tokens per KV block."""
     num_blocks: int
     """Number of usable blocks, without the zero block."""
 

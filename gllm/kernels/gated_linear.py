@@ -19,6 +19,7 @@ class GatedMatrix:
     """Gate and up projection of a gated MLP (such as SwiGLU) as one matrix, with the activation."""
 
     gate_up: Matrix
+    """Gate and up projections as one matrix."""
     bias: Tensor | None
     """[2 * outputs]: the gate's first."""
     activation: str

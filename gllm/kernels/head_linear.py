@@ -23,6 +23,7 @@ class HeadMatrices:
     outputs: int
     """Number of outputs per head."""
     is_packed: bool
+    """True if the weights are packed for the compiled CPU kernels."""
 
 
 def prepare_heads(weight: Tensor) -> HeadMatrices:

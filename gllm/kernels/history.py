@@ -27,6 +27,7 @@ class TokenHistories:
     block_table: Tensor
     """[histories, blocks] int32: block ids, padding arbitrary."""
     block_size: int
+    """Tokens per KV block."""
 
     @property
     def max_tokens(self) -> int:

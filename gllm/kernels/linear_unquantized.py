@@ -35,6 +35,7 @@ class UnquantizedMatrix:
     outputs: int
     """Number of outputs; panels may hold more."""
     is_packed: bool
+    """True if the weight is packed for the compiled CPU kernels."""
     is_gated: bool = False
     """True if panels of a gate and of an up projection alternate, `outputs` of each."""
 

@@ -20,6 +20,7 @@ class RequestTimeline:
     """
 
     arrival: float
+    """Time at which the request arrived."""
     times: list[float] = field(default_factory=list)
     """Times at which output arrived, possibly several tokens at once."""
     num_tokens: int = 0

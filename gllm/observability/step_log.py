@@ -142,14 +142,16 @@ class ResetPrefixCacheEvent(msgspec.Struct, frozen=True, tag_field="event", tag=
 
 
 class DepthEvent(msgspec.Struct, frozen=True, tag_field="event", tag="depth"):
-    """Event of a step log: the number of micro-batches in flight (pipeline depth) changed.
+    """Event of a step log: the limit of micro-batches in flight (pipeline depth) changed.
 
     Records a call of `Scheduler.set_depth`, with its arguments.
     """
 
     time: float
     depth: int
+    """New limit of micro-batches in flight."""
     max_prefill_tokens: int | None
+    """New limit of prefill tokens per micro-batch; None: only the policy limits them."""
 
 
 class ScheduleEvent(msgspec.Struct, frozen=True, tag_field="event", tag="schedule"):
@@ -194,6 +196,7 @@ class StageTimesEvent(msgspec.Struct, frozen=True, tag_field="event", tag="times
     """Time at which the driver received the report."""
     stage: int
     steps: list[StepTime]
+    """Number, start and end time of each step."""
 
 
 StepLogEvent = (

@@ -72,7 +72,9 @@ class TileFile:
     """The command that wrote the file, or how the values were chosen."""
     date: str
     versions: Mapping[str, str]
+    """Versions of packages that the values depend on, such as triton."""
     tables: Tables
+    """Rows of launch parameters by table name."""
 
     def to_json(self) -> str:
         """Return the content as JSON text, with one line per table row."""

@@ -65,6 +65,7 @@ class TuningCase:
     sizes: Mapping[str, int]
     """Problem sizes, which select the row of the table."""
     label: str
+    """Description of the tuning case."""
     prepare: Callable[[torch.device], PreparedTuningCase]
     """Allocates the tensors on a device."""
 
