@@ -17,15 +17,15 @@ from typing import Generic, NamedTuple, TypeVar
 
 
 class SearchBudget:
-    """Limit of the time and of the number of evaluations of a search.
+    """Time limit and limit of the number of evaluations of a planner's search.
 
-    A search asks before each evaluation, so that it ends in time: an evaluation is expected to take
-    as long as the longest one before it.
+    The search asks before each evaluation whether it may continue. An evaluation is assumed to take
+    as long as the longest one so far, so that the search ends within the time limit.
 
     Args:
-        seconds: Time from now on; None: no limit.
-        max_evaluations: None: no limit.
-        clock: Seconds of any clock that does not go back.
+        seconds: Time limit in seconds from the creation of the object; None: no limit.
+        max_evaluations: Largest number of candidates that may be evaluated; None: no limit.
+        clock: Returns the current time in seconds; must be monotonic.
 
     Raises:
         ValueError: A limit is below 0.
@@ -90,28 +90,31 @@ Result = TypeVar("Result")
 
 
 class CandidateBound(NamedTuple):
-    """Closed-form figures of a candidate; a higher score is better."""
+    """Upper bound and estimate of a candidate's score, by formulas instead of simulation.
+
+    A higher score is better.
+    """
 
     score: float
-    """The candidate's score is not above it."""
+    """Upper bound of the candidate's score."""
     expected: float
     """Estimate of the score."""
     reason: str = ""
-    """Reason why the candidate is hopeless; empty: it is not."""
+    """Reason why the candidate cannot be used at all, such as too little memory; else empty."""
 
 
 @dataclass
 class BestFirstOutcome(Generic[Candidate, Result]):
-    """Result of a search: the best candidate, and the reasons why others were not evaluated."""
+    """Result of `search_best`: best candidate, evaluated candidates, and counts of skipped ones."""
 
     evaluated: list[tuple[Candidate, Result]] = field(default_factory=list)
-    """In the order of evaluation."""
+    """Evaluated candidates and their results, in the order of evaluation."""
     best: tuple[Candidate, Result] | None = None
     """First candidate with the highest score; None if none of them has a score above -inf."""
     pruned: Counter[str] = field(default_factory=Counter)
-    """Number of candidates that cannot win, by reason."""
+    """Number of skipped candidates that cannot beat the best one, by reason."""
     left_out: Counter[str] = field(default_factory=Counter)
-    """Number of candidates that could still win, by reason."""
+    """Number of candidates that might be better but exceed the search budget, by reason."""
 
 
 DOMINATED = "bound is below the best candidate"
@@ -126,15 +129,19 @@ def search_best(
     batch: int = 1,
     is_exhaustive: bool = False,
 ) -> BestFirstOutcome[Candidate, Result]:
-    """Evaluate the candidates that can still win, in the order of their estimates.
+    """Find the candidate with the highest score by branch and bound.
+
+    Candidates are evaluated (usually simulated) in descending order of their estimated scores. A
+    candidate whose upper bound is not above the best score so far is skipped.
 
     Args:
-        candidates: Candidates with their bounds; equal scores keep this order.
-        evaluate: Returns the results of some candidates, in their order.
-        score: Score of a result; -inf: it cannot be chosen.
-        budget: Asked before each batch.
-        batch: Number of candidates that are evaluated together.
-        is_exhaustive: Evaluate candidates that cannot win as well, but not the hopeless ones.
+        candidates: Candidates with their bounds; candidates with equal estimates keep this order.
+        evaluate: Evaluates several candidates and returns their results in the same order.
+        score: Returns the score of a result; -inf: the candidate cannot be chosen.
+        budget: Time and evaluation limit; checked before each batch of candidates.
+        batch: Number of candidates per call of `evaluate`.
+        is_exhaustive: Also evaluate candidates whose bound is too low, except those whose bound has
+            a `reason`.
     """
     outcome: BestFirstOutcome[Candidate, Result] = BestFirstOutcome()
     best_score = -inf

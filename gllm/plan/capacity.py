@@ -31,9 +31,12 @@ arrives cost the run nothing: by Little's law they raise the capacity by at most
 def extend_rule(rule: CapacityRule, request_seconds: float) -> CapacityRule:
     """Return a capacity rule whose simulations last at least several request durations.
 
+    The minimum is REQUESTS_PER_RUN times the duration of a request.
+
     Args:
-        rule: The rule; runs that it has already long enough keep their length.
-        request_seconds: Duration of a long request at about the capacity, 0 if unknown.
+        rule: Criteria by which a simulated request rate counts as sustained. Returned unchanged if
+            its simulations are long enough.
+        request_seconds: Duration of a long request near the capacity, in seconds; 0 if unknown.
 
     Raises:
         ValueError: The duration is negative or not finite.
@@ -45,16 +48,19 @@ def extend_rule(rule: CapacityRule, request_seconds: float) -> CapacityRule:
 
 
 class ConfigurationCapacity(NamedTuple):
-    """Highest request rate of a configuration, and the simulations that found it."""
+    """Highest request rate of a configuration within its limits, and the simulations that found it.
+
+    Result of `measure_capacity`.
+    """
 
     rate: float
     """Highest request rate per second; 0: no rate is within the limits."""
     figures: RunFigures | None
-    """Figures at that rate; None without one."""
+    """Statistics of the simulation at that rate; None if no rate is within the limits."""
     trials: tuple[tuple[float, RateTrial], ...] = ()
-    """(request rate, its figures) of all simulations; P99 is infinite where a limit is missed."""
+    """(request rate, result) of all simulations; P99 is infinite where a limit is missed."""
     note: str = ""
-    """Reason of a rate of 0, or of an early end of the search."""
+    """Reason why the rate is 0 or the search ended early; empty otherwise."""
 
 
 def measure_capacity(
@@ -66,20 +72,20 @@ def measure_capacity(
     on_trial: TrialObserver = lambda rate, trial: None,
     budget: SearchBudget | None = None,
 ) -> ConfigurationCapacity:
-    """Search by simulation for the highest request rate within a rule and latency limits.
+    """Search by simulation for the highest request rate that keeps delay and latency limits.
 
     Args:
-        config: Deployment, number of engines and workload; its rate does not matter.
-        start_rate: First rate in requests per second.
-        rule: Conditions of scheduling delays.
-        limits: Latency limits.
-        jobs: Number of processes.
-        on_trial: Called after each simulation that the search looks at.
-        budget: Ends the search with the highest rate so far; None: no limit.
+        config: Deployment, number of engines and workload; its request rate is ignored.
+        start_rate: Request rate of the first simulation, in requests per second.
+        rule: Limit of the scheduling delay, length of the simulations and precision of the search.
+        limits: Latency limits (SLO).
+        jobs: Number of processes that simulate in parallel.
+        on_trial: Called with request rate and result after each simulation of the search.
+        budget: Time and evaluation limit; when it is spent, the highest rate so far is returned.
 
     Raises:
         ValueError: The options are invalid.
-        OSError: The profile cannot be read.
+        OSError: The file of measured step times cannot be read.
     """
     run = SimulationAtRate(config, rule, limits)
     budget = budget or SearchBudget()

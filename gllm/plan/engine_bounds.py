@@ -37,25 +37,24 @@ NAMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "TBT"}
 
 
 class OperatingPoint(NamedTuple):
-    """Estimated latencies of an engine at one request rate."""
+    """Estimated latencies of an engine at one request rate, by queueing formulas."""
 
     rate: float
     """Requests per second."""
     slowest_seconds: float
-    """Seconds between two requests at the highest rate."""
+    """Mean seconds between two requests at the engine's highest rate: 1 / that rate."""
     prefill_seconds: float
-    """Seconds of a mean prompt on all stages, alone."""
+    """Seconds in which a prompt of mean length passes all stages without other work."""
     step_seconds: float
-    """Seconds of a mean micro-batch on all stages: the time per output token."""
+    """Seconds in which a mean micro-batch passes all stages: the time per output token."""
     chunk_seconds: float
-    """The same of a micro-batch with as many prefill tokens as are permitted."""
+    """Seconds in which a micro-batch with as many prefill tokens as permitted passes all stages."""
     num_servers: float = 1.0
     """Requests that are served at once before one has to wait: 1 where tokens are the limit."""
     chunk_stage_seconds: float = 0.0
-    """Seconds of that micro-batch on the slowest of several stages; 0 with one stage, which has no
-    other micro-batch in flight."""
+    """Seconds of that micro-batch on the slowest stage; 0 if there is only one stage."""
     chunks_per_request: float = 1.0
-    """Micro-batches among which a mean prompt is divided."""
+    """Number of prefill chunks of a prompt in the mean."""
 
     def wait(self, percent: float) -> float:
         """Return a percentile (0..100) of the queueing time before the prefill in seconds."""
@@ -82,7 +81,8 @@ class OperatingPoint(NamedTuple):
         return self.chunk_seconds + wait
 
     def between(self, lower: "OperatingPoint", rate: float) -> "OperatingPoint":
-        """Return the estimates at `rate`, interpolated between this point and a lower one."""
+        """Return the estimates at `rate`, interpolated between this point and one of a lower rate.
+        """
         share = (rate - lower.rate) / (self.rate - lower.rate)
 
         def interpolate(low: float, high: float) -> float:
@@ -125,13 +125,14 @@ class OperatingPoint(NamedTuple):
 
 
 def wait_probability(utilization: float, num_servers: float = 1.0) -> float:
-    """Return the probability that an arriving request finds all servers busy.
+    """Return the probability that an arriving request has to queue because all servers are busy.
 
-    Source: Sakasegawa, "An approximation formula Lq = a rho^b / (1 - rho)", 1977.
+    Approximation for M/M/c queues. Source: Sakasegawa, "An approximation formula Lq = a rho^b / (1
+    - rho)", 1977.
 
     Args:
-        utilization: Share of the servers that are busy in the mean, 0..1.
-        num_servers: At least 1.
+        utilization: Mean share of the servers that are busy, 0..1.
+        num_servers: Number of parallel servers of the queue, at least 1.
 
     Raises:
         ValueError: An argument is out of range.
@@ -145,23 +146,26 @@ def wait_probability(utilization: float, num_servers: float = 1.0) -> float:
 
 
 class WorkloadMoments(NamedTuple):
-    """Mean lengths of the requests of a workload, and sorted lengths, in tokens."""
+    """Mean and mean square of the prompt and output lengths of a workload, and all lengths sorted.
+
+    Lengths are in tokens.
+    """
 
     num_requests: int
     prompt_tokens: float
-    """Tokens that are prefilled: without parts of prompts that requests share."""
+    """Mean number of prompt tokens to prefill; prefixes that requests share are not counted."""
     square_prompt_tokens: float
-    """Mean square of the prompt's length."""
+    """Mean of the squared number of prompt tokens."""
     decode_steps: float
-    """Output tokens but the first, which the prefill samples."""
+    """Mean number of output tokens without the first one, which the prefill samples."""
     context_tokens: float
-    """Tokens that all decode steps of a request attend to together."""
+    """Mean over requests of the context lengths of all decode steps, summed."""
     longest_tokens: int
-    """Prompt and output of the longest request."""
+    """Prompt and output tokens of the longest request."""
     prompts: tuple[int, ...]
-    """Length of each prefilled prompt, rising."""
+    """Number of prompt tokens to prefill of each request, ascending."""
     steps: tuple[int, ...]
-    """Decode steps of each request, rising."""
+    """Number of decode steps of each request, ascending."""
     is_shared: bool = False
     """True if requests share parts of their prompts, and so KV blocks."""
 
@@ -180,7 +184,11 @@ class WorkloadMoments(NamedTuple):
 
 
 def measure_workload(jobs: Sequence[WorkloadRequest]) -> WorkloadMoments:
-    """Return the mean and sorted lengths of a workload with at least one request."""
+    """Return the mean and sorted prompt and output lengths of a workload, in tokens.
+
+    Args:
+        jobs: The requests; at least one.
+    """
     prompts = [job.parts[-1].num_tokens if job.parts else job.num_prompt_tokens for job in jobs]
     steps = [job.num_output_tokens - 1 for job in jobs]
     contexts = [
@@ -213,11 +221,13 @@ LONG_REQUEST_PERCENT = 90.0
 
 
 class EngineBounds:
-    """Closed-form bounds and estimates of the request rate and latencies of one engine.
+    """Upper bound of one engine's request rate and estimates of its latencies.
+
+    Both are computed by formulas from predicted step times, without a simulation.
 
     Args:
-        deployment: The engine.
-        moments: The workload.
+        deployment: Engine to assess: its predicted step times, scheduler options and KV cache size.
+        moments: Mean, mean square and sorted prompt and output lengths of the workload.
     """
 
     def __init__(self, deployment: Deployment, moments: WorkloadMoments) -> None:
@@ -241,7 +251,7 @@ class EngineBounds:
         """Micro-batches and their seconds on each stage, by number of tokens."""
 
     def max_rate(self) -> float:
-        """Return an upper bound of the request rate per second; infinite if unknown.
+        """Return an upper bound of the request rate per second; infinite if step times are unknown.
 
         Latency limits lower it: see `max_rate_of_run`.
         """
@@ -340,7 +350,7 @@ class EngineBounds:
     ) -> OperatingPoint | None:
         """Return the estimates at the highest request rate within limits; None without such a rate.
 
-        None also if the profile does not have the micro-batches.
+        None also if the step times of the micro-batches were not measured.
         """
         kept = [point for point in self._points if point.keeps(limits, max_delay_seconds)]
         best = max(kept, key=lambda point: point.rate, default=None)

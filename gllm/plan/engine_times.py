@@ -20,36 +20,45 @@ _steps = count(1)
 def make_work(
     num_decodes: int, context: int, chunks: Sequence[tuple[int, int]], num_sampled: int
 ) -> StageWork:
-    """Return the work of a micro-batch with prefill chunks and decodes.
+    """Return the description of a micro-batch with prefill chunks and decodes, for a cost model.
 
-    Steps differ, because cost models keep results by step.
+    Each call uses a new step number, because cost models cache their results by step number.
 
     Args:
-        num_decodes: Sequences that decode.
-        context: Tokens that all decodes attend to together.
-        chunks: Context and tokens of each prefill.
-        num_sampled: Rows that are sampled.
+        num_decodes: Number of sequences that decode one token.
+        context: Sum of the context lengths of these sequences, in tokens.
+        chunks: (tokens already in the KV cache, new tokens) of each prefill chunk.
+        num_sampled: Number of sequences for which a token is sampled.
     """
     num_tokens = num_decodes + sum(tokens for _, tokens in chunks)
     return StageWork(next(_steps), num_tokens, tuple(chunks), num_decodes, context, num_sampled)
 
 
 def prefill_work(prompts: Sequence[int]) -> StageWork:
-    """Return the work of a micro-batch of whole prompts, given by their numbers of tokens."""
+    """Return the description of a micro-batch that prefills whole prompts.
+
+    Args:
+        prompts: Length of each prompt in tokens.
+    """
     return make_work(0, 0, [(0, tokens) for tokens in prompts], len(prompts))
 
 
 def decode_step_work(batch_size: int, mean_context: float) -> StageWork:
-    """Return the work of a decode step of a batch; `mean_context` is in tokens per request."""
+    """Return the description of a micro-batch in which a batch of requests decodes one token each.
+
+    Args:
+        batch_size: Number of requests.
+        mean_context: Mean context length per request in tokens.
+    """
     return make_work(batch_size, round(batch_size * mean_context), (), batch_size)
 
 
 class EngineTimes:
-    """Predicted seconds of micro-batches on the stages of an engine and the links between them.
+    """Predicted seconds of micro-batches on the pipeline stages of an engine and the links between.
 
     Args:
-        cost: Predicts the times.
-        num_stages: Pipeline stages.
+        cost: Cost model that predicts compute and transfer times.
+        num_stages: Number of pipeline stages.
     """
 
     def __init__(self, cost: CostModel, num_stages: int = 1) -> None:

@@ -21,7 +21,7 @@ from gllm.plan.serving_plan import (
 
 
 class Parallelism(NamedTuple):
-    """Tensor-parallel and pipeline-parallel degree of an engine."""
+    """Tensor-parallel (tp) and pipeline-parallel (pp) degree of an engine."""
 
     tp: int
     pp: int = 1
@@ -40,7 +40,7 @@ class Parallelism(NamedTuple):
 
 
 class PlannedStage(NamedTuple):
-    """A pipeline stage and the node of each of its ranks."""
+    """One pipeline stage of a planned engine: its number of layers and the node of each TP rank."""
 
     devices: tuple[int, ...]
     """Index of each rank's node in the cluster. Plans have all ranks of a stage on one node."""
@@ -51,7 +51,7 @@ Stages = tuple[PlannedStage, ...]
 
 
 class PlannedEngine(NamedTuple):
-    """An engine whose stages are placed on nodes."""
+    """A planned engine: name, role, flags, and pipeline stages that are assigned to nodes."""
 
     name: str
     stages: Stages
@@ -67,16 +67,18 @@ def place_engines(
     engines: Sequence[tuple[Parallelism, Sequence[int]]],
     device: str | None = None,
 ) -> list[Stages]:
-    """Place engines on nodes, one after the other, and return their stages.
+    """Assign the pipeline stages of engines to the nodes of a cluster, one engine after another.
 
-    The ranks of a stage share a node. An engine's stages are on as few nodes as possible: each one
-    takes the node of the stage before, or else the one with the most free devices. Engines with
-    many ranks per stage find room if they come first.
+    The ranks of a stage share a node. A stage takes the node of the stage before it, or else the
+    node with the most free devices. Engines with many ranks per stage should come first.
 
     Args:
-        cluster: The nodes.
-        engines: Parallelism and layers of each stage.
-        device: Name of the device of the nodes that may be used; None: all nodes.
+        cluster: Nodes and their devices.
+        engines: Parallelism of each engine, and the number of layers of each of its stages.
+        device: Only nodes with devices of this name are used; None: all nodes.
+
+    Returns:
+        Stages of each engine.
 
     Raises:
         ValueError: The engines do not fit.
@@ -109,18 +111,19 @@ def lay_out(
     expected: ExpectedFigures,
     routes: Mapping[str, dict[str, float]] | None = None,
 ) -> ServingPlan:
-    """Return the serving plan of engines that are placed on nodes.
+    """Convert planned engines into a serving plan, the file that `gllm up` starts.
 
-    The engines get the devices of their nodes in their order. The plan lists prefill engines before
-    decode engines, and nodes without engines only if the links of the cluster are known.
+    Engines get the devices of their nodes in the order of `engines`. The plan lists prefill engines
+    before decode engines. Nodes without engines are included only if the links of the cluster are
+    known.
 
     Args:
-        problem: Model, workload, limits, and prices of devices.
+        problem: Model, workload, latency limits, and prices of devices.
         cluster: Nodes and links.
-        engines: The engines, with different names.
-        router: The router; the plan names its node.
-        expected: Figures that the planner predicts.
-        routes: Share of a prefill engine's requests that each decode engine gets.
+        engines: Engines with different names.
+        router: Options of the router; its node is set to the first node of the plan.
+        expected: Rate, capacity and latencies that the planner predicts.
+        routes: Share of each prefill engine's requests that go to each decode engine.
     """
     used = [0] * len(cluster.nodes)
     plans: dict[str, EnginePlan] = {}

@@ -27,7 +27,7 @@ GBIT_BYTES = 1e9 / 8
 
 
 class DeviceNode(NamedTuple):
-    """A machine whose devices are all of one kind."""
+    """A machine with a number of equal devices, its address, and the link between its devices."""
 
     name: str
     device: str
@@ -48,7 +48,7 @@ class DeviceNode(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceCluster:
-    """Nodes and the links between them."""
+    """Nodes from which a planner chooses, and the network links between them."""
 
     nodes: tuple[DeviceNode, ...]
     """Their names differ."""
@@ -59,7 +59,7 @@ class DeviceCluster:
 
     @property
     def all_devices(self) -> Group:
-        """Group of all devices of the cluster."""
+        """Number of devices of each node."""
         return tuple(node.num_devices for node in self.nodes)
 
     @property
@@ -82,7 +82,8 @@ class DeviceCluster:
         return link
 
     def memory(self, group: Group) -> float:
-        """Return the total memory of a group of devices in bytes."""
+        """Return the total memory in bytes of a group of devices: a number of devices of each node.
+        """
         pairs = zip(group, self.nodes, strict=True)
         return sum(count * node.spec.memory for count, node in pairs)
 
@@ -100,14 +101,19 @@ NO_NODES = DeviceCluster(())
 
 
 def equal_nodes(count: int, devices_per_node: int, device: str = "A100-80G") -> DeviceCluster:
-    """Return a cluster of `count` nodes with equal devices and unknown links."""
+    """Return a cluster of `count` nodes with equal devices; its network links are unknown."""
     return DeviceCluster(
         tuple(DeviceNode(f"node-{index}", device, devices_per_node) for index in range(count))
     )
 
 
 def assume_nodes(device: str, num_devices: int) -> DeviceCluster:
-    """Return a cluster with this many devices: nodes of 8 devices, or the cores of this machine."""
+    """Return an assumed cluster with this many devices, for plans without given nodes.
+
+    Args:
+        device: Name of the devices; nodes have 8 of them each. CORE: the cores of this machine.
+        num_devices: Number of devices.
+    """
     if device == CORE:
         return DeviceCluster((DeviceNode("local", CORE, num_devices, host="127.0.0.1"),))
     counts = (
@@ -119,10 +125,13 @@ def assume_nodes(device: str, num_devices: int) -> DeviceCluster:
 
 
 def parse_nodes(text: str) -> DeviceCluster:
-    """Parse nodes such as `a=10.0.0.1:8xH100,b=10.0.0.2:4xA100-80G`.
+    """Parse a list of nodes NAME=HOST:COUNTxDEVICE and return them as a cluster.
+
+    Args:
+        text: Nodes, such as `a=10.0.0.1:8xH100,b=10.0.0.2:4xA100-80G`.
 
     Raises:
-        ValueError: A node has another form, an unknown device, or a name twice.
+        ValueError: A node has another form, an unknown device, or a name that occurs twice.
     """
     nodes: dict[str, DeviceNode] = {}
     for part in text.split(","):
@@ -140,12 +149,12 @@ def parse_nodes(text: str) -> DeviceCluster:
 
 
 def read_data(name: str) -> str:
-    """Return the text of a data file that ships with the planners."""
+    """Return the text of a data file of the package `gllm.plan`, by its file name."""
     return (files("gllm.plan") / "data" / name).read_text(encoding="utf-8")
 
 
 class LinkFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A class of links in a cluster file: rate and latency."""
+    """Schema of a link class in a YAML cluster file: bandwidth and latency."""
 
     gbit: float
     """Gbit/s in one direction."""
@@ -158,10 +167,12 @@ class LinkFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MachineFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A machine in a cluster file."""
+    """Schema of a machine in a YAML cluster file: devices, link between them and address."""
 
     device: str
+    """Name of the devices."""
     count: int
+    """Number of devices."""
     link: str
     """Class of the links between its devices."""
     host: str = ""
@@ -169,7 +180,7 @@ class MachineFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ClusterFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Contents of a cluster file: classes of links, machines, and the network between them."""
+    """Schema of a YAML cluster file: link classes, machines, and the network between machines."""
 
     links: dict[str, LinkFields]
     machines: dict[str, MachineFields]
@@ -180,7 +191,7 @@ class ClusterFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MachineClassFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A class of machines in the file of the shipped clusters."""
+    """Schema of a machine class in the file of the predefined clusters: device, link and size."""
 
     device: str
     link: str
@@ -189,7 +200,7 @@ class MachineClassFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 class ShippedClusters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Contents of the file of the shipped clusters."""
+    """Schema of the YAML file with the predefined clusters that are part of the package."""
 
     links: dict[str, LinkFields]
     machine_classes: dict[str, MachineClassFields]
@@ -204,23 +215,25 @@ def _shipped() -> ShippedClusters:
 
 
 def cluster_names() -> list[str]:
-    """Return the names of the shipped clusters."""
+    """Return the names of the predefined clusters that are part of the package."""
     return list(_shipped().clusters)
 
 
 def named_cluster(name: str) -> DeviceCluster:
-    """Return a shipped cluster. Raises ValueError for an unknown name; it lists the names."""
+    """Return a predefined cluster. Raises ValueError, which lists the names, for an unknown name.
+    """
     return build_cluster(look_up("cluster", name, _shipped().clusters))
 
 
 def build_cluster(counts: Mapping[str, int]) -> DeviceCluster:
-    """Return a cluster of machines and links of the shipped classes.
+    """Return a cluster with given numbers of devices, on machines of the predefined classes.
 
     Args:
-        counts: Number of devices by class of machines; as few machines as possible hold them.
+        counts: Number of devices by machine class; they are divided among as few machines as
+            possible.
 
     Raises:
-        ValueError: A class is unknown.
+        ValueError: A machine class is unknown.
     """
     shipped, machines = _shipped(), []
     for name, count in counts.items():
@@ -235,10 +248,10 @@ def build_cluster(counts: Mapping[str, int]) -> DeviceCluster:
 
 
 def read_cluster(path: Path) -> DeviceCluster:
-    """Read a cluster file.
+    """Read a YAML cluster file and return its nodes and links.
 
     Raises:
-        ValueError: A field is unknown, has a wrong type or value, or names nothing.
+        ValueError: A field is unknown, has a wrong type or value, or refers to an unknown name.
         OSError: The file cannot be read.
     """
     try:

@@ -24,19 +24,20 @@ FLOW_PRESET = "flow"
 
 
 class StartEngine(NamedTuple):
-    """Action: start an engine and wait until it is ready."""
+    """Step of a plan change: start an engine and wait until it is ready."""
 
     name: str
 
 
 class StopEngine(NamedTuple):
-    """Action: drain an engine and wait until it has ended."""
+    """Step of a plan change: let an engine finish its requests, stop it and wait until it has ended.
+    """
 
     name: str
 
 
 class ChangeRole(NamedTuple):
-    """Action: change the role of a running engine."""
+    """Step of a plan change: switch a running engine to prefill, decode or both."""
 
     name: str
     role: str
@@ -46,15 +47,16 @@ ChangeAction = StartEngine | StopEngine | ChangeRole
 
 
 class PlanChange(NamedTuple):
-    """Plan of a service after a change, and the actions that lead to it, in order."""
+    """New plan of a running service, and the ordered steps from the old plan to it."""
 
     plan: ServingPlan
-    """All ports are written out; engines that stay have their names, ports and devices."""
+    """New plan; ports are explicit, and engines that keep running have their old names and ports.
+    """
     actions: tuple[ChangeAction, ...]
 
 
 def pin_ports(plan: ServingPlan) -> ServingPlan:
-    """Return a plan in which every engine has an explicit port."""
+    """Return a copy of a plan in which every engine has an explicit port."""
     engines = {
         name: msgspec.structs.replace(engine, port=plan.first_port(name, engine.nodes[0]))
         for name, engine in plan.engines.items()
@@ -63,14 +65,14 @@ def pin_ports(plan: ServingPlan) -> ServingPlan:
 
 
 def adopt_plan(running: ServingPlan, new: ServingPlan) -> ServingPlan:
-    """Return the running plan with the engines and the routes of a new plan.
+    """Return the plan of a running service with its engines and routes replaced by a new plan's.
 
-    Model, nodes, router and goals stay as they are. Flags that all running engines share stay too,
-    unless the new plan has them.
+    Model, nodes, router and latency goals are those of the running plan. So are flags that all
+    running engines share, unless the new plan sets them.
 
     Args:
         running: Plan of the running service.
-        new: Plan of the same service by a planner.
+        new: Plan for the same service that a planner has made.
 
     Raises:
         PlanError: The running router or the nodes cannot serve the new engines.
@@ -102,14 +104,17 @@ def adopt_plan(running: ServingPlan, new: ServingPlan) -> ServingPlan:
 
 
 def change_plan(old: ServingPlan, new: ServingPlan) -> PlanChange:
-    """Return the actions that change a running service to another plan.
+    """Return the engine starts, stops and role changes that turn a running plan into a new one.
+
+    Engines that differ only in name, port or devices of the same kind keep running.
 
     Args:
         old: Plan of the running service.
-        new: Plan that is to run; its names, ports and devices may change.
+        new: Plan to change to; its names, ports and devices are adapted to the engines that keep
+            running.
 
     Raises:
-        PlanError: The new plan cannot be served.
+        PlanError: The new plan is invalid.
     """
     old = pin_ports(old)
     match = _EngineMatch(old, new)
@@ -124,11 +129,11 @@ def change_plan(old: ServingPlan, new: ServingPlan) -> PlanChange:
 
 
 def undo_actions(done: Sequence[ChangeAction], old: ServingPlan) -> list[ChangeAction]:
-    """Return the actions that undo some actions of a change.
+    """Return the steps that undo those steps of a plan change that were already made.
 
     Args:
-        done: Actions that were applied, in their order.
-        old: Plan before the change, whose engines have the names of the actions.
+        done: Steps that were made, in order.
+        old: Plan before the change, with explicit ports and names.
     """
     undoing: list[ChangeAction] = []
     for action in reversed(done):

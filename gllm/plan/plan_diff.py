@@ -15,13 +15,14 @@ from gllm.sim.metrics.run_record import build_run_record
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """Requests that one engine has served, from its step log."""
+    """Requests that one engine of a plan has served, with their times, read from its step log."""
 
     name: str
     role: str
     timelines: list[RequestTimeline]
+    """Arrival and token times of each request."""
     startup_seconds: float | None
-    """Time from the start of its process until it served; None in a simulation."""
+    """Seconds from the start of the process until it could serve; None in a simulation."""
 
     @property
     def serves_prefill(self) -> bool:
@@ -42,13 +43,13 @@ class LoggedRun:
 
 
 class FigureComparison(NamedTuple):
-    """An expected figure of a plan and its measured value."""
+    """A quantity that a plan predicts, such as the median TTFT, and its measured value."""
 
     name: str
     expected: float | None
-    """None: the plan has no such figure."""
+    """Predicted value; None if the plan has none."""
     measured: float | None
-    """None: the logs have no such figure."""
+    """Measured value; None if the logs have none."""
     factor: float = 1.0
     """Multiplier for the table, such as 1000 for milliseconds."""
     is_share: bool = False
@@ -65,11 +66,16 @@ class FigureComparison(NamedTuple):
 
 
 def read_engine_run(plan: ServingPlan, name: str, events: Sequence[StepLogEvent]) -> LoggedRun:
-    """Return the requests in the step log of a plan's engine, without warm-up requests.
+    """Return the requests in the step log of an engine of a plan, without warm-up requests.
+
+    Args:
+        plan: Plan of the engine.
+        name: Name of the engine.
+        events: Events of its step log.
 
     Raises:
-        PlanError: the log is that of an engine with other stages.
-        ValueError: the log does not begin with its start.
+        PlanError: The log is that of an engine with other stages.
+        ValueError: The log does not begin with the start of the engine.
     """
     run = build_run_record(events)
     engine = plan.engines[name]
@@ -88,7 +94,10 @@ def read_engine_run(plan: ServingPlan, name: str, events: Sequence[StepLogEvent]
 def measure_startup(events: Iterable[StepLogEvent]) -> float | None:
     """Return the seconds from the start of an engine process to the end of its warm-up.
 
-    None if the log does not have it: that of a simulation, or one without a warm-up.
+    None if the log does not have them, as that of a simulation or of a run without warm-up.
+
+    Args:
+        events: Events of the engine's step log.
     """
     iterator = iter(events)
     start = next(iterator, None)
@@ -107,11 +116,14 @@ def measure_startup(events: Iterable[StepLogEvent]) -> float | None:
 
 
 def compare_with_plan(plan: ServingPlan, runs: Sequence[LoggedRun]) -> list[FigureComparison]:
-    """Compare the expected figures of a plan with those of its step logs.
+    """Compare the rate, latencies, SLO attainment and startup time of a plan with its step logs.
 
-    Prompts are measured where requests arrive, further tokens where they end. A request that two
-    engines serve is in two logs, which do not say that it is the same one: the attainment of such a
-    plan is the least one that the shares within each limit allow.
+    TTFT is measured at engines that prefill, TPOT at engines that decode. If two engines serve a
+    request, their logs cannot be joined; the SLO attainment is then a lower bound.
+
+    Args:
+        plan: Plan with predicted values.
+        runs: Requests of each of its engines.
     """
     expected = plan.expected or ExpectedFigures("", 0.0)
     arriving = [line for run in runs if run.serves_prefill for line in run.timelines]
@@ -141,14 +153,14 @@ def compare_with_plan(plan: ServingPlan, runs: Sequence[LoggedRun]) -> list[Figu
 def measure_attainment(
     plan: ServingPlan, arriving: Sequence[RequestTimeline], ending: Sequence[RequestTimeline]
 ) -> float | None:
-    """Return the share (0..1) of requests within the latency goals of a plan.
+    """Return the share (0..1) of requests that met the latency goals of a plan.
 
-    None without goals or requests.
+    A lower bound if separate engines prefill and decode. None without goals or requests.
 
     Args:
-        plan: with the goals.
-        arriving: requests of the engines that compute prompts.
-        ending: requests of the engines that compute further tokens.
+        plan: Plan with latency goals.
+        arriving: Requests of the engines that prefill.
+        ending: Requests of the engines that decode.
     """
     goals = plan.slo
     if (goals.ttft is None and goals.tpot is None) or not arriving or not ending:
@@ -163,7 +175,12 @@ def measure_attainment(
 
 
 def find_exceeding_figures(figures: Iterable[FigureComparison], tolerance: float) -> list[str]:
-    """Return the names of the figures whose difference exceeds a tolerance."""
+    """Return the names of the quantities whose measured value is too far from the predicted one.
+
+    Args:
+        figures: Predicted and measured values.
+        tolerance: Largest allowed relative difference; absolute for shares.
+    """
     return [
         figure.name
         for figure in figures
@@ -172,7 +189,7 @@ def find_exceeding_figures(figures: Iterable[FigureComparison], tolerance: float
 
 
 def format_figures(figures: Sequence[FigureComparison]) -> str:
-    """Return expected and measured figures as a table."""
+    """Return a text table with the predicted and the measured value of each quantity."""
     rows = []
     for figure in figures:
         cells = [show_value(value, figure.factor) for value in (figure.expected, figure.measured)]
@@ -181,7 +198,7 @@ def format_figures(figures: Sequence[FigureComparison]) -> str:
 
 
 def format_runs(runs: Sequence[LoggedRun]) -> str:
-    """Return the requests of each engine as a table."""
+    """Return a text table with number, rate and median latencies of each engine's requests."""
     rows = []
     for run in runs:
         latencies = collect_latencies(run.timelines)

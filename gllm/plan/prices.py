@@ -23,14 +23,14 @@ DEFAULT_PRICES = "vidur"
 
 
 def parse_prices(text: str) -> dict[str, float]:
-    """Parse prices of devices in US dollars per hour.
+    """Parse prices of devices and return them in US dollars per hour by device name.
 
     Args:
-        text: A name of PRICE_TABLES, prices such as `H100=4.25,L20=0.7`, or a name followed by such
-            prices, which replace its own.
+        text: A name of PRICE_TABLES, prices such as `H100=4.25,L20=0.7`, or a name followed by
+            prices that replace or extend those of the table.
 
     Raises:
-        ValueError: A table is unknown, or a price is no number of at least 0.
+        ValueError: A table is unknown, or a price is not a number of at least 0.
     """
     prices: dict[str, float] = {}
     for index, part in enumerate(text.split(",")):

@@ -11,16 +11,14 @@ from gllm.sim.hardware.stages import look_up
 
 @dataclass(frozen=True)
 class ServiceProblem:
-    """A planning problem: model, workload, machines, latency limits and objective.
+    """Input of every planner: model, workload, machines, latency limits and objective.
 
-    A strategy reads the fields that it needs.
-
-    What only one strategy knows, such as the costs that it compares by, is an argument of its
-    search.
+    A planning strategy reads the fields that it needs. Parameters of a single strategy, such as its
+    cost model, are arguments of its search instead.
     """
 
     model: str
-    """Name of the model's shape."""
+    """Name of the model in MODELS."""
     workload: str
     """Name of the workload."""
     cluster: DeviceCluster = NO_NODES
@@ -33,7 +31,7 @@ class ServiceProblem:
     objective: str = ""
     """Name of the quantity to optimize, where a strategy has several."""
     bounds: Mapping[str, float] = field(default_factory=dict)
-    """Most of a quantity that the service may take, such as devices, power or machines."""
+    """Upper limits of quantities of the whole service (devices, power, machines, ...) by name."""
     prices: Mapping[str, float] = field(default_factory=dict)
     """US dollars per hour by device."""
     num_requests: int = 300

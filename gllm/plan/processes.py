@@ -58,16 +58,17 @@ def render_flags(
     path: str,
     derived: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """Return values of flags as command-line arguments.
+    """Convert flag values of a plan into command-line arguments, and check them.
 
     Args:
-        configs: configurations that have the flags.
-        values: values by the names of the flags, with dashes or underscores.
-        path: of the values in the plan, for errors.
-        derived: fields that the plan sets by other fields.
+        configs: configuration classes that define the flags.
+        values: values by flag name, with dashes or underscores.
+        path: location of the values in the plan, for error messages.
+        derived: names of flags that the plan sets from other fields, and these fields; they are not
+            allowed here.
 
     Raises:
-        PlanError: there is no such flag, or it cannot have the value; the message names the fix.
+        PlanError: a flag is unknown or cannot have its value; the message names the fix.
     """
     parser = FlagParser(add_help=False)
     for config in configs:
@@ -85,7 +86,12 @@ def render_flags(
 
 
 def find_flag(values: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a flag by its name with underscores; None if it is not set."""
+    """Return the value of a flag by its name with underscores; None if it is not set.
+
+    Args:
+        values: values by flag name, with dashes or underscores.
+        name: name to look for.
+    """
     return next((value for key, value in values.items() if key.replace("-", "_") == name), None)
 
 
@@ -95,19 +101,20 @@ LOOPBACK = "127.0.0.1"
 
 
 class EnginePorts(NamedTuple):
-    """Ports of an engine on each of its nodes."""
+    """TCP ports of one engine on one of its nodes, by purpose."""
 
     api: int
-    """API, /health, /ready and /metrics."""
+    """HTTP API with /health, /ready and /metrics."""
     control: int
+    """Messages between the engine's nodes."""
     data: int
-    """Activations of neighbouring stages."""
+    """Activations between neighbouring pipeline stages."""
     kv: int
     """KV caches that other engines fetch."""
 
 
 class LaunchOptions(NamedTuple):
-    """Options of one machine for the processes that it starts."""
+    """Options of one machine for starting its processes: secret file, CPU cores and log folder."""
 
     node_secret_file: str | None = None
     """File of the secret that all machines share; None without one."""
@@ -118,7 +125,7 @@ class LaunchOptions(NamedTuple):
 
 
 class ProcessSpec(msgspec.Struct, frozen=True):
-    """Command line, environment and URL of one process of a plan."""
+    """Command line, environment and URL of one process (engine or router) that a plan starts."""
 
     name: str
     """Name of the engine, or ROUTER_NAME."""
@@ -154,7 +161,7 @@ class ProcessSpec(msgspec.Struct, frozen=True):
 
 
 def engine_ports(plan: ServingPlan, name: str, node: str) -> EnginePorts:
-    """Return the ports of an engine on one of its nodes."""
+    """Return the API, control, data and KV ports of an engine on one of its nodes."""
     first = plan.first_port(name, node)
     return EnginePorts(first, first + 1, first + 2, first + 3)
 
@@ -162,11 +169,16 @@ def engine_ports(plan: ServingPlan, name: str, node: str) -> EnginePorts:
 def commands_for(
     plan: ServingPlan, node: str, options: LaunchOptions | None = None
 ) -> list[ProcessSpec]:
-    """Return the processes that a plan has on one node, the router first.
+    """Return the processes that a plan starts on one node, the router first.
+
+    Args:
+        plan: checked serving plan.
+        node: name of the node.
+        options: secret file, CPU cores and log folder of the node.
 
     Raises:
-        PlanError: the plan has no such node, a flag is unknown or one that the plan sets by other
-            fields, or a node secret is missing. The message names the field and the fix.
+        PlanError: the plan has no such node, a flag is unknown or must not be set, or a node secret
+            is missing. The message names the field and the fix.
     """
     options = options or LaunchOptions()
     if node not in plan.nodes:
@@ -181,7 +193,10 @@ def commands_for(
 
 
 def crosses_machines(plan: ServingPlan) -> bool:
-    """Return True if processes of a plan communicate between machines."""
+    """Return True if processes of a plan communicate between machines.
+
+    A router or engine on several nodes that all have loopback addresses does not.
+    """
     nodes = {node for engine in plan.engines.values() for node in engine.nodes}
     has_wide_engine = any(len(engine.nodes) > 1 for engine in plan.engines.values())
     is_apart = plan.router is not None and nodes != {plan.router.node}
@@ -190,7 +205,10 @@ def crosses_machines(plan: ServingPlan) -> bool:
 
 
 def explain_missing_transfers(plan: ServingPlan) -> dict[str, str]:
-    """Return the reasons why engines cannot transfer KV blocks, by name of the engine."""
+    """Return, by engine name, why an engine of a disaggregated plan cannot transfer its KV cache.
+
+    Empty if all engines can, or if the plan has no separate prefill and decode engines.
+    """
     if not _has_phases(plan):
         return {}
     causes = {}
@@ -203,16 +221,19 @@ def explain_missing_transfers(plan: ServingPlan) -> dict[str, str]:
 
 
 def transfer_flag_names(plan: ServingPlan, name: str) -> tuple[str, ...]:
-    """Return the names of the KV transfer flags of an engine; empty if it transfers none.
+    """Return the names of the KV transfer flags of an engine; empty if it transfers no KV cache.
 
-    They follow from all engines of the plan, so a change of another engine may change them.
+    The flags depend on all engines of the plan, so a change of another engine may change them.
     """
     ports = engine_ports(plan, name, plan.engines[name].nodes[0])
     return tuple(_transfer_flags(plan, name, ports))
 
 
 def router_hub(plan: ServingPlan) -> str:
-    """Return HOST:PORT at which the engines of a plan connect to its router."""
+    """Return HOST:PORT at which the engines of a plan connect to its router.
+
+    This is the router's port for engines, not its HTTP port.
+    """
     assert plan.router is not None
     hub = _own_hub(plan)
     host = plan.nodes[plan.router.node].host if crosses_machines(plan) else LOOPBACK
@@ -227,7 +248,7 @@ def _own_hub(plan: ServingPlan) -> str:
 
 
 def router_url(plan: ServingPlan) -> str:
-    """Return the URL of the router for the machines of a plan."""
+    """Return the URL of the router's HTTP API, as the machines of a plan reach it."""
     router = plan.router
     assert router is not None
     flags = {key.replace("-", "_"): value for key, value in router.flags.items()}
@@ -235,14 +256,14 @@ def router_url(plan: ServingPlan) -> str:
 
 
 def scaling_router_url(plan: ServingPlan) -> str:
-    """Return the URL of a router that scales its engines; empty if there is none."""
+    """Return the URL of a plan's router if it starts and stops engines by load; empty otherwise."""
     return router_url(plan) if plan.router and find_flag(plan.router.flags, "scale") else ""
 
 
 def router_api_key(plan: ServingPlan) -> str:
     """Return the first API key of the router of a plan; empty if it has none.
 
-    Keys are those of the plan's flag `api-key`, or else of the variable GLLM_API_KEY.
+    Keys are those of the plan's flag `api-key`, or else of the environment variable GLLM_API_KEY.
     """
     keys = find_flag(plan.router.flags, "api_key") if plan.router else None
     if isinstance(keys, list | tuple):

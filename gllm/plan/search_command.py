@@ -17,7 +17,7 @@ RATE_FLAGS = ("--rate", "--rat", "--ra")
 
 
 def with_shift_detection(plan: ServingPlan) -> ServingPlan:
-    """Return a plan whose router detects shifts of the workload."""
+    """Return a copy of a plan whose router detects when the request lengths or rate change."""
     assert plan.router is not None
     others = {
         key: value
@@ -31,20 +31,20 @@ def with_shift_detection(plan: ServingPlan) -> ServingPlan:
 def make_search_command(
     plan: ServingPlan, workload: Path, rate: float, output: Path, budget_seconds: float
 ) -> list[str]:
-    """Return the `gllm` arguments that repeat the search of a plan for another workload.
+    """Return `gllm` arguments that repeat the search which made a plan, for another workload.
 
-    Later flags override earlier ones, so everything else stays as it was. A command without a rate
-    stays without one.
+    The flags are appended to the original command line, where later flags override earlier ones.
+    `--rate` is added only if the original command has it.
 
     Args:
-        plan: The running plan.
-        workload: CSV file of lengths.
-        rate: Requests per second.
+        plan: Plan of the running service, which contains the original command line.
+        workload: CSV file with the observed prompt and output lengths.
+        rate: Observed requests per second.
         output: File for the new plan.
-        budget_seconds: Time of the search.
+        budget_seconds: Time limit of the search.
 
     Raises:
-        PlanError: No search of a planner has made the plan.
+        PlanError: The plan was not made by a planner.
     """
     words = _planner_words(plan)
     flags = ["--workload", f"file:{workload}", "--budget", f"{budget_seconds:g}"]
@@ -54,7 +54,7 @@ def make_search_command(
 
 
 def check_replannable(plan: ServingPlan) -> None:
-    """Raise PlanError, which names the fix, if the search of a plan cannot be repeated."""
+    """Raise PlanError, which names the fix, if `gllm up --replan` cannot repeat a plan's search."""
     if plan.router is None:
         raise PlanError("router: none: --replan follows the workload that a router observes")
     if find_flag(plan.router.flags, "scale"):

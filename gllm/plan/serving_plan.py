@@ -21,11 +21,11 @@ MAX_PORT = 2**16 - 1
 
 
 class PlanError(ValueError):
-    """Error in a plan; the text names the field and the fix."""
+    """Error in a serving plan; the message names the field and the fix."""
 
 
 class NodePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A machine of a plan."""
+    """Schema of a machine in a plan file: address, devices and price."""
 
     host: str
     """Address under which the other machines reach it."""
@@ -36,7 +36,7 @@ class NodePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LinkPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Network link between two machines, the same in both directions."""
+    """Schema of a network link between two machines in a plan file, equal in both directions."""
 
     gbit: float
     """Rate in Gbit/s."""
@@ -45,10 +45,12 @@ class LinkPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One pipeline stage of an engine: its machine, its ranks and its layers."""
+    """Schema of one pipeline stage of an engine in a plan file: machine, layers and devices."""
 
     node: str
+    """Name of the machine."""
     layers: int
+    """Number of the model's layers."""
     devices: list[int] = []
     """Index of each tensor-parallel rank's accelerator; empty: one rank on the CPU."""
 
@@ -59,10 +61,11 @@ class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EnginePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An engine of a plan: its stages, role, flags and port."""
+    """Schema of an engine in a plan file: pipeline stages, role, flags and port."""
 
     stages: list[StagePlan]
     role: str = "mixed"
+    """prefill, decode, or mixed for both phases."""
     scheduler: dict[str, Any] = {}
     """Fields of SchedulerConfig that differ from their defaults."""
     flags: dict[str, Any] = {}
@@ -87,45 +90,50 @@ class EnginePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RouterPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The router of a plan."""
+    """Schema of the router in a plan file: machine, port, routing policy and flags."""
 
     node: str
+    """Name of the machine."""
     port: int = 8000
+    """Port of the HTTP API."""
     policy: str = "predict"
+    """Name of the routing policy."""
     preset: str | None = None
+    """Name of a set of options from a paper, such as `flow`, that router and engines use."""
     flags: dict[str, Any] = {}
     """Further flags of `gllm router`, by their names without dashes."""
 
 
 class LatencyGoals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Latency limits of each request in seconds; None for no limit."""
+    """Latency limits of each request in a plan file: TTFT and TPOT in seconds; None: no limit."""
 
     ttft: float | None = None
     tpot: float | None = None
 
 
 class ExpectedFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Figures that a planner predicts, and the command line of the planner."""
+    """Performance that a planner predicts for a plan: rate, capacity, latencies, SLO attainment."""
 
     by: str
+    """Command line of the planner."""
     rate: float
     """Requests per second that the plan is for."""
     capacity: float | None = None
     """Highest sustained request rate, requests per second."""
     attainment: float | None = None
-    """Share of requests within the goals at `rate`, 0..1."""
+    """Share of requests that meet the latency goals at `rate`, 0..1."""
     ttft_seconds: float | None = None
-    """Median at `rate`."""
+    """Median TTFT at `rate`."""
     tpot_seconds: float | None = None
-    """Median at `rate`."""
+    """Median TPOT at `rate`."""
     startup_seconds: float | None = None
     """Time from the start of an engine until it serves."""
 
 
 class ServingPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A service: machines, links, engines, router, goals and expected figures.
+    """Schema of a plan file for `gllm up`: model, machines, engines, router and latency goals.
 
-    Names of nodes and engines are keys.
+    Nodes and engines are keyed by their names.
     """
 
     model: str
@@ -139,7 +147,7 @@ class ServingPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Share of a prefill engine's requests that each decode engine gets; they sum up to 1."""
     slo: LatencyGoals = LatencyGoals()
     workload: str | None = None
-    """Name of the workload that the figures are for."""
+    """Name of the workload for which the performance was predicted."""
     expected: ExpectedFigures | None = None
 
     def first_port(self, engine: str, node: str) -> int:
@@ -156,10 +164,10 @@ class ServingPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_plan(path: Path) -> ServingPlan:
-    """Read and check a plan file.
+    """Read a YAML plan file and check it.
 
     Raises:
-        PlanError: A field is unknown, has a wrong type or a value that cannot be served.
+        PlanError: A field is unknown, has a wrong type or an invalid value.
         OSError: The file cannot be read.
     """
     try:
@@ -171,13 +179,17 @@ def read_plan(path: Path) -> ServingPlan:
 
 
 def write_plan(plan: ServingPlan, path: Path) -> None:
-    """Check a plan and write it to a file. Raises PlanError or OSError."""
+    """Check a plan and write it to a YAML file. Raises PlanError or OSError."""
     check_plan(plan)
     path.write_bytes(msgspec.yaml.encode(plan))
 
 
 def check_plan(plan: ServingPlan) -> None:
-    """Check that a plan can be served. Raises PlanError, which names the field and the fix."""
+    """Check that the fields of a plan are consistent, so that `gllm up` can start it.
+
+    Raises:
+        PlanError: A field is invalid; the message names the field and the fix.
+    """
     if plan.version != PLAN_VERSION:
         raise PlanError(f"version: {plan.version} is not {PLAN_VERSION}: write the plan anew")
     if not plan.engines:

@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 
 class Strategy(NamedTuple):
-    """Registry entry of a planner."""
+    """Registry entry of a planning strategy, which is a subcommand of `gllm plan`."""
 
     description: str
     is_repeatable: bool = False
     """True if `gllm up --replan` may repeat it for another workload."""
     takes_rate: bool = False
-    """True if it has a flag `--rate` that a repetition sets."""
+    """True if the strategy has a flag `--rate`, which a repetition sets to the new request rate."""
 
 
 STRATEGIES: dict[str, Strategy] = {
@@ -36,4 +36,4 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 class UnservableError(ValueError):
-    """No configuration that a planner may choose serves the workload within its limits."""
+    """Error: no configuration among a planner's choices serves the workload within its limits."""

@@ -22,9 +22,10 @@ The node secret is the file `secret` beside this one, the same on all machines:
 
 
 def emit(plan: ServingPlan, options: EmitOptions) -> dict[str, str]:
-    """Return a docker compose file for each node, by file name: `compose.NODE.yaml`.
+    """Convert a serving plan into docker compose files, one for each node.
 
-    A plan with one node has `compose.yaml`.
+    Returns:
+        Contents by file name: `compose.NODE.yaml`, or `compose.yaml` for a plan with one node.
 
     Raises:
         PlanError: a flag of the plan is not valid.

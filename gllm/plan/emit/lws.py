@@ -43,10 +43,13 @@ _NAME = re.compile(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?")
 
 
 def emit(plan: ServingPlan, options: EmitOptions) -> dict[str, str]:
-    """Return one YAML file with all Kubernetes objects of a plan, by file name.
+    """Convert a serving plan into Kubernetes manifests with LeaderWorkerSets, in one YAML file.
+
+    Returns:
+        Contents of the file by its name.
 
     Raises:
-        PlanError: a name is none for Kubernetes, or the workers of an engine differ.
+        PlanError: a name is not valid in Kubernetes, or the workers of an engine differ.
     """
     for kind, names in (("engines", plan.engines), ("nodes", plan.nodes)):
         for name in names:

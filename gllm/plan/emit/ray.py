@@ -29,10 +29,13 @@ The image is Dockerfile.cpu or Dockerfile.cuda of deploy/, with `pip install 'gl
 
 
 def emit(plan: ServingPlan, options: EmitOptions) -> dict[str, str]:
-    """Return one YAML file for KubeRay: ConfigMap, RayJob and Service of a plan, by file name.
+    """Convert a serving plan into a KubeRay manifest with a ConfigMap, a RayJob and a Service.
+
+    Returns:
+        Contents of the YAML file by its name.
 
     Raises:
-        PlanError: the plan has no router, which is the address of all engines.
+        PlanError: the plan has no router, whose address is that of the Service.
     """
     if plan.router is None:
         raise PlanError("router: missing: with Ray, engines are reached by a router: add one")
@@ -73,7 +76,10 @@ def emit(plan: ServingPlan, options: EmitOptions) -> dict[str, str]:
 
 
 def count_workers(plan: ServingPlan) -> dict[int, int]:
-    """Return the number of machines that run engines, by their number of devices."""
+    """Return how many machines with engines there are for each number of devices per machine.
+
+    Machines without engines are not counted.
+    """
     used = {node for engine in plan.engines.values() for node in engine.nodes}
     counts: dict[int, int] = {}
     for name, node in plan.nodes.items():

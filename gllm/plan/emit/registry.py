@@ -21,27 +21,33 @@ SECRET_NAME = "gllm-node"
 
 @dataclass(frozen=True)
 class EmitOptions:
-    """Options that all emitters of manifests share."""
+    """Options common to all generators of cluster manifests: container image and node secret."""
 
     image: str = IMAGE
     """Container image with gllm."""
     node_secret_file: str = "~/gllm-secret"
-    """Path of the node secret on machines without a secret store."""
+    """Path of the node secret on machines without a secret store, such as those of SLURM."""
 
 
 def replace_flags(arguments: Sequence[str], values: Mapping[str, str | None]) -> list[str]:
-    """Replace, remove or append flags of a command line.
+    """Return command-line arguments with some flags replaced, removed or appended.
 
     Args:
         arguments: flags of the form `--name=value`.
-        values: value by flag; None removes the flag. Flags that are not there are appended.
+        values: new value by flag; None removes the flag. Flags that are not among the arguments are
+            appended.
     """
     kept = [text for text in arguments if text.partition("=")[0] not in values]
     return kept + [f"{flag}={value}" for flag, value in values.items() if value is not None]
 
 
 def with_hosts(plan: ServingPlan, hosts: Mapping[str, str]) -> ServingPlan:
-    """Return a plan with other host addresses for some nodes."""
+    """Return a copy of a plan with other host addresses for some nodes.
+
+    Args:
+        plan: plan to copy.
+        hosts: new host address by name of the node; other nodes keep their address.
+    """
     nodes = {
         name: msgspec.structs.replace(node, host=hosts.get(name, node.host))
         for name, node in plan.nodes.items()
@@ -50,30 +56,42 @@ def with_hosts(plan: ServingPlan, hosts: Mapping[str, str]) -> ServingPlan:
 
 
 def stop_seconds(shutdown_seconds: float) -> int:
-    """Return the seconds that a process has to end, from its stop request until SIGKILL."""
+    """Return the seconds from a stop request until SIGKILL that a process needs to end.
+
+    The sum of a pause before SIGTERM, the process's `--shutdown-timeout` and a margin.
+    """
     return PAUSE_SECONDS + int(shutdown_seconds) + STOP_SECONDS
 
 
 def kubernetes_object(
     api_version: str, kind: str, name: str, spec: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return a Kubernetes object with a name and a spec."""
+    """Return a Kubernetes manifest object with API version, kind, name and spec."""
     return {"apiVersion": api_version, "kind": kind, "metadata": {"name": name}, "spec": spec}
 
 
 def kubernetes_service(
     name: str, labels: Mapping[str, str], port: int, target: str
 ) -> dict[str, Any]:
-    """Return a Kubernetes Service for the pods with some labels.
+    """Return a Kubernetes Service that forwards a port to the pods with some labels.
 
-    `target` is the name of the port of the pods.
+    Args:
+        name: name of the Service.
+        labels: labels that select the pods.
+        port: port of the Service.
+        target: name of the port of the pods.
     """
     ports = [{"name": target, "port": port, "targetPort": target}]
     return kubernetes_object("v1", "Service", name, {"selector": labels, "ports": ports})
 
 
 def pod_spec(container: dict[str, Any], **volumes: dict[str, Any]) -> dict[str, Any]:
-    """Return the spec of a pod that mounts the node secret; `volumes` are others by name."""
+    """Return the spec of a pod with one container and a volume that has the node secret.
+
+    Args:
+        container: spec of the container.
+        volumes: further volumes of the pod by name.
+    """
     secret = {"secretName": SECRET_NAME, "defaultMode": 0o440}  # The group may read it.
     volumes["node-secret"] = {"secret": secret}
     return {
@@ -84,16 +102,16 @@ def pod_spec(container: dict[str, Any], **volumes: dict[str, Any]) -> dict[str, 
 
 
 def request_gpus(container: dict[str, Any], count: int) -> None:
-    """Request a number of GPUs for a container."""
+    """Add a resource limit of a number of NVIDIA GPUs to a container spec; none for 0."""
     if count:
         container["resources"] = {"limits": {"nvidia.com/gpu": count}}
 
 
 def to_yaml(documents: Sequence[Any], comment: str) -> str:
-    """Return YAML documents below a comment, as the text of a file.
+    """Return the text of a YAML file with several documents below a comment.
 
     Args:
-        documents: of dicts, lists and scalars.
+        documents: dicts, lists or scalars to encode.
         comment: lines of text without a comment sign.
     """
     head = "".join(f"# {line}\n" for line in comment.splitlines())
@@ -110,15 +128,15 @@ EMITTERS = {
 
 
 def emit_manifests(name: str, plan: ServingPlan, options: EmitOptions) -> dict[str, str]:
-    """Return the manifests of a plan for a cluster manager: contents by file name.
+    """Return the files that start a plan on a cluster manager: contents by file name.
 
     Args:
-        name: of EMITTERS.
-        plan: checked.
-        options: of the manifests.
+        name: name of the cluster manager in EMITTERS, such as `lws` for Kubernetes.
+        plan: checked serving plan.
+        options: container image and path of the node secret.
 
     Raises:
-        PlanError: there is no such emitter, or it cannot express the plan.
+        PlanError: there is no such cluster manager, or its files cannot express the plan.
     """
     if name not in EMITTERS:
         raise PlanError(f"--emit {name}: choose one of {', '.join(EMITTERS)}")

@@ -78,13 +78,16 @@ exit "$status"
 
 
 def emit(plan: ServingPlan, options: EmitOptions) -> dict[str, str]:
-    """Return the batch script and a plan template that the script completes, by file name.
+    """Convert a serving plan into a SLURM batch script and a plan template.
 
-    The template has `@NODE@` as the host of each node; the job replaces it by the name of a
-    machine.
+    The template has `@NODE@` as the host of each node. The batch script replaces it with the name
+    of a machine of the job.
+
+    Returns:
+        Contents by file name.
 
     Raises:
-        PlanError: a flag of the plan is not valid, or a name is none for a shell.
+        PlanError: a flag of the plan is not valid, or the name of a node cannot be used in a shell.
     """
     for node in plan.nodes:
         if shlex.quote(node) != node or "/" in node:
@@ -118,7 +121,7 @@ def emit(plan: ServingPlan, options: EmitOptions) -> dict[str, str]:
 
 
 def group_nodes(plan: ServingPlan, nodes: list[str]) -> list[list[str]]:
-    """Return the nodes grouped by equal devices, ordered by the first node of each group."""
+    """Return the nodes grouped by equal lists of devices, in the order of their first nodes."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name in nodes:
         groups.setdefault(tuple(plan.nodes[name].devices), []).append(name)

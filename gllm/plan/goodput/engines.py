@@ -37,7 +37,11 @@ MIN_SAMPLES = 3
 
 
 class MeasuredBatch(NamedTuple):
-    """One measured batch: a line of the file of `--batches`."""
+    """Measured time of one batch: a line of the CSV file of `--batches`.
+
+    Has the tensor-parallel degree, the phase (prefill or decode), the number of requests, the
+    tokens per request and the milliseconds of one step.
+    """
 
     tp: int
     phase: str
@@ -47,7 +51,11 @@ class MeasuredBatch(NamedTuple):
 
 
 def parse_batches(text: str, name: str) -> list[MeasuredBatch]:
-    """Parse the text of a file of measured batches.
+    """Parse the text of a CSV file with measured step times of batches.
+
+    Args:
+        text: Contents of the file, with the columns COLUMNS.
+        name: Name of the file for error messages.
 
     Raises:
         ValueError: A column is missing, or a value is invalid; the message names file and line.
@@ -82,16 +90,21 @@ def parse_batches(text: str, name: str) -> list[MeasuredBatch]:
 
 @cache
 def read_batches(file: str) -> list[MeasuredBatch]:
-    """Read a file of measured batches. Raises ValueError or OSError."""
+    """Read a CSV file with measured step times of batches. Raises ValueError or OSError."""
     return parse_batches(Path(file).read_text(encoding="utf-8"), file)
 
 
 @cache
 def fit_batches(file: str, tp: int) -> DistServeCoefficients:
-    """Fit latency coefficients to the batches measured with a tensor-parallel degree.
+    """Fit DistServe's latency model to the batches measured with one tensor-parallel degree.
+
+    Args:
+        file: CSV file with measured batches.
+        tp: Tensor-parallel degree.
 
     Raises:
-        ValueError: The file has none, or too few to determine the coefficients.
+        ValueError: The file has no batches with this degree, or too few to determine the
+            coefficients.
         OSError: The file cannot be read.
     """
     batches = [batch for batch in read_batches(file) if batch.tp == tp]
@@ -147,14 +160,15 @@ LOCAL_LINK = "nvlink"
 
 @dataclass(frozen=True)
 class EngineCosts:
-    """Source of the step times of engines: published, measured or a data sheet."""
+    """Source of predicted step times: published coefficients, measured batches or a data sheet."""
 
     kind: str
     """A name of COST_KINDS."""
     device: str = "A100-80G"
-    """Name of the device, whose memory holds weights and KV cache; published engines have A100s."""
+    """Name of the GPU, whose memory limits weights and KV cache; A100 for kinds distserve and vllm.
+    """
     file: str = ""
-    """File of the measured batches."""
+    """CSV file of the measured batches; only for kind `batches`."""
     max_model_len: int = MAX_MODEL_LEN
 
     def __str__(self) -> str:
@@ -174,18 +188,19 @@ def make_engine(
     kv_admission: str = "auto",
     has_prefill: bool = True,
 ) -> Deployment:
-    """Return the simulated deployment of an engine.
+    """Return an engine for the simulator: model, parallelism, step times and scheduler options.
 
     Args:
-        costs: Source of its step times.
-        model: Name of the model.
-        parallelism: Devices.
+        costs: Source of its predicted step times.
+        model: Name of the model in MODELS.
+        parallelism: Tensor-parallel and pipeline-parallel degree.
         policy: Scheduling policy.
-        kv_admission: Rule of admission to the KV cache.
-        has_prefill: False if prompts cost nothing, because another engine computes them.
+        kv_admission: Rule by which the scheduler decides whether a request's KV cache fits.
+        has_prefill: False if prefills take no time, because another engine computes them.
 
     Raises:
-        ValueError: The model does not fit the devices, or nothing is known of this parallelism.
+        ValueError: The model does not fit the devices, or there are no step times for this
+            parallelism.
     """
     tp, pp = parallelism.tp, parallelism.pp
     config = SchedulerConfig(

@@ -22,11 +22,16 @@ CONSTRAINTS = ("GPU memory", "KV cache", "TTFT", "TPOT")
 
 
 def bound_prefill(engine: Deployment, jobs: Sequence[WorkloadRequest], slo: Slo) -> CandidateBound:
-    """Return the bound and the estimate of a prefill engine's goodput in requests per second.
+    """Return an upper bound and an estimate of a prefill engine's goodput in requests per second.
 
-    The bound is the throughput with all requests at once. The estimate is the rate at which the
-    longest prompt that has to keep the limit of TTFT just keeps it after the mean wait: that of the
-    M/G/1 queue, which is the M/D/1 queue for prompts of one length.
+    The bound is the throughput when all requests arrive at once. The estimate is the rate at which
+    the mean queueing delay of an M/G/1 queue plus the prefill time of a long prompt equals the TTFT
+    limit.
+
+    Args:
+        engine: Simulated engine that only prefills.
+        jobs: Requests of the workload.
+        slo: Limits of TTFT and TPOT, and the share of requests within them.
     """
     if reason := _refuse_cache(engine, jobs):
         return CandidateBound(0.0, 0.0, reason)
@@ -58,7 +63,16 @@ def _pack(prompts: Sequence[int], limit: int) -> list[list[int]]:
 
 
 def bound_decode(engine: Deployment, jobs: Sequence[WorkloadRequest], slo: Slo) -> CandidateBound:
-    """Return the bound and the estimate of a decode engine's goodput in requests per second."""
+    """Return an upper bound and an estimate of a decode engine's goodput in requests per second.
+
+    The estimate is the rate of the largest batches whose step time is within the TPOT limit and
+    whose KV cache fits.
+
+    Args:
+        engine: Simulated engine that only decodes.
+        jobs: Requests of the workload.
+        slo: Limits of TTFT and TPOT.
+    """
     if reason := _refuse_cache(engine, jobs):
         return CandidateBound(0.0, 0.0, reason)
     _, tpot = slo.require("ttft", "tpot")
@@ -82,6 +96,10 @@ def _refuse_cache(engine: Deployment, jobs: Sequence[WorkloadRequest]) -> str:
 
 
 def constraint_of_nearest_candidate(reasons: Sequence[str]) -> str:
-    """Return the last constraint, in the order of CONSTRAINTS, that any candidate failed."""
+    """Return the failed constraint of the candidate that met most: the last one in CONSTRAINTS.
+
+    Args:
+        reasons: Constraint that each candidate failed.
+    """
     known = [constraint for constraint in CONSTRAINTS if constraint in reasons]
     return known[-1] if known else CONSTRAINTS[0]

@@ -20,12 +20,15 @@ ROUNDING = 1e-9
 
 
 class PlacementUnit(NamedTuple):
-    """A prefill engine and a decode engine whose corresponding stages share nodes."""
+    """A prefill engine and a decode engine whose stages with the same layers share a node.
+
+    KV transfers between the two stay within a node.
+    """
 
     prefill: Parallelism
     decode: Parallelism
     num_nodes: int
-    """Nodes that the unit spans."""
+    """Number of nodes over which both engines are spread."""
 
     @property
     def num_gpus(self) -> int:
@@ -47,7 +50,10 @@ class PlacementUnit(NamedTuple):
 
 @dataclass(frozen=True)
 class PhaseGoodput:
-    """Parallelism of an engine of one phase, and its goodput."""
+    """Parallelism of a prefill or decode engine, and its goodput in requests per second.
+
+    Goodput is the highest request rate within the SLO.
+    """
 
     parallelism: Parallelism
     rate: float
@@ -60,9 +66,15 @@ class PhaseGoodput:
 
 
 def engine_choices(cluster: DeviceCluster, heads: int, layers: int) -> Iterator[Parallelism]:
-    """Yield the parallelisms that fit equal nodes; the ranks of a stage share a node.
+    """Yield the tensor- and pipeline-parallel degrees of engines that fit a cluster of equal nodes.
 
-    Ranks divide the heads and stages the layers, as in DistServe's artifact.
+    All ranks of a stage are on one node. The tensor-parallel degree divides the number of attention
+    heads, the pipeline-parallel degree the number of layers, as in DistServe's artifact.
+
+    Args:
+        cluster: Nodes with equal numbers of devices.
+        heads: Attention heads of the model.
+        layers: Layers of the model.
     """
     for tp in range(1, cluster.devices_per_node + 1):
         stages_per_node = cluster.devices_per_node // tp
@@ -72,7 +84,15 @@ def engine_choices(cluster: DeviceCluster, heads: int, layers: int) -> Iterator[
 
 
 def unit_choices(cluster: DeviceCluster, heads: int, layers: int) -> Iterator[PlacementUnit]:
-    """Yield the placement units that fit equal nodes, those of few nodes first."""
+    """Yield pairs of prefill and decode engines that fit equal nodes and share them stage by stage.
+
+    Pairs on few nodes come first.
+
+    Args:
+        cluster: Nodes with equal numbers of devices.
+        heads: Attention heads of the model.
+        layers: Layers of the model.
+    """
     segments = list(engine_choices(equal_nodes(1, cluster.devices_per_node), heads, 0))
     for num_nodes in range(1, len(cluster.nodes) + 1):
         fitting = [engine for engine in segments if layers % (num_nodes * engine.pp) == 0]
@@ -87,7 +107,11 @@ def unit_choices(cluster: DeviceCluster, heads: int, layers: int) -> Iterator[Pl
 
 
 def count_engines(rate: float, goodput: float) -> int:
-    """Return the number of engines of a goodput, in requests per second, that a rate requires.
+    """Return the number of engines that serve a request rate, at least 1.
+
+    Args:
+        rate: Requests per second of the service.
+        goodput: Requests per second that one engine serves within its SLO.
 
     Raises:
         ValueError: The goodput is not above 0.
@@ -100,12 +124,17 @@ def count_engines(rate: float, goodput: float) -> int:
 def count_for_cluster(
     num_gpus: int, prefill: PhaseGoodput, decode: PhaseGoodput
 ) -> tuple[int, int]:
-    """Return the numbers of prefill and decode engines with the highest rate on some GPUs.
+    """Return how many prefill and decode engines give the highest request rate on a number of GPUs.
 
-    Of equal rates the fewest GPUs count.
+    Among combinations with equal rates, the one with the fewest GPUs is returned.
+
+    Args:
+        num_gpus: Number of GPUs of the cluster.
+        prefill: GPUs and request rate of one prefill engine.
+        decode: GPUs and request rate of one decode engine.
 
     Raises:
-        ValueError: The GPUs do not hold one engine of each phase.
+        ValueError: There are too few GPUs for one engine of each phase.
     """
     best: tuple[float, int, tuple[int, int]] | None = None
     sizes = prefill.parallelism.num_gpus, decode.parallelism.num_gpus
@@ -127,12 +156,22 @@ def count_for_cluster(
 def place_units(
     cluster: DeviceCluster, unit: PlacementUnit, count: int, num_layers: int
 ) -> list[tuple[Stages, Stages]]:
-    """Return the stages of the prefill engine and of the decode engine of each unit.
+    """Assign copies of a prefill/decode engine pair to nodes, and return the stages of each.
 
-    Stages with the same layers are on one node. Units fill groups of nodes, one after another.
+    Stages with the same layers are on one node. Groups of `unit.num_nodes` nodes are filled one
+    after another.
+
+    Args:
+        cluster: Nodes with equal numbers of devices.
+        unit: Parallelism of both engines and the number of nodes of a pair.
+        count: Number of pairs.
+        num_layers: Layers of the model.
+
+    Returns:
+        (stages of the prefill engine, stages of the decode engine) of each pair.
 
     Raises:
-        ValueError: The nodes do not hold the units.
+        ValueError: The pairs do not fit the nodes.
     """
     per_group = cluster.devices_per_node // unit.gpus_per_node
     if count > per_group * (len(cluster.nodes) // unit.num_nodes):

@@ -70,32 +70,34 @@ MAX_ADDED = 4
 
 @dataclass(frozen=True)
 class GoodputPlan:
-    """Prefill and decode engines for a request rate, and the searches that found them."""
+    """Result of the goodput planner: prefill and decode engines, and their simulated latencies."""
 
     system: System
     unit: PlacementUnit | None
-    """Unit that shares nodes; None if phases were chosen apart."""
+    """Pair of engines that share nodes stage by stage; None if each phase was placed for itself."""
     rate: float
     """Requests per second that the plan is for."""
     per_gpu: float
     """Goodput in requests per second per GPU of the chosen engines, before rounding up."""
     outcome: Outcome
-    """Simulated at `rate`."""
+    """Simulated latencies of the requests at `rate`."""
     attainment: float
-    """Share of the requests within both limits at `rate`, 0..1."""
+    """Simulated share of the requests within both latency limits at `rate`, 0..1."""
     searches: Mapping[str, PhaseSearch | UnitSearch]
-    """By phase, or `unit`."""
+    """Results of the searches, by phase, or under `unit` for pairs of engines."""
 
 
 class GoodputPlanner:
-    """Search for prefill and decode engines; the goodput of each phase is measured once.
+    """Planner of prefill and decode engines with the highest goodput per GPU (DistServe).
+
+    Goodput is the request rate at which enough requests keep the limits of TTFT and TPOT.
 
     Args:
-        problem: Model, workload, limits of each request, and equal nodes.
-        costs: Source of the step times of engines.
-        budget: Of all simulations together.
-        measure: Goodput of a task in requests per second.
-        network: Name of the link from prefill to decode engines.
+        problem: Model, workload, latency limits of each request, and equal nodes.
+        costs: Source of the predicted step times of engines.
+        budget: Time and evaluation limit of all simulations together.
+        measure: Returns the simulated goodput of a task in requests per second.
+        network: Name of the link that transfers KV caches from prefill to decode engines.
 
     Raises:
         ValueError: The workload is unknown, or has a request that is longer than the context.
@@ -358,14 +360,16 @@ def bound_phase(
     phase: str,
     engine: Parallelism,
 ) -> CandidateBound:
-    """Return the closed-form bound and estimate of one phase on an engine, requests per second.
+    """Return an upper bound and an estimate of an engine's goodput in prefill or decode.
+
+    Both are in requests per second and computed without a simulation.
 
     Args:
-        problem: Model and limits.
-        costs: Source of the step times.
-        jobs: Requests whose lengths count.
+        problem: Model and latency limits.
+        costs: Source of the predicted step times.
+        jobs: Requests of the workload.
         phase: prefill or decode.
-        engine: The engine; it may be too small for the model.
+        engine: Parallelism of the engine; if the model does not fit, the bound is 0 with a reason.
     """
     admission = "auto" if phase == "prefill" else "distserve"
     has_prefill = phase == "prefill"

@@ -31,7 +31,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class System:
-    """Prefill and decode engines, or engines for both phases, to be simulated."""
+    """A service to simulate: separate prefill and decode engines, or engines for both phases."""
 
     name: str
     model: str
@@ -44,7 +44,7 @@ class System:
     prefill_policy: str = "distserve"
     decode_policy: str = "distserve"
     network: str = "nvlink"
-    """Name of the link from prefill to decode engines."""
+    """Name of the link that transfers KV caches from prefill to decode engines."""
 
     @property
     def num_gpus(self) -> int:
@@ -62,15 +62,15 @@ class System:
 
 
 class Outcome(NamedTuple):
-    """Latencies of the requests of a simulation in seconds."""
+    """Simulated latencies of the requests, in seconds."""
 
     ttft: tuple[float, ...]
     tpot: tuple[float, ...]
-    """By request; 0 with a single token."""
+    """Time per output token by request; 0 for a request with a single token."""
     parts: tuple[float, ...] = ()
-    """Mean seconds of the five parts of `PARTS`; empty without hand-offs."""
+    """Mean seconds in each of the five phases of PARTS; empty without separate decode engines."""
     transfers: tuple[float, ...] = ()
-    """Seconds of each transfer."""
+    """Duration of each KV transfer."""
 
     def attainment(self, ttft: float | None, tpot: float | None, scale: float = 1.0) -> float:
         """Return the share (0..1) of requests within latency limits multiplied by a scale."""
@@ -89,12 +89,12 @@ PARTS = ("prefill queue", "prefill", "transfer", "decode queue", "decode")
 def run_system(
     system: System, workload: str, rate: float, num_requests: int, seed: int = SEED
 ) -> Outcome:
-    """Simulate a system at a request rate and return the latencies.
+    """Simulate prefill and decode engines at a request rate and return the requests' latencies.
 
     Args:
-        system: The system.
-        workload: Name of the lengths.
-        rate: Requests per second of the whole system.
+        system: Engines to simulate.
+        workload: Name of the workload, which determines the prompt and output lengths.
+        rate: Requests per second of all engines together.
         num_requests: Number of requests.
         seed: Seed of lengths and arrivals.
     """
@@ -136,12 +136,12 @@ def run_phase(
     num_requests: int,
     seed: int = SEED,
 ) -> Outcome:
-    """Simulate one phase alone on an engine: prefill with one token, or decode without prefill.
+    """Simulate one phase alone: prefill with one output token, or decode without prefill time.
 
     Args:
-        system: `prefill` is the engine of the phase.
+        system: `prefill` is the parallelism of the engine, for either phase.
         phase: prefill or decode.
-        workload: Name of the lengths.
+        workload: Name of the workload, which determines the prompt and output lengths.
         rate: Requests per second.
         num_requests: Number of requests.
         seed: Seed of lengths and arrivals.
@@ -209,7 +209,7 @@ MAX_GROWTH = 8
 
 
 class RunTask(NamedTuple):
-    """Arguments of one simulation, for a pool of processes."""
+    """Arguments of `run_task` as a record that can be sent to a pool of processes."""
 
     system: System
     lengths: str
@@ -221,12 +221,12 @@ class RunTask(NamedTuple):
 
 
 class GoodputTask(NamedTuple):
-    """Arguments of a search for the goodput of a system, or of one phase alone."""
+    """Arguments of `measure_goodput`: engines, workload, latency limits and range of the search."""
 
     system: System
     lengths: str
     slo: Slo
-    """Limits of TTFT and TPOT, and the share of requests that has to keep them."""
+    """Limits of TTFT and TPOT, and the share of requests that has to be within them."""
     num_requests: int
     phase: str = ""
     """prefill or decode; empty for both."""
@@ -240,7 +240,10 @@ class GoodputTask(NamedTuple):
 
 
 def run_task(task: RunTask) -> Outcome:
-    """Simulate the system of a task and return the latencies."""
+    """Simulate the engines of a task and return the requests' latencies.
+
+    Adds requests where those of the task would arrive in less than MIN_SECONDS.
+    """
     num_requests = _count_requests(task.rate, task.num_requests)
     return run_system(task.system, task.lengths, task.rate, num_requests, task.seed)
 
@@ -250,13 +253,20 @@ def _count_requests(rate: float, num_requests: int) -> int:
 
 
 def measure_goodput(task: GoodputTask) -> float:
-    """Search for the highest request rate per second at which a system attains the target.
+    """Search by simulation for the highest request rate at which enough requests keep the SLO.
 
-    Source: simu_prefill and simu_decode of DistServe's artifact (arXiv 2401.09670, section 4.1),
-    here with the joint test of both limits. Attainment is taken to fall with the rate.
+    The share of requests within the limits is assumed to fall with the rate. Source: simu_prefill
+    and simu_decode of DistServe's artifact (arXiv 2401.09670, section 4.1), but a request has to
+    keep both limits.
+
+    Args:
+        task: Engines, workload, latency limits, and range and precision of the search.
+
+    Returns:
+        Requests per second.
 
     Raises:
-        ValueError: No rate misses the target.
+        ValueError: The required share is reached at every rate that was tried.
     """
     system, lengths, seed = task.system, task.lengths, task.seed
     step = (task.first_rate or FIRST_RATES[system.model] * system.num_gpus) / task.num_steps

@@ -33,20 +33,24 @@ BLOCK_SIZE = 16
 
 
 class PhaseSeconds(NamedTuple):
-    """Seconds of a replica for a batch of prompts, or for all output tokens of a batch."""
+    """Predicted seconds of a prefill batch, or of all decode steps of a batch, by stage and link.
+    """
 
     stages: list[float]
+    """Compute seconds on each pipeline stage."""
     hops: list[float]
-    """From each stage but the last to the next one, and back to the first where that counts."""
+    """Transfer seconds from each stage to the next, and from the last to the first if modeled."""
 
 
 class ReplicaCosts(ABC):
-    """Predicted times of one replica in seconds, and its memory.
+    """Predicted prefill, decode and KV transfer times of one replica, and its largest batch.
+
+    A replica is a group of devices that runs as one prefill or decode engine.
 
     Args:
-        cluster: Devices and links.
-        shape: The model.
-        lengths: Mean lengths of the workload.
+        cluster: Devices and network links.
+        shape: Sizes of the model.
+        lengths: Mean prompt and output lengths of the workload.
     """
 
     prompts_per_batch = 1
@@ -65,20 +69,26 @@ class ReplicaCosts(ABC):
 
     @abstractmethod
     def max_batch(self, stages: Stages) -> int:
-        """Return the most requests that fit the memory of every stage; 0 without room for one."""
+        """Return how many requests fit the memory of every stage; 0 if not even one fits."""
 
     def prefill_spread(self, num_stages: int) -> float:
-        """Return the factor by which prompts of different lengths slow a pipeline down."""
+        """Return the factor by which unequal prompt lengths slow a pipeline of stages down."""
         return 1.0
 
     def kv_seconds(self, prefill: Stages, decode: Stages) -> float:
-        """Return the seconds of the KV transfer of one request; links work in parallel."""
+        """Return the seconds of the KV transfer of one request from a prefill to a decode replica.
+
+        Links work in parallel.
+        """
         layer_bytes = self._lengths.prompt * self._shape.kv_bytes
         return kv_transfer_seconds(prefill, decode, layer_bytes, self._cluster.link)
 
 
 class Table1Costs(ReplicaCosts):
-    """Costs by Table 1 of HexGen-2: prompts have equal lengths and are computed one by one."""
+    """Cost model of Table 1 of the HexGen-2 paper: peak compute and bandwidth, equal lengths.
+
+    Prompts are prefilled one by one.
+    """
 
     def __init__(self, cluster: DeviceCluster, shape: ModelShape, lengths: MeanLengths) -> None:
         super().__init__(cluster, shape, lengths)
@@ -166,7 +176,10 @@ class Table1Costs(ReplicaCosts):
 
 
 class RooflineCosts(ReplicaCosts):
-    """Costs by the simulator's roofline model."""
+    """Cost model of replicas by the simulator's roofline model of each device.
+
+    Prompts up to BATCHED_PROMPT_TOKENS are prefilled in batches.
+    """
 
     def __init__(self, cluster: DeviceCluster, shape: ModelShape, lengths: MeanLengths) -> None:
         super().__init__(cluster, shape, lengths)
@@ -231,10 +244,17 @@ class RooflineCosts(ReplicaCosts):
 
 
 def build_pipeline(cluster: DeviceCluster, shape: ModelShape, stages: Stages) -> PipelineSpec:
-    """Return the hardware of a replica; different devices of a stage run at the slowest rates.
+    """Return the hardware description of a replica's pipeline for the roofline model.
+
+    A stage with different devices runs at the compute, bandwidth and memory of the slowest ones.
+
+    Args:
+        cluster: Devices and network links.
+        shape: Sizes of the model.
+        stages: Devices and layers of each stage.
 
     Raises:
-        ValueError: Sizes do not divide.
+        ValueError: The model's heads or hidden size cannot be divided among the ranks of a stage.
     """
     # Stages of equal devices and layers share their description.
     specs = {
@@ -257,7 +277,10 @@ def build_pipeline(cluster: DeviceCluster, shape: ModelShape, stages: Stages) ->
 
 
 def slowest_device(cluster: DeviceCluster, stage: PlannedStage) -> DeviceSpec:
-    """Return a device with the lowest rates and the least memory among those of a stage."""
+    """Return a device with the lowest rates and the least memory among the devices of a stage.
+
+    The values may come from different devices.
+    """
     specs = [cluster.nodes[node].spec for node in set(stage.devices)]
     launches = [spec.launch_seconds for spec in specs]
     known = [seconds for seconds in launches if seconds is not None]
@@ -271,14 +294,14 @@ def slowest_device(cluster: DeviceCluster, stage: PlannedStage) -> DeviceSpec:
 
 
 def slowest_link(cluster: DeviceCluster, stage: PlannedStage) -> NetworkLink:
-    """Return the link with the lowest bandwidth between ranks of a stage."""
+    """Return the link with the lowest bandwidth between any two ranks of a stage."""
     devices = stage.devices
     links = [cluster.link(a, b) for i, a in enumerate(devices) for b in devices[i + 1 :]]
     return min(links, key=lambda link: link.bandwidth)
 
 
 def best_link(cluster: DeviceCluster, stage: PlannedStage, following: PlannedStage) -> NetworkLink:
-    """Return the link with the highest bandwidth between two stages."""
+    """Return the link with the highest bandwidth between a rank of a stage and one of the next."""
     links = [cluster.link(a, b) for a in stage.devices for b in following.devices]
     return max(links, key=lambda link: link.bandwidth)
 
@@ -286,16 +309,16 @@ def best_link(cluster: DeviceCluster, stage: PlannedStage, following: PlannedSta
 def kv_transfer_seconds(
     prefill: Stages, decode: Stages, layer_bytes: float, link: Callable[[int, int], NetworkLink]
 ) -> float:
-    """Return the seconds in which the KV cache of a request moves between two replicas.
+    """Return the predicted seconds of the KV transfer of one request between two replicas.
 
-    Each layer's shards go to the ranks that hold the same heads; the link of each pair of devices
-    carries its shards of all layers, and the slowest one counts.
+    Each layer's KV heads are sent from the prefill ranks to the decode ranks that need them. All
+    links transfer in parallel, so the slowest one determines the time.
 
     Args:
-        prefill: Stages that have the KV cache.
-        decode: Stages that get it.
-        layer_bytes: KV cache of one layer, all heads.
-        link: Returns the link between two machines.
+        prefill: Stages of the sending replica.
+        decode: Stages of the receiving replica.
+        layer_bytes: Bytes of the request's KV cache in one layer, all heads.
+        link: Returns the link between two nodes, given by index.
     """
     slowest = 0.0
     for source, num_layers, target in _overlaps(prefill, decode):

@@ -14,17 +14,18 @@ iterates over sets, and the hashes of strings differ between processes."""
 
 
 class PlanFlow(NamedTuple):
-    """Maximum flow through the replicas of a plan, in requests per second."""
+    """Maximum flow of requests through prefill and decode replicas, in requests per second."""
 
     value: float
+    """Total flow."""
     prefill: list[float]
-    """Through each prefill replica."""
+    """Flow through each prefill replica."""
     decode: list[float]
-    """Through each decode replica."""
+    """Flow through each decode replica."""
     routes: dict[tuple[int, int], float]
-    """From a prefill replica to a decode replica, by their positions; only positive ones."""
+    """Flow by (prefill replica, decode replica), as list indices; only positive flows."""
     transfers: dict[tuple[int, int], float]
-    """Capacity of each of these ways."""
+    """Capacity of the KV transfers between the same pairs of replicas."""
 
     def shares(self, prefill: int) -> dict[int, float]:
         """Return the share of a prefill replica's requests that each decode replica receives."""
@@ -42,9 +43,15 @@ def _vertex(side: str, index: int) -> int:
 def build_graph(
     prefill: Sequence[Replica], decode: Sequence[Replica], planner: ReplicaPlanner
 ) -> Any:
-    """Return the flow network: a source, two vertices per replica, a sink.
+    """Return the flow network of a plan: source, prefill replicas, decode replicas, sink.
 
-    Edges from the source and to the sink carry prompts and tokens, which limit nothing.
+    Capacities are requests per second: of each replica, and of the KV transfers between each pair.
+    The edges to the source and the sink do not limit the flow further.
+
+    Args:
+        prefill: Prefill replicas.
+        decode: Decode replicas.
+        planner: Predicts the seconds of a KV transfer.
 
     Returns:
         A networkx.DiGraph with the attribute `capacity` in FLOW_UNITs on each edge.
@@ -71,7 +78,13 @@ def build_graph(
 def solve_flow(
     prefill: Sequence[Replica], decode: Sequence[Replica], planner: ReplicaPlanner
 ) -> PlanFlow:
-    """Return the maximum flow of requests, computed by the preflow-push algorithm."""
+    """Return the maximum flow of requests through replicas, by the preflow-push algorithm.
+
+    Args:
+        prefill: Prefill replicas.
+        decode: Decode replicas.
+        planner: Predicts the seconds of a KV transfer.
+    """
     from networkx.algorithms.flow import preflow_push
 
     graph = build_graph(prefill, decode, planner)
@@ -105,18 +118,19 @@ Partition = tuple[TypedGroup, ...]
 
 
 def make_partition(groups: Iterable[TypedGroup]) -> Partition:
-    """Return a partition without empty groups, in sorted order."""
+    """Return groups of devices with their phases as a sorted tuple without empty groups."""
     return tuple(sorted(group for group in groups if any(group[1])))
 
 
 class GroupLoad(NamedTuple):
-    """Request rate and capacity of one group of devices."""
+    """Predicted request rate and capacity of one group of devices, in requests per second."""
 
     phase: Phase
     group: Group
     capacity: float
     """Requests per second; 0 if the model does not fit."""
     flow: float
+    """Requests per second through the group at the maximum flow."""
 
     @property
     def is_saturated(self) -> bool:
@@ -130,14 +144,14 @@ class GroupLoad(NamedTuple):
 
 
 class Score(NamedTuple):
-    """Value of a partition; fields are compared in their order, larger is better."""
+    """Score of a partition of the devices, compared lexicographically; larger is better."""
 
     flow: float
-    """Requests per second."""
+    """Maximum flow in requests per second."""
     scarce: float
-    """Capacity of the phase with less of it."""
+    """Capacity of the phase (prefill or decode) with the smaller capacity."""
     ample: float
-    """Capacity of the other phase."""
+    """Capacity of the phase with the larger capacity."""
 
     def beats(self, other: "Score") -> bool:
         """Return True if this score is larger than another by more than rounding errors."""
@@ -148,7 +162,10 @@ class Score(NamedTuple):
 
 
 class EvaluatedPlan(NamedTuple):
-    """A partition with its replicas, their maximum flow and its score."""
+    """A partition of the devices into prefill and decode replicas, with its maximum flow and score.
+
+    The flow is the request rate that the replicas serve together.
+    """
 
     partition: Partition
     prefill: list[Replica]
@@ -191,10 +208,10 @@ class EvaluatedPlan(NamedTuple):
 
 
 class PlanEvaluator:
-    """Evaluator of partitions, with a cache and counters.
+    """Computes replicas, maximum flow and score of partitions; results are cached.
 
     Args:
-        planner: Chooses the layout of each group.
+        planner: Chooses the pipeline stages of each group of devices.
     """
 
     def __init__(self, planner: ReplicaPlanner) -> None:

@@ -25,7 +25,15 @@ MAX_BRUTE_FORCE = 12
 
 
 def count_groups(cluster: DeviceCluster, shape: ModelShape, lengths: MeanLengths) -> int:
-    """Return the number of groups whose memory holds the weights and some requests, at least 2."""
+    """Return the number of device groups with which the search begins, at least 2.
+
+    The total memory is divided by that of the weights plus the KV cache of KV_REQUESTS requests.
+
+    Args:
+        cluster: Devices and their memory.
+        shape: Sizes of the model.
+        lengths: Mean prompt and output lengths of the workload.
+    """
     weights = shape.parameters * shape.bytes_per_weight
     kv = KV_REQUESTS * lengths.total * shape.layers * shape.kv_bytes
     total = cluster.memory(cluster.all_devices)
@@ -33,14 +41,22 @@ def count_groups(cluster: DeviceCluster, shape: ModelShape, lengths: MeanLengths
 
 
 def first_partition(planner: ReplicaPlanner, num_groups: int) -> Partition:
-    """Return the partition with which the search begins."""
+    """Return the initial partition of the search: groups of devices, each for prefill or decode.
+
+    Args:
+        planner: Has the cluster and predicts capacities.
+        num_groups: Number of groups.
+    """
     groups = divide_devices(planner.cluster, num_groups)
     phases = choose_phases(planner, groups)
     return make_partition(zip(phases, groups, strict=True))
 
 
 def divide_devices(cluster: DeviceCluster, num_groups: int) -> list[Group]:
-    """Return groups of devices with fast links within and similar memory."""
+    """Divide the devices into groups with fast links inside and similar total memory.
+
+    Uses spectral clustering by bandwidth, then swaps and moves of devices.
+    """
     import numpy
 
     machines = [index for index, count in enumerate(cluster.all_devices) for _ in range(count)]
@@ -83,16 +99,20 @@ def balance_groups(
     labels: list[int],
     num_groups: int,
 ) -> list[int]:
-    """Improve the division of devices into groups by swaps and moves (Kernighan and Lin).
+    """Improve a division of devices into groups by swaps and moves (Kernighan and Lin).
 
-    Each step takes the swap of two devices, or the move of one, that lowers most the share of the
-    bandwidth between groups plus the weighted deviation of their memory from the mean.
+    Each step makes the swap of two devices, or the move of one device, that most reduces a sum: the
+    share of the bandwidth between groups, plus the weighted deviation of the groups' memory from
+    the mean.
 
     Args:
-        affinity: Bandwidth of each pair of devices, 0 on the diagonal.
+        affinity: Bandwidth of each pair of devices, [devices, devices]; 0 on the diagonal.
         memory: Bytes of each device.
-        labels: Group of each device.
+        labels: Group index of each device.
         num_groups: Number of groups.
+
+    Returns:
+        New group index of each device.
     """
     import numpy
 
@@ -141,9 +161,11 @@ def _swap_gains(weights: Any, inner: Any, loads: Any, share: Any, current: Any) 
 
 
 def choose_phases(planner: ReplicaPlanner, groups: list[Group]) -> list[Phase]:
-    """Choose prefill or decode for each group: the most bandwidth between phases, then capacity.
+    """Choose prefill or decode for each group of devices.
 
-    All divisions are compared for few groups; for many, single flips improve an alternating one.
+    Maximizes the bandwidth between prefill and decode groups, then the capacity of the smaller
+    phase. Compares all assignments for up to MAX_BRUTE_FORCE groups; for more, changes of one group
+    at a time improve an initial assignment.
     """
     cluster, num_groups = planner.cluster, len(groups)
     weights = [

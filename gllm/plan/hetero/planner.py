@@ -33,12 +33,12 @@ def make_planner(
     costs: str = "roofline",
     credit: PipelineCapacityRule = PipelineCapacityRule.PIPELINED,
 ) -> ReplicaPlanner:
-    """Return the planner that chooses the layout of each replica of a problem.
+    """Return an object that chooses the pipeline stages of each replica for a planning problem.
 
     Args:
         problem: Model, workload and cluster.
-        costs: A name of COSTS.
-        credit: Rule of the capacities.
+        costs: Cost model: a name of COSTS.
+        credit: Formula for the capacity of a pipeline.
 
     Raises:
         ValueError: A name is unknown.
@@ -51,7 +51,7 @@ def make_planner(
 
 
 class HeteroPlan(NamedTuple):
-    """Best plan of a search over partitions of the devices."""
+    """Result of `plan_replicas`: the problem, the search over partitions, the replica planner."""
 
     problem: ServiceProblem
     search: SearchResult
@@ -74,17 +74,21 @@ def plan_replicas(
     budget: SearchBudget | None = None,
     max_vain_restarts: int = MAX_VAIN_RESTARTS,
 ) -> HeteroPlan:
-    """Search for the partition of the devices into replicas that serves the most requests.
+    """Search for the division of unlike devices into prefill and decode replicas (HexGen-2).
+
+    The plan with the highest maximum flow of requests wins.
 
     Args:
         problem: Model, workload and cluster.
-        planner: A planner of the same problem, whose results are used again; default: a new one.
-        budget: Of the search; default: MAX_EVALUATIONS.
-        max_vain_restarts: Restarts without an improvement that end the search.
+        planner: Replica planner of the same problem, whose cached results are reused; default: a
+            new one.
+        budget: Time and evaluation limit of the search; default: MAX_EVALUATIONS partitions.
+        max_vain_restarts: Number of consecutive restarts without improvement after which the search
+            ends.
 
     Raises:
-        ValueError: A name is unknown, or no two replicas of the model fit the cluster; the message
-            names the constraint that binds.
+        ValueError: A name is unknown, or two replicas of the model do not fit the cluster; the
+            message names the failed constraint.
     """
     planner = planner or make_planner(problem)
     check_fit(problem, planner)
@@ -104,7 +108,10 @@ def plan_replicas(
 
 
 def check_fit(problem: ServiceProblem, planner: ReplicaPlanner) -> None:
-    """Raise ValueError, which names the constraint, if the cluster cannot hold two replicas."""
+    """Raise ValueError if the cluster cannot hold a prefill and a decode replica of the model.
+
+    The message names the failed constraint.
+    """
     cluster, shape = problem.cluster, problem.shape
     memory = cluster.memory(cluster.all_devices) / 1e9
     weights, lengths = _weights_gb(problem), mean_lengths(problem.workload)
@@ -136,11 +143,11 @@ def _weights_gb(problem: ServiceProblem) -> float:
 
 
 def make_serving_plan(plan: HeteroPlan, command: str) -> ServingPlan:
-    """Return the serving plan of the replicas that get requests.
+    """Convert the result of a search into a serving plan that `gllm up` starts.
 
     Args:
-        plan: The replicas. Those that get no flow are left out.
-        command: Command line that repeats the plan.
+        plan: Result of the search. Replicas without flow are left out.
+        command: Command line that repeats the search, for the plan file.
     """
     routes, flow = plan.best.routes(), plan.best.score.flow
     engines = [

@@ -24,16 +24,15 @@ MAX_ORDERED_NODES = 4
 def stage_layouts(
     cluster: DeviceCluster, group: Group, num_layers: int, num_heads: int
 ) -> list[Stages]:
-    """Return the divisions of a group of devices into pipeline stages.
+    """Return the candidate divisions of a group of devices into pipeline stages.
 
-    The number of ranks of each stage divides the number of attention heads.
-
-    The ranks of a stage are on one machine, as gllm runs them: of one number in all stages, or up
-    to a number, the remainder of each machine as smaller stages. Layers are divided by memory.
+    For each tensor-parallel degree, each machine is divided into stages of this many ranks, and its
+    remaining devices into smaller stages. All ranks of a stage are on one machine, and their number
+    divides the number of attention heads. Layers are divided in proportion to memory.
 
     Args:
-        cluster: Devices and links.
-        group: Devices of the replica.
+        cluster: Devices and network links.
+        group: Number of devices of the replica on each node.
         num_layers: Layers of the model.
         num_heads: Attention heads of the model.
     """
@@ -52,7 +51,13 @@ def split_by_memory(
 ) -> list[int]:
     """Return the number of layers of each stage, in proportion to its memory, at least one.
 
-    The ranks of a stage hold equal shares, so the smallest memory among them counts for all.
+    All ranks of a stage hold equal shares of its layers, so the memory of a stage is the smallest
+    memory among its devices times their number.
+
+    Args:
+        cluster: Devices and their memory.
+        cut: Node index of each rank, by stage.
+        num_layers: Layers of the model.
     """
     by_devices = {
         devices: len(devices) * min(cluster.nodes[device].spec.memory for device in set(devices))
@@ -112,23 +117,24 @@ def _cut_machine(machine: int, count: int, degree: int, num_heads: int) -> list[
 
 
 class PipelineCapacityRule(StrEnum):
-    """Rule for the capacity of a pipeline whose stages work at the same time."""
+    """Formula for the requests per second of a pipeline, by the micro-batches that are in flight.
+    """
 
     PIPELINED = "pipelined"
-    """Every stage has a micro-batch; all micro-batches together are the batch that memory holds."""
+    """One micro-batch per stage; together they are as large as the batch that fits memory."""
     CREDITED = "credited"
-    """Every stage has a micro-batch, each as large as the batch that memory holds."""
+    """One micro-batch per stage, each as large as the batch that fits memory."""
     LITERAL = "literal"
-    """The paper's formula: one batch goes through all stages before the next one."""
+    """Formula of the paper: one batch passes all stages before the next one starts."""
 
 
 class Phase(StrEnum):
-    """Phases that a replica computes."""
+    """Phase that a replica computes: prefill, decode, or both."""
 
     PREFILL = "prefill"
     DECODE = "decode"
     MIXED = "mixed"
-    """Both, in turn: a replica of the colocated baselines."""
+    """Both phases in turn, for baselines without disaggregation."""
 
 
 class Replica(NamedTuple):
@@ -138,11 +144,12 @@ class Replica(NamedTuple):
     phase: Phase
     stages: Stages
     latency: float
-    """Seconds of a request: of its prompt, or of all its decode steps in a full batch."""
+    """Predicted seconds of a request's prefill, or of its decode steps in a full batch, or of both.
+    """
     capacity: float
     """Requests per second."""
     batch: int
-    """Requests in memory at a time."""
+    """Largest number of requests whose KV cache fits memory."""
 
     @property
     def degrees(self) -> str:
@@ -154,13 +161,15 @@ class Replica(NamedTuple):
 
 
 class ReplicaPlanner:
-    """Planner of the best layout of each group of devices; results are cached.
+    """Chooses the best pipeline stages for each group of devices; results are cached.
+
+    Prefill replicas minimize the latency, other replicas maximize the capacity.
 
     Args:
-        cluster: Devices and links.
-        shape: The model.
-        costs: Predicted times and memory.
-        rule: Rule of the capacities.
+        cluster: Devices and network links.
+        shape: Sizes of the model.
+        costs: Predicted times and memory of replicas.
+        rule: Formula for the capacity of a pipeline.
     """
 
     def __init__(

@@ -29,27 +29,35 @@ PHASES = (Phase.PREFILL, Phase.DECODE)
 
 
 def other_phase(phase: Phase) -> Phase:
-    """Return the other phase."""
+    """Return decode for prefill, and prefill for any other phase."""
     return Phase.DECODE if phase is Phase.PREFILL else Phase.PREFILL
 
 
 def add_devices(group: Group, machine: int, count: int) -> Group:
-    """Return a group with `count` more devices of a machine."""
+    """Return a group of devices with `count` more devices of a node; `count` may be negative.
+
+    Args:
+        group: Number of devices on each node.
+        machine: Index of the node.
+        count: Number of devices to add.
+    """
     return (*group[:machine], group[machine] + count, *group[machine + 1 :])
 
 
 class NeighbourFinder:
-    """Partitions that one change makes of a partition.
+    """Generates the neighbours of a partition: the partitions that differ from it by one change.
+
+    Changes are moves and swaps of devices, another phase, merges and splits of groups.
 
     Args:
-        partition: The groups.
+        partition: Groups of devices with their phases.
     """
 
     def __init__(self, partition: Partition) -> None:
         self._groups = list(partition)
 
     def moves(self, source: int, target: int) -> Iterator[Partition]:
-        """Yield the partitions with one device of group `source` in group `target`."""
+        """Yield the partitions in which one device moves from group `source` to group `target`."""
         for machine in _machines(self._groups[source][1]):
             yield self._replace(
                 {
@@ -59,7 +67,7 @@ class NeighbourFinder:
             )
 
     def swaps(self, a: int, b: int) -> Iterator[Partition]:
-        """Yield the partitions with two devices of different machines exchanged."""
+        """Yield the partitions in which two groups exchange devices of different nodes."""
         for i, j in product(_machines(self._groups[a][1]), _machines(self._groups[b][1])):
             if i != j:
                 first, second = self._changed(a, i, -1), self._changed(b, j, -1)
@@ -71,18 +79,18 @@ class NeighbourFinder:
                 )
 
     def flips(self, index: int) -> Iterator[Partition]:
-        """Yield the partition with the other phase for a group."""
+        """Yield the partition in which a group has the other phase."""
         phase, group = self._groups[index]
         yield self._replace({index: (other_phase(phase), group)})
 
     def merges(self, a: int, b: int) -> Iterator[Partition]:
-        """Yield the partitions with two groups as one of either phase."""
+        """Yield the partitions in which two groups are merged, as prefill and as decode."""
         both = tuple(x + y for x, y in zip(self._groups[a][1], self._groups[b][1], strict=True))
         for phase in PHASES:
             yield self._replace({a: (phase, both), b: None})
 
     def splits(self, index: int) -> Iterator[Partition]:
-        """Yield the partitions with a group as two, the most even ones first."""
+        """Yield the partitions in which a group is split in two, the most even splits first."""
         phase, group = self._groups[index]
         for part in _parts(group):
             other = tuple(x - y for x, y in zip(group, part, strict=True))
@@ -94,7 +102,7 @@ class NeighbourFinder:
                 yield self._replace({index: (first, part)}, [(second, other)])
 
     def exchanges(self) -> Iterator[Partition]:
-        """Yield every neighbour with as many groups; some more than once."""
+        """Yield every neighbour with the same number of groups; some more than once."""
         count = len(self._groups)
         for index in range(count):
             yield from self.flips(index)
@@ -125,12 +133,16 @@ class NeighbourFinder:
 
 
 def guided_changes(plan: EvaluatedPlan, rng: Random) -> Iterator[Partition]:
-    """Yield the neighbours of a plan, the most promising ones first, without repetition.
+    """Yield the partitions that differ by one change from a plan's, the most promising ones first.
 
-    Groups at their capacity are bottlenecks, groups below it have slack. Devices go from the group
-    with the most slack to a bottleneck first; a slack group takes the bottleneck's phase; a
-    saturated transfer exchanges devices of its two ends; then slack groups merge and split. All
-    other changes follow in random order.
+    Groups at their capacity are bottlenecks; groups below it have slack. The order is: devices move
+    from the group with the most slack to a bottleneck; a group with slack takes the bottleneck's
+    phase; the two groups of a saturated KV transfer exchange devices; groups with slack merge and
+    split; then all other changes in random order. No partition is repeated.
+
+    Args:
+        plan: Plan to change, with the flow through its groups.
+        rng: Source of randomness.
     """
     seen = {plan.partition}
     for partition in _ordered(plan, rng):
@@ -140,7 +152,7 @@ def guided_changes(plan: EvaluatedPlan, rng: Random) -> Iterator[Partition]:
 
 
 def random_changes(plan: EvaluatedPlan, rng: Random) -> Iterator[Partition]:
-    """Yield the neighbours of a plan in random order, without repetition."""
+    """Yield the partitions that differ by one change from a plan's, in random order, each once."""
     partitions = list(dict.fromkeys(NeighbourFinder(plan.partition).all_changes()))
     rng.shuffle(partitions)
     yield from partitions
@@ -217,15 +229,15 @@ MAX_RESTART_CHANGES = 2
 
 
 class SearchStep(NamedTuple):
-    """An improvement of the best plan during a search."""
+    """Progress record of a search: the flow of a new best plan and the evaluations up to it."""
 
     num_evaluations: int
     flow: float
-    """Requests per second."""
+    """Maximum flow of the new best plan in requests per second."""
 
 
 class SearchResult(NamedTuple):
-    """Best plan of a search, and its counters."""
+    """Result of a local search: first and best plan, improvements, and numbers of evaluations."""
 
     first: EvaluatedPlan
     """Plan of the first partition."""
@@ -240,16 +252,16 @@ class SearchResult(NamedTuple):
 
 
 class LocalSearch:
-    """Local search that accepts the first improvement, with random restarts.
+    """Local search over partitions that accepts the first improvement, with random restarts.
 
     Args:
-        evaluator: A new evaluator.
-        budget: Time, and partitions that are compared.
-        seed: Seed of ties and restarts.
-        changes: Neighbours and their order up to the first local optimum, in which also the
-            ablations differ.
-        restart_changes: Neighbours and their order after restarts.
-        max_vain_restarts: Restarts without an improvement, one after the other, that end it.
+        evaluator: New evaluator, without cached results.
+        budget: Limit of the time and of the number of evaluated partitions.
+        seed: Seed of the random order and of the restarts.
+        changes: Yields the neighbours of a plan in the order to try, until the first local optimum.
+        restart_changes: Yields the neighbours of a plan in the order to try, after a restart.
+        max_vain_restarts: Number of consecutive restarts without improvement after which the search
+            ends.
     """
 
     def __init__(

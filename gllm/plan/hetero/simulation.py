@@ -32,11 +32,11 @@ MIN_REQUESTS = 200
 
 
 class PairLinks(KvNetwork):
-    """Simulated network with one link per pair of prefill and decode engine.
+    """Simulated network with a separate link for each pair of prefill and decode engine.
 
     Args:
-        seconds: Time of a transfer of `num_tokens` tokens by sending and receiving engine.
-        num_tokens: Tokens of these transfers.
+        seconds: Seconds in which `num_tokens` tokens are transferred, by (sender, receiver).
+        num_tokens: Number of tokens for which `seconds` holds; fixes the bandwidth of each link.
         bytes_per_token: KV cache of one token in bytes, over all layers.
     """
 
@@ -56,12 +56,12 @@ class PairLinks(KvNetwork):
 
 
 class SimulatedThroughput(NamedTuple):
-    """Simulated and estimated throughput of a plan."""
+    """Throughput of a plan in requests per second: estimate of the planner and simulated value."""
 
     estimate: float
-    """Requests per second."""
+    """Requests per second that the planner predicts."""
     simulated: float
-    """Requests that finished per second of the window."""
+    """Requests that finish per second in the measured part of the simulation."""
 
     @property
     def error(self) -> float:
@@ -70,14 +70,14 @@ class SimulatedThroughput(NamedTuple):
 
 
 class SimulatedFleet(NamedTuple):
-    """Simulated engines of a plan, with the estimates of the planner."""
+    """Engines of a plan ready to simulate, with the planner's estimates of rate and latency."""
 
     estimate: float
     """Requests per second that the planner predicts."""
     latency: float
-    """Seconds of a request in the slowest engines with full batches."""
+    """Estimated seconds of a request in the slowest prefill and decode engine with full batches."""
     max_model_len: int
-    """Tokens of a request that every engine can hold."""
+    """Largest number of tokens of a request that every engine can hold."""
     serve: Callable[[list[WorkloadRequest]], ClusterRun]
     """Simulates the requests on new engines."""
 
@@ -85,16 +85,16 @@ class SimulatedFleet(NamedTuple):
 def build_engine_deployment(
     problem: ServiceProblem, replica: Replica, max_model_len: int, policy: str = "vllm"
 ) -> Deployment:
-    """Return the simulated engine of a replica, with the batch size of its plan.
+    """Return the simulated engine of a replica, with the batch size that fits its memory.
 
     Args:
         problem: Model and cluster.
-        replica: The devices.
+        replica: Devices, stages and phase of the engine.
         max_model_len: Largest number of tokens of a request.
-        policy: Scheduling policy of a replica that runs both phases.
+        policy: Scheduling policy, only for a replica that runs both phases.
 
     Raises:
-        ValueError: A sequence of `max_model_len` tokens does not fit.
+        ValueError: A sequence of `max_model_len` tokens does not fit the KV cache.
     """
     hardware = build_pipeline(problem.cluster, problem.shape, replica.stages)
     blocks = min(hardware.stage_kv_blocks(BLOCK_SIZE, USABLE_MEMORY_SHARE))
@@ -121,7 +121,14 @@ def build_engine_deployment(
 def plan_fleet(
     problem: ServiceProblem, planner: ReplicaPlanner, plan: EvaluatedPlan, seed: int = 0
 ) -> SimulatedFleet:
-    """Return the simulated engines of a plan; routes follow the maximum flow."""
+    """Return the engines of a plan for a simulation; requests follow the plan's maximum flow.
+
+    Args:
+        problem: Model, workload and cluster.
+        planner: Predicts the seconds of KV transfers.
+        plan: Replicas and the flow between them; replicas without flow are left out.
+        seed: Seed of the routing policy.
+    """
     routes = plan.routes()
     used = {*routes, *(name for targets in routes.values() for name in targets)}
     replicas = {name: replica for name, (replica, _) in plan.engines().items() if name in used}
@@ -150,7 +157,13 @@ def plan_fleet(
 
 
 def simulate_throughput(fleet: SimulatedFleet, workload: str, seed: int = 0) -> SimulatedThroughput:
-    """Simulate engines above their estimated capacity, with evenly spaced arrivals."""
+    """Simulate engines at OVERLOAD times their estimated capacity, with evenly spaced arrivals.
+
+    Args:
+        fleet: Engines of a plan and their estimated capacity.
+        workload: Name of the workload, which determines prompt and output lengths.
+        seed: Seed of the lengths.
+    """
     rate = OVERLOAD * fleet.estimate
     latency = max(fleet.latency, MIN_REQUESTS / rate / WINDOW[1])
     begin, end = WINDOW[0] * latency, WINDOW[1] * latency
@@ -163,18 +176,24 @@ def simulate_throughput(fleet: SimulatedFleet, workload: str, seed: int = 0) -> 
 
 
 def simulate_plan(plan: HeteroPlan, seed: int = 0) -> SimulatedThroughput:
-    """Simulate a plan at a request rate above its estimated capacity.
+    """Simulate a plan at a request rate above its estimated capacity; return its throughput.
 
     Args:
-        plan: The replicas.
-        seed: Seed of the lengths.
+        plan: Result of `plan_replicas`.
+        seed: Seed of the lengths and of the routing policy.
     """
     fleet = plan_fleet(plan.problem, plan.planner, plan.best, seed)
     return simulate_throughput(fleet, plan.problem.workload, seed)
 
 
 def make_jobs(lengths: Lengths, times: list[float], max_model_len: int) -> list[WorkloadRequest]:
-    """Return requests with these lengths and arrival times; prompts are truncated to fit."""
+    """Return requests with given lengths and arrival times; too long prompts are truncated.
+
+    Args:
+        lengths: (prompt tokens, output tokens) of each request.
+        times: Arrival time of each request in seconds.
+        max_model_len: Largest number of prompt and output tokens of a request.
+    """
     return [
         WorkloadRequest(time, min(prompt, max_model_len - output), output)
         for time, (prompt, output) in zip(times, lengths, strict=True)
@@ -182,7 +201,7 @@ def make_jobs(lengths: Lengths, times: list[float], max_model_len: int) -> list[
 
 
 def max_model_len_of(problem: ServiceProblem, replicas: list[Replica]) -> int:
-    """Return the most tokens per request that fit the KV cache of every replica."""
+    """Return the largest number of tokens of a request that fits the KV cache of every replica."""
     pipelines = [
         build_pipeline(problem.cluster, problem.shape, replica.stages) for replica in replicas
     ]

@@ -22,12 +22,12 @@ MAX_SPREAD = 8
 
 
 class MeanLengths(NamedTuple):
-    """Mean lengths of a workload in tokens."""
+    """Mean prompt and output length of a workload in tokens, and the spread of prompt lengths."""
 
     prompt: float
     output: float
     spread: tuple[float, ...] = ()
-    """Expected longest of 1, 2, ... prompts over the mean prompt; empty: all are alike."""
+    """Expected longest of 1, 2, ... prompts, relative to the mean prompt; empty: equal lengths."""
 
     @property
     def total(self) -> float:
@@ -36,7 +36,15 @@ class MeanLengths(NamedTuple):
 
 
 def class_of(prompt: int, output: int) -> str:
-    """Return the name of the class of a request by its lengths in tokens, such as HPLD."""
+    """Return HexGen-2's workload class of a request: heavy or light prefill and decode.
+
+    Args:
+        prompt: Prompt tokens.
+        output: Output tokens.
+
+    Returns:
+        A name of CLASSES, such as HPLD for heavy prefill and light decode.
+    """
     heavy_prompt = "H" if prompt > HEAVY_PROMPT else "L"
     return f"{heavy_prompt}P{'H' if output > HEAVY_OUTPUT else 'L'}D"
 
@@ -51,7 +59,10 @@ def _lengths_by_class() -> dict[str, Lengths]:
 
 @cache
 def mean_lengths(workload: str) -> MeanLengths:
-    """Return the mean lengths of a workload: a class of CLASSES, or one of the simulator.
+    """Return the mean prompt and output length of a workload.
+
+    Args:
+        workload: A name of CLASSES, or of a workload of the simulator.
 
     Raises:
         ValueError: The workload is unknown.
@@ -71,10 +82,15 @@ def mean_lengths(workload: str) -> MeanLengths:
 
 
 def sample_workload(workload: str, count: int, seed: int) -> Lengths:
-    """Return the lengths of `count` requests of a workload; 0 for all of a trace or class.
+    """Return (prompt tokens, output tokens) of a number of requests of a workload.
 
-    Those of a class are a stratified sample in random order: the trace's hour drifts (prompts of
-    HPLD are 3,200 tokens long in its middle and 2,000 at its end), and plans are for the mean.
+    Requests of a class are a stratified sample in random order, because the lengths of its trace
+    change over time.
+
+    Args:
+        workload: A name of CLASSES, or of a workload of the simulator.
+        count: Number of requests; 0: all requests of a trace or class.
+        seed: Seed of the sample.
 
     Raises:
         ValueError: The workload is unknown; the message lists the names.
