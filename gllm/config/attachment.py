@@ -12,7 +12,7 @@ ROLES = ("mixed", "prefill", "decode")
 
 @dataclass(frozen=True)
 class AttachmentConfig:
-    """Configuration of an engine's routers: addresses, role, name and timeouts."""
+    """Options of an engine behind a router: router addresses, own role and name, and timeouts."""
 
     router: tuple[str, ...] = option(
         (),

@@ -9,7 +9,10 @@ from gllm.options.options import INT32_MAX, MAX_TIMEOUT_SECONDS, option
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """Configuration of a cluster's master: address, secret and timeouts of its nodes."""
+    """Options of `gllm cluster`, the process that machines join to serve models on request.
+
+    Has its address, the shared secret, and the timeouts after which a machine is lost.
+    """
 
     hub: str = option(
         str(DEFAULT_HEAD_PORT),

@@ -48,7 +48,7 @@ ATTENTION_BACKENDS = ("auto", "flash-attn", "native", "torch", "triton")
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Configuration of one pipeline: model, stages, memory, scheduler."""
+    """Options of one engine: model, parallelism, memory, KV cache and scheduler."""
 
     model: str = option(
         "demo",

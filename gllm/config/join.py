@@ -18,16 +18,17 @@ def _same_as(config: type, name: str) -> Any:
 
 
 def parse_port_range(text: str) -> tuple[int, ...]:
-    """Return the first and the last port of FIRST-LAST. Raises ValueError."""
+    """Parse FIRST-LAST and return both ports; one number stands for both. Raises ValueError."""
     first, _, last = text.partition("-")
     return int(first), int(last or first)
 
 
 @dataclass(frozen=True)
 class JoinConfig:
-    """Configuration of `gllm node --join`: devices, addresses and links of this machine.
+    """Options of a machine that joins an engine or a cluster: model, devices, addresses and links.
 
-    A machine with a rank has them as those of `gllm serve`; see `of_rank`.
+    These are the flags of `gllm node --join`. For a machine that is started with `gllm serve` and a
+    node rank, `of_rank` takes them from the flags of `gllm serve`.
     """
 
     model: str | None = option(
@@ -79,7 +80,7 @@ class JoinConfig:
         server: ServerConfig,
         node_secret_file: str | None,
     ) -> "JoinConfig":
-        """Return the options of a machine with a rank, which has those of the head."""
+        """Return the options of a machine with a node rank, taken from those of `gllm serve`."""
         names = [spec.name for spec in dataclasses.fields(cls)]
         values = {
             name: getattr(config, name)

@@ -17,7 +17,11 @@ BACKENDS = MappingProxyType(
 
 
 def check_backend_name(name: str) -> None:
-    """Raise ValueError unless `name` is AUTO, one of BACKENDS or mock:GIGABYTES_PER_SECOND."""
+    """Raise ValueError unless a name is a known KV transfer backend.
+
+    Args:
+        name: auto, shm, tcp, nixl, or mock:GIGABYTES_PER_SECOND for a simulated bandwidth.
+    """
     if name != AUTO and name not in BACKENDS and not name.startswith(MOCK):
         names = ", ".join((AUTO, *BACKENDS))
         raise ValueError(f"{name!r} is none of {names} and {MOCK}GIGABYTES_PER_SECOND")
@@ -26,7 +30,14 @@ def check_backend_name(name: str) -> None:
 
 
 def parse_mock_rate(name: str) -> float:
-    """Return the bytes per second of a mock backend. Raises ValueError."""
+    """Parse the simulated bandwidth of a backend `mock:GIGABYTES_PER_SECOND`.
+
+    Returns:
+        Bytes per second.
+
+    Raises:
+        ValueError: The bandwidth is not a positive number.
+    """
     try:
         rate = 1e9 * float(name.removeprefix(MOCK))
     except ValueError:

@@ -20,7 +20,10 @@ _TCP_ADDRESS = re.compile(r"tcp://(?P<host>\*|\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]
 
 @dataclass(frozen=True)
 class KvEventsConfig:
-    """Configuration of the KV cache events: addresses, buffer sizes and topic."""
+    """Options for publishing KV cache events (stored and removed blocks), as in vLLM.
+
+    Fields are those of vLLM's `--kv-events-config`.
+    """
 
     enable_kv_cache_events: bool = False
     publisher: str = bounded_field("zmq", choices=PUBLISHERS)
@@ -37,6 +40,7 @@ class KvEventsConfig:
     max_queue_size: int = bounded_field(100_000, ge=0, le=INT32_MAX)
     """Accepted for vLLM's sake and not used: batches are sent at once."""
     topic: str = ""
+    """Topic of the ZeroMQ messages."""
 
     def __post_init__(self) -> None:
         """Check and convert the fields. Raises FieldError."""
@@ -67,7 +71,7 @@ class KvEventsConfig:
 
 
 def parse_kv_events(text: str) -> KvEventsConfig:
-    """Return the configuration from a JSON object. Raises ValueError."""
+    """Parse the JSON object of `--kv-events-config`. Raises ValueError."""
     try:
         values: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -83,7 +87,10 @@ def parse_kv_events(text: str) -> KvEventsConfig:
 
 
 def is_bound(address: str) -> bool:
-    """Return True if a socket is bound to an address rather than connected to it."""
+    """Return True if a ZeroMQ socket binds an address, False if it connects to it.
+
+    IP addresses, `*`, localhost and ipc:// are bound; other host names are connected to.
+    """
     host = _host(address)
     return host in ("", "*", "localhost") or parse_ip_address(host) is not None
 

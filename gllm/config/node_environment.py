@@ -10,13 +10,15 @@ from gllm.options.addresses import parse_host_port
 
 @dataclass(frozen=True)
 class NodePlace:
-    """Rank of this machine, the number of machines and the address of the head."""
+    """Rank of this machine in an engine on several machines, and the address of rank 0 (head)."""
 
     rank: int
     num_nodes: int
+    """Number of machines of the engine."""
     host: str
     """Host name or IP address of the head; empty if there is one machine and no address."""
     port: int
+    """Port of the head."""
     extra_process: str = ""
     """Variable that marks this process as an extra one of its machine; empty if it is the first.
     An extra process has nothing to do and ends."""
@@ -67,18 +69,19 @@ _NODE_LIST = re.compile(r"[^,\[]+(?:\[([^\]]*)\])?")
 def read_node_place(
     nodes: NodesConfig, environment: Mapping[str, str], num_stages: int | None = None
 ) -> NodePlace:
-    """Return rank, size and head of this machine's engine, from flags or a launcher's variables.
+    """Determine the rank of this machine, the number of machines and the address of rank 0.
 
-    A launcher's environment counts if it describes more than one machine.
+    Values come from flags or from the environment variables of LeaderWorkerSet, SLURM or torchrun.
+    The variables are used if they describe more than one machine.
 
     Args:
-        nodes: the flags.
-        environment: variables of the process.
-        num_stages: pipeline stages, of which each machine needs one; None to leave them unchecked.
+        nodes: flags about the machines of the engine.
+        environment: environment variables of the process.
+        num_stages: number of pipeline stages, at least one for each machine; None: not checked.
 
     Raises:
-        ValueError: values contradict each other or are missing; the message names their sources
-            and the fix.
+        ValueError: values contradict each other or are missing; the message names their sources and
+            the fix.
     """
     sizes = {"--nnodes": nodes.nnodes} if nodes.nnodes > 1 else {}
     ranks = {} if nodes.node_rank is None else {"--node-rank": nodes.node_rank}
@@ -109,12 +112,19 @@ def read_node_place(
 
 
 def has_launcher(environment: Mapping[str, str]) -> bool:
-    """Return True if a launcher has set the variable for the number of machines."""
+    """Return True if a launcher (LeaderWorkerSet, srun, torchrun) has set the number of machines.
+
+    Args:
+        environment: environment variables of the process.
+    """
     return any(_first_set(environment, launcher.size) for launcher in LAUNCHERS)
 
 
 def remove_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables without those of a launcher's process group."""
+    """Return environment variables without those that launchers of several machines set.
+
+    Launchers are LeaderWorkerSet, SLURM and torchrun.
+    """
     names = {
         name
         for launcher in (*LAUNCHERS, SLURM_JOB)
@@ -124,10 +134,12 @@ def remove_launcher(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def parse_head_address(text: str) -> tuple[str, int]:
-    """Return host and port of HOST or HOST:PORT; an IPv6 address with a port is in brackets.
+    """Parse HOST or HOST:PORT of the head node (rank 0); the default port is DEFAULT_HEAD_PORT.
+
+    An IPv6 address with a port is in brackets.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the text has another form.
     """
     bare = text.removeprefix("[").removesuffix("]")
     has_no_port = ":" not in text or text.endswith("]") or (text.count(":") > 1 and "]" not in text)
@@ -143,7 +155,7 @@ def parse_head_address(text: str) -> tuple[str, int]:
 
 
 def first_host(node_list: str) -> str:
-    """Return the first host of a list as SLURM writes it, such as gpu[003-010,12],login1.
+    """Return the first host of a SLURM node list such as gpu[003-010,12],login1.
 
     Raises:
         ValueError: the list is empty or malformed.

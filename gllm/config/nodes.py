@@ -16,7 +16,7 @@ DEFAULT_DATA_PORT = 29601
 
 @dataclass(frozen=True)
 class NodesConfig:
-    """Configuration of the machines of one engine and of the connections between them."""
+    """Options of an engine on several machines: number of machines, ranks, addresses, links."""
 
     nnodes: int = option(
         1,

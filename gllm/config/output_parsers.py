@@ -23,7 +23,7 @@ REASONING_PARSERS = ("auto", "none", "think", "mistral")
 
 @dataclass(frozen=True)
 class OutputParserConfig:
-    """Names of the parsers of tool calls and reasoning.
+    """Names of the parsers that extract tool calls and reasoning from chat output.
 
     `auto` selects the parser whose markers the chat template contains; `none` leaves the text
     unparsed.

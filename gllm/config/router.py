@@ -27,13 +27,13 @@ POLICY_ALIASES = {
 
 
 def parse_policy(text: str) -> str:
-    """Return the name of a routing policy, also for a name of another router."""
+    """Return the name of a routing policy; names that other routers use for it are translated."""
     return POLICY_ALIASES.get(text, text)
 
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """Configuration of a router."""
+    """Options of a router: model, engines, routing policy, disaggregation, health and scaling."""
 
     model: str = option(
         "demo",

@@ -14,9 +14,9 @@ MAX_N = 16384
 
 @dataclass(frozen=True)
 class StructuredOutput:
-    """Constraint on an output; exactly one of the first four fields is set.
+    """Constraint on the generated text: a JSON schema, a regular expression, choices or a grammar.
 
-    docs/structured-output.md lists the supported features of each.
+    Exactly one of these four fields is set. docs/structured-output.md lists the supported features.
     """
 
     json: Mapping[str, Any] | str | None = None
@@ -46,8 +46,9 @@ class StructuredOutput:
 class SamplingParams:
     """Sampling parameters of one request; names and meanings are those of vLLM.
 
-    Values and arrays of numpy are converted. Other types are refused: a float for an integer (also
-    3.0), a boolean for a number, NaN. A string stands for a tuple with it, None for an empty tuple.
+    Numbers and arrays of numpy are converted. Values of wrong types are refused: a float (also 3.0)
+    for an integer, a boolean for a number, NaN. For a tuple, a string is converted to a tuple with
+    one item, and None to an empty one.
 
     Attributes:
         n: Number of choices, sampled independently.

@@ -17,7 +17,7 @@ from gllm.options.slo import Slo
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Configuration of the HTTP server."""
+    """Options of the HTTP server: address, limits, timeouts, API keys, TLS and logs."""
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 picks a free one", ge=0, le=65535)
@@ -189,6 +189,11 @@ class ServerConfig:
 
 
 def check_api_key(key: str, origin: str) -> None:
-    """Raise ValueError if a key cannot be sent in a header; name its origin, not the key."""
+    """Raise ValueError if an API key cannot be sent in an HTTP header.
+
+    Args:
+        key: Key, which does not appear in the message.
+        origin: Source of the key for the message, such as the name of a flag.
+    """
     if not key or not all("!" <= char <= "~" for char in key):
         raise ValueError(f"{origin}: a key has to be printable ASCII without spaces, not empty")

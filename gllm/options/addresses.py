@@ -9,7 +9,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def parse_ip_address(name: str) -> Address | None:
-    """Return the IP address that a text is, or None if it is a host name."""
+    """Return a text as an IP address object, or None if it is not an IP address."""
     try:
         return ipaddress.ip_address(name)
     except ValueError:
@@ -17,13 +17,13 @@ def parse_ip_address(name: str) -> Address | None:
 
 
 def is_wildcard(name: str) -> bool:
-    """Return True if an IP address is the wildcard of all addresses of a machine."""
+    """Return True for 0.0.0.0 and ::, the addresses that bind all interfaces of a machine."""
     address = parse_ip_address(name)
     return address is not None and address.is_unspecified
 
 
 def is_loopback(name: str) -> bool:
-    """Return True if a host name or IP address is a loopback one."""
+    """Return True for localhost and loopback IP addresses, which only this machine can reach."""
     address = parse_ip_address(name)
     if address is None:
         return name.lower() == "localhost"
@@ -32,10 +32,10 @@ def is_loopback(name: str) -> bool:
 
 
 def parse_host_port(text: str) -> tuple[str, int]:
-    """Return host and port of HOST:PORT; an IPv6 address is in brackets.
+    """Parse HOST:PORT and return both; an IPv6 address is in brackets, as in [::1]:8000.
 
     Raises:
-        ValueError: it is no such address.
+        ValueError: the text has another form, or the port is not in 1..65535.
     """
     host, colon, port = text.rpartition(":")
     is_bracketed = host.startswith("[") and host.endswith("]")
@@ -48,7 +48,7 @@ def parse_host_port(text: str) -> tuple[str, int]:
 
 
 def format_host_port(host: str, port: int) -> str:
-    """Return HOST:PORT, with an IPv6 address in brackets."""
+    """Return HOST:PORT as text, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -57,7 +57,11 @@ Resolve = Callable[[str, int], Awaitable[list[str]]]
 
 
 async def resolve_host(host: str, port: int) -> list[str]:
-    """Return the addresses of a host in the system's order of preference. See Resolve."""
+    """Look up a host name and return its addresses as HOST:PORT with numeric hosts.
+
+    Addresses are in the system's order of preference. Raises OSError if the name cannot be
+    resolved.
+    """
     loop = asyncio.get_running_loop()
     infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(format_host_port(str(info[4][0]), port) for info in infos))

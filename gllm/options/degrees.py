@@ -6,15 +6,20 @@ from typing import Any
 
 
 def as_degrees(value: Any) -> Any:
-    """Return a single number as the tuple that a configuration has; other values as they are."""
+    """Wrap a single tensor-parallel degree in a tuple; other values are returned unchanged."""
     is_number = isinstance(value, Integral) and not isinstance(value, bool)
     return (value,) if is_number else value
 
 
 def expand_degrees(degrees: Sequence[int], stages: int) -> list[int]:
-    """Return the number of ranks of each stage; a single number applies to all stages.
+    """Return the tensor-parallel degree of each pipeline stage as a list.
 
-    Raises ValueError for another number of degrees.
+    Args:
+        degrees: One degree for all stages, or one for each stage.
+        stages: Number of pipeline stages.
+
+    Raises:
+        ValueError: There is another number of degrees.
     """
     if len(degrees) not in (1, stages):
         raise ValueError(

@@ -6,13 +6,13 @@ from typing import Any
 
 
 def load_entry(flag: str, entry: str, members: Sequence[str], fix: str) -> Any:
-    """Import and return the class of an entry `module:Class`.
+    """Import a user-defined class that a flag names as `module:Class`, and return it.
 
     Args:
-        flag: The flag or argument that has the entry, for errors.
-        entry: The entry.
-        members: Methods and attributes that the class needs.
-        fix: What gives a class these members, for errors.
+        flag: Name of the flag, for error messages.
+        entry: Value of the flag, `module:Class`.
+        members: Names of the methods and attributes that the class must have.
+        fix: Advice for a class that lacks a member, for the error message.
 
     Raises:
         ValueError: There is no such class, or it lacks a member; the message names the fix.

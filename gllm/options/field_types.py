@@ -20,7 +20,7 @@ Converter = Callable[[str, Any], Any]
 
 
 class FieldError(ValueError):
-    """Error of a value that a field does not accept; `param` is the name of the field."""
+    """Error: a configuration or request field has an invalid value; `param` is the field's name."""
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
@@ -28,9 +28,13 @@ class FieldError(ValueError):
 
 
 def convert_fields(instance: Any) -> None:
-    """Convert the fields of a dataclass in place, frozen ones too, and check their ranges.
+    """Convert the fields of a dataclass in place to their annotated types, and check their ranges.
 
-    Raises FieldError.
+    Works for frozen dataclasses, from their `__post_init__`. Types and ranges are those of the
+    annotations and of `bounded_field`.
+
+    Raises:
+        FieldError: A field has a wrong type or is out of range.
     """
     config: type = type(instance)
     for name, default, convert in _field_converters(config):
@@ -43,7 +47,15 @@ def convert_fields(instance: Any) -> None:
 
 
 def to_int(name: str, value: Any) -> int:
-    """Return an integer exactly; booleans and floats are refused, 3.0 too. Raises FieldError."""
+    """Convert an integer of any library to int; booleans and floats, even 3.0, are refused.
+
+    Args:
+        name: Name of the field, for the error.
+        value: Value of the field.
+
+    Raises:
+        FieldError: The value is not an integer.
+    """
     if type(value) is int:
         return value
     try:
@@ -55,7 +67,15 @@ def to_int(name: str, value: Any) -> int:
 
 
 def to_float(name: str, value: Any) -> float:
-    """Return a real number as a float; booleans and strings are refused. Raises FieldError."""
+    """Convert a real number of any library to float; booleans and strings are refused.
+
+    Args:
+        name: Name of the field, for the error.
+        value: Value of the field.
+
+    Raises:
+        FieldError: The value is not a real number.
+    """
     if type(value) is float:
         return value
     if type(value) is not bool and isinstance(value, numbers.Real):
@@ -67,7 +87,7 @@ def to_float(name: str, value: Any) -> float:
 
 
 def to_bool(name: str, value: Any) -> bool:
-    """Return a boolean; 0 and 1 are refused. Raises FieldError."""
+    """Convert a boolean, also one of numpy, to bool; 0 and 1 are refused. Raises FieldError."""
     if isinstance(value, bool):
         return value
     if getattr(value, "shape", None) == () and getattr(value.dtype, "kind", "") == "b":
@@ -76,7 +96,7 @@ def to_bool(name: str, value: Any) -> bool:
 
 
 def to_str(name: str, value: Any) -> str:
-    """Return a string that can be encoded as UTF-8. Raises FieldError."""
+    """Check that a value is a string without lone surrogates, and return it. Raises FieldError."""
     if not isinstance(value, str):
         raise _type_error(name, value, "a string")
     try:
@@ -87,19 +107,19 @@ def to_str(name: str, value: Any) -> str:
 
 
 def to_ints(name: str, values: Any) -> tuple[int, ...]:
-    """Return integers, of an array too, as a tuple; None is an empty one. Raises FieldError."""
+    """Convert a sequence or array of integers to a tuple; None becomes (). Raises FieldError."""
     if type(values) is tuple and {int}.issuperset(map(type, values)):
         return values
     return _to_tuple(to_int, name, values)
 
 
 def to_ints_or_str(name: str, value: Any) -> tuple[int, ...] | str:
-    """Return integers as a tuple, or a string. Raises FieldError."""
+    """Return a string unchanged; convert other values like `to_ints`. Raises FieldError."""
     return to_str(name, value) if isinstance(value, str) else to_ints(name, value)
 
 
 def to_token_ids(name: str, values: Any) -> list[int]:
-    """Return the token ids of a prompt: a list, or any iterable of integers. Raises FieldError."""
+    """Convert token ids in any iterable or array to a list of int. Raises FieldError."""
     if type(values) is list and {int}.issuperset(map(type, values)):
         return values
     return list(_to_tuple(to_int, name, () if values is None else values))
@@ -251,12 +271,18 @@ def _type_error(name: str, value: Any, rule: str) -> FieldError:
 
 
 def constraint_error(name: str, value: Any, rule: str) -> FieldError:
-    """Return the error of a field with a value outside of a rule such as `in [0, 2]`."""
+    """Return the FieldError for a value that is outside of its allowed range.
+
+    Args:
+        name: Name of the field.
+        value: Value of the field.
+        rule: Allowed range as text, such as `in [0, 2]`.
+    """
     return FieldError(name, f"{name} is {shorten_repr(value)}, but has to be {rule}")
 
 
 def shorten_repr(value: Any) -> str:
-    """Return the beginning of a value's representation, for messages."""
+    """Return the beginning of a value's `repr` for error messages."""
     try:
         return f"{value!r:.200}"
     except ValueError:  # an integer of thousands of digits

@@ -24,7 +24,10 @@ LAYER_DIVISIONS = ("auto", "even")
 
 
 class FlagParser(argparse.ArgumentParser):
-    """Argument parser with one-line errors; it suggests the closest flag for an unknown one."""
+    """Command-line parser with one-line errors, spelling suggestions and a `--config` file.
+
+    The YAML file sets flags that the command line does not.
+    """
 
     _config_action: argparse.Action | None = None
     _source = ""
@@ -108,9 +111,10 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def read_flags(path: str) -> dict[str, Any]:
-    """Return the keys and values of a YAML file, or of its section `configuration`.
+    """Read a YAML file of flag values and return them by flag name.
 
-    A file of results has that section, so the flags of a run can be read back from its results.
+    If the file has a section `configuration`, as benchmark result files have, that section is
+    returned.
 
     Raises:
         ValueError: The file cannot be read or is not a mapping.
@@ -133,10 +137,19 @@ def read_flags(path: str) -> dict[str, Any]:
 
 
 def flag_arguments(flag: str, action: argparse.Action, value: object, key: str) -> list[str]:
-    """Return a value of a YAML file as command-line arguments; null returns none.
+    """Convert the value of a flag in a YAML file to command-line arguments.
 
-    A list repeats a repeatable flag and is joined by commas for other flags; true and false switch
-    a flag whose value may be left out. Raises ValueError if the flag cannot have such a value.
+    null becomes no argument. The items of a list are joined by commas, or repeat the flag if it is
+    repeatable. true and false switch flags that can be given without a value.
+
+    Args:
+        flag: Flag with dashes, as in `--host`.
+        action: argparse action of the flag.
+        value: Value in the file.
+        key: Key in the file, for error messages.
+
+    Raises:
+        ValueError: The flag cannot have such a value.
     """
     if value is None:
         return []
@@ -161,11 +174,11 @@ def flag_arguments(flag: str, action: argparse.Action, value: object, key: str) 
 
 
 class FlagType:
-    """Type of a flag for argparse: parses the text and checks the range of numbers.
+    """Callable `type` of an argparse flag, which parses the text and checks the range of numbers.
 
     Args:
-        parse: Converts the text to the value; a ValueError becomes the flag's error.
-        kind: int or float for numbers, None for other values.
+        parse: Converts the text to the value; a ValueError becomes the flag's error message.
+        kind: int or float for numbers and tuples of numbers; None for other values.
         allowed: Range of the number, or of each number of a tuple.
     """
 
@@ -197,12 +210,19 @@ class FlagType:
 def number_type(
     kind: type, *, ge: float | None = None, gt: float | None = None, le: float | None = None
 ) -> FlagType:
-    """Return the type of a flag for one number in a range."""
+    """Return an argparse `type` that accepts one number within bounds.
+
+    Args:
+        kind: int or float.
+        ge: Least allowed value.
+        gt: Exclusive lower bound.
+        le: Largest allowed value.
+    """
     return FlagType(kind, kind, Range(ge, gt, le))
 
 
 def parse_bytes(text: str) -> int:
-    """Return bytes from '512MiB', '2GiB', '1.5GB' or a plain number. Raises ValueError."""
+    """Parse a size such as '512MiB', '2GiB', '1.5GB' or '1024', return bytes. Raises ValueError."""
     units = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 1e3, "mb": 1e6, "gb": 1e9, "b": 1}
     lowered = text.strip().lower()
     for unit, factor in units.items():
@@ -215,27 +235,27 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_counts(text: str) -> tuple[int, ...]:
-    """Return one number per stage from '10,14'. Raises ValueError."""
+    """Parse integers that are separated by commas, such as '10,14'. Raises ValueError."""
     return tuple(int(part) for part in text.split(","))
 
 
 def parse_layers(text: str) -> tuple[int, ...] | str:
-    """Return the layers of each stage from '10,14', or a word. Raises ValueError."""
+    """Parse layers per stage, such as '10,14', 'auto' or 'even'. Raises ValueError."""
     return text if text in LAYER_DIVISIONS else parse_counts(text)
 
 
 def parse_floats(text: str) -> tuple[float, ...]:
-    """Return the numbers of a list such as '1,2.5'. Raises ValueError."""
+    """Parse numbers that are separated by commas, such as '1,2.5'. Raises ValueError."""
     return tuple(float(part) for part in text.split(","))
 
 
 def parse_list(text: str) -> tuple[str, ...]:
-    """Return the parts of a list such as a:1,b:2, without empty ones."""
+    """Split a text such as 'a:1,b:2' at its commas; empty items are left out."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def parse_url(text: str) -> str:
-    """Return the URL of a server. Raises ValueError unless it has http or https and a host."""
+    """Check that a text is an http or https URL with a host, and return it. Raises ValueError."""
     try:
         parts = urlsplit(text)
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -247,7 +267,7 @@ def parse_url(text: str) -> str:
 
 
 def input_file(text: str) -> str:
-    """Return the path of a file to read. Raises ValueError if it cannot be read."""
+    """Check that a file can be read, and return its path. Raises ValueError."""
     try:
         with open(text, "rb"):
             return text
@@ -256,9 +276,9 @@ def input_file(text: str) -> str:
 
 
 def output_file(text: str) -> str:
-    """Return the path of a file to write. Raises ValueError if it cannot be written.
+    """Check that a file can be written, and return its path. Raises ValueError.
 
-    The folder has to exist. Writes nothing.
+    The folder has to exist. The file is not created or changed.
     """
     path = Path(text)
     if path.is_dir():
@@ -271,7 +291,7 @@ def output_file(text: str) -> str:
 
 
 def output_folder(text: str) -> str:
-    """Return the path of a folder to write to, which need not exist. Raises ValueError."""
+    """Check that a folder can be written or created, and return its path. Raises ValueError."""
     path = Path(text).absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -288,13 +308,15 @@ def add_flags(
     exclude: Collection[str] = (),
     takes_entries: bool = False,
 ) -> None:
-    """Add a flag for each field of a configuration dataclass, including nested dataclasses.
+    """Add a command-line flag for each field of a configuration dataclass and its nested ones.
+
+    Only fields that `option` declares have flags.
 
     Args:
-        parser: Gets the flags.
-        config: The dataclass.
+        parser: Parser to which the flags are added.
+        config: Configuration dataclass.
         exclude: Names of fields without a flag.
-        takes_entries: Flags with EntryChoices also take an entry `module:Class`.
+        takes_entries: Flags whose choices are EntryChoices also accept `module:Class`.
     """
     hints = typing.get_type_hints(config)
     for spec in dataclasses.fields(config):
@@ -314,12 +336,15 @@ def add_flags(
 def config_from_flags(
     config: type, values: argparse.Namespace, exclude: Collection[str] = ()
 ) -> Any:
-    """Return the configuration of parsed flags. Raises ValueError for invalid values.
+    """Create a configuration dataclass from parsed command-line flags.
 
     Args:
-        config: The dataclass.
-        values: The parsed flags.
+        config: Configuration dataclass.
+        values: Result of the parser to which `add_flags` has added its flags.
         exclude: Names of fields that keep their defaults.
+
+    Raises:
+        ValueError: A value is invalid.
     """
     hints = typing.get_type_hints(config)
     given = {}
@@ -335,9 +360,9 @@ def config_from_flags(
 
 
 def flags_of_config(config: Any) -> dict[str, Any]:
-    """Return the values of a configuration by flag, as a file for `--config` contains them.
+    """Return the values of a configuration by flag name, as in a YAML file for `--config`.
 
-    Values that are None are left out: they are the defaults of their flags.
+    Fields that are None are left out, because that is the default of their flags.
     """
     flags: dict[str, Any] = {}
     for spec in dataclasses.fields(config):

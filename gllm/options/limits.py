@@ -72,7 +72,14 @@ SAMPLING_SIZES: dict[str, tuple[int, int | None]] = {
 
 
 def check_size(param: str, values: Collection[object], largest: int, unit: str = "entries") -> None:
-    """Raise FieldError if a field has more values than `largest`."""
+    """Raise FieldError if a field has more items than allowed.
+
+    Args:
+        param: Name of the field.
+        values: Its items.
+        largest: Largest allowed number.
+        unit: Noun for the items in the error message.
+    """
     if len(values) > largest:
         raise FieldError(
             param, f"{param} has {len(values)} {unit}, but at most {largest} are allowed"
@@ -80,7 +87,13 @@ def check_size(param: str, values: Collection[object], largest: int, unit: str =
 
 
 def check_lengths(param: str, strings: Iterable[str], largest: int) -> None:
-    """Raise FieldError if a string of a field has more characters than `largest`."""
+    """Raise FieldError if any of a field's strings has more characters than allowed.
+
+    Args:
+        param: Name of the field.
+        strings: Its strings.
+        largest: Largest allowed number of characters.
+    """
     longest = max(map(len, strings), default=0)
     if longest > largest:
         raise FieldError(
@@ -90,7 +103,10 @@ def check_lengths(param: str, strings: Iterable[str], largest: int) -> None:
 
 
 def check_sampling_sizes(params: object) -> None:
-    """Raise FieldError if a field of SamplingParams is larger than its limit."""
+    """Raise FieldError if a list, mapping or string in SamplingParams exceeds its maximum size.
+
+    Maxima are those of SAMPLING_SIZES.
+    """
     for name, (count, length) in SAMPLING_SIZES.items():
         values = getattr(params, name)
         if not values:

@@ -16,7 +16,7 @@ MAX_TIMEOUT_SECONDS = 1e8
 
 @dataclass(frozen=True)
 class Range:
-    """Range of a number, with the bounds of `msgspec.Meta`: ge, gt, le, lt."""
+    """Allowed range of a number, with optional inclusive (ge, le) and exclusive (gt, lt) bounds."""
 
     ge: float | None = None
     gt: float | None = None
@@ -62,9 +62,9 @@ class Range:
 
 
 class EntryChoices(tuple[str, ...]):
-    """Choices of a field that also accepts `module:Class`, the name of a user's own class.
+    """Allowed values of a field that also accepts `module:Class`, the name of a user-defined class.
 
-    Flags of servers offer the choices alone.
+    Command-line flags of servers accept only the listed values.
     """
 
     def __contains__(self, value: object) -> bool:
@@ -76,13 +76,14 @@ class EntryChoices(tuple[str, ...]):
 
 
 def option(default: Any, text: str, **metadata: Any) -> Any:
-    """Declare a dataclass field with a command-line flag.
+    """Declare a dataclass field that has a command-line flag.
 
     Args:
         default: default value of the field.
         text: help text of the flag.
-        metadata: arguments of `bounded_field`, and `bare` (the value of the flag without one),
-            `choices`, `flags`, `parse`, `repeat`, `secret`.
+        metadata: arguments of `bounded_field`, and `bare` (value of a flag that is given without
+            one), `choices`, `flags` (names), `parse` (converter), `repeat` (may be given several
+            times), `secret` (not in the `repr`).
     """
     return bounded_field(default, help=text, **metadata)
 
@@ -97,7 +98,7 @@ def bounded_field(
     allows_inf: bool = False,
     **metadata: Any,
 ) -> Any:
-    """Declare a dataclass field; it has a flag only if `metadata` contains `help`.
+    """Declare a dataclass field with an optional range; no command-line flag without `help`.
 
     Args:
         default: default value of the field.
@@ -115,12 +116,12 @@ def bounded_field(
 
 
 def describe_range(kind: type, allowed: Range) -> str:
-    """Return a type and a range as text, for example `an integer in [0, 65535]`."""
+    """Return a number type and a range as text, for example `an integer in [0, 65535]`."""
     return f"{'an integer' if kind is int else 'a number'} {allowed}"
 
 
 def number_type_of(hint: Any) -> type | None:
-    """Return int or float if a type hint is or contains it, like `int | None`; None otherwise."""
+    """Return int or float if a type hint is or contains it, as `int | None` does; else None."""
     if hint in (int, float):
         return hint
     return next((kind for part in typing.get_args(hint) if (kind := number_type_of(part))), None)

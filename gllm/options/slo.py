@@ -16,18 +16,21 @@ TARGET_ATTAINMENT = 0.9
 
 
 class PercentileLimit(NamedTuple):
-    """Limit of a percentile of a latency over a run."""
+    """Limit of a latency percentile over all requests of a run, such as P99 of the TTFT."""
 
     metric: str
-    """ttft, tpot, itl or e2el; of slowdowns a field of RequestLatencies."""
+    """ttft, tpot, itl or e2el; for slowdowns a field of RequestLatencies."""
     percent: float
-    """0..100."""
+    """Percentile, 0..100."""
     limit: float
-    """Seconds, or a multiple of the latency of the same request on an idle machine."""
+    """Seconds; for slowdowns a multiple of the latency of the same request on an idle machine."""
 
 
 class Slo(NamedTuple):
-    """Service-level objective: latency limits in seconds; None: no limit."""
+    """Service-level objective: latency limits of each request and of percentiles of a run.
+
+    Limits are in seconds; None: no limit.
+    """
 
     ttft_seconds: float | None = None
     """Limit of each request: time to the first token, from the request's arrival."""
@@ -69,7 +72,7 @@ class Slo(NamedTuple):
         return min(limits, default=None)
 
     def require(self, *metrics: str) -> tuple[float, ...]:
-        """Return the per-request limits of exactly these metrics, in seconds.
+        """Return the per-request limits of some metrics in seconds, if there are no other limits.
 
         Raises:
             ValueError: One of them is missing, or there are other limits.
@@ -88,14 +91,14 @@ NO_SLO = Slo()
 
 
 def parse_slo(text: str, attainment: float = TARGET_ATTAINMENT) -> Slo:
-    """Return the limits of a text such as `ttft:p90=2,tbt:p99=0.2`, `ttft=2,tpot=0.1`, `ttft:200`.
+    """Parse latency limits such as `ttft:p90=2,tbt:p99=0.2`, `ttft=2,tpot=0.1` or `ttft:200`.
 
-    `METRIC=SECONDS` limits each request, as `METRIC:MILLISECONDS` does, the form of vLLM's
-    benchmark. `METRIC:pPERCENT=SECONDS` limits a percentile of a run.
+    `METRIC=SECONDS` and `METRIC:MILLISECONDS` (the form of vLLM's benchmark) limit each request.
+    `METRIC:pPERCENT=SECONDS` limits a percentile over all requests.
 
     Args:
         text: Limits, separated by commas; empty: none.
-        attainment: Share of requests, 0..1.
+        attainment: Share of requests that have to meet the limits of each request, 0..1.
 
     Raises:
         ValueError: A metric is unknown or limited twice, or a number is out of range.
@@ -135,12 +138,13 @@ def parse_slo(text: str, attainment: float = TARGET_ATTAINMENT) -> Slo:
 
 
 def parse_class_slos(text: str) -> dict[str, Slo]:
-    """Return the limits of each class of a text such as `chat:0.5:0.05,batch:30:`.
+    """Parse TTFT and TPOT limits by request class, such as `chat:0.5:0.05,batch:30:`.
 
-    Each class has the limits of TTFT and TPOT in seconds; an empty one is no limit of the class.
+    Args:
+        text: CLASS:TTFT:TPOT in seconds, separated by commas; an empty number is no limit.
 
     Raises:
-        ValueError: A class lacks a name, occurs twice, or has a limit that is no number above 0.
+        ValueError: A class lacks a name, occurs twice, or has a limit that is not a number above 0.
     """
     limits: dict[str, Slo] = {}
     for part in text.split(","):

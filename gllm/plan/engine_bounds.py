@@ -81,8 +81,7 @@ class OperatingPoint(NamedTuple):
         return self.chunk_seconds + wait
 
     def between(self, lower: "OperatingPoint", rate: float) -> "OperatingPoint":
-        """Return the estimates at `rate`, interpolated between this point and one of a lower rate.
-        """
+        """Return the estimates at `rate`, interpolated between this point and a lower one."""
         share = (rate - lower.rate) / (self.rate - lower.rate)
 
         def interpolate(low: float, high: float) -> float:

@@ -82,8 +82,7 @@ class DeviceCluster:
         return link
 
     def memory(self, group: Group) -> float:
-        """Return the total memory in bytes of a group of devices: a number of devices of each node.
-        """
+        """Return the memory in bytes of a group: a number of devices of each node."""
         pairs = zip(group, self.nodes, strict=True)
         return sum(count * node.spec.memory for count, node in pairs)
 
@@ -220,8 +219,7 @@ def cluster_names() -> list[str]:
 
 
 def named_cluster(name: str) -> DeviceCluster:
-    """Return a predefined cluster. Raises ValueError, which lists the names, for an unknown name.
-    """
+    """Return a predefined cluster by name. Raises ValueError, which lists the names."""
     return build_cluster(look_up("cluster", name, _shipped().clusters))
 
 

@@ -30,8 +30,7 @@ class StartEngine(NamedTuple):
 
 
 class StopEngine(NamedTuple):
-    """Step of a plan change: let an engine finish its requests, stop it and wait until it has ended.
-    """
+    """Step of a plan change: drain an engine's requests, stop it and wait until it has ended."""
 
     name: str
 
@@ -50,8 +49,7 @@ class PlanChange(NamedTuple):
     """New plan of a running service, and the ordered steps from the old plan to it."""
 
     plan: ServingPlan
-    """New plan; ports are explicit, and engines that keep running have their old names and ports.
-    """
+    """New plan with explicit ports; engines that keep running have their old names and ports."""
     actions: tuple[ChangeAction, ...]
 
 
@@ -106,7 +104,8 @@ def adopt_plan(running: ServingPlan, new: ServingPlan) -> ServingPlan:
 def change_plan(old: ServingPlan, new: ServingPlan) -> PlanChange:
     """Return the engine starts, stops and role changes that turn a running plan into a new one.
 
-    Engines that differ only in name, port or devices of the same kind keep running.
+    Engines with equal stages and options keep running, even if their names, ports, roles or devices
+    of the same kind differ.
 
     Args:
         old: Plan of the running service.

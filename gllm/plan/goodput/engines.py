@@ -165,8 +165,7 @@ class EngineCosts:
     kind: str
     """A name of COST_KINDS."""
     device: str = "A100-80G"
-    """Name of the GPU, whose memory limits weights and KV cache; A100 for kinds distserve and vllm.
-    """
+    """Name of the GPU, whose memory limits weights and KV cache."""
     file: str = ""
     """CSV file of the measured batches; only for kind `batches`."""
     max_model_len: int = MAX_MODEL_LEN

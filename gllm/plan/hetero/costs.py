@@ -33,7 +33,9 @@ BLOCK_SIZE = 16
 
 
 class PhaseSeconds(NamedTuple):
-    """Predicted seconds of a prefill batch, or of all decode steps of a batch, by stage and link.
+    """Predicted seconds of a prefill batch, or of all decode steps of a batch, per stage and link.
+
+    All are times without waiting.
     """
 
     stages: list[float]

@@ -117,8 +117,7 @@ def _cut_machine(machine: int, count: int, degree: int, num_heads: int) -> list[
 
 
 class PipelineCapacityRule(StrEnum):
-    """Formula for the requests per second of a pipeline, by the micro-batches that are in flight.
-    """
+    """Formula for the requests per second of a pipeline, by the micro-batches in flight."""
 
     PIPELINED = "pipelined"
     """One micro-batch per stage; together they are as large as the batch that fits memory."""
@@ -144,8 +143,7 @@ class Replica(NamedTuple):
     phase: Phase
     stages: Stages
     latency: float
-    """Predicted seconds of a request's prefill, or of its decode steps in a full batch, or of both.
-    """
+    """Predicted seconds of a request's prefill, of its decode steps in a full batch, or of both."""
     capacity: float
     """Requests per second."""
     batch: int

@@ -62,12 +62,12 @@ WORKLOADS = {"code": "azure-code", "conversation": "azure-conv"}
 
 
 class SampleSize(NamedTuple):
-    """Least number of requests and least duration of a simulation."""
+    """Smallest number of requests and shortest duration of a simulation."""
 
     requests: int
-    """Least number."""
+    """Smallest number of requests."""
     seconds: float = MIN_SECONDS
-    """Shortest time in which requests arrive."""
+    """Shortest time in which the requests arrive, in seconds."""
 
     def at_rate(self, rate: float) -> int:
         """Return the number of requests of a simulation at a rate per second."""
@@ -76,9 +76,10 @@ class SampleSize(NamedTuple):
 
 @dataclass(frozen=True)
 class ClusterPoint:
-    """Arguments of one simulation: a cluster, its workload and a request rate."""
+    """Arguments of one simulation of a Splitwise cluster: machines, workload and request rate."""
 
     design: ClusterDesign
+    """Types and numbers of the prompt and token machines."""
     workload: str
     """A name of WORKLOADS."""
     rate: float
@@ -100,12 +101,14 @@ class ClusterPoint:
 
 @dataclass(frozen=True)
 class PointOutcome:
-    """Result of one simulation."""
+    """Result of one simulation of a cluster: throughput, and slowdowns relative to their limits."""
 
     margins: list[SloMargin]
+    """The nine percentiles of slowdowns (TTFT, TBT, E2E) with their limits."""
     requests_per_second: float
     """Completed requests over the time from the first arrival to the last token."""
     busy_seconds: float
+    """Time in which machines computed, summed over all machines."""
 
     @property
     def is_served(self) -> bool:
@@ -119,7 +122,11 @@ class PointOutcome:
 
 
 def machine_profile(model: str, device: str) -> SplitwiseProfile:
-    """Return the measured step times of a model on a machine.
+    """Return the step times of a model on a machine type, as measured by Splitwise's authors.
+
+    Args:
+        model: A name of PROFILES.
+        device: Name of the GPU in the measurements, such as `a100-80gb`.
 
     Raises:
         ValueError: The model was not measured.
@@ -130,14 +137,25 @@ def machine_profile(model: str, device: str) -> SplitwiseProfile:
 
 
 def reference_latencies(prompt: int, output: int, model: str = MODEL) -> RequestLatencies:
-    """Return the latencies of a request on an idle DGX-A100."""
+    """Return the latencies of a request on an idle DGX-A100, the reference of Splitwise's SLOs.
+
+    Args:
+        prompt: Prompt tokens.
+        output: Output tokens.
+        model: A name of PROFILES.
+    """
     profile = machine_profile(model, "a100-80gb")
     ttft, tbt = profile.prompt_seconds(prompt), profile.token_seconds(1)
     return RequestLatencies(ttft, tbt if output > 1 else None, ttft + (output - 1) * tbt)
 
 
 def kv_capacity(machine: MachineType, model: str, num_machines: int = 1) -> int:
-    """Return the tokens that fit the KV cache of an engine on one or more equal machines.
+    """Return how many tokens fit the KV cache of an engine on one or more equal machines.
+
+    Args:
+        machine: Type of the machines.
+        model: A name of PROFILES.
+        num_machines: Number of machines among which the model is divided.
 
     Raises:
         ValueError: The weights do not fit.
@@ -155,7 +173,15 @@ def build_machine(
     model: str = MODEL,
     num_stages: int = 1,
 ) -> Deployment:
-    """Return the simulated engine of a machine: the model at TP 8, a stage per machine."""
+    """Return the simulated engine of a machine, which runs the model with tensor parallelism 8.
+
+    Args:
+        machine: Type of the machine.
+        policy: Scheduling policy.
+        has_prefill: False for a token machine, where prefills take no time.
+        model: A name of PROFILES.
+        num_stages: Pipeline stages, one on each of as many machines.
+    """
     config = SchedulerConfig(
         policy=policy,
         max_num_batched_tokens=PROMPT_BATCH_TOKENS + MAX_BATCH,
@@ -177,14 +203,20 @@ def build_machine(
 
 
 def transfer_seconds(design: ClusterDesign, num_tokens: int, model: str = MODEL) -> float:
-    """Return the seconds of a KV transfer that computation does not hide."""
+    """Return the seconds of a KV transfer that do not overlap with computation.
+
+    Args:
+        design: Cluster, whose slower link is used.
+        num_tokens: Tokens whose KV cache is transferred.
+        model: A name of PROFILES.
+    """
     shape = MODELS[model]
     bandwidth = min(design.prompt.link.bandwidth, design.token.link.bandwidth)
     return num_tokens * shape.layers * shape.kv_bytes / (bandwidth * OVERLAP_FACTOR)
 
 
 def simulate_point(point: ClusterPoint) -> PointOutcome:
-    """Simulate a cluster at a request rate and check the SLOs."""
+    """Simulate a Splitwise cluster at a request rate and check its nine SLOs."""
     arrivals = "static" if point.is_static else "poisson"
     jobs = make_workload(
         WORKLOADS[point.workload], point.num_requests, point.rate, arrivals, point.seed
@@ -198,7 +230,13 @@ def simulate_point(point: ClusterPoint) -> PointOutcome:
 def pair_latencies(
     lines: Sequence[RequestTimeline], jobs: Sequence[WorkloadRequest], model: str = MODEL
 ) -> list[tuple[RequestLatencies, RequestLatencies]]:
-    """Return the latencies of each request, paired with its latencies on an idle DGX-A100."""
+    """Return the latencies of each finished request, and those of it on an idle DGX-A100.
+
+    Args:
+        lines: Simulated times of each request.
+        jobs: Lengths of the same requests.
+        model: A name of PROFILES.
+    """
     pairs = []
     for line, job in zip(lines, jobs, strict=True):
         if (latencies := measure_latencies(line)) is not None:
@@ -232,17 +270,30 @@ def _serve(point: ClusterPoint, jobs: list[WorkloadRequest]) -> tuple[list[Reque
 
 @cache
 def mean_workload_lengths(workload: str) -> tuple[float, float]:
-    """Return the mean prompt and output tokens of a workload."""
+    """Return the mean number of prompt tokens and of output tokens of a workload.
+
+    Args:
+        workload: A name of WORKLOADS.
+    """
     jobs = make_workload(WORKLOADS[workload], 4000)
     num_prompt_tokens = sum(job.num_prompt_tokens for job in jobs)
     return num_prompt_tokens / len(jobs), sum(job.num_output_tokens for job in jobs) / len(jobs)
 
 
 def fluid_rate(design: ClusterDesign, workload: str, model: str = MODEL) -> float:
-    """Return the request rate per second that saturates one of the pools, without queueing.
+    """Return the request rate that saturates a cluster's prompt or token machines, by a formula.
 
-    A prompt machine computes full batches; a token machine the largest batch that keeps the limit
-    of the median TBT and fits its KV cache. A cluster that is not split does both in turn.
+    Queueing is ignored. Prompt machines prefill full batches. Token machines decode the largest
+    batch within the median TBT limit that fits the KV cache. Machines of a cluster without token
+    machines do both in turn.
+
+    Args:
+        design: Types and numbers of the machines.
+        workload: A name of WORKLOADS.
+        model: A name of PROFILES.
+
+    Returns:
+        Requests per second.
     """
     prompt, output = mean_workload_lengths(workload)
     prompt_rate = _prompt_rate(design.prompt, model) / prompt
@@ -267,18 +318,29 @@ def _token_rate(machine: MachineType, length: float, model: str) -> float:
 
 
 def highest_rate(point: ClusterPoint) -> tuple[float, int]:
-    """Return the highest request rate that meets all SLOs, and the number of simulations.
+    """Search by simulation for the highest request rate at which a cluster meets all SLOs.
 
-    The search begins at the point's rate.
+    Args:
+        point: Cluster and workload; its rate is the first one to try.
+
+    Returns:
+        Requests per second, and the number of simulations.
     """
     return search_rate(lambda rate: simulate_point(replace(point, rate=rate)).is_served, point.rate)
 
 
 def search_rate(serves: Callable[[float], bool], start_rate: float) -> tuple[float, int]:
-    """Return the highest request rate for which `serves` is True, and the number of calls.
+    """Search for the highest request rate for which a function returns True.
 
-    Rates are powers of RATE_STEP. The search begins near a rate and ends at MAX_FACTOR times that
-    rate, which few requests may be served at. 0 if a MAX_FACTORth of the rate is not served.
+    Rates are powers of RATE_STEP. The search covers the rates from 1 / MAX_FACTOR to MAX_FACTOR
+    times the first one.
+
+    Args:
+        serves: Returns True if a rate in requests per second is served.
+        start_rate: First rate to try.
+
+    Returns:
+        The rate, 0 if even the lowest is not served, and the number of calls of `serves`.
     """
     served: dict[int, bool] = {}
 

@@ -30,7 +30,7 @@ machines that the mean load needs."""
 
 
 class DesignResult(NamedTuple):
-    """Best cluster of a search, and its throughput."""
+    """Result of `maximize_throughput`: the best cluster, its throughput, and evaluations."""
 
     design: ClusterDesign
     value: float
@@ -41,12 +41,12 @@ class DesignResult(NamedTuple):
 def maximal_designs(
     pair: tuple[MachineType, MachineType], constraint: str, budget: float
 ) -> Iterator[ClusterDesign]:
-    """Yield the clusters within a budget that cannot have another token machine.
+    """Yield the clusters that use up a budget: for each number of prompt machines the largest one.
 
     Args:
-        pair: Prompt and token machine.
-        constraint: A name of BUDGETS.
-        budget: Relative to one DGX-A100, or machines.
+        pair: Types of the prompt and token machines.
+        constraint: Limited quantity: a name of BUDGETS, such as power.
+        budget: Limit, relative to one DGX-A100, or a number of machines.
     """
     unit = BUDGETS[constraint]
     prompt_price = unit(ClusterDesign(*pair, 1, 0))
@@ -63,20 +63,20 @@ def maximize_throughput(
     budget: float,
     evaluate: Callable[[ClusterDesign], float],
 ) -> DesignResult:
-    """Return the cluster within a budget that serves the most requests per second.
+    """Search for the cluster within a budget that serves the most requests per second.
 
-    The clusters that use up the budget are searched by Fibonacci numbers, then around the best one.
-    That is the best of all if throughput rises up to one number of prompt machines, without equal
-    neighbours, and never rises after it. Ties take the fewest prompt machines.
+    Clusters that use up the budget are compared by a Fibonacci search over the number of prompt
+    machines, and then around the best one. The result is optimal if throughput first strictly rises
+    and then never rises with this number. Among equals the fewest prompt machines win.
 
     Args:
-        pair: Prompt and token machine.
-        constraint: A name of BUDGETS.
-        budget: Relative to one DGX-A100, or machines.
-        evaluate: Throughput of a cluster that meets the SLOs, requests per second.
+        pair: Types of the prompt and token machines.
+        constraint: Limited quantity: a name of BUDGETS, such as power.
+        budget: Limit, relative to one DGX-A100, or a number of machines.
+        evaluate: Returns the requests per second that a cluster serves within the SLOs.
 
     Raises:
-        ValueError: The budget does not admit one machine of each kind.
+        ValueError: The budget does not allow one machine of each type.
     """
     designs = list(maximal_designs(pair, constraint, budget))
     if not designs:
@@ -129,21 +129,20 @@ def find_border(
     limit: tuple[int, int],
     num_doublings: int = MAX_DOUBLINGS,
 ) -> tuple[list[ClusterDesign], int]:
-    """Return the smallest clusters that serve a throughput within the SLOs.
+    """Search for the smallest clusters that serve a required throughput within the SLOs.
 
-    Walks along the border between clusters that serve it and those that do not, from the most
-    prompt machines down: at most the sum of both limits in evaluations, and one per doubling. For
-    every number of prompt machines that can serve it at all, the cluster with the fewest token
-    machines is in the list.
+    For each number of prompt machines, finds the fewest token machines. Goes along the border
+    between clusters that serve the throughput and those that do not, with at most as many
+    evaluations as the sum of both limits, and one per doubling.
 
     Args:
-        pair: Prompt and token machine.
+        pair: Types of the prompt and token machines.
         serves: Returns True if a cluster serves the throughput.
         limit: Largest numbers of prompt and token machines.
-        num_doublings: How often both are doubled at most, until as many machines serve it.
+        num_doublings: How often both limits may be doubled, until the largest cluster serves it.
 
     Returns:
-        The clusters, with the most prompt machines first, and the number of evaluations.
+        The clusters, those with the most prompt machines first, and the number of evaluations.
 
     Raises:
         ValueError: The largest cluster does not serve the throughput.
@@ -171,9 +170,13 @@ def find_border(
 
 
 def choose_cheapest(border: Sequence[ClusterDesign], objective: str) -> ClusterDesign:
-    """Return the cluster with the lowest value of an objective, a name of BUDGETS.
+    """Return the cluster with the lowest cost, power or number of machines.
 
-    Ties take the fewest prompt machines.
+    Among equals the fewest prompt machines win.
+
+    Args:
+        border: Clusters to choose from.
+        objective: Quantity to minimize: a name of BUDGETS.
     """
     unit = BUDGETS[objective]
     return min(border, key=lambda design: (round(unit(design), 9), design.num_prompt))

@@ -51,30 +51,31 @@ SimulatePoint = Callable[[ClusterPoint], list[SloMargin]]
 
 
 class PoolPlan(NamedTuple):
-    """Best cluster of one design, such as HH."""
+    """Best cluster for one pair of machine types of Splitwise, with its request rate."""
 
     name: str
     """A name of the paper's designs: AA, HH, HA or HHcap."""
     cluster: ClusterDesign
-    """At full size."""
+    """Numbers of prompt and token machines, not scaled down."""
     rate: float
-    """Requests per second within the SLOs at full size, or the rate that it has to serve."""
+    """Requests per second within the SLOs, or the rate that was required."""
     num_points: int
-    """Simulated clusters."""
+    """Number of simulated clusters."""
     is_complete: bool
-    """False if the budget of the search was spent before its end."""
+    """False if the search ended early because its time or evaluation limit was reached."""
 
 
 @dataclass
 class PoolSearch:
-    """Search for the best cluster of each design.
+    """Search for the best numbers of prompt and token machines by pair of machine types.
 
     Args:
-        problem: Model, workload (a name of WORKLOADS) and objective: THROUGHPUT under one bound,
-            relative to one DGX-A100 or in machines, or a name of BUDGETS that is least at a rate.
-        budget: Asked before each simulated cluster.
-        simulate: Simulates a point.
-        scale: Clusters are simulated at this fraction of their size: 5 is a fifth.
+        problem: Model, workload (a name of WORKLOADS) and objective. The objective is THROUGHPUT
+            with one bound, relative to one DGX-A100 or in machines; or a name of BUDGETS, to be
+            minimized at a request rate.
+        budget: Time and evaluation limit; checked before each simulated cluster.
+        simulate: Simulates a cluster and returns its slowdowns with their limits.
+        scale: Divisor of the size of simulated clusters and of the rate: 5 simulates a fifth.
     """
 
     problem: ServiceProblem
@@ -82,7 +83,7 @@ class PoolSearch:
     simulate: SimulatePoint = lambda point: simulate_point(point).margins
     scale: int = 1
     worst: dict[ClusterDesign, SloMargin] = field(default_factory=dict)
-    """SLO that binds just above the highest rate, by simulated cluster."""
+    """Most violated SLO just above the highest rate, by simulated cluster."""
 
     def plan(self, name: str) -> PoolPlan | None:
         """Return the best cluster of a design; None if none meets the SLOs.
@@ -178,10 +179,16 @@ class PoolSearch:
 def border_limit(
     pair: tuple[MachineType, MachineType], rate: float, workload: str, model: str = MODEL
 ) -> tuple[int, int]:
-    """Return the largest numbers of prompt and token machines to try for a request rate.
+    """Return the largest numbers of prompt and token machines that a search has to try.
 
-    These are BORDER_FACTOR times the machines of a kind that the closed form needs if the other
-    kind is no limit.
+    Each is BORDER_FACTOR times the number of machines that a formula gives for the rate if there
+    are enough machines of the other type.
+
+    Args:
+        pair: Types of the prompt and token machines.
+        rate: Requests per second to serve.
+        workload: A name of WORKLOADS.
+        model: A name of PROFILES.
     """
     one = ClusterDesign(*pair, 1, 10**6), ClusterDesign(*pair, 10**6, 1)
     prompt, token = (
@@ -192,25 +199,30 @@ def border_limit(
 
 
 def scale_cluster(design: ClusterDesign, factor: int) -> ClusterDesign:
-    """Return a cluster with `factor` times as many machines."""
+    """Return a cluster with `factor` times as many prompt and token machines."""
     return design._replace(
         num_prompt=design.num_prompt * factor, num_token=design.num_token * factor
     )
 
 
 def best_plan(plans: list[PoolPlan], objective: str) -> PoolPlan:
-    """Return the best of several plans by an objective."""
+    """Return the plan with the highest request rate, or with the lowest cost, power or machines.
+
+    Args:
+        plans: Plans to compare, at least one.
+        objective: THROUGHPUT, or a name of BUDGETS.
+    """
     if objective == THROUGHPUT:
         return max(plans, key=lambda plan: plan.rate)
     return min(plans, key=lambda plan: BUDGETS[objective](plan.cluster))
 
 
 def lay_out_pools(plan: PoolPlan, problem: ServiceProblem) -> ServingPlan:
-    """Return the plan of a service: one engine of one stage on all devices of each machine.
+    """Convert a cluster of prompt and token machines into a serving plan, one engine per machine.
 
     Args:
-        plan: Cluster of prompt and token machines.
-        problem: Its model and workload.
+        plan: Numbers and types of the machines.
+        problem: Model and workload.
     """
     cluster = plan.cluster
     machines = [

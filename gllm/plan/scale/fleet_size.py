@@ -33,14 +33,14 @@ MAX_WORKERS = 512
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """An engine of a simulated fleet: its cost model, KV cache and GPUs."""
+    """An engine of a simulated fleet of equal engines: step times, KV cache size and GPUs."""
 
     name: str
     """Name of the model."""
     num_layers: int
     cost: CostModel
     latency: LatencyModel
-    """Linear model of the cost, for placement."""
+    """Linear latency model, by which the routing policy `aladdin` predicts step times."""
     num_kv_tokens: int
     num_gpus: int = 1
     max_num_seqs: int = 128
@@ -61,7 +61,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class FleetCase:
-    """A workload and the routing policy that distributes its requests."""
+    """Arguments of a fleet simulation: engine type, workload, request rate, SLO, routing policy."""
 
     worker: WorkerSpec
     workload: str
@@ -105,34 +105,35 @@ class FleetCase:
 
 
 class FleetOutcome(NamedTuple):
-    """SLO attainment and latencies of a simulated fleet."""
+    """SLO attainment and latencies of a simulated fleet of engines."""
 
     num_workers: int
     attainment: float
     """Share of requests within both limits, 0..1."""
     ttft_attainment: float
+    """Share of requests within the TTFT limit, 0..1."""
     tpots: tuple[float, ...]
     """Time per output token of each request in seconds, sorted; 0 with a single token."""
 
 
 def run_fleet_case(case: FleetCase, num_workers: int) -> ClusterRun:
-    """Simulate a workload on a number of workers; return the whole run."""
+    """Simulate a workload on a fleet of equal engines and return the record of the whole run."""
     return simulate_cluster(fleet_deployments(case, num_workers), case.jobs(), case.router())
 
 
 def fleet_deployments(case: FleetCase, num_workers: int) -> dict[str, Deployment]:
-    """Return simulated engines of equal workers, by name."""
+    """Return the simulated engines of a fleet by name: w0, w1, ..."""
     deployment = case.worker.deployment()
     return {f"w{index}": deployment for index in range(num_workers)}
 
 
 def simulate_fleet(case: FleetCase, num_workers: int) -> FleetOutcome:
-    """Simulate a workload on a number of workers; return attainment and latencies."""
+    """Simulate a workload on a fleet of equal engines and return SLO attainment and latencies."""
     return measure_fleet(run_fleet_case(case, num_workers), case.slo, num_workers)
 
 
 def measure_fleet(run: ClusterRun, slo: Slo, num_workers: int) -> FleetOutcome:
-    """Return the SLO attainment and the latencies of a simulated run."""
+    """Return the SLO attainment and the latencies of a simulated run of a fleet."""
     lines = [served.line for served in run.requests.values()]
     return FleetOutcome(
         num_workers,
@@ -150,17 +151,20 @@ def least_fleet(
     on_outcome: Callable[[FleetOutcome], None] = lambda outcome: None,
     budget: SearchBudget | None = None,
 ) -> FleetOutcome | None:
-    """Return the smallest fleet that reaches a required SLO attainment; None if none does.
+    """Search by simulation for the fewest engines that reach an SLO attainment.
 
-    More workers are assumed not to harm.
+    More engines are assumed never to lower the attainment.
 
     Args:
-        case: The workload.
-        attainment: Required share of requests within both limits, 0..1.
-        start: First number of workers.
-        max_workers: Most workers.
+        case: Engine type, workload, request rate and routing policy.
+        attainment: Required share of requests within both latency limits, 0..1.
+        start: Number of engines of the first simulation.
+        max_workers: Largest number of engines.
         on_outcome: Called after each simulation.
-        budget: Asked before each simulation; None: no limit.
+        budget: Time and evaluation limit; None: no limit.
+
+    Returns:
+        Result of the smallest sufficient fleet; None if none of up to `max_workers` suffices.
 
     Raises:
         SearchEndedError: The budget is spent.

@@ -25,7 +25,7 @@ DECODE_CONTEXTS = (128, 256, 512, 1024, 1536, 2048)
 
 
 class FittedLatency(NamedTuple):
-    """A fitted latency model and its relative errors (0..1)."""
+    """A linear model of prefill and decode step times, with its relative errors (0..1)."""
 
     model: LatencyModel
     prefill_mean_error: float
@@ -35,7 +35,11 @@ class FittedLatency(NamedTuple):
 
 
 def fit_latency(cost: CostModel) -> FittedLatency:
-    """Fit the linear latency model to a cost model of one stage."""
+    """Fit linear functions of tokens and batch size to a cost model's prefill and decode times.
+
+    Args:
+        cost: Cost model of an engine with one pipeline stage.
+    """
     prefills = [
         (tokens, cost.stage_seconds(0, prefill_work([tokens]))) for tokens in PREFILL_TOKENS
     ]
@@ -50,11 +54,13 @@ def fit_latency(cost: CostModel) -> FittedLatency:
 def fit_steps(
     prefills: Sequence[tuple[int, float]], decodes: Sequence[tuple[int, int, float]]
 ) -> FittedLatency:
-    """Fit the linear latency model to measured steps.
+    """Fit the linear latency model to measured or predicted step times.
+
+    Prefill seconds are linear in prompt tokens; decode seconds in batch size and total context.
 
     Args:
-        prefills: Prompt tokens and seconds of steps that only prefill.
-        decodes: Requests, total context in tokens, and seconds of steps that only decode.
+        prefills: (prompt tokens, seconds) of steps with prefills only.
+        decodes: (requests, sum of their contexts in tokens, seconds) of steps with decodes only.
     """
     tokens, prefill_seconds = _columns(prefills)
     features = np.stack([tokens, np.ones_like(tokens)], axis=1)
@@ -75,9 +81,11 @@ def fit_steps(
 
 
 def solve_nonnegative_least_squares(features: Array, values: Array) -> list[float]:
-    """Return nonnegative coefficients that fit values [rows] to features [rows, columns].
+    """Return nonnegative coefficients of a linear function with the least squared relative errors.
 
-    Minimises the sum of squared relative errors.
+    Args:
+        features: Inputs, [rows, columns].
+        values: Values to approximate, [rows].
 
     Raises:
         ModuleNotFoundError: scipy is missing; the message says what to install.

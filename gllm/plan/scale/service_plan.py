@@ -33,23 +33,29 @@ NUM_SAMPLES = 1000
 
 
 class ScalePoint(NamedTuple):
-    """Numbers of workers that a request rate requires."""
+    """Fewest engines that serve one request rate, with the policy `aladdin` and with a baseline."""
 
     rate: float
+    """Requests per second."""
     placed: FleetOutcome
-    """With the policy aladdin."""
+    """Smallest fleet with the routing policy `aladdin`."""
     baseline: FleetOutcome | None
-    """With BASELINE; None if no fleet was large enough."""
+    """Smallest fleet with the routing policy BASELINE; None if no fleet was large enough."""
 
 
 class ScaleResult(NamedTuple):
-    """Worker type, fleet sizes by request rate, and the scaling rule fitted to them."""
+    """Result of `plan_scale`: GPUs per engine, and the number of engines by request rate."""
 
     workers: list[WorkerType]
+    """Throughput of an engine by number of GPUs."""
     worker: WorkerSpec
+    """Chosen engine type."""
     fit: FittedLatency
+    """Linear latency model of the chosen engine type."""
     points: list[ScalePoint]
+    """Numbers of engines at several request rates."""
     rule: ScaleRule
+    """Linear rule for the number of engines, fitted to `points`."""
 
     def num_workers(self, rate: float) -> int:
         """Return the number of workers for a request rate per second."""
@@ -58,7 +64,12 @@ class ScaleResult(NamedTuple):
 
 
 def mean_context(workload: str, seed: int = 0) -> float:
-    """Return the mean KV tokens of a request over its lifetime: m_r."""
+    """Return the mean number of KV cache tokens of a request over its lifetime (m_r in Aladdin).
+
+    Args:
+        workload: Name of the workload.
+        seed: Seed of the sampled lengths.
+    """
     jobs = make_workload(workload, NUM_SAMPLES, seed=seed)
     return fmean(
         min(MAX_MODEL_LEN, job.num_prompt_tokens + job.num_output_tokens / 2) for job in jobs
@@ -72,17 +83,18 @@ def plan_scale(
     on_outcome: Callable[[], None] = lambda: None,
     budget: SearchBudget | None = None,
 ) -> ScaleResult:
-    """Search for the worker type and the number of workers at several request rates.
+    """Search for the GPUs per engine and the number of engines at several request rates (Aladdin).
 
     Args:
-        problem: Model, workload, rate and limits, and one kind of devices.
-        num_gpus: GPUs per worker; None: the best number.
-        rank_link: Name of the link between the GPUs of a worker.
+        problem: Model, workload, request rate, latency limits, and one kind of devices.
+        num_gpus: GPUs per engine; None: the number with the highest throughput per GPU.
+        rank_link: Name of the link between the GPUs of an engine.
         on_outcome: Called after each simulation.
-        budget: Asked before each simulation; None: no limit.
+        budget: Time and evaluation limit; None: no limit.
 
     Raises:
-        ValueError: A name is unknown, the SLO is incomplete, or no worker or fleet meets it.
+        ValueError: A name is unknown, a latency limit is missing, or no engine or fleet meets the
+            limits.
         SearchEndedError: The budget is spent.
     """
     (device,), model = problem.devices, problem.model
@@ -129,7 +141,14 @@ def plan_scale(
 def describe_worker(
     model: str, device: str, num_gpus: int, rank_link: str
 ) -> tuple[WorkerSpec, FittedLatency]:
-    """Return a worker with roofline costs, and the linear fit of its latencies."""
+    """Return an engine type with roofline step times, and the linear fit of its latencies.
+
+    Args:
+        model: Name of the model.
+        device: Name of the GPU.
+        num_gpus: GPUs of the engine, its tensor-parallel degree.
+        rank_link: Name of the link between its GPUs.
+    """
     deployment = roofline_deployment(
         model, device, 1, MAX_MODEL_LEN, degrees=(num_gpus,), rank_link=rank_link
     )
@@ -145,11 +164,11 @@ def describe_worker(
 def to_serving_plan(
     problem: ServiceProblem, result: ScaleResult, startup_seconds: float | None = None
 ) -> ServingPlan:
-    """Return the serving plan of a fleet: a node for each worker.
+    """Convert the result of `plan_scale` into a serving plan with one node for each engine.
 
     Args:
-        problem: What was planned.
-        result: Its outcome.
+        problem: Model, workload, request rate and latency limits.
+        result: Engine type and numbers of engines.
         startup_seconds: Time from the start of an engine until it serves; None: unknown.
     """
     assert problem.rate is not None, "workers are counted for a rate"
@@ -186,10 +205,15 @@ def to_serving_plan(
 def affordable_workers(
     price: float | None, gpus_per_worker: int, max_dollars: float | None
 ) -> float:
-    """Return the most workers within a price limit per hour; infinite without a limit.
+    """Return the largest number of engines within a price limit; infinite without a limit.
+
+    Args:
+        price: US dollars per hour of one GPU; None: unknown.
+        gpus_per_worker: GPUs of an engine.
+        max_dollars: Limit in US dollars per hour; None: no limit.
 
     Raises:
-        ValueError: There is a limit, but no price.
+        ValueError: There is a limit, but the price is unknown.
     """
     if max_dollars is None:
         return inf

@@ -23,21 +23,21 @@ MAX_MODEL_LEN = 4096
 
 
 class WorkerType(NamedTuple):
-    """Throughput of an engine on N GPUs."""
+    """Throughput per GPU of an engine on a number of GPUs, limited by memory and by latency."""
 
     num_gpus: int
     memory_rate: float
-    """Tokens per second and GPU of the batch that fills the memory."""
+    """Output tokens per second per GPU with the largest batch that fits the KV cache."""
     slo_rate: float
-    """Tokens per second and GPU of the largest batch within T_dec; 0 if none is."""
+    """Output tokens per second per GPU with the largest batch within the TPOT limit; may be 0."""
     memory_batch: float
-    """M / m_r."""
+    """Requests of the largest batch that fits the KV cache (M / m_r in the paper)."""
     slo_batch: int
-    """B."""
+    """Requests of the largest batch whose step time is within the TPOT limit (B in the paper)."""
 
     @property
     def rate(self) -> float:
-        """T_max: tokens per second per GPU."""
+        """Output tokens per second per GPU: the smaller of both (T_max in the paper)."""
         return min(self.memory_rate, self.slo_rate)
 
 
@@ -49,18 +49,20 @@ def rate_workers(
     rank_link: str = "nvlink",
     degrees: Sequence[int] = DEGREES,
 ) -> list[WorkerType]:
-    """Return the throughput of an engine for each tensor-parallel degree that fits the model.
+    """Return the decode throughput of an engine for each tensor-parallel degree.
+
+    Degrees at which the model does not fit are left out.
 
     Args:
         model: A name of MODELS.
         device: A name of DEVICES.
-        tpot_seconds: T_dec.
-        context: Mean tokens of a request over its life: m_r in tokens.
-        rank_link: A name of LINKS.
-        degrees: Numbers of GPUs.
+        tpot_seconds: Limit of the time per output token in seconds (T_dec in Aladdin).
+        context: Mean number of KV cache tokens of a request over its lifetime (m_r in Aladdin).
+        rank_link: Link between the GPUs of an engine: a name of LINKS.
+        degrees: Tensor-parallel degrees to try.
 
     Raises:
-        ValueError: A name is unknown, or no degree holds the model.
+        ValueError: A name is unknown, or the model does not fit at any degree.
     """
     workers, refusals = [], []
     for degree in degrees:
@@ -84,5 +86,8 @@ def rate_workers(
 
 
 def best_worker(workers: Sequence[WorkerType]) -> WorkerType:
-    """Return N*: the worker type with the highest throughput per GPU, the smallest of equals."""
+    """Return the engine type with the highest throughput per GPU (N* in Aladdin).
+
+    Among equals the fewest GPUs win.
+    """
     return max(workers, key=lambda worker: (worker.rate, -worker.num_gpus))

@@ -17,15 +17,16 @@ from gllm.sim.options import SimulationConfig
 
 
 class EngineDesign(NamedTuple):
-    """Device, parallelism, policy and batch size of an engine with equal stages."""
+    """Candidate configuration of an engine: device, parallelism, scheduling policy, batch size."""
 
     device: str
     """A name of DEVICES, or CORE."""
     parallelism: Parallelism
     policy: str
     max_num_batched_tokens: int | None
-    """Most tokens per micro-batch; None: the policy's default."""
+    """Largest number of tokens per micro-batch; None: the policy's default."""
     max_num_seqs: int
+    """Largest number of sequences in a batch."""
 
     @property
     def num_devices(self) -> int:
@@ -63,13 +64,15 @@ class EngineDesign(NamedTuple):
 
 @dataclass(frozen=True)
 class DesignSpace:
-    """Values of each field of a design that a search combines."""
+    """Values of each engine option that a search combines: device, TP, PP, policy, batch size."""
 
     devices: Sequence[str]
     stages: Sequence[int]
+    """Pipeline-parallel degrees."""
     ranks: Sequence[int]
+    """Tensor-parallel degrees."""
     policies: Sequence[tuple[str, int | None]]
-    """Names and tokens per micro-batch."""
+    """(scheduling policy, tokens per micro-batch); None: the policy's default."""
     max_num_seqs: Sequence[int]
 
     def designs(self, max_devices: int) -> Iterator[EngineDesign]:
@@ -82,11 +85,17 @@ class DesignSpace:
 
 
 def parse_policies(text: str) -> tuple[tuple[str, int | None], ...]:
-    """Parse policies and their tokens per micro-batch, such as `vllm,sarathi:512`.
+    """Parse scheduling policies with optional tokens per micro-batch, as in `vllm,sarathi:512`.
+
+    Args:
+        text: NAME or NAME:TOKENS, separated by commas; a name may be `module:Class`.
+
+    Returns:
+        (name, tokens per micro-batch) of each policy; None: the policy's default.
 
     Raises:
-        ValueError: A policy is unknown or cannot be imported, or its tokens are no number from 1
-            on.
+        ValueError: A policy is unknown or cannot be imported, or its tokens are not a positive
+            number.
     """
     policies = []
     for part in text.split(","):
@@ -106,7 +115,7 @@ def parse_policies(text: str) -> tuple[tuple[str, int | None], ...]:
 
 
 def parse_devices(text: str) -> tuple[str, ...]:
-    """Parse names of devices, separated by commas. Raises ValueError for an unknown name."""
+    """Parse device names that are separated by commas. Raises ValueError for an unknown name."""
     names = tuple(name.strip() for name in text.split(","))
     for name in names:
         if name not in DEVICES:
@@ -115,10 +124,14 @@ def parse_devices(text: str) -> tuple[str, ...]:
 
 
 def design_of(config: SimulationConfig, deployment: Deployment) -> EngineDesign:
-    """Return the engine design of a simulation configuration.
+    """Return device, parallelism, policy and batch size of a simulation configuration.
+
+    Args:
+        config: Configuration of the simulation.
+        deployment: Engine that was built from it.
 
     Raises:
-        ValueError: Its stages have different devices or numbers of ranks.
+        ValueError: Its pipeline stages have different devices or numbers of ranks.
     """
     degrees = deployment.degrees or [1]
     if "," in config.device or len(set(degrees)) > 1:
@@ -139,14 +152,17 @@ def design_of(config: SimulationConfig, deployment: Deployment) -> EngineDesign:
 def cap_policies(
     policies: Sequence[tuple[str, int | None]], config: SchedulerConfig, profile: CostProfile
 ) -> tuple[tuple[tuple[str, int | None], ...], list[str]]:
-    """Limit policies to the micro-batch sizes that a profile has measured; note each change.
+    """Limit tokens per micro-batch of scheduling policies to the largest measured micro-batch.
 
-    Two policies that become the same count once.
+    Policies that become equal are listed once.
 
     Args:
-        policies: Names, and tokens per micro-batch; None: the policy's default.
-        config: Other options of the scheduler.
-        profile: The measurement; larger micro-batches than its largest have no costs.
+        policies: (name, tokens per micro-batch); None: the policy's default.
+        config: Other scheduler options.
+        profile: Measured step times; larger micro-batches cannot be predicted.
+
+    Returns:
+        The policies, and a message about each change.
     """
     most = max(step.tokens for step in profile.steps)
     capped, notes = [], []

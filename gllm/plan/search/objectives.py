@@ -15,17 +15,23 @@ TOO_SLOW = "too slow for the rate on the permitted devices"
 
 
 def max_engines(problem: ServiceProblem, design: EngineDesign) -> int:
-    """Return the most engines of a design that the permitted devices can hold."""
+    """Return how many engines of a design the permitted number of devices can hold.
+
+    Args:
+        problem: Limit of `devices`.
+        design: Configuration of the engine.
+    """
     return int(problem.bounds["devices"]) // design.num_devices
 
 
 def count_planned_engines(problem: ServiceProblem, design: EngineDesign, capacity: float) -> int:
-    """Return the number of engines for the problem's request rate; 1 without a rate.
+    """Return the number of engines that serve the problem's request rate; 1 without a rate.
 
     Args:
-        problem: Rate, and the bound of `devices`.
-        design: The engine.
-        capacity: Requests per second of one engine; 0: one engine more than permitted.
+        problem: Request rate, and limit of `devices`.
+        design: Configuration of the engine.
+        capacity: Requests per second of one engine. If it is 0, the result is one engine more than
+            permitted.
     """
     if problem.rate is None:
         return 1
@@ -35,28 +41,30 @@ def count_planned_engines(problem: ServiceProblem, design: EngineDesign, capacit
 
 
 def engine_price(problem: ServiceProblem, design: EngineDesign) -> float:
-    """Return the price of one engine in US dollars per hour."""
+    """Return the price of one engine's devices in US dollars per hour."""
     return design.num_devices * problem.prices[design.device]
 
 
 def engine_power(design: EngineDesign) -> float:
-    """Return the power limit of one engine in watts."""
+    """Return the power limit of one engine's devices in watts."""
     power = DEVICES[design.device].power
     assert power is not None, "the search checks the needs of its objective"
     return design.num_devices * power
 
 
 class Objective(NamedTuple):
-    """A quantity that a search minimizes or maximizes."""
+    """Quantity by which a search compares engine designs, such as cost, and its direction."""
 
     unit: str
+    """Unit of the value, for output."""
     is_least: bool
     """True if a smaller value is better."""
     value: Callable[[float, ServiceProblem, EngineDesign], float]
-    """Value by the capacity of one engine in requests per second."""
+    """Returns the value by (requests per second of one engine, problem, design)."""
     needs: str = ""
-    """Fact that has to be known: price, power or rate."""
+    """Property of the devices that has to be known: price or power; empty: none."""
     needs_rate: bool = False
+    """True if the problem has to have a request rate."""
 
     def score(self, capacity: float, problem: ServiceProblem, design: EngineDesign) -> float:
         """Return a score, higher is better; -inf if the devices are too few for the rate."""
@@ -107,7 +115,7 @@ engine is its throughput with all requests at once."""
 
 
 class EngineLatencies(NamedTuple):
-    """Latencies of an engine at its capacity in seconds; None if unknown."""
+    """Latency percentiles of an engine at its highest request rate, in seconds; None if unknown."""
 
     ttft_p90: float | None = None
     tpot_p50: float | None = None
@@ -118,21 +126,24 @@ UNKNOWN = EngineLatencies()
 
 
 class AssessedDesign(NamedTuple):
-    """A design with its capacity, latencies and score, estimated or simulated."""
+    """Estimated or simulated capacity, latencies and score of an engine design."""
 
     design: EngineDesign
     capacity: float
-    """Requests per second of one engine; 0: none within the limits."""
+    """Highest requests per second of one engine within the limits; 0 if there is no such rate."""
     value: float
-    """Value of the objective; NaN without a capacity."""
+    """Value of the objective, in its unit; NaN if the capacity is 0."""
     score: float
+    """Value of the objective with the sign for which higher is better."""
     num_engines: int
+    """Number of engines for the problem's request rate."""
     latencies: EngineLatencies = UNKNOWN
     note: str = ""
+    """Reason why the capacity is 0 or its search ended early; empty otherwise."""
 
 
 def check_problem(problem: ServiceProblem) -> None:
-    """Raise ValueError if a price, a power or the rate is missing for the objective."""
+    """Raise ValueError if the objective needs a price, a power limit or a rate that is missing."""
     name = problem.objective
     objective = OBJECTIVES[name]
     if objective.needs_rate and problem.rate is None:
@@ -156,14 +167,14 @@ def assess_capacity(
     latencies: EngineLatencies = UNKNOWN,
     note: str = "",
 ) -> AssessedDesign:
-    """Return the assessment of a design by the capacity of one engine.
+    """Return value and score of an engine design by the capacity of one engine.
 
     Args:
-        problem: The task.
-        design: The design.
-        capacity: Requests per second of one engine.
+        problem: Request rate, objective and limits.
+        design: Configuration of the engine.
+        capacity: Highest requests per second of one engine within the limits; 0 if there is none.
         latencies: Latencies at that rate.
-        note: Reason of a capacity of 0.
+        note: Reason why the capacity is 0, for output.
     """
     objective = OBJECTIVES[problem.objective]
     if not capacity > 0:

@@ -52,12 +52,14 @@ START_SHARE = 0.9
 
 
 class DesignPlanner:
-    """Search for the best design of a problem: closed forms first, then simulations.
+    """Search for the best engine design: bounds by formulas first, then simulations.
+
+    Designs whose bound cannot beat the best simulated one are not simulated.
 
     Args:
-        problem: The task; it bounds `devices`.
-        config: Options of the simulations that neither the problem nor a design states.
-        rule: Scheduling delays of a rate that counts.
+        problem: Model, workload, rate, limits and objective; its bounds have `devices`.
+        config: Simulation options that neither the problem nor a design determines.
+        rule: Criteria by which a simulated request rate counts as sustained.
 
     Raises:
         ValueError: The workload is unknown.
@@ -88,7 +90,7 @@ class DesignPlanner:
         self._estimates: dict[EngineDesign, AssessedDesign] = {}
 
     def bound(self, design: EngineDesign) -> CandidateBound:
-        """Return the closed-form bound and estimate of the score of a design."""
+        """Return an upper bound and an estimate of a design's score, without simulation."""
         try:
             bounds = self.bounds_of(design)
         except ModelFitError as error:
@@ -106,7 +108,7 @@ class DesignPlanner:
         return CandidateBound(score, -inf if reason else self.estimate(design).score, reason)
 
     def estimate(self, design: EngineDesign) -> AssessedDesign:
-        """Return the assessment of a design by closed forms."""
+        """Return the capacity, latencies and score of a design, estimated by formulas."""
         if design not in self._estimates:
             bounds = self.bounds_of(design)
             rate, latencies, note = 0.0, UNKNOWN, ""
@@ -229,13 +231,13 @@ def simulate_design(
     config: SimulationConfig,
     candidate: tuple[EngineDesign, float, CapacityRule],
 ) -> AssessedDesign:
-    """Return the assessment of a design by simulation.
+    """Search by simulation for the capacity of an engine design and return its score.
 
     Args:
-        problem: The task.
-        config: That of the planner.
-        candidate: The design, the rate per second at which its search begins, and the rule with
-            runs that outlast its requests: see `DesignPlanner.rule_of`.
+        problem: Workload, rate, limits and objective.
+        config: Simulation options of the planner.
+        candidate: Design, first request rate of the search, and the criteria of a sustained rate
+            with long enough simulations: see `DesignPlanner.rule_of`.
     """
     design, start_rate, rule = candidate
     config = design.configure(config)
@@ -260,17 +262,22 @@ def _measure_throughput(config: SimulationConfig, share: int) -> float:
 
 
 class FleetForecast(NamedTuple):
-    """Expected figures of equal engines at a request rate."""
+    """Predicted performance of a number of equal engines at the planned request rate."""
 
     num_engines: int
     expected: ExpectedFigures
-    """Figures of the whole fleet; the command that predicted them is empty."""
+    """Performance of all engines together; `by` is empty."""
     is_within: bool
-    """True if the limits are kept."""
+    """True if the latency limits are met."""
 
 
 def forecast_closed(planner: DesignPlanner, best: AssessedDesign) -> FleetForecast:
-    """Return the expected figures of the engines by closed forms."""
+    """Predict the performance of the planned engines by formulas, without simulation.
+
+    Args:
+        planner: Has the formulas for the design.
+        best: Chosen design, its capacity and number of engines.
+    """
     count = best.num_engines
     rate = planner.problem.rate or best.capacity
     point = planner.bounds_of(best.design).point_at(rate / count)
@@ -281,11 +288,11 @@ def forecast_closed(planner: DesignPlanner, best: AssessedDesign) -> FleetForeca
 
 
 def forecast_fleet(planner: DesignPlanner, best: AssessedDesign, router: str) -> FleetForecast:
-    """Simulate the engines at the request rate; add engines while a limit is missed.
+    """Simulate the planned engines behind a router; add engines while a latency limit is missed.
 
     Args:
-        planner: Closed forms of the task's designs.
-        best: The design.
+        planner: Has the problem and the simulation options.
+        best: Chosen design, its capacity and number of engines.
         router: Routing policy.
     """
     problem = planner.problem
@@ -317,16 +324,16 @@ def lay_out_fleet(
     forecast: FleetForecast,
     flags: dict[str, Any] | None = None,
 ) -> ServingPlan:
-    """Return the serving plan of equal engines on the nodes of a problem.
+    """Convert a number of equal engines into a serving plan on the nodes of a problem.
 
-    A problem without nodes gets as many as the engines need.
+    Without given nodes the plan has as many as the engines need.
 
     Args:
         problem: Workload, limits and nodes.
-        design: The engine.
-        deployment: The simulated engine.
-        config: Its options.
-        forecast: Number of engines, and what is expected of them.
+        design: Configuration of the engines.
+        deployment: The simulated engine, with its division of layers.
+        config: Simulation options, whose scheduler options the engines get.
+        forecast: Number of engines and their predicted performance.
         flags: Further flags of the engines.
 
     Raises:
@@ -352,7 +359,7 @@ def lay_out_fleet(
 
 
 def changed_options(config: SchedulerConfig) -> dict[str, Any]:
-    """Return the scheduler options that differ from their defaults."""
+    """Return the scheduler options that differ from their defaults, by name."""
     default = msgspec.to_builtins(SchedulerConfig())
     derived = ("stages", "num_blocks", "max_model_len")
     return {
