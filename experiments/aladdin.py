@@ -26,7 +26,7 @@ from experiments.parallel import map_parallel
 from gllm.observability.latency import percentile
 from gllm.plan.scale.fleet_size import FleetOutcome
 from gllm.plan.scale.service_plan import mean_context
-from gllm.plan.scale.worker_type import best_worker, rate_workers
+from gllm.plan.scale.worker_type import best_worker, throughput_by_degree
 from gllm.routing.scaling.autoscaler import ScaleRule, fit_scale_rule
 from gllm.sim.metrics.plots import plot_bars
 from gllm.sim.metrics.report import format_table
@@ -166,7 +166,7 @@ def _type_table() -> tuple[str, list[PaperClaim]]:
     rows, claims = [], []
     for (model, device), (tpot, paper) in TABLE_3.items():
         for link in LINKS_TRIED:
-            workers = rate_workers(model, device, tpot, context, link)
+            workers = throughput_by_degree(model, device, tpot, context, link)
             best = best_worker(workers)
             cells = [
                 f"{worker.num_gpus}: {worker.memory_rate:.0f} / {worker.slo_rate:.0f}"

@@ -20,7 +20,7 @@ from gllm.commands.server_command import (
 from gllm.config.attachment import AttachmentConfig
 from gllm.config.engine import EngineConfig
 from gllm.config.join import JoinConfig
-from gllm.config.node_environment import NodePlace, read_node_place
+from gllm.config.node_environment import NodeRank, read_node_rank
 from gllm.config.nodes import NodesConfig
 from gllm.config.server import ServerConfig
 from gllm.deploy.ray.launcher import RayLauncher
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
             plan_model(engine_config)
             with RayLauncher(engine_config, nodes, attachment.node_secret_file, logs) as nodes:
                 return _serve_head(engine_config, attachment, server_config, nodes, logs)
-        place = read_node_place(nodes, os.environ, engine_config.pipeline_parallel_size)
+        place = read_node_rank(nodes, os.environ, engine_config.pipeline_parallel_size)
         if place.extra_process:
             print(
                 f"gllm: {place.extra_process} marks an extra process of this machine, of which "
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
         return report_error(error, 2, logs)
 
 
-def _place_in(nodes: NodesConfig, place: NodePlace) -> NodesConfig:
+def _place_in(nodes: NodesConfig, place: NodeRank) -> NodesConfig:
     """Return the nodes with what the environment adds to the flags."""
     address = format_host_port(place.host, place.port) if place.host else None
     return replace(nodes, nnodes=place.num_nodes, node_rank=place.rank, master_addr=address)

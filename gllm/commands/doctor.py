@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 
-from gllm.config.node_environment import has_launcher, parse_head_address, read_node_place
+from gllm.config.node_environment import has_launcher, parse_head_address, read_node_rank
 from gllm.config.nodes import DEFAULT_DATA_PORT, NodesConfig
 from gllm.deploy.doctor import host_checks, model_checks, network_checks
 from gllm.deploy.doctor.finding import Finding, Verdict, note
@@ -84,7 +84,7 @@ def run_checks(values: argparse.Namespace, nodes: NodesConfig) -> Iterator[Findi
     congestion = host_checks.check_congestion_control(values.link_congestion)
     yield from filter(None, (secret, congestion))
     try:
-        place = read_node_place(nodes, os.environ)
+        place = read_node_rank(nodes, os.environ)
         head, num_nodes = (place.host, place.port), place.num_nodes
     except ValueError:
         head, num_nodes = _given_head(nodes), nodes.nnodes

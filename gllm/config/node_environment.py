@@ -9,7 +9,7 @@ from gllm.options.addresses import parse_host_port
 
 
 @dataclass(frozen=True)
-class NodePlace:
+class NodeRank:
     """Rank of this machine in an engine on several machines, and the address of rank 0 (head)."""
 
     rank: int
@@ -66,9 +66,9 @@ SLURM_JOB = _Launcher(
 _NODE_LIST = re.compile(r"[^,\[]+(?:\[([^\]]*)\])?")
 
 
-def read_node_place(
+def read_node_rank(
     nodes: NodesConfig, environment: Mapping[str, str], num_stages: int | None = None
-) -> NodePlace:
+) -> NodeRank:
     """Determine the rank of this machine, the number of machines and the address of rank 0.
 
     Values come from flags or from the environment variables of LeaderWorkerSet, SLURM or torchrun.
@@ -108,7 +108,7 @@ def read_node_place(
             f"{source} is {rank}, but ranks of {num_nodes} machine(s) are 0 to {num_nodes - 1}: "
             f"set --nnodes {rank + 1} or more on all machines, or a smaller --node-rank"
         )
-    return NodePlace(rank, num_nodes, host, port, extra)
+    return NodeRank(rank, num_nodes, host, port, extra)
 
 
 def has_launcher(environment: Mapping[str, str]) -> bool:

@@ -3,10 +3,10 @@
 import pytest
 
 from gllm.config.node_environment import (
-    NodePlace,
+    NodeRank,
     first_host,
     parse_head_address,
-    read_node_place,
+    read_node_rank,
 )
 from gllm.config.nodes import NodesConfig
 
@@ -33,30 +33,30 @@ TORCHRUN = {
 
 
 def test_one_machine_needs_nothing():
-    assert read_node_place(NodesConfig(), {}) == NodePlace(0, 1, "", 29600)
+    assert read_node_rank(NodesConfig(), {}) == NodeRank(0, 1, "", 29600)
 
 
 def test_flags():
     nodes = NodesConfig(nnodes=2, node_rank=1, master_addr="10.0.0.1:7000")
-    assert read_node_place(nodes, {}) == NodePlace(1, 2, "10.0.0.1", 7000)
+    assert read_node_rank(nodes, {}) == NodeRank(1, 2, "10.0.0.1", 7000)
 
 
 def test_leader_worker_set():
-    assert read_node_place(NodesConfig(), LWS) == NodePlace(1, 2, "gllm-0.gllm.default", 29600)
+    assert read_node_rank(NodesConfig(), LWS) == NodeRank(1, 2, "gllm-0.gllm.default", 29600)
 
 
 def test_step_of_slurm_outranks_its_job():
-    assert read_node_place(NodesConfig(), STEP) == NodePlace(1, 2, "gpu004", 29600)
+    assert read_node_rank(NodesConfig(), STEP) == NodeRank(1, 2, "gpu004", 29600)
 
 
 def test_job_of_slurm_counts_only_with_nnodes():
     job = {name: value for name, value in STEP.items() if "STEP" not in name}
-    assert read_node_place(NodesConfig(), job).num_nodes == 1
-    assert read_node_place(NodesConfig(nnodes=4), job) == NodePlace(1, 4, "gpu003", 29600)
+    assert read_node_rank(NodesConfig(), job).num_nodes == 1
+    assert read_node_rank(NodesConfig(nnodes=4), job) == NodeRank(1, 4, "gpu003", 29600)
 
 
 def test_torchrun_has_a_port_of_its_own():
-    assert read_node_place(NodesConfig(), TORCHRUN) == NodePlace(1, 2, "10.0.0.1", 29600)
+    assert read_node_rank(NodesConfig(), TORCHRUN) == NodeRank(1, 2, "10.0.0.1", 29600)
 
 
 @pytest.mark.parametrize(
@@ -67,21 +67,21 @@ def test_torchrun_has_a_port_of_its_own():
     ],
 )
 def test_further_processes_of_a_machine_are_extra(environment, variable):
-    assert read_node_place(NodesConfig(), environment).extra_process == variable
+    assert read_node_rank(NodesConfig(), environment).extra_process == variable
 
 
 def test_an_address_of_the_flags_outranks_the_environment():
-    place = read_node_place(NodesConfig(master_addr="head"), LWS)
+    place = read_node_rank(NodesConfig(master_addr="head"), LWS)
     assert (place.host, place.rank) == ("head", 1)
 
 
 def test_a_group_of_one_is_one_machine():
     environment = {**LWS, "LWS_GROUP_SIZE": "1", "LWS_WORKER_INDEX": "0"}
-    assert read_node_place(NodesConfig(), environment) == NodePlace(0, 1, "", 29600)
+    assert read_node_rank(NodesConfig(), environment) == NodeRank(0, 1, "", 29600)
 
 
 def test_two_launchers_that_agree():
-    assert read_node_place(NodesConfig(), {**STEP, **TORCHRUN}).host == "gpu004"
+    assert read_node_rank(NodesConfig(), {**STEP, **TORCHRUN}).host == "gpu004"
 
 
 @pytest.mark.parametrize(
@@ -100,18 +100,18 @@ def test_two_launchers_that_agree():
 )  # fmt: skip
 def test_errors_name_their_sources(flags, environment, parts):
     with pytest.raises(ValueError) as raised:  # noqa: PT011
-        read_node_place(NodesConfig(**flags), environment)
+        read_node_rank(NodesConfig(**flags), environment)
     assert all(part in str(raised.value) for part in parts), raised.value
 
 
 def test_fewer_stages_than_machines():
     nodes = NodesConfig(nnodes=4, node_rank=0, master_addr="a")
     with pytest.raises(ValueError, match="--pp 4 or more"):
-        read_node_place(nodes, {}, 2)
+        read_node_rank(nodes, {}, 2)
     with pytest.raises(ValueError, match="env -u LWS_GROUP_SIZE"):
-        read_node_place(NodesConfig(), LWS, 1)
-    assert read_node_place(nodes, {}, 4).num_nodes == 4
-    assert read_node_place(NodesConfig(), {}, 1).num_nodes == 1
+        read_node_rank(NodesConfig(), LWS, 1)
+    assert read_node_rank(nodes, {}, 4).num_nodes == 4
+    assert read_node_rank(NodesConfig(), {}, 1).num_nodes == 1
 
 
 @pytest.mark.parametrize(

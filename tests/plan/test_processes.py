@@ -9,7 +9,7 @@ from gllm import serve
 from gllm.commands import router
 from gllm.config.attachment import AttachmentConfig
 from gllm.config.engine import EngineConfig
-from gllm.config.node_environment import read_node_place
+from gllm.config.node_environment import read_node_rank
 from gllm.config.nodes import NodesConfig
 from gllm.config.router import RouterConfig
 from gllm.options.flags import config_from_flags
@@ -130,7 +130,7 @@ def test_a_single_engine_serves_at_its_own_port() -> None:
 def test_the_nodes_of_an_engine_agree_on_their_places() -> None:
     head, member = by_name(GPUS, "x")["d0"], by_name(GPUS, "y")["d0"]
     places = [
-        read_node_place(config_from_flags(NodesConfig, values), {}, values.pipeline_parallel_size)
+        read_node_rank(config_from_flags(NodesConfig, values), {}, values.pipeline_parallel_size)
         for values in (head, member)
     ]
     assert [(place.rank, place.num_nodes) for place in places] == [(0, 2), (1, 2)]

@@ -19,7 +19,7 @@ from gllm.plan.scale.fleet_size import (
     simulate_fleet,
 )
 from gllm.plan.scale.latency_fit import fit_latency
-from gllm.plan.scale.worker_type import best_worker, rate_workers
+from gllm.plan.scale.worker_type import best_worker, throughput_by_degree
 from gllm.plan.serving_plan import read_plan
 from gllm.routing.placement import (
     LatencyModel,
@@ -98,7 +98,7 @@ def test_requests_that_end_apart_share_the_kv_cache() -> None:
 
 
 def test_worker_type_has_the_highest_throughput_per_gpu() -> None:
-    workers = rate_workers("llama-2-70b", "A100-80G", 0.075, 850)
+    workers = throughput_by_degree("llama-2-70b", "A100-80G", 0.075, 850)
     assert [each.num_gpus for each in workers] == [2, 4, 8]
     best = best_worker(workers)
     assert best.rate == max(each.rate for each in workers)
@@ -109,7 +109,7 @@ def test_worker_type_has_the_highest_throughput_per_gpu() -> None:
     assert times.total(decode_step_work(best.slo_batch, 850)) <= 0.075
     assert times.total(decode_step_work(best.slo_batch + 1, 850)) > 0.075
     with pytest.raises(ValueError, match="does not fit"):
-        rate_workers("llama-2-70b", "V100", 0.075, 850, degrees=(1, 2))
+        throughput_by_degree("llama-2-70b", "V100", 0.075, 850, degrees=(1, 2))
 
 
 def test_aladdin_serves_with_fewer_workers_than_the_shortest_queue() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from gllm.config.node_environment import read_node_place
+from gllm.config.node_environment import read_node_rank
 from gllm.config.nodes import NodesConfig
 from gllm.deploy.doctor.finding import Finding, bad, good, note
 from gllm.runtime.messaging.security import SecretFile, SecretFileError
@@ -151,7 +151,7 @@ def check_launcher(
 ) -> Finding:
     """Check node rank and number of nodes of the flags and the launcher's environment."""
     try:
-        place = read_node_place(nodes, environment, num_stages)
+        place = read_node_rank(nodes, environment, num_stages)
     except ValueError as error:
         return bad("rank", str(error), "change the flag or the variable that the message names")
     if place.num_nodes == 1:

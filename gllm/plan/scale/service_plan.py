@@ -17,7 +17,7 @@ from gllm.plan.scale.worker_type import (
     MAX_MODEL_LEN,
     WorkerType,
     best_worker,
-    rate_workers,
+    throughput_by_degree,
 )
 from gllm.plan.serving_plan import ExpectedFigures, RouterPlan, ServingPlan
 from gllm.routing.scaling.autoscaler import ScaleRule, fit_scale_rule
@@ -102,7 +102,7 @@ def plan_scale(
     assert problem.rate is not None, "workers are counted for a rate"
     context = mean_context(problem.workload, problem.seed)
     degrees = DEGREES if num_gpus is None else (num_gpus,)
-    workers = rate_workers(model, device, tpot, context, rank_link, degrees)
+    workers = throughput_by_degree(model, device, tpot, context, rank_link, degrees)
     best = best_worker(workers)
     if not best.rate:
         raise ValueError(

@@ -41,7 +41,7 @@ class WorkerType(NamedTuple):
         return min(self.memory_rate, self.slo_rate)
 
 
-def rate_workers(
+def throughput_by_degree(
     model: str,
     device: str,
     tpot_seconds: float,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from gllm.commands.node import make_parser as make_node_parser
-from gllm.config.node_environment import NodePlace, read_node_place
+from gllm.config.node_environment import NodeRank, read_node_rank
 from gllm.config.nodes import DEFAULT_DATA_PORT, DEFAULT_HEAD_PORT, NodesConfig
 from gllm.config.server import ServerConfig
 from gllm.options.flags import config_from_flags
@@ -133,7 +133,7 @@ def test_slurm_starts_gllm_on_each_machine_and_keeps_survivors(tmp_path: Path) -
         "SLURM_LOCALID": "0",
     }
     nodes = config_from_flags(NodesConfig, values)
-    assert read_node_place(nodes, variables, 4) == NodePlace(1, 2, "gpu3", DEFAULT_HEAD_PORT)
+    assert read_node_rank(nodes, variables, 4) == NodeRank(1, 2, "gpu3", DEFAULT_HEAD_PORT)
     options = re.findall(r"^#SBATCH (\S+)", script.read_text(), re.MULTILINE)
     assert "--no-kill" in options
     # SIGTERM comes early enough for running requests to end.
@@ -161,7 +161,7 @@ def test_torchrun_starts_one_process_per_machine(tmp_path: Path) -> None:
         "MASTER_ADDR": "10.0.0.1",
     }
     nodes = config_from_flags(NodesConfig, values)
-    assert read_node_place(nodes, variables, 3) == NodePlace(1, 3, "10.0.0.1", DEFAULT_HEAD_PORT)
+    assert read_node_rank(nodes, variables, 3) == NodeRank(1, 3, "10.0.0.1", DEFAULT_HEAD_PORT)
 
 
 def test_the_line_of_a_windows_pc_is_one_of_gllm_node_and_dials_only() -> None:

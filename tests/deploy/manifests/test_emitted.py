@@ -17,7 +17,7 @@ import yaml
 from gllm import serve
 from gllm.commands import router
 from gllm.commands.up import main, make_parser
-from gllm.config.node_environment import read_node_place
+from gllm.config.node_environment import read_node_rank
 from gllm.config.nodes import DEFAULT_HEAD_PORT, NodesConfig
 from gllm.options.flags import config_from_flags
 from gllm.plan.emit.registry import EMITTERS, PAUSE_SECONDS, EmitOptions, emit_manifests
@@ -122,7 +122,7 @@ def test_pods_of_an_engine_know_their_place() -> None:
             "LWS_WORKER_INDEX": str(rank), "LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": "gllm-d0-0",
         }  # fmt: skip
         nodes = config_from_flags(NodesConfig, values)
-        place = read_node_place(nodes, variables, values.pipeline_parallel_size)
+        place = read_node_rank(nodes, variables, values.pipeline_parallel_size)
         assert (place.rank, place.num_nodes, place.port) == (rank, 2, DEFAULT_HEAD_PORT)
         assert (nodes.stages_per_node, nodes.node_listen) == ((1, 2), POD["POD_IP"])
         limits[role] = container["resources"]["limits"]["nvidia.com/gpu"]

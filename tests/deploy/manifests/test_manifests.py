@@ -9,7 +9,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from gllm.config.node_environment import NodePlace, read_node_place
+from gllm.config.node_environment import NodeRank, read_node_rank
 from gllm.config.nodes import DEFAULT_DATA_PORT, DEFAULT_HEAD_PORT, NodesConfig
 from gllm.config.server import ServerConfig
 from gllm.options.flags import config_from_flags
@@ -112,8 +112,8 @@ def test_pods_of_leader_worker_set_know_their_place_from_their_environment() -> 
             "LWS_LEADER_ADDRESS": "gllm-0.gllm.default",
         }
         nodes = config_from_flags(NodesConfig, values)
-        place = read_node_place(nodes, variables, values.pipeline_parallel_size)
-        assert place == NodePlace(rank, size, "gllm-0.gllm.default", DEFAULT_HEAD_PORT)
+        place = read_node_rank(nodes, variables, values.pipeline_parallel_size)
+        assert place == NodeRank(rank, size, "gllm-0.gllm.default", DEFAULT_HEAD_PORT)
         assert nodes.node_name == POD["POD_NAME"]
         # Also while the name of the pod has no DNS record.
         assert node_hub_address(nodes) == f"tcp://{POD['POD_IP']}:{DEFAULT_HEAD_PORT}"
@@ -126,9 +126,9 @@ def test_pods_of_the_stateful_set_know_their_place_and_find_the_head() -> None:
     for rank in range(size):
         values = parse(expand(container, {**POD, "NODE_RANK": str(rank)}))
         nodes = config_from_flags(NodesConfig, values)
-        place = read_node_place(nodes, {}, values.pipeline_parallel_size)
+        place = read_node_rank(nodes, {}, values.pipeline_parallel_size)
         host = f"{stateful['metadata']['name']}-0.{headless['metadata']['name']}"
-        assert place == NodePlace(rank, size, host, DEFAULT_HEAD_PORT)
+        assert place == NodeRank(rank, size, host, DEFAULT_HEAD_PORT)
         assert nodes.node_name == POD["POD_NAME"]
         assert node_hub_address(nodes) == f"tcp://{POD['POD_IP']}:{DEFAULT_HEAD_PORT}"
     assert stateful["spec"]["serviceName"] == headless["metadata"]["name"]
