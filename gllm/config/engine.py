@@ -288,7 +288,7 @@ class EngineConfig:
 
     @property
     def stage_degrees(self) -> tuple[int, ...]:
-        """Number of workers of each stage."""
+        """Number of workers (tensor-parallel ranks) of each pipeline stage."""
         return tuple(expand_degrees(self.tensor_parallel_size, self.pipeline_parallel_size))
 
     @property
@@ -315,19 +315,19 @@ class EngineConfig:
 
     @property
     def layer_counts(self) -> tuple[int, ...] | None:
-        """Number of layers per stage, if it is configured."""
+        """Number of layers of each stage as configured; None if it is chosen automatically."""
         return None if isinstance(self.layers, str) else self.layers
 
     def slowdown_of(self, stage: int) -> float:
         """Return the factor of `debug_slowdown` that multiplies the step times of a stage.
 
-        Stages of machines that have joined since the start have none.
+        1 for stages on machines that have joined since the start.
         """
         return self.debug_slowdown[stage] if stage < len(self.debug_slowdown) else 1.0
 
     @classmethod
     def from_options(cls, model: str, **options: Any) -> "EngineConfig":
-        """Return a configuration from keywords; fields of SchedulerConfig are among them."""
+        """Create a configuration from keyword arguments, which may have SchedulerConfig's fields."""
         names = {f.name for f in dataclasses.fields(SchedulerConfig)}
         scheduler = {k: options.pop(k) for k in list(options) if k in names - {"max_model_len"}}
         return cls(model=model, scheduler=SchedulerConfig(**scheduler), **options)

@@ -20,8 +20,10 @@ class NodeRank:
     port: int
     """Port of the head."""
     extra_process: str = ""
-    """Variable that marks this process as an extra one of its machine; empty if it is the first.
-    An extra process has nothing to do and ends."""
+    """Environment variable that marks this process as a second one on its machine; else empty.
+
+    Such a process ends at once.
+    """
 
     @property
     def is_head(self) -> bool:

@@ -147,12 +147,12 @@ class RouterConfig:
 
     @property
     def flips(self) -> bool:
-        """True if idle engines may change their role."""
+        """True if idle engines may change their role between prefill and decode."""
         return self.preset == "tetri" if self.flip is None else self.flip
 
     @property
     def flows(self) -> Routes:
-        """Flow from each prefill engine to each decode engine."""
+        """Planned request flow from each prefill engine to each decode engine."""
         return parse_routes(self.routes)
 
     @property

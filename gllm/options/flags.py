@@ -39,7 +39,7 @@ class FlagParser(argparse.ArgumentParser):
         return list(self._actions)
 
     def add_config_flag(self) -> None:
-        """Add `--config FILE`: flags as YAML, which those of the command line override."""
+        """Add `--config FILE`, a YAML file of flags that the command line overrides."""
         self._config_action = self.add_argument(
             "--config",
             metavar="FILE",

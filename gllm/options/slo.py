@@ -39,9 +39,9 @@ class Slo(NamedTuple):
     e2el_seconds: float | None = None
     """Limit of each request: time to the last token, from the request's arrival."""
     percentiles: tuple[PercentileLimit, ...] = ()
-    """Limits of a whole run, in seconds."""
+    """Limits of percentiles over all requests of a run, in seconds."""
     attainment: float = TARGET_ATTAINMENT
-    """Share of the requests of a run that have to keep the limits of each request, 0..1."""
+    """Share of requests that have to meet the per-request limits, 0..1."""
 
     def __bool__(self) -> bool:
         """Return True if there is a limit."""
@@ -60,9 +60,9 @@ class Slo(NamedTuple):
         return self._replace(ttft_seconds=ttft, tpot_seconds=tpot, e2el_seconds=e2el)
 
     def limit_of(self, metric: str) -> tuple[float, float] | None:
-        """Return the tightest limit of a metric in seconds, with its percentile; None: no limit.
+        """Return the tightest limit of a metric as (seconds, percentile); None: no limit.
 
-        A limit of each request is that of the percentile which the attainment names.
+        A per-request limit counts as one of the percentile 100 * `attainment`.
         """
         limits = [
             (seconds, percent) for name, percent, seconds in self.percentiles if name == metric

@@ -54,7 +54,7 @@ class SearchBudget:
         return self._clock() - self._begin
 
     def refusal(self) -> str:
-        """Return the limit that a further evaluation would exceed; empty within the budget."""
+        """Return the reason why no further evaluation is allowed; empty if one is."""
         limit = self._max_evaluations
         if limit is not None and self.num_evaluations >= limit:
             return f"beyond the best {limit} by closed forms"
@@ -63,9 +63,9 @@ class SearchBudget:
         return ""
 
     def end_evaluation(self) -> None:
-        """Count an evaluation that has just ended.
+        """Count an evaluation that has just ended, and measure its duration.
 
-        It began when the previous evaluation ended, or when the budget was created.
+        It is assumed to have begun when the previous one ended, or when the budget was created.
         """
         now = self._clock()
         self._longest = max(self._longest, now - self._last)

@@ -50,7 +50,7 @@ class OperatingPoint(NamedTuple):
     chunk_seconds: float
     """Seconds in which a micro-batch with as many prefill tokens as permitted passes all stages."""
     num_servers: float = 1.0
-    """Requests that are served at once before one has to wait: 1 where tokens are the limit."""
+    """Servers in the queueing model: 1 if tokens per micro-batch are the limit, else sequences."""
     chunk_stage_seconds: float = 0.0
     """Seconds of that micro-batch on the slowest stage; 0 if there is only one stage."""
     chunks_per_request: float = 1.0
@@ -70,9 +70,10 @@ class OperatingPoint(NamedTuple):
     def itl(self, percent: float) -> float:
         """Return a percentile (0..100) of the time between two tokens in seconds.
 
-        In a pipeline a micro-batch of decodes waits for one with a prompt that is on a stage before
-        it. So many gaps pass that a prompt as chunks of prompts arrive in a step, and the stage is
-        busy for its utilization; the wait is uniform up to the time of the prompt on the stage.
+        In a pipeline, a micro-batch of decodes waits for a micro-batch with a prefill that is on a
+        stage before it. The share of gaps with such a wait is the rate of prefill chunks per step
+        times the utilization of the stage; the wait is uniform up to the stage's time for the
+        chunk.
         """
         share = min(1.0, self.rate * self.slowest_seconds)
         share *= min(1.0, self.rate * self.chunks_per_request * self.step_seconds)
@@ -95,9 +96,9 @@ class OperatingPoint(NamedTuple):
         )
 
     def keeps(self, limits: Slo, max_delay_seconds: float = MAX_DELAY_SECONDS) -> bool:
-        """Return True if the estimates are within the limits and the scheduling delay is bounded.
+        """Return True if the estimated latencies are within limits of TTFT, TPOT and TBT.
 
-        Limits of `e2el` are not estimated.
+        The scheduling delay has to be within its limit as well. Limits of `e2el` are ignored.
         """
         return not self.missed_limit(limits, max_delay_seconds)
 
@@ -166,7 +167,7 @@ class WorkloadMoments(NamedTuple):
     steps: tuple[int, ...]
     """Number of decode steps of each request, ascending."""
     is_shared: bool = False
-    """True if requests share parts of their prompts, and so KV blocks."""
+    """True if requests share prefixes, and therefore KV blocks."""
 
     @property
     def mean_context_tokens(self) -> float:
@@ -268,16 +269,16 @@ class EngineBounds:
         delay_seconds: float,
         limits: Slo = NO_SLO,
     ) -> float:
-        """Return an upper bound of the request rate of a run of limited length and delays.
+        """Return an upper bound of the request rate that a simulation of limited length sustains.
 
-        In a run, the requests that have not finished when the last one arrives do not count: those
-        that run by then, as many as the engine holds, and those that wait for less than the delay.
-        Of each limit of the time between tokens, only the share of decode steps counts that has to
-        keep it; `max_decode_rate` limits these steps.
+        Requests that have not finished when the last one arrives raise the rate: those that run
+        then, as many as the engine holds, and those that wait for less than `delay_seconds`. A
+        limit of TPOT or TBT lowers it through `max_decode_rate`, only for the share of decode steps
+        that has to meet the limit.
 
         Args:
-            num_requests: Least number of requests of a run.
-            min_seconds: Least time in which they arrive.
+            num_requests: Smallest number of requests of a simulation.
+            min_seconds: Shortest time in which they arrive.
             delay_seconds: Limit of the scheduling delay.
             limits: Latency limits; those of TTFT and E2EL are ignored.
         """
@@ -406,7 +407,7 @@ class EngineBounds:
         ]
 
     def missed_limit(self, limits: Slo, max_delay_seconds: float = MAX_DELAY_SECONDS) -> str:
-        """Return the reason why no request rate is within limits; empty if there may be one."""
+        """Return the reason why no request rate is within limits; empty if some rate may be."""
         if not self._points:
             return self._unknown_reason
         return self._points[0].missed_limit(limits, max_delay_seconds)
@@ -414,12 +415,12 @@ class EngineBounds:
     def request_seconds(
         self, limits: Slo = NO_SLO, max_delay_seconds: float = MAX_DELAY_SECONDS
     ) -> float:
-        """Return the estimated duration of a long request at the capacity, without queueing.
+        """Return the estimated duration of a long request at the engine's capacity, not queued.
 
-        Its output has the length of percentile LONG_REQUEST_PERCENT, its prompt the mean length.
+        The prompt has the mean length, the output that of percentile LONG_REQUEST_PERCENT.
 
         Args:
-            limits: Latency limits of the capacity; where no rate keeps them they do not count.
+            limits: Latency limits of the capacity; ignored if no rate is within them.
             max_delay_seconds: Limit of the scheduling delay.
         """
         point = self.best_point(limits, max_delay_seconds) or self.best_point(NO_SLO)

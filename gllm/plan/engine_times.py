@@ -95,9 +95,9 @@ class EngineTimes:
         return bisect_last(keeps, 0, most + 1)
 
     def decode_rate(self, mean_context: float, limit_seconds: float, most: int) -> float:
-        """Return the most decode steps per second within a limit of the step time; 0 without any.
+        """Return the most decode steps per second of batches within a time limit; 0 if none is.
 
-        Every stage has a batch of its own; the slowest one counts.
+        Every stage computes a batch of its own, so the slowest stage determines the rate.
 
         Args:
             mean_context: Tokens of context per request.

@@ -34,7 +34,7 @@ class DeviceNode(NamedTuple):
     """A name of DEVICES, or CORE."""
     num_devices: int
     inner_link: NetworkLink | None = None
-    """Between two of its devices; None: unknown."""
+    """Link between two devices of the node; None: unknown."""
     host: str = ""
     """Address under which the other nodes reach it; empty: its name."""
     price: float | None = None
@@ -51,11 +51,11 @@ class DeviceCluster:
     """Nodes from which a planner chooses, and the network links between them."""
 
     nodes: tuple[DeviceNode, ...]
-    """Their names differ."""
+    """Nodes with different names."""
     network: NetworkLink | None = None
     """Link between two devices of different nodes; None: unknown."""
     between: Mapping[tuple[int, int], NetworkLink] = field(default_factory=dict)
-    """Links of pairs of nodes that differ from `network`, by both indices, the smaller first."""
+    """Links that differ from `network`, by (smaller node index, larger node index)."""
 
     @property
     def all_devices(self) -> Group:
@@ -173,7 +173,7 @@ class MachineFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     count: int
     """Number of devices."""
     link: str
-    """Class of the links between its devices."""
+    """Name of the link class between its devices."""
     host: str = ""
     """Address under which the other machines reach it, for the plan; empty: the machine's name."""
 
@@ -184,9 +184,9 @@ class ClusterFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     links: dict[str, LinkFields]
     machines: dict[str, MachineFields]
     network: str
-    """Class of the links between machines."""
+    """Name of the link class between machines."""
     between: dict[str, str] = {}
-    """Classes of links that differ from `network`, by two machines joined with a dash."""
+    """Name of a link class that differs from `network`, by two machine names as in `a-b`."""
 
 
 class MachineClassFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -205,7 +205,7 @@ class ShippedClusters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     machine_classes: dict[str, MachineClassFields]
     network: str
     clusters: dict[str, dict[str, int]]
-    """Number of devices by class of machines, by the name of the cluster."""
+    """Number of devices by machine class, by name of the cluster."""
 
 
 @cache

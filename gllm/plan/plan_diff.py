@@ -53,11 +53,14 @@ class FigureComparison(NamedTuple):
     factor: float = 1.0
     """Multiplier for the table, such as 1000 for milliseconds."""
     is_share: bool = False
-    """True for a share 0..1, whose difference is in points."""
+    """True for a share 0..1, whose difference is given in percentage points."""
 
     @property
     def difference(self) -> float | None:
-        """Relative difference to the expected figure, absolute for a share; None without both."""
+        """Measured relative to predicted value minus 1, or their difference for a share.
+
+        None if a value is missing.
+        """
         if self.expected is None or self.measured is None:
             return None
         if self.is_share:

@@ -81,7 +81,7 @@ class EnginePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def nodes(self) -> list[str]:
-        """Names of the nodes of its stages, ordered by node rank; the first one has the head."""
+        """Names of the nodes of its stages, ordered by node rank; the first one has rank 0."""
         return list(dict.fromkeys(stage.node for stage in self.stages))
 
     def stages_of(self, node: str) -> list[StagePlan]:
@@ -141,7 +141,7 @@ class ServingPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engines: dict[str, EnginePlan]
     version: int = PLAN_VERSION
     links: dict[str, LinkPlan] = {}
-    """By the names of two nodes joined by a dash, as in `a-b`."""
+    """Network links by the names of two nodes joined by a dash, as in `a-b`."""
     router: RouterPlan | None = None
     routes: dict[str, dict[str, float]] = {}
     """Share of a prefill engine's requests that each decode engine gets; they sum up to 1."""

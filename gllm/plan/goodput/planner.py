@@ -126,12 +126,12 @@ class GoodputPlanner:
             )
 
     def place_apart(self, rate: float | None) -> GoodputPlan:
-        """Return the engines by DistServe's Algorithm 1: each phase is placed for itself.
+        """Search for the best prefill and decode engines independently (DistServe's Algorithm 1).
 
         They serve `rate` requests per second, or as many as all GPUs can if it is None.
 
         Raises:
-            UnservableError: No engine of a phase keeps the limits.
+            UnservableError: No engine of a phase meets the latency limits.
             ValueError: The rate needs more GPUs than there are.
         """
         shape, cluster = self.problem.shape, self.problem.cluster
@@ -154,12 +154,12 @@ class GoodputPlanner:
         return self._finish(system, None, rate, per_gpu, searches)
 
     def place_together(self, rate: float | None) -> GoodputPlan:
-        """Return the engines by DistServe's Algorithm 2: both phases share nodes.
+        """Search for the best engine pair whose stages share nodes (DistServe's Algorithm 2).
 
         They serve `rate` requests per second, or as many as all GPUs can if it is None.
 
         Raises:
-            UnservableError: No unit keeps the limits.
+            UnservableError: No pair meets the latency limits.
             ValueError: The rate needs more GPUs than there are.
         """
         shape, cluster = self.problem.shape, self.problem.cluster
@@ -311,7 +311,7 @@ class GoodputPlanner:
         )
 
     def lay_out(self, plan: GoodputPlan) -> ServingPlan:
-        """Return the serving plan. Raises ValueError if the engines do not fit the nodes."""
+        """Convert the chosen engines into a serving plan. Raises ValueError if they do not fit."""
         problem, system, unit = self.problem, plan.system, plan.unit
         assert system.decode is not None
         layers = problem.shape.layers

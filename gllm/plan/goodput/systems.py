@@ -38,7 +38,7 @@ class System:
     costs: EngineCosts
     prefill: Parallelism
     decode: Parallelism | None = None
-    """None: `prefill` runs both phases."""
+    """Parallelism of decode engines; None: the engines of `prefill` run both phases."""
     num_prefill: int = 1
     num_decode: int = 1
     prefill_policy: str = "distserve"
@@ -216,7 +216,7 @@ class RunTask(NamedTuple):
     rate: float
     """Requests per second of the whole system."""
     num_requests: int
-    """Least number; more if they arrive in less than MIN_SECONDS."""
+    """Smallest number of requests; raised if they would arrive in less than MIN_SECONDS."""
     seed: int = 0
 
 
@@ -232,11 +232,11 @@ class GoodputTask(NamedTuple):
     """prefill or decode; empty for both."""
     seed: int = 0
     first_rate: float | None = None
-    """First upper end of the search, requests per second of the whole system."""
+    """Upper end of the first range of rates that the search tries, in requests per second."""
     num_steps: int = NUM_STEPS
-    """Rates from 0 to that end: the precision of the search."""
+    """Number of rates in that range: the precision of the search."""
     most_rate: float = inf
-    """Rate that no system reaches by closed forms; few requests may attain the target above it."""
+    """Upper bound of the goodput by formulas; higher rates are not simulated."""
 
 
 def run_task(task: RunTask) -> Outcome:

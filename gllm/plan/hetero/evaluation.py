@@ -139,7 +139,7 @@ class GroupLoad(NamedTuple):
 
     @property
     def slack(self) -> float:
-        """Unused share of the capacity; 1 for a group that serves nothing."""
+        """Unused share of the capacity; 1 for a group whose devices do not fit the model."""
         return 1 - self.flow / self.capacity if self.capacity else 1.0
 
 
@@ -230,7 +230,7 @@ class PlanEvaluator:
     def evaluate_if_better(self, partition: Partition, best: Score) -> EvaluatedPlan | None:
         """Return the plan of a partition if its score beats another one; otherwise None.
 
-        A flow is at most the capacity of each phase, so most partitions need no flow.
+        The smaller capacity of both phases bounds the flow, so most flows need not be computed.
         """
         self.num_evaluations += 1
         bound = self._bound(*self._replicas(partition))

@@ -54,7 +54,7 @@ class PoolPlan(NamedTuple):
     """Best cluster for one pair of machine types of Splitwise, with its request rate."""
 
     name: str
-    """A name of the paper's designs: AA, HH, HA or HHcap."""
+    """Pair of machine types as in the paper: AA, HH, HA or HHcap."""
     cluster: ClusterDesign
     """Numbers of prompt and token machines, not scaled down."""
     rate: float
@@ -86,10 +86,10 @@ class PoolSearch:
     """Most violated SLO just above the highest rate, by simulated cluster."""
 
     def plan(self, name: str) -> PoolPlan | None:
-        """Return the best cluster of a design; None if none meets the SLOs.
+        """Return the best cluster for a pair of machine types; None if none meets the SLOs.
 
         Raises:
-            ValueError: The design is unknown, or the limit admits no cluster of it.
+            ValueError: The pair is unknown, or the limit does not allow one machine of each type.
         """
         pair = machine_pair(name)
         if self.problem.objective == THROUGHPUT:

@@ -55,10 +55,10 @@ class ScaleResult(NamedTuple):
     points: list[ScalePoint]
     """Numbers of engines at several request rates."""
     rule: ScaleRule
-    """Linear rule for the number of engines, fitted to `points`."""
+    """Number of engines as a function of the request rate, fitted to `points`."""
 
     def num_workers(self, rate: float) -> int:
-        """Return the number of workers for a request rate per second."""
+        """Return the number of engines for a request rate per second."""
         searched = [point.placed.num_workers for point in self.points if point.rate >= rate]
         return max(1, self.rule.num_engines(rate), min(searched, default=0))
 

@@ -133,18 +133,18 @@ class DesignPlanner:
         uses_closed_forms: bool = False,
         on_result: Callable[[AssessedDesign], None] = lambda result: None,
     ) -> BestFirstOutcome[EngineDesign, AssessedDesign]:
-        """Return the best design, and the reasons why others were not simulated.
+        """Return the best design, and the numbers of designs that were not simulated, by reason.
 
         Args:
-            designs: The candidates.
-            budget: Of the simulations; closed forms take milliseconds each.
-            jobs: Number of processes.
-            is_exhaustive: Simulate designs that cannot win as well.
-            uses_closed_forms: Simulate nothing.
-            on_result: Called for each design that was simulated.
+            designs: Candidate designs.
+            budget: Time and evaluation limit of the simulations; formulas take milliseconds each.
+            jobs: Number of processes that simulate in parallel.
+            is_exhaustive: Also simulate designs whose bound is too low.
+            uses_closed_forms: Use formulas only, without simulations.
+            on_result: Called for each simulated design.
 
         Raises:
-            ValueError: No design fits; the message names the binding constraint.
+            ValueError: No design fits the devices; the message names the failed constraint.
         """
         self.unfit.clear()
         candidates = [(design, self.bound(design)) for design in designs]
@@ -176,7 +176,7 @@ class DesignPlanner:
             return search_best(candidates, simulate, score, budget, jobs, is_exhaustive)
 
     def bounds_of(self, design: EngineDesign) -> EngineBounds:
-        """Return the closed forms of a design. Raises ValueError if the model does not fit."""
+        """Return the bounds and estimates of a design. Raises ValueError if it does not fit."""
         if design not in self._bounds:
             self._bounds[design] = EngineBounds(self.deployment_of(design), self.moments)
         return self._bounds[design]
@@ -187,7 +187,7 @@ class DesignPlanner:
         return build_deployment(config, self.moments.longest_tokens)
 
     def rule_of(self, design: EngineDesign) -> CapacityRule:
-        """Return the capacity rule for a design; runs last several times as long as a request."""
+        """Return the capacity rule for a design, with simulations of several request durations."""
         bounds, delay = self.bounds_of(design), self.rule.max_p99_delay_seconds
         return extend_rule(self.rule, bounds.request_seconds(self.problem.limits, delay))
 
