@@ -327,7 +327,7 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, model: str, **options: Any) -> "EngineConfig":
-        """Create a configuration from keyword arguments, which may have SchedulerConfig's fields."""
+        """Create a configuration from keyword arguments, including fields of SchedulerConfig."""
         names = {f.name for f in dataclasses.fields(SchedulerConfig)}
         scheduler = {k: options.pop(k) for k in list(options) if k in names - {"max_model_len"}}
         return cls(model=model, scheduler=SchedulerConfig(**scheduler), **options)

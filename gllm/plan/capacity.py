@@ -29,14 +29,17 @@ arrives cost the run nothing: by Little's law they raise the capacity by at most
 
 
 def extend_rule(rule: CapacityRule, request_seconds: float) -> CapacityRule:
-    """Return a capacity rule whose simulations last at least several request durations.
+    """Lengthen the simulations of a capacity search to at least several durations of a request.
 
     The minimum is REQUESTS_PER_RUN times the duration of a request.
 
     Args:
-        rule: Criteria by which a simulated request rate counts as sustained. Returned unchanged if
-            its simulations are long enough.
+        rule: Criteria by which a simulated request rate counts as sustained, with the length of
+            simulations.
         request_seconds: Duration of a long request near the capacity, in seconds; 0 if unknown.
+
+    Returns:
+        The rule with longer simulations; the same rule if they are long enough.
 
     Raises:
         ValueError: The duration is negative or not finite.

@@ -146,10 +146,7 @@ def wait_probability(utilization: float, num_servers: float = 1.0) -> float:
 
 
 class WorkloadMoments(NamedTuple):
-    """Mean and mean square of the prompt and output lengths of a workload, and all lengths sorted.
-
-    Lengths are in tokens.
-    """
+    """Statistics of a workload's prompt and output lengths in tokens: means, and sorted lengths."""
 
     num_requests: int
     prompt_tokens: float
@@ -221,9 +218,9 @@ LONG_REQUEST_PERCENT = 90.0
 
 
 class EngineBounds:
-    """Upper bound of one engine's request rate and estimates of its latencies.
+    """Upper bound of one engine's request rate and estimates of its latencies, by formulas.
 
-    Both are computed by formulas from predicted step times, without a simulation.
+    The formulas use predicted step times of micro-batches; nothing is simulated.
 
     Args:
         deployment: Engine to assess: its predicted step times, scheduler options and KV cache size.

@@ -15,7 +15,7 @@ from gllm.sim.metrics.run_record import build_run_record
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """Requests that one engine of a plan has served, with their times, read from its step log."""
+    """Requests that one engine of a plan has served, read from its log of scheduler steps."""
 
     name: str
     role: str
@@ -69,7 +69,7 @@ class FigureComparison(NamedTuple):
 
 
 def read_engine_run(plan: ServingPlan, name: str, events: Sequence[StepLogEvent]) -> LoggedRun:
-    """Return the requests in the step log of an engine of a plan, without warm-up requests.
+    """Return the requests in an engine's log of scheduler steps, without warm-up requests.
 
     Args:
         plan: Plan of the engine.
@@ -119,10 +119,11 @@ def measure_startup(events: Iterable[StepLogEvent]) -> float | None:
 
 
 def compare_with_plan(plan: ServingPlan, runs: Sequence[LoggedRun]) -> list[FigureComparison]:
-    """Compare the rate, latencies, SLO attainment and startup time of a plan with its step logs.
+    """Compare the predicted rate, latencies, SLO attainment and startup time with measured ones.
 
-    TTFT is measured at engines that prefill, TPOT at engines that decode. If two engines serve a
-    request, their logs cannot be joined; the SLO attainment is then a lower bound.
+    Measured values are from the step logs of the plan's engines: TTFT from engines that prefill,
+    TPOT from engines that decode. If two engines serve a request, their logs cannot be joined; the
+    SLO attainment is then a lower bound.
 
     Args:
         plan: Plan with predicted values.

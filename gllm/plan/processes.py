@@ -114,7 +114,7 @@ class EnginePorts(NamedTuple):
 
 
 class LaunchOptions(NamedTuple):
-    """Options of one machine for starting its processes: secret file, CPU cores and log folder."""
+    """Options of one machine for starting its processes: secret file, CPU cores, log folder."""
 
     node_secret_file: str | None = None
     """File of the secret that all machines share; None without one."""

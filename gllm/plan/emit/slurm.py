@@ -121,7 +121,14 @@ def emit(plan: ServingPlan, options: EmitOptions) -> dict[str, str]:
 
 
 def group_nodes(plan: ServingPlan, nodes: list[str]) -> list[list[str]]:
-    """Return the nodes grouped by equal lists of devices, in the order of their first nodes."""
+    """Return node names grouped by equal lists of devices, for SLURM's heterogeneous jobs.
+
+    Groups are in the order of their first nodes.
+
+    Args:
+        plan: Plan with the devices of each node.
+        nodes: Names of the nodes to group.
+    """
     groups: dict[tuple[str, ...], list[str]] = {}
     for name in nodes:
         groups.setdefault(tuple(plan.nodes[name].devices), []).append(name)

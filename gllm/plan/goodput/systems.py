@@ -209,7 +209,10 @@ MAX_GROWTH = 8
 
 
 class RunTask(NamedTuple):
-    """Arguments of `run_task` as a record that can be sent to a pool of processes."""
+    """Arguments of `run_task`: engines, workload, request rate, number of requests and seed.
+
+    A record, so that it can be sent to a pool of processes.
+    """
 
     system: System
     lengths: str

@@ -303,7 +303,10 @@ def slowest_link(cluster: DeviceCluster, stage: PlannedStage) -> NetworkLink:
 
 
 def best_link(cluster: DeviceCluster, stage: PlannedStage, following: PlannedStage) -> NetworkLink:
-    """Return the link with the highest bandwidth between a rank of a stage and one of the next."""
+    """Return the link with the highest bandwidth between the devices of two stages.
+
+    Activations are assumed to take this link.
+    """
     links = [cluster.link(a, b) for a in stage.devices for b in following.devices]
     return max(links, key=lambda link: link.bandwidth)
 

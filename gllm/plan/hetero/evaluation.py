@@ -118,7 +118,11 @@ Partition = tuple[TypedGroup, ...]
 
 
 def make_partition(groups: Iterable[TypedGroup]) -> Partition:
-    """Return groups of devices with their phases as a sorted tuple without empty groups."""
+    """Return a partition of a cluster's devices as a sorted tuple of non-empty groups.
+
+    Args:
+        groups: Phase (prefill or decode) of each group, and its number of devices on each node.
+    """
     return tuple(sorted(group for group in groups if any(group[1])))
 
 
@@ -144,7 +148,10 @@ class GroupLoad(NamedTuple):
 
 
 class Score(NamedTuple):
-    """Score of a partition of the devices, compared lexicographically; larger is better."""
+    """Score of a partition of the devices into prefill and decode groups; larger is better.
+
+    Fields are compared in their order.
+    """
 
     flow: float
     """Maximum flow in requests per second."""
@@ -208,7 +215,9 @@ class EvaluatedPlan(NamedTuple):
 
 
 class PlanEvaluator:
-    """Computes replicas, maximum flow and score of partitions; results are cached.
+    """Computes and caches the score of divisions of the devices into prefill and decode groups.
+
+    The score of such a partition is mainly the maximum flow of requests through its replicas.
 
     Args:
         planner: Chooses the pipeline stages of each group of devices.

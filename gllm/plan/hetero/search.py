@@ -45,9 +45,10 @@ def add_devices(group: Group, machine: int, count: int) -> Group:
 
 
 class NeighbourFinder:
-    """Generates the neighbours of a partition: the partitions that differ from it by one change.
+    """Generates the partitions of the devices that differ from a given one by one change.
 
-    Changes are moves and swaps of devices, another phase, merges and splits of groups.
+    A partition divides the devices into prefill and decode groups. Changes are moves and swaps of
+    devices, another phase for a group, merges and splits of groups.
 
     Args:
         partition: Groups of devices with their phases.
@@ -229,7 +230,7 @@ MAX_RESTART_CHANGES = 2
 
 
 class SearchStep(NamedTuple):
-    """Progress record of a search: the flow of a new best plan and the evaluations up to it."""
+    """Progress of a search: flow of a new best plan, and number of evaluations until then."""
 
     num_evaluations: int
     flow: float
@@ -252,7 +253,9 @@ class SearchResult(NamedTuple):
 
 
 class LocalSearch:
-    """Local search over partitions that accepts the first improvement, with random restarts.
+    """Local search for the division of the devices into prefill and decode groups with most flow.
+
+    Accepts the first improvement, and restarts from random changes of the best partition.
 
     Args:
         evaluator: New evaluator, without cached results.

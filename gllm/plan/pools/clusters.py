@@ -62,7 +62,7 @@ WORKLOADS = {"code": "azure-code", "conversation": "azure-conv"}
 
 
 class SampleSize(NamedTuple):
-    """Smallest number of requests and shortest duration of a simulation."""
+    """Smallest number of requests and shortest duration in seconds of a simulation."""
 
     requests: int
     """Smallest number of requests."""
@@ -76,7 +76,10 @@ class SampleSize(NamedTuple):
 
 @dataclass(frozen=True)
 class ClusterPoint:
-    """Arguments of one simulation of a Splitwise cluster: machines, workload and request rate."""
+    """Arguments of one simulation of a cluster with separate prefill and decode machines.
+
+    In Splitwise's words these are prompt and token machines.
+    """
 
     design: ClusterDesign
     """Types and numbers of the prompt and token machines."""
@@ -216,7 +219,7 @@ def transfer_seconds(design: ClusterDesign, num_tokens: int, model: str = MODEL)
 
 
 def simulate_point(point: ClusterPoint) -> PointOutcome:
-    """Simulate a Splitwise cluster at a request rate and check its nine SLOs."""
+    """Simulate prefill and decode machines at a request rate and check Splitwise's nine SLOs."""
     arrivals = "static" if point.is_static else "poisson"
     jobs = make_workload(
         WORKLOADS[point.workload], point.num_requests, point.rate, arrivals, point.seed
@@ -230,7 +233,9 @@ def simulate_point(point: ClusterPoint) -> PointOutcome:
 def pair_latencies(
     lines: Sequence[RequestTimeline], jobs: Sequence[WorkloadRequest], model: str = MODEL
 ) -> list[tuple[RequestLatencies, RequestLatencies]]:
-    """Return the latencies of each finished request, and those of it on an idle DGX-A100.
+    """Return each request's simulated latencies, paired with those on an idle DGX-A100.
+
+    Requests that have not finished are left out.
 
     Args:
         lines: Simulated times of each request.

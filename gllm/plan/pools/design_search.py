@@ -30,7 +30,7 @@ machines that the mean load needs."""
 
 
 class DesignResult(NamedTuple):
-    """Result of `maximize_throughput`: the best cluster, its throughput, and evaluations."""
+    """Result of `maximize_throughput`: best cluster, its throughput, and number of evaluations."""
 
     design: ClusterDesign
     value: float
@@ -41,10 +41,10 @@ class DesignResult(NamedTuple):
 def maximal_designs(
     pair: tuple[MachineType, MachineType], constraint: str, budget: float
 ) -> Iterator[ClusterDesign]:
-    """Yield the clusters that use up a budget: for each number of prompt machines the largest one.
+    """Yield the clusters that use up a budget: for each number of prefill machines the largest one.
 
     Args:
-        pair: Types of the prompt and token machines.
+        pair: Types of the prefill and decode machines.
         constraint: Limited quantity: a name of BUDGETS, such as power.
         budget: Limit, relative to one DGX-A100, or a number of machines.
     """
@@ -63,14 +63,14 @@ def maximize_throughput(
     budget: float,
     evaluate: Callable[[ClusterDesign], float],
 ) -> DesignResult:
-    """Search for the cluster within a budget that serves the most requests per second.
+    """Search for the prefill and decode machines within a budget that serve the highest rate.
 
-    Clusters that use up the budget are compared by a Fibonacci search over the number of prompt
+    Clusters that use up the budget are compared by a Fibonacci search over the number of prefill
     machines, and then around the best one. The result is optimal if throughput first strictly rises
-    and then never rises with this number. Among equals the fewest prompt machines win.
+    and then never rises with this number. Among equals the fewest prefill machines win.
 
     Args:
-        pair: Types of the prompt and token machines.
+        pair: Types of the prefill and decode machines.
         constraint: Limited quantity: a name of BUDGETS, such as power.
         budget: Limit, relative to one DGX-A100, or a number of machines.
         evaluate: Returns the requests per second that a cluster serves within the SLOs.
@@ -129,20 +129,20 @@ def find_border(
     limit: tuple[int, int],
     num_doublings: int = MAX_DOUBLINGS,
 ) -> tuple[list[ClusterDesign], int]:
-    """Search for the smallest clusters that serve a required throughput within the SLOs.
+    """Search for the smallest clusters of prefill and decode machines that serve a throughput.
 
-    For each number of prompt machines, finds the fewest token machines. Goes along the border
+    For each number of prefill machines, finds the fewest decode machines. Goes along the border
     between clusters that serve the throughput and those that do not, with at most as many
     evaluations as the sum of both limits, and one per doubling.
 
     Args:
-        pair: Types of the prompt and token machines.
-        serves: Returns True if a cluster serves the throughput.
-        limit: Largest numbers of prompt and token machines.
+        pair: Types of the prefill and decode machines.
+        serves: Returns True if a cluster serves the throughput within the SLOs.
+        limit: Largest numbers of prefill and decode machines.
         num_doublings: How often both limits may be doubled, until the largest cluster serves it.
 
     Returns:
-        The clusters, those with the most prompt machines first, and the number of evaluations.
+        The clusters, those with the most prefill machines first, and the number of evaluations.
 
     Raises:
         ValueError: The largest cluster does not serve the throughput.
@@ -172,7 +172,7 @@ def find_border(
 def choose_cheapest(border: Sequence[ClusterDesign], objective: str) -> ClusterDesign:
     """Return the cluster with the lowest cost, power or number of machines.
 
-    Among equals the fewest prompt machines win.
+    Among equals the fewest prefill machines win.
 
     Args:
         border: Clusters to choose from.

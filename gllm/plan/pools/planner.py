@@ -51,7 +51,7 @@ SimulatePoint = Callable[[ClusterPoint], list[SloMargin]]
 
 
 class PoolPlan(NamedTuple):
-    """Best cluster for one pair of machine types of Splitwise, with its request rate."""
+    """Best numbers of prefill and decode machines for a pair of machine types (Splitwise)."""
 
     name: str
     """Pair of machine types as in the paper: AA, HH, HA or HHcap."""
@@ -67,7 +67,9 @@ class PoolPlan(NamedTuple):
 
 @dataclass
 class PoolSearch:
-    """Search for the best numbers of prompt and token machines by pair of machine types.
+    """Search for the best numbers of prefill and decode machines of given types (Splitwise).
+
+    Splitwise calls them prompt and token machines.
 
     Args:
         problem: Model, workload (a name of WORKLOADS) and objective. The objective is THROUGHPUT
@@ -179,13 +181,13 @@ class PoolSearch:
 def border_limit(
     pair: tuple[MachineType, MachineType], rate: float, workload: str, model: str = MODEL
 ) -> tuple[int, int]:
-    """Return the largest numbers of prompt and token machines that a search has to try.
+    """Return the largest numbers of prefill and decode machines that a search has to try.
 
     Each is BORDER_FACTOR times the number of machines that a formula gives for the rate if there
     are enough machines of the other type.
 
     Args:
-        pair: Types of the prompt and token machines.
+        pair: Types of the prefill and decode machines.
         rate: Requests per second to serve.
         workload: A name of WORKLOADS.
         model: A name of PROFILES.
@@ -199,7 +201,7 @@ def border_limit(
 
 
 def scale_cluster(design: ClusterDesign, factor: int) -> ClusterDesign:
-    """Return a cluster with `factor` times as many prompt and token machines."""
+    """Return a cluster with `factor` times as many prefill and decode machines."""
     return design._replace(
         num_prompt=design.num_prompt * factor, num_token=design.num_token * factor
     )
@@ -218,7 +220,9 @@ def best_plan(plans: list[PoolPlan], objective: str) -> PoolPlan:
 
 
 def lay_out_pools(plan: PoolPlan, problem: ServiceProblem) -> ServingPlan:
-    """Convert a cluster of prompt and token machines into a serving plan, one engine per machine.
+    """Convert a cluster of prefill and decode machines into a serving plan for `gllm up`.
+
+    Each machine runs one engine with one pipeline stage on all its devices.
 
     Args:
         plan: Numbers and types of the machines.

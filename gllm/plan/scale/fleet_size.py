@@ -33,7 +33,7 @@ MAX_WORKERS = 512
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """An engine of a simulated fleet of equal engines: step times, KV cache size and GPUs."""
+    """An engine of a simulated fleet (a worker in Aladdin): step times, KV cache size and GPUs."""
 
     name: str
     """Name of the model."""
