@@ -11,11 +11,11 @@ from gllm.plan.pools.clusters import (
 )
 from gllm.plan.pools.design_search import (
     choose_cheapest,
-    find_border,
+    find_smallest_clusters,
     maximal_designs,
     maximize_throughput,
 )
-from gllm.plan.pools.planner import START_SHARE, border_limit
+from gllm.plan.pools.planner import START_SHARE, max_machine_counts
 from gllm.sim.hardware.machines import (
     ClusterDesign,
     count_affordable,
@@ -141,8 +141,8 @@ def search_border(task: BorderTask) -> BorderOutcome:
         point = ClusterPoint(design, task.workload, task.rate, task.size, policy=task.policy)
         return simulate_point(point).is_served
 
-    border, num_evaluations = find_border(
-        pair, serves, border_limit(pair, task.rate, task.workload)
+    border, num_evaluations = find_smallest_clusters(
+        pair, serves, max_machine_counts(pair, task.rate, task.workload)
     )
     return BorderOutcome(
         task, choose_cheapest(border, "power"), choose_cheapest(border, "cost"), num_evaluations

@@ -14,7 +14,8 @@ def find_smallest(
     """Return a cluster that serves a throughput and lacks no machine for it, by few evaluations.
 
     First the fewest token machines beside the most prompt machines are bisected, then the fewest
-    prompt machines beside these: `find_border` walks along all other clusters of the border, too.
+    prompt machines beside these: `find_smallest_clusters` walks along all other clusters of the
+    border, too.
 
     Args:
         pair: Prompt and token machine.

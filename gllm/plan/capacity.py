@@ -75,7 +75,7 @@ def measure_capacity(
     on_trial: TrialObserver = lambda rate, trial: None,
     budget: SearchBudget | None = None,
 ) -> ConfigurationCapacity:
-    """Search by simulation for the highest request rate that keeps delay and latency limits.
+    """Search by simulation for the highest request rate within delay and latency limits.
 
     Args:
         config: Deployment, number of engines and workload; its request rate is ignored.

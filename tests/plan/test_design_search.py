@@ -10,7 +10,7 @@ from gllm.observability.latency import RequestTimeline
 from gllm.plan.pools.design_search import (
     BUDGETS,
     choose_cheapest,
-    find_border,
+    find_smallest_clusters,
     maximal_designs,
     maximize_throughput,
 )
@@ -88,9 +88,9 @@ def test_the_price_of_a_throughput_is_that_of_an_exhaustive_search(
 
     if not able:
         with pytest.raises(ValueError, match="raise the limit"):
-            find_border(pair, serves, limit, num_doublings=0)
+            find_smallest_clusters(pair, serves, limit, num_doublings=0)
         return
-    border, num_evaluations = find_border(pair, serves, limit, num_doublings=0)
+    border, num_evaluations = find_smallest_clusters(pair, serves, limit, num_doublings=0)
     cheapest = choose_cheapest(border, objective)
     assert serves(cheapest)
     assert BUDGETS[objective](cheapest) == pytest.approx(min(map(BUDGETS[objective], able)))
@@ -99,11 +99,13 @@ def test_the_price_of_a_throughput_is_that_of_an_exhaustive_search(
 
 def test_a_limit_that_is_too_low_is_doubled() -> None:
     pair, evaluate = machine_pair("AA"), throughput(1.0, 1.0)
-    border, num_evaluations = find_border(pair, lambda design: evaluate(design) >= 11, (3, 3))
+    border, num_evaluations = find_smallest_clusters(
+        pair, lambda design: evaluate(design) >= 11, (3, 3)
+    )
     assert [tuple(design[2:]) for design in border] == [(12, 11), (11, 11)]
     assert num_evaluations <= 12 + 12 + 3
     with pytest.raises(ValueError, match="12 prompt and 12 token machines do not serve"):
-        find_border(pair, lambda design: evaluate(design) >= 13, (3, 3))
+        find_smallest_clusters(pair, lambda design: evaluate(design) >= 13, (3, 3))
 
 
 def test_a_search_of_seventy_machines_makes_few_evaluations() -> None:

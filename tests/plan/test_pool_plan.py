@@ -18,8 +18,8 @@ from gllm.plan.pools.planner import (
     PoolPlan,
     PoolSearch,
     best_plan,
-    border_limit,
     lay_out_pools,
+    max_machine_counts,
 )
 from gllm.plan.problem import ServiceProblem
 from gllm.plan.serving_plan import check_plan, read_plan
@@ -86,7 +86,7 @@ def test_the_least_of_a_quantity_is_that_of_an_exhaustive_search(
         real = fluid_rate(cluster, problem.workload, problem.model)
         return min(slos.throughput(cluster), real) >= 6.0
 
-    most = border_limit(pair, 6.0, problem.workload, problem.model)
+    most = max_machine_counts(pair, 6.0, problem.workload, problem.model)
     for _ in range(MAX_DOUBLINGS):
         if not serves(ClusterDesign(*pair, *most)):
             most = 2 * most[0], 2 * most[1]
@@ -171,8 +171,8 @@ def test_the_slo_that_binds_is_named(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_few_token_machines_do_not_bound_a_search_of_prompts() -> None:
     """Code has outputs so short that the closed form needs hardly one token machine."""
-    prompt, token = border_limit(machine_pair("HH"), 20.0, "code")
+    prompt, token = max_machine_counts(machine_pair("HH"), 20.0, "code")
     assert token == MIN_BORDER <= prompt
-    larger = border_limit(machine_pair("HH"), 2000.0, "code")
+    larger = max_machine_counts(machine_pair("HH"), 2000.0, "code")
     assert larger[0] > prompt
     assert larger[1] > token

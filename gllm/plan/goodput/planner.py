@@ -90,7 +90,7 @@ class GoodputPlan:
 class GoodputPlanner:
     """Planner of prefill and decode engines with the highest goodput per GPU (DistServe).
 
-    Goodput is the request rate at which enough requests keep the limits of TTFT and TPOT.
+    Goodput is the request rate at which enough requests meet the limits of TTFT and TPOT.
 
     Args:
         problem: Model, workload, latency limits of each request, and equal nodes.

@@ -256,11 +256,11 @@ def _count_requests(rate: float, num_requests: int) -> int:
 
 
 def measure_goodput(task: GoodputTask) -> float:
-    """Search by simulation for the highest request rate at which enough requests keep the SLO.
+    """Search by simulation for the highest request rate at which enough requests meet the SLO.
 
     The share of requests within the limits is assumed to fall with the rate. Source: simu_prefill
     and simu_decode of DistServe's artifact (arXiv 2401.09670, section 4.1), but a request has to
-    keep both limits.
+    meet both limits.
 
     Args:
         task: Engines, workload, latency limits, and range and precision of the search.

@@ -35,7 +35,7 @@ class MeanLengths(NamedTuple):
         return self.prompt + self.output
 
 
-def class_of(prompt: int, output: int) -> str:
+def length_class(prompt: int, output: int) -> str:
     """Return HexGen-2's workload class of a request: heavy or light prefill and decode.
 
     Args:
@@ -53,7 +53,7 @@ def class_of(prompt: int, output: int) -> str:
 def _lengths_by_class() -> dict[str, Lengths]:
     lengths: dict[str, Lengths] = {name: [] for name in CLASSES}
     for pair in load_trace(TRACES[CLASS_TRACE]).lengths:
-        lengths[class_of(*pair)].append(pair)
+        lengths[length_class(*pair)].append(pair)
     return lengths
 
 

@@ -123,7 +123,7 @@ def _climb(value: Callable[[int], float], index: int, size: int) -> int:
         index = best
 
 
-def find_border(
+def find_smallest_clusters(
     pair: tuple[MachineType, MachineType],
     serves: Callable[[ClusterDesign], bool],
     limit: tuple[int, int],

@@ -23,7 +23,12 @@ from gllm.plan.pools.clusters import (
     search_rate,
     simulate_point,
 )
-from gllm.plan.pools.design_search import BUDGETS, choose_cheapest, find_border, maximize_throughput
+from gllm.plan.pools.design_search import (
+    BUDGETS,
+    choose_cheapest,
+    find_smallest_clusters,
+    maximize_throughput,
+)
 from gllm.plan.problem import ServiceProblem
 from gllm.plan.serving_plan import ExpectedFigures, RouterPlan, ServingPlan
 from gllm.sim.capacity import SearchEndedError
@@ -124,7 +129,7 @@ class PoolSearch:
         problem = self.problem
         assert problem.rate is not None, "these objectives have a rate to serve"
         rate = problem.rate / self.scale
-        limit = border_limit(pair, rate, problem.workload, problem.model)
+        limit = max_machine_counts(pair, rate, problem.workload, problem.model)
         served: list[ClusterDesign] = []
         num_points = 0
 
@@ -143,7 +148,7 @@ class PoolSearch:
 
         is_complete = True
         try:
-            served = find_border(pair, serves, limit)[0]
+            served = find_smallest_clusters(pair, serves, limit)[0]
         except SearchEndedError:
             is_complete = False
         except ValueError:
@@ -178,7 +183,7 @@ class PoolSearch:
         return is_served
 
 
-def border_limit(
+def max_machine_counts(
     pair: tuple[MachineType, MachineType], rate: float, workload: str, model: str = MODEL
 ) -> tuple[int, int]:
     """Return the largest numbers of prefill and decode machines that a search has to try.
