@@ -31,14 +31,14 @@ COSTS: dict[str, CostsFactory] = {"roofline": RooflineCosts, "table1": Table1Cos
 def make_planner(
     problem: ServiceProblem,
     costs: str = "roofline",
-    credit: PipelineCapacityRule = PipelineCapacityRule.PIPELINED,
+    rule: PipelineCapacityRule = PipelineCapacityRule.PIPELINED,
 ) -> ReplicaPlanner:
     """Return an object that chooses the pipeline stages of each replica for a planning problem.
 
     Args:
         problem: Model, workload and cluster.
         costs: Cost model: a name of COSTS.
-        credit: Formula for the capacity of a pipeline.
+        rule: Formula for the capacity of a pipeline.
 
     Raises:
         ValueError: A name is unknown.
@@ -46,7 +46,7 @@ def make_planner(
     factory = look_up("costs", costs, COSTS)
     lengths = mean_lengths(problem.workload)
     return ReplicaPlanner(
-        problem.cluster, problem.shape, factory(problem.cluster, problem.shape, lengths), credit
+        problem.cluster, problem.shape, factory(problem.cluster, problem.shape, lengths), rule
     )
 
 
