@@ -18,7 +18,12 @@ ChatMessage = dict[str, str]
 
 
 class ChatClient:
-    """Client of a server's chat completions endpoint."""
+    """Streaming client of /v1/chat/completions.
+
+    Args:
+        server: HTTP client of the server.
+        options: fields of every request besides model and messages, such as the temperature.
+    """
 
     def __init__(self, server: ServerClient, options: dict[str, Any]) -> None:
         self._server = server
@@ -56,13 +61,17 @@ class ChatClient:
 
 
 def print_answer(client: ChatClient, history: list[ChatMessage]) -> str:
-    """Print an answer as it streams, reasoning first, then its speed; Ctrl-C stops it.
+    """Print the model's answer as it streams, reasoning first, then its speed; Ctrl-C stops it.
+
+    Args:
+        client: client of the chat completions endpoint.
+        history: messages of the conversation, the new prompt last.
 
     Returns:
         The text of the answer without its reasoning, for the history.
 
     Raises:
-        ServerError: The request failed or the connection broke.
+        ServerError: the request failed or the connection broke.
     """
     text, num_tokens, first_token_time, in_reasoning = "", 0, None, False
     stream = client.stream(history)
@@ -95,7 +104,7 @@ def print_answer(client: ChatClient, history: list[ChatMessage]) -> str:
 
 
 def run_dialogue(client: ChatClient, system: str | None) -> None:
-    """Read prompts and print answers until /quit or the end of input."""
+    """Read prompts from the terminal and print answers until /quit or the end of input."""
     opening: list[ChatMessage] = [{"role": "system", "content": system}] if system else []
     history = list(opening)
     while True:
@@ -120,7 +129,7 @@ def run_dialogue(client: ChatClient, system: str | None) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the command's flags."""
+    """Return the argument parser of `gllm chat`."""
     parser = FlagParser(prog="gllm chat", description=HELP)
     add_server_flags(parser)
     parser.add_argument("--system", help="system message")
@@ -136,7 +145,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `gllm chat` and return the exit status: 1 if no server responds, 2 for bad flags."""
+    """Chat with a running server in the terminal.
+
+    Returns:
+        The exit status: 1 if no server responds, 2 for invalid flags.
+    """
     arguments = make_parser().parse_args(argv)
     fields = {"temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
     options = {name: value for name, value in fields.items() if value is not None}

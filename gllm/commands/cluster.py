@@ -14,7 +14,7 @@ TITLE = "gllm-cluster"
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+    """Return the argument parser of `gllm cluster`."""
     parser = FlagParser(prog="gllm cluster", description=(__doc__ or "").splitlines()[0])
     parser.add_config_flag()
     for config in (ClusterConfig, ServerConfig):
@@ -23,7 +23,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until a signal; return the exit status."""
+    """Run the master of a cluster, with its HTTP API, until a signal.
+
+    The master starts engines, called services, on the nodes that join it.
+
+    Returns:
+        The exit status: 2 for invalid options or an address in use.
+    """
     values = make_parser().parse_args(argv)
     logs = parse_logs(values, TITLE)
     # Imported late: --help needs none of it.

@@ -22,7 +22,7 @@ from gllm.runtime.worker.device import available_memory_bytes
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the flags of the command."""
+    """Return the argument parser of `gllm doctor`."""
     parser = FlagParser(prog="gllm doctor", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--master-addr",
@@ -49,7 +49,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the findings; return the exit status: 1 if a problem prevents an engine."""
+    """Check whether this machine can be part of a multi-node engine; print each result.
+
+    Returns:
+        The exit status: 1 if a problem prevents an engine from running, else 0.
+    """
     values = make_parser().parse_args(argv)
     nodes = NodesConfig(
         nnodes=values.nnodes or 1, node_rank=values.node_rank, master_addr=values.master_addr
@@ -66,11 +70,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_checks(values: argparse.Namespace, nodes: NodesConfig) -> Iterator[Finding]:
-    """Yield the findings, those of this machine first.
+    """Yield the results of all checks: of this machine, then of the network and the head node.
 
     Args:
-        values: of the command line.
-        nodes: the same values as configuration.
+        values: parsed flags of `gllm doctor`.
+        nodes: number of nodes, rank and head address of the same flags.
     """
     gpus = MachineMonitor().gpu_names
     yield host_checks.check_platform()

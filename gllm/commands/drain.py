@@ -17,15 +17,15 @@ RETRY_STATUS = 503
 
 
 def drain(client: ServerClient, node: str, timeout: float) -> str:
-    """Drain a machine, and wait until it has left the engine.
+    """Drain a node of a multi-node engine, and wait until the node has left the engine.
 
     Args:
-        client: of the engine.
-        node: name of the machine.
-        timeout: seconds to wait, also for an engine that recovers.
+        client: HTTP client of the engine's server.
+        node: name of the node.
+        timeout: seconds to wait, also for an engine that is recovering.
 
     Returns:
-        The reason for which the machine is not drained; empty if it is.
+        The reason why the node is not drained; empty if it is.
 
     Raises:
         ServerError: the server cannot be reached, or refuses.
@@ -51,7 +51,7 @@ def drain(client: ServerClient, node: str, timeout: float) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the flags of the command."""
+    """Return the argument parser of `gllm drain`."""
     parser = FlagParser(
         prog="gllm drain",
         description="Take a machine out of a running engine: its layers move to other machines, "
@@ -69,7 +69,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `gllm drain`; return the exit status: 1 if the machine is not drained."""
+    """Remove a node from a running engine, whose other nodes take over its layers.
+
+    Returns:
+        The exit status: 1 if the node is not drained.
+    """
     arguments = make_parser().parse_args(argv)
     try:
         reason = drain(make_client(arguments), arguments.node, arguments.timeout)

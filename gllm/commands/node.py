@@ -30,7 +30,7 @@ _DROPPED = (
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the flags."""
+    """Return the argument parser of `gllm node`."""
     parser = FlagParser(prog="gllm node", description=(__doc__ or "").splitlines()[0])
     actions = parser.add_mutually_exclusive_group(required=True)
     actions.add_argument(
@@ -50,7 +50,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Run `gllm node` and return the exit status."""
+    """Join this machine to an engine or a cluster, or create or rotate a node secret file.
+
+    With `--join` it runs until the engine or the membership in the cluster ends.
+
+    Returns:
+        The exit status: 2 for invalid options or files, otherwise that of the membership.
+    """
     values = make_parser().parse_args(argv)
     if values.join is not None:
         return _join(values)

@@ -45,7 +45,7 @@ RESOLVE_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class RankOptions:
-    """Rank of a machine in its engine, and the values that the head compares with its own."""
+    """Rank and configuration of a node with `--node-rank`, which the head compares."""
 
     rank: int
     num_workers: int
@@ -59,7 +59,7 @@ class RankOptions:
 
 
 class NodeProcess:
-    """Process of a machine that is not the head: runs an agent until a signal or its release."""
+    """Runs the workers of a machine other than the head node, until a signal or release."""
 
     def __init__(self, head: str, config: JoinConfig, place: RankOptions | None = None) -> None:
         """Check the options and start the first workers.

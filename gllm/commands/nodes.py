@@ -23,7 +23,7 @@ LINK_COLUMNS = (
 
 
 def read_nodes(client: ServerClient) -> dict[str, Any]:
-    """Return the response of GET /nodes.
+    """Return the server's JSON response to GET /nodes: the nodes of an engine and their links.
 
     Raises:
         ServerError: the server cannot be reached, or refuses.
@@ -35,12 +35,12 @@ def read_nodes(client: ServerClient) -> dict[str, Any]:
 
 
 def render_table(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the machines as lines of a table with a heading."""
+    """Return the nodes of a GET /nodes response as lines of a table with a heading."""
     return _align([COLUMNS, *(_cells(node) for node in nodes)])
 
 
 def render_links(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the connections that send activations as lines of a table; nothing without any."""
+    """Return a table of the connections between nodes that carry activations; empty without any."""
     rows = [
         _link_cells(node["name"], link)
         for node in nodes
@@ -129,7 +129,7 @@ def _number(value: float | None, form: str, unit: float = 1) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the flags of the command."""
+    """Return the argument parser of `gllm nodes`."""
     parser = FlagParser(prog="gllm nodes", description="List the machines of a running engine.")
     add_server_flags(parser, "url")
     parser.add_argument("--json", action="store_true", help="print the answer of /nodes as it is")
@@ -137,7 +137,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `gllm nodes`; return the exit status: 1 if the server returns no list."""
+    """Print the nodes of a running engine and the connections between them.
+
+    Returns:
+        The exit status: 1 if the server returns no list.
+    """
     arguments = make_parser().parse_args(argv)
     try:
         answer = read_nodes(make_client(arguments))

@@ -18,13 +18,17 @@ from gllm.options.flags import config_from_flags
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line: the model and a flag per configuration field."""
+    """Return the argument parser of `gllm router`."""
     description = "Serve many engines of one model over HTTP, as if one."
     return build_server_parser("gllm router", description, RouterConfig)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until a signal; return the exit status."""
+    """Run a router, which serves several engines of one model under one URL, until a signal.
+
+    Returns:
+        The exit status: 2 for invalid options or an address in use.
+    """
     values, logs = parse_command_line(make_parser(), argv, "gllm-router")
     # Imported late: --help needs none of it.
     import uvloop

@@ -24,12 +24,12 @@ TRACES_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 
 
 def build_server_parser(prog: str, description: str, *configs: type) -> argparse.ArgumentParser:
-    """Return the parser of a command line: the model and a flag per field of the configurations.
+    """Return the argument parser of a server: the model and a flag per field of its configurations.
 
     Args:
         prog: name of the program.
-        description: what it does.
-        configs: its configurations; that of the server is added.
+        description: text for the help.
+        configs: configuration classes besides ServerConfig, which is always included.
     """
     parser = FlagParser(prog=prog, description=description)
     parser.add_argument("positional", nargs="?", metavar="MODEL", help="the same as --model")
@@ -43,10 +43,15 @@ def build_server_parser(prog: str, description: str, *configs: type) -> argparse
 def parse_command_line(
     parser: argparse.ArgumentParser, argv: list[str] | None, title: str
 ) -> tuple[argparse.Namespace, LogConfig]:
-    """Parse the command line, configure logging and set the process title.
+    """Parse a server's command line, configure logging and set the process title.
+
+    Args:
+        parser: parser made by `build_server_parser`.
+        argv: arguments; None for those of this process.
+        title: title of the process.
 
     Returns:
-        The values of the flags, with those that the environment supplies, and the logs' format.
+        The values of the flags, some of them from environment variables, and the log configuration.
     """
     values = parser.parse_args(argv)
     values.model = values.positional or values.model
@@ -63,10 +68,10 @@ def parse_logs(values: argparse.Namespace, title: str) -> LogConfig:
 
 
 def pop_environment_keys(environment: MutableMapping[str, str]) -> list[str]:
-    """Return the API keys of KEY_VARIABLE and remove it, because workers inherit the environment.
+    """Return the API keys in $GLLM_API_KEY and unset it, because child processes inherit it.
 
-    Raises ValueError if the variable is set but has no key, so that a server never runs without
-    keys by accident.
+    Raises:
+        ValueError: the variable is set but has no key, so that a server would run without keys.
     """
     if KEY_VARIABLE not in environment:
         return []
@@ -79,11 +84,11 @@ def pop_environment_keys(environment: MutableMapping[str, str]) -> list[str]:
 
 
 def add_server_flags(parser: argparse.ArgumentParser, flag: str = "--url") -> None:
-    """Add the URL and the API key of the server that a command calls.
+    """Add flags for the URL and the API key of the server that a command calls.
 
     Args:
-        parser: of the command.
-        flag: of the URL; without dashes it is an optional positional argument.
+        parser: parser of the command.
+        flag: name of the URL's flag; without dashes it is an optional positional argument.
     """
     help_text = f"URL of the server, on several machines of the head (default {DEFAULT_URL})"
     nargs = None if flag.startswith("-") else "?"
@@ -94,9 +99,14 @@ def add_server_flags(parser: argparse.ArgumentParser, flag: str = "--url") -> No
 
 
 def make_client(values: argparse.Namespace, timeout_seconds: float | None = 10.0) -> ServerClient:
-    """Return a client of the server that the flags of `add_server_flags` name.
+    """Return an HTTP client for the flags that `add_server_flags` has added.
 
-    Raises ValueError for a key that no header holds.
+    Args:
+        values: parsed flags.
+        timeout_seconds: timeout of each request; None for no limit.
+
+    Raises:
+        ValueError: the API key contains characters that HTTP headers do not allow.
     """
     key = values.api_key or os.environ.get(KEY_VARIABLE, "").split(",")[0]
     if key:
@@ -105,9 +115,10 @@ def make_client(values: argparse.Namespace, timeout_seconds: float | None = 10.0
 
 
 def read_server_config(values: argparse.Namespace) -> ServerConfig:
-    """Return the server's configuration, with the API keys of the environment.
+    """Return the HTTP server's configuration from its flags and the API keys in $GLLM_API_KEY.
 
-    Raises ValueError for an invalid value.
+    Raises:
+        ValueError: a value is invalid.
     """
     values.api_key = [*(values.api_key or ()), *pop_environment_keys(os.environ)]
     config: ServerConfig = config_from_flags(ServerConfig, values)
@@ -115,13 +126,24 @@ def read_server_config(values: argparse.Namespace) -> ServerConfig:
 
 
 def report_failure(command: str, error: Exception) -> int:
-    """Print the error that ends a command; return the exit status: 1 for a server's, else 2."""
+    """Print the error that ends a client command to standard error; return the exit status.
+
+    Args:
+        command: name of the command, such as drain.
+        error: cause; the status is 1 for a ServerError, otherwise 2.
+    """
     print(f"gllm {command}: {error}", file=sys.stderr)
     return 1 if isinstance(error, ServerError) else 2
 
 
 def report_error(error: Exception, status: int, logs: LogConfig) -> int:
-    """Report the error that ends the program, in the format of its log; return the status."""
+    """Report the error that ends a server, as a log record or on standard error; return `status`.
+
+    Args:
+        error: cause of the end.
+        status: exit status.
+        logs: log configuration; its format decides between a JSON record and text.
+    """
     if logs.format == "json":
         log.critical("%s", error)
     else:

@@ -48,7 +48,7 @@ class _ProfileRecord(msgspec.Struct):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the flags: those of SimulationConfig, and the output files."""
+    """Return the argument parser of `gllm simulate`."""
     parser = FlagParser(prog="gllm simulate", description=__doc__.splitlines()[0])
     parser.add_config_flag()
     add_flags(parser, SimulationConfig, takes_entries=True)
@@ -76,7 +76,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Run `gllm simulate` and return the exit status."""
+    """Simulate an engine or a fleet under a workload; print throughput and latencies.
+
+    With `--capacity` it searches for the highest sustained request rate; with `--compare` it prints
+    the predicted next to the real values of a step log.
+
+    Returns:
+        The exit status: 2 for invalid options or files.
+    """
     values = make_parser().parse_args(argv)
     try:
         config = config_from_flags(SimulationConfig, values)
@@ -189,15 +196,18 @@ def _warn_of_changed_profile(config: SimulationConfig, source: str) -> None:
 
 
 def write_outputs(result: SimulationResult, folder: Path, configuration: dict[str, Any]) -> None:
-    """Write metrics.json, latencies.svg and token-time.svg; of one engine tokens and gantt too.
+    """Write the results of a simulation: metrics.json, latencies.svg and token-time.svg.
+
+    For a single engine also tokens.svg and gantt.svg, a chart of the stages' steps.
 
     Args:
-        result: The run.
-        folder: The folder, created if needed.
-        configuration: Further fields of metrics.json.
+        result: results of the simulation.
+        folder: folder of the files, created if needed.
+        configuration: options of the simulation, as further fields of metrics.json.
 
     Raises:
-        OSError: A file cannot be written.
+        OSError: a file cannot be written.
+        ImportError: matplotlib is not installed.
     """
     # Only plots need matplotlib.
     from gllm.sim.metrics.plots import plot_gantt, plot_latencies, plot_token_time, plot_tokens

@@ -40,7 +40,7 @@ TITLE = "gllm-up"
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the flags of the command."""
+    """Return the argument parser of `gllm up`."""
     parser = FlagParser(
         prog="gllm up",
         description="Start this machine's share of a plan: its router and its engines.",
@@ -103,7 +103,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `gllm up`; return the exit status."""
+    """Start the router and the engines of a serving plan, and run them until a signal or a failure.
+
+    With `--dry-run` or `--emit` it prints or writes commands or manifests instead.
+
+    Returns:
+        The exit status: 1 after a failure of a process, 2 for an invalid plan.
+    """
     arguments = make_parser().parse_args(argv)
     configure_logging(LogConfig("info", "text"))
     try:
@@ -142,10 +148,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def find_own_node(plan: ServingPlan) -> str:
-    """Return the name of this machine's node in the plan.
+    """Return the plan's node whose address is one of this machine.
 
     Raises:
-        PlanError: none is, or several are.
+        PlanError: no node has an address of this machine, or several have.
     """
     # Imported late: --dry-run with --node needs none of it.
     from gllm.runtime.node.machine import is_own_address
@@ -166,7 +172,7 @@ def find_own_node(plan: ServingPlan) -> str:
 
 
 def format_command(spec: ProcessSpec) -> str:
-    """Return a process as a line for a shell."""
+    """Return the shell command line of a process of a plan, with its environment variables."""
     variables = [f"{name}={value}" for name, value in spec.environment.items()]
     words = ["gllm", spec.command, *spec.arguments]
     return shlex.join([*(["env", *variables] if variables else []), *words])

@@ -27,7 +27,7 @@ POLL_SECONDS = 0.5
 
 
 class StreamDelta(msgspec.Struct):
-    """Delta of a chat completion chunk."""
+    """`delta` object of a streamed chunk of /v1/chat/completions."""
 
     content: str | None = None
     reasoning: str | None = None
@@ -41,7 +41,7 @@ class StreamDelta(msgspec.Struct):
 
 
 class StreamChoice(msgspec.Struct):
-    """One choice in a chunk, of either endpoint."""
+    """Entry of `choices` in a streamed chunk of /v1/completions or /v1/chat/completions."""
 
     text: str | None = None
     delta: StreamDelta | None = None
@@ -62,14 +62,14 @@ class StreamChoice(msgspec.Struct):
 
 
 class StreamUsage(msgspec.Struct):
-    """Token counts of the server."""
+    """`usage` object of a streamed chunk: the server's counts of prompt and output tokens."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
 
 class StreamChunk(msgspec.Struct):
-    """One event of the stream."""
+    """Streamed chunk of /v1/completions or /v1/chat/completions: one server-sent event, decoded."""
 
     choices: list[StreamChoice] = []
     usage: StreamUsage | None = None
@@ -83,7 +83,7 @@ that moment would fail."""
 
 @dataclass
 class RequestResult:
-    """Result of one request."""
+    """Outcome of one benchmark request: times of its chunks, output text and failure."""
 
     timeline: RequestTimeline
     prompt_tokens: int
@@ -101,7 +101,7 @@ class RequestResult:
 
 
 def open_session(config: ServeConfig, api_key: str | None) -> aiohttp.ClientSession:
-    """Return a session without a limit on connections."""
+    """Return an HTTP session with the API key in its headers and no limit on connections."""
     headers = {"Content-Type": "application/json"}
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"
@@ -113,7 +113,7 @@ def open_session(config: ServeConfig, api_key: str | None) -> aiohttp.ClientSess
 
 
 def request_body(config: ServeConfig, model: str, index: int, planned: PlannedRequest) -> bytes:
-    """Return the JSON body of a request."""
+    """Return the JSON body of a streaming request with a given prompt and output length."""
     body: dict[str, Any] = {"model": model}
     if config.chat:
         body["messages"] = [{"role": "user", "content": planned.prompt}]
@@ -138,14 +138,15 @@ async def send(
     prompt_tokens: int,
     conversation: str = "",
 ) -> RequestResult:
-    """Send a request and read its stream to the end; failures are recorded in the result.
+    """Send a streaming request and read its stream to the end; failures are recorded in the result.
 
     Args:
-        session: connections to the server.
-        url: of the endpoint.
-        body: JSON of the request.
-        prompt_tokens: planned length of the prompt.
-        conversation: sent as x-session-id, by which routers keep conversations together.
+        session: HTTP session of the benchmark.
+        url: URL of the completions or chat completions endpoint.
+        body: request as JSON.
+        prompt_tokens: planned length of the prompt; the server's own count replaces it.
+        conversation: value of the header x-session-id, by which a router sends all requests of a
+            conversation to the same engine; empty for no header.
     """
     headers = {"x-session-id": conversation} if conversation else None
     result = RequestResult(RequestTimeline(time.monotonic()), prompt_tokens)
@@ -208,7 +209,7 @@ Send = Callable[[int], Awaitable[RequestResult]]
 
 @dataclass
 class LoadResult:
-    """Results of a load, complete or interrupted."""
+    """Results of all requests of a benchmark run, and its duration in seconds."""
 
     begin: float
     """Start time, of time.monotonic."""
@@ -224,13 +225,13 @@ async def run_load(
     """Send every request at its arrival time and wait for all results.
 
     Requests beyond `max_concurrency` wait in order of arrival before they are sent. SIGINT ends the
-    load early; the results up to then are returned.
+    run early; the results up to then are returned.
 
     Args:
-        arrivals: Seconds from now, in ascending order.
-        send: Sends one request.
-        max_concurrency: Maximum number of requests in progress; None: no limit.
-        progress: Show a progress bar.
+        arrivals: seconds from now at which each request is sent, in ascending order.
+        send: coroutine function that sends the request with a given index and returns its result.
+        max_concurrency: maximum number of requests in progress; None for no limit.
+        progress: True to show a progress bar.
     """
     result = LoadResult(time.monotonic())
     limit = asyncio.Semaphore(max_concurrency) if max_concurrency else nullcontext()
@@ -269,11 +270,11 @@ async def _run_until_interrupted(work: "asyncio.Future[None]") -> bool:
 
 
 class TargetServerError(Exception):
-    """Error: the server is not ready or not usable; the message is the reason."""
+    """Raised if the benchmarked server is not ready in time or refuses access."""
 
 
 class ServedModel(NamedTuple):
-    """Model of the server."""
+    """Name and vocabulary size of the model that the benchmarked server serves."""
 
     name: str
     vocab_size: int
@@ -289,14 +290,14 @@ async def wait_until_ready(
     """Wait until the server is healthy and return the named model, or the first that it serves.
 
     Args:
-        session: Session of all requests.
-        base_url: URL of the server.
-        model: Name of the model; None for the first one.
-        seconds: Time after which the wait ends.
-        poll_seconds: Time between two attempts.
+        session: HTTP session of the benchmark.
+        base_url: URL of the server, without a path.
+        model: name of the model; None for the first one of /v1/models.
+        seconds: timeout of the wait.
+        poll_seconds: interval between two attempts.
 
     Raises:
-        TargetServerError: The time is over, or the server refuses access.
+        TargetServerError: the timeout has passed, or the server refuses access.
     """
     deadline = time.monotonic() + seconds
     reason = "no response"

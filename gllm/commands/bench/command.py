@@ -12,9 +12,12 @@ BENCHMARKS = {
 
 
 def main(argv: list[str]) -> int:
-    """Run the benchmark that the first argument names; return its exit status, 2 for another name.
+    """Run `gllm bench NAME`, the benchmark that the first argument names.
 
     Without arguments the help text is printed.
+
+    Returns:
+        The exit status of the benchmark; 2 for an unknown name.
     """
     lines = (f"  {name:12}{text}" for name, text in BENCHMARKS.items())
     usage = "\n".join(["usage: gllm bench NAME [ARGUMENTS]", "", *lines])

@@ -25,7 +25,7 @@ PERCENTS = (10, 25, 50, 75, 90, 99)
 
 @dataclass(frozen=True)
 class LatencyConfig:
-    """Batch size, lengths and number of iterations."""
+    """Options of `gllm bench latency`: batch size, request lengths and number of batches."""
 
     input_len: int = option(32, "prompt tokens of each request", ge=1, le=INT32_MAX)
     output_len: int = option(128, "output tokens of each request", ge=1, le=INT32_MAX)
@@ -44,7 +44,7 @@ class LatencyConfig:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the flags: those of the engine and of the batch."""
+    """Return the argument parser of `gllm bench latency`, with all engine flags."""
     parser = FlagParser(prog="gllm bench latency", description=(__doc__ or "").splitlines()[0])
     parser.add_config_flag()
     add_flags(parser, EngineConfig)
@@ -53,7 +53,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Run `gllm bench latency` and return the exit status."""
+    """Measure how long an engine in this process takes for a batch of equal requests.
+
+    Prints mean and percentiles of the seconds per batch, and writes them to `--output-json`.
+
+    Returns:
+        The exit status: 1 if the engine fails, 2 for invalid options or an unwritable file.
+    """
     values = make_parser().parse_args(argv)
     try:
         engine = config_from_flags(EngineConfig, values)

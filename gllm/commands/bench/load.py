@@ -27,7 +27,7 @@ SUFFIXES = (".jsonl", ".csv")
 
 
 class TraceRow(NamedTuple):
-    """Request of a trace file."""
+    """Request in a workload file or trace: prompt, output length, arrival time and conversation."""
 
     prompt: int | str | list[int] | tuple[PromptPart, ...]
     """Number of tokens, text, token ids, or parts that other prompts share."""
@@ -40,14 +40,14 @@ class TraceRow(NamedTuple):
 
 
 def read_rows(path: str) -> list[TraceRow]:
-    """Read the rows of a file.
+    """Read the requests of a workload file (.jsonl or .csv), one per row.
 
-    Columns: `prompt` (text, or in JSON a list of ids) or `prompt_tokens`; `output_tokens`;
-    `arrival_s` in seconds and `session`, optional.
+    Columns: `prompt` (text, or in JSON a list of token ids) or `prompt_tokens` (length of a random
+    prompt); `output_tokens`; optionally `arrival_s` in seconds and `session`.
 
     Raises:
-        ValueError: A row is invalid; the message names its number and the problem.
-        OSError: The file cannot be read.
+        ValueError: a row is invalid; the message names its number and the problem.
+        OSError: the file cannot be read.
     """
     with Path(path).open(encoding="utf-8", newline="") as lines:
         rows: Iterable[Any] = csv.DictReader(lines) if path.endswith(".csv") else _objects(lines)
@@ -94,7 +94,7 @@ WORDS = [
 
 
 class PlannedRequest(NamedTuple):
-    """Planned request of a load."""
+    """Request that `gllm bench serve` will send: arrival time, prompt and output length."""
 
     arrival: float
     """Seconds since the first request."""
@@ -109,11 +109,15 @@ class PlannedRequest(NamedTuple):
 
 
 def plan_load(config: ServeConfig, vocab_size: int) -> list[PlannedRequest]:
-    """Return the requests in order of arrival.
+    """Return the requests that `gllm bench serve` will send, in order of arrival.
+
+    Args:
+        config: options of the command.
+        vocab_size: random prompts have token ids below it.
 
     Raises:
-        ValueError: The workload, the arrivals, the priorities or the file is invalid.
-        OSError: The file cannot be read.
+        ValueError: the workload, the arrivals, the priorities or the file is invalid.
+        OSError: the file cannot be read.
     """
     is_replay = config.arrivals == "replay"
     rows = _rows(config.load, is_replay)
@@ -144,7 +148,7 @@ def plan_load(config: ServeConfig, vocab_size: int) -> list[PlannedRequest]:
 def warmup_requests(
     config: ServeConfig, load: list[PlannedRequest], vocab_size: int
 ) -> list[PlannedRequest]:
-    """Return warm-up requests with the lengths of the first requests and different prompts."""
+    """Return requests as long as the first ones of the load, with other random prompts."""
     rng = random.Random(config.load.seed + 3)
     prompt_vocab_size = None if config.text_prompts else vocab_size
     return [
@@ -156,11 +160,11 @@ def warmup_requests(
 
 
 def jobs_of(config: LoadConfig) -> list[WorkloadRequest]:
-    """Return requests with the lengths of a workload that all arrive at once.
+    """Return requests with the prompt and output lengths of a workload, which all arrive at once.
 
     Raises:
-        ValueError: The workload is invalid or has its own prompts.
-        OSError: The file cannot be read.
+        ValueError: the workload is invalid, or contains prompts instead of their lengths.
+        OSError: the workload's file cannot be read.
     """
     jobs = []
     for row in _rows(config, replay=False):

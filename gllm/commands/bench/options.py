@@ -17,10 +17,10 @@ PROMPT_KINDS = ("auto", "ids", "text")
 
 
 def parse_json_flag(text: str) -> dict[str, Any]:
-    """Parse a JSON object.
+    """Parse the value of a flag that takes a JSON object.
 
     Raises:
-        ValueError: The text is not a JSON object.
+        ValueError: the text is not a JSON object.
     """
     value = json.loads(text)
     if not isinstance(value, dict):
@@ -29,10 +29,10 @@ def parse_json_flag(text: str) -> dict[str, Any]:
 
 
 def parse_metric_names(text: str) -> tuple[str, ...]:
-    """Parse names of METRICS such as 'ttft,tpot'.
+    """Parse a comma-separated list of latency metrics such as 'ttft,tpot'.
 
     Raises:
-        ValueError: A name is unknown.
+        ValueError: a name is not in METRICS.
     """
     names = tuple(text.split(","))
     if not set(names) <= set(METRICS):
@@ -42,7 +42,7 @@ def parse_metric_names(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """Lengths and number of the requests."""
+    """Options of a benchmark's workload: number and lengths of requests, random seed."""
 
     workload: str = option(
         "uniform:16,512,16,128",
@@ -77,7 +77,7 @@ class LoadConfig:
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """Server, load and report of `gllm bench serve`."""
+    """Options of `gllm bench serve`: server, requests, arrival times and report."""
 
     base_url: str = option("http://127.0.0.1:8000", "URL of the server", parse=parse_url)
     endpoint: str = option("/v1/completions", "endpoint", choices=ENDPOINTS)

@@ -28,10 +28,19 @@ async def serve_workload(
     seed: int = 0,
     served: Callable[[], None] = lambda: None,
 ) -> list[list[int]]:
-    """Send every request at its time, wait for all, and return the tokens of each output.
+    """Send requests with random prompts to an engine in this process; return their output tokens.
 
-    Prompts are random tokens, outputs have exactly the job's length and are greedy. `served` is
-    called after each. Raises RuntimeError where a request fails.
+    Each request is sent at its arrival time. Outputs are greedy and have exactly the requested
+    length.
+
+    Args:
+        engine: the running engine.
+        jobs: arrival times, prompt lengths and output lengths.
+        seed: seed of the random prompts.
+        served: called after each finished request.
+
+    Raises:
+        RuntimeError: a request fails.
     """
     rng = random.Random(seed)
     loop = asyncio.get_running_loop()
@@ -56,10 +65,11 @@ async def serve_workload(
 
 
 class RoundRobinLock:
-    """Lock under which one of several engines runs at a time, in a fixed order.
+    """Asyncio lock by which several engines run one at a time, in a fixed order.
 
-    Load of other programs on a shared machine therefore affects all engines alike. `async with`
-    holds the lock for one turn; no turn begins before all engines have called `start`.
+    The load of other programs on a shared machine therefore affects all engines alike. An engine
+    runs while it is in an `async with` block of the lock; no block is entered before all engines
+    have called `start`.
     """
 
     def __init__(self, engines: int) -> None:
@@ -67,7 +77,7 @@ class RoundRobinLock:
         self._lock = asyncio.Lock()  # first come, first served
 
     async def start(self) -> None:
-        """Wait until all engines have started."""
+        """Wait until all engines have called this method."""
         await self._started.wait()
 
     async def __aenter__(self) -> None:
@@ -80,7 +90,7 @@ class RoundRobinLock:
 async def run_logged(
     config: EngineConfig, work: Callable[[Engine], Awaitable[None]]
 ) -> list[StepLogEvent]:
-    """Start an engine, run the coroutine function `work` with it, and return the step log."""
+    """Start an engine, call `work` with it, and return the events of the engine's step log."""
     with tempfile.TemporaryDirectory(prefix="gllm-") as folder:
         log = Path(folder) / "steps.jsonl"
         async with Engine(replace(config, step_log=str(log))) as engine:

@@ -38,13 +38,15 @@ def summarize(
     percents: Sequence[float] = (99.0,),
     slo: Slo = NO_SLO,
 ) -> dict[str, Any]:
-    """Return the figures by the keys of the JSON file; latencies exclude failed requests.
+    """Return the metrics of a benchmark run: throughput, latency percentiles and goodput.
+
+    The keys are those of the JSON result file. Failed requests are excluded from latencies.
 
     Args:
-        outcomes: Results of all requests.
-        seconds: Duration of the load.
-        percents: Percentiles of each latency.
-        slo: Limits of each request, for goodput.
+        outcomes: results of all requests.
+        seconds: duration of the run.
+        percents: percentiles to compute of each latency, such as 99.
+        slo: latency limits that a request has to meet to count for goodput.
     """
     done = [outcome for outcome in outcomes if not outcome.failure]
     lines = [outcome.timeline for outcome in done]
@@ -85,7 +87,7 @@ def tokens_by_second(lines: Sequence[RequestTimeline]) -> dict[int, float]:
     """Return the number of output tokens in each second since the first request was sent.
 
     The tokens of a request are distributed evenly over its chunks, because a chunk of text does not
-    say how many tokens it holds.
+    say how many tokens it contains.
     """
     begin = min((line.arrival for line in lines), default=0.0)
     counts: defaultdict[int, float] = defaultdict(float)
@@ -96,7 +98,7 @@ def tokens_by_second(lines: Sequence[RequestTimeline]) -> dict[int, float]:
 
 
 def max_overlap(spans: Iterable[tuple[float, float]]) -> int:
-    """Return the largest number of spans (begin, end) that overlap."""
+    """Return the largest number of (begin, end) time spans that overlap: the peak concurrency."""
     changes = [change for begin, end in spans for change in ((begin, 1), (end, -1))]
     # At equal times, ends sort before begins.
     return max(accumulate(step for _, step in sorted(changes)), default=0)
@@ -109,7 +111,15 @@ def report_lines(
     metrics: Sequence[str] = METRICS,
     percents: Sequence[float] = (99.0,),
 ) -> list[str]:
-    """Return the lines of the printed report."""
+    """Return the report that `gllm bench serve` prints, as lines.
+
+    Args:
+        figures: metrics as returned by `summarize`.
+        request_rate: requested arrival rate, in requests per second.
+        max_concurrency: limit of requests in progress; None for no limit.
+        metrics: names of the latencies to print, such as ttft.
+        percents: percentiles to print of each latency.
+    """
     rows: list[tuple[str, Any]] = [
         ("Successful requests:", figures["completed"]),
         ("Failed requests:", figures["failed"]),
@@ -158,7 +168,7 @@ def _row(label: str, value: float) -> str:
 
 
 def failure_lines(outcomes: Sequence[RequestResult]) -> list[str]:
-    """Return lines that count failures by kind, with the first messages of each."""
+    """Return report lines with the number of failed requests by kind, and some error messages."""
     failed = [outcome for outcome in outcomes if outcome.failure]
     lines = []
     for kind, count in Counter(outcome.failure for outcome in failed).most_common():
@@ -169,7 +179,7 @@ def failure_lines(outcomes: Sequence[RequestResult]) -> list[str]:
 
 
 def details(outcomes: Sequence[RequestResult]) -> dict[str, list[Any]]:
-    """Return lists of the figures of all requests, in the order of the load; times in seconds."""
+    """Return lists with one value per request, for the JSON result; times in seconds."""
     begin = min((outcome.timeline.arrival for outcome in outcomes), default=0.0)
     return {
         "input_lens": [outcome.prompt_tokens for outcome in outcomes],
@@ -186,14 +196,19 @@ def details(outcomes: Sequence[RequestResult]) -> dict[str, list[Any]]:
 
 
 def plot_load(lines: Sequence[RequestTimeline], caption: str, folder: Path) -> list[str]:
-    """Write latencies.svg and over-time.svg into a folder, which is created if necessary.
+    """Plot a benchmark run as latencies.svg and over-time.svg in a folder, created if needed.
+
+    Args:
+        lines: send and chunk times of the successful requests.
+        caption: title of the plots.
+        folder: folder of the files.
 
     Returns:
         The names of the files.
 
     Raises:
         ImportError: matplotlib is not installed.
-        OSError: A file cannot be written.
+        OSError: a file cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     plot_distributions(lines, caption, folder / "latencies.svg")

@@ -35,7 +35,7 @@ from gllm.options.slo import NO_SLO, Slo, parse_slo
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the flags: those of ServeConfig, and the limits of goodput."""
+    """Return the argument parser of `gllm bench serve`: ServeConfig's fields and SLOs."""
     parser = FlagParser(prog="gllm bench serve", description=(__doc__ or "").splitlines()[0])
     parser.add_config_flag()
     add_flags(parser, ServeConfig)
@@ -53,7 +53,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Run `gllm bench serve` and return the exit status."""
+    """Benchmark a running OpenAI-compatible server; print throughput and latencies.
+
+    Returns:
+        The exit status: 0 if a request succeeded; 1 if none did, or the server was not ready; 2 for
+        invalid options; 130 after SIGINT.
+    """
     values = make_parser().parse_args(argv)
     try:
         config = config_from_flags(ServeConfig, values)
@@ -154,7 +159,7 @@ def _report(config: ServeConfig, model: str, measured: LoadResult, slo: Slo) -> 
 def result_document(
     config: ServeConfig, model: str, slo: Slo, figures: dict[str, Any], now: datetime
 ) -> dict[str, Any]:
-    """Return the JSON document: the options without the API key, then the figures."""
+    """Return the JSON result of a run: its options without the API key, and its metrics."""
     options = dataclasses.asdict(config)
     del options["api_key"]
     rate = "inf" if math.isinf(config.request_rate) else config.request_rate

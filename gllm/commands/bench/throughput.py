@@ -20,7 +20,7 @@ from gllm.sim.workloads.requests import WorkloadRequest
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the flags: those of the engine and of the load."""
+    """Return the argument parser of `gllm bench throughput`: engine flags and workload flags."""
     parser = FlagParser(
         prog="gllm bench throughput",
         description=(__doc__ or "").splitlines()[0],
@@ -37,7 +37,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Run `gllm bench throughput` and return the exit status."""
+    """Measure offline throughput of an engine in this process: all requests arrive at once.
+
+    Prints requests and tokens per second, and writes them to `--output-json`.
+
+    Returns:
+        The exit status: 1 if the engine fails, 2 for invalid options or an unwritable file.
+    """
     values = make_parser().parse_args(argv)
     try:
         engine = config_from_flags(EngineConfig, values)
@@ -60,7 +66,7 @@ def main(argv: list[str]) -> int:
 
 
 def throughput_metrics(jobs: list[WorkloadRequest], seconds: float) -> dict[str, Any]:
-    """Return the figures of a run by the keys of the JSON file."""
+    """Return token counts and throughput of an offline run, by the keys of the JSON result."""
     prompt = sum(job.num_prompt_tokens for job in jobs)
     output = sum(job.num_output_tokens for job in jobs)
     return {

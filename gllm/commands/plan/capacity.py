@@ -36,7 +36,7 @@ START_SHARE = 0.9
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the flags of `gllm plan capacity`."""
+    """Return the argument parser of `gllm plan capacity`."""
     parser = FlagParser(prog="gllm plan capacity", description=__doc__.splitlines()[0])
     parser.add_config_flag()
     add_flags(parser, SimulationConfig, EXCLUDED, takes_entries=True)
@@ -47,7 +47,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def add_limit_flags(parser: argparse.ArgumentParser, rule: str) -> None:
-    """Add `--slo`, `--attainment`, `--rule` and `--jobs`."""
+    """Add `--slo`, `--attainment`, `--rule` and `--jobs`, which a search for the capacity reads.
+
+    Args:
+        parser: parser of a planner.
+        rule: default of `--rule`: the condition under which a deployment sustains a request rate.
+    """
     add_slo_flags(parser, f"latency limits in seconds, such as {EXAMPLE}", "")
     parser.add_argument(
         "--rule",
@@ -67,13 +72,14 @@ def add_limit_flags(parser: argparse.ArgumentParser, rule: str) -> None:
 
 
 def plan(values: argparse.Namespace) -> Callable[[], ServingPlan] | None:
-    """Search for the capacity and print it; return a function that makes the serving plan.
+    """Find the highest request rate that a simulated deployment sustains within the SLO; print it.
 
-    None: no rate is within the limits.
+    Returns:
+        A function that makes the serving plan for `--output`; None if no rate is within the limits.
 
     Raises:
-        ValueError: Options are invalid, or contradict each other.
-        OSError: The profile cannot be read.
+        ValueError: options are invalid, or contradict each other.
+        OSError: the profile cannot be read.
     """
     config = config_from_flags(SimulationConfig, values, EXCLUDED)
     if config.arrivals in ("static", "replay"):
@@ -113,7 +119,7 @@ def plan(values: argparse.Namespace) -> Callable[[], ServingPlan] | None:
 
 
 def engine_flags(config: SimulationConfig) -> dict[str, Any]:
-    """Return the flags of `gllm serve` that start the simulated engine."""
+    """Return flags by which `gllm serve` starts the simulated engine, without their dashes."""
     flags: dict[str, Any] = {}
     if config.max_model_len:
         flags["max-model-len"] = config.max_model_len

@@ -15,7 +15,7 @@ REPORTS = {"diff": "compare what a plan expects with the step logs of its engine
 
 
 def usage() -> str:
-    """Return the help text of `gllm plan`."""
+    """Return the help text of `gllm plan`, with all planners."""
     texts = {name: strategy.description for name, strategy in STRATEGIES.items()}
     lines = [f"  {name:12}{text}" for name, text in {**texts, **REPORTS}.items()]
     end = "`gllm plan NAME --help` lists the arguments of a planner."
@@ -23,7 +23,13 @@ def usage() -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Run a planner and return its exit status."""
+    """Run `gllm plan NAME`, the planner or report that the first argument names.
+
+    Without arguments the help text is printed.
+
+    Returns:
+        Its exit status; 2 for an unknown name.
+    """
     name = argv[0] if argv else "--help"
     if name in ("-h", "--help"):
         print(usage())
@@ -37,10 +43,14 @@ def main(argv: list[str]) -> int:
 
 
 def run_strategy(name: str, argv: list[str]) -> int:
-    """Run a planner and write its plan to `--output`.
+    """Run a planner, which prints its result, and write its serving plan to `--output`.
+
+    Args:
+        name: name of the planner, such as capacity.
+        argv: its command line.
 
     Returns:
-        The exit status: 1 if nothing serves the workload, 2 for invalid input.
+        The exit status: 1 if no deployment serves the workload, 2 for invalid input.
     """
     strategy = importlib.import_module(f"gllm.commands.plan.{name}")
     values = strategy.make_parser().parse_args(argv)

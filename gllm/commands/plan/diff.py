@@ -22,7 +22,7 @@ from gllm.plan.serving_plan import PlanError, ServingPlan, read_plan
 
 
 def make_parser() -> FlagParser:
-    """Return the parser of the flags of `gllm plan diff`."""
+    """Return the argument parser of `gllm plan diff`."""
     parser = FlagParser(
         prog="gllm plan diff",
         description="Compare what a plan expects with the step logs of its engines.",
@@ -45,7 +45,11 @@ def make_parser() -> FlagParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `gllm plan diff`; return the exit status."""
+    """Print the latencies and rates that a serving plan predicts next to those of step logs.
+
+    Returns:
+        The exit status: 1 if a value differs by more than `--tolerance`, 2 for unusable files.
+    """
     arguments = make_parser().parse_args(argv)
     try:
         plan = read_plan(arguments.plan)

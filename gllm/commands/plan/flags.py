@@ -12,7 +12,14 @@ def add_slo_flags(
     default: str | None = None,
     attainment: float = TARGET_ATTAINMENT,
 ) -> None:
-    """Add `--slo`, which is required unless it has a default, and `--attainment`."""
+    """Add `--slo` (latency limits) and `--attainment` (share of requests that have to meet them).
+
+    Args:
+        parser: parser of a planner.
+        help_text: help of `--slo`.
+        default: default of `--slo`; None makes the flag required.
+        attainment: default of `--attainment`.
+    """
     parser.add_argument(
         "--slo", default=default, required=default is None, metavar="LIMITS", help=help_text
     )
@@ -25,11 +32,11 @@ def add_slo_flags(
 
 
 def add_budget_flag(parser: argparse.ArgumentParser, default: str) -> None:
-    """Add `--budget SECONDS`.
+    """Add `--budget SECONDS`, the time limit of a search.
 
     Args:
-        parser: Parser of a planner.
-        default: End of a search without it, for the help.
+        parser: parser of a planner.
+        default: end of a search without the flag, as text for the help.
     """
     parser.add_argument(
         "--budget",
@@ -43,8 +50,8 @@ def add_plan_flags(parser: argparse.ArgumentParser, num_requests: int) -> None:
     """Add `--requests`, `--seed`, `--budget`, `--checkpoint` and `--output`.
 
     Args:
-        parser: Parser of a planner with a flag `--model`.
-        num_requests: Default of `--requests`.
+        parser: parser of a planner with a flag `--model`.
+        num_requests: default of `--requests`, the least number of requests of a simulation.
     """
     parser.add_argument(
         "--requests",
@@ -63,11 +70,11 @@ def add_plan_flags(parser: argparse.ArgumentParser, num_requests: int) -> None:
 
 
 def add_output_flags(parser: argparse.ArgumentParser, model: str = "--model") -> None:
-    """Add `--checkpoint` and `--output`.
+    """Add `--checkpoint` (model to serve) and `--output` (file of the serving plan).
 
     Args:
-        parser: Parser of a planner.
-        model: Model of the plan without `--checkpoint`, for the help.
+        parser: parser of a planner.
+        model: model of the plan without `--checkpoint`, as text for the help.
     """
     parser.add_argument(
         "--checkpoint",

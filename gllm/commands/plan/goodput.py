@@ -24,7 +24,7 @@ NUM_SHOWN = 8
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the flags of `gllm plan goodput`."""
+    """Return the argument parser of `gllm plan goodput`."""
     parser = FlagParser(prog="gllm plan goodput", description=__doc__.splitlines()[0])
     parser.add_config_flag()
     _add_problem_flags(parser)
@@ -100,11 +100,14 @@ def _add_problem_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def plan(values: argparse.Namespace) -> Callable[[], ServingPlan]:
-    """Search for engines and print them; return a function that makes the serving plan.
+    """Find the prefill and decode engines with the highest goodput per GPU (DistServe); print them.
+
+    Returns:
+        A function that makes the serving plan for `--output`.
 
     Raises:
-        UnservableError: Nothing serves the workload.
-        ValueError: Flags do not fit each other.
+        UnservableError: no candidate serves the workload within the limits.
+        ValueError: flags do not fit each other.
     """
     problem = make_goodput_problem(values)
     costs = EngineCosts(values.costs, values.device, values.batches or "", values.max_model_len)
@@ -116,10 +119,10 @@ def plan(values: argparse.Namespace) -> Callable[[], ServingPlan]:
 
 
 def make_goodput_problem(values: argparse.Namespace) -> ServiceProblem:
-    """Return the planning problem of the flags.
+    """Return the model, workload, request rate and latency limits that the flags describe.
 
     Raises:
-        ValueError: Limits are missing, or flags do not fit each other.
+        ValueError: limits are missing, or flags do not fit each other.
     """
     limits = parse_slo(values.slo, values.attainment)
     limits.require("ttft", "tpot")
@@ -136,7 +139,7 @@ def make_goodput_problem(values: argparse.Namespace) -> ServiceProblem:
 
 
 def format_plan(plan: GoodputPlan, problem: ServiceProblem) -> str:
-    """Return the best candidates as tables, and the chosen engines."""
+    """Return the best candidates as tables, and the chosen engines, as text."""
     parts = [_search_table(title, search) for title, search in plan.searches.items()]
     parts.append(
         f"{plan.system.placement}: {plan.system.num_gpus} GPUs, "

@@ -40,7 +40,7 @@ a cluster file, with Gbit/s in one direction and latencies in microseconds:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the flags of `gllm plan hetero`."""
+    """Return the argument parser of `gllm plan hetero`."""
     parser = FlagParser(
         prog="gllm plan hetero",
         description=__doc__.splitlines()[0],
@@ -85,7 +85,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def find_cluster(name: str) -> DeviceCluster:
-    """Return a shipped cluster, or read a cluster file. Raises ValueError or OSError."""
+    """Return the predefined cluster of a name, or read a cluster file.
+
+    Raises:
+        ValueError: there is neither such a cluster nor such a file, or the file is invalid.
+        OSError: the file cannot be read.
+    """
     if name in cluster_names():
         return named_cluster(name)
     if not Path(name).exists():
@@ -95,7 +100,7 @@ def find_cluster(name: str) -> DeviceCluster:
 
 
 def format_plan_command(values: argparse.Namespace) -> str:
-    """Return the command line that repeats the search."""
+    """Return the `gllm plan hetero` command line that repeats the search of given flags."""
     words = ["gllm", "plan", "hetero"]
     for name in ("cluster", "model", "workload", "costs", "credit", "budget", "seed"):
         value = getattr(values, name)
@@ -105,7 +110,7 @@ def format_plan_command(values: argparse.Namespace) -> str:
 
 
 def show_plan(plan: HeteroPlan) -> str:
-    """Return the plan as text."""
+    """Return a plan of prefill and decode engines on mixed GPUs as text, for printing."""
     problem = plan.problem
     return "\n\n".join(
         [
@@ -121,11 +126,14 @@ def show_plan(plan: HeteroPlan) -> str:
 
 
 def plan(values: argparse.Namespace) -> Callable[[], ServingPlan]:
-    """Search for replicas and print them; return a function that makes the serving plan.
+    """Partition a cluster of mixed GPUs into prefill and decode engines (HexGen-2); print them.
+
+    Returns:
+        A function that makes the serving plan for `--output`.
 
     Raises:
-        ValueError: A name is unknown, or no two replicas fit.
-        OSError: The cluster file cannot be read.
+        ValueError: a name is unknown, or the cluster has no room for two engines.
+        OSError: the cluster file cannot be read.
     """
     budget = SearchBudget(values.budget, MAX_EVALUATIONS)
     problem = ServiceProblem(
@@ -150,7 +158,7 @@ def plan(values: argparse.Namespace) -> Callable[[], ServingPlan]:
 
 
 def replica_table(plan: HeteroPlan) -> str:
-    """Return a table of the replicas: devices, parallelism, layers, capacity and flow."""
+    """Return a table of a plan's engines: GPUs, parallelism, layers, capacity and request rate."""
     rows = []
     for name, (replica, flow) in plan.best.engines().items():
         rows.append(
@@ -175,7 +183,7 @@ def replica_table(plan: HeteroPlan) -> str:
 
 
 def draw_placement(plan: HeteroPlan) -> str:
-    """Return a drawing with a line per machine: the engine and stage of each device."""
+    """Return a text diagram with a line per machine: engine and stage of each of its GPUs."""
     cluster = plan.problem.cluster
     cells: list[list[str]] = [[] for _ in cluster.nodes]
     for name, (replica, _) in plan.best.engines().items():
@@ -193,7 +201,7 @@ def draw_placement(plan: HeteroPlan) -> str:
 
 
 def draw_routes(plan: HeteroPlan) -> str:
-    """Return a line per prefill engine: the share of requests of each decode engine."""
+    """Return a line per prefill engine with the share of its requests for each decode engine."""
     lines = []
     for source, targets in plan.best.routes().items():
         total = sum(targets.values())
@@ -203,7 +211,7 @@ def draw_routes(plan: HeteroPlan) -> str:
 
 
 def describe_hetero_search(plan: HeteroPlan) -> str:
-    """Return a summary of the search and of its limits."""
+    """Return the number of evaluated partitions and how the search ended, as text."""
     search = plan.search
     text = (
         f"first partition {search.first.score.flow:.3g}/s, best {search.best.score.flow:.3g}/s "

@@ -19,7 +19,7 @@ DESIGNS = ("AA", "HH", "HA", "HHcap")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the flags of `gllm plan pools`."""
+    """Return the argument parser of `gllm plan pools`."""
     parser = FlagParser(prog="gllm plan pools", description=__doc__.splitlines()[0])
     parser.add_config_flag()
     parser.add_argument(
@@ -73,11 +73,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def plan(values: argparse.Namespace) -> Callable[[], ServingPlan]:
-    """Search for clusters and print them; return a function that makes the serving plan.
+    """Find the number of prefill and decode machines for each of Splitwise's designs; print them.
+
+    Returns:
+        A function that makes the serving plan of the best cluster for `--output`.
 
     Raises:
-        UnservableError: No cluster serves the workload.
-        ValueError: Flags do not fit each other.
+        UnservableError: no cluster serves the workload.
+        ValueError: flags do not fit each other.
     """
     problem = make_pools_problem(values)
     search = PoolSearch(problem, SearchBudget(values.budget), scale=values.scale)
@@ -98,10 +101,10 @@ def _design_names(text: str) -> list[str]:
 
 
 def make_pools_problem(values: argparse.Namespace) -> ServiceProblem:
-    """Return the planning problem of the flags.
+    """Return the model, workload, objective and limits that the flags describe.
 
     Raises:
-        ValueError: The objective lacks its limit or its rate, or has more than it needs.
+        ValueError: the objective lacks its limit or its rate, or has one that it does not use.
     """
     limits = {name: getattr(values, f"max_{name}") for name in BUDGETS}
     bounds = {name: limit for name, limit in limits.items() if limit is not None}
@@ -124,7 +127,13 @@ def make_pools_problem(values: argparse.Namespace) -> ServiceProblem:
 
 
 def format_plans(plans: Sequence[PoolPlan], problem: ServiceProblem, scale: int) -> str:
-    """Return the best cluster of each design as a table."""
+    """Return a table with the best cluster of each design.
+
+    Args:
+        plans: the clusters.
+        problem: objective and workload of the search.
+        scale: factor by which the simulated clusters are smaller than the planned ones.
+    """
     rows = [
         [
             plan.name,

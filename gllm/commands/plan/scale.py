@@ -28,7 +28,7 @@ from gllm.sim.workloads.lengths import WORKLOAD_HELP
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the flags of `gllm plan scale`."""
+    """Return the argument parser of `gllm plan scale`."""
     parser = FlagParser(prog="gllm plan scale", description=__doc__.splitlines()[0])
     positive = number_type(float, gt=0)
     add_slo_flags(
@@ -82,13 +82,15 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def plan(values: argparse.Namespace) -> Callable[[], ServingPlan] | None:
-    """Search for fleet sizes and print them; return a function that makes the serving plan.
+    """Find the GPUs per engine and the number of engines for a request rate (Aladdin); print both.
 
-    None: more engines are needed than `--max-dollars` allows.
+    Returns:
+        A function that makes the serving plan for `--output`; None if more engines are needed than
+        `--max-dollars` allows.
 
     Raises:
-        UnservableError: The budget of the search is spent.
-        ValueError: Input is invalid, or no engine meets the limits.
+        UnservableError: the search exceeds `--budget`.
+        ValueError: input is invalid, or no engine meets the latency limits.
     """
     limits = parse_slo(values.slo, values.attainment)
     problem = ServiceProblem(

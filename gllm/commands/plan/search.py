@@ -59,7 +59,7 @@ BUDGET_SECONDS = 600.0
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the flags of `gllm plan search`."""
+    """Return the argument parser of `gllm plan search`."""
     parser = FlagParser(prog="gllm plan search", description=__doc__.splitlines()[0])
     parser.add_config_flag()
     add_flags(parser, SimulationConfig, EXCLUDED, takes_entries=True)
@@ -159,13 +159,15 @@ def _add_space_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def plan(values: argparse.Namespace) -> Callable[[], ServingPlan] | None:
-    """Search for a design and print the table; return a function that makes the serving plan.
+    """Search for the best device, parallelism and scheduling policy; print a table of candidates.
 
-    None: no design serves the workload within the limits.
+    Returns:
+        A function that makes the serving plan for `--output`; None if no candidate serves the
+        workload within the limits.
 
     Raises:
-        ValueError: Flags contradict each other, or no design fits.
-        OSError: A file cannot be read or written.
+        ValueError: flags contradict each other, or no candidate fits the devices.
+        OSError: a file cannot be read or written.
     """
     config: SimulationConfig = config_from_flags(SimulationConfig, values, EXCLUDED)
     problem, space, rule = build_problem(values, config)
@@ -211,10 +213,14 @@ def plan(values: argparse.Namespace) -> Callable[[], ServingPlan] | None:
 def build_problem(
     values: argparse.Namespace, config: SimulationConfig
 ) -> tuple[ServiceProblem, DesignSpace, CapacityRule]:
-    """Return the planning problem, the design space and the capacity rule of the flags.
+    """Return what `gllm plan search` searches for, among which candidates, and how it judges them.
+
+    Returns:
+        Model, workload, objective and limits; the devices, parallelism and policies to combine; the
+        condition under which a candidate sustains a request rate.
 
     Raises:
-        ValueError: Flags contradict each other.
+        ValueError: flags contradict each other.
     """
     cluster = parse_nodes(values.nodes) if values.nodes else NO_NODES
     is_local = config.profile is not None and not config.profile.startswith(VIDUR_MODEL)

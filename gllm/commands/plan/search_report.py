@@ -21,7 +21,14 @@ NUM_ROWS = 20
 def describe_search(
     outcome: Outcome, problem: ServiceProblem, num_designs: int, is_closed: bool
 ) -> str:
-    """Return a table of the designs, best first, and the counts of all others by reason."""
+    """Return a table of the evaluated designs, best first, and counts of the others by reason.
+
+    Args:
+        outcome: result of the search; a design is a device, parallelism and scheduling policy.
+        problem: objective and workload of the search.
+        num_designs: number of designs that the flags allow.
+        is_closed: True if designs were estimated by formulas, False if they were simulated.
+    """
     results = sorted((result for _, result in outcome.evaluated), key=lambda result: -result.score)
     front = find_pareto_set(outcome)
     shown = results[:NUM_ROWS] + [result for result in front if result not in results[:NUM_ROWS]]
@@ -49,7 +56,7 @@ def find_pareto_set(outcome: Outcome) -> list[AssessedDesign]:
 
 
 def format_forecast(best: AssessedDesign, forecast: FleetForecast) -> str:
-    """Return the best design and its expected figures as text."""
+    """Return the best design with its predicted capacity and latencies as text."""
     expected = forecast.expected
     engines = f"{forecast.num_engines} engine{'s' * (forecast.num_engines > 1)}"
     figures = [
@@ -74,7 +81,17 @@ def format_forecast(best: AssessedDesign, forecast: FleetForecast) -> str:
 
 
 def plot_search(outcome: Outcome, problem: ServiceProblem, path: Path) -> None:
-    """Plot the objective over the TTFT of all designs. Raises the errors of `plot_scatter`."""
+    """Plot the objective over TTFT p90 of all evaluated designs.
+
+    Args:
+        outcome: result of the search.
+        problem: objective and workload of the search.
+        path: file of the plot, .svg or .png.
+
+    Raises:
+        ValueError: the file has another suffix.
+        ImportError: matplotlib is not installed.
+    """
 
     def point(result: AssessedDesign) -> tuple[float, float]:
         return result.latencies.ttft_p90 or 0.0, result.value
@@ -117,14 +134,14 @@ Item = TypeVar("Item")
 
 
 def pareto_set(items: Sequence[Item], costs: Callable[[Item], tuple[float, ...]]) -> list[Item]:
-    """Return the items that no other one dominates, sorted by their first cost.
+    """Return the items that no other item dominates, sorted by their first cost.
 
     An item dominates another one if none of its costs is higher and one is lower. Of items with
     equal costs the first is kept.
 
     Args:
-        items: The candidates.
-        costs: Quantities of an item of which less is better; always as many.
+        items: the candidates.
+        costs: returns the quantities of an item of which less is better, the same number for each.
     """
     chosen: list[tuple[tuple[float, ...], Item]] = []
     for cost, item in sorted(((costs(item), item) for item in items), key=lambda pair: pair[0]):

@@ -84,17 +84,17 @@ too."""
 def make_sweep_workloads(
     stages: int, longest: int, max_num_seqs: int = 256, max_tokens: int = 2560, seed: int = 0
 ) -> list[list[WorkloadRequest]]:
-    """Return workloads that together cover the costs of a pipeline, in order.
+    """Return workloads whose steps cover the batch sizes and context lengths of a pipeline.
 
     Batches of decodes with short contexts and with contexts of all lengths, single prompts of
-    rising length, many short prompts at once, and as many tokens at once as a micro-batch may have.
+    increasing length, many short prompts at once, and as many tokens as a micro-batch allows.
 
     Args:
-        stages: Number of stages.
-        longest: Tokens of the longest text.
-        max_num_seqs: Most sequences at a time.
-        max_tokens: Most tokens of a micro-batch.
-        seed: Of the lengths.
+        stages: number of pipeline stages.
+        longest: tokens of the longest sequence.
+        max_num_seqs: maximum number of sequences at a time.
+        max_tokens: maximum number of tokens of a micro-batch.
+        seed: seed of the random lengths.
     """
     rng = random.Random(seed)
     workloads = []
@@ -121,7 +121,14 @@ def make_sweep_workloads(
 
 
 def make_mixed_workload(count: int, longest: int, rate: float, seed: int) -> list[WorkloadRequest]:
-    """Return requests of all lengths; all arrive at once at a rate of infinity."""
+    """Return requests with random prompt and output lengths and Poisson arrivals.
+
+    Args:
+        count: number of requests.
+        longest: tokens of the longest sequence; prompts have at most half of it.
+        rate: requests per second; all arrive at once if it is infinite.
+        seed: seed of lengths and arrivals.
+    """
     rng = random.Random(seed)
     arrivals = accumulate(rng.expovariate(1) / rate for _ in range(count))
     return [WorkloadRequest(a, rng.randint(1, longest // 2), rng.randint(4, 60)) for a in arrivals]
@@ -133,13 +140,17 @@ async def measure_profile(
     turns: RoundRobinLock | None = None,
     rounds: int = 1,
 ) -> CostProfile:
-    """Measure the profile of an engine by serving sweeps and mixed workloads.
+    """Measure step times of an engine by serving workloads; return them as a cost profile.
+
+    The simulator reads the profile. Two engines run: one computes prompts without chunking, the
+    other as configured. Ranges of layers are then timed alone.
 
     Args:
-        config: Of the engine.
-        progress: Show the progress on standard error.
-        turns: Have both engines at once and take turns with them; None: one after the other.
-        rounds: Times that the sweeps and mixtures are served.
+        config: configuration of the engine to measure.
+        progress: True to show the progress on standard error.
+        turns: lock by which the two engines, started together, run alternately; None to start them
+            one after the other.
+        rounds: number of times that all workloads are served.
     """
     stages = config.pipeline_parallel_size
     bar = show_progress("request", name="profile", is_shown=progress)
@@ -210,7 +221,7 @@ def _add_spans(profile: CostProfile, config: EngineConfig, progress: bool) -> Co
 
 
 def with_min_seconds(span: SpanSample, min_seconds: float) -> SpanSample:
-    """Return a sample whose times are at least `min_seconds`, the engine's debug_step_seconds."""
+    """Return a sample with all stage times raised to at least `min_seconds`, debug_step_seconds."""
     stages = [max(seconds, min_seconds) for seconds in span.step.stages]
     return msgspec.structs.replace(span, step=msgspec.structs.replace(span.step, stages=stages))
 
@@ -253,7 +264,7 @@ def _processor() -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the command's flags: those of the engine, of operators, and the file to write."""
+    """Return the argument parser of `gllm profile`, with all engine flags."""
     parser = FlagParser(prog="gllm profile", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model_name", nargs="?", metavar="MODEL", help="as --model")
     parser.add_argument(
@@ -288,7 +299,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Run `gllm profile` and return the exit status."""
+    """Measure the step times of an engine and write them to `--output` as a cost profile.
+
+    The simulator and the planners read the profile. With `--operators` single operators are timed
+    instead, and their tables are written into a folder.
+
+    Returns:
+        The exit status: 2 for invalid options, an unusable model or a failed engine.
+    """
     values = make_parser().parse_args(argv)
     values.model = values.model_name or values.model
     output = values.output or ("operators" if values.operators else "profile.json")

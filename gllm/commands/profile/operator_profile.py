@@ -45,7 +45,11 @@ SLOTS = 2
 def time_all_reduce(
     num_ranks: int, token_counts: Sequence[int], hidden_size: int, dtype: torch.dtype, repeats: int
 ) -> dict[int, list[float]]:
-    """Return the milliseconds of each repeat of an all-reduce [tokens, hidden], by tokens."""
+    """Time all-reduces of a [tokens, hidden] tensor over shared memory between threads as ranks.
+
+    Returns:
+        The milliseconds of each repeat on rank 0, by number of tokens.
+    """
     layout = RegionLayout(max(token_counts), hidden_size, 0)
     region = create_region("profile-ranks", "shared-memory")
     groups = [open_groups(region, rank, num_ranks, layout).layers for rank in range(num_ranks)]
@@ -71,7 +75,11 @@ def time_all_reduce(
 def time_send(
     token_counts: Sequence[int], hidden_size: int, dtype: torch.dtype, repeats: int
 ) -> dict[int, list[float]]:
-    """Return the milliseconds of each repeat of a transfer between stages, by number of tokens."""
+    """Time transfers of a [tokens, hidden] tensor over shared memory from one stage to the next.
+
+    Returns:
+        The milliseconds of each repeat, by number of tokens.
+    """
     layout = EdgeLayout(SLOTS, max(token_counts), hidden_size, dtype.itemsize)
     edge = create_edge("profile-edge", "shared-memory")
     sender = SharedMemorySender(edge.descriptors, layout, dtype)
@@ -125,16 +133,16 @@ SeparateStep = Callable[[StepRows], tuple[float, float]]
 
 @dataclass(frozen=True)
 class OperatorPoints:
-    """Sizes to measure: Vidur's, up to limits.
+    """Sizes at which operators are timed: those of Vidur's profiles, up to limits.
 
     Raises:
-        ValueError: A limit is too small.
+        ValueError: a limit is too small.
     """
 
     max_tokens: int = 4096
-    """Tokens of a micro-batch, and of a sequence."""
+    """Maximum number of tokens of a micro-batch, and of a sequence."""
     max_batch: int = 128
-    """Rows of a micro-batch of decodes."""
+    """Maximum number of sequences of a micro-batch of decodes."""
     stride: int = 1
     """Measure every n-th point only, and the largest one."""
     repeats: int = 20
@@ -192,7 +200,7 @@ def _doublings(start: int, end: int) -> list[int]:
 
 @dataclass
 class OperatorProfile:
-    """Measured tables, by name."""
+    """Measured times of a model's operators, as rows of Vidur's CSV tables by table name."""
 
     tables: dict[str, list[Row]] = field(default_factory=lambda: {name: [] for name in VIDUR_FILES})
 
@@ -212,18 +220,18 @@ class OperatorProfile:
 
 
 class OperatorProfiler:
-    """Measures the operators of a model on this machine's device.
+    """Times the operators of a model on one device, at the sizes of Vidur's profiles.
 
     Args:
-        config: Of the engine.
-        folder: Of the model.
-        device: Name of the device in the tables.
-        points: Sizes to measure.
-        on_step: Called after each row of a table.
+        config: configuration of the engine.
+        folder: folder with the model's weights.
+        device: name of the device to write into the tables.
+        points: sizes to measure.
+        on_step: called after each row of a table.
 
     Raises:
-        ModelError: The folder has no model that can be read.
-        ValueError: The model has no two layers to compare.
+        ModelError: the folder has no model that can be read.
+        ValueError: the model has fewer than two layers.
     """
 
     def __init__(
@@ -242,11 +250,14 @@ class OperatorProfiler:
             raise ValueError("operators need a model of at least two layers")
 
     def run(self, degrees: Sequence[int]) -> OperatorProfile:
-        """Measure the shards of every number of ranks and return the tables.
+        """Measure the model's shards for each tensor parallel size and return the tables.
+
+        Args:
+            degrees: tensor parallel sizes.
 
         Raises:
-            FieldError: The layers cannot be computed as configured.
-            ValueError: Operators of such layers are not measured.
+            FieldError: the layers cannot be computed as configured.
+            ValueError: the layers have another structure than the measured operators.
         """
         threads = torch.get_num_threads()
         torch.set_num_threads(threads_per_worker(self._config.threads, max(degrees)))
@@ -394,7 +405,12 @@ def _in_columns(times: Mapping[str, float]) -> dict[str, Any]:
 
 
 def count_points(points: OperatorPoints, degrees: Sequence[int]) -> int:
-    """Return the number of rows that a profile will have in all tables together."""
+    """Return the number of rows of all tables of a profile, for a progress bar.
+
+    Args:
+        points: sizes to measure.
+        degrees: tensor parallel sizes.
+    """
     per_shard = len(points.tokens) + len(points.rows) + len(points.prefills) + len(points.decodes)
     num_collectives = 1 + sum(tp > 1 for tp in degrees)
     return len(degrees) * per_shard + num_collectives * len(points.tokens) + 1

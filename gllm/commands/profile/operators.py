@@ -28,7 +28,7 @@ MS_PER_SECOND = 1e3
 
 
 class OperatorTime(NamedTuple):
-    """Milliseconds of an operator."""
+    """Measured time of an operator: median and standard deviation over repeats, in milliseconds."""
 
     median: float
     deviation: float
@@ -36,7 +36,13 @@ class OperatorTime(NamedTuple):
 
 
 def time_operator(run: Callable[[], object], repeats: int, device: torch.device) -> OperatorTime:
-    """Return the time of an operator: CPU time of the thread, or time by the device's clock."""
+    """Call an operator repeatedly and return its measured time, after calls that are not timed.
+
+    Args:
+        run: calls the operator once.
+        repeats: number of timed calls.
+        device: a CPU, for CPU time of this thread, or a GPU, for time between CUDA events.
+    """
     for _ in range(WARM_UPS):
         run()
     times = _time_on_device(run, repeats) if device.type == "cuda" else _time_on_cpu(run, repeats)
@@ -65,11 +71,14 @@ def _time_on_device(run: Callable[[], object], repeats: int) -> list[float]:
 
 
 class LayerOperators:
-    """Timer of the operators of the first layer of a span.
+    """Times the operators of one transformer layer, the first one of a loaded range of layers.
+
+    Args:
+        span: the loaded layers.
+        repeats: number of timed calls of each operator.
 
     Raises:
-        ValueError: The layer has another structure than attention of grouped queries and an MLP,
-            one after the other.
+        ValueError: the layer is not grouped-query attention followed by an MLP.
     """
 
     def __init__(self, span: TimedSpan, repeats: int) -> None:
@@ -83,14 +92,14 @@ class LayerOperators:
         self._span, self._layer, self._repeats = span, layer, repeats
 
     def time_tokens(self, num_tokens: int) -> dict[str, float]:
-        """Return the milliseconds of the token-level operators, by Vidur's names."""
+        """Return the milliseconds of all operators but attention, by Vidur's names for them."""
         batch = self._prepare([(0, num_tokens)])
         with torch.inference_mode():
             calls = _list_calls(self._span, self._layer, batch, num_tokens)
             return {name: self._time(run).median for name, run in calls.items()}
 
     def time_attention(self, rows: StepRows) -> OperatorTime:
-        """Return the milliseconds of the attention of some rows."""
+        """Return the time of paged attention for sequences with given cached and new tokens."""
         batch = self._prepare(rows)
         layer, executor = self._layer, self._span.executor
         assert isinstance(layer.attention, Attention), "checked above"
@@ -147,7 +156,7 @@ def _list_calls(
 
 
 def time_embedding(span: TimedSpan, num_tokens: int, repeats: int) -> float:
-    """Return the milliseconds of the embedding of a span with the first layer."""
+    """Return the median milliseconds of the token embedding, of a span with the first layer."""
     embedding = span.executor.stage.embedding
     assert embedding is not None, "the span has the first layer"
     inputs = span.prepare([(0, num_tokens)], should_sample=False)[0].inputs
@@ -156,7 +165,7 @@ def time_embedding(span: TimedSpan, num_tokens: int, repeats: int) -> float:
 
 
 def time_head(span: TimedSpan, num_rows: int, repeats: int) -> float:
-    """Return the milliseconds of final norm and LM head of a span with the last layer."""
+    """Return the median milliseconds of final norm and LM head, of a span with the last layer."""
     hidden, stage = span.make_hidden(num_rows), span.executor.stage
     with torch.inference_mode():
         compute = stage.compute_logits
@@ -164,7 +173,7 @@ def time_head(span: TimedSpan, num_rows: int, repeats: int) -> float:
 
 
 def time_sampler(span: TimedSpan, num_rows: int, repeats: int) -> float:
-    """Return the milliseconds of sampling `num_rows` rows on the host."""
+    """Return the median CPU milliseconds of sampling a token for each of `num_rows` sequences."""
     times: list[float] = []
     rows: Sequence[tuple[int, int]] = [(1, 1)] * num_rows
     for _ in range(WARM_UPS + repeats):

@@ -26,10 +26,12 @@ REPEATS = 5
 
 
 def list_steps(longest: int) -> list[StepRows]:
-    """Return the steps to time: decodes of several contexts, and prefill chunks.
+    """Return the steps to time, as (cached tokens, new tokens) of each sequence.
+
+    They are batches of decodes with several context lengths, and prefill chunks.
 
     Args:
-        longest: Tokens of the longest prompt.
+        longest: tokens of the longest prompt.
     """
     steps: list[StepRows] = []
     for batch in DECODE_BATCHES:
@@ -45,11 +47,11 @@ def list_steps(longest: int) -> list[StepRows]:
 
 
 def list_spans(num_layers: int, most: int) -> list[range]:
-    """Return the ranges of consecutive layers to time.
+    """Return the ranges of consecutive layers to time, at the start, middle and end of a model.
 
     Args:
-        num_layers: Layers of the model.
-        most: Layers that one device holds.
+        num_layers: number of layers of the model.
+        most: maximum number of layers on one device.
     """
     half, middle = max(1, most // 2), num_layers // 2
     spans = [range(most), range(num_layers - most, num_layers)]
@@ -60,7 +62,13 @@ def list_spans(num_layers: int, most: int) -> list[range]:
 
 
 def count_span_steps(num_layers: int, layers: Sequence[int], longest: int) -> int:
-    """Return the number of steps that `measure_spans` times, for layers of a model."""
+    """Return the number of steps that `measure_spans` times, for a progress bar.
+
+    Args:
+        num_layers: number of layers of the model.
+        layers: number of layers of each pipeline stage.
+        longest: tokens of the longest prompt.
+    """
     spans = list_spans(num_layers, max(layers))
     num_last = sum(span.stop == num_layers for span in spans)
     return (len(spans) + num_last) * len(list_steps(longest))
@@ -75,20 +83,20 @@ def measure_spans(
     on_step: Callable[[], object] = lambda: None,
     repeats: int = REPEATS,
 ) -> list[SpanSample]:
-    """Time steps of several ranges of layers of a model, loaded one after the other.
+    """Time steps of several ranges of a model's layers, loaded one after the other.
 
     Args:
-        config: Of the engine.
-        folder: Of the model.
-        layers: Number of layers of each stage of the engine: no part has more layers.
-        longest: Tokens of the longest prompt.
-        num_ranks: Ranks that share the layers of each stage.
-        on_step: Called after each step.
-        repeats: Times that each step is computed; the median counts.
+        config: configuration of the engine.
+        folder: folder with the model's weights.
+        layers: number of layers of each pipeline stage; the largest is that of the longest range.
+        longest: tokens of the longest prompt.
+        num_ranks: tensor parallel size of each stage.
+        on_step: called after each step.
+        repeats: number of times that each step is computed; the median is the result.
 
     Raises:
-        FieldError: A part cannot be computed as configured.
-        ModelError: The folder does not have the weights.
+        FieldError: a range of layers cannot be computed as configured.
+        ModelError: the folder does not have the weights.
     """
     model, steps = read_config(folder), list_steps(longest)
     samples = []
@@ -113,11 +121,16 @@ def measure_spans(
 def measure_samplers(
     config: EngineConfig, folder: Path, num_ranks: int = 1
 ) -> list[tuple[int, float]]:
-    """Return the rows and the seconds of the sampler alone, for each number of decodes.
+    """Return (sequences, seconds) of the sampler alone, for each measured number of decodes.
+
+    Args:
+        config: configuration of the engine.
+        folder: folder with the model's weights.
+        num_ranks: tensor parallel size of the last stage.
 
     Raises:
-        FieldError: The last layer cannot be computed as configured.
-        ModelError: The folder does not have the weights.
+        FieldError: the last layer cannot be computed as configured.
+        ModelError: the folder does not have the weights.
     """
     model = read_config(folder)
     last = range(model.model.num_layers - 1, model.model.num_layers)

@@ -30,26 +30,31 @@ StepRows = Sequence[tuple[int, int]]
 
 
 def count_blocks(rows: StepRows, block_size: int) -> int:
-    """Return the number of KV blocks of the sequences of a step."""
+    """Return the number of KV blocks that the sequences of a step occupy.
+
+    Args:
+        rows: (cached tokens, new tokens) of each sequence.
+        block_size: tokens per block.
+    """
     return sum(-(-(start + tokens) // block_size) for start, tokens in rows)
 
 
 class TimedSpan:
-    """Consecutive layers of a model on one rank, whose steps can be timed; a context manager.
+    """Consecutive layers of a model, loaded on one rank to time their steps; a context manager.
 
-    With several ranks this is rank 0, and its sums take no time: it does not wait for the others.
+    With tensor parallelism this is rank 0, whose all-reduces return at once without other ranks.
 
     Args:
-        config: Of the engine.
-        model: The whole model.
-        folder: Of the model.
-        layers: Indices of the layers.
-        steps: Steps that will be timed.
-        num_ranks: Ranks that share the layers.
+        config: configuration of the engine.
+        model: configuration of the whole model.
+        folder: folder with the model's weights.
+        layers: indices of the layers.
+        steps: steps that will be timed, which determine the size of the KV cache.
+        num_ranks: tensor parallel size.
 
     Raises:
-        FieldError: The layers cannot be computed as configured.
-        ModelError: The folder does not have the weights.
+        FieldError: the layers cannot be computed as configured.
+        ModelError: the folder does not have the weights.
     """
 
     def __init__(
@@ -93,7 +98,7 @@ class TimedSpan:
         self.executor.release_weights()
 
     def prepare(self, rows: StepRows, should_sample: bool = True) -> tuple[Batch, StageWork]:
-        """Build a step, and return it with its work."""
+        """Build the inputs of a step; return them with its counts of tokens and sequences."""
         self._step += 1
         scheduled, first_block = [], 0
         for seq, (start, tokens) in enumerate(rows):
@@ -109,10 +114,10 @@ class TimedSpan:
         return self.executor.prepare(plan), compute_stage_work(self._step, scheduled)
 
     def time_step(self, rows: StepRows, should_sample: bool = True) -> tuple[StageWork, float]:
-        """Compute a step; return its work and its seconds.
+        """Compute a step; return its counts of tokens and sequences, and its seconds.
 
-        A CPU's time is that of the thread, because other programs would interrupt steps; a device's
-        is that of its own clock.
+        On a CPU it is the CPU time of this thread, which other programs do not affect; on a GPU the
+        time between CUDA events.
         """
         batch, work = self.prepare(rows, should_sample)
         executor = self.executor
@@ -129,13 +134,13 @@ class TimedSpan:
     def repeat_step(
         self, rows: StepRows, repeats: int, should_sample: bool = True
     ) -> tuple[StageWork, float]:
-        """Compute a step several times; return its work and the median of its seconds."""
+        """Compute a step several times; return its token counts and the median of its seconds."""
         for _ in range(WARM_UP_STEPS):
             work, _ = self.time_step(rows, should_sample)
         return work, median(self.time_step(rows, should_sample)[1] for _ in range(repeats))
 
     def make_hidden(self, num_tokens: int) -> torch.Tensor:
-        """Return activations [tokens, hidden]."""
+        """Return activations of ones, [tokens, hidden]."""
         executor = self.executor
         shape = num_tokens, executor.model.hidden_size
         return torch.ones(shape, dtype=executor.dtype, device=executor.device)

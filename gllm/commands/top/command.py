@@ -31,7 +31,7 @@ HOME, END_OF_LINE, END_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
 class ServerView:
-    """Text view of the latest metrics of a server."""
+    """Latest metrics of a server, scraped from /metrics, as lines of text for a terminal."""
 
     def __init__(self, server: ServerClient) -> None:
         self._server = server
@@ -53,7 +53,13 @@ class ServerView:
         self._metrics, self._scrape_time = self._history.add(scrape), scrape.time
 
     def lines(self, width: int, height: int | None, error: str = "") -> list[str]:
-        """Return the view as lines; `error` is the reason why the metrics are outdated."""
+        """Return the view as lines of text.
+
+        Args:
+            width: columns per line.
+            height: maximum number of lines; None for no limit.
+            error: reason why the last scrape failed; shown with the age of the metrics.
+        """
         if self._metrics is None:
             return fit_lines(
                 [format_headline("gllm top", self._server.url, width), "", error], width, height
@@ -67,7 +73,11 @@ class ServerView:
 
 
 def print_once(view: ServerView, interval: float) -> int:
-    """Print one table of the metrics between two scrapes; return the exit status."""
+    """Scrape the server twice, `interval` seconds apart, and print its metrics between the scrapes.
+
+    Returns:
+        The exit status: 1 if the server does not return metrics.
+    """
     try:
         view.refresh()
         time.sleep(interval)
@@ -80,7 +90,7 @@ def print_once(view: ServerView, interval: float) -> int:
 
 
 def watch(view: ServerView, interval: float) -> None:
-    """Show the server until `q` or an interrupt.
+    """Show the metrics of a server, updated every `interval` seconds, until `q` or Ctrl-C.
 
     On a terminal the view is updated in place, otherwise tables are printed one after another.
     """
@@ -146,7 +156,11 @@ def _unbuffered_keys() -> Iterator[None]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `gllm top` and return the exit status: 1 if `--once` reaches no server."""
+    """Show the metrics of a running server in the terminal.
+
+    Returns:
+        The exit status: 1 if `--once` is given and the server does not return metrics.
+    """
     arguments = make_parser().parse_args(argv)
     try:
         client = make_client(arguments, max(arguments.interval, MIN_TIMEOUT_SECONDS))
@@ -179,7 +193,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the flags of the command."""
+    """Return the argument parser of `gllm top`."""
     parser = FlagParser(prog="gllm top", description="Watch a running server. q or Ctrl-C exits.")
     add_server_flags(parser)
     parser.add_argument(

@@ -14,14 +14,14 @@ from gllm.deploy.metrics_scrape import MetricsScrape
 
 @dataclass(frozen=True)
 class EngineFigures:
-    """Metrics of one engine of a router over a time window."""
+    """Load, cache use and throughput of one engine behind a router, over a time window."""
 
     name: str
     state: str
     num_requests: float
-    """Requests of this router that the engine runs."""
+    """Requests of this router that run on the engine."""
     waiting: float
-    """Sequences of all routers that wait for KV blocks."""
+    """Sequences of all routers that wait for KV blocks of the engine."""
     kv_usage: float
     """Used share of the KV cache, in [0, 1]."""
     prefix_hits: float
@@ -34,22 +34,22 @@ class EngineFigures:
 
 @dataclass(frozen=True)
 class RouterFigures:
-    """Metrics of a router and of its engines."""
+    """Metrics of a router (waiting, moved and refused requests) and of its engines."""
 
     parked: float
-    """Requests that wait for an engine."""
+    """Requests that wait in the router for an engine that can run them."""
     migrations: float
     """Number of requests that moved to another engine since the router's start."""
     lost_engines: float
     """Number of engines that disconnected, including drained ones."""
     shed: float
-    """Number of requests refused because of their objective."""
+    """Number of requests refused because their latency SLO could not be met."""
     engines: tuple[EngineFigures, ...]
     """Engines by name."""
 
 
 def router_figures_between(before: MetricsScrape, after: MetricsScrape) -> RouterFigures | None:
-    """Return the figures of a router between two scrapes; None if the server is no router."""
+    """Return a router's metrics of the time between two scrapes; None if there is no router."""
     if "router_parked_requests" not in after.values:
         return None
     return RouterFigures(
@@ -96,14 +96,14 @@ RANK_BUSY = "rank_busy_seconds_total"
 
 
 class Latency(NamedTuple):
-    """Percentiles of a latency, in seconds."""
+    """50th and 99th percentile of a latency, in seconds."""
 
     p50: float
     p99: float
 
 
 class StageTimeShares(NamedTuple):
-    """Shares of a stage's time, in [0, 1]."""
+    """Shares of time, 0 to 1, in which a pipeline stage was busy, or idle despite pending work."""
 
     busy: float
     bubble: float
@@ -114,7 +114,7 @@ class StageTimeShares(NamedTuple):
 
 @dataclass(frozen=True)
 class ServerMetrics:
-    """Metrics of a server over a time window."""
+    """Metrics of a server over a time window: load, rates, latencies and stage utilization."""
 
     model: str
     running: float
@@ -150,7 +150,7 @@ class ServerMetrics:
 
 
 class ScrapeHistory:
-    """Recent scrapes of one server, and its generation rate over time."""
+    """Recent scrapes of a server's /metrics, and its generated tokens per second over time."""
 
     def __init__(self) -> None:
         self.rates: deque[float] = deque(maxlen=MAX_RATES)
@@ -173,9 +173,9 @@ class ScrapeHistory:
 
 
 def metrics_between(before: MetricsScrape, after: MetricsScrape) -> ServerMetrics:
-    """Return rates, shares and quantiles of the time between two scrapes.
+    """Return rates, shares and latency percentiles of the time between two scrapes of /metrics.
 
-    If a counter decreased, the server was restarted, and its counters cover only new events.
+    If a counter has decreased, the server was restarted; the time since its start then counts.
     """
     seconds = after.time - before.time
     if not after.follows(before):
@@ -234,14 +234,14 @@ def metrics_between(before: MetricsScrape, after: MetricsScrape) -> ServerMetric
 
 
 def safe_ratio(part: float, whole: float) -> float:
-    """Return part / whole, NaN if the whole is not positive."""
+    """Return part / whole; NaN if the whole is not positive."""
     return part / whole if whole > 0 else math.nan
 
 
 def cap_share(share: float) -> float:
     """Return a share of time limited to 1.
 
-    Stages report twice per second, so a report may cover slightly more than the window.
+    Stages report twice per second, so a report may cover slightly more than the time window.
     """
     return 1.0 if share > 1 else share
 
@@ -249,19 +249,19 @@ def cap_share(share: float) -> float:
 def subtract_buckets(
     before: Mapping[float, float], after: Mapping[float, float]
 ) -> dict[float, float]:
-    """Return the cumulative number of observations per bucket bound between two scrapes."""
+    """Return the difference of two cumulative histograms, by upper bound of each bucket."""
     return {bound: after[bound] - before.get(bound, 0.0) for bound in sorted(after)}
 
 
 def quantile(counts: Mapping[float, float], q: float) -> float:
-    """Return a quantile of a histogram, interpolated linearly within a bucket.
+    """Return a quantile of a cumulative histogram, interpolated linearly within a bucket.
 
     Args:
-        counts: Cumulative number of observations by bound, ascending; the last is infinite.
-        q: Share of observations below the result, in [0, 1].
+        counts: cumulative number of observations by upper bound, ascending; the last is infinite.
+        q: share of observations below the result, in [0, 1].
 
     Returns:
-        The quantile; the highest finite bound if it lies above; NaN without observations.
+        The quantile; the highest finite bound if it lies above that; NaN without observations.
     """
     total = max(counts.values(), default=0.0)
     if total <= 0:

@@ -25,14 +25,14 @@ def render(
     width: int,
     height: int | None = None,
 ) -> list[str]:
-    """Return the metrics as at most `height` lines of at most `width` columns.
+    """Return the screen of `gllm top` as at most `height` lines of at most `width` columns.
 
     Args:
-        figures: The current metrics.
-        rates: Generated tokens per second over time; the last one is current.
+        figures: current metrics of the server.
+        rates: generated tokens per second over time; the last one is current.
         source: URL of the server.
-        width: Columns per line.
-        height: Maximum number of lines; None: no limit.
+        width: columns per line.
+        height: maximum number of lines; None for no limit.
     """
     lines = [
         format_headline(f"gllm top: {figures.model}{_state(figures)}", source, width),
@@ -141,7 +141,7 @@ def format_bar(share: float, columns: int) -> str:
 
 
 def format_sparkline(values: Sequence[float], columns: int) -> str:
-    """Return the last values as bars scaled by their maximum; NaN is blank."""
+    """Return the last values as a row of vertical bars scaled by their maximum; NaN is blank."""
     shown = list(values)[-columns:] if columns > 0 else []
     highest = max((value for value in shown if value > 0), default=1.0)
 
@@ -154,17 +154,17 @@ def format_sparkline(values: Sequence[float], columns: int) -> str:
 
 
 def format_number(value: float) -> str:
-    """Format a rate or a mean."""
+    """Format a rate or a mean as text with one decimal place; `-` for NaN."""
     return UNKNOWN if math.isnan(value) else f"{value:.1f}"
 
 
 def format_share(share: float) -> str:
-    """Format a share in percent."""
+    """Format a share in [0, 1] as a percentage; `-` for NaN."""
     return UNKNOWN if math.isnan(share) else f"{100 * share:.1f} %"
 
 
 def format_seconds(seconds: float) -> str:
-    """Format seconds, in milliseconds below one second."""
+    """Format seconds as text, in milliseconds below one second; `-` for NaN."""
     if math.isnan(seconds):
         return UNKNOWN
     return f"{1000 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
