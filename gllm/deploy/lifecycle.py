@@ -14,7 +14,7 @@ log = logging.getLogger("gllm")
 
 
 class GroupProcess(Protocol):
-    """A running process of an engine or of a plan."""
+    """Process of a group that serves together: a router with its engines, or one engine."""
 
     @property
     def is_entry(self) -> bool:
@@ -29,7 +29,7 @@ P = TypeVar("P", bound=GroupProcess)
 
 
 class RunningProcess(Protocol):
-    """A process that is started, drained and ended, on this machine or by Ray."""
+    """Interface to start, probe, drain and kill a process, on this machine or in a Ray cluster."""
 
     @property
     def is_ending(self) -> bool:
@@ -53,7 +53,10 @@ class RunningProcess(Protocol):
 
 
 async def run_to_end(process: RunningProcess) -> tuple[str, bool]:
-    """Run a process; return the cause of its end, and True if it has failed."""
+    """Run a process until it ends; return the cause of its end, and True if it has failed.
+
+    Errors at the start or while it is watched are failures, too.
+    """
     try:
         cause = await process.run()
     except OSError as error:
@@ -68,10 +71,11 @@ async def run_to_end(process: RunningProcess) -> tuple[str, bool]:
 def next_to_end(processes: Iterable[P]) -> list[P]:
     """Return the processes to end next when a group is shut down.
 
-    The entry finishes its requests first, for which it needs the others.
+    The process that receives requests (router or head) ends first, because finishing its requests
+    requires the others.
 
     Args:
-        processes: those of the group that have not exited.
+        processes: processes of the group that have not exited.
     """
     running = list(processes)
     entries = [process for process in running if process.is_entry]

@@ -25,9 +25,9 @@ MAX_LINE_BYTES = 2**16
 
 
 class LoggedProcess:
-    """A child process whose output lines are forwarded.
+    """Child process whose output is passed on line by line.
 
-    The process dies with its parent. `end` may be called before `start`.
+    It dies with its parent. `end` may be called before `start`, which then ends it at once.
     """
 
     def __init__(self, on_line: Callable[[str], None], kill_seconds: float = KILL_SECONDS) -> None:
@@ -138,15 +138,15 @@ class LoggedProcess:
 
 
 class LocalProcess:
-    """A process of a plan or a service on this machine; implements `RunningProcess`.
+    """Process of a serving plan or a service on this machine; implements `RunningProcess`.
 
     Args:
-        spec: the process.
-        on_line: receives the name of the process and a line that it writes.
-        make_command: returns program and arguments of a process; None for this Python.
-        environment: of the process, besides that of `spec`; None for that of this process. A
-            launcher's description of a group of machines is left out.
-        kill_seconds: time beyond that for running requests after which it is killed.
+        spec: command line, environment and URL of the process.
+        on_line: called with the name of the process and a line of its output.
+        make_command: returns program and arguments of a process; None to use this Python.
+        environment: base environment, extended by that of `spec`; None for that of this process.
+            Variables of launchers such as Slurm are removed.
+        kill_seconds: time after the drain timeout at which the process is killed.
     """
 
     def __init__(
@@ -194,5 +194,5 @@ class LocalProcess:
 
 
 def python_command(spec: ProcessSpec) -> list[str]:
-    """Return the command line that runs a process with this Python."""
+    """Return the command line that runs a process of a plan with this Python interpreter."""
     return [sys.executable, "-m", spec.module, *spec.arguments]

@@ -15,7 +15,7 @@ def _by_name() -> dict[str, dict[Any, float]]:
 
 @dataclass
 class MetricsScrape:
-    """Metrics of a server at one time, by name without the prefix; missing ones are 0."""
+    """Parsed response of a server's /metrics: values by metric name, by stage, rank and engine."""
 
     time: float
     """Time of the scrape, in seconds of any clock."""
@@ -63,10 +63,14 @@ class MetricsScrape:
 
 
 def parse_metrics(text: str, time: float) -> MetricsScrape:
-    """Parse the response of /metrics.
+    """Parse the Prometheus text of a server's /metrics.
+
+    Args:
+        text: body of the response.
+        time: time of the scrape, in seconds of any clock.
 
     Raises:
-        ValueError: It contains no gllm metrics.
+        ValueError: the text contains no gllm metrics.
     """
     scrape = MetricsScrape(time)
     for family in text_string_to_metric_families(text):

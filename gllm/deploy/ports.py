@@ -4,7 +4,11 @@ import socket
 
 
 def probe_port(address: str, port: int) -> int:
-    """Bind a TCP port for a moment and return its number; port 0 chooses a free one.
+    """Check that a TCP port is free by listening at it briefly; return its number.
+
+    Args:
+        address: IP address of this machine; empty for all.
+        port: number of the port; 0 for any free one.
 
     Raises:
         OSError: the port is in use, or this user may not listen there.

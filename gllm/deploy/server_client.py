@@ -24,7 +24,7 @@ MAX_POLL_SECONDS = 2.0
 
 
 class ServerError(Exception):
-    """The server cannot be reached, or has returned an error."""
+    """Raised if a gllm server cannot be reached, or responds with an error."""
 
     def __init__(self, message: str, status: int = 0, code: str = "", reason: str = "") -> None:
         """Create the error.
@@ -45,11 +45,11 @@ class ServerClient:
     """Blocking HTTP client of a gllm server.
 
     Args:
-        url: of the server; a path /v1 at its end is left out.
-        api_key: of the server; None or empty for none.
-        timeout_seconds: time without an answer after which a call fails; None for none.
-        is_own: the server was started by this one, so that neither its certificate is verified nor
-            a proxy asked.
+        url: URL of the server; /v1 at its end is removed.
+        api_key: API key for the Authorization header; None or empty for none.
+        timeout_seconds: timeout of each request; None for no limit.
+        is_own: True for a server of the same deployment: its certificate is not verified, and
+            proxies are not used.
     """
 
     def __init__(
@@ -146,9 +146,9 @@ async def follow_router(
     """Poll GET /engines of a router and call a function with each response, until cancelled.
 
     Args:
-        router: client of the router, which may be starting or away for a while.
-        on_engines: receives the answers; its errors are logged.
-        poll_seconds: time from one answer to the next look.
+        router: HTTP client of the router, which may be starting or unreachable for a while.
+        on_engines: called with each response; its errors are logged.
+        poll_seconds: interval of the requests.
     """
     backoff = Backoff(first_seconds=poll_seconds, max_seconds=max(poll_seconds, MAX_POLL_SECONDS))
     while True:
@@ -167,7 +167,7 @@ async def follow_router(
 class EventReader:
     """Incremental parser of server-sent events.
 
-    Every `data:` line is one event, because these servers put no line break into their JSON.
+    Every `data:` line is one event, because gllm and similar servers send JSON without line breaks.
     """
 
     def __init__(self) -> None:
@@ -181,7 +181,7 @@ class EventReader:
 
 
 def read_events(answer: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the data of the server-sent events of a response, up to [DONE]."""
+    """Yield the data of each server-sent event of a response, up to the event [DONE]."""
     reader = EventReader()
     for data in answer:
         for event in reader.feed(data):
@@ -191,7 +191,7 @@ def read_events(answer: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def error_message(error: Any) -> str:
-    """Return the message of a JSON error body in any of the common formats."""
+    """Return the message in the JSON body of an error response, in any of the usual formats."""
     if isinstance(error, dict):
         inner = error.get("error", error)
         return str(inner.get("message", inner)) if isinstance(inner, dict) else str(inner)

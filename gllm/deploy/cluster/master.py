@@ -44,35 +44,35 @@ KEY_BYTES = 32
 
 
 class UnknownServiceError(Exception):
-    """No service has the requested name."""
+    """Raised if the cluster has no service (deployed engine) of the requested name."""
 
 
 class UnknownClusterNodeError(Exception):
-    """No node has the requested name."""
+    """Raised if the cluster has no node of the requested name."""
 
 
 class ServiceExistsError(Exception):
-    """The requested name of a service is in use."""
+    """Raised if the name for a new service (deployed engine) is already in use."""
 
 
 @dataclass(frozen=True)
 class ClusterNode:
-    """State of a node of the cluster, for GET /nodes."""
+    """State of a cluster's node, as GET /nodes returns it: hardware, service, draining or not."""
 
     report: NodeReport
     num_cores: int
     memory_bytes: int
     """Memory of the host that was available when the node joined."""
     data_port: int
-    """Port at which it accepts activations; 0 if it only dials."""
+    """Port at which it accepts connections for activations; 0 if it only opens connections."""
     service: str | None
-    """Service of which it runs a process; None for none."""
+    """Name of the service that it runs a process of; None for none."""
     is_draining: bool
     """True if it leaves the cluster once its processes have ended."""
 
 
 class Master:
-    """Master of a cluster: the sessions with its nodes, and the services on them."""
+    """Master of a cluster: accepts nodes, and starts, moves and ends engines (services) on them."""
 
     def __init__(self, config: ClusterConfig, shutdown_seconds: float = 30.0) -> None:
         """Create a master that has not started.

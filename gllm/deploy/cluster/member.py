@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class ClusterMember:
-    """A machine that joins a cluster and runs processes of its services."""
+    """Membership of this machine in a cluster: runs service processes for the master."""
 
     _finished: "asyncio.Future[tuple[int, str]]"
     """Exit status and its cause."""
@@ -111,8 +111,8 @@ class ClusterMember:
     async def run(self) -> int:
         """Run until the membership ends; return the exit status of the process.
 
-        0 after `leave`, or when the master ends the membership; 1 if no master was there for too
-        long; 2 if this machine cannot be a member.
+        0 after `leave`, or when the master ends the membership; 1 if the master was unreachable for
+        too long; 2 if this machine cannot be a member.
         """
         self._finished = asyncio.get_running_loop().create_future()
         # One I/O thread, so that events of connections arrive in order.

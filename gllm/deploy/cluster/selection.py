@@ -22,12 +22,12 @@ MAX_SUBSETS = 20_000
 
 
 class SelectionError(ValueError):
-    """Too few nodes fit a service; the message gives the reason for each node."""
+    """Raised if too few nodes suit a service; the message has a reason for each node."""
 
 
 @dataclass(frozen=True)
 class NodeCandidate:
-    """A free node that may run a process of a service."""
+    """Hardware, CPU load and reachability of a free node that may run a process of a service."""
 
     name: str
     devices: tuple[str, ...] = ()
@@ -53,11 +53,11 @@ class NodeCandidate:
 
 @dataclass(frozen=True)
 class NodeRequirements:
-    """Requirements of a service: number of nodes, GPUs, memory, names."""
+    """Requirements of a service: number of nodes, GPUs and memory of each, or names of nodes."""
 
     num_nodes: int = 1
     gpus_per_node: int = 0
-    """GPUs that each node needs and uses; 0 for the GPUs that it has."""
+    """GPUs that each node needs and uses; 0 for the largest power of two that it has."""
     memory_bytes_per_node: int = 0
     names: tuple[str, ...] = ()
     """Nodes to use; empty for any."""
@@ -65,25 +65,25 @@ class NodeRequirements:
 
 @dataclass(frozen=True)
 class NodeSelection:
-    """Nodes chosen for a service, in the order of the pipeline stages."""
+    """Nodes chosen for a service, with the tensor parallel size of the pipeline stage on each."""
 
     nodes: tuple[str, ...]
     """In the order of the pipeline stages, the head first."""
     degrees: tuple[int, ...]
     """Tensor-parallel ranks of each node's stage."""
     layers: str
-    """even for nodes of equal speed; auto to divide the layers by measured speeds."""
+    """`even` for nodes of equal hardware; `auto` to divide the layers by measured speeds."""
 
 
 class LinkQuality(NamedTuple):
-    """Measured latency and bandwidth between two nodes; None if unknown."""
+    """Measured round trip and bandwidth between two nodes; None for an unmeasured value."""
 
     round_trip_seconds: float | None = None
     bytes_per_second: float | None = None
 
 
 class NetworkView:
-    """Estimated message times between nodes."""
+    """Estimates of message times between nodes, from measured round trips and bandwidths."""
 
     def __init__(
         self,
@@ -124,12 +124,12 @@ def select_nodes(
     """Choose the nodes of a service and the order of its pipeline stages.
 
     Args:
-        candidates: nodes that are free.
-        requirements: of the service.
-        network: time of messages between the nodes.
+        candidates: nodes that run no process of a service.
+        requirements: number of nodes, GPUs and memory that the service needs.
+        network: estimated message times between the nodes.
 
     Raises:
-        SelectionError: too few nodes fit, or none of them can be the head.
+        SelectionError: too few nodes are suitable, or none of them can be the head.
     """
     candidates = sorted(candidates, key=lambda node: node.name)
     fitting = _find_fitting(candidates, requirements)
@@ -157,8 +157,12 @@ def select_nodes(
 def choose_head(nodes: Sequence[NodeCandidate], network: NetworkView) -> NodeCandidate:
     """Return the node with the best CPU and network, which runs the head of the engine.
 
-    Each node has a place by its idle cores and one by its time to all others; the least sum of both
+    Nodes are ranked by idle cores and by message time to all others; the least sum of both ranks
     wins, then the better network, then the name.
+
+    Args:
+        nodes: nodes chosen for the service.
+        network: estimated message times between the nodes.
 
     Raises:
         SelectionError: no node accepts connections, which the head of several nodes has to.

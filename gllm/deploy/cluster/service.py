@@ -41,7 +41,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 @dataclass(frozen=True)
 class ServiceRequest:
-    """Request to deploy a service: name, model, nodes and engine parameters.
+    """Request to deploy an engine on a cluster: service name, model, nodes and engine parameters.
 
     Raises:
         FieldError: a field is invalid; the message names it and the fix.
@@ -52,7 +52,7 @@ class ServiceRequest:
     """Model by its hub name, demo, or a folder that all nodes have."""
     requirements: NodeRequirements = field(default_factory=NodeRequirements)
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    """Values of INFERENCE_PARAMETERS."""
+    """Engine parameters by name, of those in INFERENCE_PARAMETERS."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -67,7 +67,11 @@ class ServiceRequest:
 
 
 def check_parameters(model: str, parameters: Mapping[str, Any]) -> None:
-    """Check the engine parameters of a service.
+    """Check the engine parameters in a request to deploy a service.
+
+    Args:
+        model: name or folder of the model.
+        parameters: values by name, such as max_model_len.
 
     Raises:
         FieldError: a parameter is unknown or has an invalid value; the message names it.
@@ -86,7 +90,7 @@ def check_parameters(model: str, parameters: Mapping[str, Any]) -> None:
 
 
 class ServiceRates(NamedTuple):
-    """Throughput and utilization of a service."""
+    """Measured requests and tokens per second of a service, and utilization of its stages."""
 
     requests_per_second: float = 0.0
     prompt_tokens_per_second: float = 0.0
@@ -96,16 +100,16 @@ class ServiceRates(NamedTuple):
 
 
 class ServiceMeter:
-    """Sliding window of readings of an engine, from which rates are computed."""
+    """Computes rates of a service from counters of its engine, over a sliding time window."""
 
     def __init__(self) -> None:
         self._readings: deque[tuple[float, ServiceReading]] = deque()
 
     def add(self, reading: ServiceReading, now: float) -> None:
-        """Add a reading; counters that decrease belong to a new engine and clear the window.
+        """Add a reading; if a counter has decreased, the engine is new and the window is cleared.
 
         Args:
-            reading: of the engine.
+            reading: state and counters of the engine.
             now: time in seconds.
         """
         if self._readings and not _follows(reading, self._readings[-1][1]):
@@ -145,7 +149,7 @@ def _follows(later: ServiceReading, earlier: ServiceReading) -> bool:
 
 
 class ServiceState(StrEnum):
-    """State of a service."""
+    """State of a service (deployed engine), from starting to failed, as the API shows it."""
 
     STARTING = "starting"
     """Its processes start, or load the model."""
@@ -165,18 +169,18 @@ RUNNING_STATES = frozenset({ServiceState.STARTING, ServiceState.READY, ServiceSt
 
 @dataclass(slots=True)
 class ServiceProcess:
-    """State of a process of a service on a node."""
+    """State of one process of a service: its node, its rank in the engine and its restarts."""
 
     number: int
     service: str
     node: str
     rank: int
     is_started: bool = False
-    """True once the node was sent the command."""
+    """True once the command to start it was sent to the node."""
     is_ending: bool = False
     num_restarts: int = 0
     restart_at: float | None = None
-    """Time of the restart of a process that has exited."""
+    """Time at which the exited process is started again; None while it runs."""
 
     @property
     def is_entry(self) -> bool:
@@ -186,7 +190,7 @@ class ServiceProcess:
 
 @dataclass(slots=True)
 class Service:
-    """A deployed service: its request, nodes, state and latest reading."""
+    """Engine deployed on a cluster: request, nodes, state, and latest counters of the engine."""
 
     request: ServiceRequest
     api_key: str

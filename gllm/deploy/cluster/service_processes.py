@@ -43,7 +43,7 @@ GOOD_REASONS = ("stop", "length")
 
 
 def read_engine(server: ServerClient) -> ServiceReading:
-    """Read the state and the counters of an engine over HTTP; `unreachable` on an error."""
+    """Read state and counters of an engine over HTTP; the state is `unreachable` on an error."""
     try:
         state, cause = _read_state(server)
         if state in ("loading", "dead"):
@@ -54,7 +54,7 @@ def read_engine(server: ServerClient) -> ServiceReading:
 
 
 def request_drain(server: ServerClient, name: str) -> str:
-    """Drain a node of an engine over HTTP; return the error, empty on success."""
+    """Request over HTTP that an engine releases a node; return the error, empty on success."""
     try:
         server.post(f"/nodes/{quote(name, safe='')}/drain")
     except ServerError as error:
@@ -81,10 +81,16 @@ def _read_links(server: ServerClient) -> list[PeerLink]:
 
 
 def parse_reading(state: str, cause: str, metrics: str, links: list[PeerLink]) -> ServiceReading:
-    """Return the reading of an engine from its Prometheus metrics.
+    """Return the state and counters of an engine, parsed from its Prometheus metrics.
+
+    Args:
+        state: state in the response of GET /health.
+        cause: cause of the state; empty for none.
+        metrics: response of GET /metrics.
+        links: measured links between the engine's nodes.
 
     Raises:
-        ValueError: the text cannot be parsed.
+        ValueError: the metrics cannot be parsed.
     """
     scrape = parse_metrics(metrics, 0.0)
     num_good = sum(scrape.finished.get(reason, 0.0) for reason in GOOD_REASONS)
@@ -105,7 +111,7 @@ def parse_reading(state: str, cause: str, metrics: str, links: list[PeerLink]) -
 
 
 def parse_links(nodes: dict[str, Any]) -> list[PeerLink]:
-    """Return the links in a response of GET /nodes that were measured."""
+    """Return the links with a measured bandwidth or round trip in a response of GET /nodes."""
     links = [
         PeerLink(
             row["name"], link["peer"], link.get("bytes_per_second"), link.get("round_trip_seconds")
@@ -118,7 +124,7 @@ def parse_links(nodes: dict[str, Any]) -> list[PeerLink]:
 
 @dataclass(frozen=True)
 class ServiceMachine:
-    """Address and configuration of a node, shared by the processes of all its services."""
+    """Name, address and configuration of a node, shared by the processes of all its services."""
 
     name: str
     address: str
@@ -128,7 +134,7 @@ class ServiceMachine:
 
 
 class ServicePorts(NamedTuple):
-    """Ports of the process of a head; 0 for a port that it does not use."""
+    """TCP ports of an engine's head: HTTP API, and connections of nodes; 0 for unused."""
 
     api: int = 0
     head: int = 0
@@ -137,12 +143,12 @@ class ServicePorts(NamedTuple):
 def make_spec(
     machine: ServiceMachine, start: StartServiceProcess, ports: ServicePorts, head: str
 ) -> ProcessSpec:
-    """Return the command line and the URL of a process of a service.
+    """Return the command line, environment and URL of a process of a service.
 
     Args:
-        machine: of this node.
-        start: command of the master.
-        ports: of the process.
+        machine: address and configuration of this node.
+        start: the master's command to start the process.
+        ports: TCP ports of the process.
         head: HOST:PORT of the head of its engine.
 
     Raises:
@@ -200,7 +206,7 @@ class _RunningProcess:
 
 
 class ServiceProcesses:
-    """The processes of services that run on this node."""
+    """Starts, watches and ends the processes of services on this node; reports to the master."""
 
     def __init__(
         self,
@@ -258,7 +264,7 @@ class ServiceProcesses:
         running.process.end()
 
     def drain_node(self, number: int, node: str) -> None:
-        """Drain a node of the engine of a head; a refusal is reported to the master."""
+        """Have the engine of a head release a node; a refusal is reported to the master."""
         running = self._processes.get(number)
         if running is None:
             self._send(ServiceNodeKept(number, node, "its head does not run"))

@@ -32,7 +32,7 @@ RESTART_SECONDS = 1.0
 
 
 class ServiceTable:
-    """Lifecycle of all services and of their processes on the nodes."""
+    """State of all services and their processes; emits commands to nodes, without I/O."""
 
     def __init__(self, return_seconds: float, shutdown_seconds: float = 30.0) -> None:
         """Create a table without services.
@@ -74,9 +74,9 @@ class ServiceTable:
         """Add a service and start its head. The name and the nodes must be free.
 
         Args:
-            request: of the service.
-            selection: its nodes.
-            api_key: key that its API requires.
+            request: name, model and parameters of the service.
+            selection: nodes of the service.
+            api_key: key that its HTTP API requires.
         """
         service = self.services[request.name] = Service(request, api_key, selection)
         self._start(service)

@@ -5,7 +5,7 @@ from enum import StrEnum
 
 
 class Verdict(StrEnum):
-    """Verdict of a check, as it is printed."""
+    """Outcome of a check of `gllm doctor`, as printed: ok, note or FAIL."""
 
     GOOD = "ok"
     NOTE = "note"
@@ -15,13 +15,13 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of a check, with a command that fixes the problem."""
+    """Printed result of a check of `gllm doctor`: topic, outcome, text and a fix."""
 
     topic: str
     verdict: Verdict
     text: str
     fix: str = ""
-    """Command or change that mends it; empty if there is nothing to mend."""
+    """Command or change that fixes the problem; empty if there is nothing to fix."""
 
     def __str__(self) -> str:
         line = f"{self.verdict:4}  {self.topic}: {self.text}"
@@ -29,15 +29,15 @@ class Finding:
 
 
 def good(topic: str, text: str) -> Finding:
-    """Return a finding without a problem."""
+    """Return the result of a check that has passed."""
     return Finding(topic, Verdict.GOOD, text)
 
 
 def note(topic: str, text: str, fix: str = "") -> Finding:
-    """Return a finding that is worth knowing, but no problem."""
+    """Return the result of a check that has found a disadvantage, but no error."""
     return Finding(topic, Verdict.NOTE, text, fix)
 
 
 def bad(topic: str, text: str, fix: str) -> Finding:
-    """Return a finding with a problem and its fix."""
+    """Return the result of a check that has found an error, with its fix."""
     return Finding(topic, Verdict.BAD, text, fix)

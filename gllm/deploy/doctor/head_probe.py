@@ -26,23 +26,23 @@ ANSWER_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class HeadAnswer:
-    """Facts of a head, or the reason why it did not answer."""
+    """Version and model that a head node announces, or the reason why it did not answer."""
 
     facts: JoinFacts | None = None
     cause: str = ""
-    """Cause of the end of the session, or a refusal that has no facts."""
+    """Reason for no answer, or a refusal that does not name version and model."""
 
 
 async def probe_head(
     address: str, port: int, keys: KeyPair | None, seconds: float = ANSWER_SECONDS
 ) -> HeadAnswer:
-    """Request the facts of a head without joining its engine.
+    """Ask a head node for its version and model, without joining its engine.
 
     Args:
         address: IP address of the head.
-        port: of its hub.
-        keys: of the node secret; None without encryption.
-        seconds: limit of the time.
+        port: port at which the head accepts nodes.
+        keys: key pair derived from the node secret; None without encryption.
+        seconds: timeout of the answer.
     """
     answer: asyncio.Future[HeadAnswer] = asyncio.get_running_loop().create_future()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
@@ -79,12 +79,12 @@ def _on_lost(answer: "asyncio.Future[HeadAnswer]", cause: str) -> None:
 
 
 def check_answer(answer: HeadAnswer, own: JoinFacts, secret_file: str | None) -> list[Finding]:
-    """Compare secret, version and model of a head with those of this machine.
+    """Compare the node secret, gllm version and model of a head node with those of this machine.
 
     Args:
-        answer: of the head.
-        own: facts of this machine; an empty hash is not compared.
-        secret_file: file of the node secret; None without.
+        answer: response of the head to `probe_head`.
+        own: version and model of this machine; an empty model hash is not compared.
+        secret_file: path of the node secret; None without one.
     """
     if answer.facts is None:
         return [_explain_silence(answer.cause, secret_file)]

@@ -25,7 +25,11 @@ KERNEL_CALLS = ("memfd_create", "pidfd_open", "eventfd")
 
 
 def check_platform(calls: Sequence[str] = KERNEL_CALLS) -> Finding:
-    """Check the versions of Python and Linux, and the system calls that gllm uses."""
+    """Check the versions of Python and Linux, and that the system calls that gllm uses work.
+
+    Args:
+        calls: names of the system calls.
+    """
     topic = "Python and kernel"
     version = platform.python_version()
     if sys.platform != "linux":
@@ -57,7 +61,11 @@ def _works(name: str) -> bool:
 
 
 def check_descriptors(limits: tuple[int, int] | None = None) -> Finding:
-    """Check the limit of open files; `limits` are (soft, hard), None to read them."""
+    """Check the limit of open files of this process.
+
+    Args:
+        limits: soft and hard limit; None to read them from the kernel.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE) if limits is None else limits
     text = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
     if hard != resource.RLIM_INFINITY and hard < MIN_DESCRIPTORS:
@@ -73,7 +81,13 @@ def check_descriptors(limits: tuple[int, int] | None = None) -> Finding:
 def check_shared_memory(
     num_gpus: int, folder: Path = Path("/dev/shm"), min_bytes: int = MIN_SHARED_BYTES
 ) -> Finding:
-    """Check the free space of /dev/shm, which NCCL uses between the GPUs of a machine."""
+    """Check the free space of /dev/shm, which NCCL uses between the GPUs of a machine.
+
+    Args:
+        num_gpus: number of GPUs of this machine; up to one needs no space.
+        folder: mount point of the shared memory.
+        min_bytes: free space that several GPUs need.
+    """
     try:
         status = os.statvfs(folder)
     except OSError as error:
@@ -90,7 +104,12 @@ def check_shared_memory(
 
 
 def check_congestion_control(name: str | None, path: Path = CONGESTION_CONTROLS) -> Finding | None:
-    """Check that the kernel has a TCP congestion control; None if none is configured."""
+    """Check that the kernel offers the TCP congestion control of `--link-congestion`.
+
+    Args:
+        name: configured congestion control; without one, None is returned.
+        path: kernel file with the available ones.
+    """
     if name is None:
         return None
     available: list[str] = []
@@ -106,11 +125,11 @@ def check_congestion_control(name: str | None, path: Path = CONGESTION_CONTROLS)
 
 
 def check_slow_start(congestion: str | None, path: Path = SLOW_START_AFTER_IDLE) -> Finding | None:
-    """Check the kernel setting of TCP slow start after idle; None if it cannot be read.
+    """Check the kernel setting for TCP slow start after idle; return None if it cannot be read.
 
     Args:
         congestion: congestion control of the data connections; None for the system's default.
-        path: of the setting of this network namespace.
+        path: kernel file of the setting.
     """
     topic = "slow start after idle"
     try:
@@ -129,7 +148,7 @@ def check_slow_start(congestion: str | None, path: Path = SLOW_START_AFTER_IDLE)
 
 
 def check_secret(path: str | None) -> Finding | None:
-    """Check the file of the node secret; None without a file."""
+    """Check that the node secret file can be read and has safe permissions; None without a file."""
     if path is None:
         return None
     topic = "node secret"
@@ -149,7 +168,13 @@ def check_secret(path: str | None) -> Finding | None:
 def check_launcher(
     nodes: NodesConfig, num_stages: int | None, environment: Mapping[str, str]
 ) -> Finding:
-    """Check node rank and number of nodes of the flags and the launcher's environment."""
+    """Check that node rank and number of nodes of flags and launcher environment are consistent.
+
+    Args:
+        nodes: flags about nodes.
+        num_stages: number of pipeline stages; None if it is not known.
+        environment: environment variables, such as those of Slurm or torchrun.
+    """
     try:
         place = read_node_rank(nodes, environment, num_stages)
     except ValueError as error:

@@ -15,7 +15,7 @@ MEMORY_MARGIN = 1.1
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A model in a folder of this machine."""
+    """Model found on this machine: its name, folder, digest of its files and size in bytes."""
 
     name: str
     folder: Path
@@ -25,7 +25,7 @@ class LocalModel:
 
 
 def check_model(name: str) -> tuple[Finding, LocalModel | None]:
-    """Check that a model is in a folder of this machine; return the finding and the model."""
+    """Check that a model's files are on this machine; return the result and the model, if any."""
     folder = find_folder(name)
     if folder is None:
         text = f"{name!r} is neither a folder here nor in the local cache of the hub"
@@ -44,13 +44,13 @@ def check_model(name: str) -> tuple[Finding, LocalModel | None]:
 def check_memory(
     model: LocalModel, num_nodes: int, available_bytes: int, has_gpus: bool
 ) -> Finding:
-    """Check that the weights of this machine fit its memory.
+    """Check that this machine's share of the weights fits into its memory.
 
     Args:
-        model: to be served.
-        num_nodes: machines among which the weights are divided.
-        available_bytes: memory of the host that is free.
-        has_gpus: True if the weights are in the GPUs' memory instead.
+        model: the model to serve.
+        num_nodes: number of machines that the weights are divided among.
+        available_bytes: available memory of the host.
+        has_gpus: True if the weights will be in GPU memory, which is not checked.
     """
     share = model.num_bytes / num_nodes
     text = (

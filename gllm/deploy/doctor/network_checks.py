@@ -14,7 +14,7 @@ CONNECT_SECONDS = 5.0
 
 
 def check_name(host: str, port: int) -> tuple[Finding, str]:
-    """Resolve the name of the head; return the finding and its first IP address."""
+    """Resolve the host name of the head node; return the result and its first IP address."""
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -31,13 +31,12 @@ def check_name(host: str, port: int) -> tuple[Finding, str]:
 def check_route(
     address: str, port: int, find_source: Callable[[str, int], str] = find_own_address
 ) -> tuple[Finding, str]:
-    """Check the route to the head; return the finding and the own address on that route.
+    """Check the route to the head node; return the result and this machine's address on that route.
 
     Args:
-        address: of the head.
-        port: of the head.
-        find_source: returns the address from which this machine would reach another one, or raises
-            OSError.
+        address: IP address of the head.
+        port: port of the head.
+        find_source: returns the local address for connections to a given one, or raises OSError.
     """
     try:
         own = find_source(address, port)
@@ -53,7 +52,7 @@ def check_route(
 
 
 def check_secret_is_needed(address: str, has_secret: bool) -> Finding | None:
-    """Check that a connection to another machine has a node secret; None if it is fine."""
+    """Check that a connection to another machine uses a node secret; return None if it does."""
     if has_secret or is_loopback(address):
         return None
     return bad(
@@ -65,7 +64,7 @@ def check_secret_is_needed(address: str, has_secret: bool) -> Finding | None:
 
 
 def check_head_port(address: str, port: int, seconds: float = CONNECT_SECONDS) -> Finding:
-    """Check that the head accepts connections."""
+    """Check that the head node accepts TCP connections of nodes at its port."""
     topic, target = "port of the head", format_host_port(address, port)
     refused = bad(
         topic,
@@ -79,7 +78,7 @@ def check_head_port(address: str, port: int, seconds: float = CONNECT_SECONDS) -
 
 
 def check_data_port(own_address: str, port: int) -> Finding:
-    """Check that the data port of this machine is free."""
+    """Check that this machine can listen at the port for activations of other nodes."""
     if port == 0:
         text = "none: this machine dials its neighbours, which have to accept connections"
         return note("data port", text)
@@ -100,7 +99,7 @@ def check_data_port(own_address: str, port: int) -> Finding:
 
 
 def check_data_port_of_head(address: str, port: int, seconds: float = CONNECT_SECONDS) -> Finding:
-    """Check that no firewall blocks the data port of the head."""
+    """Check that no firewall blocks the head node's port for activations."""
     topic, target = "data port of the head", format_host_port(address, port)
     refused = note(topic, f"{target} refuses connections, which is usual before the engine starts")
     fix = "or --data-port 0 on the head, which then dials this machine"

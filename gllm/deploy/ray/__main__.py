@@ -23,7 +23,13 @@ END_SECONDS = 10.0
 
 
 def main() -> int:
-    """Run the Ray launcher of an engine; return the exit status."""
+    """Run the Ray launcher of an engine: reserve machines and start their agents, until stdin ends.
+
+    Reads a `LaunchSpec` from standard input and writes a `LaunchEvent` to standard output, as JSON.
+
+    Returns:
+        The exit status: 1 if Ray cannot be reached or lacks resources.
+    """
     # Ray writes to standard output, which is for events.
     events = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

@@ -27,9 +27,9 @@ INVALID_RESTART_SECONDS = 30.0
 
 
 class ChildActor:
-    """Ray actor that runs one child process.
+    """Ray actor that runs one child process; if the process exits, Ray starts the actor again.
 
-    The process is not that of the actor, so that Ray's threads and signal handlers stay out of it.
+    It is a process of its own, so that Ray's threads and signal handlers do not affect it.
     """
 
     def start(self, name: str, command: Sequence[str]) -> None:
@@ -61,13 +61,13 @@ class ChildActor:
 
 
 class AgentActor(ChildActor):
-    """Ray actor that runs the agent of a machine, `gllm node`.
+    """Ray actor that runs `gllm node`, the process of a machine that is not the head.
 
     Args:
-        arguments: of `gllm node`, without name and ports.
-        ports: flags with ports that the agent binds, such as `--data-port`, and the preferred
-            ports; a free one is used instead of a port in use; 0 stays.
-        head: id of the head's raylet.
+        arguments: arguments of `gllm node`, without name and ports.
+        ports: preferred ports by flag, such as `--data-port`; a free port replaces one that is in
+            use; 0 is passed on as it is.
+        head: Ray's id of the node with the engine's head.
     """
 
     def __init__(self, arguments: Sequence[str], ports: dict[str, int], head: str) -> None:
@@ -83,14 +83,21 @@ class AgentActor(ChildActor):
 def agent_command(
     arguments: Sequence[str], name: str, ports: dict[str, int], offset: int
 ) -> list[str]:
-    """Return the command line of the agent of this machine, with free ports."""
+    """Return the arguments of Python that run `gllm node` on this machine, with free ports.
+
+    Args:
+        arguments: arguments of `gllm node`, without name and ports.
+        name: name of the node.
+        ports: preferred ports by flag; 0 is passed on as it is.
+        offset: number added to the preferred ports.
+    """
     free = {flag: free_port(port + offset) if port else 0 for flag, port in ports.items()}
     flags = [text for flag, port in free.items() for text in (flag, str(port))]
     return ["-m", "gllm", "node", *arguments, "--node-name", name, *flags]
 
 
 def free_port(preferred: int) -> int:
-    """Return the preferred port, or another free one if it is in use."""
+    """Return the preferred TCP port, or a free one if it is in use."""
     for port in (preferred, 0):
         with suppress(OSError):
             return probe_port("", port)

@@ -32,7 +32,7 @@ log = logging.getLogger("gllm")
 
 
 class LaunchSpec(msgspec.Struct, frozen=True):
-    """Machines that an engine requests from Ray, and the command line of their agents."""
+    """Machines to reserve in a Ray cluster for an engine, and arguments of `gllm node` on them."""
 
     address: str | None
     """Address of the Ray cluster; None for RAY_ADDRESS or the cluster of this machine."""
@@ -64,7 +64,7 @@ class LaunchSpec(msgspec.Struct, frozen=True):
 
 
 class LaunchEvent(msgspec.Struct, frozen=True):
-    """Event of the launcher: Ray has reserved the machines, or an error."""
+    """Message of the Ray launcher to the engine: machines are reserved, or the error."""
 
     num_nodes: int = 0
     """Machines of the engine, the head included."""
@@ -77,17 +77,17 @@ class LaunchEvent(msgspec.Struct, frozen=True):
 
 
 class RayAgents:
-    """The agents of one engine in a Ray cluster.
+    """The `gllm node` processes (agents) of one engine in a Ray cluster, and their placement group.
 
     Args:
-        spec: machines that the engine needs, and the command line of their agents.
-        is_ended: set when the head wants no agents any more.
-        ray: the package; None to import it.
-        poll_seconds: interval of the checks for the bundles while Ray looks for machines.
-        log_seconds: interval of the log lines meanwhile.
+        spec: machines that the engine needs, and arguments of `gllm node`.
+        is_ended: set when the engine has ended, so that waiting for resources stops.
+        ray: the module ray; None to import it.
+        poll_seconds: interval of checks while Ray has not reserved the machines.
+        log_seconds: interval of log lines during that time.
 
     Raises:
-        LaunchError: the package is not installed.
+        LaunchError: ray is not installed.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class RayAgents:
 
 
 class GpuHolder:
-    """Ray actor that reserves the GPUs of the head's machine."""
+    """Ray actor that reserves the GPUs of the head's machine for the engine's own workers."""
 
     def gpu_ids(self) -> list[str]:
         """Return the numbers of the reserved GPUs."""

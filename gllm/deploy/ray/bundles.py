@@ -12,7 +12,7 @@ NODE_SHARE = 0.001
 
 @dataclass(frozen=True)
 class RayMachine:
-    """A node of a Ray cluster."""
+    """Node of a Ray cluster: id, address, host name, total resources, and whether it is alive."""
 
     identity: str
     """Id of its raylet."""
@@ -24,12 +24,12 @@ class RayMachine:
 
 
 def ray_node_name(address: str, identity: str) -> str:
-    """Return the name of the agent on a Ray node; a host may have several Ray nodes."""
+    """Return the node name for `gllm node` on a Ray node; one host may have several Ray nodes."""
     return f"ray-{address}-{identity[:6]}"
 
 
 def read_ray_machines(nodes: Sequence[Mapping[str, Any]]) -> list[RayMachine]:
-    """Convert the result of `ray.nodes()`."""
+    """Convert the result of `ray.nodes()` into RayMachine records."""
     return [
         RayMachine(
             node["NodeID"],
@@ -43,14 +43,15 @@ def read_ray_machines(nodes: Sequence[Mapping[str, Any]]) -> list[RayMachine]:
 
 
 def port_offset(machines: Sequence[RayMachine], identity: str, head: str) -> int:
-    """Return the offset (0, 1, ...) of the ports of an agent among the agents of its host.
+    """Return the number (0, 1, ...) that a Ray node adds to the preferred ports of its agent.
 
-    A host may have several raylets, whose agents start at the same time.
+    An agent is the process `gllm node`. A host may have several Ray nodes, whose agents need
+    different ports.
 
     Args:
-        machines: of the Ray cluster.
-        identity: id of the agent's raylet.
-        head: id of the head's raylet, whose host has the ports without an offset.
+        machines: nodes of the Ray cluster.
+        identity: Ray's id of the node.
+        head: Ray's id of the node with the engine's head, whose number is 0.
     """
     (host_name,) = {machine.host_name for machine in machines if machine.identity == identity}
     same_host = {m.identity for m in machines if m.is_alive and m.host_name == host_name}
@@ -58,12 +59,23 @@ def port_offset(machines: Sequence[RayMachine], identity: str, head: str) -> int
 
 
 def needs_gpus(machines: Sequence[RayMachine], identity: str) -> bool:
-    """Return True if the head's machine has GPUs in Ray; all machines then need GPUs."""
+    """Return True if the head's Ray node has GPUs; all machines of the engine then need GPUs.
+
+    Args:
+        machines: nodes of the Ray cluster.
+        identity: Ray's id of the head's node.
+    """
     return any(m.identity == identity and m.resources.get("GPU", 0) > 0 for m in machines)
 
 
 def choose_num_nodes(num_stages: int, machines: Sequence[RayMachine], has_gpus: bool) -> int:
-    """Return the number of machines of an engine: those that fit, at most one per stage."""
+    """Return the number of machines for an engine: those with a GPU or CPU, at most one per stage.
+
+    Args:
+        num_stages: number of pipeline stages.
+        machines: nodes of the Ray cluster.
+        has_gpus: True if each machine needs a GPU.
+    """
     resource = "GPU" if has_gpus else "CPU"
     num_fitting = sum(m.is_alive and m.resources.get(resource, 0) >= 1 for m in machines)
     return max(1, min(num_stages, num_fitting))
@@ -76,9 +88,16 @@ def plan_bundles(
     head_address: str,
     stages_per_node: Sequence[int] = (),
 ) -> list[dict[str, float]]:
-    """Return the resources to reserve on each machine, those of the head first.
+    """Return the CPUs and GPUs to reserve on each machine (Ray's bundles), the head's first.
 
-    A worker takes a GPU, or a CPU without GPUs; an agent takes a CPU beside GPUs.
+    A worker takes a GPU, or a CPU without GPUs; `gllm node` on a machine with GPUs takes a CPU.
+
+    Args:
+        degrees: tensor parallel size of each pipeline stage.
+        num_nodes: number of machines.
+        has_gpus: True if workers use GPUs.
+        head_address: IP address of the head's machine.
+        stages_per_node: number of stages on each machine; empty to distribute workers evenly.
     """
     counts = [0.0] * num_nodes
     owners = distribute_stages(degrees, num_nodes, stages_per_node)
@@ -90,7 +109,7 @@ def plan_bundles(
 
 
 def spare_bundle(bundles: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the resources of a spare that can replace any machine except the head."""
+    """Return the CPUs and GPUs of a spare machine that can replace any other except the head."""
     others = bundles[1:] or bundles
     return {
         name: max(bundle[name] for bundle in others) for name in ("CPU", "GPU") if name in others[0]
@@ -103,13 +122,13 @@ def find_spare_machines(
     bundle: Mapping[str, float],
     num_wanted: int,
 ) -> list[RayMachine]:
-    """Return unused machines with enough resources for a spare.
+    """Return machines without a process of the engine that have enough resources for a spare.
 
     Args:
-        machines: of the Ray cluster.
-        used: ids of machines with an agent, and of the head's.
-        bundle: resources that a spare needs.
-        num_wanted: spares that are missing.
+        machines: nodes of the Ray cluster.
+        used: Ray's ids of the machines in use, including the head's.
+        bundle: CPUs and GPUs that a spare needs.
+        num_wanted: maximum number of machines to return.
     """
     fitting = [
         machine
@@ -122,7 +141,7 @@ def find_spare_machines(
 
 
 def describe_wait(bundles: Sequence[Mapping[str, float]], machines: Sequence[RayMachine]) -> str:
-    """Return the log line about the resources that Ray has not reserved yet."""
+    """Return a log line with the resources that Ray has not reserved yet, and those that it has."""
     alive = [m for m in machines if m.is_alive]
     have = ", ".join(f"{m.address} ({describe_resources(m.resources)})" for m in alive)
     needs = "; ".join(describe_resources(bundle) for bundle in bundles)
@@ -133,5 +152,5 @@ def describe_wait(bundles: Sequence[Mapping[str, float]], machines: Sequence[Ray
 
 
 def describe_resources(resources: Mapping[str, float]) -> str:
-    """Return numbers of CPUs and GPUs as text."""
+    """Return the numbers of CPUs and GPUs as text, such as `1 CPU, 2 GPU`."""
     return ", ".join(f"{resources[name]:g} {name}" for name in ("CPU", "GPU") if name in resources)

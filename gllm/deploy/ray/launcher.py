@@ -38,15 +38,15 @@ log = logging.getLogger("gllm")
 
 
 class RayLauncher:
-    """Launcher of the other machines of an engine, by a process that connects to Ray.
+    """Starts the other machines of an engine through Ray, by a child process that connects to Ray.
 
     Args:
         engine: configuration of the engine.
         nodes: flags about machines.
-        node_secret_file: path of the secret file on every machine; None without one.
-        logs: level and format of the log.
-        command: command line of the launcher process.
-        min_restart_seconds: shortest time between the end of a launcher and the start of the next.
+        node_secret_file: path of the node secret on every machine; None without one.
+        logs: log configuration.
+        command: command line of the child process.
+        min_restart_seconds: shortest time between the end of the child process and its restart.
 
     Raises:
         ValueError: this machine has a rank other than 0.
@@ -180,7 +180,7 @@ class RayLauncher:
 def make_launch_spec(
     engine: EngineConfig, nodes: NodesConfig, node_secret_file: str | None, logs: LogConfig
 ) -> LaunchSpec:
-    """Return the machines and the agent command line that an engine requires."""
+    """Return the machines that an engine needs from Ray, and arguments of `gllm node` on them."""
     host, port = None, DEFAULT_HEAD_PORT
     if nodes.master_addr is not None:
         host, port = parse_head_address(nodes.master_addr)
@@ -205,10 +205,10 @@ def make_launch_spec(
 def agent_arguments(
     engine: EngineConfig, nodes: NodesConfig, node_secret_file: str | None, logs: LogConfig
 ) -> list[str]:
-    """Return the `gllm node` arguments that all machines share.
+    """Return the arguments of `gllm node` that are equal on all machines of an engine.
 
-    An agent takes the model and most of the configuration from the head, but not what may differ
-    between machines.
+    The model and most of the configuration come from the head when a machine joins; arguments are
+    options that may differ between machines.
     """
     values: dict[str, Any] = {
         "node_secret_file": node_secret_file,

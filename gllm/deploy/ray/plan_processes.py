@@ -37,7 +37,7 @@ ACTOR_PROBE_SECONDS = 1.0
 
 
 class RayGroup(NamedTuple):
-    """Processes with one placement group: the router, or an engine with one on each node."""
+    """Placement group in Ray for the router or one engine of a plan, with its resources."""
 
     name: str
     """Name of the engine, or ROUTER_NAME."""
@@ -48,7 +48,7 @@ class RayGroup(NamedTuple):
 
 
 class ProcessTask(msgspec.Struct, frozen=True):
-    """Arguments of the actor that runs a process of a plan."""
+    """Arguments of a Ray actor that runs a router or an engine of a plan on one node."""
 
     plan: ServingPlan
     name: str
@@ -62,13 +62,13 @@ class ProcessTask(msgspec.Struct, frozen=True):
 
 
 def make_groups(plan: ServingPlan, router_address: str) -> list[RayGroup]:
-    """Return the placement groups of a plan, that of the router first.
+    """Return the placement groups of a plan's router and engines, that of the router first.
 
     A worker takes a GPU, or as many CPUs as it has threads; a process with GPUs takes a CPU.
 
     Args:
-        plan: with a router.
-        router_address: of the machine for the router, in Ray.
+        plan: plan with a router.
+        router_address: IP address in Ray of the machine for the router.
 
     Raises:
         PlanError: the plan has no router.
@@ -84,12 +84,12 @@ def make_groups(plan: ServingPlan, router_address: str) -> list[RayGroup]:
 
 
 def make_process(task: ProcessTask, own_host: str, head_host: str) -> ProcessSpec:
-    """Return the command line of a process of a plan, with the addresses of its machines.
+    """Return the command line of a process of a plan, with the addresses of the machines Ray chose.
 
     Args:
-        task: Which router or engine of the plan, and on which of its nodes.
-        own_host: Address of this machine.
-        head_host: Address of the machine that has the head of the engine.
+        task: router or engine of the plan, and one of its nodes.
+        own_host: address of this machine.
+        head_host: address of the machine with the head of the engine.
 
     Raises:
         PlanError: a flag of the plan is not valid, or a node secret is missing.
@@ -133,18 +133,18 @@ def _bundle(engine: EnginePlan, node: str) -> dict[str, float]:
 
 
 class ProcessStatus(msgspec.Struct, frozen=True):
-    """State of an actor's process."""
+    """State of the process that a Ray actor runs: ready, ended, or impossible to run."""
 
     is_ready: bool
     has_ended: bool
     is_invalid: bool
-    """True if it cannot run whatever is done: its command line or model is invalid."""
+    """True if a restart cannot help: the command line or the model is invalid."""
     cause: str = ""
     """Cause of its end."""
 
 
 class ProcessActor(ChildActor):
-    """Ray actor that runs one process of a plan.
+    """Ray actor that runs the router or one node of an engine of a plan as a child process.
 
     Args:
         task: `ProcessTask` as JSON.
@@ -179,22 +179,22 @@ class ProcessActor(ChildActor):
 
 
 def find_head(ray: Any, group: Any) -> str | None:
-    """Return the address of the machine of the first bundle of a group; None if unplaced."""
+    """Return the address of the machine with a placement group's first bundle; None if unplaced."""
     identity = ray.util.placement_group_table(group)["bundles_to_node_id"].get(0)
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     return addresses.get(identity)
 
 
 class RayProcess:
-    """The router or an engine of a plan as Ray actors; implements `RunningProcess`.
+    """The router or an engine of a plan, run by Ray actors; implements `RunningProcess`.
 
     Args:
-        cluster: the connection.
+        cluster: connection to Ray.
         group: resources of the processes.
-        tasks: of each actor.
-        shutdown_seconds: time for running requests.
-        is_scaled: a process that ends before the group was ready is a failure, after which its
-            resources are returned; otherwise Ray starts it again.
+        tasks: arguments of each actor.
+        shutdown_seconds: drain timeout, after which the processes are killed.
+        is_scaled: True to treat the exit of a process before all are ready as a failure, which
+            releases the resources; False to let Ray restart the process.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class RayProcess:
     async def run(self) -> str:
         """Start the actors, wait until their processes have ended and return the cause.
 
-        A process that cannot run whatever is done is a failure; Ray restarts others.
+        Ray restarts a process that exits, unless its command line or model is invalid: a failure.
         """
         try:
             return await self._run()
@@ -295,12 +295,12 @@ class RayProcess:
 
 
 class RayPlan:
-    """A plan whose engines run where Ray places them; the router is on this machine.
+    """Serving plan in a Ray cluster: engines run where Ray places them, the router on this machine.
 
     Args:
-        plan: with a router.
-        options: files of every machine.
-        cluster: connected.
+        plan: plan with a router.
+        options: paths of the node secret and the step logs on every machine.
+        cluster: connection to Ray.
 
     Raises:
         PlanError: a flag of the plan is not valid, or the router or the node secret is missing.

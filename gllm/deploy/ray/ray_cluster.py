@@ -15,11 +15,18 @@ log = logging.getLogger("gllm")
 
 
 class LaunchError(RuntimeError):
-    """Ray is not available or lacks resources; the message has the fix."""
+    """Raised if Ray is not available or lacks resources; the message has the fix."""
 
 
 def import_ray(flag: str = "--distributed-executor-backend ray") -> Any:
-    """Import ray. Raises LaunchError, which names the flag, if it is not installed."""
+    """Import and return the module ray.
+
+    Args:
+        flag: flag that requires Ray, for the message of the error.
+
+    Raises:
+        LaunchError: ray is not installed.
+    """
     try:
         import ray
         import ray.util
@@ -33,12 +40,12 @@ def import_ray(flag: str = "--distributed-executor-backend ray") -> Any:
 
 
 class RayCluster:
-    """Connection to the Ray cluster of this machine.
+    """Connection to a Ray cluster: placement groups, actors and nodes.
 
     Args:
-        ray: the package.
-        poll_seconds: longest time of a look at reserved resources.
-        log_seconds: interval of the log lines while resources are missing.
+        ray: the module ray.
+        poll_seconds: longest duration of one check for reserved resources.
+        log_seconds: interval of log lines while resources are missing.
     """
 
     def __init__(

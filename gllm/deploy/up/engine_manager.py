@@ -38,10 +38,9 @@ class _ManagedProcess:
 
 
 class EngineManager:
-    """Lifecycle of the engines of a plan and of their router.
+    """Starts, watches and ends the router and the engines of a plan on this machine or in Ray.
 
-    One failure ends all of them: a plan with fewer engines than it says does not meet its goals,
-    and who started it knows better whether to start it again.
+    If one process fails, all are shut down and `run` returns 1, unless engines are scaled by load.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ log = logging.getLogger("gllm")
 
 
 class EngineActions(NamedTuple):
-    """Engines of this node to start, drain, undrain and stop."""
+    """Names of the engines of this node to start, drain, undrain (serve again) and stop."""
 
     start: tuple[str, ...] = ()
     drain: tuple[str, ...] = ()
@@ -37,14 +37,14 @@ def choose_actions(
     attached: Mapping[str, str],
     scaling: Mapping[str, Any],
 ) -> EngineActions:
-    """Return the actions of this node that lead to the number of engines the router requests.
+    """Return the actions of this node that lead to the number of engines that the router requests.
 
     Args:
-        order: All engines of the plan, in its order.
-        own: Those of this node.
-        running: Engine processes of this node.
-        attached: State of each engine that the router knows.
-        scaling: The router's decision, as in `GET /engines`.
+        order: names of all engines of the plan, in its order.
+        own: engines of this node.
+        running: engines of this node whose processes run.
+        attached: state of each engine that is connected to the router.
+        scaling: field `scaling` in the router's response to GET /engines.
     """
     if not scaling["is_leader"]:
         return EngineActions()
@@ -65,15 +65,15 @@ def choose_actions(
 
 
 class EngineScaler:
-    """Loop that starts and stops engines as a router decides.
+    """Loop that starts and stops engines of this node as the router's autoscaling requests.
 
     Args:
-        manager: Owner of the engines of this node.
-        router: Client of the router.
-        order: All engines of the plan, in its order.
-        own: Those of this node.
-        poll_seconds: Time between two looks at the router's decision.
-        retry_seconds: Time after which an engine that has failed is started again; it doubles.
+        manager: starts and ends the engines of this node.
+        router: HTTP client of the router.
+        order: names of all engines of the plan, in its order.
+        own: engines of this node.
+        poll_seconds: interval of requests to the router.
+        retry_seconds: delay of the first restart of a failed engine; it doubles with each failure.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class EngineScaler:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Follow the router until this task is cancelled."""
+        """Poll the router and apply its scaling decisions, until this task is cancelled."""
         try:
             await follow_router(self._router, self._follow, self._poll_seconds)
         finally:

@@ -49,19 +49,19 @@ log = logging.getLogger("gllm")
 
 
 class PlanSearchError(Exception):
-    """The search has produced no plan; the message has the cause."""
+    """Raised if a search has produced no plan; the message has the cause."""
 
 
 class PlanSearch:
-    """Repeats the search of a plan for an observed workload, as a child process.
+    """Repeats the `gllm plan` search of a plan for an observed workload, in a child process.
 
     Args:
-        plan: The plan that was started, whose command is repeated.
-        path: Its file; new ones are written beside it.
-        budget_seconds: Time of a search.
-        on_line: Receives the name of the process and a line that it writes.
-        make_command: Returns program and arguments by those of `gllm`; None for this Python.
-        limit_seconds: Time after which a search is ended; None for a multiple of its budget.
+        plan: running plan, whose search command is repeated.
+        path: file of that plan; new plans are written into the same folder.
+        budget_seconds: time limit that is passed to the search.
+        on_line: called with the name of the process and a line of its output.
+        make_command: returns program and arguments for arguments of `gllm`; None for this Python.
+        limit_seconds: time after which the process is killed; None for a multiple of the budget.
     """
 
     def __init__(
@@ -125,14 +125,14 @@ class PlanSearch:
 
 
 def nice_command(arguments: list[str]) -> list[str]:
-    """Return a `gllm` command line with the lowest CPU priority."""
+    """Return a command line that runs `gllm` with the lowest CPU priority, if `nice` exists."""
     nice = shutil.which("nice")
     return [*([nice, "-n", "19"] if nice else []), sys.executable, "-m", "gllm", *arguments]
 
 
 @dataclass(frozen=True)
 class ReplanTimes:
-    """Intervals and limits of a `Replanner`, in seconds."""
+    """Intervals and timeouts of a `Replanner`, in seconds."""
 
     poll_seconds: float = POLL_SECONDS
     attach_poll_seconds: float = ATTACH_POLL_SECONDS
@@ -141,16 +141,19 @@ class ReplanTimes:
 
 
 class Replanner:
-    """Loop that searches and applies a new plan after each shift of the workload.
+    """Loop that searches for a new plan after each shift of the workload, and applies it.
+
+    A shift is a lasting change of request rate or lengths that the router reports. Engines are
+    started, stopped or switched between prefill and decode.
 
     Args:
-        manager: Owner of the engines of this node.
-        router: Client of the router.
-        plan: The running plan; it has a router.
-        node: Name of this node.
-        make_specs: Returns this node's processes of a plan.
-        search: Makes new plans.
-        times: Intervals and limits.
+        manager: starts and ends the engines of this node.
+        router: HTTP client of the router.
+        plan: running plan, which has a router.
+        node: name of this node.
+        make_specs: returns this node's processes of a plan.
+        search: searches for new plans.
+        times: intervals and timeouts.
     """
 
     def __init__(
@@ -176,7 +179,7 @@ class Replanner:
         """Shifts after which was planned."""
 
     async def run(self) -> None:
-        """Follow the router until this task is cancelled."""
+        """Poll the router and replan after each shift, until this task is cancelled."""
         await follow_router(self._router, self._follow, self._times.poll_seconds)
 
     async def _follow(self, body: Mapping[str, Any]) -> None:
@@ -302,6 +305,6 @@ class Replanner:
 
 
 def describe_actions(actions: Sequence[ChangeAction]) -> str:
-    """Return the actions of a plan change as text."""
+    """Return the steps of a change between two plans as text, such as `start e1, end e2`."""
     verbs = {StartEngine: "start {0}", StopEngine: "end {0}", ChangeRole: "{0} becomes {1}"}
     return ", ".join(verbs[type(action)].format(*action) for action in actions)
