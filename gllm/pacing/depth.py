@@ -31,43 +31,45 @@ MIN_CAP_CHANGE = 0.25
 
 
 class StageSeconds(NamedTuple):
-    """Time of a stage for a micro-batch, linear in its rows."""
+    """Time of a pipeline stage for a micro-batch, linear in decodes and prefill tokens."""
 
     base_seconds: float
-    """Time of a micro-batch, however small."""
+    """Time of a micro-batch without its tokens: the constant of the linear function."""
     seconds_per_decode: float = 0.0
     seconds_per_prefill_token: float = 0.0
 
     def decode_seconds(self, num_decodes: float) -> float:
-        """Return the time of a micro-batch of decodes."""
+        """Return the seconds of a micro-batch of `num_decodes` decodes."""
         return self.base_seconds + num_decodes * self.seconds_per_decode
 
 
 class LinkSeconds(NamedTuple):
-    """Times of a link between two stages; zeros within a machine."""
+    """Latency and seconds per token of the link between two pipeline stages; 0 in one machine."""
 
     latency_seconds: float = 0.0
-    """Propagation, one way. The link is free for other messages meanwhile."""
+    """Propagation, one way. The link can send other messages during this time."""
     seconds_per_token: float = 0.0
-    """Time in which the link carries the activations of one token and nothing else: A / rate."""
+    """Time to send the activations of one token: bytes per token / rate of the link."""
 
 
 class PipelineSeconds(NamedTuple):
-    """Measured times of the stages and links of a pipeline."""
+    """Measured times of the stages and links of a pipeline, from which its depth is chosen."""
 
     stages: Sequence[StageSeconds]
     links: Sequence[LinkSeconds]
-    """From each stage but the last one to the next one."""
+    """Link from each stage, except the last one, to the next stage."""
     plan_latencies: Sequence[float]
-    """Seconds from the driver to each stage, one way: plans travel beside the activations."""
+    """Seconds from the driver (scheduler process) to each stage, one way, for a step's plan."""
     return_latency: float
     """Seconds from the last stage to the driver."""
 
     def cycle_seconds(self, num_decodes: float) -> float:
-        """Return the time from a plan of decodes to its result, if nothing else is in flight.
+        """Return the time from scheduling a micro-batch of decodes to its result, in an idle pipeline.
 
-        A stage starts when its plan and the activations have arrived, so a plan's latency counts
-        only where it is longer than the way of the activations.
+        A stage starts when both the plan of the step and the activations have arrived.
+
+        Args:
+            num_decodes: decodes of the micro-batch.
         """
         time = 0.0
         for index, stage in enumerate(self.stages):
@@ -78,7 +80,7 @@ class PipelineSeconds(NamedTuple):
         return time + self.return_latency
 
     def slowest_seconds(self, num_decodes: float) -> float:
-        """Return the time in which the slowest resource, stage or link, serves a micro-batch."""
+        """Return the seconds that the slowest stage or link takes for a micro-batch of decodes."""
         return max(
             *(stage.decode_seconds(num_decodes) for stage in self.stages),
             *(num_decodes * link.seconds_per_token for link in self.links),
@@ -86,12 +88,13 @@ class PipelineSeconds(NamedTuple):
         )
 
     def round_seconds(self, num_decoding: float, depth: int) -> float:
-        """Return the predicted time in which every sequence in decode gets one token.
+        """Return the predicted time in which every decoding sequence gets one token.
 
-        The slowest resource serves all micro-batches of the round, or waits for the cycle of one.
+        It is the time of all micro-batches on the slowest stage or link, or of one micro-batch
+        through the whole pipeline, whichever is longer.
 
         Args:
-            num_decoding: #RD, above 0.
+            num_decoding: number of decoding sequences (#RD), above 0.
             depth: micro-batches in flight, at least 1.
         """
         num_batches = min(float(depth), max(1.0, num_decoding))
@@ -102,22 +105,28 @@ class PipelineSeconds(NamedTuple):
         )
 
     def interval_seconds(self, num_decoding: float, depth: int) -> float:
-        """Return the predicted time between two micro-batches under full load."""
+        """Return the predicted time between two micro-batches of decodes under full load.
+
+        Args:
+            num_decoding: number of decoding sequences (#RD).
+            depth: micro-batches in flight, at least 1.
+        """
         num_decodes = _decodes_per_batch(num_decoding, depth)
         cycle = self.cycle_seconds(math.ceil(num_decodes))
         return max(cycle / depth, self.slowest_seconds(num_decodes))
 
 
 def solve_depth(times: PipelineSeconds, num_decoding: float, max_depth: int) -> int:
-    """Return B*: the smallest depth at which the slowest resource never waits for a result.
+    """Return the smallest pipeline depth at which the slowest stage or link is never idle.
 
-    It is the fixed point of the formula above, because more micro-batches have fewer decodes each:
-    `depth * slowest_seconds` increases with the depth, and `cycle_seconds` decreases. The cycle is
-    that of the largest micro-batch, of ceil(n) decodes.
+    The depth is the number of micro-batches in flight, B* in the formula of the module: the
+    smallest one for which `depth * slowest_seconds` is at least `cycle_seconds` of the largest
+    micro-batch. The former increases with the depth, and the latter decreases, because more
+    micro-batches have fewer decodes each.
 
     Args:
-        times: of the pipeline.
-        num_decoding: #RD; below one decode per micro-batch, each has one.
+        times: measured times of the pipeline.
+        num_decoding: number of decoding sequences (#RD); a micro-batch has at least one.
         max_depth: upper limit, at least 1.
     """
     for depth in range(1, max_depth):
@@ -129,15 +138,15 @@ def solve_depth(times: PipelineSeconds, num_decoding: float, max_depth: int) -> 
 
 
 def choose_depth(times: PipelineSeconds, num_decoding: float, max_depth: int) -> int:
-    """Return the depth, at most B*, with the best predicted throughput of decodes.
+    """Return the number of micro-batches in flight with the best predicted decode throughput.
 
-    Rounding up costs up to one micro-batch's time per round where a stage takes as long for few
-    decodes as for many, because it then serves one micro-batch more for the same tokens. Of equal
-    depths the largest is returned: it leaves the fewest gaps to prefill.
+    It is at most that of `solve_depth`, and less where a stage takes as long for few decodes as for
+    many, so that more micro-batches only cost time. Of equal depths the largest is returned,
+    because it leaves the shortest idle times during prefill.
 
     Args:
-        times: of the pipeline.
-        num_decoding: #RD.
+        times: measured times of the pipeline.
+        num_decoding: number of decoding sequences (#RD).
         max_depth: upper limit, at least 1.
     """
     limit = solve_depth(times, num_decoding, max_depth)
@@ -149,14 +158,15 @@ def choose_depth(times: PipelineSeconds, num_decoding: float, max_depth: int) ->
 
 
 def cap_prefill(times: PipelineSeconds, min_tokens: int, max_tokens: int) -> int:
-    """Return the largest prefill of a micro-batch that no link carries for longer than a stage.
+    """Return the most prefill tokens per micro-batch that links send within a stage's compute time.
 
-    It is the minimum over the edges of rate * T / A, with T the time of the slowest stage for that
-    very prefill: T = base + p * tokens and A / rate * p <= T.
+    With more tokens a link would be the bottleneck. It is the largest number for which
+    tokens * A / rate <= base + p * tokens on all links; A is the bytes per token, and the right
+    side the time of the slowest stage.
 
     Args:
-        times: of the pipeline.
-        min_tokens: lower limit, which wins.
+        times: measured times of the pipeline.
+        min_tokens: lower limit, even if a link takes longer.
         max_tokens: upper limit.
     """
     cap = float(max_tokens)
@@ -171,24 +181,24 @@ def cap_prefill(times: PipelineSeconds, min_tokens: int, max_tokens: int) -> int
 
 
 class Pace(NamedTuple):
-    """Number of micro-batches in flight and their prefill limit."""
+    """Number of micro-batches in flight (depth) and maximum prefill tokens of each."""
 
     depth: int
-    """B: micro-batches in flight, per lane."""
+    """Micro-batches in flight (B); with two lanes, separate sequences of steps, in each lane."""
     max_prefill_tokens: int
     """Prefill tokens per micro-batch."""
 
 
 class DepthController:
-    """Chooses the pace of one pipeline, with hysteresis.
+    """Chooses depth and prefill limit of a pipeline from its measured times, with hysteresis.
 
-    The pace changes at most every CHANGE_INTERVAL_SECONDS, and the depth only for a predicted gain
-    of at least MIN_GAIN.
+    They change at most every CHANGE_INTERVAL_SECONDS, and the depth only for a predicted gain of at
+    least MIN_GAIN.
 
     Args:
-        pace: the first pace.
+        pace: initial depth and prefill limit; the latter is also the upper limit.
         max_depth: upper limit of the depth.
-        min_prefill_tokens: lower limit of the prefill cap.
+        min_prefill_tokens: lower limit of the prefill tokens per micro-batch.
     """
 
     def __init__(self, pace: Pace, max_depth: int, min_prefill_tokens: int) -> None:
@@ -199,19 +209,19 @@ class DepthController:
         self._next_check = -math.inf
 
     def is_due(self, now: float) -> bool:
-        """Return True if `update` may change the pace."""
+        """Return True if enough time has passed for `update` to change depth or prefill limit."""
         return now >= self._next_check
 
     def update(self, times: PipelineSeconds, num_decoding: float, now: float) -> Pace | None:
-        """Return a better pace, if there is one.
+        """Return a better depth and prefill limit, if there are any.
 
         Args:
-            times: measured times.
-            num_decoding: #RD, as a mean over the last seconds.
+            times: measured times of the pipeline.
+            num_decoding: number of decoding sequences (#RD), as a mean over the last seconds.
             now: time in seconds.
 
         Returns:
-            The new pace; None if it stays.
+            The new values; None if nothing changes.
         """
         if not self.is_due(now):
             return None

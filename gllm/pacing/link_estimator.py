@@ -67,14 +67,14 @@ LOSS_GAIN = 0.1
 
 
 class LinkSample(NamedTuple):
-    """Measurements of one connection at one time."""
+    """TCP statistics of one connection: delivery rate, pacing rate, round trip and sent bytes."""
 
     now: float
     """Time in seconds."""
     bytes_per_second: float
     """Delivery rate; 0 if there is none since the last sample."""
     is_app_limited: bool
-    """True if the sender had nothing to send meanwhile."""
+    """True if the sender had nothing to send for some of the time since the last sample."""
     pacing_bytes_per_second: float
     """Rate to which the sender limited itself; infinite for none."""
     round_trip_seconds: float
@@ -86,15 +86,15 @@ class LinkSample(NamedTuple):
 
 
 class LinkEstimator:
-    """Estimator of a link's rate, round trip and loss from TCP samples in order of time."""
+    """Estimates a link's bandwidth, round trip and loss rate from samples of TCP statistics."""
 
     def __init__(self) -> None:
         self.is_saturated = False
-        """True if a queue stood at the estimated rate: the link carries no more."""
+        """True if packets queued at the estimated rate: the link cannot send faster."""
         self.queue_begin: float | None = None
-        """Time since which a queue stands on the way; None for none at the latest sample."""
+        """Time since which packets queue in the network; None if none did at the latest sample."""
         self.loss_rate = 0.0
-        """Share of bytes that are sent again, 0 to 1."""
+        """Share of bytes that are retransmitted, 0 to 1."""
         self._rate: float | None = None
         """Estimate, or a lower bound of the rate before `_is_measured`."""
         self._is_measured = False
@@ -110,21 +110,21 @@ class LinkEstimator:
 
     @property
     def bytes_per_second(self) -> float | None:
-        """Payload that the link carries; None as long as the sender has not filled it."""
+        """Bandwidth of the link for payload; None until the sender has used all of it."""
         return self._rate if self._is_measured else None
 
     @property
     def has_queue(self) -> bool:
-        """True if a queue stood on the way at the latest sample."""
+        """True if packets were queued in the network at the latest sample."""
         return self.queue_begin is not None
 
     @property
     def round_trip_seconds(self) -> float | None:
-        """Least round trip of the last seconds; None before the first sample."""
+        """Smallest round trip of the last seconds; None before the first sample."""
         return self._round_trips[0][1] if self._round_trips else None
 
     def observe(self, sample: LinkSample) -> None:
-        """Update the estimates with a sample."""
+        """Update bandwidth, round trip and loss rate with a sample."""
         if sample.round_trip_seconds > 0:
             self.observe_round_trip(sample.now, sample.round_trip_seconds)
             least = self._round_trips[0][1]
@@ -140,7 +140,7 @@ class LinkEstimator:
             self._observe_rate(sample)
 
     def observe_round_trip(self, now: float, seconds: float) -> None:
-        """Update the round trip alone, as after a probe."""
+        """Update only the round trip, such as with the result of a probe."""
         while self._round_trips and self._round_trips[-1][1] >= seconds:
             self._round_trips.pop()
         self._round_trips.append((now, seconds))
@@ -210,7 +210,10 @@ class LinkEstimator:
 
 
 class SendRate:
-    """Pacing rate of a connection and limit of its unsent bytes, which keep the link free."""
+    """Pacing rate and send buffer limit of a TCP connection, which avoid queues in the network.
+
+    A short queue lets a decode overtake prefill data that is not sent yet.
+    """
 
     def __init__(self, estimator: LinkEstimator) -> None:
         """Create the limits for a link whose estimates change."""
@@ -221,11 +224,11 @@ class SendRate:
         self._drain_begin = -inf
 
     def pacing_bytes_per_second(self, now: float, has_prefill: bool) -> float:
-        """Return the rate to which the connection is limited; infinite for no limit.
+        """Return the pacing rate of the connection in bytes per second; infinite for no limit.
 
         Args:
             now: time in seconds.
-            has_prefill: True if prefills wait for the connection.
+            has_prefill: True if prefill activations wait to be sent.
         """
         estimator = self._estimator
         rate = estimator.bytes_per_second
@@ -236,7 +239,7 @@ class SendRate:
         return rate * self._share(now)
 
     def unsent_bytes(self) -> int:
-        """Return the limit of the bytes that wait in the kernel's buffer."""
+        """Return the maximum number of unsent bytes in the kernel's send buffer."""
         rate = self._estimator.bytes_per_second or 0.0
         return max(MIN_UNSENT_BYTES, int(rate * UNSENT_SECONDS))
 

@@ -25,9 +25,10 @@ EARLY_FITS = (8, 16)
 
 
 class StageTimeFits:
-    """Linear fits of the step time, one per stage.
+    """Linear models of the step time of each pipeline stage, fitted to measured steps.
 
-    num_stages: of the pipeline.
+    Args:
+        num_stages: number of pipeline stages.
     """
 
     def __init__(self, num_stages: int) -> None:
@@ -38,14 +39,14 @@ class StageTimeFits:
         """Number of stages that have not reported a step."""
 
     def on_scheduled(self, work: StageWork) -> None:
-        """Store the work of a step that all stages will report."""
+        """Store the token counts of a step until all stages have reported its times."""
         self._works[work.step] = work
         self._num_missing[work.step] = len(self._fits)
         if len(self._works) > MAX_PENDING_STEPS:
             self._forget(next(iter(self._works)))
 
     def on_stage_times(self, stage: int, times: Iterable[StepTime]) -> None:
-        """Fit the model of a stage to its reported steps."""
+        """Fit the model of a stage to the start and end times of steps that it reports."""
         for step, start, end in times:
             work = self._works.get(step)
             if work is None:
@@ -58,7 +59,8 @@ class StageTimeFits:
     def read(self, context_tokens_per_decode: float) -> list[StageSeconds] | None:
         """Return the fitted time of each stage; None until every stage has a fit.
 
-        context_tokens_per_decode: mean number of tokens that a decode attends to.
+        Args:
+            context_tokens_per_decode: mean number of tokens that a decode attends to.
         """
         stages = []
         for fit in self._fits:
@@ -78,12 +80,13 @@ LOAD_SECONDS = 5.0
 
 
 class PipelinePacer:
-    """Collects the measurements of one pipeline and chooses its pace.
+    """Measures the stages of a pipeline and chooses the number of micro-batches in flight.
 
-    The first depth is the number of stages. It stays until the times of all stages and links are
-    known.
+    It also limits their prefill tokens. Until the times of all stages and links are known, as many
+    micro-batches as stages are in flight.
 
-    config: resolved; its `max_in_flight` is the upper limit of the depth.
+    Args:
+        config: scheduler configuration without unset values; `max_in_flight` is the upper limit.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -103,31 +106,31 @@ class PipelinePacer:
 
     @property
     def pace(self) -> Pace:
-        """Present pace."""
+        """Present number of micro-batches in flight and prefill limit."""
         return self._controller.pace
 
     def on_scheduled(self, work: StageWork) -> None:
-        """Store the work of a scheduled micro-batch."""
+        """Store the token counts of a scheduled micro-batch."""
         self._fits.on_scheduled(work)
 
     def on_stage_times(self, stage: int, times: Iterable[StepTime]) -> None:
-        """Add the step times of a stage."""
+        """Add the measured start and end times of a stage's steps."""
         self._fits.on_stage_times(stage, times)
 
     def on_paths(self, paths: PipelineSeconds) -> None:
-        """Replace the times of the links; those of the stages are measured here."""
+        """Replace the measured times of the links; the fields of the stages are ignored."""
         self._paths = paths
 
     def is_due(self, now: float) -> bool:
-        """Return True if `update` may change the pace."""
+        """Return True if `update` may change depth or prefill limit."""
         return self._paths is not None and self._controller.is_due(now)
 
     def update(self, num_decoding: int, num_context_tokens: int, now: float) -> Pace | None:
-        """Return a new pace if another one is better by enough; otherwise None.
+        """Return a new depth and prefill limit if the predicted gain is large enough; else None.
 
         Args:
-            num_decoding: #RD: sequences in decode, in flight or not.
-            num_context_tokens: tokens of these sequences in the cache.
+            num_decoding: number of decoding sequences (#RD), in flight or not.
+            num_context_tokens: tokens of these sequences in the KV cache.
             now: time in seconds.
         """
         if self._paths is None or not self.is_due(now):

@@ -19,10 +19,13 @@ DEFAULT_LINK_POLICY = "molink"
 
 
 def make_link_policy(name: str) -> LinkPolicy:
-    """Create a link policy: one of LINK_POLICIES, or an entry `module:Class`.
+    """Create the policy that orders the messages of a link between pipeline stages.
+
+    Args:
+        name: name in LINK_POLICIES, or `module:Class` of a policy outside gllm.
 
     Raises:
-        ValueError: There is no such policy.
+        ValueError: there is no such policy.
     """
     if ":" in name:
         fix = "give it those of gllm.pacing.traffic.LinkPolicy"

@@ -15,30 +15,30 @@ MAX_ROUNDS = 256
 def decode_round_seconds(
     stage_seconds: Iterable[float], transfer_seconds: Iterable[float]
 ) -> float:
-    """Return the time of a decode micro-batch through all stages and links.
+    """Return the time in which a micro-batch of decodes passes all pipeline stages and links once.
 
-    That is T_o + T_m of the paper's third case: from the end of one output of a stage to the end of
-    the next one, without waiting for other micro-batches.
+    It is the time between two decode outputs of a stage for the same sequences (T_o + T_m in the
+    paper), without waiting for other micro-batches.
 
     Args:
-        stage_seconds: T_j(n), time of each of the M stages for the n tokens of the micro-batch.
-        transfer_seconds: Time of each message on its way: Lat_j + A n / Band_j behind a stage, with
-            A bytes of activations per token, and the way of the sampled tokens from the last stage
-            back to the first one.
+        stage_seconds: compute time of each stage for the micro-batch: T_j(n), n tokens.
+        transfer_seconds: time of each message: latency + bytes / bandwidth of the activations after
+            each stage (Lat_j + A n / Band_j), and of the sampled tokens back to the first stage.
     """
     return sum(stage_seconds) + sum(transfer_seconds)
 
 
 class StageClock:
-    """Predicts when the next decode output of a stage is ready.
+    """Predicts when the next decode output of a stage is ready to be sent (T_a in the paper).
 
-    With a decode running since t_s (cases 1 and 2): T_a = T_i(n) - (t_c - t_s). With none (case 3):
-    T_a = t_p + T_o + T_m - t_c, where t_p is the end of the oldest decode run that has not come
-    around yet.
+    While a decode runs since t_s (cases 1 and 2), that is its predicted time less the time passed:
+    T_a = T_i(n) - (t_c - t_s). Otherwise (case 3) it is the end of the oldest decode plus the time
+    of one pass through the pipeline: T_a = t_p + T_o + T_m - t_c.
 
-    Several micro-batches may be under way, and nothing tells which run continues which. A run that
-    starts in the second half of the oldest round continues that; an earlier one is of another
-    micro-batch. A round that is late by its own length has ended: its sequences have finished.
+    Several micro-batches may be in flight, and no message says which decode follows which. A decode
+    that starts in the second half of the oldest pass is taken for its successor, an earlier one for
+    another micro-batch. A pass that is late by its own duration is dropped, as its sequences have
+    finished.
     """
 
     def __init__(self) -> None:
@@ -48,11 +48,11 @@ class StageClock:
         """End and round of each decode run whose next one has not started, oldest first."""
 
     def on_decode_started(self, now: float, stage_seconds: float) -> None:
-        """Record the start of a decode step.
+        """Record the start of a decode step in the stage.
 
         Args:
-            now: t_s.
-            stage_seconds: T_i(n), predicted time of the run.
+            now: time in seconds (t_s).
+            stage_seconds: predicted duration of the step (T_i(n)).
         """
         self._running = now, stage_seconds
         if self._rounds:
@@ -61,17 +61,18 @@ class StageClock:
                 self._rounds.popleft()
 
     def on_decode_finished(self, now: float, round_seconds: float) -> None:
-        """Record the end of a decode step.
+        """Record the end of a decode step in the stage.
 
         Args:
-            now: t_p.
-            round_seconds: T_o + T_m (`decode_round_seconds`).
+            now: time in seconds (t_p).
+            round_seconds: time until the next decode of the same sequences ends, T_o + T_m, from
+                `decode_round_seconds`.
         """
         self._running = None
         self._rounds.append((now, round_seconds))
 
     def slack_seconds(self, now: float) -> float | None:
-        """Return the time T_a until the next decode output; None if no decode is under way."""
+        """Return the seconds until the next decode output (T_a); None if none is expected."""
         if self._running is not None:
             start, stage_seconds = self._running
             return stage_seconds - (now - start)

@@ -6,11 +6,10 @@ from typing import NamedTuple, Protocol
 
 
 class TrafficClass(IntEnum):
-    """Class of a message; smaller values are more urgent."""
+    """Priority of a message on a link: decode, prefill or KV cache; smaller is more urgent."""
 
     DECODE = 0
-    """Activations of a micro-batch of decodes; plans and results, which are small and on the way of
-    every token."""
+    """Activations of a micro-batch of decodes; also plans of steps and sampled tokens."""
     PREFILL = 1
     """Activations of a micro-batch with a prefill chunk."""
     KV_CACHE = 2
@@ -18,15 +17,15 @@ class TrafficClass(IntEnum):
 
 
 class WaitingMessage(Protocol):
-    """Message that a link has not sent completely."""
+    """Message in the send queue of a link, unsent or sent in part."""
 
     @property
     def traffic_class(self) -> TrafficClass:
-        """Class of the message."""
+        """Priority class of the message."""
 
     @property
     def num_bytes(self) -> int:
-        """Size of the message."""
+        """Size of the whole message."""
 
     @property
     def remaining_bytes(self) -> int:
@@ -38,7 +37,7 @@ class WaitingMessage(Protocol):
 
 
 class LinkView(NamedTuple):
-    """Properties of a link at the time of a decision."""
+    """Rate of a link, and time until the next decode needs it, when a policy selects a message."""
 
     now: float
     """Time in seconds."""
@@ -46,11 +45,12 @@ class LinkView(NamedTuple):
     """Rate at which the link sends; 0 if it is unknown."""
     slack_seconds: float | None
     """Time until the next decode output of the sender is ready (gllm.pacing.slack), at most 0 if it
-    is overdue; None if no decode is under way."""
+    is late; None if none is expected.
+    """
 
 
 class Chunk(NamedTuple):
-    """Bytes of one message that a link sends until its policy selects again."""
+    """Number of bytes of a waiting message that a link sends before its policy selects again."""
 
     position: int
     """Position of the message among the waiting ones."""
@@ -59,24 +59,24 @@ class Chunk(NamedTuple):
 
 
 class LinkPolicy(Protocol):
-    """Order in which a link sends its messages. One policy object serves one link."""
+    """Interface of policies that choose the message, or part of it, that a link sends next."""
 
     @property
     def uses_slack(self) -> bool:
-        """True if the policy reads `LinkView.slack_seconds`; other links may leave it None."""
+        """True if the policy reads `LinkView.slack_seconds`, which may be None for other policies.
+        """
 
     @property
     def sends_whole(self) -> bool:
-        """True if the policy sends a message that waits alone whole, whatever the view.
+        """True if the policy always sends the whole message if only one waits.
 
         The simulator's links then do not call `select` for it.
         """
 
     def select(self, waiting: Sequence[WaitingMessage], view: LinkView) -> Chunk:
-        """Return the next chunk. The link sends all of it before the next call.
+        """Return the next chunk to send. The link sends all of it before the next call.
 
         Args:
-            waiting: The messages in the order of their numbers, at least one; messages of which a
-                part is sent are among them.
-            view: Properties of the link.
+            waiting: unsent or partly sent messages in order of arrival, at least one.
+            view: rate of the link, and time until the next decode is ready.
         """

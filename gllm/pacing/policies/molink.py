@@ -16,16 +16,16 @@ LEAST_BYTES = 16_384
 
 
 class DecodeFirstPolicy(ABC):
-    """Base of the policies that send decodes first, then chunks of prefills, then of KV blocks.
+    """Base of link policies that send decode activations first, then prefills, then KV blocks.
 
-    Subclasses select the chunk sizes. A decode goes whole.
+    Decodes are sent whole, prefills and KV blocks in chunks, whose sizes subclasses choose.
 
-    With N = `patience`, a link on which decodes always wait sends a chunk of the oldest prefill
-    after N - 1 decodes. KV blocks go while no other message waits, and with the same patience
-    beside others. Within a class the oldest message goes first.
+    While decodes always wait, every `patience`-th decision (N in Algorithm 1) sends a chunk of the
+    oldest prefill. KV blocks are sent while no other message waits, and otherwise with the same
+    patience. Within a class the oldest message is first.
 
-    The count of an empty lane starts again. In Algorithm 1 as printed it stays: if the last prefill
-    is cancelled at W >= N, then neither branch sends the decodes that wait.
+    The count restarts when no prefill waits. In Algorithm 1 as printed it does not: if the last
+    prefill is cancelled at W >= N, neither branch sends the waiting decodes.
 
     Raises:
         ValueError: `patience` is less than 1.
@@ -65,8 +65,8 @@ class DecodeFirstPolicy(ABC):
         """Return the size of a chunk while no more urgent message waits.
 
         Args:
-            remaining_bytes: Bytes of the message that are left, at least 1.
-            view: Properties of the link.
+            remaining_bytes: unsent bytes of the message, at least 1.
+            view: rate of the link, and time until the next decode is ready.
 
         Returns:
             A number between 1 and `remaining_bytes`.
@@ -74,7 +74,11 @@ class DecodeFirstPolicy(ABC):
 
     @abstractmethod
     def forced_bytes(self, remaining_bytes: int) -> int:
-        """Return the size of a chunk before more urgent messages; arguments as in `chunk_bytes`."""
+        """Return the size of a chunk that is sent although a more urgent message waits.
+
+        Args:
+            remaining_bytes: unsent bytes of the message, at least 1.
+        """
 
     def _chunk(
         self, position: int, waiting: Sequence[WaitingMessage], view: LinkView, is_forced: bool
@@ -86,9 +90,13 @@ class DecodeFirstPolicy(ABC):
 
 
 def clamp_chunk(budget_bytes: float, least_bytes: int, remaining_bytes: int) -> int:
-    """Clamp a budget to a chunk size between `least_bytes` and `remaining_bytes`.
+    """Clamp a number of bytes to a chunk size between `least_bytes` and `remaining_bytes`.
 
-    A budget may be negative, infinite or not a number; the last one counts as none.
+    Args:
+        budget_bytes: bytes that the link can send in time; may be negative, infinite or NaN, which
+            counts as 0.
+        least_bytes: smallest chunk.
+        remaining_bytes: unsent bytes of the message, which may be fewer than the smallest chunk.
     """
     if budget_bytes >= remaining_bytes:
         return remaining_bytes
@@ -121,14 +129,14 @@ FLUSH_FACTOR = 4
 
 
 class MolinkPolicy(DecodeFirstPolicy):
-    """Policy `molink`: decodes first, prefill chunks until the next decode is ready.
+    """Link policy `molink`: decodes first; prefill chunks fill the time until the next decode.
 
     A chunk has `least_bytes` to `most_bytes`. A prefill that has waited `patience` times sends
     FLUSH_FACTOR x `least_bytes`; Algorithm 1 as printed sends the whole rest, which would block
     decodes for 2.3 s (2,048 tokens of 14,336 bytes at 100 Mbit/s).
 
     Raises:
-        ValueError: An argument is less than 1, or `most_bytes` less than `least_bytes`.
+        ValueError: an argument is less than 1, or `most_bytes` less than `least_bytes`.
     """
 
     def __init__(
@@ -147,9 +155,9 @@ class MolinkPolicy(DecodeFirstPolicy):
         self._most_bytes = most_bytes
 
     def chunk_bytes(self, remaining_bytes: int, view: LinkView) -> int:
-        """Return the bytes that the link sends until the next decode is ready, within the bounds.
+        """Return the bytes that the link can send until the next decode is ready, within limits.
 
-        The largest chunk if no decode is under way.
+        If no decode is expected, this is the largest chunk.
         """
         limit_bytes = min(remaining_bytes, self._most_bytes)
         if view.slack_seconds is None:

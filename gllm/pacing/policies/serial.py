@@ -6,11 +6,11 @@ from gllm.pacing.traffic import Chunk, LinkView, WaitingMessage
 
 
 class SerialPolicy:
-    """Link policy that sends whole messages, first come, first served."""
+    """Link policy `serial`: sends whole messages, first come, first served."""
 
     uses_slack = False
     sends_whole = True
 
     def select(self, waiting: Sequence[WaitingMessage], view: LinkView) -> Chunk:
-        """Return all of the oldest message."""
+        """Return the oldest message with all of its remaining bytes."""
         return Chunk(0, waiting[0].remaining_bytes)
