@@ -35,18 +35,18 @@ COMMANDS = {
 
 
 def help_text() -> str:
-    """Return the help text."""
+    """Return the help text of `gllm`, with all sub-commands."""
     lines = [f"  {name:12}{text}" for name, (_, text) in COMMANDS.items()]
     end = "`gllm COMMAND --help` lists the arguments of a command."
     return "\n".join(["usage: gllm COMMAND [ARGUMENTS]", "", *lines, "", end])
 
 
 def main(argv: list[str] | None = None, commands: Mapping[str, tuple[str, str]] = COMMANDS) -> int:
-    """Run the sub-command named by the first argument; return the exit status.
+    """Run the sub-command of `gllm` that the first argument names; return its exit status.
 
     Args:
         argv: arguments; None for those of this process.
-        commands: functions that run a sub-command, as MODULE:FUNCTION, and their help by name.
+        commands: MODULE:FUNCTION and help text by name of the sub-command.
     """
     try:
         try:

@@ -33,14 +33,20 @@ from gllm.runtime.head.node import LocalNode
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line: the model and a flag per configuration field."""
+    """Return the argument parser of `gllm.serve`, with flags for engine, nodes and server."""
     description = "Serve a model over HTTP in OpenAI's API."
     configs = (EngineConfig, AttachmentConfig, NodesConfig)
     return build_server_parser("gllm.serve", description, *configs)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until a signal or a failure of the engine; return the exit status."""
+    """Run an engine with its OpenAI-compatible server, until a signal or a failure of the engine.
+
+    With `--node-rank` above 0 it runs the workers of that node, without a server.
+
+    Returns:
+        The exit status: 1 after a failure of the engine, 2 for invalid options or addresses.
+    """
     values, logs = parse_command_line(make_parser(), argv, "gllm-frontend")
     try:
         engine_config = config_from_flags(EngineConfig, values)
