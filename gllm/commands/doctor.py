@@ -117,7 +117,7 @@ def _check_head(
     host: str, port: int, values: argparse.Namespace, model: LocalModel | None
 ) -> Iterator[Finding]:
     """Yield what keeps this machine from the head; a failure ends the checks that need it."""
-    finding, address = network_checks.check_name(host, port)
+    finding, address = network_checks.check_host_name(host, port)
     yield finding
     if not address:
         return

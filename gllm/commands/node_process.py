@@ -66,7 +66,7 @@ class NodeProcess:
 
         Args:
             head: HOST or HOST:PORT of the head, or of the master of a cluster.
-            config: of this machine.
+            config: devices, ports and node secret of this machine.
             place: rank in the engine; None for a machine that joins without one.
 
         Raises:

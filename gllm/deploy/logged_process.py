@@ -56,13 +56,13 @@ class LoggedProcess:
 
         Args:
             command: program and arguments.
-            environment: all variables of the process.
-            has_own_group: keep signals of the terminal, such as Ctrl-C, from the process.
-            dies_with_parent: let the kernel kill the process when the calling thread ends; False
-                for a command that does so, because this process has threads of other libraries.
+            environment: all environment variables of the process.
+            has_own_group: True to keep signals of the terminal, such as Ctrl-C, from the process.
+            dies_with_parent: True to have the kernel kill the process when the calling thread ends;
+                False for a command that arranges that itself.
 
         Raises:
-            OSError: it cannot be started.
+            OSError: the process cannot be started.
         """
         self._process = ChildProcess(
             command,
@@ -101,7 +101,7 @@ class LoggedProcess:
         """Send SIGTERM, now or once the process has started, and SIGKILL after a timeout.
 
         Args:
-            shutdown_seconds: time that the process has for its running requests.
+            shutdown_seconds: time for running requests; SIGKILL follows `kill_seconds` after it.
         """
         if self.end_signal is None:
             self.send(signal.SIGTERM)

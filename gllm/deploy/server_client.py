@@ -30,10 +30,10 @@ class ServerError(Exception):
         """Create the error.
 
         Args:
-            message: text for people.
-            status: status code of the answer; 0 without one.
-            code: of the server's error; empty without one.
-            reason: the server's own message; empty without one.
+            message: text to show to the user.
+            status: HTTP status code of the response; 0 without a response.
+            code: error code in the response; empty without one.
+            reason: error message in the response; empty without one.
         """
         super().__init__(message)
         self.status = status
@@ -76,9 +76,9 @@ class ServerClient:
         """Send a request and return the open response, a context manager.
 
         Args:
-            path: of the endpoint, from the slash on.
-            body: JSON of the request; None for none.
-            method: of the request; None for GET, or POST with a body.
+            path: path of the endpoint, with a leading slash.
+            body: object to send as JSON; None for none.
+            method: HTTP method; None for GET, or POST with a body.
 
         Raises:
             ServerError: the server cannot be reached, or refuses.

@@ -64,7 +64,7 @@ class PipelineSeconds(NamedTuple):
     """Seconds from the last stage to the driver."""
 
     def cycle_seconds(self, num_decodes: float) -> float:
-        """Return the time from scheduling a micro-batch of decodes to its result, in an idle pipeline.
+        """Return the time from scheduling a micro-batch of decodes to its result, if no other runs.
 
         A stage starts when both the plan of the step and the activations have arrived.
 

@@ -63,8 +63,7 @@ class LinkPolicy(Protocol):
 
     @property
     def uses_slack(self) -> bool:
-        """True if the policy reads `LinkView.slack_seconds`, which may be None for other policies.
-        """
+        """True if the policy reads `LinkView.slack_seconds`; it may be None for others."""
 
     @property
     def sends_whole(self) -> bool:

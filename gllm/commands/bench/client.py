@@ -36,7 +36,7 @@ class StreamDelta(msgspec.Struct):
 
     @property
     def text(self) -> str:
-        """Content or reasoning, whichever the delta carries."""
+        """Content of the delta, or reasoning text if it has no content."""
         return self.content or self.reasoning or self.reasoning_content or ""
 
 
@@ -50,7 +50,7 @@ class StreamChoice(msgspec.Struct):
 
     @property
     def output_text(self) -> str:
-        """Text of the chunk."""
+        """Generated text of the chunk, from either endpoint's field."""
         return self.text or (self.delta.text if self.delta else "")
 
     @property

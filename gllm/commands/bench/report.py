@@ -178,7 +178,7 @@ def failure_lines(outcomes: Sequence[RequestResult]) -> list[str]:
     return lines
 
 
-def details(outcomes: Sequence[RequestResult]) -> dict[str, list[Any]]:
+def request_details(outcomes: Sequence[RequestResult]) -> dict[str, list[Any]]:
     """Return lists with one value per request, for the JSON result; times in seconds."""
     begin = min((outcome.timeline.arrival for outcome in outcomes), default=0.0)
     return {

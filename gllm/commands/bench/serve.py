@@ -29,7 +29,7 @@ from gllm.commands.bench.client import (
 )
 from gllm.commands.bench.load import plan_load, warmup_requests
 from gllm.commands.bench.options import ServeConfig
-from gllm.commands.bench.report import details, failure_lines, report_lines, summarize
+from gllm.commands.bench.report import failure_lines, report_lines, request_details, summarize
 from gllm.options.flags import FlagParser, FlagType, add_flags, config_from_flags
 from gllm.options.slo import NO_SLO, Slo, parse_slo
 
@@ -139,7 +139,7 @@ def _report(config: ServeConfig, model: str, measured: LoadResult, slo: Slo) -> 
     now = datetime.now(UTC)
     result = result_document(config, model, slo, figures, now)
     if config.save_detailed:
-        result |= details(outcomes)
+        result |= request_details(outcomes)
     for path in _result_paths(config, model, now):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")

@@ -109,7 +109,7 @@ def format_plan_command(values: argparse.Namespace) -> str:
     return shlex.join(words)
 
 
-def show_plan(plan: HeteroPlan) -> str:
+def format_hetero_plan(plan: HeteroPlan) -> str:
     """Return a plan of prefill and decode engines on mixed GPUs as text, for printing."""
     problem = plan.problem
     return "\n\n".join(
@@ -145,7 +145,7 @@ def plan(values: argparse.Namespace) -> Callable[[], ServingPlan]:
     )
     planner = make_planner(problem, values.costs, PipelineCapacityRule(values.credit))
     best = plan_replicas(problem, planner, budget)
-    print(show_plan(best))
+    print(format_hetero_plan(best))
     if values.simulate:
         run = simulate_plan(best, values.seed)
         print(f"\nsimulated: {run.simulated:.3g} requests/s, {run.error:+.0%} of the estimate")

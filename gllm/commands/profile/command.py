@@ -22,7 +22,11 @@ from typing import Any
 import msgspec
 
 from gllm.commands.bench.real import RoundRobinLock, run_logged, serve_workload
-from gllm.commands.profile.operator_profile import OperatorPoints, OperatorProfiler, count_points
+from gllm.commands.profile.operator_profile import (
+    OperatorPoints,
+    OperatorProfiler,
+    count_table_rows,
+)
 from gllm.commands.profile.parts import count_span_steps, measure_samplers, measure_spans
 from gllm.config.engine import MAX_RANKS, EngineConfig
 from gllm.engine.engine import Engine, EngineError
@@ -358,7 +362,7 @@ def _profile_operators(config: EngineConfig, values: argparse.Namespace, folder:
         values.operator_repeats,
     )
     degrees = sorted(set(values.operator_tp))
-    total = count_points(points, degrees)
+    total = count_table_rows(points, degrees)
     with show_progress("row", total, "operators") as bar:
         profiler = OperatorProfiler(
             config, resolve_model(config.model), _machine(config)["device"], points, bar.update

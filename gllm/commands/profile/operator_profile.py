@@ -22,7 +22,7 @@ from gllm.commands.profile.operators import (
     MS_PER_SECOND,
     LayerOperators,
     time_embedding,
-    time_head,
+    time_lm_head,
     time_sampler,
 )
 from gllm.commands.profile.span import StepRows, TimedSpan
@@ -312,7 +312,7 @@ class OperatorProfiler:
             times["other"] = layer - sum(times.values()) - attention
             times["emb"] = time_embedding(first, tokens, repeats)
             if tokens <= self._points.max_batch:
-                times["lm_head"] = time_head(last, tokens, repeats)
+                times["lm_head"] = time_lm_head(last, tokens, repeats)
             self._add("token_ops", self._key(tp, num_tokens=tokens) | _in_columns(times))
 
     def _measure_host(self, tp: int, separate: SeparateStep, last: TimedSpan) -> None:
@@ -404,7 +404,7 @@ def _in_columns(times: Mapping[str, float]) -> dict[str, Any]:
     return {f"{name}_ms": round(value, DECIMALS) for name, value in times.items()}
 
 
-def count_points(points: OperatorPoints, degrees: Sequence[int]) -> int:
+def count_table_rows(points: OperatorPoints, degrees: Sequence[int]) -> int:
     """Return the number of rows of all tables of a profile, for a progress bar.
 
     Args:

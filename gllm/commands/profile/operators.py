@@ -164,7 +164,7 @@ def time_embedding(span: TimedSpan, num_tokens: int, repeats: int) -> float:
         return time_operator(lambda: embedding(inputs), repeats, span.executor.device).median
 
 
-def time_head(span: TimedSpan, num_rows: int, repeats: int) -> float:
+def time_lm_head(span: TimedSpan, num_rows: int, repeats: int) -> float:
     """Return the median milliseconds of final norm and LM head, of a span with the last layer."""
     hidden, stage = span.make_hidden(num_rows), span.executor.stage
     with torch.inference_mode():

@@ -13,7 +13,7 @@ from gllm.deploy.metrics_scrape import MetricsScrape
 
 
 @dataclass(frozen=True)
-class EngineFigures:
+class EngineMetrics:
     """Load, cache use and throughput of one engine behind a router, over a time window."""
 
     name: str
@@ -33,7 +33,7 @@ class EngineFigures:
 
 
 @dataclass(frozen=True)
-class RouterFigures:
+class RouterMetrics:
     """Metrics of a router (waiting, moved and refused requests) and of its engines."""
 
     parked: float
@@ -44,30 +44,30 @@ class RouterFigures:
     """Number of engines that disconnected, including drained ones."""
     shed: float
     """Number of requests refused because their latency SLO could not be met."""
-    engines: tuple[EngineFigures, ...]
+    engines: tuple[EngineMetrics, ...]
     """Engines by name."""
 
 
-def router_figures_between(before: MetricsScrape, after: MetricsScrape) -> RouterFigures | None:
+def router_metrics_between(before: MetricsScrape, after: MetricsScrape) -> RouterMetrics | None:
     """Return a router's metrics of the time between two scrapes; None if there is no router."""
     if "router_parked_requests" not in after.values:
         return None
-    return RouterFigures(
+    return RouterMetrics(
         parked=after.value("router_parked_requests"),
         migrations=after.value("router_migrations_total"),
         lost_engines=after.value("router_lost_engines_total"),
         shed=after.value("router_shed_requests_total"),
-        engines=tuple(_engine_figures(name, before, after) for name in sorted(after.engine_states)),
+        engines=tuple(_engine_metrics(name, before, after) for name in sorted(after.engine_states)),
     )
 
 
-def _engine_figures(name: str, before: MetricsScrape, after: MetricsScrape) -> EngineFigures:
+def _engine_metrics(name: str, before: MetricsScrape, after: MetricsScrape) -> EngineMetrics:
     """Return the figures of one engine between two scrapes."""
     hits = _increase("router_engine_prefix_cache_hits_total", name, before, after)
     queries = _increase("router_engine_prefix_cache_queries_total", name, before, after)
     tokens = _increase("router_engine_decode_tokens_total", name, before, after)
     seconds = after.time - before.time
-    return EngineFigures(
+    return EngineMetrics(
         name=name,
         state=after.engine_states[name],
         num_requests=after.engine("router_engine_requests", name),
@@ -141,7 +141,7 @@ class ServerMetrics:
     step_tokens: float
     """Mean number of tokens per micro-batch."""
     stages: tuple[StageTimeShares, ...]
-    router: RouterFigures | None = None
+    router: RouterMetrics | None = None
     """Figures of a router and its engines; None for an engine."""
     node_counts: Mapping[str, float] = field(default_factory=dict)
     """Number of the engine's machines, by state."""
@@ -227,7 +227,7 @@ def metrics_between(before: MetricsScrape, after: MetricsScrape) -> ServerMetric
         step_rate=safe_ratio(steps, seconds),
         step_tokens=safe_ratio(tokens, steps),
         stages=tuple(map(stage, sorted(after.stages.get("stage_busy_seconds_total", {})))),
-        router=router_figures_between(before, after),
+        router=router_metrics_between(before, after),
         node_counts=after.node_counts,
         node_losses=after.value("node_losses_total"),
     )

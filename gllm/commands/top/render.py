@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 
-from gllm.commands.top.figures import Latency, RouterFigures, ServerMetrics, StageTimeShares
+from gllm.commands.top.figures import Latency, RouterMetrics, ServerMetrics, StageTimeShares
 
 LABEL = 15
 """Columns of the label at the beginning of a line."""
@@ -80,7 +80,7 @@ def _machine_lines(figures: ServerMetrics) -> list[str]:
     return [_labeled_line("machines", f"{counts}; losses: {figures.node_losses:.0f}")]
 
 
-def _router_part(router: RouterFigures) -> list[str]:
+def _router_part(router: RouterMetrics) -> list[str]:
     """Return the lines that a router has and an engine has not: its counters and its engines."""
     counts = Counter(engine.state for engine in router.engines)
     states = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))

@@ -78,8 +78,8 @@ class Master:
         """Create a master that has not started.
 
         Args:
-            config: of the cluster.
-            shutdown_seconds: time for running requests of a service that is ended.
+            config: address, node secret and timeouts of the cluster.
+            shutdown_seconds: drain timeout of a service that is ended.
 
         Raises:
             ValueError: the address or the secret cannot be used; the message says what to do.

@@ -46,10 +46,10 @@ class ClusterMember:
         """Create a node that has not started.
 
         Args:
-            config: membership; `head` is the address of the master.
-            facts: about this machine.
-            machine: properties that the processes of services share.
-            read_load: reads the load of this machine.
+            config: options of the membership; `head` is the address of the master.
+            facts: version, devices and addresses of this machine, announced to the master.
+            machine: address and configuration that the processes of services share.
+            read_load: returns the current load of this machine.
             make_command: returns program and arguments of a process of a service; None for this
                 Python.
 

@@ -111,11 +111,11 @@ class ServiceTable:
     def drain_node(self, name: str, now: float) -> None:
         """Move the service of a node to other nodes, so that the node can leave the cluster.
 
-        The engine of its service moves its layers to the other nodes while it serves. Where it
-        cannot, such as without its head, the service starts again on other nodes.
+        If possible, the engine moves the node's layers to its other nodes while it serves requests.
+        Otherwise, as for the node of its head, the service starts again on other nodes.
 
         Args:
-            name: of the node.
+            name: name of the node.
             now: time in seconds.
         """
         self.draining.add(name)
@@ -130,11 +130,11 @@ class ServiceTable:
                 self._move(service, name)
 
     def on_release_refused(self, number: int, node: str) -> None:
-        """Handle an engine that refused to release a node: the whole service moves.
+        """Handle an engine that refused to release a node: the whole service moves to other nodes.
 
         Args:
-            number: process of the engine's head.
-            node: that was to leave.
+            number: number of the process with the engine's head.
+            node: name of the node that was to leave.
         """
         process = self._processes.get(number)
         if process is not None and self._drain_deadlines.pop(node, None) is not None:
@@ -156,12 +156,12 @@ class ServiceTable:
         ]
 
     def on_started(self, number: int, head: str, url: str) -> None:
-        """Handle the start of a head: start the processes on its other nodes.
+        """Handle the start of an engine's head: start the processes on its other nodes.
 
         Args:
-            number: of the process.
+            number: number of the process.
             head: HOST:PORT at which other nodes join the engine.
-            url: of the service's API.
+            url: URL of the service's API.
         """
         process = self._processes.get(number)
         if process is None or process.rank or process.is_ending:
@@ -173,11 +173,11 @@ class ServiceTable:
                 self._send_start(other)
 
     def on_reading(self, number: int, reading: ServiceReading, now: float) -> None:
-        """Handle a reading of the engine of a service.
+        """Store new state and counters of a service's engine, and update the state of the service.
 
         Args:
-            number: of its head's process.
-            reading: of the engine.
+            number: number of the process with the engine's head.
+            reading: state and counters of the engine.
             now: time in seconds.
         """
         process = self._processes.get(number)
@@ -196,10 +196,10 @@ class ServiceTable:
             service.cause = reading.cause or f"its engine is {reading.state}"
 
     def on_exited(self, number: int, cause: str, now: float, may_restart: bool = True) -> None:
-        """Handle the exit of a process.
+        """Handle the exit of a process: restart it, fail its service, or complete a shutdown.
 
         Args:
-            number: of the process.
+            number: number of the process.
             cause: description of the exit.
             now: time in seconds.
             may_restart: False if its node cannot run it again.
@@ -223,11 +223,11 @@ class ServiceTable:
         self._remove_if_ended(service)
 
     def on_node_joined(self, name: str, living: Collection[int], now: float) -> list[int]:
-        """Handle a node that joins or rejoins.
+        """Handle a node that joins, or rejoins after its connection was lost.
 
         Args:
-            name: of the node.
-            living: processes of an earlier session that the node still runs.
+            name: name of the node.
+            living: numbers of processes that the node still runs since an earlier session.
             now: time in seconds.
 
         Returns:
@@ -244,12 +244,12 @@ class ServiceTable:
         ]
 
     def on_node_lost(self, name: str, cause: str, has_left: bool, now: float) -> None:
-        """Handle a node that was lost or has left.
+        """Handle a node whose connection was lost, or that has left.
 
         Args:
-            name: of the node.
+            name: name of the node.
             cause: description of the loss.
-            has_left: True if the node has ended its membership, and with it its processes.
+            has_left: True if the node has left the cluster and ended its processes.
             now: time in seconds.
         """
         if has_left:
@@ -263,7 +263,7 @@ class ServiceTable:
                 service.cause = f"node {name}, which runs the head, is lost: {cause}"
 
     def tick(self, now: float) -> None:
-        """Restart processes that are due, and give up those of nodes lost for too long."""
+        """Restart processes whose delay is over, and give up those of nodes lost for too long."""
         for node, deadline in list(self._drain_deadlines.items()):
             if now >= deadline:
                 del self._drain_deadlines[node]

@@ -13,7 +13,7 @@ CONNECT_SECONDS = 5.0
 """Time for a connection; a port that a firewall filters does not answer at all."""
 
 
-def check_name(host: str, port: int) -> tuple[Finding, str]:
+def check_host_name(host: str, port: int) -> tuple[Finding, str]:
     """Resolve the host name of the head node; return the result and its first IP address."""
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -36,7 +36,7 @@ class ChildActor:
         """Run `python COMMAND...` as a child process, on a thread.
 
         Args:
-            name: of the process in front of its lines.
+            name: prefix of the process's output lines.
             command: arguments of Python.
         """
         self._child = LoggedProcess(

@@ -59,8 +59,8 @@ class RayCluster:
         """Connect this process to Ray.
 
         Args:
-            address: of the cluster; None for RAY_ADDRESS or the cluster of this machine.
-            shows_logs: write the logs of actors to this process's standard error.
+            address: address of the Ray cluster; None for RAY_ADDRESS or this machine's cluster.
+            shows_logs: True to write the logs of actors to this process's standard error.
 
         Raises:
             LaunchError: the cluster cannot be reached.
@@ -113,9 +113,9 @@ class RayCluster:
         Args:
             kind: class of the actor.
             resources: CPUs and GPUs that it takes.
-            place: placement group and number of the bundle, or the id of a machine.
-            arguments: of the class.
-            options: of the actor in Ray.
+            place: placement group and number of the bundle, or Ray's id of a node.
+            arguments: arguments of the class.
+            options: Ray's options of the actor.
         """
         strategies = self.ray.util.scheduling_strategies
         if isinstance(place, str):

@@ -124,13 +124,13 @@ class EngineManager:
         """Start an engine and wait until it is ready.
 
         Args:
-            name: of the engine.
+            name: name of the engine.
             timeout_seconds: time after which an engine that is not ready is ended; None for none.
-            may_fail: its failure before it is ready ends no other process.
+            may_fail: True if its failure before it is ready does not end the other processes.
 
         Raises:
             ValueError: there is no such engine, it runs already, it has ended, it was not ready in
-                time, or all processes end.
+                time, or all processes are being ended.
         """
         spec = self._specs.get(name)
         if spec is None or spec.is_router:
@@ -164,8 +164,8 @@ class EngineManager:
         """Drain an engine and wait until it has ended.
 
         Args:
-            name: of the engine.
-            may_fail: an end with an error, such as by SIGKILL, ends no other process.
+            name: name of the engine.
+            may_fail: True if an exit with an error, such as SIGKILL, does not end other processes.
 
         Raises:
             ValueError: no such engine runs.

@@ -12,11 +12,11 @@ import pytest
 from gllm.commands.bench.client import RequestResult
 from gllm.commands.bench.options import LoadConfig, ServeConfig
 from gllm.commands.bench.report import (
-    details,
     failure_lines,
     max_overlap,
     plot_load,
     report_lines,
+    request_details,
     summarize,
     tokens_by_second,
 )
@@ -179,7 +179,7 @@ def test_the_file_has_the_known_keys_and_not_the_key_to_the_server() -> None:
 
 
 def test_details_are_lists_of_equal_length() -> None:
-    lists: dict[str, list[Any]] = details(OUTCOMES)
+    lists: dict[str, list[Any]] = request_details(OUTCOMES)
     assert {len(values) for values in lists.values()} == {4}
     assert lists["start_times"] == [0.0, 0.5, 1.0, 0.0]
     assert lists["output_lens"] == [3, 6, 1, 0]

@@ -12,7 +12,7 @@ from gllm.commands.profile.command import main as profile
 from gllm.commands.profile.operator_profile import (
     OperatorPoints,
     OperatorProfiler,
-    count_points,
+    count_table_rows,
     time_all_reduce,
     time_send,
 )
@@ -82,7 +82,7 @@ def test_tables_are_complete(folder: Path) -> None:
     tables = OperatorTables(folder)
     names = ("token_ops", "attention", "collectives", "cpu_overheads", "model_shapes")
     rows = {name: tables.read(name) for name in names}
-    assert sum(map(len, rows.values())) == count_points(SMALL, [1, 2])
+    assert sum(map(len, rows.values())) == count_table_rows(SMALL, [1, 2])
     assert {row["tp"] for row in rows["token_ops"]} == {"1", "2"}
     assert rows["model_shapes"][0]["num_layers"] == "6"
     for row in rows["token_ops"]:

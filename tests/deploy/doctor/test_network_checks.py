@@ -35,12 +35,12 @@ def closed_port():
 
 
 def test_names():
-    finding, address = network_checks.check_name("127.0.0.1", 1)
+    finding, address = network_checks.check_host_name("127.0.0.1", 1)
     assert (finding.verdict, address) == (Verdict.GOOD, "127.0.0.1")
-    finding, address = network_checks.check_name("localhost", 1)
+    finding, address = network_checks.check_host_name("localhost", 1)
     assert finding.verdict == Verdict.GOOD
     assert address in finding.text
-    finding, address = network_checks.check_name("no-such-host.invalid", 1)
+    finding, address = network_checks.check_host_name("no-such-host.invalid", 1)
     assert (finding.verdict, address) == (Verdict.BAD, "")
     assert "/etc/hosts" in finding.fix
 
