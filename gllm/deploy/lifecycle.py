@@ -18,7 +18,7 @@ class GroupProcess(Protocol):
 
     @property
     def is_entry(self) -> bool:
-        """True if it receives the requests of the group."""
+        """True if it receives the requests of the group: a router, or the head of an engine."""
 
     @property
     def is_ending(self) -> bool:
@@ -29,7 +29,7 @@ P = TypeVar("P", bound=GroupProcess)
 
 
 class RunningProcess(Protocol):
-    """Interface to start, probe, drain and kill a process, on this machine or in a Ray cluster."""
+    """Process that can be started, probed, drained and killed, here or in a Ray cluster."""
 
     @property
     def is_ending(self) -> bool:
@@ -40,7 +40,7 @@ class RunningProcess(Protocol):
         """True if it has ended with an error."""
 
     async def run(self) -> str:
-        """Start the process, wait until it has ended and return the cause; errors are failures."""
+        """Start the process, wait until it has ended and return the cause; may raise errors."""
 
     async def is_ready(self) -> bool:
         """Return True if it is ready for requests."""

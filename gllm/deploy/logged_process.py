@@ -138,7 +138,7 @@ class LoggedProcess:
 
 
 class LocalProcess:
-    """Process of a serving plan or a service on this machine; implements `RunningProcess`.
+    """Router or engine process on this machine; implements `RunningProcess`.
 
     Args:
         spec: command line, environment and URL of the process.
@@ -194,5 +194,5 @@ class LocalProcess:
 
 
 def python_command(spec: ProcessSpec) -> list[str]:
-    """Return the command line that runs a process of a plan with this Python interpreter."""
+    """Return the command line that runs a router or engine with this Python interpreter."""
     return [sys.executable, "-m", spec.module, *spec.arguments]

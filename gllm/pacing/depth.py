@@ -53,7 +53,7 @@ class LinkSeconds(NamedTuple):
 
 
 class PipelineSeconds(NamedTuple):
-    """Measured times of the stages and links of a pipeline, from which its depth is chosen."""
+    """Times of a pipeline's stages and links, to choose the number of micro-batches in flight."""
 
     stages: Sequence[StageSeconds]
     links: Sequence[LinkSeconds]
@@ -117,12 +117,11 @@ class PipelineSeconds(NamedTuple):
 
 
 def solve_depth(times: PipelineSeconds, num_decoding: float, max_depth: int) -> int:
-    """Return the smallest pipeline depth at which the slowest stage or link is never idle.
+    """Return the fewest micro-batches in flight with which the slowest stage or link is never idle.
 
-    The depth is the number of micro-batches in flight, B* in the formula of the module: the
-    smallest one for which `depth * slowest_seconds` is at least `cycle_seconds` of the largest
-    micro-batch. The former increases with the depth, and the latter decreases, because more
-    micro-batches have fewer decodes each.
+    It is B* in the formula of the module: the smallest depth for which `depth * slowest_seconds`
+    is at least `cycle_seconds` of the largest micro-batch. The former increases with the depth, and
+    the latter decreases, because more micro-batches have fewer decodes each.
 
     Args:
         times: measured times of the pipeline.
@@ -181,7 +180,7 @@ def cap_prefill(times: PipelineSeconds, min_tokens: int, max_tokens: int) -> int
 
 
 class Pace(NamedTuple):
-    """Number of micro-batches in flight (depth) and maximum prefill tokens of each."""
+    """Number of micro-batches in flight and maximum prefill tokens of each micro-batch."""
 
     depth: int
     """Micro-batches in flight (B); with two lanes, separate sequences of steps, in each lane."""
@@ -190,9 +189,9 @@ class Pace(NamedTuple):
 
 
 class DepthController:
-    """Chooses depth and prefill limit of a pipeline from its measured times, with hysteresis.
+    """Chooses the number of micro-batches in flight (depth) and their limit of prefill tokens.
 
-    They change at most every CHANGE_INTERVAL_SECONDS, and the depth only for a predicted gain of at
+    Both change at most every CHANGE_INTERVAL_SECONDS, and the depth only for a predicted gain of at
     least MIN_GAIN.
 
     Args:

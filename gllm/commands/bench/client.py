@@ -96,7 +96,12 @@ class RequestResult:
     """Message of the server or the socket about the failure."""
 
     def fail(self, failure: str, detail: object) -> None:
-        """Mark the request as failed."""
+        """Mark the request as failed.
+
+        Args:
+            failure: kind of failure, by which the report counts.
+            detail: message of the server or the socket.
+        """
         self.failure, self.detail = failure, str(detail)
 
 

@@ -75,7 +75,8 @@ def plan(values: argparse.Namespace) -> Callable[[], ServingPlan] | None:
     """Find the highest request rate that a simulated deployment sustains within the SLO; print it.
 
     Returns:
-        A function that makes the serving plan for `--output`; None if no rate is within the limits.
+        A function that makes the serving plan, which `gllm up` runs, for `--output`; None if no
+        rate is within the limits.
 
     Raises:
         ValueError: options are invalid, or contradict each other.

@@ -103,7 +103,7 @@ def plan(values: argparse.Namespace) -> Callable[[], ServingPlan]:
     """Find the prefill and decode engines with the highest goodput per GPU (DistServe); print them.
 
     Returns:
-        A function that makes the serving plan for `--output`.
+        A function that makes the serving plan, which `gllm up` runs, for `--output`.
 
     Raises:
         UnservableError: no candidate serves the workload within the limits.

@@ -129,7 +129,7 @@ def plan(values: argparse.Namespace) -> Callable[[], ServingPlan]:
     """Partition a cluster of mixed GPUs into prefill and decode engines (HexGen-2); print them.
 
     Returns:
-        A function that makes the serving plan for `--output`.
+        A function that makes the serving plan, which `gllm up` runs, for `--output`.
 
     Raises:
         ValueError: a name is unknown, or the cluster has no room for two engines.

@@ -76,7 +76,8 @@ def plan(values: argparse.Namespace) -> Callable[[], ServingPlan]:
     """Find the number of prefill and decode machines for each of Splitwise's designs; print them.
 
     Returns:
-        A function that makes the serving plan of the best cluster for `--output`.
+        A function that makes the serving plan, which `gllm up` runs, of the best cluster for
+        `--output`.
 
     Raises:
         UnservableError: no cluster serves the workload.

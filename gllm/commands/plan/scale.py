@@ -85,8 +85,8 @@ def plan(values: argparse.Namespace) -> Callable[[], ServingPlan] | None:
     """Find the GPUs per engine and the number of engines for a request rate (Aladdin); print both.
 
     Returns:
-        A function that makes the serving plan for `--output`; None if more engines are needed than
-        `--max-dollars` allows.
+        A function that makes the serving plan, which `gllm up` runs, for `--output`; None if more
+        engines are needed than `--max-dollars` allows.
 
     Raises:
         UnservableError: the search exceeds `--budget`.

@@ -162,8 +162,8 @@ def plan(values: argparse.Namespace) -> Callable[[], ServingPlan] | None:
     """Search for the best device, parallelism and scheduling policy; print a table of candidates.
 
     Returns:
-        A function that makes the serving plan for `--output`; None if no candidate serves the
-        workload within the limits.
+        A function that makes the serving plan, which `gllm up` runs, for `--output`; None if no
+        candidate serves the workload within the limits.
 
     Raises:
         ValueError: flags contradict each other, or no candidate fits the devices.

@@ -21,7 +21,7 @@ NUM_ROWS = 20
 def describe_search(
     outcome: Outcome, problem: ServiceProblem, num_designs: int, is_closed: bool
 ) -> str:
-    """Return a table of the evaluated designs, best first, and counts of the others by reason.
+    """Return a table of the evaluated engine designs, best first, and counts of all others.
 
     Args:
         outcome: result of the search; a design is a device, parallelism and scheduling policy.
@@ -45,7 +45,7 @@ def describe_search(
 
 
 def find_pareto_set(outcome: Outcome) -> list[AssessedDesign]:
-    """Return the designs that are Pareto-optimal in objective, TTFT p90 and TBT p99."""
+    """Return the engine designs that are Pareto-optimal in objective, TTFT p90 and TBT p99."""
     served = [result for _, result in outcome.evaluated if result.num_engines and not result.note]
 
     def costs(result: AssessedDesign) -> tuple[float, ...]:
@@ -56,7 +56,7 @@ def find_pareto_set(outcome: Outcome) -> list[AssessedDesign]:
 
 
 def format_forecast(best: AssessedDesign, forecast: FleetForecast) -> str:
-    """Return the best design with its predicted capacity and latencies as text."""
+    """Return the best engine design with its predicted capacity and latencies as text."""
     expected = forecast.expected
     engines = f"{forecast.num_engines} engine{'s' * (forecast.num_engines > 1)}"
     figures = [

@@ -225,7 +225,7 @@ def _add_spans(profile: CostProfile, config: EngineConfig, progress: bool) -> Co
 
 
 def with_min_seconds(span: SpanSample, min_seconds: float) -> SpanSample:
-    """Return a sample with all stage times raised to at least `min_seconds`, debug_step_seconds."""
+    """Return a timing with seconds raised to at least `min_seconds` (debug_step_seconds)."""
     stages = [max(seconds, min_seconds) for seconds in span.step.stages]
     return msgspec.structs.replace(span, step=msgspec.structs.replace(span.step, stages=stages))
 

@@ -156,13 +156,13 @@ class OperatorPoints:
 
     @property
     def tokens(self) -> list[int]:
-        """Tokens of token-level operators."""
+        """Numbers of tokens at which all operators but attention are timed."""
         sizes = [1, 2, 4, *range(8, 1024, 8), *range(1024, 2048, 16), *range(2048, 4096, 32)]
         return self._thin([*sizes, *_doublings(4096, self.max_tokens)], self.max_tokens)
 
     @property
     def rows(self) -> list[int]:
-        """Rows of the LM head and of the host's work."""
+        """Numbers of sequences at which the LM head and the host's work are timed."""
         return self._thin([1, 2, 4, *range(8, self.max_batch, 8)], self.max_batch)
 
     @property

@@ -43,7 +43,7 @@ class RouterMetrics:
     lost_engines: float
     """Number of engines that disconnected, including drained ones."""
     shed: float
-    """Number of requests refused because their latency SLO could not be met."""
+    """Number of requests refused because no engine was likely to meet their SLO."""
     engines: tuple[EngineMetrics, ...]
     """Engines by name."""
 
@@ -142,7 +142,7 @@ class ServerMetrics:
     """Mean number of tokens per micro-batch."""
     stages: tuple[StageTimeShares, ...]
     router: RouterMetrics | None = None
-    """Figures of a router and its engines; None for an engine."""
+    """Metrics of a router and its engines; None for an engine."""
     node_counts: Mapping[str, float] = field(default_factory=dict)
     """Number of the engine's machines, by state."""
     node_losses: float = 0.0

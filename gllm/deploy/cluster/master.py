@@ -184,9 +184,9 @@ class Master:
         return self._cluster_node(record)
 
     def drain_node(self, name: str) -> ClusterNode:
-        """Move the service of a node to other nodes, then remove the node from the cluster.
+        """Move the engine of a node to other nodes, then remove the node from the cluster.
 
-        A node that is lost is forgotten at once.
+        A node that is lost is removed at once.
 
         Raises:
             UnknownClusterNodeError: there is no such node.

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class ClusterMember:
-    """Membership of this machine in a cluster: runs service processes for the master."""
+    """Membership of this machine in a cluster: runs processes of engines for the master."""
 
     _finished: "asyncio.Future[tuple[int, str]]"
     """Exit status and its cause."""

@@ -22,12 +22,12 @@ MAX_SUBSETS = 20_000
 
 
 class SelectionError(ValueError):
-    """Raised if too few nodes suit a service; the message has a reason for each node."""
+    """Raised if too few nodes suit an engine; the message has a reason for each node."""
 
 
 @dataclass(frozen=True)
 class NodeCandidate:
-    """Hardware, CPU load and reachability of a free node that may run a process of a service."""
+    """Hardware, CPU load and reachability of a free node that may run part of an engine."""
 
     name: str
     devices: tuple[str, ...] = ()
@@ -53,7 +53,7 @@ class NodeCandidate:
 
 @dataclass(frozen=True)
 class NodeRequirements:
-    """Requirements of a service: number of nodes, GPUs and memory of each, or names of nodes."""
+    """Nodes that an engine requires: their number, GPUs and memory of each, or their names."""
 
     num_nodes: int = 1
     gpus_per_node: int = 0
@@ -65,7 +65,7 @@ class NodeRequirements:
 
 @dataclass(frozen=True)
 class NodeSelection:
-    """Nodes chosen for a service, with the tensor parallel size of the pipeline stage on each."""
+    """Nodes chosen for an engine, with the tensor parallel size of the stage on each."""
 
     nodes: tuple[str, ...]
     """In the order of the pipeline stages, the head first."""
@@ -121,11 +121,11 @@ class NetworkView:
 def select_nodes(
     candidates: Iterable[NodeCandidate], requirements: NodeRequirements, network: NetworkView
 ) -> NodeSelection:
-    """Choose the nodes of a service and the order of its pipeline stages.
+    """Choose the nodes of a multi-node engine and the order of its pipeline stages.
 
     Args:
-        candidates: nodes that run no process of a service.
-        requirements: number of nodes, GPUs and memory that the service needs.
+        candidates: nodes that run no process of an engine.
+        requirements: number of nodes, GPUs and memory that the engine requires.
         network: estimated message times between the nodes.
 
     Raises:
@@ -155,13 +155,13 @@ def select_nodes(
 
 
 def choose_head(nodes: Sequence[NodeCandidate], network: NetworkView) -> NodeCandidate:
-    """Return the node with the best CPU and network, which runs the head of the engine.
+    """Return the node with the best CPU and network, for the engine's API server and scheduler.
 
     Nodes are ranked by idle cores and by message time to all others; the least sum of both ranks
     wins, then the better network, then the name.
 
     Args:
-        nodes: nodes chosen for the service.
+        nodes: nodes chosen for the engine.
         network: estimated message times between the nodes.
 
     Raises:

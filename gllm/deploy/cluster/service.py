@@ -90,7 +90,7 @@ def check_parameters(model: str, parameters: Mapping[str, Any]) -> None:
 
 
 class ServiceRates(NamedTuple):
-    """Measured requests and tokens per second of a service, and utilization of its stages."""
+    """Measured requests and tokens per second of an engine, and utilization of its stages."""
 
     requests_per_second: float = 0.0
     prompt_tokens_per_second: float = 0.0
@@ -100,7 +100,7 @@ class ServiceRates(NamedTuple):
 
 
 class ServiceMeter:
-    """Computes rates of a service from counters of its engine, over a sliding time window."""
+    """Computes throughput of an engine from its counters, over a sliding time window."""
 
     def __init__(self) -> None:
         self._readings: deque[tuple[float, ServiceReading]] = deque()
@@ -169,7 +169,7 @@ RUNNING_STATES = frozenset({ServiceState.STARTING, ServiceState.READY, ServiceSt
 
 @dataclass(slots=True)
 class ServiceProcess:
-    """State of one process of a service: its node, its rank in the engine and its restarts."""
+    """State of one process of a deployed engine: its node, its rank and its restarts."""
 
     number: int
     service: str
@@ -184,7 +184,7 @@ class ServiceProcess:
 
     @property
     def is_entry(self) -> bool:
-        """True for the head of the engine."""
+        """True for the process with the engine's API server and scheduler (rank 0)."""
         return self.rank == 0
 
 

@@ -43,7 +43,7 @@ GOOD_REASONS = ("stop", "length")
 
 
 def read_engine(server: ServerClient) -> ServiceReading:
-    """Read state and counters of an engine over HTTP; the state is `unreachable` on an error."""
+    """Read state and metrics of an engine over HTTP; the state is `unreachable` on an error."""
     try:
         state, cause = _read_state(server)
         if state in ("loading", "dead"):
@@ -111,7 +111,7 @@ def parse_reading(state: str, cause: str, metrics: str, links: list[PeerLink]) -
 
 
 def parse_links(nodes: dict[str, Any]) -> list[PeerLink]:
-    """Return the links with a measured bandwidth or round trip in a response of GET /nodes."""
+    """Return the links between nodes with measured rates, from a response of GET /nodes."""
     links = [
         PeerLink(
             row["name"], link["peer"], link.get("bytes_per_second"), link.get("round_trip_seconds")
@@ -124,7 +124,7 @@ def parse_links(nodes: dict[str, Any]) -> list[PeerLink]:
 
 @dataclass(frozen=True)
 class ServiceMachine:
-    """Name, address and configuration of a node, shared by the processes of all its services."""
+    """Name, address and configuration of this node, shared by all engine processes on it."""
 
     name: str
     address: str
@@ -134,25 +134,25 @@ class ServiceMachine:
 
 
 class ServicePorts(NamedTuple):
-    """TCP ports of an engine's head: HTTP API, and connections of nodes; 0 for unused."""
+    """TCP ports of an engine's API server, for HTTP and for its other nodes; 0 for unused."""
 
     api: int = 0
     head: int = 0
 
 
-def make_spec(
+def make_service_spec(
     machine: ServiceMachine, start: StartServiceProcess, ports: ServicePorts, head: str
 ) -> ProcessSpec:
-    """Return the command line, environment and URL of a process of a service.
+    """Return the command line, environment and URL of a node's process of a deployed engine.
 
     Args:
         machine: address and configuration of this node.
         start: the master's command to start the process.
         ports: TCP ports of the process.
-        head: HOST:PORT of the head of its engine.
+        head: HOST:PORT at which nodes join the engine.
 
     Raises:
-        ValueError: a parameter is not one that services may set.
+        ValueError: a parameter is not one that deployed engines may set.
     """
     check_parameters(start.model, start.parameters)
     num_nodes, config = len(start.degrees), machine.config
@@ -206,7 +206,7 @@ class _RunningProcess:
 
 
 class ServiceProcesses:
-    """Starts, watches and ends the processes of services on this node; reports to the master."""
+    """Starts, watches and ends processes of engines on this node; reports to the master."""
 
     def __init__(
         self,
@@ -237,13 +237,13 @@ class ServiceProcesses:
         return [number for number, running in processes if not running.process.is_ending]
 
     def start(self, command: StartServiceProcess) -> None:
-        """Start a process; its start and its exit are reported to the master."""
+        """Start a process as the master commands; its start and its exit are reported to it."""
         number, machine = command.process, self._machine
         try:
             has_members = len(command.degrees) > 1
             ports = ServicePorts() if command.node_rank else self._choose_ports(has_members)
             head = command.head or format_host_port(machine.address, ports.head or 1)
-            spec = make_spec(machine, command, ports, head)
+            spec = make_service_spec(machine, command, ports, head)
         except (OSError, ValueError) as error:
             self._send(ServiceProcessExited(number, f"it could not be started: {error}"))
             return
@@ -272,7 +272,11 @@ class ServiceProcesses:
             self._spawn(self._drain_node(running, node))
 
     def kill_all_except(self, wanted: list[int]) -> None:
-        """Kill all processes that are not listed, and report the heads among the others again."""
+        """Kill all processes that are not listed, and report the listed API servers again.
+
+        Args:
+            wanted: numbers of the processes that the master still needs.
+        """
         for number, running in self._processes.items():
             if number not in wanted:
                 running.process.kill()

@@ -32,7 +32,7 @@ RESTART_SECONDS = 1.0
 
 
 class ServiceTable:
-    """State of all services and their processes; emits commands to nodes, without I/O."""
+    """State of all deployed engines (services) and their processes, without I/O."""
 
     def __init__(self, return_seconds: float, shutdown_seconds: float = 30.0) -> None:
         """Create a table without services.
@@ -148,7 +148,7 @@ class ServiceTable:
 
     @property
     def movable(self) -> list[str]:
-        """Names of the moving services whose processes have all exited."""
+        """Names of the services that are to move to other nodes and have no process any more."""
         return [
             name
             for name, service in self.services.items()

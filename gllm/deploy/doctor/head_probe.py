@@ -79,12 +79,12 @@ def _on_lost(answer: "asyncio.Future[HeadAnswer]", cause: str) -> None:
 
 
 def check_answer(answer: HeadAnswer, own: JoinFacts, secret_file: str | None) -> list[Finding]:
-    """Compare the node secret, gllm version and model of a head node with those of this machine.
+    """Compare gllm version, model and shared secret of a head node with those of this machine.
 
     Args:
         answer: response of the head to `probe_head`.
         own: version and model of this machine; an empty model hash is not compared.
-        secret_file: path of the node secret; None without one.
+        secret_file: path of the secret file that all nodes share; None without one.
     """
     if answer.facts is None:
         return [_explain_silence(answer.cause, secret_file)]

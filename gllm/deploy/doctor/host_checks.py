@@ -148,7 +148,7 @@ def check_slow_start(congestion: str | None, path: Path = SLOW_START_AFTER_IDLE)
 
 
 def check_secret(path: str | None) -> Finding | None:
-    """Check that the node secret file can be read and has safe permissions; None without a file."""
+    """Check the file with the secret that nodes share, and its mode; None without a file."""
     if path is None:
         return None
     topic = "node secret"
@@ -168,7 +168,7 @@ def check_secret(path: str | None) -> Finding | None:
 def check_launcher(
     nodes: NodesConfig, num_stages: int | None, environment: Mapping[str, str]
 ) -> Finding:
-    """Check that node rank and number of nodes of flags and launcher environment are consistent.
+    """Check that flags and the launcher's environment (Slurm, torchrun) agree on rank and size.
 
     Args:
         nodes: flags about nodes.

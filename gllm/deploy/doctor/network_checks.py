@@ -52,7 +52,7 @@ def check_route(
 
 
 def check_secret_is_needed(address: str, has_secret: bool) -> Finding | None:
-    """Check that a connection to another machine uses a node secret; return None if it does."""
+    """Return a failure if a connection to another machine has no node secret; else None."""
     if has_secret or is_loopback(address):
         return None
     return bad(

@@ -23,7 +23,7 @@ END_SECONDS = 10.0
 
 
 def main() -> int:
-    """Run the Ray launcher of an engine: reserve machines and start their agents, until stdin ends.
+    """Reserve machines in Ray for an engine and run `gllm node` on them, until standard input ends.
 
     Reads a `LaunchSpec` from standard input and writes a `LaunchEvent` to standard output, as JSON.
 

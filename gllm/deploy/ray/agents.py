@@ -149,7 +149,7 @@ class RayAgents:
         return LaunchEvent(num_nodes, self._host, gpu_ids)
 
     def poll(self) -> None:
-        """Log lost machines, and start spare agents on machines without an agent."""
+        """Log lost machines, and start spare agents on free machines up to the wanted number."""
         machines = self._cluster.machines()
         self._report_changes(machines)
         dead = {machine.identity for machine in machines if not machine.is_alive}

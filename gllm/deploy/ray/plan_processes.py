@@ -37,7 +37,7 @@ ACTOR_PROBE_SECONDS = 1.0
 
 
 class RayGroup(NamedTuple):
-    """Placement group in Ray for the router or one engine of a plan, with its resources."""
+    """Placement group in Ray for the router or for one engine, with its resources."""
 
     name: str
     """Name of the engine, or ROUTER_NAME."""
@@ -48,7 +48,7 @@ class RayGroup(NamedTuple):
 
 
 class ProcessTask(msgspec.Struct, frozen=True):
-    """Arguments of a Ray actor that runs a router or an engine of a plan on one node."""
+    """Arguments of a Ray actor: a serving plan, and the router or engine node of it to run."""
 
     plan: ServingPlan
     name: str
@@ -83,13 +83,13 @@ def make_groups(plan: ServingPlan, router_address: str) -> list[RayGroup]:
     return groups
 
 
-def make_process(task: ProcessTask, own_host: str, head_host: str) -> ProcessSpec:
-    """Return the command line of a process of a plan, with the addresses of the machines Ray chose.
+def make_process_spec(task: ProcessTask, own_host: str, head_host: str) -> ProcessSpec:
+    """Return the command line of a router or engine process on the machines that Ray chose.
 
     Args:
         task: router or engine of the plan, and one of its nodes.
         own_host: address of this machine.
-        head_host: address of the machine with the head of the engine.
+        head_host: address of the machine with the head (rank 0) of the engine.
 
     Raises:
         PlanError: a flag of the plan is not valid, or a node secret is missing.
@@ -144,7 +144,7 @@ class ProcessStatus(msgspec.Struct, frozen=True):
 
 
 class ProcessActor(ChildActor):
-    """Ray actor that runs the router or one node of an engine of a plan as a child process.
+    """Ray actor that runs a router, or one node of an engine, as a child process.
 
     Args:
         task: `ProcessTask` as JSON.
@@ -156,7 +156,7 @@ class ProcessActor(ChildActor):
         import ray
 
         own = ray.util.get_node_ip_address()
-        spec = make_process(
+        spec = make_process_spec(
             msgspec.json.decode(task, type=ProcessTask), own, find_head(ray, group) or own
         )
         self._server = ServerClient(spec.url, None, ACTOR_PROBE_SECONDS, is_own=True)
@@ -186,7 +186,7 @@ def find_head(ray: Any, group: Any) -> str | None:
 
 
 class RayProcess:
-    """The router or an engine of a plan, run by Ray actors; implements `RunningProcess`.
+    """The router or an engine of a serving plan, run by Ray actors; implements `RunningProcess`.
 
     Args:
         cluster: connection to Ray.
@@ -323,7 +323,7 @@ class RayPlan:
         self.specs: list[ProcessSpec] = []
         """The router and the head of each engine; URLs of engines are those on this machine."""
         for tasks in self._tasks.values():
-            head, *_ = [make_process(task, host, host) for task in tasks]
+            head, *_ = [make_process_spec(task, host, host) for task in tasks]
             self.specs.append(head)
 
     def launch(self, spec: ProcessSpec) -> RayProcess:

@@ -38,7 +38,7 @@ class _ManagedProcess:
 
 
 class EngineManager:
-    """Starts, watches and ends the router and the engines of a plan on this machine or in Ray.
+    """Starts, watches and ends the router and the engines of a serving plan, here or in Ray.
 
     If one process fails, all are shut down and `run` returns 1, unless engines are scaled by load.
     """

@@ -25,7 +25,7 @@ from gllm.deploy.cluster.service_processes import (
     ServiceMachine,
     ServicePorts,
     ServiceProcesses,
-    make_spec,
+    make_service_spec,
 )
 from gllm.messages.base import WireMessage
 from gllm.messages.nodes import NodeFacts
@@ -70,7 +70,7 @@ def test_the_command_line_is_one_of_gllm_serve() -> None:
     )
     parameters = {"max_model_len": 64, "prefix_cache": False, "dtype": "float32", "seed": None}
     start = msgspec.structs.replace(START, parameters=parameters)
-    spec = make_spec(machine, start, ServicePorts(5, 6), "10.0.0.2:6")
+    spec = make_service_spec(machine, start, ServicePorts(5, 6), "10.0.0.2:6")
     assert (spec.module, spec.url) == ("gllm.serve", "http://10.0.0.2:5")
     assert not any("sk-x" in word for word in spec.arguments)
     assert spec.environment == {"GLLM_API_KEY": "sk-x"}
@@ -85,7 +85,7 @@ def test_the_command_line_is_one_of_gllm_serve() -> None:
     assert (nodes.node_name, nodes.data_port, nodes.advertise) == ("a", 29601, "relay:1")
     assert (nodes.link_congestion, nodes.link_policy) == ("bbr", "molink")
     member = msgspec.structs.replace(start, node_rank=1, api_key="")
-    spec = make_spec(machine, member, ServicePorts(), "10.0.0.9:6")
+    spec = make_service_spec(machine, member, ServicePorts(), "10.0.0.9:6")
     assert spec.environment == {}
     values = serve.make_parser().parse_args(spec.arguments)
     assert (values.node_rank, values.master_addr) == (1, "10.0.0.9:6")
@@ -95,7 +95,7 @@ def test_the_command_line_is_one_of_gllm_serve() -> None:
 def test_a_node_refuses_parameters_that_services_may_not_set() -> None:
     start = msgspec.structs.replace(START, parameters={"step_log": "/etc/passwd"})
     with pytest.raises(ValueError, match="step_log"):
-        make_spec(MACHINE, start, ServicePorts(5, 6), "x:6")
+        make_service_spec(MACHINE, start, ServicePorts(5, 6), "x:6")
 
 
 class Scripts:

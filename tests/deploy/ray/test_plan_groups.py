@@ -7,7 +7,7 @@ import pytest
 
 from gllm import serve
 from gllm.commands import router
-from gllm.deploy.ray.plan_processes import ProcessTask, make_groups, make_process
+from gllm.deploy.ray.plan_processes import ProcessTask, make_groups, make_process_spec
 from gllm.plan.processes import ROUTER_NAME, ProcessSpec
 from gllm.plan.serving_plan import EnginePlan, PlanError, ServingPlan, StagePlan
 from tests.plan.test_processes import CPU_PHASES, GPUS, LOCAL
@@ -20,7 +20,7 @@ def parse(spec: ProcessSpec) -> Any:
 
 
 def process(plan: ServingPlan, name: str, node: str, own: str = OWN, head: str = HEAD) -> Any:
-    return parse(make_process(ProcessTask(plan, name, node, ROUTER, "/secret"), own, head))
+    return parse(make_process_spec(ProcessTask(plan, name, node, ROUTER, "/secret"), own, head))
 
 
 def test_each_engine_has_a_group_and_each_of_its_nodes_a_bundle() -> None:
@@ -66,7 +66,7 @@ def test_the_router_is_on_its_own_machine_although_the_plan_has_it_beside_an_eng
 
 def test_loopback_clusters_need_no_secret() -> None:
     task = ProcessTask(LOCAL, "a", "here", "127.0.0.11")
-    values = parse(make_process(task, "127.0.0.12", "127.0.0.12"))
+    values = parse(make_process_spec(task, "127.0.0.12", "127.0.0.12"))
     assert (values.node_secret_file, values.router) == (None, ("127.0.0.1:29700",))
     with pytest.raises(PlanError, match="--node-secret-file"):
-        make_process(ProcessTask(LOCAL, "a", "here", ROUTER), OWN, OWN)
+        make_process_spec(ProcessTask(LOCAL, "a", "here", ROUTER), OWN, OWN)
