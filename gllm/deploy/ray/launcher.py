@@ -81,7 +81,7 @@ class RayLauncher:
         self.close()
 
     def place(self) -> NodesConfig:
-        """Wait until Ray has reserved the machines and agents start on them; then watch the launcher.
+        """Wait until Ray has reserved the machines and started agents; then watch the launcher.
 
         On GPUs, restrict this process and its workers to those that Ray has reserved.
 
