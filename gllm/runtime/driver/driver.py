@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class DriverPacing:
-    """Lets the depth controller set the depth of a scheduler, from reports of stages and links."""
+    """Adjusts the number of micro-batches in flight to measured stage times and network delays."""
 
     def __init__(self, scheduler: Scheduler, bytes_per_token: int) -> None:
         """Create the pacing of a pipeline, and set its first depth.
@@ -86,7 +86,14 @@ class DriverPacing:
 
 
 def convert_link_times(message: LinkTimes, bytes_per_token: int) -> PipelineSeconds:
-    """Return the times of a pipeline's links; one way takes half of the round trip."""
+    """Convert measured round trips and bandwidths of the stages' connections to seconds.
+
+    The latency is half of the round trip; the bandwidth becomes seconds per token.
+
+    Args:
+        message: measured round trips and bytes per second of the connections between stages.
+        bytes_per_token: size of one token's activations.
+    """
     links = [
         LinkSeconds(
             link.round_trip_seconds / 2,
@@ -99,7 +106,7 @@ def convert_link_times(message: LinkTimes, bytes_per_token: int) -> PipelineSeco
 
 
 class MessageSender(Protocol):
-    """Sending end of a channel to another process."""
+    """Interface for sending messages to another process; sending never blocks."""
 
     def send(self, message: WireMessage) -> None:
         """Queue a message."""
@@ -109,7 +116,7 @@ class MessageSender(Protocol):
 
 
 class HeldRequest(NamedTuple):
-    """A request whose grammar is being compiled."""
+    """Request that is not scheduled yet because its grammar is still being compiled."""
 
     request: SchedulerRequest
     submit_time: float
@@ -119,7 +126,10 @@ class HeldRequest(NamedTuple):
 
 
 class Driver:
-    """Loop of the scheduler: schedules micro-batches and commits their results."""
+    """Runs the scheduler: sends step plans to the stages, commits their results, reports outputs.
+
+    It runs on the event loop of the first stage's worker process.
+    """
 
     def __init__(
         self,

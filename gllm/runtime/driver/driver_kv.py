@@ -30,7 +30,11 @@ _GONE = "the KV mover has ended"
 
 
 class DriverKv:
-    """Transfers of KV blocks between the driver's scheduler and the KV mover of its engine."""
+    """Connects the scheduler to the process that transfers KV blocks between engines.
+
+    It sends that process (`gllm-link`) the scheduler's requests to fetch, serve or revoke blocks,
+    and the scheduler the process's reports.
+    """
 
     def __init__(self, scheduler: Scheduler, report: Callable[[WireMessage], None]) -> None:
         """Create the object, without a KV mover.

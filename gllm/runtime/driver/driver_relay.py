@@ -27,7 +27,12 @@ log = logging.getLogger(__name__)
 
 
 class DriverRelay:
-    """Sessions of the stages of one machine with a driver on another machine, during one epoch."""
+    """Relays messages between the workers of this machine and the driver on another machine.
+
+    It lives on a machine without the driver, for one epoch (the time between two starts or
+    recoveries of the pipeline). The messages travel in the connection of the machine's agent to the
+    head.
+    """
 
     def __init__(
         self,
@@ -113,7 +118,10 @@ class DriverRelay:
 
 
 class DriverProxies:
-    """One spoke per worker of another node, during one epoch."""
+    """Connections to the driver on behalf of workers on other machines, for one epoch.
+
+    It lives in the head process and forwards what `DriverRelay` sends from the workers' machines.
+    """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], run: int) -> None:
         """Create proxies of no epoch.

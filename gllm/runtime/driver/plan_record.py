@@ -28,9 +28,11 @@ _MAX_READS = 3
 
 
 class PlanRecord:
-    """Writer of the record of uncommitted plans.
+    """Writes the ids of the sequences in uncommitted step plans to shared memory.
 
-    It has one slot per plan in flight, and one slot for requests with a grammar in compilation.
+    After a worker has crashed, the parent process reads there which requests were being computed.
+    The memory has one entry per plan in flight, and one for the requests whose grammar is being
+    compiled.
     """
 
     def __init__(
@@ -90,10 +92,11 @@ class PlanRecord:
 
 
 def read_uncommitted(descriptor: int) -> set[int]:
-    """Return the wire ids of all rows in uncommitted plans and of held requests.
+    """Return the ids of the sequences that were in uncommitted plans or waited for their grammar.
 
     Args:
-        descriptor: of the memory file; no plan is recorded if no driver has sized it.
+        descriptor: of the shared memory that `PlanRecord` writes. If no driver has written it, the
+            result is empty.
     """
     size = os.fstat(descriptor).st_size
     if size < _HEADER.size:

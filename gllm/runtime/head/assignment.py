@@ -21,7 +21,7 @@ from gllm.transport.region import Region
 
 
 class WorkerIdentity(msgspec.Struct, frozen=True, tag=True):
-    """First message to a worker process: its number, its hub and its logs."""
+    """First message to a new worker process: its number, the head's address and the log options."""
 
     run: int
     """64 random bits per start of the parent."""
@@ -33,25 +33,22 @@ class WorkerIdentity(msgspec.Struct, frozen=True, tag=True):
 
 
 def has_tcp_edges(config: EngineConfig, placement: Placement) -> bool:
-    """Return True if stages on different machines are connected by TCP.
-
-    On a trusted network NCCL may connect them.
-    """
+    """Return True if stages on different machines exchange activations by TCP instead of NCCL."""
     return placement.has_remote_edges and not config.trusted_network
 
 
 def resolve_scheduler(
     config: EngineConfig, placement: Placement, num_blocks: int | None = None
 ) -> SchedulerConfig:
-    """Return the scheduler's configuration of an epoch.
+    """Return the scheduler's configuration with all automatic values filled in.
 
     Args:
-        config: with max_model_len resolved.
-        placement: of the epoch.
-        num_blocks: number of KV blocks on each stage; None as long as it is not known.
+        config: of the engine, with max_model_len resolved.
+        placement: assignment of the stages' workers to machines.
+        num_blocks: KV blocks on each stage; None as long as the number is not known.
 
     Raises:
-        ValueError: the cache cannot hold one sequence of full length.
+        ValueError: the KV cache cannot hold one sequence of full length.
     """
     scheduler, max_model_len = config.scheduler, config.max_model_len
     assert max_model_len is not None
@@ -67,7 +64,7 @@ def resolve_scheduler(
 
 
 class NodeAssignment(msgspec.Struct, frozen=True):
-    """Assignment of an epoch to one machine: placement, configuration and data connections."""
+    """Stages that one machine runs until the next recovery, with configuration and connections."""
 
     placement: Placement
     """Workers of all machines."""
@@ -86,14 +83,14 @@ class NodeAssignment(msgspec.Struct, frozen=True):
 
     @property
     def num_lanes(self) -> int:
-        """Number of lanes of every edge."""
+        """Queues per connection between stages: 2 if decode steps may overtake prefill steps."""
         placement, scheduler = self.placement, self.config.scheduler
         is_tcp = has_tcp_edges(self.config, placement)
         return scheduler.count_lanes(placement.num_stages, is_tcp, max(placement.degrees))
 
 
 class StageAssignment(msgspec.Struct, frozen=True, tag=True):
-    """Assignment of an epoch to one worker: its stage, configuration, edges and files."""
+    """Stage that one worker runs until the next recovery: options, connections, model files."""
 
     placement: Placement
     sender: int
@@ -123,12 +120,12 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True):
     """True if the worker only measures its speed; the layers are preliminary, and there are no
     descriptors and no driver."""
     change: int = 0
-    """Number of the planned change for which the worker only loads layers, without descriptors and
-    driver, beside the stage that it computes; 0 for none."""
+    """Number of the planned change of the layers' division for which the worker only loads layers,
+    while it still computes its present stage, without descriptors and driver; 0 for none."""
 
     @property
     def place(self) -> WorkerPlacement:
-        """Place of the worker."""
+        """Stage and rank of the worker, with its machine."""
         return next(worker for worker in self.placement.workers if worker.sender == self.sender)
 
     @property
@@ -153,7 +150,7 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def name(self) -> PlaceName:
-        """Name of the place."""
+        """Name of the worker's stage and rank for logs."""
         return PlaceName(self.stage, self.rank, self.num_ranks)
 
     @property
@@ -220,13 +217,16 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True):
 
 
 class KvMoverConnection(msgspec.Struct, frozen=True, tag=True):
-    """Channel from the driver of an epoch to the KV mover, which has started."""
+    """Tells the driver's worker how to reach the process that transfers KV blocks between engines.
+
+    It is sent once per start of that process.
+    """
 
     sender: int
     """Worker with the driver."""
     epoch: int
     descriptor: int
-    """Descriptor of the driver's end of a DescriptorChannel."""
+    """Descriptor of the driver's end of a DescriptorChannel to the process."""
 
 
 ParentMessage = WorkerIdentity | StageAssignment | KvMoverConnection
@@ -238,21 +238,21 @@ _node_decoder: msgspec.json.Decoder[NodeAssignment] = msgspec.json.Decoder(NodeA
 
 
 def encode_node_assignment(assignment: NodeAssignment) -> bytes:
-    """Return the content of an AssignStages message."""
+    """Encode a `NodeAssignment` as the content of an AssignStages message to an agent."""
     return msgspec.json.encode(assignment)
 
 
 def decode_node_assignment(content: bytes) -> NodeAssignment:
-    """Return the assignment in an AssignStages message.
+    """Decode the `NodeAssignment` in the content of an AssignStages message.
 
     Raises:
-        msgspec.DecodeError: it is no valid assignment.
+        msgspec.DecodeError: the content is not a valid assignment.
     """
     return _node_decoder.decode(content)
 
 
 def encode_parent_message(message: ParentMessage) -> tuple[bytes, list[int]]:
-    """Return the payload of a message and the descriptors that travel with it."""
+    """Encode a message of the head to a worker: its bytes, and the descriptors sent with them."""
     descriptors: list[int] = []
     match message:
         case StageAssignment():
@@ -263,10 +263,10 @@ def encode_parent_message(message: ParentMessage) -> tuple[bytes, list[int]]:
 
 
 def decode_parent_message(payload: bytes, descriptors: Sequence[int]) -> ParentMessage:
-    """Return a message with the receiver's descriptors in place of the sender's.
+    """Decode a message of the head to a worker, and insert the file descriptors received with it.
 
     Raises:
-        msgspec.DecodeError: the payload is no valid message.
+        msgspec.DecodeError: the payload is not a valid message.
         ValueError: the number of descriptors is wrong.
     """
     message = _decoder.decode(payload)

@@ -29,7 +29,11 @@ _POISON_ERROR = (
 
 
 class EngineClient(RequestClient):
-    """Running requests and the latest reports of the pipeline."""
+    """Sends requests to the scheduler's process and returns their tokens; collects statistics.
+
+    While no scheduler runs, as during a recovery, the requests wait. The next scheduler gets them
+    with the tokens that were generated so far.
+    """
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         super().__init__(clock)
@@ -257,7 +261,7 @@ class EngineClient(RequestClient):
 
 
 class ReportTotals:
-    """Reports of the running epoch, added to the final counters of earlier epochs."""
+    """Load and counters reported by the pipeline, with counters summed over its restarts."""
 
     def __init__(self) -> None:
         self.latest_stats = SchedulerStats()

@@ -46,9 +46,10 @@ HEAD_NAME = "head"
 
 
 class ClusterHead:
-    """Head of an engine on several machines.
+    """Manages the other machines of a multi-node engine, on the head machine.
 
-    It has the hub of the agents, the data connections and the state of the nodes.
+    It accepts the agents of other machines, connects the stages' data connections, and tracks which
+    machines are members, silent or lost.
     """
 
     def __init__(

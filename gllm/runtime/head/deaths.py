@@ -54,14 +54,15 @@ _RECORD_BYTES = 8192
 
 @dataclass(frozen=True)
 class WorkerDeath:
-    """An unplanned death of a worker that held a place."""
+    """Unexpected end of a worker that ran a stage: kind, cause, time, stacks of its threads."""
 
     sender: int
     place: PlaceName
+    """Stage, rank and machine of the worker."""
     kind: str
     """killed, failed, frozen or lost."""
     cause: str
-    """Complete description, which names the place."""
+    """Complete description, which names the stage and rank."""
     time: float
     """Time at which it was noticed; time.monotonic()."""
     stacks: str = ""
@@ -69,7 +70,7 @@ class WorkerDeath:
 
 
 class DeathLog:
-    """Counts of recoveries, and files with the evidence of workers' deaths."""
+    """Counts recoveries by cause, and writes a crash report for each unexpected end of a worker."""
 
     def __init__(self, crash_folder: str | None) -> None:
         self.recoveries: Counter[str] = Counter()
@@ -102,13 +103,13 @@ class DeathLog:
     def keep_evidence(
         self, death: WorkerDeath, epoch: int, num_requests: int, suspects: Collection[int]
     ) -> Path | None:
-        """Write a file about a death; return its path, None if it cannot be written.
+        """Write a crash report about a worker; return its path, None if it cannot be written.
 
         Args:
-            death: the death.
+            death: kind, cause and stacks of the worker's end.
             epoch: number of the epoch that it ended.
             num_requests: requests in the engine.
-            suspects: wire ids of the sequences with rows in uncommitted plans.
+            suspects: ids of the sequences with rows in uncommitted plans.
         """
         heartbeat = self.heartbeats.pop(death.sender, None)
         try:
@@ -127,14 +128,14 @@ class DeathLog:
             return None
 
     def close(self, has_given_up: bool) -> None:
-        """Remove the evidence, unless a folder was configured for it or the engine gave up."""
+        """Remove the crash reports, unless a folder was configured or the engine gave up."""
         folder = self._crashes.close(has_given_up)
         if has_given_up and folder is not None:
             log.error("evidence of the deaths of workers: %s", folder)
 
 
 class CrashFolder:
-    """Folder with the evidence of the last crashes.
+    """Folder with the crash reports of the last workers that ended unexpectedly.
 
     Without a path it is a private folder under the system's temporary folder, which exists from the
     first crash on. Private folders of processes that were killed are removed.
@@ -158,14 +159,14 @@ class CrashFolder:
         self._files: list[Path] = []
 
     def record(self, subject: str, sections: dict[str, str]) -> Path | None:
-        """Write the evidence of a crash.
+        """Write a crash report.
 
         Args:
             subject: part of the file's name, such as `stage-1`.
             sections: title and text of each section; empty ones are left out.
 
         Returns:
-            The file; None if it cannot be written, which is no reason to stop.
+            The file; None if it cannot be written.
         """
         self._num_crashes += 1
         name = f"crash-{os.getpid()}-{self._num_crashes:04d}-{subject}.txt"
@@ -206,9 +207,10 @@ class CrashFolder:
 
 
 def remove_abandoned_folders(temporary: Path | None = None) -> None:
-    """Remove the private folders of this user whose processes were killed.
+    """Remove the crash folders that killed processes of this user left in the temporary folder.
 
-    temporary: folder that has them; None for the system's temporary folder.
+    Args:
+        temporary: folder to search; None for the system's temporary folder.
     """
     with suppress(OSError):
         for folder in (temporary or Path(tempfile.gettempdir())).glob(f"{_PREFIX}*"):
@@ -252,7 +254,7 @@ def _lock_folder(folder: Path) -> int:
 
 
 def read_memory_kills(path: Path = KERNEL_LOG) -> str:
-    """Return the last lines of the kernel's log about processes killed for their memory.
+    """Return the last lines of the kernel's log about processes killed by the out-of-memory killer.
 
     The text is empty if there are none, or if this process may not read the log.
     """

@@ -46,7 +46,10 @@ DUMP_SECONDS = 0.3
 
 
 class EventReceiver:
-    """Handler of all messages and exits of workers and nodes; reports them to the recovery."""
+    """Handles worker messages, process exits and node joins and losses, in the head process.
+
+    It converts them to events for the recovery's state machine and progress reports for the caller.
+    """
 
     _group: NodeGroup
     """Machines of the engine; set if there are several."""
@@ -542,7 +545,7 @@ class EventReceiver:
 
 
 class LivenessWatch:
-    """Periodic check of an epoch's workers; logs the stacks of frozen workers."""
+    """Checks periodically that the workers make progress; reports frozen ones with their stacks."""
 
     def __init__(
         self,

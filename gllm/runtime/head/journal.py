@@ -19,7 +19,7 @@ from gllm.options.slo import Slo
 
 @dataclass(slots=True, eq=False)
 class JournalEntry:
-    """One request, the output that was delivered, and its current submission."""
+    """Request with the tokens delivered so far: all that another scheduler needs to continue it."""
 
     prompt: "array[int] | list[int]"
     """Token ids; an array of four bytes per token once the request is submitted."""
@@ -56,7 +56,7 @@ class JournalEntry:
     outputs: dict[int, list[int]] = field(init=False)
     """Token ids delivered, by choice. Appending to a list is faster than to an array."""
     started: set[int] = field(default_factory=set)
-    """Choices whose first-token figures were delivered."""
+    """Choices whose first token, with its cached tokens and queueing time, was delivered."""
     prompt_logprobs_sent: bool = False
     """True if the log-probabilities of the prompt were delivered."""
     embedding_sent: bool = False

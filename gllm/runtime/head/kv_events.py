@@ -64,9 +64,9 @@ class _Watcher:
 
 
 class KvEventSource:
-    """Subscriptions to the changes of the prefix cache.
+    """Reports added and removed prefix-cache blocks to subscribers, starting with a snapshot.
 
-    The driver records changes only for subscribers.
+    The scheduler's process records changes only while there is a subscriber.
     """
 
     def __init__(self) -> None:
@@ -161,7 +161,7 @@ class KvEventSource:
 
 
 class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Event: a chain of blocks was added to the cache."""
+    """KV-cache event as vLLM publishes it: consecutive blocks of a prompt were cached."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -176,26 +176,33 @@ class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Event: blocks were removed from the cache."""
+    """KV-cache event as vLLM publishes it: blocks were evicted from the prefix cache."""
 
     block_hashes: list[int]
     medium: str
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Event: the cache is empty."""
+    """KV-cache event as vLLM publishes it: the prefix cache was emptied."""
 
 
 KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 def short_hash(digest: bytes) -> int:
-    """Return the last 64 bits of a block hash, the longest hash that some subscribers read."""
+    """Return the last 64 bits of a block hash, because some subscribers read no longer integers."""
     return int.from_bytes(digest[-8:], "big")
 
 
 def convert_events(message: KvCacheEvents, block_size: int) -> list[KvEvent]:
-    """Return the events of a change. Blocks whose token ids are unknown are left out."""
+    """Convert a change of the prefix cache to KV-cache events in vLLM's format.
+
+    Blocks whose token ids are unknown are left out.
+
+    Args:
+        message: added and removed blocks, as the driver reports them.
+        block_size: tokens per block.
+    """
     events: list[KvEvent] = [AllBlocksCleared()] if message.is_cleared else []
     if message.removed:
         events.append(
@@ -223,7 +230,10 @@ def _convert_stored(blocks: StoredBlocks, block_size: int) -> BlockStored:
 
 
 class KvEventPublisher:
-    """PUB socket for the changes of a prefix cache, and a ROUTER socket for replays."""
+    """Publishes changes of the prefix cache over ZeroMQ, in vLLM's format of KV-cache events.
+
+    Events go out on a PUB socket; a ROUTER socket answers requests for past events.
+    """
 
     def __init__(self, config: KvEventsConfig, block_size: int, source: KvEventSource) -> None:
         """Create a publisher; `start` opens its sockets.

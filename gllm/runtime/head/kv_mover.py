@@ -42,7 +42,11 @@ class _OpenCaches:
 
 
 class EngineKvMover:
-    """Owner of the KV mover of an engine on one machine; called on the event loop."""
+    """Starts and restarts the `gllm-link` process, which transfers KV blocks between engines.
+
+    It gives the process access to the KV caches of all workers on this machine, and publishes the
+    endpoint at which other engines fetch blocks. All methods are called on the event loop.
+    """
 
     def __init__(
         self,

@@ -39,7 +39,7 @@ Bounds = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Machine:
-    """Machine with workers."""
+    """Hardware of a machine that runs workers, and its compute threads per worker."""
 
     facts: NodeFacts
     threads: int | None = None
@@ -52,12 +52,12 @@ def may_differ_in_speed(
     machines: Mapping[str, Machine],
     uses_gpus: bool,
 ) -> bool:
-    """Return True if workers of different machines may have different speeds.
+    """Return True if the machines differ in GPU models, cores or threads per worker.
 
     Args:
-        stage_nodes: name of the node of each stage.
+        stage_nodes: name of the machine of each stage.
         degrees: number of ranks of each stage.
-        machines: by the name of the node; a missing one is not compared.
+        machines: hardware by the name of the machine; a missing one is not compared.
         uses_gpus: False if all workers compute on the CPU.
     """
     num_workers: Counter[str] = Counter()
@@ -76,7 +76,10 @@ def may_differ_in_speed(
 
 
 class LayerPlanner:
-    """Partition of the model's layers into the stages of an engine."""
+    """Divides the model's layers among the pipeline stages, by weights or measured speeds.
+
+    It also proposes another division when step times differ, or when machines are lost or join.
+    """
 
     def __init__(
         self,
@@ -352,7 +355,7 @@ class LayerPlanner:
 
 
 def format_layers(layers: Sequence[range]) -> str:
-    """Return the number of layers per stage as in --layers."""
+    """Return the number of layers per stage in the format of the option --layers."""
     return ",".join(str(len(part)) for part in layers)
 
 
@@ -382,16 +385,17 @@ def _join_memory(ranks: Sequence[StageMeasured]) -> StageMemory:
 def count_placement_blocks(
     requested_bytes: int | None, placement: Placement, loaded: Mapping[int, StageLoaded]
 ) -> int:
-    """Return the number of KV blocks, which is the same for every worker of a placement.
+    """Return the number of KV blocks of each worker, from the requested bytes or the free memory.
 
-    Requested bytes are divided among the nodes as a block is: each node has the keys and values of
-    its layers. Without a request the node with the least memory per byte of its part of a block
-    decides.
+    All workers have the same number. Requested bytes are divided among them by the layers and heads
+    that each has. Without a request, the machine with the least free memory relative to its share
+    of a block decides.
 
     Args:
-        requested_bytes: for all workers; None for a share of the memory of each node.
-        placement: of the workers.
-        loaded: reports of the workers, by sender.
+        requested_bytes: KV cache of all workers together; None for a share of each machine's free
+            memory.
+        placement: assignment of the stages' workers to machines.
+        loaded: block size and free memory in bytes that each worker has reported, by its number.
     """
     if requested_bytes is not None:
         return count_kv_blocks(requested_bytes, _sizes(placement, loaded))
@@ -409,10 +413,14 @@ def count_placement_blocks(
 
 
 def limit_blocks(placement: Placement, loaded: Mapping[int, StageLoaded]) -> int | float:
-    """Return the number of KV blocks that the memory of all nodes can hold; infinity if unknown.
+    """Return how many KV blocks fit into all free memory of the machines; infinity if unknown.
 
-    It counts all available memory: for layers that have moved to other machines, where one sequence
-    of full length is worth more than a reserve.
+    Other than `count_placement_blocks` it leaves no reserve. It is used when layers move to fewer
+    machines, where the cache has to hold at least one sequence of full length.
+
+    Args:
+        placement: assignment of the stages' workers to machines.
+        loaded: block size and free memory in bytes that each worker has reported, by its number.
     """
     counts: list[float] = [math.inf]
     for node in {worker.node: None for worker in placement.workers}:

@@ -32,7 +32,7 @@ STEADY_SECONDS = 30.0
 
 
 class LinkOwner(Protocol):
-    """Interface of a LinkChild's owner, called when the process starts, reports or exits."""
+    """Callbacks of a `LinkChild` for the start, messages and exit of its process."""
 
     def on_started(self) -> None:
         """Send the process what it needs, because it has started; it has its identity."""
@@ -45,7 +45,7 @@ class LinkOwner(Protocol):
 
 
 class LinkChild:
-    """Owner of one `gllm-link` process at a time."""
+    """Starts a `gllm-link` process, which moves data between machines, and restarts it."""
 
     def __init__(
         self, identity: commands.LinkIdentity, certificate: NodeCertificate | None, owner: LinkOwner
@@ -232,7 +232,10 @@ class LinkChild:
 
 
 class LinkProcess:
-    """Edges to other machines over a `gllm-link` process."""
+    """Connects stages on different machines by TCP, through a `gllm-link` process on this machine.
+
+    It stores which connections are open, and opens them again when the process had to be restarted.
+    """
 
     def __init__(
         self,

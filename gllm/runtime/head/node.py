@@ -52,7 +52,7 @@ MAX_STACKS_BYTES = 2**16
 
 
 class RemoteEdges(Protocol):
-    """Interface that connects the edges between workers of this machine and of other machines."""
+    """Interface to open and close the connections to pipeline stages on other machines."""
 
     def open(self, command: OpenLinkEdge, edge: Edge) -> None:
         """Connect this machine's end of an edge."""
@@ -62,7 +62,7 @@ class RemoteEdges(Protocol):
 
 
 class Node(ABC):
-    """Base class of a machine that runs workers, as processes or within this process."""
+    """Base class of a machine that runs workers: starts, kills and inspects them."""
 
     def __init__(self, name: str = "gllm", node_name: str = LOCAL_NODE) -> None:
         """Create a node.
@@ -304,10 +304,11 @@ def _peer_of(assignment: NodeAssignment, node: str) -> LinkPeer:
 
 @dataclass
 class WorkerProcess:
-    """A worker process, and the parent's ends of its channel and of its file of stacks."""
+    """Worker process with the parent's descriptors: the message channel and its stack-dump file."""
 
     process: ChildProcess
     channel: DescriptorChannel
+    """Socket pair over which messages and file descriptors are sent to the process."""
     stacks: int
     """Descriptor of the file to which the process writes its stacks, for example in a crash."""
 
@@ -319,10 +320,10 @@ class WorkerProcess:
 
 
 class LocalNode(Node):
-    """Workers as processes of this host.
+    """Runs the workers as child processes on this machine.
 
-    The first ones start with the node, before it is known what they will be: they import torch
-    while the parent imports its own dependencies and reads the model's configuration.
+    The first processes start with the node, before their stages are known: they import torch while
+    the parent imports its own dependencies and reads the model's configuration.
     """
 
     def __init__(

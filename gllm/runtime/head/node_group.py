@@ -52,7 +52,11 @@ MIN_CHANGE = 0.02
 
 
 class EdgeGate:
-    """Edges between nodes of one epoch that are not connected, and pairs that fail repeatedly."""
+    """Tracks which connections between machines are not open yet; serving waits for all of them.
+
+    It also detects pairs of machines whose connection is lost repeatedly. "Edge" is the connection
+    from one stage's worker to the next stage's; only edges between machines count here.
+    """
 
     def __init__(self) -> None:
         self._epoch = 0
@@ -109,7 +113,11 @@ class EdgeGate:
 
 
 def remote_edges(placement: Placement) -> dict[int, NodePair]:
-    """Return the nodes of the edges between nodes, by the edge's number."""
+    """Return the pair of machines of each connection between stages on different machines.
+
+    Returns:
+        Names of the sending and the receiving machine, by the connection's number.
+    """
     nodes = placement.nodes
     return {
         edge.number: pair
@@ -119,7 +127,7 @@ def remote_edges(placement: Placement) -> dict[int, NodePair]:
 
 
 class LinkTimesReporter:
-    """Periodic report of the measured link times to the driver, sent when they have changed."""
+    """Sends the driver measured round trips and bandwidths between stages when they change."""
 
     def __init__(
         self,
@@ -161,14 +169,15 @@ def collect_link_times(
     links: Mapping[str, Sequence[LinkState]],
     round_trips: Mapping[str, float | None],
 ) -> LinkTimes | None:
-    """Return the times of the links of a placement.
+    """Return round trips and bandwidths between stages, and round trips to the driver.
 
-    Several edges between two stages share the way between their machines: the slowest one counts.
+    If several workers of two stages are connected, the slowest connection counts.
 
     Args:
-        placement: of the epoch.
-        links: data connections that each node has reported, by its name in the placement.
-        round_trips: seconds between the head and each other node; None before the first heartbeats.
+        placement: assignment of the stages' workers to machines.
+        links: measurements of the data connections that each machine has reported, by its name.
+        round_trips: seconds between the head and each other machine; None before the first
+            heartbeats.
 
     Returns:
         The times; None while a round trip is unknown.
@@ -216,7 +225,7 @@ def _flatten(times: LinkTimes) -> list[float]:
 
 
 class RemoteNode:
-    """Workers of a machine whose agent has a session with the head."""
+    """Controls the workers of another machine, by messages to its agent."""
 
     def __init__(self, session: AgentSession) -> None:
         """Create the node of a session."""
@@ -299,7 +308,7 @@ class RemoteNode:
 
 
 class NodeGroup(Node):
-    """All machines of an engine: the head's own node and the nodes of the agents, by name."""
+    """All machines of an engine with the interface of one; calls go to the worker's machine."""
 
     def __init__(self, local: Node) -> None:
         """Create the group of an engine on this machine.
@@ -365,10 +374,10 @@ class NodeGroup(Node):
         return workers
 
     def place(self, sender: int, node: str) -> RemoteNode | None:
-        """Assign a new worker to a node; return the node, None for this machine.
+        """Assign a new worker to a machine; return the remote machine, None for this one.
 
         Raises:
-            OSError: the node is lost.
+            OSError: the machine is lost.
         """
         if node == LOCAL_NODE:
             return None
@@ -392,10 +401,7 @@ class NodeGroup(Node):
         return remote is not None and remote.is_silent
 
     def spawn(self, identity: WorkerIdentity) -> None:
-        """Start a worker on its node.
-
-        The worker runs where `place` has put it, by default on this machine.
-        """
+        """Start a worker on the machine that `place` has assigned, by default on this one."""
         self._node_of(identity.sender).spawn(identity)
 
     def kill(self, sender: int) -> None:

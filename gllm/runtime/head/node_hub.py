@@ -67,7 +67,7 @@ _EXTRA_GUESTS = 8
 
 
 class AgentSession:
-    """Session with the agent of a node that has joined, and the state in its heartbeats."""
+    """Connection to the agent of another machine, with the state in its last heartbeat."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class AgentSession:
 
 
 class NodeListener(Protocol):
-    """Interface of the receiver of nodes' messages, joins and losses."""
+    """Callbacks for messages, joins and losses of the other machines of an engine."""
 
     def on_node_joined(self, session: AgentSession) -> None:
         """Handle a node that has joined; the listener has to call `NodeHub.welcome`."""
@@ -167,14 +167,14 @@ def report_head(
     stages: Sequence[int],
     links: Sequence[nodes.LinkState],
 ) -> NodeReport:
-    """Return the report on the head's own node.
+    """Return the state of the head machine for GET /nodes: hardware, load, stages and connections.
 
     Args:
-        name: of the node.
-        facts: of the machine; None if they are not known yet.
-        load: of the machine.
-        stages: that it computes.
-        links: its data connections.
+        name: of the machine.
+        facts: its hardware and versions; None if they are not known yet.
+        load: utilization, memory and power.
+        stages: indices of the stages that it computes.
+        links: state of its data connections.
     """
     return NodeReport(
         name,
@@ -196,13 +196,13 @@ def report_node(
     stages: Mapping[str, list[int]],
     is_draining: bool = False,
 ) -> NodeReport:
-    """Return the report on another node.
+    """Return the state of another machine for GET /nodes: membership, hardware, load and stages.
 
     Args:
-        record: of its membership.
-        session: its last one, which may have ended.
-        stages: of each node, by name.
-        is_draining: True if its stages move to other nodes.
+        record: time and state of its membership in the cluster.
+        session: its last connection to the head, which may have ended.
+        stages: indices of the stages that each machine computes, by name.
+        is_draining: True if its stages are being moved to other machines.
     """
     # One that is dismissed has not ended its session yet.
     is_draining = is_draining or (session is not None and session.dismissed_at is not None)
@@ -240,7 +240,7 @@ def report_node(
 
 @dataclass(frozen=True)
 class NodeHubTimes:
-    """Intervals and limits of a `NodeHub`, in seconds."""
+    """Timeouts and intervals of a `NodeHub`, in seconds."""
 
     join_seconds: float = JOIN_SECONDS
     log_seconds: float = LOG_SECONDS
@@ -248,7 +248,7 @@ class NodeHubTimes:
 
 
 class NodeHub:
-    """Hub of the agents: accepts nodes and tracks the members of the cluster."""
+    """Accepts the agents of other machines on the head and tracks the members of the cluster."""
 
     def __init__(
         self,
@@ -632,14 +632,14 @@ class NodeHub:
 
 
 def resolve_hub(config: NodesConfig, text: str | None = None) -> tuple[str, int]:
-    """Return the IP address and the port that the hub of the nodes binds.
+    """Return the IP address and port on which the head listens for the agents of other machines.
 
     Args:
-        config: of the nodes.
-        text: HOST or HOST:PORT; None for what `config` says.
+        config: options of the multi-node engine.
+        text: HOST or HOST:PORT; None for the address in `config`.
 
     Raises:
-        ValueError: there is none, or its host name is unknown.
+        ValueError: there is no address, or its host name is unknown.
     """
     text = text or config.node_listen or config.master_addr
     if text is None:
@@ -654,7 +654,11 @@ def resolve_hub(config: NodesConfig, text: str | None = None) -> tuple[str, int]
 
 
 def node_hub_address(config: NodesConfig) -> str:
-    """Return the address that the hub of the nodes binds, for ZeroMQ. Raises ValueError."""
+    """Return the ZeroMQ address on which the head listens for the agents of other machines.
+
+    Raises:
+        ValueError: there is no address, or its host name is unknown.
+    """
     return f"tcp://{format_host_port(*resolve_hub(config))}"
 
 
@@ -666,11 +670,12 @@ class _ConfigFields(msgspec.Struct):
 
 
 def configured_threads(head_config: bytes, own_config: bytes = b"") -> int | None:
-    """Return the compute threads per worker of a machine; None for a share of its cores.
+    """Return the configured compute threads per worker of a machine; None for a share of its cores.
 
     Args:
         head_config: engine configuration of the head as JSON.
-        own_config: that of the machine, which may lack fields; empty for none.
+        own_config: engine configuration of the machine as JSON, which may lack fields; empty for
+            none.
     """
     try:
         config = apply_own_fields(head_config, own_config)

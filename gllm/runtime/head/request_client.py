@@ -28,7 +28,10 @@ SendFunction = Callable[[SubmitRequest | AbortSequences], None]
 
 
 class RequestClient(ABC):
-    """Submitted requests that have not ended; subclasses choose the scheduler of each request."""
+    """Submits requests and tracks them to their end; subclasses choose a scheduler for each.
+
+    Requests that no scheduler can take at present wait, and are submitted later.
+    """
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         """Create a client without requests.

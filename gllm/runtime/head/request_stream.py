@@ -13,10 +13,7 @@ from gllm.scheduler.plan import FinishedSequence, FirstToken
 
 
 class TokenDelta(msgspec.Struct, gc=False):
-    """New output of one choice since its stream was last read.
-
-    One is created per token of a fast reader, so it creates no lists that are seldom used.
-    """
+    """New tokens, log-probabilities and end of one choice, since its reader last read them."""
 
     tokens: list[int]
     """Token ids."""
@@ -40,7 +37,7 @@ def _no_listener() -> None:
 
 
 class RequestStream:
-    """Output of one request's choices, by index, until it is read."""
+    """Unread output of one request, by choice; a reader polls it or is called on new output."""
 
     __slots__ = (
         "_pending",
@@ -119,24 +116,24 @@ class RequestStream:
 
 
 class SubmittedChoice(NamedTuple):
-    """Choice that receives the output of a wire id."""
+    """Target of a sequence's output: its request's stream, its choice, and its token list."""
 
     stream: RequestStream
     choice: int
     """Index of the choice."""
     append: Callable[[int], None]
-    """Adds a token to the choice's output in the journal."""
+    """Adds a token to the list of the choice's delivered tokens."""
 
 
 def deliver(
     message: EngineOutputs, choices: Mapping[int, SubmittedChoice]
 ) -> list[SubmittedChoice]:
-    """Add the output of a step to streams and journals.
+    """Add the tokens of a step to the streams of their requests and to the delivered tokens.
 
     Args:
-        message: output of a step.
-        choices: choices that run, by wire id. Other wire ids belong to choices that have ended, or
-            to an earlier scheduler; their output is dropped.
+        message: output of a step, by sequence id.
+        choices: running choices by sequence id. Output of other ids is dropped: their choices have
+            ended, or belong to an earlier scheduler.
 
     Returns:
         The choices that have ended.

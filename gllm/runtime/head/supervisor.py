@@ -87,7 +87,7 @@ STOPPED = "the engine was stopped"
 
 
 class CommandRunner:
-    """Commands to the workers whose results a caller waits for."""
+    """Sends commands to workers and waits until every worker has reported its result."""
 
     def __init__(self) -> None:
         self._ids = count()
@@ -137,7 +137,10 @@ class CommandRunner:
 
 
 class Supervisor:
-    """The worker processes of an engine: start, recovery from deaths, commands, shutdown."""
+    """Starts the workers of an engine, restarts them after failures, and shuts them down.
+
+    It executes the decisions of the recovery's state machine, in the head process.
+    """
 
     channels: WorkerChannels
     """Messages to and from the workers, after `start`."""

@@ -27,7 +27,11 @@ Request = TypeVar("Request")
 
 
 class SuspectTracker(Generic[Request]):
-    """Deaths of workers per request since its last new token, and the suspect that runs alone."""
+    """Counts worker crashes per request, to find a request that crashes workers (a suspect).
+
+    A crash counts for each request that was being computed. After two, a request runs alone; a new
+    token resets its count.
+    """
 
     def __init__(self, suspect_deaths: int = SUSPECT_DEATHS) -> None:
         """Create a tracker.
@@ -97,7 +101,10 @@ class SuspectTracker(Generic[Request]):
 
 
 class PoisonList:
-    """Fingerprints of requests that have killed workers, for a limited time."""
+    """Recent requests that have crashed workers; equal requests are refused for a limited time.
+
+    It stores hashes of prompt and sampling parameters.
+    """
 
     def __init__(self) -> None:
         self._expiries: dict[bytes, float] = {}
@@ -130,9 +137,9 @@ class PoisonList:
 
 
 def fingerprint(prompt: Sequence[int], sampling: SequenceSamplingParams) -> bytes:
-    """Return a hash of prompt and sampling parameters.
+    """Return a hash of a request's prompt and sampling parameters, without the seed.
 
-    It leaves out the seed, because a request without one gets a new seed each time.
+    The seed is left out because a request without one gets a new seed each time.
     """
     biases = dict(sorted(sampling.logit_bias.items()))
     sampling = msgspec.structs.replace(sampling, seed=0, logit_bias=biases)

@@ -21,10 +21,10 @@ PROCESS_EPOCH = -1
 
 
 class HeadSocket:
-    """Address of a hub for new workers, bound with the first worker.
+    """Unix socket of the head process to which new workers of the same user connect.
 
-    The socket's name is removed at once. Workers connect through this process's open descriptor of
-    it, which only processes of the same user can reach, and which ends with this process.
+    Its file is removed at once; workers connect through this process's open descriptor, which ends
+    with this process.
     """
 
     def __init__(self, hub: Hub) -> None:
@@ -58,7 +58,7 @@ class HeadSocket:
 
 
 class WorkerChannels:
-    """Message channels to all workers of an engine, on this machine and on others."""
+    """Sends messages to the workers on all machines, and drops outdated messages of theirs."""
 
     def __init__(self, hub: Hub, socket: HeadSocket) -> None:
         """Create the channels of an engine without workers.

@@ -78,7 +78,10 @@ class _Session:
 
 
 class Hub(BusSocket):
-    """ROUTER end of all sessions of a process with its peers."""
+    """Server end (ZeroMQ ROUTER) of message sessions with several peers, such as the workers.
+
+    A peer connects with a `Spoke`. Messages from before the last recovery are dropped.
+    """
 
     def __init__(
         self,
@@ -157,9 +160,10 @@ class Hub(BusSocket):
             self._expected.setdefault(sender, [])
 
     def forget(self, sender: int) -> None:
-        """End the session of a sender, or stop to expect the sender.
+        """End the session of a peer, or stop to expect it.
 
-        The connection of a guest is closed once it had time for the messages that are queued.
+        The connection of a peer that was not expected by its number stays open until its queued
+        messages had time to leave.
         """
         self._expected.pop(sender, None)
         if session := self._by_sender.get(sender):
@@ -400,7 +404,7 @@ class Hub(BusSocket):
 
 
 class Spoke(BusSocket):
-    """DEALER end of one session of a process with a hub."""
+    """Client end (ZeroMQ DEALER) of one message session with a `Hub`."""
 
     def __init__(
         self,

@@ -49,7 +49,15 @@ _NOBLOCK = int(zmq.NOBLOCK)
 
 
 def handshake_failure(event: int, value: int) -> str:
-    """Return the cause of a failed handshake as either end sees it; empty if the event is none."""
+    """Return the cause of a failed connection handshake for a ZeroMQ monitor event.
+
+    Args:
+        event: type of the monitor's event.
+        value: its number, such as a ZeroMQ protocol error.
+
+    Returns:
+        The cause in words; empty if the event is not a failed handshake.
+    """
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         return "the node secret is not accepted"
     if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
@@ -62,7 +70,7 @@ def handshake_failure(event: int, value: int) -> str:
 
 
 class RefusedPeers:
-    """Count of refused connections by address, and their log."""
+    """Counts refused connections by IP address, and logs at most one per minute and address."""
 
     def __init__(self) -> None:
         self.num_refused = 0
@@ -93,7 +101,7 @@ class RefusedPeers:
 
 
 class HubConnection:
-    """An open connection."""
+    """One open connection that a `Hub` has accepted, identified by its file descriptor."""
 
     def __init__(self, descriptor: int) -> None:
         self.on_closed: Callable[[], None] | None = None
@@ -117,7 +125,7 @@ class HubConnection:
 
 
 class HubConnections:
-    """Open connections of a hub by their descriptors in this process."""
+    """Open connections of a `Hub`, by file descriptor; closes those of refused peers."""
 
     def __init__(self, refused: RefusedPeers) -> None:
         self.has_strangers = False
@@ -198,10 +206,10 @@ def _peer_of(descriptor: int) -> tuple[str, int] | None:
 
 
 class BusSocket(ABC):
-    """Base class of a ZeroMQ socket on the event loop, with the monitor of its connections.
+    """Base class of `Hub` and `Spoke`: a ZeroMQ socket and the monitor of its connections.
 
-    Both have descriptors that signal changes only, and a send may use up the signal of a message
-    that arrived. So a read goes on until nothing is left, and every send schedules one.
+    The descriptors of both only signal changes, and a send may use up the signal of a message that
+    arrived. So a read goes on until nothing is left, and every send schedules one.
     """
 
     def __init__(
@@ -298,5 +306,5 @@ class BusSocket(ABC):
 
 
 def is_ipv6(address: str) -> bool:
-    """Return True if an address of ZeroMQ has an IPv6 address, such as tcp://[::]:29700."""
+    """Return True if a ZeroMQ address has an IPv6 address, such as tcp://[::]:29700."""
     return address.startswith("tcp://[")

@@ -55,18 +55,18 @@ RESOLVE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class FleetLinkConfig:
-    """The hub that peers dial, the peers that are dialled, and the limits of both."""
+    """Options of the connections between routers and engines: addresses, node secret, timeouts."""
 
     hub: str | None = None
-    """Address of the hub, PORT or HOST:PORT; None for no hub."""
+    """Address to listen on, PORT or HOST:PORT; None to accept no connections."""
     dial: tuple[str, ...] = ()
-    """Peers to dial, as `gllm.runtime.messaging.connection_pool` reads them."""
+    """Addresses to connect to: HOST:PORT, or an entry that `Discovery` resolves to several."""
     node_secret_file: str | None = None
     """File of the secret that all members share; None without encryption, on loopback only."""
     peer_timeout: float = 5.0
     """Seconds of silence after which a peer is lost."""
     max_guests: int = 256
-    """Most peers that the hub accepts at a time."""
+    """Largest number of accepted connections at a time."""
     resolve_seconds: float = RESOLVE_SECONDS
     """Interval at which the names of peers are resolved again."""
     reload_seconds: float = RELOAD_SECONDS
@@ -78,7 +78,7 @@ class FleetLinkConfig:
 
 
 def make_router_links(config: RouterConfig) -> FleetLinkConfig:
-    """Return the configuration of a router's end."""
+    """Return the options of a router's connections to engines, from the router's configuration."""
     return FleetLinkConfig(
         hub=None if config.hub == "off" else config.hub,
         dial=config.engines,
@@ -90,15 +90,15 @@ def make_router_links(config: RouterConfig) -> FleetLinkConfig:
 
 
 def parse_hub_address(text: str, has_secret: bool) -> str:
-    """Return the address that a hub binds, for ZeroMQ.
+    """Return the ZeroMQ address to listen on for PORT or HOST:PORT.
 
     Args:
         text: PORT or HOST:PORT. A port alone is bound on all interfaces if there is a secret, else
             on loopback. Port 0 picks a free one.
-        has_secret: True if sessions are encrypted.
+        has_secret: True if connections are encrypted.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the text is neither.
     """
     if text.isascii() and text.isdigit() and int(text) < 2**16:
         return f"tcp://{'*' if has_secret else '127.0.0.1'}:{int(text)}"
@@ -117,22 +117,22 @@ MAX_NAME_LENGTH = 200
 
 
 def new_run() -> int:
-    """Return a random number for this start of a process."""
+    """Return a random number that identifies this start of the process to its peers."""
     return secrets.randbits(62)
 
 
 def is_valid_name(name: str) -> bool:
-    """Return True if a name of an engine or router may be shown in logs and metrics."""
+    """Return True if the name of an engine or router is safe to show in logs and metrics."""
     return 0 < len(name) <= MAX_NAME_LENGTH and name.isprintable()
 
 
 def default_engine_name() -> str:
-    """Return a default name for an engine: host name and process id."""
+    """Return the name of an engine without a configured one: host name and process id."""
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
 class Discovery:
-    """Addresses to dial of an entry of --router or --engines."""
+    """Resolves one entry of --router or --engines to addresses, repeatedly to find changes."""
 
     def __init__(
         self, entry: str, resolve: Resolve = resolve_host, resolve_seconds: float = RESOLVE_SECONDS
@@ -183,7 +183,7 @@ class Discovery:
 
 
 class PeerConnection:
-    """Session with one peer, dialled or accepted; it ends once and does not come back."""
+    """Session with one router or engine, opened by either end; it ends once and is not reopened."""
 
     def __init__(self, address: str, send: Callable[[WireMessage], None], now: float) -> None:
         """Create a session that has just begun.
@@ -208,7 +208,7 @@ class PeerConnection:
 
 
 class PeerHandler(Protocol):
-    """Interface of the owner of a process's sessions; called on the event loop, in order."""
+    """Callbacks of a `ConnectionPool`: start, messages and end of sessions, and heartbeats."""
 
     def on_connected(self, connection: PeerConnection) -> None:
         """Handle a new session; messages can be sent, although the peer may be unreachable."""
@@ -233,7 +233,7 @@ when it ends, with the cause and whether one end refused it."""
 
 
 class Dialer:
-    """Connects to one address whenever no session exists, with growing delays after failures."""
+    """Keeps a connection to one address open: reconnects after each loss, with growing delays."""
 
     def __init__(self, address: str, dial: Dial, resolve: Resolve, backoff: Backoff) -> None:
         """Create a dialer that has not started.
@@ -319,9 +319,10 @@ class Dialer:
 
 
 class ConnectionPool:
-    """Sessions with all peers of a process.
+    """All sessions of a router with engines, or of an engine with routers.
 
-    The hub accepts some, and the pool dials the others. All have heartbeats.
+    It accepts connections and opens those to configured addresses, sends heartbeats, and ends
+    sessions that are silent for too long.
     """
 
     def __init__(

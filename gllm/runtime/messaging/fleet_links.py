@@ -36,7 +36,7 @@ MAX_REFUSALS = 32
 
 
 class Refusal(NamedTuple):
-    """An engine whose session was refused."""
+    """Address, name, cause and time of an engine that a router has refused to connect."""
 
     address: str
     name: str
@@ -47,7 +47,7 @@ class Refusal(NamedTuple):
 
 
 class EngineLink:
-    """Session with an attached engine, from its first report to the end."""
+    """Session of a router with one engine, and the engine's last announcement and load report."""
 
     def __init__(
         self,
@@ -104,10 +104,9 @@ class _Peer:
 
 
 class FleetLinks:
-    """Engines that are attached to this router, by name.
+    """Sessions of a router with its engines, by engine name.
 
-    The session that attached last has the name: an engine of the same name and another run is
-    refused for as long as it lasts.
+    While a name is in use, another engine process that announces it is refused.
     """
 
     def __init__(

@@ -14,9 +14,12 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when the parent's thread that created it exits.
+    """Make the kernel kill this process when the thread that created it exits.
 
     The setting survives exec.
+
+    Args:
+        parent: process id of the parent.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -24,7 +27,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def dying_command(arguments: Sequence[str]) -> list[str]:
-    """Return a command that runs `python ARGUMENTS...` and dies with the thread that starts it.
+    """Return a command that runs `python ARGUMENTS...`, killed when the starting thread exits.
 
     It is for parents with threads of other libraries, in which no code may run after a fork.
     """

@@ -51,25 +51,25 @@ RELOAD_SECONDS = 5.0
 
 
 class SecretFileError(ValueError):
-    """A secret file that cannot be used; the message names the file and never a secret."""
+    """The file of the node secret cannot be used; the message does not contain the secret."""
 
 
 @dataclass(frozen=True)
 class KeyPair:
-    """A CURVE key pair, as text in Z85."""
+    """CURVE key pair for ZeroMQ's encryption, as text in Z85."""
 
     public: bytes
     secret: bytes = field(repr=False)
 
 
 def derive_keys(node_secret: bytes) -> KeyPair:
-    """Return the key pair of a secret: X25519 of its BLAKE2b hash."""
+    """Return the CURVE key pair of a node secret: the X25519 key from the secret's BLAKE2b hash."""
     key = z85.encode(blake2b(node_secret, digest_size=32, person=b"gllm-node").digest())
     return KeyPair(zmq.curve_public(key), key)
 
 
 def create_secret_file(path: Path) -> None:
-    """Create a file with one new secret that only its owner can read.
+    """Create a file with one new random node secret that only its owner can read.
 
     Raises:
         FileExistsError: the file exists.
@@ -83,7 +83,9 @@ def create_secret_file(path: Path) -> None:
 
 
 def add_secret(path: Path) -> None:
-    """Append a new secret: the first step of a rotation.
+    """Append a new secret to a node-secret file, to replace the old one without a restart.
+
+    It is the first step; `drop_secret` is the last.
 
     Raises:
         SecretFileError: the file is invalid or has two secrets.
@@ -99,7 +101,7 @@ def add_secret(path: Path) -> None:
 
 
 def drop_secret(path: Path) -> None:
-    """Remove the first of two secrets: the last step of a rotation.
+    """Remove the older of two secrets of a node-secret file, after `add_secret`.
 
     Raises:
         SecretFileError: the file is invalid or has only one secret.
@@ -114,11 +116,11 @@ def drop_secret(path: Path) -> None:
 
 
 def read_secrets(path: Path) -> list[bytes]:
-    """Return the secrets of a file, the first one first.
+    """Return the one or two secrets of a node-secret file, the older one first.
 
     Raises:
-        SecretFileError: the file has no secrets, more than two or weak ones, or others than its
-            owner and group can read it.
+        SecretFileError: the file has no secrets, more than two or weak ones, or users other than
+            its owner and group can read it.
         OSError: the file cannot be read.
     """
     # Without waiting, should it be a pipe.
@@ -147,7 +149,7 @@ def read_secrets(path: Path) -> list[bytes]:
 
 
 class SecretFile:
-    """The key pairs of a secret file, which may be replaced while the process runs."""
+    """Key pairs derived from a node-secret file; `reload` reads a file that has changed."""
 
     def __init__(self, path: Path | str) -> None:
         """Read the file.
@@ -194,10 +196,10 @@ class SecretFile:
 
 
 def check_hub_address(address: str, has_secret: bool) -> None:
-    """Raise ValueError if a hub would accept connections from other machines without a secret.
+    """Raise ValueError if an address to listen on is open to other machines without a node secret.
 
     Args:
-        address: such as tcp://0.0.0.0:29700.
+        address: ZeroMQ address such as tcp://0.0.0.0:29700.
         has_secret: True if the hub requires a node secret.
     """
     if not has_secret and not _is_local(address):
@@ -208,10 +210,12 @@ def check_hub_address(address: str, has_secret: bool) -> None:
 
 
 def check_dialed_address(address: str, has_secret: bool) -> None:
-    """Raise ValueError if prompts and outputs would leave this machine without encryption.
+    """Raise ValueError if an address to connect to is on another machine without a node secret.
+
+    Prompts and outputs would leave this machine without encryption.
 
     Args:
-        address: such as tcp://router.example:29700.
+        address: ZeroMQ address such as tcp://router.example:29700.
         has_secret: True if the connection uses a node secret.
     """
     if not has_secret and not _is_local(address):
@@ -285,10 +289,11 @@ _KEY = z85.encode(bytes(range(32)))
 
 
 def measure_crypto_ratio() -> float:
-    """Return the time of ZeroMQ's Curve25519 multiplication, relative to a modular power in Python.
+    """Measure how slow ZeroMQ's key exchange (Curve25519) is, to detect builds without libsodium.
 
-    Both are of the same size, so the ratio hardly depends on the processor, and of several attempts
-    the fastest counts, so it does not depend on the load.
+    Returns:
+        Time of one Curve25519 multiplication over that of a 255-bit modular power in Python, each
+            the fastest of several attempts, so that neither processor nor load matter much.
 
     Raises:
         zmq.ZMQError: ZeroMQ has no encryption.
@@ -299,7 +304,7 @@ def measure_crypto_ratio() -> float:
 
 @functools.cache
 def find_crypto_fault() -> str:
-    """Return the reason for which ZeroMQ's encryption cannot be used; empty for none."""
+    """Return why ZeroMQ's encryption is missing or too slow, with advice; empty if it is usable."""
     advice = "install the wheel of pyzmq from PyPI, which has libsodium, in place of this build"
     try:
         ratio = measure_crypto_ratio()
@@ -324,9 +329,9 @@ def _best_seconds(function: Callable[[], object]) -> float:
 
 
 class Authenticator:
-    """ZAP handler of a context, for a hub whose peers need the node secret.
+    """Accepts only ZeroMQ connections with the key of the node secret (a ZAP handler).
 
-    A change of the secret file takes effect at its next reading, without a restart.
+    It reads the secret file again periodically, so that a new secret needs no restart.
     """
 
     def __init__(
@@ -425,7 +430,7 @@ class Authenticator:
 
 @dataclass(frozen=True)
 class NodeCertificate:
-    """Self-signed certificate and private key of a machine's data connections."""
+    """Self-signed TLS certificate and private key of a machine's data connections."""
 
     certificate: bytes
     """The certificate in DER, which other machines get."""
@@ -438,10 +443,10 @@ class NodeCertificate:
 
 
 def create_certificate() -> NodeCertificate:
-    """Create a certificate with a new P-256 key.
+    """Create a self-signed TLS certificate with a new P-256 key.
 
-    Its subject is random: OpenSSL verifies several trusted certificates of one subject by their
-    order. It is valid from 2000 to 9999, so that clocks need not be right.
+    Its subject is random, because OpenSSL tells trusted certificates of one subject apart only by
+    their order. It is valid from 2000 to 9999, so that clocks need not be right.
     """
     # Only engines on several machines need it.
     from cryptography import x509

@@ -28,11 +28,11 @@ _MAX_PART_BYTES = MAX_FRAME_BYTES - HEADER.size
 
 
 class SessionError(Exception):
-    """The peer or the connection broke the protocol; the session cannot continue."""
+    """Frames of a message session are lost, repeated or invalid; the session has to end."""
 
 
 class SessionSender:
-    """Sending direction of a session: splits encoded messages into numbered frames."""
+    """Splits messages into numbered frames of limited size, so that the receiver detects losses."""
 
     def __init__(self, run: int, max_part_bytes: int = _MAX_PART_BYTES) -> None:
         self._run = run
@@ -54,10 +54,11 @@ class SessionSender:
 
 
 class SessionReceiver:
-    """Receiving direction of a session: delivers the messages of the current epoch in order.
+    """Reassembles messages from numbered frames and delivers those of the current epoch in order.
 
-    Messages of earlier epochs and other runs are dropped and counted. Those of later
-    epochs are kept back until `advance` reaches them.
+    An epoch is the time between two starts or recoveries of the pipeline. Messages of earlier
+    epochs and of other starts of the peer are dropped and counted; those of later epochs wait for
+    `advance`.
     """
 
     def __init__(

@@ -34,7 +34,10 @@ SERVING_STATES = frozenset({"ready", "sleeping", "draining"})
 
 
 class Agent:
-    """Membership of this machine in an engine, from the first attempt to join to the end."""
+    """Runs workers of a multi-node engine on this machine, as commanded by the head machine.
+
+    It joins the engine, reports heartbeats, and reconnects when the connection is lost.
+    """
 
     _workers: AgentWorkers
     _finished: "asyncio.Future[tuple[int, str]]"

@@ -42,7 +42,7 @@ _CLOSE_EPOCH = encode(CloseEpoch())
 
 
 class AgentWorkers:
-    """Workers of this machine, their sessions and their stages."""
+    """Worker processes of an agent's machine: starts and ends them, and relays their messages."""
 
     def __init__(
         self,

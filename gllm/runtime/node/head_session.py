@@ -48,7 +48,7 @@ ValueError or OSError with the cause."""
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """Configuration of an agent's membership."""
+    """Options of an agent: the head's address, its own name and rank, the node secret, timeouts."""
 
     head: str
     """HOST:PORT of the head's hub."""
@@ -76,7 +76,7 @@ class AgentConfig:
 
 @dataclass(frozen=True)
 class AgentStatus:
-    """State of an agent, for its HTTP server and logs."""
+    """State of an agent for its HTTP server and logs: membership, engine state, workers, load."""
 
     name: str
     """Name of this machine."""
@@ -108,7 +108,7 @@ class AgentStatus:
 
 
 class NodeReading(NamedTuple):
-    """State of this machine for a heartbeat."""
+    """Contents of a heartbeat to the head: state of the workers, machine and connections."""
 
     samples: list[nodes.WorkerSample]
     load: nodes.NodeLoad
@@ -116,7 +116,10 @@ class NodeReading(NamedTuple):
 
 
 class HeadSession:
-    """Session of an agent with the head."""
+    """Connection of an agent to the head: joins the cluster and sends heartbeats.
+
+    It ends itself if the head is silent for too long.
+    """
 
     def __init__(
         self,
@@ -272,7 +275,7 @@ LOG_SECONDS = 30.0
 
 
 class HeadDialer:
-    """Connects to the head whenever no session exists, for a limited time."""
+    """Keeps an agent connected to the head; gives up if reconnecting fails for too long."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ MIN_INTERVAL_SECONDS = 0.5
 
 
 class HostSensors(Protocol):
-    """Interface of the processors' sensors; the module psutil implements it."""
+    """Interface of the CPU utilization and temperature sensors; the module psutil implements it."""
 
     def cpu_percent(self) -> float:
         """Return the utilization since the last call, in percent."""
@@ -34,16 +34,17 @@ class HostSensors(Protocol):
 
 
 class GpuSample(Protocol):
-    """Interface of the names and the load of this machine's GPUs."""
+    """Interface to read name, utilization, power and temperature of this machine's GPUs."""
 
     names: list[str]
+    """Model name of each GPU."""
 
     def read(self) -> tuple[list[float | None], list[float | None], list[float | None]]:
         """Return utilization (0 to 1), watts and degrees Celsius of each GPU; None if unknown."""
 
 
 class NvmlGpus:
-    """GPUs of this machine, read with NVIDIA's management library."""
+    """Reads utilization, power and temperature of the GPUs with NVIDIA's NVML library."""
 
     def __init__(self, nvml: Any, visible: str | None = None) -> None:
         """Find the GPUs.
@@ -84,7 +85,7 @@ class NvmlGpus:
 
 
 class NamedGpus:
-    """GPUs of which only the names are readable."""
+    """Names of this machine's GPUs where NVML cannot be used; utilization is unknown."""
 
     def __init__(self, proc: Path = PROC) -> None:
         self.names = sorted(line.partition(":")[2].strip() for line in find_gpu_models(proc))
@@ -96,7 +97,7 @@ class NamedGpus:
 
 
 def find_gpus() -> GpuSample:
-    """Return the GPUs of this machine, by NVIDIA's management library if it can be imported."""
+    """Return a reader of this machine's GPUs: NVML if pynvml can be imported, else names only."""
     with suppress(Exception):
         # Its errors are of a class of its own, and a broken driver raises others.
         import pynvml
@@ -106,7 +107,10 @@ def find_gpus() -> GpuSample:
 
 
 class PowerMeter:
-    """Power of the processors by the kernel's energy counters, which often only root can read."""
+    """Measures the CPU power in watts with the kernel's RAPL counters.
+
+    Often only root can read them; the power is then unknown.
+    """
 
     def __init__(
         self, folder: Path = POWERCAP, clock: Callable[[], float] = time.monotonic
@@ -134,7 +138,10 @@ class PowerMeter:
 
 
 class MachineMonitor:
-    """Load of this machine, read at most twice per second."""
+    """Measures utilization, memory, power and temperature of this machine.
+
+    It measures at most twice per second, and returns the last result in between.
+    """
 
     def __init__(
         self,
@@ -195,13 +202,14 @@ def read_facts(
     certificate: bytes = b"",
     devices: list[str] | None = None,
 ) -> NodeFacts:
-    """Return the facts of this machine.
+    """Return hardware, software versions and data address of this machine, for joining a cluster.
 
     Args:
-        address: by which the node reaches the head; see `find_own_address`.
-        data_port: at which the node accepts activations; 0 for none.
-        advertised: HOST:PORT at which others reach the data port; empty for its own.
-        certificate: of the data connections, in DER.
+        address: IP address by which the machine reaches the head; see `find_own_address`.
+        data_port: port at which it accepts activations; 0 for none.
+        advertised: HOST:PORT at which others reach the data port; empty if it is address and
+            data_port.
+        certificate: TLS certificate of the data connections, in DER.
         devices: names of the GPUs that workers use; None for none.
     """
     return NodeFacts(
@@ -219,7 +227,7 @@ def read_facts(
 
 
 def describe_system() -> str:
-    """Return name and version of the operating system and its kernel."""
+    """Return the names and versions of the operating system and its kernel."""
     kernel = f"{platform.system()} {platform.release()}"
     try:
         return f"{platform.freedesktop_os_release()['PRETTY_NAME']}, {kernel}"
@@ -228,9 +236,9 @@ def describe_system() -> str:
 
 
 def find_own_address(host: str, port: int) -> str:
-    """Return the IP address of the interface by which this machine reaches a host.
+    """Return the IP address of the network interface by which this machine reaches a host.
 
-    Sends nothing. It is a loopback address only if that of the host is one.
+    Nothing is sent. The result is a loopback address only if the host's address is one.
 
     Raises:
         OSError: the name cannot be resolved, or there is no route to the host.
@@ -249,12 +257,16 @@ def find_own_address(host: str, port: int) -> str:
 
 
 def process_age_seconds() -> float:
-    """Return the time since the start of this process."""
+    """Return the seconds since the start of this process."""
     return max(0.0, time.time() - psutil.Process().create_time())
 
 
 def is_own_address(host: str) -> bool:
-    """Return True if a host name or IP address is one of this machine. Raises OSError."""
+    """Return True if a host name or IP address belongs to this machine.
+
+    Raises:
+        OSError: the name cannot be resolved.
+    """
     if is_loopback(host):
         return True
     own = {

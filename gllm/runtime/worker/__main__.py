@@ -17,7 +17,12 @@ from gllm.runtime.messaging.parent_death import die_with_parent
 
 
 def main() -> None:
-    """Run a worker."""
+    """Run a worker process: die with the parent, dump stacks on crashes, then run the event loop.
+
+    It reads four integers from the command line: the descriptors of the channel to the parent, the
+    stack-dump file and the file of kernel measurements, and the parent's process id. It exits with
+    1 after a failure.
+    """
     channel, stacks, ratios, parent = map(int, sys.argv[1:])
     die_with_parent(parent)
     for descriptor in (channel, stacks, ratios):

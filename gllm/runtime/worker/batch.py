@@ -25,13 +25,23 @@ PlanAttention = Callable[[PagedBatch, torch.dtype, Windows], Mapping[int | None,
 def plan_windows(
     rows: PagedBatch, dtype: torch.dtype, windows: Windows, backend: str | None = None
 ) -> dict[int | None, AttentionPlan]:
-    """Return the attention plan of each window, on the host."""
+    """Plan attention of a step on the host, once per distinct sliding window of the stage's layers.
+
+    Args:
+        rows: query and context lengths and block tables of the step's sequences.
+        dtype: of the queries.
+        windows: sliding windows in tokens; None for full attention.
+        backend: name of the attention backend; None for the default.
+
+    Returns:
+        The plan of each window.
+    """
     return {window: plan_attention(rows, dtype, window, backend=backend) for window in windows}
 
 
 @dataclass(slots=True)
 class Batch:
-    """One micro-batch of one stage.
+    """Micro-batch of one stage: input tensors, sampling parameters and intermediate state.
 
     It passes from `prepare` to `compute` to `sample`; only one thread at a time changes it.
     """
@@ -55,7 +65,7 @@ class Batch:
 
 @dataclass(slots=True)
 class BlockTables:
-    """Block tables of sequences as arrays: a step copies rows instead of converting lists."""
+    """Caches the block tables of sequences as numpy arrays, so that a step only copies rows."""
 
     _arrays: dict[int, tuple[int, int, Int64Array]] = field(default_factory=dict)
     """By sequence: preemptions, number of blocks, and an array with spare capacity."""
@@ -68,7 +78,7 @@ class BlockTables:
     def gather(
         self, plan_rows: list[ScheduledRow], sequences: list[SequenceView], block_size: int
     ) -> Int64Array:
-        """Return block ids [rows, most blocks], zero-padded; each row's up to its last token."""
+        """Return the block ids [rows, most blocks] of a step; unused columns of a row are zero."""
         num_blocks = [-(-(row.start + row.num_tokens) // block_size) for row in plan_rows]
         table = np.zeros((len(plan_rows), max(num_blocks, default=0)), dtype=np.int64)
         for index, (row, sequence) in enumerate(zip(plan_rows, sequences, strict=True)):
@@ -100,7 +110,7 @@ class BlockTables:
 
 @dataclass(frozen=True, slots=True)
 class BatchConfig:
-    """Properties of a stage that are the same for all its batches."""
+    """KV-cache sizes, query dtype and attention planner that all batches of a stage share."""
 
     num_blocks: int
     """Usable blocks of the KV cache."""
@@ -109,7 +119,9 @@ class BatchConfig:
     dtype: torch.dtype
     """Type of queries; the KV cache may have another one."""
     windows: Windows
+    """Sliding windows of the stage's layers in tokens; None for full attention."""
     plan_attention: PlanAttention = plan_windows
+    """Returns the attention plan of each window for the rows of a step."""
     pad: Callable[[PagedBatch], PagedBatch] = lambda rows: rows
     """Appends padding rows of one token each."""
 
@@ -121,17 +133,18 @@ def build_inputs(
     config: BatchConfig,
     has_token_ids: bool,
 ) -> tuple[StageInputs, list[tuple[int, int]]]:
-    """Build a stage's inputs.
+    """Build the input tensors of one step of a stage: token ids, positions and attention plans.
 
     Args:
-        plan: the step.
-        sequences: sequence of each row, with the plan applied.
-        tables: block tables of the stage.
-        config: the same for all batches of the stage.
-        has_token_ids: True on the first stage.
+        plan: rows to compute in the step.
+        sequences: block table and tokens of each row's sequence, with the plan applied.
+        tables: cached block tables of the stage.
+        config: properties that all batches of the stage share.
+        has_token_ids: True on the first stage; others get activations instead.
 
     Returns:
-        The inputs and the placeholders (token row, sequence).
+        The inputs, and (token row, sequence) of each placeholder: an input token that the previous
+            step still has to sample.
     """
     start = np.array([row.start for row in plan.rows], dtype=np.int64)
     count = np.array([row.num_tokens for row in plan.rows], dtype=np.int64)
@@ -164,7 +177,7 @@ def build_inputs(
 
 
 def gather_token_ids(rows: list[ScheduledRow], sequences: list[SequenceView]) -> Int64Array:
-    """Return token ids [tokens] of the rows: registered prompt tokens, then tokens in the row."""
+    """Return the token ids [tokens] of a step's rows: prompt tokens, then those in the plan."""
     ids: list[int] = []
     for row, sequence in zip(rows, sequences, strict=True):
         end = row.start + row.num_tokens

@@ -29,7 +29,7 @@ FP8_CAPABILITY = (8, 9)
 
 
 def count_cores(proc: Path = PROC, cgroups: Path = CGROUPS, num_allowed: int | None = None) -> int:
-    """Return the cores that this process may use, by affinity and quota; at least 1.
+    """Return the CPU cores that this process may use, by affinity and cgroup quota; at least 1.
 
     Args:
         proc: mount point of the process file system.
@@ -45,7 +45,7 @@ def count_cores(proc: Path = PROC, cgroups: Path = CGROUPS, num_allowed: int | N
 
 
 def available_memory_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
-    """Return the bytes that this process may still allocate, by the machine and its cgroups."""
+    """Return the bytes that this process may still allocate, by free memory and cgroup limits."""
     available = _read_numbers(proc / "meminfo")["MemAvailable"] * 1024
     for folder in _cgroup_folders("memory", proc, cgroups):
         # The second name of each pair is the name in cgroup v1.
@@ -60,14 +60,14 @@ def available_memory_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
 
 
 def count_kv_blocks(requested_bytes: int | None, workers: Sequence[tuple[int, int | None]]) -> int:
-    """Return the number of KV blocks, which is the same for every worker.
+    """Return the number of KV blocks of each worker, from the requested or the available bytes.
 
-    Each block is in all workers: each has the keys and values of its layers and heads. It has to be
-    called with the weights loaded.
+    It is the same for all workers, because each has its layers and heads of every block. It has to
+    be called with the weights loaded.
 
     Args:
-        requested_bytes: for all workers; None for KV_SHARE of this machine's available memory and
-            all of the workers' own memory.
+        requested_bytes: KV cache of all workers together; None for KV_SHARE of this machine's
+            available memory and all of the workers' own memory.
         workers: for each worker, the bytes of its part of a block and the available bytes of its
             own memory, None for a worker in the memory of this machine.
     """
@@ -80,24 +80,24 @@ def count_kv_blocks(requested_bytes: int | None, workers: Sequence[tuple[int, in
 
 
 def threads_per_worker(requested: int | None, num_workers: int) -> int:
-    """Return the compute threads of a worker.
+    """Return the number of compute threads of each worker on a machine.
 
     Args:
-        requested: by the configuration; None for an equal share of this machine's cores.
+        requested: configured number; None for an equal share of this machine's cores.
         num_workers: workers that share this machine.
     """
     return requested or max(1, count_cores() // num_workers)
 
 
 def set_num_threads(count: int) -> None:
-    """Set the threads of tensor operations; call it once, before the first operation."""
+    """Set the number of CPU threads of tensor operations, before the first operation."""
     import torch
 
     torch.set_num_threads(count)
 
 
 def trim_memory() -> None:
-    """Return freed memory from the allocator to the system."""
+    """Return freed heap memory of this process to the operating system (malloc_trim)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:  # Only in the GNU C library.
         trim(0)
@@ -106,13 +106,13 @@ def trim_memory() -> None:
 def choose_compute_dtype(
     requested: str, checkpoint: str, device: str = "cpu", proc: Path = PROC
 ) -> "torch.dtype":
-    """Return the dtype of the arithmetic.
+    """Return the dtype of weights and activations in computations.
 
     Args:
         requested: the configuration's `dtype`. auto is the checkpoint's dtype on GPUs; on CPUs
             bfloat16 if the checkpoint has it and the CPU multiplies it natively, else float32.
         checkpoint: dtype of the checkpoint.
-        device: type of the device.
+        device: type of the device, cpu or cuda.
         proc: mount point of the process file system, which describes the CPU.
     """
     import torch
@@ -133,8 +133,8 @@ def choose_cache_dtype(
     """Return the dtype of the KV cache.
 
     Args:
-        requested: the configuration's `kv_cache_dtype`.
-        compute: dtype of the arithmetic.
+        requested: the configuration's `kv_cache_dtype`; auto is the dtype of the computation.
+        compute: dtype of weights and activations.
         capability: compute capability of the GPU; None on a CPU.
 
     Raises:
@@ -155,11 +155,7 @@ def choose_cache_dtype(
 
 
 def check_quantization(requested: str, device: str) -> None:
-    """Check that a type of device can compute a configuration's `quantization`.
-
-    Raises:
-        FieldError: it cannot.
-    """
+    """Raise FieldError if a type of device cannot compute the configured `quantization`."""
     devices = QUANTIZATION_DEVICES[requested]
     # torch's meta device computes nothing and takes every format.
     if device != "meta" and device not in devices:
@@ -175,7 +171,7 @@ def _format_version(version: tuple[int, int]) -> str:
 
 
 def count_gpus(requested: str) -> int:
-    """Return the number of GPUs to use for a configuration's `device`; 0 for the CPU.
+    """Return the number of GPUs to use for a configuration's `device`; 0 means the CPU.
 
     Raises:
         FieldError: `cuda` is requested and there is no GPU.
@@ -190,7 +186,7 @@ def count_gpus(requested: str) -> int:
 
 
 def describe_device(is_gpu: bool, proc: Path = PROC) -> str:
-    """Return the model name of the current GPU, or of the CPU."""
+    """Return the model name of the current GPU if `is_gpu` is set, else of the CPU."""
     if is_gpu:
         import torch
 
@@ -203,7 +199,7 @@ def describe_device(is_gpu: bool, proc: Path = PROC) -> str:
 
 
 def find_gpu_models(proc: Path = PROC) -> set[str]:
-    """Return the names of the GPU models in this machine, without torch."""
+    """Return the model names of this machine's NVIDIA GPUs, without importing torch."""
     names = set()
     for path in proc.glob("driver/nvidia/gpus/*/information"):
         with suppress(OSError):
@@ -215,7 +211,7 @@ def find_gpu_models(proc: Path = PROC) -> set[str]:
 def has_native_bfloat16(proc: Path = PROC) -> bool:
     """Return True if the CPU multiplies bfloat16 natively (AVX-512 BF16 or AMX).
 
-    False if GLLM_CPU_KERNELS names a build of compiled kernels that does not use it.
+    The result is False if GLLM_CPU_KERNELS selects compiled kernels that do not use it.
     """
     if os.environ.get(BUILD_VARIABLE, BFLOAT16) not in (AMX, BFLOAT16, OFF):
         return False

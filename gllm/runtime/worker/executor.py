@@ -66,20 +66,20 @@ log = logging.getLogger(__name__)
 
 
 class WeightMemoryError(Exception):
-    """The memory does not suffice for more weights while another stage runs."""
+    """There is not enough memory to load more layers while another stage still computes."""
 
 
 class DeviceTime(NamedTuple):
-    """Seconds that a device took for a step, by its own clock."""
+    """Measured duration of one step on a device, in seconds."""
 
     elapsed: float
-    """From the first operation to the last."""
+    """From the begin of the first operation to the end of the last."""
     busy: float
     """Without the time in which the device waited, for grammar masks for example."""
 
 
 class Executor(ABC):
-    """Model part and KV cache of one rank of a stage; subclasses compute and sample.
+    """Runs one rank of a stage: weights, KV cache, and steps; subclasses for CPU and GPU.
 
     A worker calls `prepare` on one thread, `compute` on a second and `sample` on a third, each in
     the order of steps. Each step's state is in its Batch.
@@ -566,10 +566,11 @@ def _find_loaded(executors: Sequence[Executor | None]) -> list[Executor]:
 
 
 class DeviceBackend:
-    """Device of one stage, from the start of its process to its first step: the CPU.
+    """Allocates memory and prepares a stage's executor for serving; this class is for the CPU.
 
-    A worker calls `reserve`, opens its edges and groups, and then calls `available_bytes`,
-    `executor.allocate` and `prepare_steps`. `gllm.runtime.worker.cuda.backend` has that of a GPU.
+    A worker calls `reserve`, opens its connections to other workers, and then calls
+    `available_bytes`, `executor.allocate` and `prepare_steps`. `gllm.runtime.worker.cuda.backend`
+    has the GPU's subclass.
     """
 
     transport = collectives = "shared-memory"

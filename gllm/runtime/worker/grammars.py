@@ -31,7 +31,10 @@ COMPILER_STACK_BYTES = 2**24
 
 
 class GuideFactory:
-    """Creates grammar guides for sequences of one model; threads and vocabulary on first use."""
+    """Creates sequences' grammar guides, which compute masks of allowed tokens on threads.
+
+    Threads and vocabulary are created with the first guide.
+    """
 
     def __init__(
         self,

@@ -15,16 +15,16 @@ from gllm.options.field_types import FieldError
 
 
 def block_bytes(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one KV block over a stage's layers, keys and values."""
+    """Return the bytes of one KV block: keys and values of all layers of a stage."""
     num_elements = sum(layer.attention.kv_entry.num_elements for layer in layers)
     return block_size * num_elements * dtype.itemsize
 
 
 class KVCache:
-    """Keys and values of a stage's layers.
+    """Key and value tensors of each layer of a stage, in blocks.
 
-    There is one block more than can be used: the last one stays zero. On the CPU the system
-    provides a page when it is first written.
+    One block more than usable exists: the last one stays zero. On the CPU, memory is taken only
+    when it is first written.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def map_zeros(descriptor: int) -> Callable[[tuple[int, ...], torch.dtype], Tensor]:
-    """Return a function that creates the tensors of a KVCache one after another in a file.
+    """Return a function that creates zero tensors in a memory-mapped file, one after another.
 
-    The layout of the file is that of KvLayout. Other processes that map the file read and write
-    the same memory; a page takes none until it is written. The tensors keep their memory when the
+    Other processes that map the file read and write the same memory. The layout of the file is that
+    of KvLayout. A page takes no memory until it is written. The tensors keep their memory when the
     descriptor is closed.
 
     The function raises FieldError if the process may not have a file or mappings of that size.
@@ -111,15 +111,15 @@ def describe_layout(
     num_ranks: int,
     cache: KVCache,
 ) -> KvLayout:
-    """Return the layout of a worker's KV cache for transfers.
+    """Return the memory layout of a worker's KV cache, by which other engines read its blocks.
 
     Args:
         model: Digest of all that decides the numbers in the cache.
         layers: Indices of the stage's layers.
         all_layers: Layers of the whole model, not divided among ranks.
-        rank: Of the worker in its stage.
-        num_ranks: Workers of the stage.
-        cache: Of the worker.
+        rank: Index of the worker among the stage's ranks.
+        num_ranks: Ranks of the stage.
+        cache: KV cache of the worker.
     """
     layouts = []
     for index, (keys, values) in zip(layers, cache.layers, strict=True):

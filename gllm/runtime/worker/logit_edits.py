@@ -34,7 +34,10 @@ LASTING_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class RequestTensors:
-    """The edits of one request as tensors; ids outside of the vocabulary are dropped."""
+    """Allowed tokens, bans and biases of one request as tensors.
+
+    Token ids outside of the vocabulary are left out.
+    """
 
     mask: Tensor | None
     """[words] int32: allowed tokens; None if all are allowed."""
@@ -49,7 +52,10 @@ class RequestTensors:
 
 
 class RequestLogitEdits:
-    """Logit edits of one request, shared by its choices."""
+    """Allowed tokens, bans, biases and `min_tokens` of one request, for all of its choices.
+
+    Tensors are created on first use.
+    """
 
     def __init__(self, params: SequenceSamplingParams) -> None:
         self.phrases = [word for word in params.bad_words if len(word) > 1]
@@ -107,7 +113,10 @@ def _bans_and_biases(
 
 @dataclass(frozen=True, slots=True)
 class StaticLogitEdits:
-    """Allowed tokens, bans and biases of all rows of a step, on the host or on a device."""
+    """Allowed tokens, bans and biases of all rows of a step, as tensors on the host or a device.
+
+    They are static because they do not depend on the output so far, unlike penalties.
+    """
 
     masked_rows: Tensor
     """[masks] int64: rows that may sample only what their mask allows."""
@@ -132,12 +141,12 @@ def plan_static_edits(
     output_indices: Sequence[int],
     vocab_size: int,
 ) -> StaticLogitEdits:
-    """Collect the edits of some rows of a step.
+    """Collect the allowed tokens, bans and biases of some rows of a step.
 
     Args:
-        rows: rows of logits to change.
-        edits: of each row of the step; not None for `rows`.
-        output_indices: index in its output of the token that each row of the step samples.
+        rows: indices of the rows of logits to change.
+        edits: edits of each row of the step; not None for `rows`.
+        output_indices: for each row, the position in the sequence's output of the token to sample.
         vocab_size: width of the logits.
     """
     masked_rows, masks, positions, values = [], [], [], []
@@ -163,5 +172,5 @@ def plan_static_edits(
 
 
 def to_int64(values: Sequence[int]) -> Tensor:
-    """Return integers as a tensor [n] int64."""
+    """Convert integers to a tensor [n] int64."""
     return torch.tensor(values, dtype=torch.int64)

@@ -47,18 +47,18 @@ MEASURED_SECONDS = 0.25
 
 
 class ProbeCancelledError(Exception):
-    """The measurement was cancelled."""
+    """The measurement of a worker's speed was cancelled."""
 
 
 class SpanCost(NamedTuple):
-    """Measured time and memory of consecutive layers that are loaded together."""
+    """Measured step time and memory of consecutive layers."""
 
     seconds: float
-    """Time of a decode step, plus the share of a prefill step."""
+    """Seconds of a decode step, plus the share of a prefill step."""
     head_seconds: float
     """The same for the LM head; 0 without the last layer."""
     num_bytes: int
-    """Weights, with the keys and values of the longest sequence."""
+    """Bytes of the weights, and of the keys and values of the longest sequence."""
 
 
 NUM_DECODES = 16
@@ -75,12 +75,16 @@ CHUNK_TOKENS = 512
 
 @dataclass(frozen=True)
 class StepSizes:
-    """Sizes of the steps that are timed, within the limits of the configuration."""
+    """Batch and context sizes of the decode and prefill steps that a speed measurement times."""
 
     num_decodes: int
+    """Sequences of the decode step."""
     context_tokens: int
+    """Context of each sequence in the decode step, in tokens."""
     chunk_tokens: int
+    """Tokens of the prefill step."""
     block_size: int
+    """Tokens per KV block."""
 
     @property
     def blocks_per_decode(self) -> int:
@@ -116,7 +120,7 @@ class StepSizes:
 
 
 class LayerProbe:
-    """Executor of some consecutive layers, for timing steps."""
+    """Loads a few consecutive layers and times decode and prefill steps of them."""
 
     def __init__(
         self,
@@ -225,7 +229,10 @@ class LayerProbe:
 
 
 class StageProbe:
-    """Measurement of a worker's speed, on one thread."""
+    """Measures a worker's speed per layer and of the LM head, for dividing layers among stages.
+
+    It reuses an earlier measurement of the same hardware, model and options.
+    """
 
     result: StageMeasured
     """Known once `run` has ended without an error."""
@@ -387,9 +394,13 @@ class StageProbe:
 
 
 def find_kinds(specs: Sequence[LayerSpec]) -> list[int]:
-    """Return one layer index per kind of layer, most frequent kinds first, at most MAX_KINDS.
+    """Return one layer index per distinct layer configuration, most frequent first.
 
-    The first and the last layer of the model are avoided, because embedding or head come with them.
+    At most MAX_KINDS indices are returned. The first and the last layer of the model are avoided,
+    because embedding or LM head come with them.
+
+    Args:
+        specs: configuration of each layer of the model.
     """
     kinds: list[list[int]] = []
     for index, spec in enumerate(specs):
@@ -404,7 +415,15 @@ def find_kinds(specs: Sequence[LayerSpec]) -> list[int]:
 
 
 def find_span(specs: Sequence[LayerSpec], kinds: Sequence[int]) -> range | None:
-    """Return consecutive layers whose kinds are all measured, without the first layer."""
+    """Return consecutive layers, not the first, whose configurations are all measured.
+
+    Args:
+        specs: configuration of each layer of the model.
+        kinds: layers that are measured alone, from `find_kinds`.
+
+    Returns:
+        SPAN_LAYERS layers; None if there are no such layers.
+    """
     for begin in range(1, len(specs) - SPAN_LAYERS + 1):
         span = range(begin, begin + SPAN_LAYERS)
         if all(specs[_kind_of(specs, kinds, index)] == specs[index] for index in span):

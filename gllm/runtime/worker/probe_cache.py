@@ -30,11 +30,11 @@ def create_key(
     numerics: str,
     describe_device: Callable[[bool], str] = describe_device,
 ) -> str:
-    """Return the digest of everything that decides the result of a probe.
+    """Return the cache key of a speed measurement: a hash of model, device, threads and options.
 
     Args:
-        assignment: of the worker.
-        numerics: dtypes, quantization, device and kernels of the executor.
+        assignment: stage and options of the worker.
+        numerics: dtypes, quantization, device and kernels of the executor, as text.
         describe_device: returns a description of the GPU if its argument is true, else of the CPU.
     """
     config = assignment.config
@@ -60,7 +60,7 @@ def create_key(
 
 
 class ProbeCache:
-    """Folder with one file per measurement."""
+    """Folder that stores speed measurements of workers, one file per cache key."""
 
     def __init__(self, folder: Path | None = None) -> None:
         """Use a folder, which need not exist; None for the user's cache."""

@@ -35,10 +35,10 @@ NOT_FINITE = "the model computed logits that are not finite"
 
 
 class TokenHistory:
-    """The tokens of one output and the count of each distinct token.
+    """Output tokens of one sequence and how often each occurs, for penalties and bad words.
 
-    Distinct tokens have slots in the order of their first appearance; `ids` and `counts` are arrays
-    over slots. `prompt_tokens` get a slot with a count of 0.
+    `ids` and `counts` are arrays of distinct tokens in the order of their first appearance. Tokens
+    that occur only in the prompt have a count of 0.
     """
 
     def __init__(self, prompt_tokens: Sequence[int] = ()) -> None:
@@ -86,13 +86,15 @@ class TokenHistory:
 
 
 class SamplingState:
-    """Sampling state of one sequence; the choices of a request share `edits`.
+    """Sampling parameters and progress of one sequence: token history, grammar, prompt scores.
+
+    The choices of a request share `edits`.
 
     Args:
         params: sampling parameters of the sequence.
-        edits: logit edits of its request; None if it has none.
+        edits: bans, biases and allowed tokens of its request; None if it has none.
         prompt: token ids of the prompt; empty if sampling does not need them.
-        guide: guide of a sequence with a grammar.
+        guide: computes the tokens that the sequence's grammar allows; None without a grammar.
         output: tokens that the sequence generated before it was registered.
     """
 
@@ -160,11 +162,11 @@ class SamplingState:
 def create_sampling_states(
     message: RegisterSequences, grammars: GuideFactory | None = None
 ) -> list[SamplingState]:
-    """Create the states of a registered request's choices; none if the message has no sampling.
+    """Create the sampling states of a request's choices; none if the message has no sampling.
 
     Args:
-        message: the registration.
-        grammars: creates guides for sequences with a grammar; None for none.
+        message: request with prompt and sampling parameters, from the driver.
+        grammars: creates guides for sequences with a grammar; None on ranks that do not sample.
     """
     request = message.sampling
     if request is None:
@@ -186,9 +188,10 @@ def create_sampling_states(
 
 
 def create_default_states(message: RegisterSequences) -> list[SamplingState]:
-    """Create states without edits and grammars for a request that cannot be sampled.
+    """Create sampling states without edits and grammars, for a request whose real ones failed.
 
-    They score the prompt if the request does, as on ranks on which nothing failed.
+    They compute the log-probabilities of the prompt if the request wants them, because all ranks of
+    a stage have to compute the same rows.
     """
     request = message.sampling or SequenceSamplingParams()
     default = SequenceSamplingParams()
@@ -201,7 +204,10 @@ def create_default_states(message: RegisterSequences) -> list[SamplingState]:
 
 @dataclass(slots=True)
 class PromptChunk:
-    """Prompt tokens of one sequence that a batch scores, each from its predecessor's row."""
+    """Prompt tokens of one sequence whose log-probabilities a batch computes (prompt_logprobs).
+
+    The logits of a token's predecessor score it.
+    """
 
     state: SamplingState
     first_row: int
@@ -251,9 +257,12 @@ class PromptChunk:
 def create_prompt_chunks(
     state: SamplingState, row: ScheduledRow, first_row: int
 ) -> list[PromptChunk]:
-    """Return the prompt tokens that a plan's row scores, as a list of at most one chunk.
+    """Return the prompt tokens whose log-probabilities a row computes, as at most one chunk.
 
-    first_row: the row's first token row in the batch.
+    Args:
+        state: sampling state of the row's sequence.
+        row: tokens of the sequence in this step.
+        first_row: index of the row's first token in the batch.
     """
     tokens = state.prompt[row.start + 1 : row.start + row.num_tokens + 1]
     if not tokens or not state.needs_prompt_logprobs:
@@ -263,7 +272,7 @@ def create_prompt_chunks(
 
 
 def to_token_logprobs(scores: LogprobTensors) -> list[TokenLogprobs]:
-    """Convert scores to messages, one per row."""
+    """Convert log-probability tensors to one message object per row."""
     columns = (scores.tokens, scores.logprobs, scores.ranks, scores.top_ids, scores.top_logprobs)
     rows = zip(*(column.tolist() for column in columns), strict=True)
     return [TokenLogprobs(*row) for row in rows]
@@ -271,7 +280,10 @@ def to_token_logprobs(scores: LogprobTensors) -> list[TokenLogprobs]:
 
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
-    """The sampling rows of a step as columns; each list has one entry per row."""
+    """Sampling parameters of a step's rows that sample a token, one list per property.
+
+    Only rows whose last token is computed in the step sample; the lists of rows have their indices.
+    """
 
     sequences: list[tuple[int, int]]
     """Sequence id and number of preemptions."""
@@ -279,6 +291,7 @@ class SamplingMetadata:
     output_indices: list[int]
     """Index of the token in its sequence's output, from 0."""
     plan: SamplingPlan
+    """Temperature, top-k, top-p, min-p and seed of each row."""
     edited_rows: list[int]
     """Rows whose logits are edited."""
     embedding_rows: list[int]
@@ -291,14 +304,14 @@ class SamplingMetadata:
 
 @dataclass(frozen=True, slots=True)
 class SampleOutput:
-    """Tokens, errors and details of the sampling rows of a step."""
+    """Sampled tokens, errors and log-probabilities of a step, one entry per sampling row."""
 
     tokens: list[int]
     """Token ids; 0 for a row with an error."""
     errors: list[str]
     """Empty for a row with a token."""
     details: list[SampleDetails]
-    """Details of the rows that return any."""
+    """Log-probabilities or embeddings of the rows that request them."""
     forced_tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """By row, tokens that follow the sampled one because the grammar allows no others."""
 
@@ -306,7 +319,13 @@ class SampleOutput:
 def build_sampling_metadata(
     sequences: list[tuple[int, int]], states: list[SamplingState], output_indices: list[int]
 ) -> SamplingMetadata:
-    """Arrange the sampling rows of a step as columns."""
+    """Collect the sampling parameters of a step's sampling rows into one list per property.
+
+    Args:
+        sequences: sequence id and number of preemptions of each row.
+        states: sampling state of each row's sequence.
+        output_indices: position in the sequence's output of the token that each row samples.
+    """
     params = [state.params for state in states]
     plan = plan_sampling(
         temperature=np.array([param.temperature for param in params], dtype=np.float32),
@@ -336,7 +355,7 @@ def build_sampling_metadata(
 
 
 def to_sampled(sampling: SamplingMetadata, output: SampleOutput) -> list[SampledToken]:
-    """Return the result of each row as the scheduler takes it."""
+    """Convert sampled tokens and errors to one result per row, for the scheduler."""
     rows = zip(sampling.sequences, output.tokens, output.errors, strict=True)
     return [
         SampledToken(
@@ -352,13 +371,17 @@ def to_sampled(sampling: SamplingMetadata, output: SampleOutput) -> list[Sampled
 
 
 def advance_guides(sampling: SamplingMetadata, output: SampleOutput) -> dict[int, tuple[int, ...]]:
-    """Report sampled tokens to the grammar guides; add forced tokens and errors to the output.
+    """Add sampled tokens to their grammars; store tokens that the grammars force, and errors.
 
-    A guide replaces a token that was forced, adds the tokens that follow it, or the error of a row
-    that it cannot continue.
+    A grammar replaces a token that it had forced, adds the tokens that must follow, or fails the
+    row.
+
+    Args:
+        sampling: sampling rows of the step.
+        output: sampled tokens; changed in place.
 
     Returns:
-        By row with a grammar, the tokens that are new in its output.
+        For each row with a grammar, the tokens that are new in its output.
     """
     new_tokens = {}
     for row in sampling.grammar_rows:
@@ -376,18 +399,28 @@ def advance_guides(sampling: SamplingMetadata, output: SampleOutput) -> dict[int
 
 
 def fail_guides(states: Iterable[SamplingState], error: str) -> None:
-    """Fail the guides of a failed step: the tokens that later steps wait for never arrive."""
+    """Mark the grammars of a failed step's sequences as failed, so that no later step waits.
+
+    Args:
+        states: sampling states of the step's rows; those without a grammar are ignored.
+        error: cause of the failure.
+    """
     for state in states:
         if state.guide is not None:
             state.guide.fail(f"its step failed: {error}")
 
 
 def collect_grammar_masks(sampling: SamplingMetadata, vocab_size: int) -> tuple[Tensor, set[int]]:
-    """Wait for the guides and return the tokens that they allow.
+    """Wait for the masks of allowed tokens of all rows with a grammar, and return them.
+
+    Args:
+        sampling: sampling rows of the step.
+        vocab_size: width of the logits.
 
     Returns:
-        Masks [rows with a grammar, words] int32 and the rows whose token is already known. The mask
-        of such a row allows that token alone; the mask of a row that cannot continue allows none.
+        Bit masks [rows with a grammar, words] int32, and the rows whose token the grammar has
+            already forced. The mask of such a row allows that token alone; the mask of a failed row
+            allows none.
     """
     masks, known_rows = [], set()
     for row in sampling.grammar_rows:
@@ -405,16 +438,16 @@ def collect_grammar_masks(sampling: SamplingMetadata, vocab_size: int) -> tuple[
 
 
 def guide_of(sampling: SamplingMetadata, row: int) -> GrammarGuide:
-    """Return the grammar guide of a sampling row."""
+    """Return the grammar guide of a sampling row, which must have one."""
     guide = sampling.states[row].guide
     assert guide is not None, "the row has a grammar"
     return guide
 
 
 def num_top_logprobs(sampling: SamplingMetadata) -> int:
-    """Return the number of top tokens to score.
+    """Return how many most likely tokens to score: MAX_LOGPROBS if a row needs any, else 0.
 
-    It is the same for all batches that need any, so equal logits are ranked alike in each of them.
+    The fixed number ranks tokens with equal logits alike in all batches.
     """
     rows = sampling.logprob_rows
     return MAX_LOGPROBS if any(sampling.states[row].params.logprobs for row in rows) else 0
@@ -423,12 +456,12 @@ def num_top_logprobs(sampling: SamplingMetadata) -> int:
 def build_logprob_details(
     scores: list[TokenLogprobs], sampling: SamplingMetadata, errors: list[str]
 ) -> list[SampleDetails]:
-    """Return the details of rows with log-probabilities; rows with an error have none.
+    """Return the requested log-probabilities of each row; rows with an error have none.
 
     Args:
-        scores: of each of `sampling.logprob_rows`.
-        sampling: the rows.
-        errors: of all rows.
+        scores: log-probabilities of the rows in `sampling.logprob_rows`, in this order.
+        sampling: sampling rows of the step.
+        errors: error of each sampling row; empty for none.
     """
     details = []
     for row, score in zip(sampling.logprob_rows, scores, strict=True):
@@ -456,9 +489,12 @@ def _by_position(scores: dict[int, TokenLogprobs]) -> list[TokenLogprobs]:
 def build_embedding_details(
     sampling: SamplingMetadata, embeddings: Tensor | None, errors: list[str]
 ) -> list[SampleDetails]:
-    """Return the details of rows with an embedding; rows with an error have none.
+    """Return the embedding of each row that requests one; rows with an error have none.
 
-    embeddings: [embedding rows, hidden] float32, on the host; None if there are none.
+    Args:
+        sampling: sampling rows of the step.
+        embeddings: [embedding rows, hidden] float32, on the host; None if there are none.
+        errors: error of each sampling row; empty for none.
     """
     if embeddings is None:
         return []

@@ -45,15 +45,16 @@ CLOSED = "the stage was closed"
 
 
 class ComputedStep(NamedTuple):
-    """A step after `compute`: still to be sampled, or still running on a device."""
+    """Step whose layers are computed or running on the GPU, and whose tokens are not read yet."""
 
     plan: StepPlan
     batch: Batch
     output: torch.Tensor
+    """Logits on the last stage, activations on others."""
 
 
 class PreparedStep(NamedTuple):
-    """A step whose inputs are built."""
+    """Step whose input tensors are built, or the error of building them."""
 
     plan: StepPlan
     batch: Batch | str
@@ -61,7 +62,7 @@ class PreparedStep(NamedTuple):
 
 
 class OneLaneQueue(queue.SimpleQueue[PreparedStep | None]):
-    """Queue of the prepared steps of a stage with one lane, in the order of their plans."""
+    """First-in-first-out queue of a stage's prepared steps, where no step may overtake another."""
 
     def close(self) -> None:
         """End a waiting `get` and all later calls, which return None."""
@@ -72,7 +73,7 @@ class OneLaneQueue(queue.SimpleQueue[PreparedStep | None]):
 
 
 class TwoLaneQueue:
-    """Queue of the prepared steps of a stage with two lanes.
+    """Queue of a stage's prepared steps in which decode steps may overtake prefill steps.
 
     A step leaves the queue when its activations have arrived.
     """
@@ -140,7 +141,7 @@ class TwoLaneQueue:
 
 
 class StageRunner:
-    """Threads that compute and sample the plans of one rank of a stage."""
+    """Computes and samples the steps of one rank of a stage on threads; reports the results."""
 
     def __init__(
         self,
@@ -448,10 +449,16 @@ class StageRunner:
 
 
 def format_error(error: BaseException) -> str:
-    """Return an error as one line."""
+    """Return the type and message of an exception as one line."""
     return f"{type(error).__name__}: {error}".strip().splitlines()[0]
 
 
 def create_step_queue(num_lanes: int, receivers: Sequence[Receiver]) -> OneLaneQueue | TwoLaneQueue:
-    """Return the queue of a stage's prepared steps, by its number of lanes."""
+    """Return the queue of a stage's prepared steps.
+
+    Args:
+        num_lanes: 1 to compute steps in order, 2 if decode steps may overtake prefill steps.
+        receivers: receiving ends of the connections to the previous stage, one per lane; none on
+            the first stage.
+    """
     return TwoLaneQueue(receivers) if num_lanes > 1 else OneLaneQueue()

@@ -51,14 +51,14 @@ REPORT_SECONDS = 0.5
 def create_scheduler(
     assignment: StageAssignment, config: SchedulerConfig
 ) -> tuple[Scheduler, StepLogWriter | None]:
-    """Create the scheduler of an epoch.
+    """Create the scheduler of the pipeline, and its step log if one is configured.
 
     Args:
-        assignment: of the first stage.
-        config: resolved.
+        assignment: options of the first stage, in whose worker the scheduler runs.
+        config: scheduler's configuration without automatic values.
 
     Returns:
-        The scheduler, and the step log that it writes if the engine has one.
+        The scheduler, and the writer of the step log; None without a log.
     """
     engine = assignment.config
     if engine.step_log is None:
@@ -92,7 +92,7 @@ def create_scheduler(
 
 
 async def run_in_thread(function: Callable[[], None]) -> None:
-    """Run a function on a thread that ends with it.
+    """Run a function on a new thread and wait for it, so that its OpenMP helper threads end too.
 
     OpenMP gives every thread that forks its own helpers and keeps them as long as the thread lives;
     with more of them than cores it does not spin at barriers, and the compute thread's steps take a
@@ -118,7 +118,11 @@ async def run_in_thread(function: Callable[[], None]) -> None:
 
 
 class StageInstance:
-    """One rank of a stage during one epoch; called on the event loop."""
+    """One rank of a stage from a start or recovery of the pipeline to the next; then replaced.
+
+    It loads weights, opens connections, runs steps, and on rank 0 of stage 0 the driver. Called on
+    the event loop.
+    """
 
     def __init__(
         self,

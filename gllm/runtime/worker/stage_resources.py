@@ -37,15 +37,15 @@ PREPARED_SHARE = 0.9
 
 
 class LoadCancelledError(Exception):
-    """The weights that are being loaded are no longer needed."""
+    """Loading was cancelled because the weights are no longer needed."""
 
 
 class StageLoader:
-    """Loader of the weights of one stage instance.
+    """Loads the weights of a stage on a thread, and hands them to the next stage of this process.
 
-    They outlive the instance: the loader of the next one takes them over, after waiting for them if
-    they are still being loaded. Layers of a planned change are loaded while the instance before
-    computes, and shared with it.
+    The weights stay in memory over a recovery: the next loader takes over the layers that it needs,
+    after waiting for them if they are still being loaded. Layers of a planned change are loaded
+    while the present stage computes, and share its layers.
     """
 
     backend: DeviceBackend
@@ -165,14 +165,14 @@ class StageLoader:
 
 
 def limit_prepared_bytes(assignment: StageAssignment, num_gpus: int) -> float:
-    """Return the memory in bytes for layers that are loaded while stages compute.
+    """Return the bytes of layers that may be loaded while another stage still computes.
 
     Args:
-        assignment: of the stage that is prepared.
+        assignment: stage whose layers are loaded in advance.
         num_gpus: GPUs to use.
 
     Raises:
-        WeightMemoryError: the stage is on a GPU, whose memory the present stage has.
+        WeightMemoryError: the stage is on a GPU, whose memory the present stage uses.
     """
     if num_gpus:
         raise WeightMemoryError("a GPU loads its layers when its present stage has ended")
@@ -182,15 +182,16 @@ def limit_prepared_bytes(assignment: StageAssignment, num_gpus: int) -> float:
 def create_backend(
     assignment: StageAssignment, model: ModelConfig, num_gpus: int, layers: range | None = None
 ) -> DeviceBackend:
-    """Create the backend of a stage: CUDA if there are GPUs to use, else CPU.
+    """Create the device backend of a stage: CUDA if there are GPUs to use, else CPU.
 
     Only the chosen backend is imported.
 
     Args:
-        assignment: of the stage.
-        model: of the checkpoint.
+        assignment: stage and options of the worker.
+        model: configuration of the checkpoint.
         num_gpus: GPUs to use.
-        layers: in place of those of the assignment, for a probe.
+        layers: layers to compute instead of the assigned ones, to measure speeds; None for the
+            assigned ones.
 
     Raises:
         FieldError: weights, KV cache or attention cannot be as configured.
@@ -216,7 +217,10 @@ def create_backend(
 
 
 class StageResources:
-    """Resources of a stage instance until it is closed, and its weights, which outlive it."""
+    """Weights, connections, KV cache and threads of a stage; opened on threads and freed together.
+
+    The weights stay in memory for the next stage of this process.
+    """
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ LOST_SECONDS = 5.0
 
 
 class RankPeers(NamedTuple):
-    """Ranks of one stage, which receive the same messages of the driver."""
+    """Ranks of one stage, to which the driver sends the same messages."""
 
     hub: Hub
     senders: list[int]
@@ -35,9 +35,9 @@ class RankPeers(NamedTuple):
 
 
 class StageSessions:
-    """Sessions of one worker during an epoch.
+    """Message connections of one worker to the driver; in the driver's worker, to all workers.
 
-    The worker of the driver (rank 0 of stage 0) has a hub, each other worker a spoke.
+    The driver's worker is rank 0 of stage 0. It listens (`Hub`), the others connect (`Spoke`).
     """
 
     def __init__(

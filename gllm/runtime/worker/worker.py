@@ -56,16 +56,16 @@ def prepare_layers(
     running: StageLoader | None,
     head: Spoke,
 ) -> StageLoader:
-    """Load the layers of a stage on a thread; LayersPrepared follows.
+    """Load the layers of a planned change on a thread, then send LayersPrepared to the head.
 
-    The worker goes on if they cannot be loaded. Layers for which the memory does not suffice now
-    are loaded when the stage begins; another error is reported, so that it does not begin.
+    A failure does not end the worker. Layers that do not fit into memory now are loaded when the
+    stage begins; another error is reported, so that the change is not made.
 
     Args:
-        assignment: with the number of the change.
-        earlier: layers that were prepared for another change; None for none.
-        running: loader of the present instance, whose layers are shared; None without one.
-        head: session with the parent.
+        assignment: stage to load, with the number of the change.
+        earlier: loader of layers for another change; None for none.
+        running: loader of the present stage, whose layers are shared; None without one.
+        head: session with the head process.
     """
     loop = asyncio.get_running_loop()
     num_bytes = 0
@@ -98,7 +98,7 @@ def prepare_layers(
 
 
 class TorchProfiler:
-    """Profiler of all threads of this process; it reports the end of each command."""
+    """Runs torch.profiler in a worker on command, and reports the result of each command."""
 
     def __init__(self, place: PlaceName, frontend: Spoke) -> None:
         self._place = place
@@ -156,7 +156,7 @@ class TorchProfiler:
 
 
 class Worker:
-    """Worker process on its event loop: session with the parent, one stage instance at a time."""
+    """Event loop of a worker process: runs one stage at a time as the head process assigns them."""
 
     def __init__(
         self, identity: WorkerIdentity, on_assigned: Callable[[PlaceName], None] = lambda _: None
@@ -340,12 +340,12 @@ class Worker:
 async def serve(
     identity: WorkerIdentity, channel: DescriptorChannel, on_assigned: Callable[[PlaceName], None]
 ) -> bool:
-    """Run a worker until it is shut down; return True if it did not fail.
+    """Run a worker until it is shut down; return False after a failure.
 
     Args:
-        identity: of the worker.
-        channel: to the parent, whose messages with descriptors are assignments.
-        on_assigned: called with the place of each assignment.
+        identity: number of the worker, the head's address and log options.
+        channel: connection to the parent that sends stage assignments with file descriptors.
+        on_assigned: called with the stage and rank of each assignment.
     """
     worker, loop = Worker(identity, on_assigned), asyncio.get_running_loop()
 
@@ -368,12 +368,12 @@ async def serve(
 
 
 def run_worker(descriptor: int, kernel_ratios: int) -> None:
-    """Run a worker process; does not return.
+    """Run a worker process; ends the process with status 0, or 1 after a failure.
 
-    The process exits with 1 if the parent exits before it has sent an identity.
+    The status is also 1 if the parent exits before it has sent the worker's identity.
 
     Args:
-        descriptor: of this end of the channel to the parent.
+        descriptor: this end of the channel to the parent.
         kernel_ratios: descriptor of the file in which workers share measurements of kernels.
     """
     # Imported while the parent prepares the assignment.

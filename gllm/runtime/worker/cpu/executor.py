@@ -22,10 +22,10 @@ short, and a recorded program runs without a stop."""
 
 
 class CpuExecutor(Executor):
-    """Model part and KV cache of one stage in the host's memory.
+    """Runs the layers of one stage on a CPU; weights and KV cache are in the host's memory.
 
-    A single stage computes and samples on one thread, so `sample` may store the last token of each
-    sequence for `compute` of the next batch with placeholders.
+    If there is a single stage, one thread computes and samples, so `sample` may store the last
+    token of each sequence for `compute` of the next batch with placeholders.
     """
 
     def __init__(

@@ -31,9 +31,13 @@ from gllm.runtime.worker.sampling import (
 
 
 def sample_rows(logits: Tensor, sampling: SamplingMetadata) -> SampleOutput:
-    """Sample the token of each row and add it to the histories of rows with edits.
+    """Sample one token per row on the CPU, and add it to the sequence's token history if needed.
 
-    logits: [rows, vocabulary] float32; overwritten.
+    Only rows whose logits depend on their output (penalties, bad words) have a token history.
+
+    Args:
+        logits: [rows, vocabulary] float32; overwritten.
+        sampling: sampling parameters and state of each row.
     """
     if not sampling.states:
         return SampleOutput([], [], [])
@@ -121,13 +125,13 @@ def _sample_one_by_one(
 def apply_logit_edits(
     logits: Tensor, states: list[SamplingState], output_indices: list[int], rows: list[int]
 ) -> None:
-    """Apply the edits of some rows to logits [all rows, vocabulary] float32, contiguous, in place.
+    """Apply bans, biases, penalties and bad words of some rows to their logits, in place.
 
     Args:
-        logits: of all rows of a step.
-        states: of all rows of the step.
-        output_indices: index in its output of the token that each row of the step samples.
-        rows: rows to change; each has edits.
+        logits: [all rows of a step, vocabulary] float32, contiguous.
+        states: sampling state of each row of the step.
+        output_indices: for each row, the position in the sequence's output of the token to sample.
+        rows: indices of the rows to change; each has edits.
 
     Raises:
         ValueError: the history of a row has fewer tokens than its output index.

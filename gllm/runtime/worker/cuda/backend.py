@@ -20,7 +20,10 @@ MAX_GRAPH_ROWS = 256
 
 
 class CudaBackend(DeviceBackend):
-    """GPU and executor of a worker; with fewer GPUs than workers on a machine, they share GPUs."""
+    """Selects a worker's GPU, allocates its memory and prepares its executor for serving.
+
+    With fewer GPUs than workers on a machine, workers share GPUs.
+    """
 
     executor: CudaExecutor
 

@@ -76,7 +76,7 @@ PLAIN_PARAMS = SequenceSamplingParams(temperature=1.0)
 
 
 class StepInputs(NamedTuple):
-    """All tensors of a step that are copied to the device."""
+    """Host tensors of one step that are copied to the GPU: model inputs and sampler inputs."""
 
     stage: StageInputs
     logits_indices: Tensor
@@ -95,7 +95,7 @@ class StepInputs(NamedTuple):
 
 @dataclass(slots=True)
 class DeviceStepState:
-    """State of a batch on a device."""
+    """GPU-side state of a batch: inputs, timing events, and the outputs being copied back."""
 
     inputs: StepInputs
     """On the host."""
@@ -108,7 +108,7 @@ class DeviceStepState:
 
 
 class CudaExecutor(Executor):
-    """Model part and KV cache of one stage on a device."""
+    """Runs the layers and the sampler of one stage on a GPU, asynchronously to the host."""
 
     is_asynchronous = True
     keeps_weights = False
@@ -610,13 +610,13 @@ class CudaExecutor(Executor):
 def example_rows(
     token_counts: Iterable[int], max_model_len: int, block_size: int, num_blocks: int
 ) -> Iterator[PagedBatch]:
-    """Yield micro-batches of one row, whose blocks are all the one that padding is written to.
+    """Yield one-row micro-batches that make the stage compile its kernels before it serves.
 
-    They make a stage compile its kernels before it serves. Triton compiles a kernel at the first
-    launch with new constants, which depend on the model and on three properties of a step: the
-    number of tokens (tile sizes), whether contexts are split, and whether rows are sampled with
-    filters and edits. Each number of tokens at which a kernel changes its tiles and the shortest
-    and the longest context are therefore run once; the caller runs both kinds of sampling.
+    Triton compiles a kernel at the first launch with new constants, which depend on the model and
+    on three properties of a step: the number of tokens (tile sizes), whether contexts are split,
+    and whether rows are sampled with filters and edits. Each number of tokens at which a kernel
+    changes its tiles and the shortest and the longest context are therefore run once; the caller
+    runs both kinds of sampling. All rows use the one KV block that padding is written to.
 
     Args:
         token_counts: numbers of tokens at which kernels change their tiles.

@@ -44,20 +44,30 @@ CPU = torch.device("cpu")
 
 
 def graph_sizes(max_rows: int) -> list[int]:
-    """Return the numbers of rows to record, ascending; the last one is `max_rows`."""
+    """Return the batch sizes for which CUDA graphs are captured, ascending, up to `max_rows`."""
     larger = range(SMALL_SIZES[-1] + SIZE_STEP, max_rows, SIZE_STEP)
     return [size for size in (*SMALL_SIZES, *larger) if size < max_rows] + [max_rows]
 
 
 def find_graph_size(num_rows: int, sizes: Sequence[int]) -> int | None:
-    """Return the smallest of ascending sizes that holds the rows; None if none does."""
+    """Return the smallest captured batch size that holds the rows; None if all are too small.
+
+    Args:
+        num_rows: sequences of the decode step.
+        sizes: captured batch sizes, ascending.
+    """
     return next((size for size in sizes if size >= num_rows), None)
 
 
 def pad_decodes(rows: PagedBatch, size: int, min_blocks: int = 1) -> PagedBatch:
-    """Append padding rows up to `size`; the block table has at least `min_blocks` columns.
+    """Pad a decode step to the batch size of a CUDA graph, with rows of one token.
 
-    Padding rows share the block after the one that stays zero.
+    Padding rows write to a KV block that no sequence uses.
+
+    Args:
+        rows: decode step with one token per row.
+        size: number of rows to pad to.
+        min_blocks: least number of columns of the block table.
     """
     used = len(rows.context_len)
     width = rows.block_table.shape[1]
@@ -89,7 +99,10 @@ class _RecordedGraph:
 
 
 class DecodeGraphs:
-    """The graphs of one stage; all run on one stream."""
+    """CUDA graphs of a stage's decode steps, one per padded batch size.
+
+    Capture, input copies and replay use one stream.
+    """
 
     def __init__(
         self,
@@ -187,19 +200,22 @@ def plan_table_attention(
     requested_tiles: set[int] | None = None,
     backend: str = "triton",
 ) -> dict[int | None, AttentionPlan]:
-    """Return the plan of each window, for a backend that reads tables.
+    """Plan attention for backends that read block tables directly, which CUDA graphs need.
 
-    All plans share slots and tables. Steps with equal numbers of rows, blocks per row and tokens
-    have equal layouts.
+    All plans share slots and block tables. Steps with equal numbers of rows, blocks per row and
+    tokens have equal tensor shapes.
 
     Args:
-        rows: of the step.
-        dtype: of queries; unused, tables do not depend on it.
-        windows: of the stage's layers.
+        rows: query and context lengths and block tables of the step's sequences.
+        dtype: of queries; unused, block tables do not depend on it.
+        windows: sliding windows of the stage's layers in tokens; None for full attention.
         requested_tiles: tile sizes of prefill chunks in tokens that kernels have requested. Kernels
             of the first computed step (the largest one, at start-up) add theirs; plans made with
             the same set include the tiles.
         backend: name of the attention backend.
+
+    Returns:
+        The plan of each window.
     """
     requested_tiles = set() if requested_tiles is None else requested_tiles
     slots, tables = torch.from_numpy(compute_slot_mapping(rows)), build_device_tables(rows, CPU)

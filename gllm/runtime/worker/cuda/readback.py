@@ -15,7 +15,7 @@ MAX_SCORE_WIDTH = packed_logprobs_width(MAX_LOGPROBS)
 
 
 class PendingTokens:
-    """Tokens, scores and embeddings of a step that are being copied to the host."""
+    """Outputs of a step while they are copied from the GPU; `read` waits for the copy."""
 
     def __init__(
         self, tokens: Tensor, scores: Tensor, embeddings: Tensor | None, copied: DeviceEvent
@@ -35,10 +35,10 @@ class PendingTokens:
 
 
 class OutputReadback:
-    """Copies of the outputs of steps to pinned memory, on a stream of their own.
+    """Copies sampled tokens, log-probabilities and embeddings from the GPU to pinned host memory.
 
-    There is pinned memory for `max_steps` steps: a step's tokens have been read before the step
-    that reuses its memory is planned.
+    The copies run on a stream of their own. There is memory for `max_steps` steps: the tokens of a
+    step have been read before the step that reuses its memory is planned.
     """
 
     def __init__(
@@ -138,9 +138,10 @@ class _ReadbackBuffer:
 
 
 class LastTokenTable:
-    """Slots with the last tokens of as many sequences as steps in flight can name.
+    """GPU table of each sequence's last sampled token, from which the next step reads its input.
 
-    The host knows which sequence has which slot; only the device knows the tokens.
+    The next step can so start before the host knows the token. The host assigns an entry (slot) of
+    the table to each sequence.
     """
 
     def __init__(self, queues: DeviceRuntime, num_slots: int) -> None:

@@ -62,12 +62,14 @@ LARGEST_PARAMS = SequenceSamplingParams(
 
 @dataclass(frozen=True, slots=True)
 class LogitEdits:
-    """Changes to the logits of a step."""
+    """Changes to a step's logits on the GPU: bans, biases, penalties and bad words."""
 
     static: StaticLogitEdits
+    """Allowed tokens, bans and biases, which do not depend on the output so far."""
     histories: TokenHistories
     """Token histories of rows with penalties or with bad words of several tokens."""
     phrases: BadWords
+    """Bad words of several tokens."""
     penalties: Tensor
     """[3, histories] float64: repetition, frequency and presence penalty."""
     has_penalties: bool
@@ -100,7 +102,7 @@ class _RequestPhrases:
 
 
 class LogitEditPlanner:
-    """Collects the logit edits of steps on the host."""
+    """Builds the tensors of bans, biases, penalties and bad words of each step, on the host."""
 
     def __init__(self, vocab_size: int, block_size: int) -> None:
         self._vocab_size, self._block_size = vocab_size, block_size
@@ -185,10 +187,12 @@ def _join_phrases(requests: list[_RequestPhrases]) -> BadWords:
 
 
 class SamplerInputs(NamedTuple):
-    """Tensors of a step that the sampler reads on the device."""
+    """Tensors that the GPU sampler reads in one step: parameters, logit edits, rows to score."""
 
     plan: SamplingPlan
+    """Temperature, top-k, top-p, min-p and seed of each row."""
     edits: LogitEdits | None
+    """Changes to the logits before sampling; None if there are none."""
     logprob_rows: Tensor
     """[scored rows] int64: rows of logits whose sampled token is scored."""
     embedding_rows: Tensor
@@ -202,7 +206,7 @@ class SamplerInputs(NamedTuple):
 
 
 class DeviceSampler:
-    """Samples the tokens of steps on a device."""
+    """Samples tokens and computes log-probabilities on the GPU, without waiting for the host."""
 
     def __init__(self, vocab_size: int, block_size: int) -> None:
         self._planner = LogitEditPlanner(vocab_size, block_size)
@@ -320,14 +324,14 @@ class DeviceSampler:
 
 
 def to_sample_output(batch: Batch, tokens: list[int], scores: LogprobTensors) -> SampleOutput:
-    """Convert tokens and scores that were copied to the host to the output of a batch.
+    """Convert sampled tokens and log-probabilities, copied from the GPU, to a batch's output.
 
-    The scores of prompts are stored in their sequences.
+    The log-probabilities of prompts are stored in their sequences' states.
 
     Args:
-        batch: the batch.
-        tokens: of its sampling rows, with the codes of ERRORS.
-        scores: of its prompt tokens, followed by those of rows with log-probabilities.
+        batch: the computed micro-batch.
+        tokens: token id or negative error code (see ERRORS) of each sampling row.
+        scores: log-probabilities of the batch's prompt tokens, followed by those of sampled tokens.
     """
     sampling = batch.sampling
     begin = 0

@@ -23,7 +23,11 @@ NUM_BUFFERS = 2
 
 
 def map_tensors(tree: T, function: Callable[[Tensor], Tensor]) -> T:
-    """Return the tree with each tensor replaced by the function's result."""
+    """Apply a function to each tensor in nested dataclasses, mappings and sequences.
+
+    Returns:
+        A copy of the nested objects with the function's results.
+    """
     return _map_tensors(tree, function)
 
 
@@ -52,9 +56,9 @@ class _MemoryRange(NamedTuple):
 
 
 class TreeLayout:
-    """Offsets of a tree's tensors in one piece of memory; trees of equal shapes have equal layouts.
+    """Offsets at which the tensors of nested dataclasses and sequences are packed into one buffer.
 
-    Tensors are on the host.
+    Equal shapes have equal offsets. The tensors are on the host.
     """
 
     def __init__(self, tree: Any) -> None:
@@ -125,7 +129,10 @@ class _Buffer:
 
 
 class InputStaging:
-    """Copies of the inputs of successive steps to the device, on one thread."""
+    """Copies each step's input tensors to the GPU in one transfer, through two buffers.
+
+    The host fills one buffer while the GPU reads the other.
+    """
 
     def __init__(self, queues: DeviceRuntime, num_bytes: int) -> None:
         """Allocate the buffers.
@@ -180,7 +187,7 @@ def _align(num_bytes: int) -> int:
 
 
 def copy_to_device(tensor: Tensor, queues: DeviceRuntime, stream: DeviceStream) -> Tensor:
-    """Copy a host tensor to the device; the copy is valid in `stream`."""
+    """Copy a host tensor to the GPU; the copy may be used by later work on `stream`."""
     pinned = queues.allocate_pinned(tensor.shape, tensor.dtype)
     pinned.copy_(tensor)
     with stream.current():
