@@ -14,13 +14,14 @@ from gllm.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class PreparedChat:
-    """Prompt tokens and sampling parameters of a chat, and the format of its output."""
+    """Chat request converted to prompt tokens, sampling parameters and output format."""
 
     token_ids: list[int]
     """Prompt tokens, truncated as the sampling parameters require."""
     params: SamplingParams
     """The request's parameters with the grammar and the special tokens that the parser needs."""
     output_format: OutputFormat
+    """How to parse reasoning and tool calls in the output."""
 
 
 def prepare_chat(
@@ -30,9 +31,16 @@ def prepare_chat(
     tokenizer: Tokenizer,
     parsers: OutputParserConfig,
 ) -> PreparedChat:
-    """Render and check a chat, and build the grammar of its output.
+    """Convert a chat to prompt tokens and parameters: template, checks, grammar of tools or schema.
 
-    Takes long for long prompts and large schemas: call it in a thread, not on an event loop.
+    It takes long for long prompts and large schemas: call it in a thread, not on an event loop.
+
+    Args:
+        request: messages, tools and output format of the chat.
+        params: sampling parameters of the request.
+        model: limits and defaults of the model.
+        tokenizer: the model's tokenizer with its chat template.
+        parsers: formats of tool calls and reasoning.
 
     Raises:
         FieldError: The request is invalid; the error names its field.

@@ -26,7 +26,7 @@ from gllm.runtime.head.supervisor import EngineError as EngineError
 
 
 class Engine(TextEngine):
-    """An engine: one pipeline of worker processes and its requests.
+    """Asyncio interface to one model served by a pipeline of worker processes.
 
     Use it as `async with Engine(EngineConfig("demo")) as engine: ...`, or call `start` and `stop`.
 

@@ -6,7 +6,7 @@ import msgspec
 
 
 class EngineRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """State and counters of an engine of a router, for GET /engines."""
+    """State, load and counters of one engine behind a router, for GET /engines."""
 
     name: str
     role: str
@@ -33,13 +33,14 @@ class EngineRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_dispatched: int
     """Requests that this router has sent to it, those sent again included."""
     weight: float
-    """Share of its usual load that it gets: below 1 after an ejection, 0 while it is ejected."""
+    """Share of the requests that it would get normally: below 1 after it was ejected for failures,
+    0 while it is ejected."""
     has_kv_transfer: bool
     """True if it gives KV blocks to other engines and fetches theirs at present."""
 
 
 class RouterTotals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Counters of a router since its start."""
+    """Counters of a router since its start: migrated and refused requests, lost engines."""
 
     policy: str
     num_parked: int
@@ -55,22 +56,22 @@ class RouterTotals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shed_requests: dict[str, int]
     """Requests refused because no engine was likely to meet their SLO, by reason."""
     inexact_migrations: int
-    """Requests with tokens that went on at an engine of other numerics, because no equal one was
-    attached; the rest of their text may differ."""
+    """Requests that continued after their first tokens on an engine with other dtypes or kernels,
+    because none with equal ones was attached; the rest of their text may differ."""
     stale_outputs: int
     """Tokens that arrived from an engine after their request had been taken elsewhere."""
     preset: str
-    """Policy that chooses the engines of prefill and decode apart; empty without."""
+    """Policy that chooses separate engines for prefill and decode; empty without."""
     decode_choice: str
     """Moment at which it chooses the decode engine: arrival, first_chunk or prefill_end."""
     flips: bool
-    """True if idle engines get another role."""
+    """True if idle engines are switched between the roles prefill and decode."""
     role_changes: dict[str, int]
-    """Commands of this router to take a role, by role."""
+    """Number of role changes that this router has commanded, by new role."""
 
 
 class ScaleStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Decision of a router about the number of its engines."""
+    """Autoscaling decision of a router: number of engines that should run, and which to drain."""
 
     is_leader: bool
     """True if the decision counts: all engines name this router their leader, or there are none."""
@@ -87,31 +88,33 @@ class ScaleStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine_rate: float | None
     """Requests per second that one engine sustains; None while it is unknown."""
     startup_seconds: float
-    """Time from the wish for an engine until it serves."""
+    """Expected seconds from the start of a new engine until it serves."""
 
 
 class WorkloadFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Mean rate and lengths of consecutive requests."""
+    """Mean request rate, prompt length and output length of consecutive requests."""
 
     rate: float
     """Requests per second."""
     prompt_tokens: float
+    """Mean prompt length in tokens."""
     output_tokens: float
-    """Tokens of all choices of a request."""
+    """Mean number of output tokens, of all choices of a request."""
 
 
 class WorkloadShiftStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A lasting shift of the workload of a router."""
+    """Lasting change of a router's request rate or lengths, with the means before and after."""
 
     quantities: list[str]
     """Means that have shifted: prompt tokens, output tokens, seconds between arrivals."""
     before: WorkloadFigures
+    """Means before the shift."""
     after: WorkloadFigures
     """Means of the window that ended with the shift."""
 
 
 class WorkloadStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Workload statistics of a router that detects shifts."""
+    """Mean rate and lengths of a router's requests, and the latest lasting change of them."""
 
     is_leader: bool
     """True if all engines name this router their leader, or there are none."""
@@ -126,11 +129,11 @@ class WorkloadStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class UnknownEngineError(Exception):
-    """No engine with this name is attached to the router."""
+    """The router has no connected engine with this name."""
 
 
 class EngineRoles(Protocol):
-    """Interface to change the roles of the engines of a router."""
+    """Interface to switch a router's engines between the roles mixed, prefill and decode."""
 
     def set_role(self, name: str, role: str) -> str:
         """Command an engine to take another role; its running requests continue.
@@ -150,14 +153,14 @@ class EngineRoles(Protocol):
 
 
 class EngineScaling(Protocol):
-    """Interface to the autoscaling of a router."""
+    """Interface to read the autoscaling decision of a router."""
 
     def status(self) -> ScaleStatus | None:
         """Return the latest scaling decision; None without autoscaling."""
 
 
 class WorkloadReport(Protocol):
-    """Interface to the workload statistics of a router."""
+    """Interface to read the mean rate and lengths of a router's requests, and changes of them."""
 
     def status(self) -> WorkloadStatus | None:
         """Return mean lengths and the latest shift; None unless shifts are detected."""
@@ -169,11 +172,15 @@ class WorkloadReport(Protocol):
         """
 
     def reset_profile(self) -> bool:
-        """Measure a new profile from the next requests; return False if shifts are not detected."""
+        """Measure new reference means from the next requests.
+
+        Returns:
+            False if shifts are not detected.
+        """
 
 
 class FleetControl(Protocol):
-    """Interface to the engines of a router and their control."""
+    """Interface to inspect and control the engines of a router: drain, roles, scaling, workload."""
 
     @property
     def roles(self) -> EngineRoles:

@@ -27,7 +27,7 @@ from gllm.text.tokenizer import Tokenizer
 
 
 class OutputDelta(msgspec.Struct, frozen=True):
-    """New tokens and text of one choice of a request."""
+    """New text and tokens of one choice of a request, since the last delta."""
 
     index: int
     text: str
@@ -56,7 +56,7 @@ class OutputDelta(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """Name, limits and sampling defaults of the served model."""
+    """Name, context length, vocabulary size and sampling defaults of the served model."""
 
     name: str
     """Name that clients use in requests."""
@@ -74,7 +74,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class KvParticipant:
-    """Identity and KV transfer endpoint of an engine in a disaggregated deployment."""
+    """Name, role and KV transfer endpoint of an engine with separate prefill and decode engines."""
 
     engine: str
     """Name of the engine, unique in its fleet."""
@@ -90,7 +90,7 @@ class KvParticipant:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """Snapshot of the state, load and counters of an engine."""
+    """State, load and counters of an engine at one moment, for metrics and health checks."""
 
     state: str
     """loading, ready, recovering, sleeping, draining or dead."""
@@ -117,7 +117,8 @@ class EngineStatus:
     block_size: int = 0
     """Tokens per KV block."""
     epoch: int = 0
-    """Number of the present epoch: the first one is 1, and each recovery starts the next."""
+    """Number of the present epoch: the first one is 1, and each recovery of the pipeline starts the
+    next."""
     recovering_since: float | None = None
     """Time of the monotonic clock at which the running recovery began; None if none runs."""
     recovery_cause: str = ""
@@ -146,7 +147,7 @@ class EngineStatus:
 
 
 class EngineUnavailableError(Exception):
-    """The engine currently accepts no requests.
+    """The engine cannot take requests now, as while it loads, drains, sleeps or is full.
 
     `reason` is loading, recovering, draining, sleeping, dead, full or no_engines. `dropped_reason`
     is llm-d's name of the cause, if it differs from the usual one of the reason.
@@ -163,7 +164,7 @@ class EngineUnavailableError(Exception):
 
 
 class OverloadedError(Exception):
-    """The request is refused because its SLO cannot be met under the current load.
+    """The request is refused because its latency objective (SLO) cannot be met at the current load.
 
     `reason` is llm-d's name of the cause, such as rejected-saturated.
     """
@@ -180,7 +181,12 @@ class EmbeddingError(Exception):
 
 
 def embedding_error(message: str, kind: ErrorKind) -> Exception:
-    """Return the exception for an embedding that ended with an error."""
+    """Return the exception to raise for an embedding request that ended with an error.
+
+    Args:
+        message: error of the request.
+        kind: category of the error, which decides between a client's and a server's error.
+    """
     match kind:
         case "unavailable":
             return EngineUnavailableError("recovering", message)
@@ -191,15 +197,15 @@ def embedding_error(message: str, kind: ErrorKind) -> Exception:
 
 
 class RoleSwitchError(Exception):
-    """The engine has no role, because it has no routers."""
+    """The engine's role cannot be changed, because the engine is not connected to routers."""
 
 
 class ProfileError(Exception):
-    """A profile could not be started or stopped; the message has the cause."""
+    """A torch profile could not be started or stopped; the message has the cause."""
 
 
 class RequestHandle(Protocol):
-    """Handle of a running request, from which its output is read.
+    """Interface to read the output of one running request, and to abort it.
 
     Deltas that the caller has not read yet are merged into one delta per choice.
     """
@@ -224,7 +230,7 @@ class RequestHandle(Protocol):
 
 
 class EngineInterface(Protocol):
-    """Interface of an engine or a router for the HTTP frontend."""
+    """Interface through which the HTTP frontend uses an engine or a router."""
 
     @property
     def fleet(self) -> FleetControl | None:

@@ -36,7 +36,7 @@ arguments: the engine, the options about machines, the path of the secret file."
 
 @dataclass
 class CompletionOutput:
-    """One finished choice of a prompt."""
+    """Generated text, tokens and finish reason of one choice of a prompt."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -50,7 +50,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A prompt and its finished choices."""
+    """Prompt with all of its finished choices, as `LLM.generate` returns it."""
 
     prompt: str | list[int]
     outputs: list[CompletionOutput]
@@ -61,7 +61,7 @@ class RequestOutput:
 
 @dataclass
 class ChatCompletionOutput(CompletionOutput):
-    """One finished choice of a chat: an assistant message and the raw output."""
+    """Finished choice of a chat: text, reasoning and tool calls, and the raw output."""
 
     content: str = ""
     """The answer without reasoning and tool calls."""
@@ -81,7 +81,7 @@ class ChatCompletionOutput(CompletionOutput):
 
 @dataclass
 class ChatOutput:
-    """A chat's prompt and its finished choices."""
+    """Prompt of a chat with all of its finished choices, as `LLM.chat` returns it."""
 
     prompt: list[int]
     """Token ids of the rendered chat."""
@@ -92,7 +92,7 @@ class ChatOutput:
 
 
 class LLM:
-    """A blocking engine for scripts: `LLM("demo", pipeline_parallel_size=2).generate(prompts)`.
+    """Blocking interface for scripts: `LLM("demo", pipeline_parallel_size=2).generate(prompts)`.
 
     Use it as a context manager or call `close`; workers end with this process in any case.
 

@@ -33,7 +33,7 @@ RECOVERY_RETRY_SECONDS = 5
 
 
 class PipelineBackend:
-    """Backend that runs requests on a pipeline of worker processes."""
+    """Runs token-id requests on a pipeline of worker processes; a backend of `TextEngine`."""
 
     def __init__(
         self,
@@ -246,12 +246,12 @@ class PipelineBackend:
 def read_status(
     supervisor: Supervisor, config: EngineConfig, cluster: ClusterHead | None = None
 ) -> EngineStatus:
-    """Return the state and the counters of an engine.
+    """Return the state, load and counters of an engine for metrics and health checks.
 
     Args:
-        supervisor: of the engine.
-        config: of the engine.
-        cluster: its other machines; None for this one alone.
+        supervisor: runs the engine's workers.
+        config: configuration of the engine.
+        cluster: manager of the engine's other machines; None if there are none.
     """
     client, deaths = supervisor.client, supervisor.deaths
     mover = supervisor.kv_mover

@@ -36,7 +36,7 @@ BACKEND_DEVICES = {
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """A model folder, its configuration and its division into stages."""
+    """Model folder, model configuration and the division of its layers into pipeline stages."""
 
     folder: Path
     config: ModelConfig
@@ -47,7 +47,12 @@ class ModelPlan:
 
 
 def plan_model(config: EngineConfig) -> ModelPlan:
-    """Read the model's configuration, downloading the model if necessary; split it into stages.
+    """Read the model's configuration, and divide its layers into pipeline stages.
+
+    The model is downloaded if necessary.
+
+    Args:
+        config: configuration of the engine.
 
     Raises:
         ModelError: The model cannot be served.
@@ -119,11 +124,11 @@ def _check_kv_cache(config: EngineConfig, model: ModelSpec, length: int) -> None
 
 
 def make_join_facts(config: EngineConfig, folder: Path, max_model_len: int) -> JoinFacts:
-    """Return the version, model and configuration by which machines check that they match.
+    """Return the version, model and configuration that must be equal on all machines of an engine.
 
     Args:
-        config: of the engine.
-        folder: of the model.
+        config: configuration of the engine.
+        folder: folder of the model.
         max_model_len: most tokens of a sequence, which `config` may leave to the model.
 
     Raises:

@@ -22,7 +22,7 @@ NOT_FIRST = FirstToken(0, 0, 0.0)
 
 
 class RequestState:
-    """Handle of a request on the worker processes; implements `RequestHandle`."""
+    """Handle of one running request: detokenizes its output; implements `RequestHandle`."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ def _delta(
 def build_sequence_params(
     params: SamplingParams, stop_ids: set[int], bad_words: BadWords, grammar: str, seeds: Random
 ) -> SequenceSamplingParams:
-    """Return the sampling parameters for the last stage, with a random seed if none is set.
+    """Convert a request's sampling parameters for the sampler; without a seed, draw a random one.
 
     Args:
         params: The request's parameters.

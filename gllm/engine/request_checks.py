@@ -15,7 +15,13 @@ class PromptTooLongError(FieldError):
 
 
 def truncate_prompt(prompt: list[int], params: SamplingParams, model: ModelInfo) -> list[int]:
-    """Truncate a prompt from the left to `truncate_prompt_tokens`."""
+    """Return the last `truncate_prompt_tokens` tokens of a prompt, or all if it is unset.
+
+    Args:
+        prompt: token ids.
+        params: parameters of the request; -1 truncates so that `max_tokens` of output still fit.
+        model: context length of the model.
+    """
     num_tokens = params.truncate_prompt_tokens
     if num_tokens is None:
         return prompt
@@ -27,9 +33,10 @@ def truncate_prompt(prompt: list[int], params: SamplingParams, model: ModelInfo)
 def check_options(
     params: SamplingParams, priority: int, cache_salt: str, request_id: str
 ) -> tuple[int, str]:
-    """Check the options of a request; return the priority and the cache salt.
+    """Check priority, cache salt and id of a request; return the priority and the cache salt.
 
-    Raises FieldError.
+    Raises:
+        FieldError: an option is invalid; the error names it.
     """
     is_sampling: object = isinstance(params, SamplingParams)
     if not is_sampling:
@@ -51,7 +58,15 @@ def encode_prompt(
 ) -> list[int]:
     """Tokenize a prompt and truncate it to `truncate_prompt_tokens`; blocks for long texts.
 
-    Raises PromptTooLongError, without tokenizing a text that cannot fit.
+    Args:
+        text: prompt.
+        params: parameters of the request.
+        model: context length of the model.
+        tokenizer: the model's tokenizer.
+        param: name of the prompt's field, for errors.
+
+    Raises:
+        PromptTooLongError: the prompt is too long; a text that cannot fit is not tokenized.
     """
     with convert_length_errors(param, model):
         limit = None if params.truncate_prompt_tokens is not None else model.max_model_len - 1
@@ -60,7 +75,12 @@ def encode_prompt(
 
 @contextmanager
 def convert_length_errors(param: str, model: ModelInfo) -> Iterator[None]:
-    """Convert TooManyTokensError into PromptTooLongError, as a context manager."""
+    """Raise PromptTooLongError in place of TooManyTokensError, as a context manager.
+
+    Args:
+        param: name of the prompt's field, for errors.
+        model: context length of the model.
+    """
     try:
         yield
     except TooManyTokensError as error:
@@ -81,9 +101,16 @@ def _too_long(
 def check_request(
     prompt: Sequence[int], params: SamplingParams, model: ModelInfo, param: str = "prompt"
 ) -> None:
-    """Check that the model can run a request; `param` is the name of the prompt's field.
+    """Check that the model can run a request: prompt length, token ids and sampling parameters.
 
-    Raises FieldError, among them PromptTooLongError.
+    Args:
+        prompt: token ids.
+        params: parameters of the request.
+        model: limits of the model.
+        param: name of the prompt's field, for errors.
+
+    Raises:
+        FieldError: a field is invalid; PromptTooLongError if the prompt is too long.
     """
     if not prompt:
         raise FieldError(param, f"{param} is empty: at least one token is needed")

@@ -43,7 +43,7 @@ from gllm.text.tokenizer import Tokenizer
 
 
 class Backend(Protocol):
-    """Interface of the backend of a `TextEngine`, which runs requests of token ids."""
+    """Interface of a backend that runs requests of token ids, for `TextEngine`."""
 
     @property
     def client(self) -> RequestClient:
@@ -117,7 +117,10 @@ log = logging.getLogger(__name__)
 
 
 class TextEngine:
-    """Engine without a backend: tokenizer, grammars and text output of requests."""
+    """Base class of engines: tokenizes prompts, compiles grammars and detokenizes outputs.
+
+    A backend runs the requests.
+    """
 
     def __init__(
         self,

@@ -51,7 +51,7 @@ latency is below 200 ms. Source: TetriInfer's cluster monitor collects loads eve
 
 
 class ReportPacer:
-    """Rate limit of load reports: at most one per LOAD_REPORT_SECONDS."""
+    """Limits an engine's load reports to its routers to one per LOAD_REPORT_SECONDS."""
 
     def __init__(self) -> None:
         self._reported_at: float | None = None
@@ -73,7 +73,7 @@ class ReportPacer:
 
 
 class RouterAttachment:
-    """Sessions of an engine with its routers, in the head process."""
+    """Connections of an engine to its routers: announcements, load reports and requests."""
 
     def __init__(
         self,
@@ -317,7 +317,10 @@ class RouterAttachment:
 
 
 class EngineAnnouncer:
-    """Callable that returns the current announcement of an engine to routers."""
+    """Creates the message by which an engine describes itself to routers when called.
+
+    It has name, role, model, limits, KV cache size and KV transfer endpoint.
+    """
 
     def __init__(
         self,
@@ -388,7 +391,12 @@ class EngineAnnouncer:
 def attach_to_routers(
     supervisor: Supervisor, announcer: EngineAnnouncer, attachment: AttachmentConfig
 ) -> RouterAttachment:
-    """Return the router sessions of an engine; they have not started.
+    """Create an engine's connections to routers; `start` opens them.
+
+    Args:
+        supervisor: runs the engine's workers.
+        announcer: creates the engine's announcements.
+        attachment: addresses to connect to or listen on, and the secret file.
 
     Raises:
         ValueError: an address or the secret cannot be used.

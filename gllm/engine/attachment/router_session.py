@@ -40,7 +40,7 @@ from gllm.scheduler.plan import FinishedSequence, StepOutput
 
 
 class AttachedEngine(Protocol):
-    """Interface of an engine for router sessions; the supervisor implements it."""
+    """Interface of an engine for its connections to routers; `Supervisor` implements it."""
 
     @property
     def client(self) -> EngineClient:
@@ -82,9 +82,9 @@ class _Running:
 
 
 class RouterSession:
-    """Session of an engine with one router: runs the requests of the router.
+    """Connection of an engine to one router: runs the router's requests and returns their output.
 
-    The output of all requests in one turn of the event loop becomes one message.
+    The outputs of all requests in one iteration of the event loop become one message.
     """
 
     def __init__(
