@@ -91,7 +91,7 @@ class ScaleStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Expected seconds from the start of a new engine until it serves."""
 
 
-class WorkloadFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class WorkloadMeans(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Mean request rate, prompt length and output length of consecutive requests."""
 
     rate: float
@@ -107,9 +107,9 @@ class WorkloadShiftStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
     quantities: list[str]
     """Means that have shifted: prompt tokens, output tokens, seconds between arrivals."""
-    before: WorkloadFigures
+    before: WorkloadMeans
     """Means before the shift."""
-    after: WorkloadFigures
+    after: WorkloadMeans
     """Means of the window that ended with the shift."""
 
 
@@ -122,7 +122,7 @@ class WorkloadStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Requests whose lengths were counted."""
     num_shifts: int
     """Shifts since the start of the router."""
-    profile: WorkloadFigures | None
+    profile: WorkloadMeans | None
     """Means that the latest requests are compared with; None while they are measured."""
     shift: WorkloadShiftStatus | None
     """The latest shift; None before the first."""

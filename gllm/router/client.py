@@ -17,7 +17,7 @@ from gllm.routing.disaggregation.policy import EnginePair
 from gllm.routing.handoff import HandoffLimits
 from gllm.runtime.head.journal import JournalEntry
 from gllm.runtime.head.request_client import RequestClient, SendFunction
-from gllm.runtime.head.request_stream import RequestStream, deliver
+from gllm.runtime.head.request_stream import RequestStream, deliver_outputs
 from gllm.runtime.head.suspects import SuspectTracker
 
 log = logging.getLogger(__name__)
@@ -266,7 +266,7 @@ class FleetClient(RequestClient):
         if message.error_kinds:
             message, refused = split_refused(attached, message, self._ban)
         message, prefilled = self.handoffs.split_prefilled(attached, message)
-        ended = deliver(message, attached.choices)
+        ended = deliver_outputs(message, attached.choices)
         self.handoffs.on_tokens(attached, message.outcome.seqs)
         if self._suspects.has_deaths:
             for seq in message.outcome.seqs:

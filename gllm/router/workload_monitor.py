@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gllm.engine.fleet_control import WorkloadFigures, WorkloadShiftStatus, WorkloadStatus
+from gllm.engine.fleet_control import WorkloadMeans, WorkloadShiftStatus, WorkloadStatus
 from gllm.routing.scaling.workload_shifts import (
     RequestSample,
     ShiftConfig,
@@ -150,8 +150,8 @@ class WorkloadMonitor:
         )  # fmt: skip
 
 
-def _figures(means: WindowMeans) -> WorkloadFigures:
-    return WorkloadFigures(means.rate, means.prompt_tokens, means.output_tokens)
+def _figures(means: WindowMeans) -> WorkloadMeans:
+    return WorkloadMeans(means.rate, means.prompt_tokens, means.output_tokens)
 
 
 def _describe(means: WindowMeans) -> str:

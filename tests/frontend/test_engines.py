@@ -9,7 +9,7 @@ from gllm.engine.fleet_control import (
     RouterTotals,
     ScaleStatus,
     UnknownEngineError,
-    WorkloadFigures,
+    WorkloadMeans,
     WorkloadShiftStatus,
     WorkloadStatus,
 )
@@ -37,7 +37,7 @@ class ScriptedWorkload:
     is_on: bool = True
 
     def status(self) -> WorkloadStatus | None:
-        before, after = WorkloadFigures(2.0, 10.0, 5.0), WorkloadFigures(2.0, 20.0, 10.0)
+        before, after = WorkloadMeans(2.0, 10.0, 5.0), WorkloadMeans(2.0, 20.0, 10.0)
         shift = WorkloadShiftStatus(["prompt tokens", "output tokens"], before, after)
         return WorkloadStatus(True, 1200, 1, None, shift) if self.is_on else None
 

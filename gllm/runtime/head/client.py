@@ -16,7 +16,7 @@ from gllm.messages.requests import AbortSequences, EngineOutputs
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.runtime.head.journal import JournalEntry
 from gllm.runtime.head.request_client import RequestClient, SendFunction
-from gllm.runtime.head.request_stream import RequestStream, SubmittedChoice, deliver
+from gllm.runtime.head.request_stream import RequestStream, SubmittedChoice, deliver_outputs
 from gllm.runtime.head.suspects import SuspectTracker
 from gllm.scheduler.output_lengths import OutputLengthPredictor
 from gllm.scheduler.plan import SchedulerStats
@@ -237,7 +237,7 @@ class EngineClient(RequestClient):
             self._on_stats()
         if tokens:
             self.step_sizes[1 << (tokens - 1).bit_length()] += 1
-        ended = deliver(message, self._choices)
+        ended = deliver_outputs(message, self._choices)
         for end in message.outcome.finished:
             target = self._choices.get(end.seq)
             # Only outputs that have ended by themselves, as the scheduler does.

@@ -125,7 +125,7 @@ class SubmittedChoice(NamedTuple):
     """Adds a token to the list of the choice's delivered tokens."""
 
 
-def deliver(
+def deliver_outputs(
     message: EngineOutputs, choices: Mapping[int, SubmittedChoice]
 ) -> list[SubmittedChoice]:
     """Add the tokens of a step to the streams of their requests and to the delivered tokens.

@@ -354,7 +354,7 @@ def build_sampling_metadata(
     )
 
 
-def to_sampled(sampling: SamplingMetadata, output: SampleOutput) -> list[SampledToken]:
+def to_sampled_tokens(sampling: SamplingMetadata, output: SampleOutput) -> list[SampledToken]:
     """Convert sampled tokens and errors to one result per row, for the scheduler."""
     rows = zip(sampling.sequences, output.tokens, output.errors, strict=True)
     return [
@@ -385,7 +385,7 @@ def advance_guides(sampling: SamplingMetadata, output: SampleOutput) -> dict[int
     """
     new_tokens = {}
     for row in sampling.grammar_rows:
-        guide, index = guide_of(sampling, row), sampling.output_indices[row]
+        guide, index = get_grammar_guide(sampling, row), sampling.output_indices[row]
         try:
             if output.errors[row]:
                 guide.fail(output.errors[row])
@@ -425,7 +425,7 @@ def collect_grammar_masks(sampling: SamplingMetadata, vocab_size: int) -> tuple[
     masks, known_rows = [], set()
     for row in sampling.grammar_rows:
         try:
-            allowed = guide_of(sampling, row).allowed_tokens(sampling.output_indices[row])
+            allowed = get_grammar_guide(sampling, row).allowed_tokens(sampling.output_indices[row])
         except GrammarGuideError:
             allowed = b"\0" * 4 * num_bitmask_words(vocab_size)
         if isinstance(allowed, int):
@@ -437,7 +437,7 @@ def collect_grammar_masks(sampling: SamplingMetadata, vocab_size: int) -> tuple[
     return torch.stack(masks), known_rows
 
 
-def guide_of(sampling: SamplingMetadata, row: int) -> GrammarGuide:
+def get_grammar_guide(sampling: SamplingMetadata, row: int) -> GrammarGuide:
     """Return the grammar guide of a sampling row, which must have one."""
     guide = sampling.states[row].guide
     assert guide is not None, "the row has a grammar"

@@ -20,7 +20,7 @@ from gllm.runtime.worker.sampling import (
     build_sampling_metadata,
     create_sampling_states,
     fail_guides,
-    to_sampled,
+    to_sampled_tokens,
 )
 from gllm.text.grammar.guide import GrammarGuide, GrammarGuideError, GuideOptions
 from tests.support.text.grammar_writing import (
@@ -80,7 +80,7 @@ def test_forced_tokens_come_with_the_one_before(owner):
     first = step([state], [0], noise())
     begin = [first.tokens[0], *first.forced_tokens[0]]
     assert TOKENIZER.decode(begin, False) == '{"name":"'
-    assert to_sampled(build_sampling_metadata([(4, 1)], [state], [0]), first)[
+    assert to_sampled_tokens(build_sampling_metadata([(4, 1)], [state], [0]), first)[
         0
     ].forced_token_ids == tuple(begin[1:])
 

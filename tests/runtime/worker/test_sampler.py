@@ -18,7 +18,7 @@ from gllm.runtime.worker.sampling import (
     SamplingState,
     build_sampling_metadata,
     create_sampling_states,
-    to_sampled,
+    to_sampled_tokens,
 )
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
@@ -67,7 +67,7 @@ def test_only_logits_that_are_not_finite_cast_doubt_on_the_cache() -> None:
         SequenceSamplingParams(logit_bias=dict.fromkeys(range(50), -math.inf)),
     ]
     rows = rows_of([state_of(spec) for spec in specs], [0, 0, 0])
-    told = to_sampled(rows, sample_rows(logits, rows))
+    told = to_sampled_tokens(rows, sample_rows(logits, rows))
     assert [bool(row.error) for row in told] == [False, True, True]
     assert [row.is_finite for row in told] == [True, False, True]
 

@@ -12,7 +12,7 @@ from gllm.models.config import ModelConfig
 from gllm.runtime.worker.batch import Batch
 from gllm.runtime.worker.cpu.sampler import sample_rows
 from gllm.runtime.worker.executor import Executor
-from gllm.runtime.worker.sampling import build_embedding_details, to_sampled
+from gllm.runtime.worker.sampling import build_embedding_details, to_sampled_tokens
 from gllm.scheduler.plan import SampledToken
 
 CPU = torch.device("cpu")
@@ -124,7 +124,7 @@ class CpuExecutor(Executor):
         for chunk in batch.prompt_chunks:
             chunk.store_scores()
         samples = sample_rows(output, batch.sampling)
-        results = to_sampled(batch.sampling, samples)
+        results = to_sampled_tokens(batch.sampling, samples)
         if self._keeps_last_tokens:
             self._last_tokens.update((result.seq, result.token_id) for result in results)
         embedded = build_embedding_details(batch.sampling, batch.embeddings, samples.errors)

@@ -59,7 +59,7 @@ from gllm.runtime.worker.sampling import (
     advance_guides,
     build_embedding_details,
     collect_grammar_masks,
-    to_sampled,
+    to_sampled_tokens,
 )
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import SampledToken, StepPlan
@@ -464,7 +464,7 @@ class CudaExecutor(Executor):
         samples = to_sample_output(batch, tokens, scores)
         advance_guides(batch.sampling, samples)
         embedded = build_embedding_details(batch.sampling, embeddings, samples.errors)
-        return to_sampled(batch.sampling, samples), samples.details + embedded
+        return to_sampled_tokens(batch.sampling, samples), samples.details + embedded
 
     def _plan_sampling(self, plan: StepPlan, batch: Batch) -> SamplerInputs:
         """Build the sampler's inputs of a step; they are empty without the sampler."""
