@@ -104,7 +104,7 @@ class Engine(TextEngine):
         return self._pipeline.drain_node(name)
 
     def kv_participant(self) -> KvParticipant | None:
-        """Return the KV transfer endpoint of the engine; None without KV transfers."""
+        """Return the engine's name, role and KV transfer endpoint; None without KV transfers."""
         if self.config.kv_transfer is None:
             return None
         attachment = self._pipeline.attachment
@@ -114,7 +114,11 @@ class Engine(TextEngine):
         )
 
     def release_kv(self, tickets: list[int]) -> None:
-        """Free the KV blocks that are held for tickets; unknown tickets are ignored."""
+        """Free the KV blocks that are reserved for other engines under these tickets.
+
+        Args:
+            tickets: numbers of finished prefills; unknown ones are ignored.
+        """
         for start in range(0, len(tickets), MAX_TICKETS):
             batch = tickets[start : start + MAX_TICKETS]
             self._supervisor.send_kv_command(ReleaseKvHolds(batch))

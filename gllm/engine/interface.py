@@ -50,8 +50,8 @@ class OutputDelta(msgspec.Struct, frozen=True):
     error_kind: ErrorKind = ""
     """Kind of the error, which decides whether a client should send the request again."""
     num_held_tokens: int = 0
-    """Leading tokens whose KV cache the engine keeps under the request's ticket; set on the last
-    delta."""
+    """Leading tokens whose KV blocks the engine reserves for another engine, under the request's
+    ticket; set on the last delta."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class KvParticipant:
-    """Name, role and KV transfer endpoint of an engine with separate prefill and decode engines."""
+    """Name, role and KV transfer endpoint of an engine, for disaggregated prefill and decode."""
 
     engine: str
     """Name of the engine, unique in its fleet."""
@@ -291,7 +291,8 @@ class EngineInterface(Protocol):
 
         `request_id` is the id by which `abort` finds the requests. `slo` and `session` are hints
         for routers: latencies that the client asks for, and a name whose requests go to one engine.
-        `handoffs` has the part of each prompt in a hand-off; it is empty without one.
+        `handoffs` says for each prompt which KV blocks are fetched from or reserved for another
+        engine; it is empty without disaggregated prefill.
 
         Raises:
             FieldError: The engine cannot run such a request.
@@ -368,10 +369,14 @@ class EngineInterface(Protocol):
         """
 
     def kv_participant(self) -> KvParticipant | None:
-        """Return the KV transfer endpoint of the engine; None without KV transfers."""
+        """Return the engine's name, role and KV transfer endpoint; None without KV transfers."""
 
     def release_kv(self, tickets: list[int]) -> None:
-        """Free the KV blocks that are held for tickets; unknown tickets are ignored."""
+        """Free the KV blocks that are reserved for other engines under these tickets.
+
+        Args:
+            tickets: numbers of finished prefills; unknown ones are ignored.
+        """
 
     def describe(self) -> dict[str, Any]:
         """Return the engine's configuration and state as JSON values."""

@@ -11,7 +11,7 @@ from gllm.text.tokenizer import Tokenizer, TooManyTokensError
 
 
 class PromptTooLongError(FieldError):
-    """The prompt leaves no space for output in the model's context."""
+    """The prompt leaves no space for output in the model's context window."""
 
 
 def truncate_prompt(prompt: list[int], params: SamplingParams, model: ModelInfo) -> list[int]:

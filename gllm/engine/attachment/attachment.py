@@ -169,7 +169,7 @@ class RouterAttachment:
         self._sessions.clear()
 
     def on_prefill(self, report: KvPushStarted | FirstChunkComputed) -> None:
-        """Forward a report about a running prefill to the router of its request."""
+        """Forward a report about a running prefill to the router that sent its request."""
         for session in self.routers:
             session.on_prefill(report)
 
@@ -354,7 +354,7 @@ class EngineAnnouncer:
         self._hash_numerics = lru_cache(maxsize=1)(partial(hash_numerics, self._model_hash))
 
     def __call__(self) -> AnnounceEngine:
-        """Return the announcement with the present figures."""
+        """Return the announcement with the present state and sizes."""
         supervisor, model = self._supervisor, self._model
         num_blocks = supervisor.num_blocks
         block_size = self._config.scheduler.block_size

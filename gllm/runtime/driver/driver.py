@@ -68,7 +68,7 @@ class DriverPacing:
         self._pacer.on_paths(convert_link_times(message, self._bytes_per_token))
 
     def update(self, now: float) -> None:
-        """Change the depth of the scheduler if another one is better by enough."""
+        """Change the number of micro-batches in flight if another number is faster by enough."""
         if not self._pacer.is_due(now):
             return
         before, stats = self._pacer.pace, self._scheduler.stats()
@@ -120,7 +120,8 @@ class HeldRequest(NamedTuple):
 
     request: SchedulerRequest
     submit_time: float
-    """Time at which the driver received it; its place in the order of arrival counts from here."""
+    """Time at which the driver received it, which decides its position in the queue of waiting
+    requests."""
     aborted: set[int]
     """Sequences of the request that were aborted since."""
 
@@ -278,9 +279,9 @@ class Driver:
         self._register(message)
 
     def on_grammar_ready(self, message: GrammarReady) -> None:
-        """Schedule a held request, or end a request that the last stage cannot sample.
+        """Schedule a request whose grammar is compiled, or end it if it cannot be sampled.
 
-        Requests are held until their grammar is compiled, so that no step waits for it.
+        Requests wait until their grammar is compiled, so that no step waits for it.
         """
         self._has_new_stats = True
         # Also a failed request: the scheduler makes the stages release its sequences.

@@ -60,7 +60,7 @@ class DriverKv:
 
     @property
     def is_active(self) -> bool:
-        """True while leases or fetches exist, so that the driver needs a timer."""
+        """True while KV blocks are fetched or reserved for other engines: a timer is needed."""
         return self._transfers.is_active
 
     def connect(self, mover: Callable[[kv_transfer.KvCommand], None]) -> None:
@@ -103,7 +103,7 @@ class DriverKv:
         )
 
     def start_fetches(self) -> None:
-        """Start the fetches that the scheduler has requested; called before it schedules."""
+        """Start to fetch the KV blocks that the scheduler has requested; called before it runs."""
         now = time.monotonic()
         for fetch in self._transfers.start_fetches(now):
             if not fetch.num_tokens:
@@ -128,7 +128,7 @@ class DriverKv:
                 self._transfers.finish_fetch(fetch.seq, is_ok=False)
 
     def report_first_chunks(self) -> None:
-        """Report the prompts whose first chunk is computed, where a router has requested that."""
+        """Report prompts whose first prefill chunk is computed, if a router has requested it."""
         for ticket in self._transfers.pop_first_chunks():
             self._report(handoff.FirstChunkComputed(ticket))
 
@@ -181,7 +181,7 @@ class DriverKv:
                 self._report(kv_transfer.KvMoverStuck())
 
     def on_message(self, message: kv_transfer.KvReport | handoff.HandoffCommand) -> None:
-        """Handle a report of the mover, or a command of a router."""
+        """Handle a report of the `gllm-link` process, or a router's command about KV blocks."""
         match message:
             case handoff.PrefetchKv():
                 self._prefetch(message)

@@ -70,7 +70,7 @@ class PlanRecord:
         self._words[_HEADER_WORDS + self._indices.pop(step) * self._stride] = 0
 
     def on_held(self, seqs: list[int]) -> None:
-        """Replace the recorded sequences whose grammar is being compiled."""
+        """Replace the recorded sequences that wait for their grammar."""
         self._write(self._num_plans, 1 if seqs else 0, seqs)
 
     def _write(self, index: int, number: int, seqs: list[int]) -> None:

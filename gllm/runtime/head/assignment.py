@@ -94,28 +94,30 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True):
 
     placement: Placement
     sender: int
-    """Identity of the worker, which has a place in the placement."""
+    """Number of the worker, by which the placement and messages identify it."""
     config: EngineConfig
     """With max_model_len resolved."""
     model_folder: str
     driver_address: str
-    """Address that the driver of the epoch binds."""
+    """Address on which the driver listens for the other workers."""
     incoming: Edge | None = None
-    """Edge from a worker of the previous stage; None on the first."""
+    """Connection from a worker of the previous stage; None on the first stage."""
     outgoing: list[Edge] = []
-    """Edges to workers of the next stage, by their ranks."""
+    """Connections to workers of the next stage, by their ranks."""
     region: Region | None = None
     """Memory that the ranks of the stage share; None where the stage has one rank."""
     plan_record: int | None = None
     """Descriptor of the file in which the driver records the plans in flight; None elsewhere."""
     kv_memory: int | None = None
-    """Descriptor of an empty file for the KV cache, which others map; None: in own memory."""
+    """Descriptor of an empty file for the KV cache, which the `gllm-link` process maps too; None
+    for memory of the worker alone."""
     restart_cause: str = ""
     """Reason for which the previous epoch ended; empty in the first one."""
     num_resumed_requests: int = 0
     """Requests that will be submitted again."""
     output_lengths: dict[int, list[int]] = {}
-    """Output lengths of earlier epochs, by class, for the scheduler; empty elsewhere."""
+    """Observed output lengths in tokens by request class, from before the last recovery, for the
+    scheduler; empty in workers without it."""
     is_probe: bool = False
     """True if the worker only measures its speed; the layers are preliminary, and there are no
     descriptors and no driver."""
@@ -199,7 +201,7 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def descriptors(self) -> list[int]:
-        """All descriptors: of the edges, the region, the plan record, then the KV cache."""
+        """All descriptors in order: connections, memory of ranks, plan record, KV cache."""
         incoming = [] if self.incoming is None else [self.incoming]
         region = [] if self.region is None else [self.region]
         own = [

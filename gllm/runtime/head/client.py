@@ -72,7 +72,10 @@ class EngineClient(RequestClient):
 
     @property
     def stats(self) -> SchedulerStats:
-        """State of the scheduler, with counters over all epochs; parked choices wait."""
+        """Counters and gauges of the scheduler, summed over recoveries.
+
+        Choices without a scheduler count as waiting.
+        """
         stats = self.totals.stats
         if self._send is not None and not self._is_isolating:
             return stats
@@ -87,9 +90,9 @@ class EngineClient(RequestClient):
         self._on_stats = listener
 
     def predict_recompute_seconds(self) -> float:
-        """Return the predicted time in which another driver computes the running requests again.
+        """Return the predicted seconds in which a new driver computes the running requests again.
 
-        It is that of the slowest stage, by the latest fit; 0 before the first one.
+        It is the time of the slowest stage by its fitted step cost; 0 before the first fit.
         """
         if self.coefficients is None:
             return 0.0
@@ -97,9 +100,9 @@ class EngineClient(RequestClient):
         return self.coefficients.predict_prefill_seconds(lengths)
 
     def attach(self, send: SendFunction) -> None:
-        """Submit the parked requests to a driver in order of arrival, and then each new request.
+        """Submit the waiting requests to a driver in order of arrival, and then each new request.
 
-        Suspects of deaths run alone before, one after the other.
+        Requests suspected of crashing workers run alone before, one after the other.
         """
         self._send = send
         self._is_reporting = True
@@ -110,7 +113,10 @@ class EngineClient(RequestClient):
             self._submit_parked()
 
     def detach(self, cause: str) -> None:
-        """Park all requests, because the driver has ended; a warm-up fails with the cause."""
+        """Stop to submit requests, because the driver has ended; a warm-up fails with the cause.
+
+        Running requests wait for the next driver.
+        """
         self._send = None
         for stream in {choice.stream: None for choice in self._choices.values()}:
             stream.entry.seqs.clear()
@@ -124,13 +130,13 @@ class EngineClient(RequestClient):
         self._notify()
 
     def on_death(self, seqs: Collection[int]) -> bool:
-        """Count an unplanned death of a worker; called before `detach`.
+        """Count a worker crash for the requests that were being computed; called before `detach`.
 
         Args:
-            seqs: wire ids with rows in uncommitted plans.
+            seqs: ids of the sequences with rows in uncommitted plans.
 
         Returns:
-            True if one request is to blame. It has ended with an error.
+            True if one request is found to cause the crashes; it has ended with an error.
         """
         owners = self._retired | {seq: choice.stream for seq, choice in self._choices.items()}
         poison = self._suspects.on_death(seqs, owners)

@@ -116,7 +116,7 @@ class ClusterHead:
 
     @property
     def machines(self) -> dict[str, Machine]:
-        """Machines that have joined, by the name of the node in placements."""
+        """Hardware of the machines that have joined, by their names in placements."""
         config = self.hub.facts.config
         machines = {
             name: Machine(session.join.facts, configured_threads(config, session.join.config))
@@ -209,15 +209,15 @@ class ClusterHead:
         ]
 
     def drain(self, name: str, check_ready: Callable[[], None]) -> str:
-        """Start to move the stages of a node to other nodes; the node is dismissed afterwards.
+        """Start to move the stages of a machine to other machines; it leaves the engine afterwards.
 
         Args:
-            name: of the node.
+            name: name of the machine.
             check_ready: raises an error unless the engine is ready.
 
         Raises:
-            UnknownNodeError: no node has the name.
-            NodeDrainError: the node cannot be drained.
+            UnknownNodeError: no machine has the name.
+            NodeDrainError: the machine cannot be drained.
         """
         membership, supervisor = self.hub.membership, self._supervisor
         if name == self.name:

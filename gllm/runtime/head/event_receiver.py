@@ -209,9 +209,9 @@ class EventReceiver:
         )
 
     def on_session_lost(self, sender: int, cause: str) -> None:
-        """Handle the end of a worker's session.
+        """Handle the end of a worker's message session.
 
-        The worker is replaced unless its exit is reported soon.
+        The worker is replaced unless the exit of its process is reported soon, with its own cause.
         """
         if sender in self._timers or self._recovery.is_exiting(sender):
             # Its exit is known already, or follows.
@@ -322,9 +322,10 @@ class EventReceiver:
         self._hub.listener = self
 
     def add_spares(self, members: Sequence[str]) -> None:
-        """Report the other nodes that have joined, after the start of the engine.
+        """Report the machines that have joined but have no stage, after the start of the engine.
 
-        members: nodes with which it starts; some may have been lost since they joined.
+        Args:
+            members: machines with which it starts; some may have been lost since they joined.
         """
         for name, session in list(self._hub.sessions.items()):
             if name not in members:
@@ -334,7 +335,7 @@ class EventReceiver:
                 self._on_node_gone(name, f"node {name} was lost")
 
     def on_node_joined(self, session: AgentSession) -> None:
-        """Handle a node that has joined; `NodeHub.welcome` has to be called."""
+        """Handle a machine that has joined; it is a member once `NodeHub.welcome` is called."""
         join, name = session.join, session.name
         self._group.add(RemoteNode(session))
         workers = join.workers if join.run == self._hub.run else []

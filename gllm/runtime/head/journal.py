@@ -44,7 +44,7 @@ class JournalEntry:
     """Digest of the numerics that the delivered tokens depend on; only engines of the same digest
     continue them. Empty while no engine has left tokens behind."""
     kv_ticket: int = 0
-    """As in SubmitRequest; kept, because a scheduler that computes the request again holds it."""
+    """As in SubmitRequest; stored, because a scheduler that computes the request again needs it."""
     kv_source: KvSource | None = None
     """As in SubmitRequest; for the next submission only, because a ticket is used once."""
     predicted_output_tokens: int = 0
@@ -66,7 +66,7 @@ class JournalEntry:
     num_attempts: int = 0
     """Number of submissions."""
     num_refusals: int = 0
-    """Times that engines gave the request back without a token, since it had its last one."""
+    """Times that engines returned the request without a new token, since its last token."""
 
     def __post_init__(self) -> None:
         self.alive = set(range(self.n))

@@ -153,7 +153,7 @@ class EngineKvMover:
         self._set_endpoint(b"")
 
     def restart(self) -> None:
-        """End the process, which does not read the driver's commands; another one follows."""
+        """End a `gllm-link` process that does not read commands; a new one is started."""
         log.warning("gllm-link does not read commands about KV blocks")
         self._child.kill()
 

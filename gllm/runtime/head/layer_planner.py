@@ -129,7 +129,7 @@ class LayerPlanner:
 
     @property
     def should_measure(self) -> bool:
-        """True if the layers are divided by measured speeds: the stages' speeds may differ."""
+        """True if the workers' speeds are measured before the layers are divided."""
         config = self._config
         if config.layers != "auto" or len(self._layers) == 1:
             return False
@@ -182,7 +182,7 @@ class LayerPlanner:
         return replace(memory, limit_bytes=total / num_workers[self._nodes[stage]])
 
     def change_shape(self, shape: NodeShape) -> None:
-        """Store other stages, or other nodes of the stages, for the next epoch."""
+        """Store the number of stages and their machines for the next start of the pipeline."""
         unique_nodes = dict.fromkeys(shape.nodes)
         log.info(
             "layers per stage: %s, on these machines: %s",
@@ -208,14 +208,15 @@ class LayerPlanner:
         self._nodes, self._machines = list(nodes), dict(machines)
 
     def repartition(self, shape: NodeShape, survivors: Sequence[str]) -> NodeShape | None:
-        """Return the stages on the remaining nodes after a loss, which share all layers.
-
-        None if the layers do not fit into the memory of these nodes, with keys and values of the
-        longest sequence, or if it is not known yet what they need.
+        """Divide all layers among stages on the remaining machines, after machines were lost.
 
         Args:
             shape: present stages.
-            survivors: names of the nodes that are left.
+            survivors: names of the remaining machines.
+
+        Returns:
+            The new stages; None if the layers do not fit into the memory of these machines, with
+                keys and values of the longest sequence, or if it is not known yet what they need.
         """
         if (memory := self._measure_nodes()) is None:
             return None
@@ -226,7 +227,7 @@ class LayerPlanner:
         self._machines[node] = machine
 
     def find_costliest(self, stages: Sequence[int]) -> int:
-        """Return the stage whose layers cost most, of one or more."""
+        """Return the stage with the longest predicted step time, among the given stages."""
 
         def cost_of(stage: int) -> float:
             layers = self._layers[stage]
@@ -237,16 +238,19 @@ class LayerPlanner:
     def extend(
         self, shape: NodeShape, nodes: Sequence[str], degrees: Sequence[int], should_gain: bool
     ) -> NodeShape | None:
-        """Return a shape with further stages, assumed to be as fast as the first stage.
+        """Divide all layers among the present and further stages, for machines that have joined.
 
-        None if the layers do not fit, or if it is not known yet what they need.
+        Further stages are assumed to be as fast as the first stage.
 
         Args:
             shape: present stages.
-            nodes: node of each further stage.
+            nodes: machine of each further stage.
             degrees: ranks of each further stage.
             should_gain: return None unless the slowest stage gets faster by the least gain of a
                 rebalancing.
+
+        Returns:
+            The new stages; None if the layers do not fit, or if it is not known yet what they need.
         """
         if (memory := self._measure_nodes()) is None:
             return None
@@ -265,9 +269,10 @@ class LayerPlanner:
         return extended if before / after - 1 > self._limits.min_gain else None
 
     def begin_epoch(self, loaded: Sequence[StageLoaded]) -> None:
-        """Start to compare the step times of an epoch, which has the current layers.
+        """Start to compare the step times of the stages with a new division of layers.
 
-        loaded: reports of the epoch's workers.
+        Args:
+            loaded: reports of the workers that have loaded their layers.
         """
         self._served = list(loaded), list(self._nodes), list(self._degrees)
         if self._memory is None:
@@ -329,10 +334,10 @@ class LayerPlanner:
     def on_totals(
         self, stage: int, num_steps: int, busy_seconds: float, now: float
     ) -> BetterPartition | None:
-        """Record a stage's totals; return a better division if it is to be used now.
+        """Record a stage's number of steps and busy time; return a better division to use now.
 
-        Without `rebalance` a better division is only logged. A device without a clock of its own
-        reports the time of rank 0, which waits for the other ranks.
+        Without the option `rebalance` a better division is only logged. A device without a clock of
+        its own reports the time of rank 0, which waits for the other ranks.
         """
         if len(self._layers) == 1:
             return None

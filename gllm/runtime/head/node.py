@@ -136,11 +136,11 @@ class Node(ABC):
         return "" if self._driver_folder is None else f"ipc://{self._driver_folder}/driver"
 
     def prepare(self, assignment: NodeAssignment, folder: Path, node: str | None = None) -> None:
-        """Let this machine's workers measure their speed, or load layers while their stage serves.
+        """Make this machine's workers measure their speed, or load layers while their stage serves.
 
         Args:
-            assignment: with `is_probe` or the number of a planned change.
-            folder: of the model.
+            assignment: with `is_probe`, or with the number of a planned change.
+            folder: folder of the model.
             node: the only machine whose workers prepare; None for all.
         """
         if node not in (None, self.node_name):
@@ -165,17 +165,18 @@ class Node(ABC):
         plan_record: int | None = None,
         output_lengths: dict[int, list[int]] | None = None,
     ) -> None:
-        """Send each worker of this machine its stage, with new edges and driver's address.
+        """Send each worker of this machine its stage, new connections and the driver's address.
 
         Args:
-            assignment: of the next epoch.
-            folder: of the model.
+            assignment: stages, options and connections until the next recovery.
+            folder: folder of the model.
             plan_record: descriptor of the file for the driver's plans in flight; stays open here.
-            output_lengths: output lengths of earlier epochs, for the scheduler.
+            output_lengths: output lengths from before the last recovery, for the scheduler.
 
         Raises:
             OSError: a file cannot be created; no worker was sent anything.
-            ValueError: the nodes of an edge cannot reach each other; no worker was sent anything.
+            ValueError: the machines of a connection cannot reach each other; no worker was sent
+                anything.
         """
         self.on_epoch_ready()
         placement = assignment.placement

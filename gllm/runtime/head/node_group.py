@@ -308,7 +308,10 @@ class RemoteNode:
 
 
 class NodeGroup(Node):
-    """All machines of an engine with the interface of one; calls go to the worker's machine."""
+    """Machines of a multi-node engine; forwards each call to the machine that runs the worker.
+
+    It has the same interface as one machine (`Node`).
+    """
 
     def __init__(self, local: Node) -> None:
         """Create the group of an engine on this machine.

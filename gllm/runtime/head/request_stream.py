@@ -23,11 +23,12 @@ class TokenDelta(msgspec.Struct, gc=False):
     """Log-probabilities of the prompt from its second token on, if requested; in the first
     delta."""
     embedding: bytes = b""
-    """As in SampleDetails, if requested."""
+    """Embedding of the prompt as little-endian float32, if requested."""
     first: FirstToken | None = None
-    """Set in the first delta of the choice."""
+    """Cached tokens and queueing time of the choice; set in its first delta."""
     end: FinishedSequence | None = None
-    """Set in the last delta of the choice. Its `seq` has no meaning for the reader."""
+    """Finish reason and error; set in the last delta of the choice. Its `seq` has no meaning for
+    the reader."""
     error_kind: ErrorKind = ""
     """Kind of the error that `end` has."""
 

@@ -48,22 +48,22 @@ class SuspectTracker(Generic[Request]):
 
     @property
     def has_deaths(self) -> bool:
-        """True if a death counts for some request."""
+        """True if a crash counts for some request."""
         return bool(self._deaths)
 
     def num_deaths(self, request: Request) -> int:
-        """Return the number of deaths that count for a request."""
+        """Return the number of crashes that count for a request."""
         return sum(request in death for death in self._deaths)
 
     def on_death(self, seqs: Collection[int], owners: Mapping[int, Request]) -> Request | None:
-        """Count an unplanned death of a worker, or of an engine of a fleet.
+        """Count a crash of a worker, or of an engine behind a router.
 
         Args:
-            seqs: wire ids with rows in uncommitted plans.
-            owners: running request of each wire id; rows of choices that have ended are nobody's.
+            seqs: ids of the sequences with rows in uncommitted plans.
+            owners: running request of each sequence id; rows of choices that have ended have none.
 
         Returns:
-            The request that is to blame, if one is.
+            The request that is found to cause the crashes; None if it is not known.
         """
         computed = {owners[seq] for seq in seqs if seq in owners}
         if self.isolated in computed:
@@ -76,7 +76,7 @@ class SuspectTracker(Generic[Request]):
         return None
 
     def clear(self, request: Request) -> None:
-        """Forget the deaths of a request because it has a new token or has ended."""
+        """Reset the crashes of a request because it has a new token or has ended."""
         for death in self._deaths:
             death.discard(request)
         self._deaths = [death for death in self._deaths if death]
@@ -84,17 +84,17 @@ class SuspectTracker(Generic[Request]):
             self.isolated = None
 
     def suspects(self, requests: Iterable[Request]) -> list[Request]:
-        """Return the requests that have to run alone."""
+        """Return the requests that have to run alone, because two crashes count for them."""
         if not self._deaths:
             return []
         return [request for request in requests if self.num_deaths(request) >= self._suspect_deaths]
 
     def isolate(self, request: Request, seqs: Iterable[int]) -> None:
-        """Record that only one suspect runs.
+        """Record that only one suspect runs, so that it is the cause of the next crash.
 
         Args:
             request: a suspect.
-            seqs: its wire ids.
+            seqs: ids of its sequences.
         """
         self.isolated = request
         self._isolated_seqs = frozenset(seqs)

@@ -58,7 +58,10 @@ class HeadSocket:
 
 
 class WorkerChannels:
-    """Sends messages to the workers on all machines, and drops outdated messages of theirs."""
+    """Message channels between the head and the workers on all machines.
+
+    Messages from before the last recovery, and of workers that are gone, are dropped and counted.
+    """
 
     def __init__(self, hub: Hub, socket: HeadSocket) -> None:
         """Create the channels of an engine without workers.

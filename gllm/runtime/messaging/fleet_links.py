@@ -106,7 +106,8 @@ class _Peer:
 class FleetLinks:
     """Sessions of a router with its engines, by engine name.
 
-    While a name is in use, another engine process that announces it is refused.
+    A new session of the same engine process replaces the old one. While a name is in use, another
+    engine process that announces it is refused.
     """
 
     def __init__(
@@ -166,7 +167,7 @@ class FleetLinks:
 
     @property
     def num_refused_peers(self) -> int:
-        """Peers that the hub refused before they could announce themselves."""
+        """Connections refused without the node secret, or above the limit of connections."""
         return self._pool.num_refused
 
     async def start(self) -> None:

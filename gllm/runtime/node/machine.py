@@ -121,7 +121,10 @@ class PowerMeter:
         self._last = self._read()
 
     def read(self) -> float | None:
-        """Return watts since the last call; None if the counters cannot be read or began anew."""
+        """Return mean watts since the last call; None if the counters are unreadable.
+
+        It is also None after the counters were reset.
+        """
         last, self._last = self._last, self._read()
         if last is None or self._last is None or self._last[0] <= last[0]:
             return None

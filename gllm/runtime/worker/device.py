@@ -199,7 +199,11 @@ def describe_device(is_gpu: bool, proc: Path = PROC) -> str:
 
 
 def find_gpu_models(proc: Path = PROC) -> set[str]:
-    """Return the model names of this machine's NVIDIA GPUs, without importing torch."""
+    """Return the model of each kind of NVIDIA GPU in this machine, without importing torch.
+
+    Returns:
+        Lines of the driver's files, such as "Model: NVIDIA H200".
+    """
     names = set()
     for path in proc.glob("driver/nvidia/gpus/*/information"):
         with suppress(OSError):

@@ -281,7 +281,7 @@ class Executor(ABC):
 
     @property
     def numerics(self) -> str:
-        """Description of all that decides the rounding: device, dtypes, kernels."""
+        """Text with everything that affects rounding: device, dtypes, kernels."""
         # Ranks add up parts of what one rank adds up at once.
         ranks = f"; {self._num_ranks} ranks" if self._num_ranks > 1 else ""
         if self.device.type != "cpu":
@@ -290,9 +290,9 @@ class Executor(ABC):
 
     @property
     def kv_numerics(self) -> str:
-        """Part of `numerics` that decides the values in the KV cache, apart from their rounding.
+        """Part of `numerics` that determines the values in the KV cache, apart from their rounding.
 
-        Neither ranks nor choices by measurement belong to it: they change the order of sums.
+        Ranks and kernels chosen by measurement are left out: they only change the order of sums.
         """
         if self.device.type == "cpu":
             # Which kernels are faster than those of torch is measured: two engines may choose
@@ -341,7 +341,7 @@ class Executor(ABC):
 
     @property
     def held_seqs(self) -> set[int]:
-        """Sequences that have been registered or scheduled and not released."""
+        """Sequences that are registered or scheduled, and not released yet."""
         return self._mirror.sequences.keys() | self._tables.seqs | self._states.keys()
 
     @property
@@ -399,11 +399,11 @@ class Executor(ABC):
         return describe_layout(model, self.layers, layers, self._rank, self._num_ranks, self._cache)
 
     def count_layers(self, kv_memory: int, layout: KvLayout) -> None:
-        """Count the computed layers of each step in shared memory, for KV fetches.
+        """Count each step's computed layers in shared memory, to send KV blocks layer by layer.
 
         Args:
             kv_memory: descriptor of the file of the KV cache, as in `allocate`.
-            layout: of the KV cache.
+            layout: memory layout of the KV cache.
 
         Raises:
             OSError: the file cannot be larger by a page.

@@ -90,7 +90,7 @@ class GuideFactory:
         )
 
     def close(self) -> None:
-        """End the threads after the mask that each one computes; other masks are cancelled."""
+        """End the threads after the masks that they are computing; other masks are cancelled."""
         for pool in (self._compiler, self._mask_threads):
             if pool is not None:
                 pool.shutdown(wait=False, cancel_futures=True)

@@ -304,7 +304,7 @@ class SamplingMetadata:
 
 @dataclass(frozen=True, slots=True)
 class SampleOutput:
-    """Sampled tokens, errors and log-probabilities of a step, one entry per sampling row."""
+    """Sampled tokens and errors of each sampling row of a step, and requested log-probabilities."""
 
     tokens: list[int]
     """Token ids; 0 for a row with an error."""

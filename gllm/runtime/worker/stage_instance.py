@@ -185,7 +185,7 @@ class StageInstance:
 
     @property
     def has_leases(self) -> bool:
-        """True while leases of KV blocks may expire, which the driver checks by a timer."""
+        """True while KV blocks are reserved for other engines for a limited time."""
         driver = self._driver
         return driver is not None and driver.kv is not None and driver.kv.is_active
 
@@ -207,7 +207,7 @@ class StageInstance:
             self._fail(error)
 
     def connect_kv_mover(self, channel: DescriptorChannel) -> None:
-        """Let the driver command a KV mover over a channel, which belongs to the instance."""
+        """Connect the driver to the `gllm-link` process, over a channel that this object closes."""
         if self._kv_mover is not None:
             # The one before has ended, and this is read first.
             self._close_kv_mover()

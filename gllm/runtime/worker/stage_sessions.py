@@ -69,10 +69,7 @@ class StageSessions:
 
     @property
     def peers(self) -> tuple[RankPeers | None, list[RankPeers]]:
-        """The driver's channels to the other ranks of its stage, if any, and to the other stages.
-
-        The stages are in order.
-        """
+        """The driver's channels to the other ranks of its stage, and to each other stage."""
         assert self._hub is not None, "the driver is on the first stage"
         placement = self._assignment.placement
         first, *others = [
@@ -139,7 +136,7 @@ class StageSessions:
         self.fail_later(SessionError(f"a session with another stage ended: {cause}"))
 
     def fail_later(self, error: BaseException) -> None:
-        """Report an error after LOST_SECONDS, unless the parent closes the instance first."""
+        """Report an error after LOST_SECONDS, unless the head process closes the stage first."""
         asyncio.get_running_loop().call_later(LOST_SECONDS, self._fail, error)
 
     def _fail(self, error: BaseException) -> None:

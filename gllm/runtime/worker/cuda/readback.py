@@ -140,7 +140,7 @@ class _ReadbackBuffer:
 class LastTokenTable:
     """GPU table of each sequence's last sampled token, from which the next step reads its input.
 
-    The next step can so start before the host knows the token. The host assigns an entry (slot) of
+    So the next step can start before the host knows the token. The host assigns an entry (slot) of
     the table to each sequence.
     """
 
