@@ -21,7 +21,7 @@ class PreparedChat:
     params: SamplingParams
     """The request's parameters with the grammar and the special tokens that the parser needs."""
     output_format: OutputFormat
-    """How to parse reasoning and tool calls in the output."""
+    """Formats of reasoning and tool calls by which the output is parsed."""
 
 
 def prepare_chat(

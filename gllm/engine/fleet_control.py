@@ -141,7 +141,7 @@ class EngineRoles(Protocol):
         The role is shown once the engine has announced it.
 
         Args:
-            name: of the engine.
+            name: name of a connected engine.
             role: mixed, prefill or decode.
 
         Returns:
@@ -204,8 +204,9 @@ class FleetControl(Protocol):
         """Send no new requests to an engine; return the number of its running requests.
 
         Args:
-            name: of the engine.
-            migrates: take its running requests elsewhere at once; otherwise they finish there.
+            name: name of a connected engine.
+            migrates: move its running requests to other engines at once; otherwise they finish
+                there.
 
         Raises:
             UnknownEngineError: No engine has this name.

@@ -49,8 +49,8 @@ class PipelineBackend:
         """Create the backend; `start` starts the workers.
 
         Args:
-            config: of the engine, with max_model_len resolved.
-            folder: of the model.
+            config: configuration of the engine, with max_model_len resolved.
+            folder: folder of the model.
             planner: divides the layers among the stages.
             logs: level and format of the workers' logs.
             shows_progress: show a progress bar while the weights load.

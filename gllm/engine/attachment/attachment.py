@@ -333,10 +333,10 @@ class EngineAnnouncer:
         """Create the announcer; reads parts of the model's files.
 
         Args:
-            supervisor: of the engine.
+            supervisor: runs the engine's workers.
             model: the served model.
-            folder: of the model.
-            config: of the engine, with max_model_len resolved.
+            folder: folder of the model.
+            config: configuration of the engine, with max_model_len resolved.
             attachment: role and name.
 
         Raises:

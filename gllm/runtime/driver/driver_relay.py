@@ -49,7 +49,7 @@ class DriverRelay:
         """Bind the address and wait for the stages, on the running event loop.
 
         Args:
-            context: of this process.
+            context: ZeroMQ context of this process.
             run: number of the head's start.
             epoch: of the stages.
             address: to which they connect.
@@ -118,16 +118,17 @@ class DriverRelay:
 
 
 class DriverProxies:
-    """Connections to the driver on behalf of workers on other machines, for one epoch.
+    """Connections to the driver on behalf of workers on other machines, one per worker.
 
-    It lives in the head process and forwards what `DriverRelay` sends from the workers' machines.
+    It lives in the head process and forwards what `DriverRelay` sends from the workers' machines,
+    until the next recovery.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], run: int) -> None:
         """Create proxies of no epoch.
 
         Args:
-            context: of this process.
+            context: ZeroMQ context of this process.
             run: number of this start of the head process.
         """
         self.num_stale = 0
@@ -148,7 +149,7 @@ class DriverProxies:
 
         Args:
             epoch: its number.
-            address: of the driver's hub.
+            address: address on which the driver listens.
             sends: functions that send to the agent, by worker of another node.
         """
         self.close()

@@ -43,7 +43,7 @@ def resolve_scheduler(
     """Return the scheduler's configuration with all automatic values filled in.
 
     Args:
-        config: of the engine, with max_model_len resolved.
+        config: configuration of the engine, with max_model_len resolved.
         placement: assignment of the stages' workers to machines.
         num_blocks: KV blocks on each stage; None as long as the number is not known.
 

@@ -136,7 +136,7 @@ class ClusterHead:
 
         Args:
             context: of the head's process, for sessions with the driver.
-            supervisor: of the engine.
+            supervisor: runs the engine's workers.
             receiver: handles messages of the agents, and nodes that join, leave or are lost.
         """
         self._supervisor, group = supervisor, supervisor.group
@@ -262,7 +262,7 @@ class ClusterHead:
         """Let the agents leave, and close.
 
         Args:
-            cause: for the agents' logs.
+            cause: reason for the agents' logs.
             is_failure: True if the agents shall exit with 1.
         """
         if self._is_stopped:

@@ -92,7 +92,7 @@ class LayerPlanner:
         """Create the planner of an engine that has not started.
 
         Args:
-            config: of the engine.
+            config: configuration of the engine.
             layers: of each stage, as configured or by weights.
             costs: of the model's layers, the same on every stage, until they are measured.
             limits: conditions under which another division is proposed; None for the defaults.

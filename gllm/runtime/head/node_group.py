@@ -225,7 +225,7 @@ def _flatten(times: LinkTimes) -> list[float]:
 
 
 class RemoteNode:
-    """Controls the workers of another machine, by messages to its agent."""
+    """Controls the workers of another machine, by messages to its agent process."""
 
     def __init__(self, session: AgentSession) -> None:
         """Create the node of a session."""
@@ -268,10 +268,7 @@ class RemoteNode:
         self.session.send(EndWorker(sender))
 
     def sample(self, sender: int) -> ProcessSample | None:
-        """Return the state of a worker's process in the agent's last heartbeat; None if unknown.
-
-        As of the agent's last heartbeat.
-        """
+        """Return the state of a worker's process in the agent's last heartbeat; None if unknown."""
         return self.session.sample(sender)
 
     def dump_stacks(self, sender: int) -> None:
@@ -279,10 +276,7 @@ class RemoteNode:
         self.session.send(DumpStacks(sender))
 
     def read_stacks(self, sender: int) -> str:
-        """Return the stacks of a worker that the agent has reported.
-
-        As the agent has reported them.
-        """
+        """Return the thread stacks of a worker that the agent has reported."""
         return self._stacks.get(sender, "")
 
     def on_stacks(self, sender: int, stacks: str) -> None:

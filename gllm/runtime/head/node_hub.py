@@ -67,7 +67,7 @@ _EXTRA_GUESTS = 8
 
 
 class AgentSession:
-    """Connection to the agent of another machine, with the state in its last heartbeat."""
+    """Connection to the agent process of another machine, with the state in its last heartbeat."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ def report_head(
     """Return the state of the head machine for GET /nodes: hardware, load, stages and connections.
 
     Args:
-        name: of the machine.
+        name: name of the machine in the cluster.
         facts: its hardware and versions; None if they are not known yet.
         load: utilization, memory and power.
         stages: indices of the stages that it computes.
@@ -248,7 +248,10 @@ class NodeHubTimes:
 
 
 class NodeHub:
-    """Accepts the agents of other machines on the head and tracks the members of the cluster."""
+    """Accepts other machines of an engine on the head machine, and tracks which are members.
+
+    Each of them runs an agent process, which connects and sends heartbeats.
+    """
 
     def __init__(
         self,
@@ -417,7 +420,7 @@ class NodeHub:
         """Let all agents leave, and close.
 
         Args:
-            cause: for the agents' logs.
+            cause: reason for the agents' logs.
             is_failure: True if the agents shall exit with 1.
         """
         self.listener, self._is_stopping = None, True

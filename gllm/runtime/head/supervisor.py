@@ -163,7 +163,7 @@ class Supervisor:
         """Create the supervisor of an engine that has not started.
 
         Args:
-            config: of the engine, with max_model_len resolved.
+            config: configuration of the engine, with max_model_len resolved.
             planner: divides the layers among the stages.
             on_progress: called while weights are first loaded, with the bytes loaded and in total.
             nodes: machines of the engine; None for this one alone.
@@ -290,7 +290,7 @@ class Supervisor:
         """Load a model and run one token through all stages.
 
         Args:
-            folder: of the model.
+            folder: folder of the model.
             node: of the workers.
             logs: configuration of the workers' logs.
             cluster: nodes that have joined; None for this machine alone.

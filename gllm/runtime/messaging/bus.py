@@ -404,7 +404,7 @@ class Hub(BusSocket):
 
 
 class Spoke(BusSocket):
-    """Client end (ZeroMQ DEALER) of one message session with a `Hub`."""
+    """Client end (ZeroMQ DEALER) of one message session with a `Hub`, the server end."""
 
     def __init__(
         self,

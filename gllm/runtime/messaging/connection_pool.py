@@ -117,7 +117,7 @@ MAX_NAME_LENGTH = 200
 
 
 def new_run() -> int:
-    """Return a random number that identifies this start of the process to its peers."""
+    """Return a random number by which peers tell two starts of a process apart."""
     return secrets.randbits(62)
 
 

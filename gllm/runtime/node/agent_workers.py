@@ -42,7 +42,10 @@ _CLOSE_EPOCH = encode(CloseEpoch())
 
 
 class AgentWorkers:
-    """Worker processes of an agent's machine: starts and ends them, and relays their messages."""
+    """Worker processes of one machine of a multi-node engine: starts, ends and connects them.
+
+    Their messages travel in the connection of this machine's agent to the head machine.
+    """
 
     def __init__(
         self,
@@ -55,7 +58,7 @@ class AgentWorkers:
         """Create the owner of a node without workers, on the running event loop.
 
         Args:
-            context: of this process.
+            context: ZeroMQ context of this process.
             node: runs the workers.
             send: sends a message to the head; drops it without a session.
             clock: returns the offset of the head's clock; None without a session.
@@ -149,11 +152,11 @@ class AgentWorkers:
         asyncio.get_running_loop().call_later(DUMP_SECONDS, self._report_stacks, sender)
 
     def assign(self, command: nodes.AssignStages, folder: Path) -> None:
-        """Begin an epoch, measure the workers or prepare their layers; report a failure.
+        """Begin a stage, measure the workers' speed or load layers in advance; report a failure.
 
         Args:
-            command: of the head.
-            folder: of the model.
+            command: assignment that the head has sent.
+            folder: folder of the model on this machine.
         """
         try:
             assignment = decode_node_assignment(command.assignment)

@@ -48,7 +48,7 @@ ValueError or OSError with the cause."""
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """Options of an agent: the head's address, its own name and rank, the node secret, timeouts."""
+    """Options of an agent, the process that runs workers of a multi-node engine on a machine."""
 
     head: str
     """HOST:PORT of the head's hub."""
@@ -76,7 +76,11 @@ class AgentConfig:
 
 @dataclass(frozen=True)
 class AgentStatus:
-    """State of an agent for its HTTP server and logs: membership, engine state, workers, load."""
+    """State of an agent for its HTTP server and logs: membership, engine state, workers, load.
+
+    An agent is the process that runs workers of a multi-node engine on a machine other than the
+    head.
+    """
 
     name: str
     """Name of this machine."""
@@ -116,7 +120,7 @@ class NodeReading(NamedTuple):
 
 
 class HeadSession:
-    """Connection of an agent to the head: joins the cluster and sends heartbeats.
+    """Connection of an agent to the head machine: joins the cluster and sends heartbeats.
 
     It ends itself if the head is silent for too long.
     """
@@ -134,7 +138,7 @@ class HeadSession:
         """Dial the head and ask to join, on the running event loop.
 
         Args:
-            context: of this process.
+            context: ZeroMQ context of this process.
             address: HOST:PORT of the head's hub, with a numeric host.
             keys: of the node secret; None without encryption.
             join: first message.
@@ -275,7 +279,7 @@ LOG_SECONDS = 30.0
 
 
 class HeadDialer:
-    """Keeps an agent connected to the head; gives up if reconnecting fails for too long."""
+    """Keeps an agent connected to the head machine; gives up if reconnecting fails for too long."""
 
     def __init__(
         self,
@@ -344,7 +348,7 @@ class HeadDialer:
         """Maintain a session until the head refuses it, or until no session existed for too long.
 
         Args:
-            context: of this process.
+            context: ZeroMQ context of this process.
             on_lost: called when a session that the head had accepted has ended; dialling goes on
                 after it.
 
@@ -389,7 +393,7 @@ class HeadDialer:
         """Dial once; return the cause when the session has ended.
 
         Args:
-            context: of this process.
+            context: ZeroMQ context of this process.
             num_failures: attempts since the last session.
             deadline: time of the event loop until which the head has to accept this machine.
 

@@ -175,7 +175,7 @@ class Executor(ABC):
         """Load the stage's weights; layers that this process already holds are reused.
 
         Args:
-            folder: of the model.
+            folder: folder of the model.
             on_progress: called with the bytes read and the bytes in total.
             previous: executors of this process that are closed or never computed. Their layers
                 that this stage has are taken over, the others freed.

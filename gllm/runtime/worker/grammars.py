@@ -47,7 +47,7 @@ class GuideFactory:
         """Create a factory without threads and grammars.
 
         Args:
-            folder: of the model.
+            folder: folder of the model.
             vocab_size: of the model.
             eos_ids: tokens that end a sequence.
             max_compiled: compiled grammars that are cached.

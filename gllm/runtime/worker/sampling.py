@@ -190,8 +190,11 @@ def create_sampling_states(
 def create_default_states(message: RegisterSequences) -> list[SamplingState]:
     """Create sampling states without edits and grammars, for a request whose real ones failed.
 
-    They compute the log-probabilities of the prompt if the request wants them, because all ranks of
-    a stage have to compute the same rows.
+    They compute the log-probabilities of the prompt if the request asks for them, because all ranks
+    of a stage have to compute the same rows.
+
+    Args:
+        message: request with prompt and sampling parameters, from the driver.
     """
     request = message.sampling or SequenceSamplingParams()
     default = SequenceSamplingParams()
@@ -272,7 +275,7 @@ def create_prompt_chunks(
 
 
 def to_token_logprobs(scores: LogprobTensors) -> list[TokenLogprobs]:
-    """Convert log-probability tensors to one message object per row."""
+    """Convert log-probability tensors to TokenLogprobs messages, one per row."""
     columns = (scores.tokens, scores.logprobs, scores.ranks, scores.top_ids, scores.top_logprobs)
     rows = zip(*(column.tolist() for column in columns), strict=True)
     return [TokenLogprobs(*row) for row in rows]

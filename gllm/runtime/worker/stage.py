@@ -62,7 +62,10 @@ class PreparedStep(NamedTuple):
 
 
 class OneLaneQueue(queue.SimpleQueue[PreparedStep | None]):
-    """First-in-first-out queue of a stage's prepared steps, where no step may overtake another."""
+    """First-in-first-out queue of a stage's prepared steps, where no step may overtake another.
+
+    A lane is a sequence of steps whose order is fixed; here it has decode and prefill steps.
+    """
 
     def close(self) -> None:
         """End a waiting `get` and all later calls, which return None."""
@@ -75,7 +78,8 @@ class OneLaneQueue(queue.SimpleQueue[PreparedStep | None]):
 class TwoLaneQueue:
     """Queue of a stage's prepared steps in which decode steps may overtake prefill steps.
 
-    A step leaves the queue when its activations have arrived.
+    Decode steps are one lane, prefill steps the other; order is fixed within a lane. A step leaves
+    the queue when its activations have arrived.
     """
 
     def __init__(self, receivers: Sequence[Receiver]) -> None:
@@ -454,7 +458,7 @@ def format_error(error: BaseException) -> str:
 
 
 def create_step_queue(num_lanes: int, receivers: Sequence[Receiver]) -> OneLaneQueue | TwoLaneQueue:
-    """Return the queue of a stage's prepared steps.
+    """Return an empty queue of a stage's prepared steps, with or without overtaking.
 
     Args:
         num_lanes: 1 to compute steps in order, 2 if decode steps may overtake prefill steps.

@@ -138,7 +138,7 @@ class StageInstance:
 
         Args:
             assignment: its descriptors belong to the instance from now on.
-            context: of this process.
+            context: ZeroMQ context of this process.
             run: number of this start of the parent.
             head: session with the parent, in the epoch of the assignment.
             on_error: called with the error that ends the stage.

@@ -52,7 +52,7 @@ class StageSessions:
 
         Args:
             assignment: of the worker.
-            context: of this process.
+            context: ZeroMQ context of this process.
             run: number of this start of the parent.
             on_messages: called with the messages for this stage, and on the driver's worker with
                 those for the driver.
