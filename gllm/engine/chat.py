@@ -31,7 +31,7 @@ def prepare_chat(
     tokenizer: Tokenizer,
     parsers: OutputParserConfig,
 ) -> PreparedChat:
-    """Convert a chat to prompt tokens and parameters: template, checks, grammar of tools or schema.
+    """Render a chat as prompt tokens, check it, and build the grammar of its tools or schema.
 
     It takes long for long prompts and large schemas: call it in a thread, not on an event loop.
 
@@ -44,7 +44,7 @@ def prepare_chat(
 
     Raises:
         FieldError: The request is invalid; the error names its field.
-        PromptTooLong: The prompt leaves no room for output in the model's context.
+        PromptTooLongError: The prompt leaves no space for output in the model's context.
     """
     with convert_length_errors("messages", model):
         is_truncated = params.truncate_prompt_tokens is not None

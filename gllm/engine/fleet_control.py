@@ -63,7 +63,7 @@ class RouterTotals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     preset: str
     """Policy that chooses separate engines for prefill and decode; empty without."""
     decode_choice: str
-    """Moment at which it chooses the decode engine: arrival, first_chunk or prefill_end."""
+    """When the router chooses the decode engine: at arrival, first_chunk or prefill_end."""
     flips: bool
     """True if idle engines are switched between the roles prefill and decode."""
     role_changes: dict[str, int]

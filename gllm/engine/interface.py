@@ -27,7 +27,7 @@ from gllm.text.tokenizer import Tokenizer
 
 
 class OutputDelta(msgspec.Struct, frozen=True):
-    """New text and tokens of one choice of a request, since the last delta."""
+    """New text and tokens of one choice, since the caller last read the request's output."""
 
     index: int
     text: str

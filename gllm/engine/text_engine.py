@@ -1,4 +1,4 @@
-"""The engine without what computes: tokenizer, grammar compiler, requests, text of their output.
+"""Engine without computation: tokenizer, grammar compiler, requests, and text of their output.
 
 Imports no torch: a backend computes.
 """
@@ -439,7 +439,7 @@ class TextEngine:
         return None
 
     def release_kv(self, tickets: list[int]) -> None:
-        """Do nothing: a router holds no KV blocks."""
+        """Do nothing: a router reserves no KV blocks."""
 
     def describe(self) -> dict[str, Any]:
         """Return the engine's configuration and state as JSON values."""

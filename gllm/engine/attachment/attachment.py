@@ -317,9 +317,9 @@ class RouterAttachment:
 
 
 class EngineAnnouncer:
-    """Creates the message by which an engine describes itself to routers when called.
+    """Creates the message that describes an engine to routers: call the object for the present one.
 
-    It has name, role, model, limits, KV cache size and KV transfer endpoint.
+    The message has name, role, model, limits, KV cache size and KV transfer endpoint.
     """
 
     def __init__(

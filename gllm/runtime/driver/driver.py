@@ -186,7 +186,7 @@ class Driver:
         """Reports on the prefix cache since the frontend began to watch it."""
 
     def handle(self, message: AnyMessage) -> None:
-        """Handle a message of the frontend, of a stage or of the KV mover.
+        """Handle a message of the frontend, of a stage, or of the process that transfers KV blocks.
 
         Raises:
             ValueError: the driver handles no such messages.

@@ -64,10 +64,11 @@ class DriverKv:
         return self._transfers.is_active
 
     def connect(self, mover: Callable[[kv_transfer.KvCommand], None]) -> None:
-        """Send commands to a KV mover that has just started; the one before has ended.
+        """Send commands to a `gllm-link` process that has just started; the earlier one has ended.
 
         Args:
-            mover: sends a command. Raises DescriptorError if the mover has gone or does not read.
+            mover: sends a command. Raises DescriptorError if the process has ended or does not
+                read.
         """
         self._disconnect()
         self._mover = mover
@@ -133,7 +134,7 @@ class DriverKv:
             self._report(handoff.FirstChunkComputed(ticket))
 
     def report_transfers(self) -> None:
-        """Send the scheduler's new, revoked and cancelled transfers to the KV mover.
+        """Send the `gllm-link` process the scheduler's new, revoked and cancelled transfers.
 
         Called after each iteration.
         """

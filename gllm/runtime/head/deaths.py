@@ -1,4 +1,4 @@
-"""Deaths of workers: their causes in words, their counts, and the files with their evidence."""
+"""Unexpected ends of workers: causes in words, counters of recoveries, and crash reports."""
 
 import fcntl
 import logging
@@ -20,11 +20,11 @@ log = logging.getLogger(__name__)
 
 
 class EngineError(Exception):
-    """The engine could not start, or has died; the message has the cause."""
+    """The engine could not start, or has ended after a failure; the message has the cause."""
 
 
 MAX_CRASHES = 10
-"""Files that are kept; the oldest ones are removed."""
+"""Number of crash reports in the folder; older ones are removed."""
 
 
 KERNEL_LOG = Path("/dev/kmsg")

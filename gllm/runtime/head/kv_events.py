@@ -1,8 +1,8 @@
 """Changes of the prefix cache: subscriptions in the head process, and their publication.
 
-The source stores the hashes of the cache while a subscriber exists, so that each further subscriber
-gets a snapshot without another message of the driver. `KvEventPublisher` sends the events over
-ZeroMQ in the format of vLLM, for routers of other projects.
+The head process stores the hashes of the cached blocks while a subscriber exists, so that each
+further subscriber gets a snapshot without another message of the driver. `KvEventPublisher` sends
+the events over ZeroMQ in the format of vLLM, for routers of other projects.
 """
 
 import asyncio

@@ -223,7 +223,7 @@ class LayerPlanner:
         return repartition_layers(shape, survivors, self._costs, memory)
 
     def add_machine(self, node: str, machine: Machine) -> None:
-        """Store the facts of a machine that has joined after the start."""
+        """Store the hardware of a machine that has joined after the start."""
         self._machines[node] = machine
 
     def find_costliest(self, stages: Sequence[int]) -> int:

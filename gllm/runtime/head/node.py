@@ -121,7 +121,7 @@ class Node(ABC):
         """Send a worker its assignment; the descriptors in it are closed afterwards."""
 
     def connect_kv_mover(self, connection: KvMoverConnection) -> None:
-        """Send the driver its end of a channel to the KV mover.
+        """Send the driver its end of a channel to the process that transfers KV blocks.
 
         The caller still owns the descriptor.
 
@@ -438,7 +438,7 @@ class LocalNode(Node):
         self.on_epoch_ready()
 
     def connect_kv_mover(self, connection: KvMoverConnection) -> None:
-        """Send the driver its end of a channel to the KV mover."""
+        """Send the driver its end of a channel to the process that transfers KV blocks."""
         self._send(connection)
 
     def _send(self, message: ParentMessage) -> None:

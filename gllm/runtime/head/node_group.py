@@ -44,11 +44,11 @@ NodePair = tuple[str, str]
 
 
 REPORT_SECONDS = 1.0
-"""Time between two looks at the measurements: nodes report theirs once per second."""
+"""Interval of reading the measurements; machines report theirs once per second."""
 
 
 MIN_CHANGE = 0.02
-"""Change of a rate or a round trip, relative, from which the driver is told."""
+"""Relative change of a bandwidth or round trip from which it is reported to the driver."""
 
 
 class EdgeGate:
@@ -339,7 +339,7 @@ class NodeGroup(Node):
         self.local.watch(on_exit)
 
     def connect_kv_mover(self, connection: KvMoverConnection) -> None:
-        """Give the driver, which runs on this machine, its end of a channel to the KV mover."""
+        """Send the driver, which runs on this machine, its end of a channel for KV transfers."""
         self.local.connect_kv_mover(connection)
 
     def add(self, remote: RemoteNode) -> None:

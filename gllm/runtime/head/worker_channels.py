@@ -82,7 +82,7 @@ class WorkerChannels:
 
     @property
     def num_stale(self) -> int:
-        """Messages of earlier epochs, other runs and workers that are gone."""
+        """Dropped messages from before a recovery, or of workers that have ended."""
         return self._hub.num_stale + self._num_stale
 
     def expect_remote(self, sender: int, send: Callable[[WorkerFrame], None]) -> None:
@@ -96,7 +96,7 @@ class WorkerChannels:
         self.connecting.add(sender)
 
     def send(self, sender: int, message: WireMessage) -> None:
-        """Queue a message; it is dropped if the worker is gone."""
+        """Queue a message; it is dropped if the worker has ended."""
         send = self._routes.get(sender)
         if send is None:
             self._hub.send(sender, message)
@@ -120,7 +120,7 @@ class WorkerChannels:
         self._num_stale += 1
 
     def forget(self, sender: int) -> None:
-        """Drop all further messages of a worker, which is gone."""
+        """Drop all further messages of a worker that has ended."""
         self.connecting.discard(sender)
         if self._routes.pop(sender, None) is None:
             self._hub.forget(sender)

@@ -32,7 +32,7 @@ from gllm.runtime.messaging.connection_pool import (
 log = logging.getLogger(__name__)
 
 MAX_REFUSALS = 32
-"""Refusals that are kept to be shown."""
+"""Number of latest refusals that are shown."""
 
 
 class Refusal(NamedTuple):

@@ -1,4 +1,4 @@
-"""Grammars of the last stage: compiled and followed on threads beside the pipeline.
+"""Grammars on the last stage: threads compile them and compute masks while the pipeline runs.
 
 A grammar that arrives here has been compiled before (gllm/text/grammar/compiler.py), so its
 compilation is known to end.

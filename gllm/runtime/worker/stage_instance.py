@@ -41,7 +41,8 @@ from gllm.scheduler.scheduler import Scheduler
 from gllm.transport.descriptors import DescriptorChannel, DescriptorError
 
 TURN_SECONDS = 1.0
-"""Time after which a driver takes a turn without a message while leases run."""
+"""Interval at which the driver runs without messages while KV blocks are reserved for other
+engines."""
 
 
 REPORT_SECONDS = 0.5

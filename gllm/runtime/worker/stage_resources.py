@@ -33,7 +33,7 @@ from gllm.transport.region import RegionLayout
 from gllm.transport.registry import join_senders, open_edges
 
 PREPARED_SHARE = 0.9
-"""Share of the available memory that layers may take which are loaded beside other ones."""
+"""Share of the available memory for layers that are loaded while other layers compute."""
 
 
 class LoadCancelledError(Exception):

@@ -241,7 +241,7 @@ class Worker:
         self.instance.load()
 
     def connect_kv_mover(self, connection: KvMoverConnection) -> None:
-        """Let the driver of an epoch command the KV mover over a channel."""
+        """Connect the driver to the process that transfers KV blocks, over a channel."""
         channel = DescriptorChannel.from_descriptor(connection.descriptor)
         instance = self.instance if self._is_assigned else None
         if instance and instance.assignment.placement.epoch == connection.epoch:
