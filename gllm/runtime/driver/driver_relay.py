@@ -29,9 +29,8 @@ log = logging.getLogger(__name__)
 class DriverRelay:
     """Relays messages between the workers of this machine and the driver on another machine.
 
-    It lives on a machine without the driver, for one epoch (the time between two starts or
-    recoveries of the pipeline). The messages travel in the connection of the machine's agent to the
-    head.
+    It lasts for one epoch, the time between two starts or recoveries of the pipeline. The messages
+    travel in the connection of this machine's agent to the head machine.
     """
 
     def __init__(

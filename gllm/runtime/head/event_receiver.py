@@ -46,9 +46,9 @@ DUMP_SECONDS = 0.3
 
 
 class EventReceiver:
-    """Handles worker messages, process exits and node joins and losses, in the head process.
+    """Handles worker messages, process exits, and machines that join or are lost, for the head.
 
-    It converts them to events for the recovery's state machine and progress reports for the caller.
+    It converts them to events for the recovery's state machine, which decides what is restarted.
     """
 
     _group: NodeGroup

@@ -420,8 +420,8 @@ def count_placement_blocks(
 def limit_blocks(placement: Placement, loaded: Mapping[int, StageLoaded]) -> int | float:
     """Return how many KV blocks fit into all free memory of the machines; infinity if unknown.
 
-    Other than `count_placement_blocks` it leaves no reserve. It is used when layers move to fewer
-    machines, where the cache has to hold at least one sequence of full length.
+    Other than `count_placement_blocks` it leaves no reserve. It is used when layers have moved to
+    other machines, where the cache has to hold at least one sequence of full length.
 
     Args:
         placement: assignment of the stages' workers to machines.

@@ -132,7 +132,10 @@ def default_engine_name() -> str:
 
 
 class Discovery:
-    """Resolves one entry of --router or --engines to addresses, repeatedly to find changes."""
+    """Resolves an entry of --router or --engines to addresses and reports changes of them.
+
+    The entry is HOST:PORT, or dns:NAME:PORT for all addresses of a name.
+    """
 
     def __init__(
         self, entry: str, resolve: Resolve = resolve_host, resolve_seconds: float = RESOLVE_SECONDS

@@ -119,10 +119,10 @@ async def run_in_thread(function: Callable[[], None]) -> None:
 
 
 class StageInstance:
-    """One rank of a stage from a start or recovery of the pipeline to the next; then replaced.
+    """One rank of a stage, from a start or recovery of the pipeline to the next.
 
-    It loads weights, opens connections, runs steps, and on rank 0 of stage 0 the driver. Called on
-    the event loop.
+    It loads weights, opens connections and runs steps; on rank 0 of stage 0 it runs the driver too.
+    Called on the event loop.
     """
 
     def __init__(

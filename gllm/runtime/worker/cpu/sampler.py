@@ -31,9 +31,9 @@ from gllm.runtime.worker.sampling import (
 
 
 def sample_rows(logits: Tensor, sampling: SamplingMetadata) -> SampleOutput:
-    """Sample one token per row on the CPU, and add it to the sequence's token history if needed.
+    """Sample one token per row on the CPU; update token histories and grammars.
 
-    Only rows whose logits depend on their output (penalties, bad words) have a token history.
+    Rows with logit edits, such as penalties or bad words, have a token history.
 
     Args:
         logits: [rows, vocabulary] float32; overwritten.
