@@ -27,9 +27,10 @@ MAX_SINGLE_STEPS = 4
 
 
 class RateTrial(NamedTuple):
-    """Scheduling delays of a run at one request rate.
+    """P99 and mean scheduling delays of the requests simulated at one request rate, in seconds.
 
-    A scheduling delay is the time from a request's arrival until its first row is scheduled.
+    A request's scheduling delay is the time from its arrival until the scheduler first includes it
+    in a batch.
     """
 
     num_requests: int
@@ -51,11 +52,11 @@ class RateTrial(NamedTuple):
 
 
 def make_rate_trial(delays: Sequence[float | None]) -> RateTrial:
-    """Return the P99 and the means of a run's scheduling delays.
+    """Return the P99 and mean scheduling delays of one simulation, from the delays of its requests.
 
     Args:
-        delays: Scheduling delay of each request in seconds, in order of arrival; None for a request
-            that was never scheduled, which counts as an infinite delay.
+        delays: Seconds from each request's arrival until it is first scheduled, in order of
+            arrival; None for a request that was never scheduled, which counts as an infinite delay.
 
     Raises:
         ValueError: There are fewer than two requests.
@@ -69,13 +70,21 @@ def make_rate_trial(delays: Sequence[float | None]) -> RateTrial:
 
 
 def stopped_trial(num_requests: int) -> RateTrial:
-    """Return a trial with infinite delays, for a run that was stopped because of long ones."""
+    """Return a RateTrial with infinite delays, for a simulation stopped early because of overload.
+
+    Args:
+        num_requests: Number of requests of the workload.
+    """
     return RateTrial(num_requests, inf, inf, inf)
 
 
 @dataclass(frozen=True)
 class CapacityRule:
-    """Conditions under which a request rate counts as sustained, and the search for the highest."""
+    """Conditions under which a request rate counts as sustained, and limits of the capacity search.
+
+    A rate is sustained if the P99 scheduling delay is below a limit and delays do not grow during
+    the run. The search looks for the highest such rate.
+    """
 
     max_p99_delay_seconds: float = 5.0
     max_growth: float | None = 1.2
@@ -144,7 +153,7 @@ CAPACITY_RULES = {
 
 @dataclass(frozen=True)
 class Capacity:
-    """Result of a capacity search."""
+    """Result of a capacity search: the highest sustained request rate and all rates tried."""
 
     rate: float
     """Highest sustained request rate, requests per second."""
@@ -157,7 +166,7 @@ class Capacity:
 
 
 class SearchEndedError(Exception):
-    """End of a search before its result is exact; the message is the reason."""
+    """Raised when a capacity search ends before its result is exact; the message says why."""
 
 
 Refusal = Callable[[], str]
@@ -178,20 +187,22 @@ def find_capacity(
     on_trial: TrialObserver = lambda rate, trial: None,
     refusal: Refusal = lambda: "",
 ) -> Capacity:
-    """Return the highest request rate that a rule calls sustained, exact to 2.5 %.
+    """Return the highest request rate that a deployment sustains, exact to 2.5 %.
 
     Args:
-        run: Simulates one rate. With several jobs it runs in other processes and must be picklable.
-        start_rate: First rate in requests per second; the closer to the capacity, the fewer
+        run: Function that simulates one request rate. With several jobs it runs in other processes
+            and must be picklable.
+        start_rate: First rate to try, in requests per second; the closer to the capacity, the fewer
             simulations.
-        rule: A rule of CAPACITY_RULES, or another one.
-        jobs: Number of processes. The result does not depend on it.
-        on_trial: Called in this process after each simulation that the search looks at.
-        refusal: Asked before each of them. A reason ends the search, with the highest sustained
-            rate so far.
+        rule: Conditions under which a rate counts as sustained: an entry of CAPACITY_RULES or
+            another CapacityRule.
+        jobs: Number of processes that simulate rates in parallel. The result does not depend on it.
+        on_trial: Callback with each tried rate and its delays, called in this process.
+        refusal: Called before each simulation. A non-empty reason ends the search, which then
+            returns the highest sustained rate so far.
 
     Raises:
-        ValueError: No rate is sustained, or `run` simulates too few requests.
+        ValueError: No tried rate is sustained, or `run` simulates too few requests.
     """
     if not 0 < start_rate < inf:
         raise ValueError(f"start_rate is {start_rate}, but must be above 0 requests per second")

@@ -31,7 +31,7 @@ from gllm.sim.metrics.run_record import RunRecord, build_run_record, measure_ste
 
 
 class SpeedWindow(NamedTuple):
-    """Interval of a run in which the machine had one speed."""
+    """Time interval of a real run with the ratio of measured to predicted step time in it."""
 
     begin: float
     """Start in seconds; the window ends at the start of the next one."""
@@ -40,17 +40,18 @@ class SpeedWindow(NamedTuple):
 
 
 class MachineSpeedCostModel(DelegatingCostModel):
-    """Cost model of a shared machine whose speed changes over time.
+    """Cost model wrapper that scales step times by a machine speed that changes over time.
 
-    Times of steps, and of the driver and the sampler after them, are multiplied by the factor of
-    the window in which the step begins. Times of links are not changed.
+    Used for shared machines. Times of steps, and of the driver and the sampler after them, are
+    multiplied by the factor of the interval in which the step begins. Transfer times are unchanged.
 
     Args:
-        cost: Costs at a factor of 1.
-        windows: In order of time; the factor of the first one also holds before it begins.
+        cost: The wrapped cost model.
+        windows: Slowdown factors of consecutive time intervals, in order of time; the first factor
+            also applies before its interval.
 
     Raises:
-        ValueError: There is no window, or a factor is not above 0.
+        ValueError: There are no intervals, or a factor is not above 0.
     """
 
     def __init__(self, cost: CostModel, windows: Sequence[SpeedWindow]) -> None:
@@ -89,7 +90,7 @@ WINDOW_SECONDS = 0.25
 
 @dataclass(frozen=True)
 class RunComparison:
-    """A real run and its prediction, with the same requests."""
+    """A real run and two simulations of its requests: at the profiled and at the measured speed."""
 
     real: RunRecord
     predicted: RunRecord
@@ -102,19 +103,33 @@ class RunComparison:
 
 
 def compare_with_profile(log: str | Path, profile: str | Path) -> RunComparison:
-    """Predict the run of a step log from a profile file.
+    """Simulate the requests of a step log with a cost profile, both read from files, and compare.
 
-    Raises ValueError and OSError as the readers of the files do, and as `compare_runs`.
+    Args:
+        log: Step log of the real run.
+        profile: Profile written by `gllm profile`.
+
+    Raises:
+        ValueError: A file is invalid, or the profile does not fit the run (`compare_runs`).
+        OSError: A file cannot be read.
     """
     return compare_runs(list(read_step_log(log)), read_profile(profile))
 
 
 def compare_runs(events: list[StepLogEvent], profile: CostProfile) -> RunComparison:
-    """Predict a run; its layers may be divided into other stages than in the profile.
+    """Simulate the requests of a logged run with the step times of a cost profile, and compare.
+
+    The run may divide the layers into other stages than the profile, if the profile measured parts
+    of the model.
+
+    Args:
+        events: Step log of the real run.
+        profile: Measured step times of another run of the same model.
 
     Raises:
-        ValueError: The profile cannot price the run's cut, or has other ranks.
-        CostRangeError: The run has micro-batches above the range of the profile.
+        ValueError: The profile does not cover the run's layers per stage, or has another tensor
+            parallel size.
+        CostRangeError: The run has micro-batches larger than the profile measured.
     """
     real = build_run_record(events)
     start = real.start
@@ -143,24 +158,24 @@ def compare_runs(events: list[StepLogEvent], profile: CostProfile) -> RunCompari
 
 
 class PredictedStep(NamedTuple):
-    """Measured and predicted seconds of one step of a real run."""
+    """Start time of one step of a real run, with its measured and predicted duration in seconds."""
 
     start: float
-    """Start time on the first stage."""
+    """Start time on the first stage, in seconds of the run's clock."""
     measured_seconds: float
     """Measured seconds, summed over the stages."""
     predicted_seconds: float
 
 
 def measure_speed(steps: Sequence[PredictedStep]) -> list[SpeedWindow]:
-    """Return the measured over the predicted step time in each part of a run.
+    """Return the ratio of measured to predicted step time in each interval of a real run.
 
-    A host that is shared may stand still for a second and be at full speed in the next one, which
-    one factor for the run would blame on the simulator. A part has many steps, so that the times of
-    single ones stay predictions.
+    A shared machine may be slow for a second and fast in the next one, which a single factor for
+    the run would count as an error of the simulator. Intervals last at least 0.25 s, so that the
+    factor covers many steps and does not replace the prediction of each one.
 
     Args:
-        steps: At least one.
+        steps: Measured and predicted step times, at least one.
     """
     parts: list[list[PredictedStep]] = []
     for step in sorted(steps):
@@ -196,7 +211,14 @@ def _predict_steps(run: RunRecord, cost: FittedCostModel) -> Iterator[PredictedS
 def read_requests(
     events: list[StepLogEvent], run: RunRecord
 ) -> list[tuple[float, SchedulerRequest]]:
-    """Return a log's requests with the output lengths of the log, without warm-up requests."""
+    """Return the arrival times and requests of a step log, without warm-up requests.
+
+    Each request is set to generate as many tokens as it did in the real run.
+
+    Args:
+        events: Events of the step log.
+        run: Record of the same log, which has the output lengths.
+    """
     requests = []
     for event in events:
         if isinstance(event, AddEvent) and event.seq in run.requests:
@@ -210,7 +232,7 @@ def read_requests(
 
 
 def read_aborts(events: list[StepLogEvent]) -> list[tuple[float, list[int]]]:
-    """Return the aborts of a log with their times."""
+    """Return the time of each abort in a step log, with the ids of the aborted sequences."""
     return [(event.time, event.seqs) for event in events if isinstance(event, AbortEvent)]
 
 
@@ -220,12 +242,23 @@ def _values(run: RunRecord, metric: str) -> dict[int, float]:
 
 
 def median_request_error(comparison: RunComparison, metric: str) -> float:
-    """Return the median over the requests of |predicted - real| / real."""
+    """Return the median over all requests of the relative error |predicted - real| / real.
+
+    Args:
+        comparison: The real and the simulated run.
+        metric: Latency metric: ttft, tpot or e2el.
+    """
     return median(request_errors(comparison, metric))
 
 
 def request_errors(comparison: RunComparison, metric: str, at_speed: bool = False) -> list[float]:
-    """Return |predicted - real| / real of each request."""
+    """Return the relative error |predicted - real| / real of each request's latency.
+
+    Args:
+        comparison: The real and the simulated run.
+        metric: Latency metric: ttft, tpot or e2el.
+        at_speed: True to use the simulation that was corrected for the measured machine speed.
+    """
     predicted = comparison.at_speed if at_speed else comparison.predicted
     real, values = _values(comparison.real, metric), _values(predicted, metric)
     return [
@@ -234,7 +267,7 @@ def request_errors(comparison: RunComparison, metric: str, at_speed: bool = Fals
 
 
 def comparison_table(comparison: RunComparison) -> str:
-    """Return a table of real and predicted latencies, busy shares and bubbles."""
+    """Return a Markdown table of real and predicted latencies, busy and idle shares of stages."""
     rows = []
     for metric in METRICS:
         real = list(_values(comparison.real, metric).values())

@@ -42,26 +42,28 @@ from gllm.sim.workloads.requests import WorkloadRequest
 
 
 class SimulationResult(NamedTuple):
-    """Result of the simulation of a configuration."""
+    """Result of one `gllm simulate` run: request records, metrics of the run and of engines."""
 
     record: RunRecord
     """Record of a single engine; of several ones only the requests."""
     summary: dict[str, Any]
-    """Figures of the whole run."""
+    """Metrics of the whole run by name."""
     engines: dict[str, dict[str, Any]]
-    """Figures of each engine; empty for a single one."""
+    """Metrics of each engine by engine name; empty for a single engine."""
     load: RunLoad | None
-    """Rates of the run; None with fewer than two requests."""
+    """Offered and sustained request rate; None with fewer than two requests."""
     below_range: dict[str, int]
     """Number of predictions below the measured range of the costs, by name of the quantity."""
 
 
 def build_simulation(config: SimulationConfig) -> tuple[Deployment, list[WorkloadRequest]]:
-    """Return the deployment of each engine and the workload.
+    """Return the engine deployment and the workload that the options of `gllm simulate` describe.
+
+    All engines of a simulated cluster have the same deployment.
 
     Raises:
         ValueError: The options are invalid.
-        OSError: The profile cannot be read.
+        OSError: The cost profile cannot be read.
     """
     jobs = build_workload(config)
     longest = max(job.num_prompt_tokens + job.num_output_tokens for job in jobs)
@@ -88,17 +90,18 @@ def run_simulation(
     jobs: list[WorkloadRequest],
     step_log: str | None = None,
 ) -> SimulationResult:
-    """Simulate a workload on one engine or several; return the figures.
+    """Simulate a workload on one engine, or on several behind a router, and return its metrics.
 
     Args:
-        config: The options.
-        deployment: Deployment of each engine.
-        jobs: The workload.
-        step_log: File of the step log; with several engines, each has a file with its name before
-            the suffix. None: no log.
+        config: Options of `gllm simulate`: number of engines, routing policy, SLO limits and
+            others.
+        deployment: Model, cost model and scheduler configuration of each engine.
+        jobs: Requests sorted by arrival time.
+        step_log: Path of the step log to write; with several engines, each writes a file with its
+            name before the suffix. None: no log.
 
     Raises:
-        ValueError: A request is longer than the deployment's context, or a limit is invalid.
+        ValueError: A request is longer than the model's context, or an SLO limit is invalid.
         OSError: A step log cannot be written.
     """
     limits = _read_slo_limits(config)
@@ -192,7 +195,13 @@ def _simulate_engines(
 def simulate_requests(
     config: SimulationConfig, deployment: Deployment, jobs: list[WorkloadRequest]
 ) -> RequestRecords:
-    """Simulate one engine or several; return the requests by position in the workload."""
+    """Simulate a workload and return only the record of each request, by position in the workload.
+
+    Args:
+        config: Options of `gllm simulate`: number of engines, routing policy and seed are read.
+        deployment: Model, cost model and scheduler configuration of each engine.
+        jobs: Requests sorted by arrival time.
+    """
     if config.engines == 1:
         return simulate(deployment, jobs).requests
     return _simulate_engines(config, deployment, jobs).requests
@@ -204,10 +213,17 @@ def simulate_trial(
     jobs: list[WorkloadRequest],
     rule: CapacityRule,
 ) -> tuple[RateTrial, RequestRecords]:
-    """Simulate a request rate; return the figures for a capacity rule, and the requests.
+    """Simulate a workload for a capacity search; return its scheduling delays and request records.
 
-    The run of a single engine ends as soon as its delays can no longer be within the rule's limit.
-    They are then infinite, and the requests unfinished; the rule's verdict is that of a whole run.
+    A single engine's simulation stops as soon as its P99 delay is certain to exceed the limit of
+    the rule. Its delays are then infinite and its requests unfinished, but whether the rate is
+    sustained comes out the same as from a whole run.
+
+    Args:
+        config: Options of `gllm simulate`: number of engines, routing policy and seed are read.
+        deployment: Model, cost model and scheduler configuration of each engine.
+        jobs: Requests sorted by arrival time.
+        rule: Limit of the P99 scheduling delay.
     """
     if config.engines > 1:
         requests = simulate_requests(config, deployment, jobs)
@@ -220,20 +236,28 @@ def simulate_trial(
 
 
 class RunFigures(NamedTuple):
-    """Latency percentiles of a run in seconds (None without a value) and its SLO attainment."""
+    """Latency percentiles of a run in seconds, and the share of its requests that meet the SLO.
+
+    A percentile is None if no request has a value.
+    """
 
     ttft_p50: float | None
     ttft_p90: float | None
     tpot_p50: float | None
     itl_p99: float | None
     attainment: float
-    """Share of the requests that keep the limits of each request, 0..1."""
+    """Share of the requests that meet all latency limits of a single request, 0..1."""
     is_within: bool
-    """True if the run keeps all limits."""
+    """True if the run meets all limits, of single requests and of percentiles."""
 
 
 def measure_figures(timelines: list[RequestTimeline], limits: Slo) -> RunFigures:
-    """Return the latency percentiles and the SLO attainment of a run."""
+    """Return the latency percentiles of a run and the share of its requests that meet the SLO.
+
+    Args:
+        timelines: Arrival and token times of each request.
+        limits: Latency limits of single requests and of percentiles.
+    """
     latencies = collect_latencies(timelines)
 
     def at(name: str, percent: float) -> float | None:
@@ -250,14 +274,17 @@ def measure_figures(timelines: list[RequestTimeline], limits: Slo) -> RunFigures
 
 
 class SimulationAtRate:
-    """Simulation of a configuration at any request rate. A run beyond a limit has infinite delays.
+    """Callable that simulates a configuration at a given request rate, for a capacity search.
+
+    It returns the scheduling delays. They are infinite if the run exceeds a latency limit.
 
     Args:
-        config: Deployment, number of engines and workload.
-        rule: States the number of requests that a rate needs.
-        limits: Latency limits.
-        stops_early: End runs whose scheduling delays can no longer be within the rule's limit; they
-            have no figures.
+        config: Options of `gllm simulate`; the request rate and the number of requests are
+            replaced.
+        rule: Gives the number of requests to simulate at a rate, and the limit of the delay.
+        limits: Latency limits that a sustained rate has to meet.
+        stops_early: True to stop a simulation whose P99 scheduling delay is certain to exceed the
+            limit of the rule; such runs get no latency percentiles.
     """
 
     def __init__(

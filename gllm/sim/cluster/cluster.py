@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineChange:
-    """Change of an engine at a time.
+    """Base of scheduled failures, drains and starts: an engine's name and the time of the change.
 
     Raises:
         ValueError: A time is negative or infinite.
@@ -37,7 +37,7 @@ class EngineChange:
     engine: str
     """Name of the engine."""
     time: float
-    """Seconds."""
+    """Time of the change, in seconds from the start of the simulation."""
 
     def __post_init__(self) -> None:
         """Check the times."""
@@ -50,7 +50,9 @@ class EngineChange:
 
 @dataclass(frozen=True)
 class EngineFailure(EngineChange):
-    """Crash of an engine, which loses its requests and cache. Without effect on a stopped engine.
+    """Scheduled crash of an engine, which loses its running requests and its KV cache.
+
+    A crash of an engine that has already stopped has no effect.
 
     Raises:
         ValueError: A time is negative or infinite.
@@ -66,7 +68,7 @@ class EngineFailure(EngineChange):
 
 @dataclass(frozen=True)
 class EngineDrain(EngineChange):
-    """Planned end of an engine: it receives no new requests and stops once it is empty.
+    """Scheduled drain of an engine: it gets no new requests and stops when all have finished.
 
     Raises:
         ValueError: The time is negative or infinite.
@@ -78,7 +80,7 @@ class EngineDrain(EngineChange):
 
 @dataclass(frozen=True)
 class EngineStart(EngineChange):
-    """Start of a new or a stopped engine.
+    """Scheduled start of a new engine, or restart of a stopped one.
 
     Raises:
         ValueError: A time is negative or infinite.
@@ -94,14 +96,16 @@ ClusterChange = EngineFailure | EngineDrain | EngineStart
 
 
 def sort_changes(engines: Iterable[str], changes: Iterable[ClusterChange]) -> list[ClusterChange]:
-    """Sort changes by time; changes at one time stay in their order.
+    """Sort engine changes by time and check that each names an engine that exists by then.
+
+    Changes at the same time keep their order.
 
     Args:
-        engines: Names of the engines at the beginning.
-        changes: The changes.
+        engines: Names of the engines that exist at the start of the simulation.
+        changes: Failures, drains and starts, in any order.
 
     Raises:
-        ValueError: A change names an engine that does not exist by then.
+        ValueError: A change names an engine that does not exist at its time.
     """
     ordered: Sequence[ClusterChange] = sorted(changes, key=lambda change: change.time)
     known = set(engines)
@@ -122,7 +126,7 @@ LogOpener = Callable[[str], Callable[[StepLogEvent], None]]
 
 
 class ClusterRun(NamedTuple):
-    """Result of a cluster's simulation."""
+    """Result of a cluster simulation: a record per engine and per request."""
 
     engines: dict[str, EngineRun]
     """Results of the engines by name."""
@@ -154,14 +158,16 @@ class _LifeEvent(NamedTuple):
 
 
 class SimulatedCluster:
-    """Engines behind a router, in one event loop.
+    """Simulates several engines behind a router, including crashes, drains and starts of engines.
 
-    Unless the router lets requests wait for engines, each engine has a child of the loop.
+    Unless the router can hold requests in a central queue, each engine processes its events in a
+    child event loop of its own, which is faster.
 
     Args:
         router: Chooses the engine of each request.
-        loop: Clock; default: a new one. Links that engines share have to use it.
-        open_log: Opens the step log of each engine; None: no logs.
+        loop: Event loop with the simulated clock; default: a new one. Network links that engines
+            share must use it.
+        open_log: Returns the writer of an engine's step log by the engine's name; None: no logs.
     """
 
     def __init__(
@@ -466,18 +472,19 @@ def simulate_cluster(
     changes: Iterable[ClusterChange] = (),
     open_log: LogOpener | None = None,
 ) -> ClusterRun:
-    """Simulate a workload on a cluster.
+    """Simulate a workload on several engines behind a router and return the records of the run.
 
     Args:
-        deployments: Engines by name, ready at the beginning.
-        jobs: Sorted by time; may be a generator.
-        router: A new router.
-        changes: Failures, drains and starts of engines.
-        open_log: Opens the step log of each engine; None: no logs.
+        deployments: Model, cost model and configuration of each engine by name; all are ready at
+            time 0.
+        jobs: Requests sorted by arrival time; may be a generator.
+        router: Chooses the engine of each request; must be new.
+        changes: Scheduled crashes, drains and starts of engines.
+        open_log: Returns the writer of an engine's step log by the engine's name; None: no logs.
 
     Raises:
-        ValueError: The workload is not sorted, a request fits no engine, or a change names an
-            engine that does not exist by then.
+        ValueError: The workload is not sorted, a request is too long for every engine, or a change
+            names an engine that does not exist at its time.
     """
     cluster = SimulatedCluster(router, open_log=open_log)
     for name, deployment in deployments.items():

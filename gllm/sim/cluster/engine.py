@@ -28,14 +28,15 @@ if TYPE_CHECKING:
 
 
 class EarliestEnds:
-    """Lower bounds of the times at which the requests of an engine end.
+    """Lower bounds of the times at which an engine's unfinished requests can finish.
 
-    A request with n tokens to generate passes all stages n times, one after the other, in first
-    come, first served micro-batches. Later arrivals can delay it only.
+    A request that has n tokens to generate takes at least n passes through all stages. Batches are
+    processed first come, first served, so later arrivals can only delay it. An engine need not be
+    simulated up to an arrival as long as none of its requests can finish before it.
 
     Args:
-        cost: Predictor of the engine's times.
-        num_stages: Number of stages.
+        cost: Predicts the step times of the engine.
+        num_stages: Number of pipeline stages.
     """
 
     def __init__(self, cost: CostModel, num_stages: int) -> None:
@@ -80,7 +81,7 @@ class EarliestEnds:
 
 
 class ClusterEngineState(Enum):
-    """State of an engine of a cluster."""
+    """State of a simulated engine: starting, ready, crashed but undetected, or stopped."""
 
     STARTING = "starting"
     READY = "ready"
@@ -90,7 +91,7 @@ class ClusterEngineState(Enum):
 
 
 class EngineLife(NamedTuple):
-    """Times in seconds of one run of an engine, from its start to its end; None if not reached."""
+    """Timestamps of one run of an engine: start, ready and end, in seconds; None if not reached."""
 
     start_time: float
     """Time from which the devices are in use; start-up included."""
@@ -99,28 +100,29 @@ class EngineLife(NamedTuple):
 
 
 class EngineRun(NamedTuple):
-    """Result of one engine of a cluster: requests, micro-batches and statistics."""
+    """Simulation results of one engine: requests, micro-batches, statistics and uptimes."""
 
     record: RunRecord
     """All epochs. A request that was lost and returned to the engine is one request."""
     stats: SchedulerStats
     """Statistics of the last epoch."""
     lives: list[EngineLife]
+    """Times of each start, readiness and end of the engine."""
 
 
 class ClusterEngine:
-    """Engine of a simulated cluster.
+    """One engine of a simulated cluster: takes requests, can crash, drain, stop and start again.
 
     Args:
-        name: Name of the engine.
-        deployment: Model, cost model and configuration.
-        loop: Clock of the cluster, or a child of it for this engine alone.
-        needs: State that the router reads.
-        listener: Receiver of the engine's events.
-        links: Links made elsewhere; None: links of its own.
-        log: Receives the step log of all epochs; None: no log.
-        role: prefill, decode or mixed.
-        kv_listener: Moves KV cache between engines; None: none moves.
+        name: Name of the engine, unique in the cluster.
+        deployment: Model, cost model and scheduler configuration.
+        loop: Event loop of the cluster, or a child loop for this engine alone.
+        needs: Parts of the engine's state that the router reads; others are not computed.
+        listener: Cluster that is notified of finished and admitted requests.
+        links: Network links between the stages that other engines share; None: links of its own.
+        log: Receives the step log events of all starts of the engine; None: no log.
+        role: prefill, decode or mixed (both).
+        kv_listener: Cluster that transfers KV cache between engines; None: no transfers.
     """
 
     def __init__(

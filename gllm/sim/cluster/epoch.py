@@ -21,9 +21,14 @@ if TYPE_CHECKING:
 
 
 class MeteredCostModel(DelegatingCostModel):
-    """Cost model that also fits linear step costs to its predictions, for routers.
+    """Cost model wrapper that also fits a linear step cost model to the predictions, for routers.
 
-    A production engine fits them to measured steps and reports them to its router.
+    Routing policies read the fitted costs. In production an engine fits them to measured steps and
+    reports them to the router.
+
+    Args:
+        cost: The wrapped cost model, whose predictions are returned unchanged.
+        num_stages: Number of pipeline stages.
     """
 
     def __init__(self, cost: CostModel, num_stages: int) -> None:
@@ -45,11 +50,12 @@ class MeteredCostModel(DelegatingCostModel):
 
 
 class EngineEpoch(PipelineObserver):
-    """Scheduler and pipeline of an engine from its start to its end.
+    """Scheduler and pipeline of a simulated engine between one start and the next stop or crash.
 
     Args:
-        engine: The engine; receives the finished sequences.
-        kv_listener: Moves KV cache between engines; None: no request has KV cache elsewhere.
+        engine: The engine, which is notified of finished requests.
+        kv_listener: Transfers KV cache between engines; None: no request has KV cache on another
+            engine.
     """
 
     def __init__(

@@ -19,7 +19,10 @@ from gllm.sim.link import SimulatedLink, make_link
 
 
 class TransferPath(NamedTuple):
-    """Link that carries KV transfers; pipelines and other transfers may share it."""
+    """Network link for KV cache transfers, with its bandwidth and latency.
+
+    Pipeline stages and other transfers may share the link.
+    """
 
     link: SimulatedLink
     network: NetworkLink
@@ -31,7 +34,7 @@ class TransferPath(NamedTuple):
 
 
 class KvTransfer(NamedTuple):
-    """Transfer of KV blocks from one engine to another."""
+    """Simulated transfer of KV cache from one engine to another, with its size and callbacks."""
 
     source: str
     """Name of the engine that sends."""
@@ -46,10 +49,10 @@ class KvTransfer(NamedTuple):
 
 
 class KvTransfers:
-    """KV transfers in flight in a cluster.
+    """Tracks the KV cache transfers in flight between the engines of a simulated cluster.
 
-    A transfer ends with either of its engines: the link is free for others at once, and the
-    transfer is lost when the cluster knows that the engine is.
+    If either engine crashes, the transfer stops and frees the link at once. It is reported as lost
+    only when the cluster detects the crash.
 
     Args:
         on_end: Called with each transfer that has arrived or is lost, and the time.
@@ -131,16 +134,18 @@ class KvTransfers:
 
 @dataclass(frozen=True)
 class LinkFailure:
-    """Failure of the path from one engine to another: transfers break, new ones are refused.
+    """Temporary failure of the network path between two engines: KV transfers fail during it.
 
     Raises:
         ValueError: A time is negative.
     """
 
     source: str
+    """Name of the engine that sends."""
     target: str
+    """Name of the engine that receives."""
     time: float
-    """Seconds."""
+    """Start of the failure, in seconds from the start of the simulation."""
     seconds: float
     """Duration of the failure in seconds."""
 
@@ -154,7 +159,7 @@ class LinkFailure:
 
 
 class KvNetwork:
-    """Links that carry KV cache: one for each sending engine.
+    """Network for KV cache transfers in which each sending engine has one link.
 
     Args:
         network: Bandwidth in bytes/s and latency in seconds of each link.
@@ -178,14 +183,14 @@ class KvNetwork:
 
 
 class HandoffRecord(NamedTuple):
-    """Times in seconds of one hand-off."""
+    """Timestamps in seconds of one request's move from its prefill engine to its decode engine."""
 
     prefill: str
     """Name of the engine that computed the prompt."""
     decode: str
     """Name of the engine that decoded; empty if there was none."""
     num_tokens: int
-    """Number of tokens in the held KV cache."""
+    """Number of tokens in the KV cache that the prefill engine kept for the decode engine."""
     prefill_start_time: float
     """Time of the first micro-batch with the request at the prefill engine."""
     ready_time: float
@@ -202,7 +207,11 @@ class HandoffRecord(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class SimulatedHandoff:
-    """State of a hand-off, from the first token until the KV cache has arrived or is lost."""
+    """State of one request's move from its prefill engine to its decode engine.
+
+    It begins with the first token and ends when the KV cache has arrived at the decode engine or is
+    lost.
+    """
 
     request: ClusterRequest
     ticket: int
@@ -235,7 +244,12 @@ StartTimes = Callable[[str, int], float | None]
 
 
 def make_handoff_record(handoff: SimulatedHandoff, start_time: StartTimes) -> HandoffRecord:
-    """Return the times of a hand-off."""
+    """Return the timestamps of one request's move from its prefill engine to its decode engine.
+
+    Args:
+        handoff: Engines, sequence ids and transfer times of the request.
+        start_time: Returns the time of a sequence's first micro-batch, by engine and sequence id.
+    """
     target = handoff.target
     return HandoffRecord(
         handoff.source,

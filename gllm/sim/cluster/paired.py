@@ -44,18 +44,20 @@ from gllm.sim.pipeline import OUTPUT_TOKEN_ID
 from gllm.sim.workloads.requests import WorkloadRequest
 
 TransferSeconds = Callable[[int], float]
-"""Returns the visible seconds of a transfer by the tokens of the prompt."""
+"""Returns the part of a KV transfer's time in seconds that does not overlap with computation, by
+number of prompt tokens."""
 
 LengthPredictor = Callable[[int], int]
 """Returns the predicted number of output tokens, at least 1, by the true one."""
 
 
 class PairRouter(ClusterRouter):
-    """Router that chooses a prefill and a decode engine for each request by a pair policy.
+    """Router for separate prefill and decode: a policy chooses both engines of each request.
 
     Args:
-        policy: A new pair policy.
-        predict_length: Default: the exact length.
+        policy: Policy that chooses a prefill and a decode engine; must be new.
+        predict_length: Returns the predicted number of output tokens from the true one; default:
+            the true one.
     """
 
     needs = RouterNeeds(statistics=True)
@@ -127,19 +129,20 @@ ROLE_SECONDS = 1.0
 
 
 class PairedRun(NamedTuple):
-    """Result of a cluster with hand-offs."""
+    """Result of a simulated cluster with separate prefill and decode engines."""
 
     cluster: ClusterRun
     handoffs: dict[int, HandoffRecord]
-    """Last hand-off of each request that had one, by position in the workload."""
+    """Times of the last move from a prefill to a decode engine, of each request that moved, by
+    position in the workload."""
 
 
 class PairedCluster(SimulatedCluster):
-    """Simulated cluster in which a pair policy selects a prefill and a decode engine.
+    """Simulated cluster with separate prefill and decode engines and KV transfers between them.
 
     Args:
-        router: Chooses the engines of each request.
-        network: Links between the engines.
+        router: Chooses the prefill and the decode engine of each request.
+        network: Network links that carry KV cache between the engines.
     """
 
     def __init__(self, router: PairRouter, network: KvNetwork) -> None:
@@ -429,21 +432,23 @@ def simulate_pairs(
     link_failures: Iterable[LinkFailure] = (),
     predict_length: LengthPredictor | None = None,
 ) -> PairedRun:
-    """Simulate a workload on a cluster that separates prefill and decode.
+    """Simulate a workload on a cluster with separate prefill and decode engines.
 
     Args:
-        deployments: Engines by name, ready at the beginning.
-        roles: prefill, decode or mixed, by engine; default: mixed.
-        jobs: Sorted by time; may be a generator.
-        policy: A new pair policy.
-        network: New links between the engines.
-        changes: Failures, drains and starts of engines.
-        link_failures: Failures of ways between engines.
-        predict_length: Predicted output length by the true one; default: the true one.
+        deployments: Model, cost model and configuration of each engine by name; all are ready at
+            time 0.
+        roles: prefill, decode or mixed (both), by engine name; default: mixed.
+        jobs: Requests sorted by arrival time; may be a generator.
+        policy: Policy that chooses a prefill and a decode engine for each request; must be new.
+        network: Network links that carry KV cache between the engines; must be new.
+        changes: Scheduled crashes, drains and starts of engines.
+        link_failures: Scheduled failures of the network path between two engines.
+        predict_length: Returns the predicted number of output tokens from the true one; default:
+            the true one.
 
     Raises:
-        ValueError: The workload is not sorted, a request fits no engine, or a change or a role
-            names an engine that does not exist by then.
+        ValueError: The workload is not sorted, a request is too long for every engine, or a change
+            or a role names an engine that does not exist at its time.
     """
     unknown = set(roles) - set(deployments)
     if unknown:
@@ -461,7 +466,7 @@ def simulate_pairs(
 
 
 class SplitRun(NamedTuple):
-    """Result of the simulation of a prompt pool and a token pool."""
+    """Result of simulating prefill machines and decode machines one after the other."""
 
     lines: list[RequestTimeline]
     """Timeline of each request as its client sees it, in the order of the workload."""
@@ -473,7 +478,14 @@ class SplitRun(NamedTuple):
 def simulate_pool(
     deployments: Mapping[str, Deployment], jobs: Sequence[WorkloadRequest], router: str, seed: int
 ) -> ClusterRun:
-    """Simulate a pool that serves whole requests; the router is a name of ROUTER_NAMES."""
+    """Simulate a workload on machines that each compute both prefill and decode of their requests.
+
+    Args:
+        deployments: Model, cost model and configuration of each machine by name.
+        jobs: Requests sorted by arrival time.
+        router: Name of the routing policy, from ROUTER_NAMES.
+        seed: Seed of the router's random choices.
+    """
     return simulate_cluster(deployments, jobs, make_router(router, seed))
 
 
@@ -484,18 +496,19 @@ def simulate_split(
     transfer_seconds: TransferSeconds,
     seed: int = 0,
 ) -> SplitRun:
-    """Simulate a workload on a prompt pool and a token pool, one after the other.
+    """Simulate a workload on prefill machines, then on decode machines, as in the Splitwise paper.
 
-    The prompt pool computes each request up to its first token. The token pool receives the request
-    when the KV cache has arrived; the prompt takes no time there. Prompts leave the cache of the
-    first pool when they end: full token machines do not delay prompt machines.
+    The prefill machines compute each request up to its first token. The decode machines receive the
+    request when its KV cache has arrived, and spend no time on the prompt. KV cache leaves a
+    prefill machine with the first token: full decode machines do not delay prefill machines.
 
     Args:
-        prompts: Prompt machines by name.
-        tokens: Token machines by name, whose cost models take no time for prompts.
-        jobs: Sorted by arrival.
-        transfer_seconds: Time of a transfer that no computation hides.
-        seed: Seed of the routers.
+        prompts: Prefill machines by name.
+        tokens: Decode machines by name; their cost models must predict no time for prompts.
+        jobs: Requests sorted by arrival time.
+        transfer_seconds: Returns the part of a KV transfer's time in seconds that does not overlap
+            with computation, by number of prompt tokens.
+        seed: Seed of the routers' random choices.
     """
     first = simulate_pool(
         prompts, [job._replace(num_output_tokens=1) for job in jobs], "pending-tokens", seed

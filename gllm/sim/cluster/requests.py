@@ -12,7 +12,10 @@ from gllm.sim.workloads.requests import WorkloadRequest
 
 @dataclass(eq=False, slots=True)
 class ClusterRequest:
-    """Unfinished request of a cluster; several engines may compute it one after the other."""
+    """Unfinished request of a simulated cluster, with its output so far.
+
+    Several engines may compute it one after the other, for example after a crash.
+    """
 
     index: int
     """Position in the workload."""
@@ -58,7 +61,7 @@ class ClusterRequest:
 
 
 class Submission(NamedTuple):
-    """Submission of a request to an engine."""
+    """Record that a request was sent to an engine; a request moved or rerouted has several."""
 
     request_index: int
     """Position of the request in the workload."""
@@ -71,15 +74,15 @@ class Submission(NamedTuple):
 def join_submissions(
     records: Iterable[Mapping[int, ServedRequest]], submissions: Sequence[Submission]
 ) -> dict[int, tuple[int, ServedRequest]]:
-    """Join the records of each request's submissions.
+    """Merge the records of requests that were sent to several engines into one record per request.
 
     Args:
-        records: Records by sequence id.
-        submissions: Submissions by sequence id.
+        records: Records of each engine by sequence id; each submission to an engine has its own id.
+        submissions: Request and reason of each submission, indexed by sequence id.
 
     Returns:
-        By position in the workload, the id of the first sequence and the joined record. A request
-        of one submission has that submission's record.
+        By position of the request in the workload: the id of its first sequence, and its merged
+        record with one timeline.
     """
     parts: dict[int, list[tuple[int, ServedRequest]]] = {}
     for seq, served in sorted(

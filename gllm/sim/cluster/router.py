@@ -31,7 +31,7 @@ ROUTED_IN_A_ROW = 1024
 
 
 class RouterNeeds(NamedTuple):
-    """Parts of the engines' state that a router reads; other parts are not computed."""
+    """Flags for the parts of the engines' state that a router reads; others are not computed."""
 
     statistics: bool = False
     """Statistics of the schedulers."""
@@ -59,7 +59,7 @@ ONLY_COUNTS = RouterNeeds(request_counts=True)
 
 
 class ClusterRouter(ABC):
-    """Rule that chooses the engine of each request of a simulated cluster."""
+    """Base class of routers, which choose the engine of each request in a simulated cluster."""
 
     needs = RouterNeeds()
     """State of the engines that `route` reads."""
@@ -100,13 +100,13 @@ class ClusterRouter(ABC):
 
 
 class PolicyRouter(ClusterRouter):
-    """Router that uses a production routing policy.
+    """Simulated router that chooses engines by a routing policy of the production router.
 
-    The policy sees the state that it sees in production, here without delay.
+    The policy sees the same engine state as in production, but without reporting delay.
 
     Args:
-        policy: A new routing policy.
-        slo: Objective of all requests; None: they have none.
+        policy: Routing policy; must be new.
+        slo: Latency limits (TTFT, TPOT) attached to all requests; None: no limits.
     """
 
     lets_wait = False
@@ -181,12 +181,12 @@ class PolicyRouter(ClusterRouter):
 
 
 class DeferredRouter(ClusterRouter):
-    """Router whose requests wait in the central queue until an engine can start them.
+    """Router that keeps requests in a central queue until an engine can start them at once.
 
-    Other requests wait in the central queue, from which engines pull. An engine can run a request
-    if none of its requests waits for KV blocks and one more may hold them.
+    An engine can start a request if none of its requests waits for KV blocks and it has fewer than
+    max_num_seqs requests. Among these, the one with the fewest requests is chosen.
 
-    Source: the global scheduler of Vidur (MLSys'24, arXiv 2405.05465) that defers the choice.
+    Source: the deferred global scheduler of Vidur (MLSys'24, arXiv 2405.05465).
     """
 
     needs = RouterNeeds(statistics=True)
@@ -204,11 +204,11 @@ class DeferredRouter(ClusterRouter):
 
 
 def make_router(name: str, seed: int) -> ClusterRouter:
-    """Return a new router.
+    """Return a new simulated router by the name of its routing policy.
 
     Args:
-        name: A name of ROUTER_NAMES.
-        seed: Seed of its random choices.
+        name: A routing policy of production, or "deferred" for a central queue (ROUTER_NAMES).
+        seed: Seed of the policy's random choices.
 
     Raises:
         ValueError: There is no such router.

@@ -13,7 +13,7 @@ MEASURE_FURTHER = "measure further"
 
 
 class TransferCost(NamedTuple):
-    """Cost of one message on a link."""
+    """Predicted time in seconds and size in bytes of one message on a network link."""
 
     occupancy_seconds: float
     """Seconds for which the link is busy with the message: bytes / rate."""
@@ -37,13 +37,22 @@ NO_TRANSFER = TransferCost(0.0)
 
 
 class CostRangeError(ValueError):
-    """Error: work above the measured range of a cost model; the message names the range."""
+    """Raised for a batch larger than a cost model was measured for; the message names the range."""
 
 
 def above_range(
     source: str, name: str, value: float, low: float, high: float, fix: str = MEASURE_FURTHER
 ) -> CostRangeError:
-    """Return the error for a value above the measured range (`low` to `high`, inclusive)."""
+    """Return the error for a value above a cost model's measured range.
+
+    Args:
+        source: Name of the measurement, such as "the profile".
+        name: Name of the quantity, such as "tokens".
+        value: The value that is too large.
+        low: Smallest measured value.
+        high: Largest measured value.
+        fix: Advice for how to measure larger values.
+    """
     return CostRangeError(
         f"{source}: {name} is {value:g}, but was measured from {low:g} to {high:g}, and this cost "
         f"model does not extrapolate: keep requests and micro-batches within, {fix}, or use "
@@ -52,12 +61,13 @@ def above_range(
 
 
 class MeasuredRanges:
-    """Smallest and largest measured value of each quantity, and a count of smaller ones.
+    """Measured range of each input of a cost model; clamps smaller values and rejects larger ones.
 
     Args:
-        ranges: Measured range of each quantity by name, both ends inclusive.
-        source: Name of the measurement in messages.
-        fixes: What measures larger values, by name of the quantity; default: MEASURE_FURTHER.
+        ranges: Smallest and largest measured value of each quantity by name, both inclusive.
+        source: Name of the measurement in error messages, such as "the profile".
+        fixes: Advice for how to measure larger values, by name of the quantity; default: "measure
+            further".
     """
 
     def __init__(
@@ -89,11 +99,11 @@ class MeasuredRanges:
 
 
 class CostModel(ABC):
-    """Predictor of a pipeline's times in seconds.
+    """Base class of cost models, which predict the step and transfer times of a simulated pipeline.
 
-    The defaults are those of a model with a driver and links that cost nothing, which holds for all
-    work. Methods raise CostRangeError for work above the measured range. Work below it costs as
-    much as the least that was measured, and is counted.
+    All times are in seconds. By default the driver and the links take no time, and batches have no
+    size limit. Models fitted to measurements raise CostRangeError for larger batches than were
+    measured; a smaller batch takes as long as the smallest measured one, and is counted.
     """
 
     _ranges = MeasuredRanges({}, "")
@@ -150,14 +160,18 @@ class CostModel(ABC):
 
 @runtime_checkable
 class OperatorCostModel(Protocol):
-    """Cost model that predicts the time of each class of operators."""
+    """Protocol of cost models that break a stage's time down by operator class (attention, ...)."""
 
     def operator_seconds(self, stage: int, work: StageWork) -> Mapping[str, float]:
         """Return the time of each class of operators, which add up to `stage_seconds`."""
 
 
 class DelegatingCostModel(CostModel):
-    """Base of cost models that wrap another one and change some of its predictions."""
+    """Base class of cost models that wrap another cost model and change some of its predictions.
+
+    Args:
+        cost: The wrapped cost model.
+    """
 
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
@@ -201,7 +215,11 @@ class DelegatingCostModel(CostModel):
 
 
 class DecodeOnlyCostModel(DelegatingCostModel):
-    """Cost model of an engine that fetches the KV cache of all prompts: prefills take no time."""
+    """Cost model wrapper for a decode engine: prefill takes no time, since KV cache is fetched.
+
+    Args:
+        cost: The wrapped cost model.
+    """
 
     def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
         """Return the time of the decodes of a micro-batch."""
@@ -216,8 +234,8 @@ class ConstantCostModel(CostModel):
     """Cost model in which all micro-batches take the same time.
 
     Args:
-        stage: Seconds of each stage per micro-batch.
-        link: Seconds for which activations occupy a link.
+        stage: Time of a micro-batch on each stage, in seconds.
+        link: Time for which its activations occupy each link between stages, in seconds.
     """
 
     def __init__(self, stage: float, link: float = 0.0) -> None:

@@ -54,15 +54,20 @@ DECODES, CONTEXT = "decodes", "decode context"
 
 
 class PhaseCoefficients(NamedTuple):
-    """Milliseconds of one phase: constant, per token, and per squared token or request."""
+    """Coefficients in milliseconds of the time of a prefill or decode step, as DistServe fits it.
+
+    The time of a step is a constant, plus a time per prompt or context token, plus a time per
+    squared prompt token (prefill) or per request (decode).
+    """
 
     constant: float
     per_token: float
     third: float
+    """Milliseconds per squared prompt token (prefill), or per request (decode)."""
 
 
 class DistServeCoefficients(NamedTuple):
-    """Coefficients of one system, model and tensor parallel size."""
+    """Step time coefficients that DistServe published for one engine, model and TP size."""
 
     prefill: PhaseCoefficients
     small_decode: PhaseCoefficients
@@ -74,10 +79,15 @@ class DistServeCoefficients(NamedTuple):
 
 
 def read_coefficients(system: str, model: str, tp: int) -> DistServeCoefficients:
-    """Return the published coefficients, negative ones as 0.
+    """Return the step time coefficients that DistServe published, with negative ones set to 0.
+
+    Args:
+        system: Measured engine: distserve or vllm.
+        model: Name of an OPT model, such as opt-13b.
+        tp: Tensor parallel size.
 
     Raises:
-        ValueError: There are none; the message names those there are.
+        ValueError: None are published for these; the message lists those that are.
     """
     row = _select(COEFFICIENTS_FILE, {"system": system, "model": model, "tp": str(tp)})
 
@@ -94,13 +104,18 @@ def read_coefficients(system: str, model: str, tp: int) -> DistServeCoefficients
 
 
 def interpolate_coefficients(system: str, model: str, tp: int) -> DistServeCoefficients:
-    """Return the published coefficients, or those between the neighbouring sizes, without ranges.
+    """Return DistServe's step time coefficients, interpolated for an unpublished TP size.
 
-    Coefficients are interpolated linearly in 1 / tp, because most times are nearly in proportion to
-    it.
+    Interpolation is linear in 1 / tp, because most times are nearly proportional to it. An
+    interpolated result has no measured ranges.
+
+    Args:
+        system: Measured engine: distserve or vllm.
+        model: Name of an OPT model, such as opt-13b.
+        tp: Tensor parallel size.
 
     Raises:
-        ValueError: The size lies outside the published ones.
+        ValueError: The size is below the smallest or above the largest published one.
     """
     rows = [
         row for row in read_table(COEFFICIENTS_FILE)
@@ -128,7 +143,15 @@ def interpolate_coefficients(system: str, model: str, tp: int) -> DistServeCoeff
 
 
 def measured_ranges(model: str, tp: int) -> dict[str, tuple[float, float]]:
-    """Return the ranges that the measured batches cover; empty if their sizes are not published."""
+    """Return the ranges of tokens, lengths and batch sizes that DistServe's measurements cover.
+
+    Args:
+        model: Name of an OPT model, such as opt-13b.
+        tp: Tensor parallel size.
+
+    Returns:
+        Smallest and largest value by name of the quantity; empty if they are not published.
+    """
     limit = GRID_TOKENS.get((model, tp))
     if limit is None:
         return {}
@@ -149,23 +172,28 @@ def measured_ranges(model: str, tp: int) -> dict[str, tuple[float, float]]:
 
 
 def read_kv_capacity(model: str, tp: int, pp: int) -> int:
-    """Return the capacity of the KV cache of A100-80G devices in tokens.
+    """Return the number of tokens in the KV cache of an OPT model on A100-80G, by DistServe's data.
+
+    Args:
+        model: Name of an OPT model, such as opt-13b.
+        tp: Tensor parallel size.
+        pp: Number of pipeline stages.
 
     Raises:
-        ValueError: The capacity was not published; the message names those there are.
+        ValueError: The capacity is not published; the message lists those that are.
     """
     row = _select(CAPACITIES_FILE, {"model": model, "tp": str(tp), "pp": str(pp)})
     return int(row["max_num_tokens"])
 
 
 class DistServeCostModel(CostModel):
-    """Pipeline of `stages` stages with published coefficients.
+    """Cost model that predicts step times by the coefficients that DistServe published.
 
     Args:
-        coefficients: Of the model on the devices of one stage.
-        stages: Number of stages.
-        extrapolates_context: True to price decode contexts above the measured ones, as DistServe's
-            simulator does.
+        coefficients: Coefficients of the model at the tensor parallel size of one stage.
+        stages: Number of pipeline stages.
+        extrapolates_context: True to accept decode contexts longer than the measured ones, as
+            DistServe's simulator does.
     """
 
     def __init__(
@@ -238,7 +266,7 @@ def _select(file: str, keys: Mapping[str, str]) -> Mapping[str, str]:
 
 
 class PrefillSample(NamedTuple):
-    """A measured prefill."""
+    """One measured prefill step: prompt lengths of its batch and its duration in milliseconds."""
 
     lengths: Sequence[int]
     """Tokens of each prompt."""
@@ -246,7 +274,7 @@ class PrefillSample(NamedTuple):
 
 
 class DecodeSample(NamedTuple):
-    """A measured decode step."""
+    """One measured decode step: context lengths of its batch and duration in milliseconds."""
 
     contexts: Sequence[int]
     """Context tokens of each request."""
@@ -254,12 +282,16 @@ class DecodeSample(NamedTuple):
 
 
 def fit_prefill(samples: Sequence[PrefillSample]) -> PhaseCoefficients:
-    """Fit the coefficients of a constant, the tokens, and their squares (DistServe, Appendix A).
+    """Fit the coefficients of the prefill time to measured prefill steps.
 
-    The fit minimizes the squares of the relative errors, as DistServe's artifact does.
+    The time is a constant, plus a time per token, plus a time per squared token (DistServe,
+    Appendix A). The fit minimizes the squares of the relative errors, as DistServe's artifact does.
+
+    Args:
+        samples: Measured prefill steps.
 
     Raises:
-        ValueError: The samples do not determine them, or a time is not above 0.
+        ValueError: The samples do not determine the coefficients, or a time is not above 0.
     """
     return _fit(
         [(1.0, sum(sample.lengths), sum(n * n for n in sample.lengths)) for sample in samples],
@@ -268,12 +300,16 @@ def fit_prefill(samples: Sequence[PrefillSample]) -> PhaseCoefficients:
 
 
 def fit_decode(samples: Sequence[DecodeSample]) -> PhaseCoefficients:
-    """Fit the coefficients of a constant, the contexts, and the requests (DistServe, Appendix A).
+    """Fit the coefficients of the decode time to measured decode steps.
 
-    The fit minimizes the squares of the relative errors, as DistServe's artifact does.
+    The time is a constant, plus a time per context token, plus a time per request (DistServe,
+    Appendix A). The fit minimizes the squares of the relative errors, as DistServe's artifact does.
+
+    Args:
+        samples: Measured decode steps.
 
     Raises:
-        ValueError: The samples do not determine them, or a time is not above 0.
+        ValueError: The samples do not determine the coefficients, or a time is not above 0.
     """
     return _fit(
         [(1.0, sum(sample.contexts), len(sample.contexts)) for sample in samples],

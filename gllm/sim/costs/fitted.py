@@ -56,10 +56,14 @@ Span = tuple[int, bool, bool]
 
 
 def fit_nonnegative(features: Array, seconds: Array) -> list[float]:
-    """Return coefficients >= 0 that predict `seconds` [rows] from `features` [rows, columns].
+    """Fit nonnegative linear coefficients that predict step times from features of the steps.
 
-    Errors count relative to the prediction, so that their sum is near zero for short steps and long
-    ones alike; errors relative to the measurement would favour the fast steps.
+    The fit minimizes errors relative to the prediction, so that they cancel out for short and long
+    steps alike; errors relative to the measurement would bias the fit to fast steps.
+
+    Args:
+        features: Features of each step, such as numbers of tokens, [steps, features].
+        seconds: Measured time of each step, [steps].
     """
     scale = np.maximum(features.max(axis=0), 1e-12)
     scaled = features / scale
@@ -76,7 +80,14 @@ def fit_nonnegative(features: Array, seconds: Array) -> list[float]:
 
 
 def fit_uninterrupted(features: Array, seconds: Array) -> list[float]:
-    """Return the coefficients of `fit_nonnegative` without the rows that were interrupted."""
+    """Fit coefficients as `fit_nonnegative` does, but without steps that were interrupted.
+
+    A step counts as interrupted by another program if it took over 3 times its fitted time.
+
+    Args:
+        features: Features of each step, such as numbers of tokens, [steps, features].
+        seconds: Measured time of each step, [steps].
+    """
     is_kept = np.ones(len(seconds), bool)
     for _ in range(FILTERS):
         coefficients = fit_nonnegative(features[is_kept], seconds[is_kept])
@@ -173,15 +184,16 @@ def _spans_of(layers: Sequence[int]) -> list[Span]:
 
 
 class FittedCostModel(CostModel):
-    """Cost model fitted to a profile, for the measured division into stages or another one.
+    """Cost model fitted to a profile, which `gllm profile` measured on a real pipeline.
 
     Args:
-        profile: The measurements.
+        profile: Measured step, link, driver and sampling times.
         layers: Number of layers of each stage; default: as measured.
-        link: Between neighbouring stages, where the profile has measured none.
+        link: Link between neighbouring stages, if the profile has measured none.
 
     Raises:
-        ValueError: The layers do not add up, or the profile cannot price another cut.
+        ValueError: The layers do not add up to the model's, or the profile has measured no parts of
+            the model, from which it could predict another division into stages.
     """
 
     def __init__(

@@ -47,12 +47,18 @@ DECODES, CONTEXT, ROWS = "attn_decode batch", "attn_decode mean kv", "host batch
 
 
 class ForestCostModel(CostModel):
-    """Cost model of a pipeline with `tp` devices per stage, by random forests per operator.
+    """Cost model that predicts each operator's time by a random forest fitted to Vidur's profiles.
 
-    Vidur's tables hold for micro-batches of up to 4,096 tokens and 128 rows, of sequences of up to
-    4,096 tokens. A call raises CostRangeError for more. A prefill chunk below 64 tokens costs as
-    much as the last 64 tokens of its sequence, a decode with less than 32 cached tokens as one with
-    32, and fewer than 8 rows cost the host as much as 8; `num_below_range` counts them.
+    Vidur's tables cover micro-batches of up to 4,096 tokens and 128 sequences, of up to 4,096
+    tokens each; a larger one raises CostRangeError. A prefill chunk below 64 tokens takes as long
+    as the last 64 tokens of its sequence, a decode with less than 32 cached tokens as one with 32,
+    and fewer than 8 sequences cost the host as much as 8; `num_below_range` counts them.
+
+    Args:
+        stages: Number of pipeline stages.
+        tp: Tensor parallel size of each stage.
+        layers: Number of layers of each stage; default: equal numbers.
+        tables: Measured operator times; default: those of Vidur.
     """
 
     def __init__(
@@ -195,10 +201,14 @@ class ForestCostModel(CostModel):
 
 
 def aggregate(chunks: Sequence[tuple[int, int]]) -> tuple[float, float]:
-    """Return one equivalent chunk (kv, length) for several chunks of (kv, length).
+    """Return one prefill chunk whose attention takes about as long as that of several chunks.
 
-    Its length is sqrt(sum length^2), as in Vidur. Its kv keeps the number of query-key pairs:
-    length * (kv + length / 2) is equal on both sides. A single chunk is returned unchanged.
+    Its length is sqrt(sum length^2), as in Vidur. Its number of cached tokens kv is chosen to keep
+    the number of query-key pairs: length * (kv + length / 2) is equal on both sides. A single chunk
+    is returned unchanged.
+
+    Args:
+        chunks: (tokens cached before the chunk, tokens of the chunk) of each chunk.
     """
     length = math.sqrt(sum(tokens * tokens for _, tokens in chunks))
     return sum(kv * tokens for kv, tokens in chunks) / length, length
@@ -207,11 +217,14 @@ def aggregate(chunks: Sequence[tuple[int, int]]) -> tuple[float, float]:
 def combine_chunks(
     chunks: Sequence[tuple[int, int]], longest: float
 ) -> Iterator[tuple[float, float]]:
-    """Return equivalent chunks (kv, length) of several chunks, each no longer than measured.
+    """Group prefill chunks and yield for each group one chunk of about equal attention time.
 
-    Vidur combines all chunks of a micro-batch into one. Several chunks late in their sequences
-    would be equivalent to a chunk of a longer sequence than any of them: they are combined only as
-    far as kv + length stays within `longest` tokens.
+    Vidur combines all chunks of a micro-batch into one, which can be longer than any measured
+    sequence. Here they are combined only as long as the result is within the measured length.
+
+    Args:
+        chunks: (tokens cached before the chunk, tokens of the chunk) of each chunk.
+        longest: Longest measured sequence in tokens: limit of cached tokens plus chunk.
     """
     group: list[tuple[int, int]] = []
     for chunk in chunks:
@@ -223,16 +236,16 @@ def combine_chunks(
 
 
 class TabulatedOperators(NamedTuple):
-    """Token-level operators as tables."""
+    """Times of all operators but attention, as lookup tables by number of tokens."""
 
     layer: TokenTable
-    """All of one layer together."""
+    """All operators of one layer together."""
     classes: Mapping[str, TokenTable]
-    """Those of one layer by class."""
+    """Operators of one layer, summed by class: matrices and elementwise."""
     embedding: TokenTable
     norm: TokenTable
     head: TokenTable | None
-    """By sampled rows; None if it was not measured."""
+    """Final norm and LM head by number of sampled rows; None if not measured."""
 
 
 @cache

@@ -26,18 +26,21 @@ from gllm.sim.costs.operators import (
 
 
 def predict_cached(samples: OperatorSamples, features: Array, folder: Path | None = None) -> Array:
-    """Return the milliseconds [rows] that a forest of samples predicts for features [rows, n].
+    """Return operator times predicted by a random forest, from a cache on disk where possible.
 
-    Predictions are kept in files in the user's cache, because a fit takes seconds.
+    Predictions are cached in files, because fitting a forest takes seconds.
 
     Args:
         samples: The measurements to which the forest is fitted.
-        features: Keys within the measured range.
-        folder: Of the cache; default: `forests` in the user's cache.
+        features: Inputs of the predictions within the measured range, [rows, features].
+        folder: Folder of the cache; default: `forests` in the user's cache folder.
+
+    Returns:
+        Milliseconds of each row.
 
     Raises:
-        CostRangeError: A key is outside of the measured range.
-        ModuleNotFoundError: Nothing is in the cache, and scikit-learn is missing.
+        CostRangeError: An input is outside of the measured range.
+        ModuleNotFoundError: The predictions are not cached, and scikit-learn is missing.
     """
     path = (folder or cache_folder() / "forests") / f"{_digest(samples, features)}.npy"
     with suppress(OSError, ValueError):
@@ -73,7 +76,12 @@ forest is constant between neighbours of it, so a finer grid would hardly say mo
 
 
 class TokenTable:
-    """Milliseconds of an operator for each number of tokens from `low` to `high`."""
+    """Lookup table of an operator's time in milliseconds by number of tokens in the batch.
+
+    Args:
+        low: Smallest number of tokens.
+        times: Milliseconds for `low` tokens, `low` + 1 tokens, and so on.
+    """
 
     def __init__(self, low: int, times: Sequence[float]) -> None:
         self.low = low
@@ -99,7 +107,13 @@ class TokenTable:
 
 
 class PrefillTable:
-    """Milliseconds of a layer's prefill attention by cached tokens and chunk, on a grid."""
+    """Lookup table of a layer's prefill attention time in milliseconds.
+
+    The keys are the tokens cached before the chunk and the tokens of the chunk, in steps of 16.
+
+    Args:
+        samples: Measured attention times, to which a random forest is fitted.
+    """
 
     def __init__(self, samples: OperatorSamples) -> None:
         self.chunk_range = samples.ranges["chunk"]
@@ -119,11 +133,14 @@ class PrefillTable:
 
 
 class DecodeTable:
-    """Milliseconds of a layer's decode attention by batch and mean cached tokens, on a grid.
+    """Lookup table of a layer's decode attention time in milliseconds.
+
+    The keys are the batch size and the mean number of cached tokens, the latter in steps of 16.
 
     Args:
-        samples: The measurements.
-        cell: Tokens from the last measured context on for which it stands.
+        samples: Measured attention times, to which a random forest is fitted.
+        cell: Number of context lengths, from the longest measured one on, for which its time is
+            used.
     """
 
     def __init__(self, samples: OperatorSamples, cell: int = 1) -> None:
@@ -143,11 +160,16 @@ class DecodeTable:
 
 
 class HostLine:
-    """Linear fit of the host's milliseconds by the number of rows of a micro-batch.
+    """Linear fit of the host (CPU) time of a micro-batch in milliseconds by its batch size.
 
-    Rows were measured in eights, so that a forest could say nothing of those between; host work is
-    a constant plus a time per row. Where the tensor parallel size is missing the nearest one stands
-    in, because every worker prepares all rows whatever its share of the model.
+    Batch sizes were measured in steps of 8; a line predicts those between, because host work is a
+    constant plus a time per sequence. If the tensor parallel size was not measured, the nearest
+    measured one is used: each worker prepares all sequences whatever its share of the model.
+
+    Args:
+        rows: Measured times, with the columns `tp` and `batch_size`.
+        tp: Tensor parallel size.
+        columns: Columns of times whose sum is fitted.
     """
 
     def __init__(self, rows: Sequence[dict[str, float]], tp: int, columns: Sequence[str]) -> None:

@@ -26,12 +26,14 @@ TEXT_COLUMNS = frozenset(
 
 
 class OperatorTables:
-    """Tables of measured operators, from one folder or shipped; see gllm/sim/data/README.md.
+    """Tables of measured operator times: those that `gllm profile --operators` wrote, or Vidur's.
 
-    A folder has a file NAME.csv for each NAME of VIDUR_FILES.
+    A folder has a file NAME.csv for each NAME of VIDUR_FILES. gllm/sim/data/README.md describes the
+    columns.
 
     Args:
-        folder: Folder that `gllm profile --operators` has written; None for Vidur's.
+        folder: Folder that `gllm profile --operators` has written; None for Vidur's tables, which
+            are shipped with gllm.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -92,5 +94,5 @@ VIDUR_TABLES = OperatorTables()
 
 @cache
 def read_folder(folder: Path) -> OperatorTables:
-    """Return the tables of a folder, the same object at every call."""
+    """Return the operator tables that `gllm profile --operators` wrote; cached by folder."""
     return OperatorTables(folder)

@@ -49,7 +49,7 @@ ATTENTION = ("a100", "meta-llama/Llama-2-70b-hf", 2)
 
 @dataclass(frozen=True)
 class OperatorSamples:
-    """Measurements of one operator, one per distinct key."""
+    """Measured times of one operator in milliseconds, and the inputs for which it was measured."""
 
     operator: str
     features: Array
@@ -67,7 +67,11 @@ class OperatorSamples:
 
 
 class OperatorForest:
-    """Random forest for one operator; values outside of its measurements raise CostRangeError."""
+    """Random forest that predicts an operator's time; CostRangeError outside of its measured range.
+
+    Args:
+        samples: Measurements to which the forest is fitted.
+    """
 
     def __init__(self, samples: OperatorSamples) -> None:
         """Fit. Raises ModuleNotFoundError, saying what to install, without scikit-learn."""
@@ -95,11 +99,19 @@ class OperatorForest:
 def token_samples(
     device: str, model: str, tp: int, tables: OperatorTables = VIDUR_TABLES
 ) -> dict[str, OperatorSamples]:
-    """Return the samples of each token-level operator of one layer's shard, features [num_tokens].
+    """Return the measured times of each operator of a layer but attention, by number of tokens.
 
     `emb` is the embedding, `attn_pre_proj` and `attn_post_proj` are the QKV and O projections,
-    `add` is one residual. An operator that the model lacks is left out. Raises ValueError for a
-    device, model or tensor parallel size that was not profiled.
+    `add` is one residual addition. Operators that the model lacks are left out.
+
+    Args:
+        device: Device in the tables, such as a100.
+        model: Model in the tables, such as meta-llama/Llama-2-70b-hf.
+        tp: Tensor parallel size; times are those of one rank.
+        tables: Measured operator times; default: those of Vidur.
+
+    Raises:
+        ValueError: The device, model or tensor parallel size was not profiled.
     """
     rows = _selected(tables, "token_ops", device=device, model=model, tp=tp)
     samples = {}
@@ -117,9 +129,14 @@ def token_samples(
 def prefill_samples(
     tables: OperatorTables = VIDUR_TABLES, tp: int = ATTENTION[2]
 ) -> OperatorSamples:
-    """Return the samples of attention of one prefill chunk, features [kv, chunk^2].
+    """Return the measured attention times of single prefill chunks of one layer.
 
-    kv: tokens cached before the chunk. No sequence was longer than 4,096 tokens.
+    The features are [kv, chunk^2], with kv the tokens cached before the chunk. No sequence was
+    longer than 4,096 tokens.
+
+    Args:
+        tables: Measured operator times; default: those of Vidur.
+        tp: Tensor parallel size; times are those of one rank.
     """
     measured = [
         ((float(row["kv_cache"]), float(row["prefill_chunk"]) ** 2), float(row["attn_prefill_ms"]))
@@ -137,7 +154,14 @@ def prefill_samples(
 def decode_samples(
     tables: OperatorTables = VIDUR_TABLES, tp: int = ATTENTION[2]
 ) -> OperatorSamples:
-    """Return the samples of attention of decodes, features [batch, mean cached tokens]."""
+    """Return the measured attention times of decode batches of one layer.
+
+    The features are [batch size, mean cached tokens].
+
+    Args:
+        tables: Measured operator times; default: those of Vidur.
+        tp: Tensor parallel size; times are those of one rank.
+    """
     measured = [
         ((float(row["batch_size"]), float(row["kv_cache"])), float(row["attn_decode_ms"]))
         for row in _attention_rows(tables, tp)
@@ -153,9 +177,13 @@ def decode_samples(
 def reshape_samples(
     tables: OperatorTables = VIDUR_TABLES, tp: int = ATTENTION[2]
 ) -> OperatorSamples:
-    """Return the samples of the reshapes around attention, features [num_tokens].
+    """Return the measured times of the tensor reshapes around attention, by number of tokens.
 
-    They do not depend on kv, so all kv of a chunk length or batch are averaged.
+    They do not depend on the number of cached tokens, so times for all numbers are averaged.
+
+    Args:
+        tables: Measured operator times; default: those of Vidur.
+        tp: Tensor parallel size; times are those of one rank.
     """
     measured = []
     for row in _attention_rows(tables, tp):
@@ -172,9 +200,17 @@ def collective_samples(
     devices_per_node: int,
     tables: OperatorTables = VIDUR_TABLES,
 ) -> OperatorSamples:
-    """Return the samples of a collective ("all_reduce" or "send_recv"), features [bytes].
+    """Return the measured times of a collective operation between GPUs, by message size in bytes.
 
-    Raises ValueError for a combination that was not profiled.
+    Args:
+        node: Node type in the tables, such as a100_dgx.
+        collective: all_reduce or send_recv.
+        num_workers: Number of GPUs that take part.
+        devices_per_node: Number of these GPUs in each node.
+        tables: Measured operator times; default: those of Vidur.
+
+    Raises:
+        ValueError: The combination was not profiled.
     """
     rows = _selected(
         tables,
@@ -191,18 +227,33 @@ def collective_samples(
 def host_rows(
     device: str, model: str, tables: OperatorTables = VIDUR_TABLES
 ) -> list[dict[str, float]]:
-    """Return the host times of an engine in milliseconds, with the columns `tp` and `batch_size`.
+    """Return the measured host (CPU) times of an engine's steps in milliseconds.
 
-    Raises ValueError for a device and model without any.
+    Args:
+        device: Device in the tables, such as a100.
+        model: Model in the tables, such as meta-llama/Llama-2-70b-hf.
+        tables: Measured operator times; default: those of Vidur.
+
+    Returns:
+        One row per tensor parallel size (`tp`) and batch size (`batch_size`), with a column of
+        milliseconds for each part of the host's work.
+
+    Raises:
+        ValueError: The device and model were not profiled.
     """
     rows = _selected(tables, "cpu_overheads", device=device, model=model)
     return [{k: float(v) for k, v in row.items() if k not in ("device", "model")} for row in rows]
 
 
 def model_shape(model: str, tables: OperatorTables = VIDUR_TABLES) -> dict[str, int]:
-    """Return the shape of a profiled model (`num_layers`, `embedding_dim` ...); flags are 0 or 1.
+    """Return the sizes of a profiled model by name, such as `num_layers`; flags are 0 or 1.
 
-    Raises ValueError for a model that was not profiled.
+    Args:
+        model: Model in the tables, such as meta-llama/Llama-2-70b-hf.
+        tables: Measured operator times; default: those of Vidur.
+
+    Raises:
+        ValueError: The model was not profiled.
     """
     (row,) = _selected(tables, "model_shapes", model=model)
     flags = {"true": 1, "false": 0}
@@ -212,7 +263,10 @@ def model_shape(model: str, tables: OperatorTables = VIDUR_TABLES) -> dict[str, 
 def list_profiled_models(
     tables: OperatorTables = VIDUR_TABLES,
 ) -> list[tuple[str, str, int]]:
-    """Return each device, model and tensor parallel size with profiled token-level operators."""
+    """Return each (device, model, tensor parallel size) whose operators were profiled.
+
+    Attention times are not needed for an entry.
+    """
     rows = tables.read("token_ops")
     return sorted({(row["device"], row["model"], int(row["tp"])) for row in rows})
 
@@ -267,7 +321,11 @@ def _listed(values: Sequence[str]) -> str:
 
 
 def make_regressor(num_trees: int) -> Any:
-    """Return an unfitted forest; the import is lazy because only this model needs scikit-learn."""
+    """Return an unfitted random forest of scikit-learn, which is imported at the first call.
+
+    Args:
+        num_trees: Number of trees.
+    """
     try:
         ensemble = importlib.import_module("sklearn.ensemble")
     except ModuleNotFoundError as error:

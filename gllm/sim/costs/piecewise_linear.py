@@ -6,9 +6,9 @@ from itertools import pairwise
 
 
 class PiecewiseLinear:
-    """Continuous function that is linear between knots.
+    """Continuous function that is linear between given points (knots).
 
-    Below the first knot the function is constant; above the last one it continues the last segment.
+    Below the first knot the function is constant; above the last one the last segment continues.
 
     Args:
         knots: Arguments in ascending order, at least two.

@@ -22,7 +22,7 @@ NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class StepSample(msgspec.Struct, frozen=True, array_like=True):
-    """Work of a step, as in `gllm.scheduler.stage_work`, and its seconds."""
+    """One measured step of a pipeline: size of its batch, and its time on each stage in seconds."""
 
     tokens: Count
     chunks: Count
@@ -34,7 +34,7 @@ class StepSample(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of the longest sequence at the end of its prefill chunk, or the mean context of the
     decodes, if that is longer."""
     stages: Annotated[list[NonNegative], msgspec.Meta(min_length=1)]
-    """Seconds of each stage."""
+    """Time of the step on each stage in seconds."""
     arrivals: list[Count] = []
     """Requests that arrived in the time of each stage; empty: none."""
 
@@ -57,7 +57,10 @@ class StepSample(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SpanSample(msgspec.Struct, frozen=True, array_like=True):
-    """A step of consecutive layers that were loaded alone, outside of the pipeline."""
+    """One measured step of some consecutive layers that were loaded alone, outside of a pipeline.
+
+    From such steps a cost model predicts other divisions of the layers into stages.
+    """
 
     layers: PositiveCount
     """Number of layers."""
@@ -70,7 +73,7 @@ class SpanSample(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CostProfile(msgspec.Struct, frozen=True):
-    """Measured step times of a pipeline, and the machine and configuration of the measurement."""
+    """File format of `gllm profile`: measured step, link, driver and sampling times."""
 
     model: str
     layers: Annotated[list[PositiveCount], msgspec.Meta(min_length=1)]
@@ -113,7 +116,11 @@ class CostProfile(msgspec.Struct, frozen=True):
 
 
 def measure_context(work: StageWork) -> float:
-    """Return the longest context of a step in tokens, as in StepSample."""
+    """Return the longest context in a batch, in tokens: of a prefill chunk, or the decodes' mean.
+
+    Args:
+        work: Size of the batch.
+    """
     longest = max((start + tokens for start, tokens in work.prefill_chunks), default=0)
     if not work.num_decodes:
         return longest
@@ -121,7 +128,12 @@ def measure_context(work: StageWork) -> float:
 
 
 def build_profile(runs: list[RunRecord], machine: dict[str, str]) -> CostProfile:
-    """Build a profile from runs of one pipeline; the configuration is the first run's."""
+    """Build a cost profile from the records of real runs of one pipeline.
+
+    Args:
+        runs: Records of runs; the model and configuration are taken from the first.
+        machine: Description of the machine: device, threads, dtype and versions.
+    """
     start = runs[0].start
     profile = CostProfile(
         start.model,
@@ -157,10 +169,16 @@ def _add_step(profile: CostProfile, costs: StepCosts) -> None:
 
 
 def split_sampling(costs: StepCosts) -> tuple[list[float], float | None]:
-    """Return the seconds of a step's stages, and those of the sampling that it waited for.
+    """Return a step's time on each stage without sampling, and the sampling time it waited for.
 
-    A single stage samples between two steps, if the later one needs the tokens of the earlier one:
-    that time is no part of the stage's. None where it did not wait.
+    On a pipeline of one stage, sampling runs between two steps if the second needs the tokens of
+    the first. The time is then subtracted from that of the stage.
+
+    Args:
+        costs: Measured times of the step.
+
+    Returns:
+        Seconds on each stage, and seconds of sampling; None if the step did not wait for it.
     """
     if not costs.step.work.has_placeholders or costs.plan_seconds is not None:
         return costs.stage_seconds, None
@@ -171,7 +189,7 @@ def split_sampling(costs: StepCosts) -> tuple[list[float], float | None]:
 
 
 def write_profile(profile: CostProfile, path: str | Path) -> None:
-    """Write a profile as JSON.
+    """Write a cost profile to a JSON file.
 
     Raises:
         OSError: The file cannot be written.
@@ -180,7 +198,7 @@ def write_profile(profile: CostProfile, path: str | Path) -> None:
 
 
 def read_profile(path: str | Path) -> CostProfile:
-    """Read a profile.
+    """Read a cost profile that `gllm profile` wrote.
 
     Raises:
         OSError: The file cannot be read.

@@ -37,16 +37,21 @@ POINTS_PER_DOUBLING = 2
 
 
 def all_reduce_seconds(num_bytes: float, ranks: int, link: NetworkLink) -> float:
-    """Return the seconds of an all-reduce: each rank has `num_bytes` and gets the sum.
+    """Return the time of an all-reduce in seconds, by measurements or by formulas.
 
-    A link with a node type uses Vidur's measurements on such nodes (MLSys 2024, arXiv 2405.05465,
-    `gllm/sim/data/README.md`). Other links, and numbers of ranks that were not measured, use the
-    faster of two algorithms, with alpha the latency of the link and beta the inverse of its
-    bandwidth; additions cost nothing. Recursive doubling sends the whole tensor in each of
-    log2(ranks) steps, which suits decodes (Thakur, Rabenseifner and Gropp, "Optimization of
-    Collective Communication Operations in MPICH", 2005, section 4). The ring sends parts of it in
-    twice ranks - 1 steps, which suits prefills (Patarasu and Yuan, "Bandwidth optimal all-reduce
-    algorithms for clusters of workstations", 2009, section 3).
+    For a link with a node type, measurements by Vidur on such nodes are used (MLSys 2024, arXiv
+    2405.05465, `gllm/sim/data/README.md`). For other links and unmeasured numbers of ranks, it is
+    the faster of two algorithms, computed from the link's latency and bandwidth; additions take no
+    time. Recursive doubling sends the whole tensor in each of log2(ranks) steps, which is faster
+    for decodes (Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
+    Operations in MPICH", 2005, section 4). The ring sends parts of it in 2 x (ranks - 1) steps,
+    which is faster for prefills (Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for
+    clusters of workstations", 2009, section 3).
+
+    Args:
+        num_bytes: Size of the tensor on each rank.
+        ranks: Number of ranks.
+        link: Link between the ranks.
     """
     if ranks == 1:
         return 0.0
@@ -59,9 +64,15 @@ def all_reduce_seconds(num_bytes: float, ranks: int, link: NetworkLink) -> float
 
 
 def gather_seconds(num_bytes: float, ranks: int, link: NetworkLink) -> float:
-    """Return the seconds of a gather: rank 0 gets a tensor of `num_bytes`, divided among the ranks.
+    """Return the time in seconds to gather a tensor that is divided among the ranks on rank 0.
 
-    A binomial tree: log2(ranks) latencies, and all parts but one over the link of rank 0.
+    By a binomial tree: log2(ranks) latencies, and all parts but one are sent over the link of rank
+    0.
+
+    Args:
+        num_bytes: Size of the gathered tensor.
+        ranks: Number of ranks.
+        link: Link between the ranks.
     """
     if ranks == 1:
         return 0.0
@@ -70,13 +81,13 @@ def gather_seconds(num_bytes: float, ranks: int, link: NetworkLink) -> float:
 
 
 class CollectiveTable:
-    """Time of a collective by size: increasing, linear between points.
+    """Measured time of a collective operation by message size in bytes, interpolated linearly.
 
-    Below the smallest measured size the time is that of the smallest; above the largest it grows
-    with the size.
+    Below the smallest measured size the time is constant; above the largest it is proportional to
+    the size.
 
     Args:
-        seconds_by_bytes: Measured times of each size.
+        seconds_by_bytes: Measured times in seconds by message size in bytes.
     """
 
     def __init__(self, seconds_by_bytes: Mapping[int, Sequence[float]]) -> None:
@@ -130,7 +141,7 @@ BYTES_PER_TOKEN_ID = 4
 
 @dataclass(frozen=True)
 class DeviceEfficiency:
-    """Shares of peak rates that kernels reach, and fixed times around them."""
+    """Fractions of a device's peak FLOP/s and bandwidth that kernels reach, and fixed overheads."""
 
     compute: float = 0.70
     """Share of the peak FLOP/s in products with weights."""
@@ -171,7 +182,7 @@ SMALLEST_WORK = StageWork(
 
 
 class LayerSeconds(NamedTuple):
-    """Seconds of the parts of one layer, one after the other."""
+    """Predicted time of one layer in seconds, broken down by operator class."""
 
     matrices: float
     """Products with weights."""
@@ -184,12 +195,13 @@ class LayerSeconds(NamedTuple):
 
 
 class RooflineCostModel(CostModel):
-    """Cost model of devices and links with published peak rates.
+    """Cost model that predicts step times from FLOPs, memory traffic and peak rates of the devices.
 
     Args:
-        hardware: The stages, their devices and links.
-        efficiency: Shares of the peak rates that are reached.
-        layers: Predictions of a layer that pipelines of one model and efficiency share.
+        hardware: Model, stages, devices and links.
+        efficiency: Fractions of the peak rates that kernels reach.
+        layers: Cache of per-layer predictions, to be shared by pipelines of one model and
+            efficiency.
     """
 
     def __init__(
@@ -301,12 +313,12 @@ class _StageRoofline:
 
 
 class LayerRoofline:
-    """Roofline of one layer on one rank, and of embedding and LM head.
+    """Predicts the time of one layer, the embedding and the LM head by the roofline model.
 
     Args:
-        model: The whole model.
-        stage: Device, number of ranks and the link between them.
-        efficiency: Shares of the peak rates that are reached.
+        model: Shape of the whole model.
+        stage: Device, number of tensor-parallel ranks and the link between them.
+        efficiency: Fractions of the peak rates that kernels reach.
     """
 
     def __init__(self, model: ModelShape, stage: StageSpec, efficiency: DeviceEfficiency) -> None:

@@ -25,10 +25,13 @@ Points = Sequence[tuple[float, float]]
 
 
 def interpolate_medians(points: Points) -> PiecewiseLinear:
-    """Return the function through the median value at each argument.
+    """Return a piecewise linear function through the median of the values at each argument.
+
+    Args:
+        points: (argument, value) pairs; arguments may repeat.
 
     Raises:
-        ValueError: There are fewer than two arguments.
+        ValueError: There are fewer than two different arguments.
     """
     values: dict[float, list[float]] = {}
     for argument, value in points:
@@ -46,7 +49,7 @@ CONSISTENT_OUTPUT_TOKENS = 128
 
 
 class SplitwiseProfile(NamedTuple):
-    """Times of one model on one machine, in seconds."""
+    """Prefill and decode times of one model on one machine, as functions in seconds."""
 
     prompt_seconds: PiecewiseLinear
     """Seconds of a batch of prompts, by its number of tokens."""
@@ -68,15 +71,18 @@ class SplitwiseProfile(NamedTuple):
 
 
 def read_points(model: str, device: str, tp: int) -> tuple[Points, Points]:
-    """Return the measurements: (prompt tokens, seconds) and (requests, seconds per token).
+    """Return the prefill and decode times that Splitwise published for a model on a machine.
 
     Args:
         model: `llama2-70b` or `bloom-176b`.
         device: `a100-80gb`, `h100-80gb`, or `h100-80gb-pcap` with a power limit.
         tp: Tensor parallel size.
 
+    Returns:
+        (prompt tokens, seconds) of each prefill, and (batch size, seconds) of each decode step.
+
     Raises:
-        ValueError: There are no measurements; the message names those there are.
+        ValueError: Nothing is published for these; the message lists what is.
     """
     rows = read_table(PERF_MODEL_FILE)
     key = model, device, str(tp)
@@ -98,19 +104,29 @@ def read_points(model: str, device: str, tp: int) -> tuple[Points, Points]:
 
 @cache
 def read_splitwise_profile(model: str, device: str, tp: int = 8) -> SplitwiseProfile:
-    """Return the times of a model on a device; the arguments and errors are of `read_points`."""
+    """Return prefill and decode times as functions, fitted to the data that Splitwise published.
+
+    Args:
+        model: `llama2-70b` or `bloom-176b`.
+        device: `a100-80gb`, `h100-80gb`, or `h100-80gb-pcap` with a power limit.
+        tp: Tensor parallel size.
+
+    Raises:
+        ValueError: Nothing is published for these; the message lists what is.
+    """
     prompts, tokens = read_points(model, device, tp)
     return SplitwiseProfile(interpolate_medians(prompts), interpolate_medians(tokens))
 
 
 class SplitwiseCostModel(CostModel):
-    """Cost model of a machine in Splitwise's measurements.
+    """Cost model that predicts step times from the measurements that Splitwise published.
 
     Args:
-        profile: Times of the whole model on one machine.
-        num_stages: Machines of the engine. Each has an equal share of the layers, and takes that
-            share of one machine's time.
-        activation_seconds: Time in which the links between two machines carry one token.
+        profile: Prefill and decode times of the whole model on one machine.
+        num_stages: Number of pipeline stages, one machine each. Each has an equal share of the
+            layers, and takes that share of one machine's time.
+        activation_seconds: Time for which one token's activations occupy the link between two
+            stages.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ PROFILED_DEVICES = {
 
 
 def check_profiled(model: str, device: str) -> None:
-    """Raise ValueError unless Vidur profiled the model and the device."""
+    """Raise ValueError if Vidur's tables have no measurements of the model or of the device."""
     tables: tuple[tuple[str, str, Mapping[str, object]], ...] = (
         ("model", model, PROFILED_MODELS),
         ("device", device, PROFILED_DEVICES),
@@ -56,16 +56,17 @@ def check_profiled(model: str, device: str) -> None:
 
 
 class TokenForestCostModel(CostModel):
-    """Cost model of stages with `tp` equal devices each, by Vidur's token-level profiles.
+    """Cost model with attention by the roofline model and other operators by Vidur's profiles.
 
     Args:
-        model: A name of PROFILED_MODELS.
-        device: A name of PROFILED_DEVICES.
-        hardware: The same model on the same devices; all stages have equal ranks.
+        model: Name of the model, from PROFILED_MODELS.
+        device: Name of the device, from PROFILED_DEVICES.
+        hardware: Shape of the same model, its stages on this device, and their links; all stages
+            have the same tensor parallel size.
 
     Raises:
         ValueError: The model or the device was not profiled.
-        ModuleNotFoundError: A forest has to be fitted, and scikit-learn is missing.
+        ModuleNotFoundError: A random forest has to be fitted, and scikit-learn is missing.
     """
 
     def __init__(self, model: str, device: str, hardware: PipelineSpec) -> None:
