@@ -30,11 +30,11 @@ USABLE_MEMORY_SHARE = 0.9
 
 
 class ModelFitError(ValueError):
-    """Error: the model or its KV cache does not fit into the memory of the devices.
+    """Raised if a model's weights or KV cache do not fit into the memory of the devices.
 
     Args:
-        message: Names the sizes and the fix.
-        constraint: The binding one: weights, or KV cache.
+        message: Error message with the sizes and a remedy.
+        constraint: Part that does not fit: weights, or KV cache.
     """
 
     def __init__(self, message: str, constraint: str) -> None:
@@ -44,7 +44,7 @@ class ModelFitError(ValueError):
 
 @dataclass(frozen=True)
 class Deployment:
-    """Simulated replica: model, stages, cost model and resolved scheduler configuration."""
+    """Configuration of one simulated engine: model, stages, cost model and scheduler settings."""
 
     model: str
     layers: list[int]
@@ -52,13 +52,14 @@ class Deployment:
     cost: CostModel
     scheduler: SchedulerConfig
     output_lengths: OutputLengths | None = None
-    """Output lengths that the scheduler begins with."""
+    """Output lengths of earlier requests, from which the scheduler predicts at the start."""
     degrees: list[int] = field(default_factory=list)
     """Number of tensor-parallel ranks of each stage; empty: one each."""
     hardware: PipelineSpec | None = None
-    """Shape, devices and links; None if only their times are known."""
+    """Model shape, devices and links; None if only measured times are known."""
     depth: int | str | None = None
-    """Number of micro-batches in flight, or AUTO_DEPTH for control while the run goes on."""
+    """Number of micro-batches in flight, or AUTO_DEPTH to adapt it during the run; None for the
+    scheduler's default."""
 
     @property
     def peak_flops(self) -> float | None:
@@ -84,16 +85,16 @@ def simulate(
     log: Callable[[StepLogEvent], None] | None = None,
     stop: "LongDelays | None" = None,
 ) -> RunRecord:
-    """Simulate a workload.
+    """Simulate a workload on one engine and return the record of its requests and micro-batches.
 
     Args:
-        deployment: The replica.
-        jobs: The requests, sorted by arrival.
-        log: Receives the events of the run's step log; None: no log.
-        stop: Ends the run early, which is then unfinished; None: it runs to its end.
+        deployment: Model, cost model and scheduler configuration of the engine.
+        jobs: Requests sorted by arrival time.
+        log: Receives the events of the step log; None: no log.
+        stop: Condition that stops the simulation early, with unfinished requests; None: none.
 
     Raises:
-        ValueError: A request is longer than the deployment's context.
+        ValueError: A request is longer than the model's context.
     """
     _check_lengths(deployment, (job.num_prompt_tokens + job.num_output_tokens for job in jobs))
     start = deployment.start_event(jobs[0].arrival_seconds if jobs else 0.0)
@@ -137,17 +138,20 @@ def serve_requests(
     stage_reports: list[StageReport] | None = None,
     depth_changes: Iterable[DepthChange] = (),
 ) -> tuple[RunRecord, list[StepLogEvent]]:
-    """Simulate requests and aborts at their times; return the record of the run, and its log.
+    """Simulate given scheduler requests and aborts on one engine; return the run's record and log.
+
+    Used to repeat a logged run; `simulate` takes a workload of lengths instead.
 
     Args:
-        deployment: The replica.
-        requests: Arrivals in seconds, in order, and requests.
-        aborts: Times in seconds and the sequences that are aborted then.
-        stage_reports: Reports of step times; None: each stage reports at the end of each step.
-        depth_changes: Changes of the depth of a recorded run.
+        deployment: Model, cost model and scheduler configuration of the engine.
+        requests: Arrival times in seconds, ascending, with the requests.
+        aborts: Times in seconds, with the ids of the sequences that are aborted then.
+        stage_reports: Times at which the driver receives the step times of stages; None: each stage
+            reports at the end of each step.
+        depth_changes: Changes of the number of micro-batches in flight in the logged run.
 
     Raises:
-        ValueError: A request is longer than the deployment's context.
+        ValueError: A request is longer than the model's context.
     """
     _check_lengths(
         deployment, (len(request.prompt_token_ids) + request.max_tokens for _, request in requests)
@@ -187,26 +191,28 @@ def roofline_deployment(
     layers: Sequence[int] | None = None,
     bytes_per_weight: float | None = None,
 ) -> Deployment:
-    """Return a deployment on devices of DEVICES; their free memory becomes KV cache.
+    """Return an engine configuration with step times by the roofline model of given devices.
+
+    The device memory that the weights leave free becomes KV cache.
 
     Args:
         model: A name of MODELS.
         device: A name of DEVICES for all stages, or one per stage, separated by commas.
-        stages: Number of stages.
-        max_model_len: Longest text in tokens.
+        stages: Number of pipeline stages.
+        max_model_len: Longest sequence (prompt and output) in tokens.
         link: A name of LINKS for the links between all neighbouring stages, or one per link,
-            separated by commas. The driver is beside the first stage.
+            separated by commas. The driver runs on the machine of the first stage.
         scheduler: Default: SchedulerConfig().
-        efficiency: Default: DeviceEfficiency().
-        degrees: Number of tensor-parallel ranks of all stages, or of each.
-        rank_link: A name of LINKS, between the ranks of all stages, or one per stage, separated by
-            commas; default: the first of `link`.
+        efficiency: Fractions of the peak rates that kernels reach; default: DeviceEfficiency().
+        degrees: Tensor parallel size of all stages, or of each.
+        rank_link: A name of LINKS for the links between the ranks of all stages, or one per stage,
+            separated by commas; default: the first of `link`.
         layers: Number of layers of each stage; default: equal numbers.
         bytes_per_weight: Default: that of the model.
 
     Raises:
         ValueError: A name is unknown, or sizes do not divide.
-        ModelFitError: The model does not fit.
+        ModelFitError: The model does not fit into the memory of the devices.
     """
     hardware = build_hardware(model, device, stages, link, degrees, rank_link, layers)
     if bytes_per_weight is not None:

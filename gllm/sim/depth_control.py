@@ -19,9 +19,12 @@ PROBE_TOKENS = 8
 
 
 class SimulatedDepthControl(PipelineObserver):
-    """Observer that controls the depth of a pipeline, as the driver does.
+    """Adapts the number of micro-batches in flight of a simulated pipeline, as real drivers do.
 
-    pipeline: has not begun.
+    It observes step times and applies the driver's controller (PipelinePacer) after each step.
+
+    Args:
+        pipeline: The pipeline, which must not have started.
     """
 
     def __init__(self, pipeline: SimulatedPipeline) -> None:
@@ -51,15 +54,15 @@ class SimulatedDepthControl(PipelineObserver):
 
 
 def start_depth(pipeline: SimulatedPipeline, depth: int | str | None) -> None:
-    """Set the number of micro-batches in flight of a pipeline that has no events yet.
+    """Set the number of micro-batches in flight of a simulated pipeline, fixed or adaptive.
 
     Args:
-        pipeline: With links of its own.
-        depth: Micro-batches in flight; AUTO_DEPTH for those that the controller chooses; None for
-            `max_in_flight`, while policies spread decodes over the stages.
+        pipeline: The pipeline, which must not have started; it must not share its links.
+        depth: Number of micro-batches in flight; AUTO_DEPTH to adapt it during the run; None for
+            the scheduler's `max_in_flight`.
 
     Raises:
-        ValueError: The depth is above `max_in_flight` of the scheduler.
+        ValueError: The number is above `max_in_flight` of the scheduler.
     """
     if depth is None:
         return
@@ -74,7 +77,12 @@ def start_depth(pipeline: SimulatedPipeline, depth: int | str | None) -> None:
 
 
 def replay_depth(pipeline: SimulatedPipeline, changes: Iterable[DepthChange]) -> None:
-    """Repeat the changes of a recorded run at their times."""
+    """Schedule the changes of the number of micro-batches in flight that a real run has logged.
+
+    Args:
+        pipeline: The simulated pipeline.
+        changes: The logged changes with their times.
+    """
     for change in changes:
         arguments = change.depth, change.max_prefill_tokens
         pipeline.loop.push(change.received_time, REPORT, _set_depth, (pipeline, arguments))
@@ -87,9 +95,14 @@ def _set_depth(now: float, change: tuple[SimulatedPipeline, tuple[int, int | Non
 
 
 def read_paths(cost: CostModel, num_stages: int) -> PipelineSeconds:
-    """Return the times of a cost model's links, as a driver measures them.
+    """Return the link times of a cost model in the form in which a driver measures them.
 
-    The time per token is that of a few tokens more; what a message takes besides counts as latency.
+    The time per token of a link is the added time of some more tokens; the remainder is its
+    latency.
+
+    Args:
+        cost: Cost model of the pipeline.
+        num_stages: Number of pipeline stages.
     """
     small, large = _probe_work(1), _probe_work(PROBE_TOKENS)
     links = []

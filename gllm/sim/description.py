@@ -16,7 +16,7 @@ from gllm.sim.workloads.requests import WorkloadRequest
 def describe_simulation(
     config: SimulationConfig, deployment: Deployment, jobs: list[WorkloadRequest]
 ) -> list[str]:
-    """Return lines about the model, devices, KV cache, scheduler and workload of a simulation."""
+    """Return text lines on a simulation: model, devices, KV cache, scheduler and workload."""
     scheduler = deployment.scheduler
     num_tokens = scheduler.num_blocks * scheduler.block_size
     layers = ",".join(map(str, deployment.layers))
@@ -46,7 +46,7 @@ def describe_simulation(
 
 
 def describe_load(load: RunLoad) -> list[str]:
-    """Return lines about the rates of a run, and by how much it is overloaded."""
+    """Return text lines with the offered and sustained request rate of a run, and its overload."""
     trial = load.trial
     offered = "all at once" if load.offered_rate is None else show_value(load.offered_rate)
     unit = "" if load.offered_rate is None else " requests/s"
@@ -88,7 +88,14 @@ def _describe_excess(load: RunLoad, rule: CapacityRule) -> str:
 
 
 def describe_below_range(counts: Mapping[str, int]) -> list[str]:
-    """Return a line about work below the measured range of the costs; none if there was none."""
+    """Return a warning line on batches smaller than the cost model was measured for, if any.
+
+    Args:
+        counts: Number of such predictions by name of the quantity.
+
+    Returns:
+        One line, or an empty list.
+    """
     if not any(counts.values()):
         return []
     shown = ", ".join(f"{name} {count} times" for name, count in counts.items() if count)

@@ -22,13 +22,13 @@ MAX_SCALED_SECONDS = 2.0**21
 
 
 class EventLoop:
-    """Simulated clock and heap of events. Pipelines that share a link share an event loop.
+    """Discrete-event simulation loop: a simulated clock and a heap of future events.
 
-    An event is a call `handle(time, argument)`. Bound methods with an argument keep an event as
-    small as a tuple, where a closure per event would cost more than the event itself.
+    Pipelines that share a network link share an event loop. An event is a function called with its
+    time and an argument, which takes less memory than a closure.
 
     Args:
-        parent: Loop of which this one is a child (`make_child`).
+        parent: Loop of which this one is a child (`make_child`); None for a loop on its own.
     """
 
     __slots__ = ("_children", "_heap", "_numbers", "_until", "is_child", "now")

@@ -19,7 +19,7 @@ NOMINAL_BYTES_PER_SECOND = 6_553_600.0
 
 
 class SendingWindow(Protocol):
-    """Limit of the bytes that a sender may have on a link, such as TCP's congestion window."""
+    """Protocol of limits on the bytes in flight of a sender, such as TCP's congestion window."""
 
     @property
     def bytes_per_second(self) -> float:
@@ -31,7 +31,7 @@ class SendingWindow(Protocol):
 
 @dataclass(eq=False, slots=True)
 class LinkMessage:
-    """Message that waits for a link or is being sent."""
+    """Message that waits for a simulated network link or is being sent over it."""
 
     number: int
     """Number of messages that the link received before this one."""
@@ -43,6 +43,7 @@ class LinkMessage:
     """Called with the arrival time and the argument."""
     argument: object
     owner: object
+    """Sender, whose messages can be dropped together."""
     rank: int
     """Rank of the arrival among the events of its time."""
     is_dropped: bool = False
@@ -53,13 +54,17 @@ class LinkMessage:
 
 
 class SimulatedLink:
-    """Link that sends one message at a time, in chunks that its policy selects.
+    """Simulated network link that sends one message at a time, in chunks chosen by a policy.
 
-    The policy is one of gllm.pacing, the very class that data movers between machines hold. The
-    link is busy for the occupancy of a message only; the message arrives its propagation after
-    that. Several senders may share a link: edges of a pipeline on one network card, or KV transfers
-    of several engines. Messages of equal propagation arrive in the order in which the link has sent
-    their last chunk. With a window the bytes of a chunk leave as the window permits.
+    The policy (gllm.pacing) is the same code that paces real KV transfers. A message occupies the
+    link for its size over the bandwidth, and arrives one latency later. Several senders may share a
+    link: stages of a pipeline on one network card, or KV transfers of several engines. Messages of
+    equal latency arrive in the order in which their last chunks were sent.
+
+    Args:
+        loop: Event loop with the simulated clock.
+        policy: Chooses the next chunk to send.
+        window: Limits how fast the sender may send; None: the link's bandwidth alone does.
     """
 
     def __init__(
@@ -223,14 +228,14 @@ class SimulatedLink:
 def make_link(
     loop: EventLoop, policy: str = "serial", window: SendingWindow | None = None
 ) -> SimulatedLink:
-    """Return an idle link; `policy` is an argument of `make_link_policy`.
+    """Return an idle simulated network link.
 
     Args:
-        loop: Clock of the link.
-        policy: Name of the policy.
-        window: Limits the bytes on the link; None: the link alone limits the sender.
+        loop: Event loop with the simulated clock.
+        policy: Name of the policy that chooses the next chunk to send, as for `make_link_policy`.
+        window: Limits how fast the sender may send; None: the link's bandwidth alone does.
 
     Raises:
-        ValueError: The name is unknown.
+        ValueError: The name of the policy is unknown.
     """
     return SimulatedLink(loop, make_link_policy(policy), window)

@@ -11,12 +11,12 @@ computed at the same time."""
 
 
 def bisect_last(holds: Predicate, low: int, high: int) -> int:
-    """Return an integer at which a predicate is true while it is false at the next one.
+    """Find by bisection an integer at which a predicate is true, but false at the next integer.
 
     Args:
-        holds: Assumed to be true at `low` and false at `high`, without a call.
-        low: Below `high`.
-        high: Upper end.
+        holds: The predicate; assumed to be true at `low` and false at `high`, without a call.
+        low: Lower end of the search.
+        high: Upper end of the search, above `low`.
     """
     while high - low > 1:
         middle = (low + high) // 2
@@ -28,19 +28,20 @@ def bisect_last(holds: Predicate, low: int, high: int) -> int:
 
 
 def find_last(holds: Predicate, start: int, step: int, least: int, most: int) -> int | None:
-    """Return the last integer at which a monotone predicate is true.
+    """Return the largest integer at which a monotone predicate is true.
 
-    Steps away from the start double until the predicate changes; a bisection ends the search.
+    It must be true up to some integer and false above. The search doubles its step from a start
+    value until the predicate changes, then bisects.
 
     Args:
         holds: The predicate.
-        start: First integer.
+        start: First integer to try.
         step: First step.
-        least: The result is not below it.
-        most: The result is not above it; `most` itself: the predicate may hold at larger ones.
+        least: Lower limit of the result.
+        most: Upper limit of the result; if it is returned, the predicate may be true above it.
 
     Returns:
-        The integer; None if the predicate does not hold at `least`.
+        The integer; None if the predicate is false at `least`.
     """
     direction = 1 if holds(start, start + step, start - step) else -1
     index = start

@@ -8,12 +8,12 @@ from gllm.scheduler.stage_work import StageWork
 
 
 class SchedulerCall(NamedTuple):
-    """Result of a call of the scheduler."""
+    """Result of one scheduler call in a simulation: the planned batch and the load after it."""
 
     plan: StepPlan | None
-    """None if nothing can run."""
+    """The planned batch; None if nothing can run."""
     work: StageWork | None
-    """Work of the plan."""
+    """Size of the batch, from which its time is predicted; None without a batch."""
     parallelism: int
     """Number of stages that the available work could keep busy after the call."""
     kv_usage: float
@@ -21,9 +21,9 @@ class SchedulerCall(NamedTuple):
 
 
 class PipelineObserver:
-    """Receiver of a pipeline's events, in order of time; the base class ignores all of them.
+    """Base class of observers of a simulated pipeline, with one callback per kind of event.
 
-    Times are seconds of the simulation.
+    Callbacks come in order of time and do nothing by default. Times are simulated seconds.
     """
 
     def on_added(self, request: SchedulerRequest, now: float) -> None:

@@ -29,7 +29,7 @@ from gllm.sim.workloads.requests import WorkloadRequest, make_workload, scale_re
 
 @dataclass(frozen=True)
 class SimulationConfig:
-    """Deployment and workload of a simulation."""
+    """Options of `gllm simulate`: model, devices, parallelism, scheduler and workload."""
 
     profile: str | None = option(
         None,
@@ -171,11 +171,14 @@ class SimulationConfig:
 
 
 def build_workload(config: SimulationConfig) -> list[WorkloadRequest]:
-    """Return the requests of the configured workload.
+    """Return the requests of the workload that the options of `gllm simulate` describe.
+
+    Args:
+        config: The options.
 
     Raises:
-        ValueError: The workload, the arrivals or the length prediction are unknown, or shares of
-            classes are invalid.
+        ValueError: The workload, the arrivals or the length prediction are unknown, or the shares
+            of classes are invalid.
     """
     if config.time_scale != SimulationConfig.time_scale and config.arrivals != "replay":
         raise ValueError(
@@ -205,15 +208,15 @@ def build_workload(config: SimulationConfig) -> list[WorkloadRequest]:
 
 
 def build_deployment(config: SimulationConfig, longest: int) -> Deployment:
-    """Return the configured deployment.
+    """Return the engine configuration that the options of `gllm simulate` describe.
 
     Args:
-        config: The options of the simulation.
-        longest: Tokens of the longest request in the workload.
+        config: The options.
+        longest: Prompt plus output tokens of the longest request in the workload.
 
     Raises:
-        ValueError: The options do not fit each other.
-        OSError: The profile cannot be read.
+        ValueError: The options are inconsistent.
+        OSError: The cost profile cannot be read.
     """
     deployment = _build_deployment(config, longest)
     if config.depth is None:
@@ -227,7 +230,7 @@ def build_deployment(config: SimulationConfig, longest: int) -> Deployment:
 
 
 def parse_depth(text: str) -> int | str:
-    """Return the depth that `--depth` names: a number or AUTO_DEPTH.
+    """Parse the value of `--depth`: a number of micro-batches in flight, or AUTO_DEPTH.
 
     Raises:
         ValueError: It is neither.

@@ -43,15 +43,15 @@ MAX_REUSED_TOKENS = 4096
 
 
 class DecodeClocks:
-    """Predictors of the next decode output of each stage, for link policies that read the slack.
+    """Predicts when each stage next sends decode activations, for link policies.
 
-    Stage times and transfers are those of the cost model, which is what a profile of the real
-    stages and links returns.
+    Some link policies send other traffic only in the time that is left until then. Times are those
+    of the cost model, as a profile of the real stages and links would have them.
 
     Args:
-        cost: Predictor of all times.
-        links: From each stage but the last one to the next one.
-        owner: Sender on the links, for `SimulatedLink.drop`.
+        cost: Cost model of the pipeline.
+        links: Link from each stage but the last one to the next one.
+        owner: Sender of the messages, for `SimulatedLink.drop`.
     """
 
     def __init__(self, cost: CostModel, links: Sequence[SimulatedLink], owner: object) -> None:
@@ -86,7 +86,10 @@ class DecodeClocks:
 
 
 class PipelineLinks(NamedTuple):
-    """Links of a pipeline; several fields may share a link, as edges share a network card."""
+    """Simulated network links of a pipeline, for activations, plans and results.
+
+    Several entries may be the same link, for example one network card.
+    """
 
     activations: Sequence[SimulatedLink]
     """From each stage but the last one to the next one."""
@@ -97,7 +100,12 @@ class PipelineLinks(NamedTuple):
 
 
 def make_pipeline_links(loop: EventLoop, num_stages: int, policy: str = "serial") -> PipelineLinks:
-    """Return a link for each edge, for the plans of each stage and for the results.
+    """Return new simulated links between all stages, and between the driver and the stages.
+
+    Args:
+        loop: Event loop with the simulated clock.
+        num_stages: Number of pipeline stages.
+        policy: Name of the policy that chooses the next chunk to send.
 
     Raises:
         ValueError: The link policy is unknown.
@@ -121,9 +129,9 @@ def _check_links(links: PipelineLinks, num_stages: int, loop: EventLoop) -> None
 
 
 class KvRequestListener(Protocol):
-    """Receiver of a scheduler's requests about KV cache that moves between engines.
+    """Protocol of receivers of a scheduler's requests to fetch KV cache from another engine.
 
-    Answers: `finish_fetch` and `confirm_revocation` of the pipeline.
+    The receiver answers by `finish_fetch` and `confirm_revocation` of the pipeline.
     """
 
     def on_fetch(self, fetch: KvFetch, now: float) -> None:
@@ -150,7 +158,12 @@ ROUNDING_SECONDS = 1e-9
 
 
 class InFlightBatch:
-    """Micro-batch between its schedule and its commit."""
+    """Micro-batch in flight in a simulated pipeline, between its scheduling and its commit.
+
+    Args:
+        plan: The scheduled micro-batch.
+        num_stages: Number of pipeline stages.
+    """
 
     def __init__(self, plan: StepPlan, num_stages: int) -> None:
         self.plan = plan
@@ -172,10 +185,10 @@ class InFlightBatch:
 
 
 class SimulatedDevice:
-    """Device that computes the micro-batches of several engines one at a time, in their order.
+    """Simulated device that several engines share: it computes one micro-batch at a time, in order.
 
-    The virtual engines of vLLM share their devices so: each has a scheduler and sequences of its
-    own and at most one micro-batch in flight.
+    vLLM's virtual engines share devices like this: each has a scheduler and sequences of its own
+    and at most one micro-batch in flight.
     """
 
     def __init__(self) -> None:
@@ -208,9 +221,16 @@ class SimulatedDevice:
 
 
 class SimulatedStage:
-    """Stage that computes the micro-batches of each lane in their order, one at a time.
+    """Simulated pipeline stage, which computes one micro-batch at a time.
 
-    With two lanes a micro-batch of decodes may overtake those of prefill (gllm/scheduler/lanes.py).
+    Micro-batches are computed in the order of scheduling. If the scheduler has a separate queue for
+    decodes (`num_lanes` of 2, gllm/scheduler/lanes.py), a decode batch may overtake prefill
+    batches.
+
+    Args:
+        pipeline: Pipeline of the stage.
+        index: Index of the stage.
+        device: Device shared with other engines; None: a device of its own.
     """
 
     def __init__(
@@ -321,23 +341,26 @@ class SimulatedStage:
 
 
 class SimulatedPipeline:
-    """One epoch of a pipeline: it runs until it is empty or stopped, and never starts again.
+    """Simulates an engine's pipeline around the production scheduler, from its start to its end.
+
+    Once stopped it cannot be started again.
 
     Args:
         config: Resolved configuration of the scheduler.
-        cost: Predictor of all times.
-        observers: Receivers of what happens.
-        log: Receives the events of a step log; None: no log.
-        loop: Clock that the engines of a simulation share; default: a new one.
-        links: Links made elsewhere; default: links of its own that send in order.
-        reports_step_times: Each stage reports at the end of each step; if False, only
-            `report_step_times_at` does.
-        output_lengths: Output lengths that the scheduler begins with.
-        devices: Device of each stage, shared with other engines; default: devices of its own.
-        kv_listener: Moves KV cache between engines; None: no request has KV cache elsewhere.
+        cost: Predicts the times of stages, links and driver.
+        observers: Receive the pipeline's events.
+        log: Receives the events of the step log; None: no log.
+        loop: Event loop with the simulated clock, which engines may share; default: a new one.
+        links: Network links, which engines may share; default: new links that send in order.
+        reports_step_times: True if each stage reports its time to the driver at the end of each
+            step; if False, only `report_step_times_at` does.
+        output_lengths: Output lengths of earlier requests, from which the scheduler predicts at the
+            start.
+        devices: Device of each stage, shared with other engines; default: new devices.
+        kv_listener: Transfers KV cache between engines; None: no transfers.
 
     Raises:
-        ValueError: The links do not fit the number of stages, or are in another loop.
+        ValueError: The links do not match the number of stages, or use another event loop.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ OPT_MAX_MODEL_LEN = 2048
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """Options of `gllm simulate` that apply to a deployment from a profile."""
+    """Options of `gllm simulate` that apply if step times come from a measured profile."""
 
     scheduler: SchedulerConfig
     longest: int
@@ -70,24 +70,33 @@ class ProfileOptions:
 
 
 def measured_path(profile: str) -> Path | None:
-    """Return the file or folder of a profile of `gllm profile`; None for a published one."""
+    """Return the path of a profile by `gllm profile`; None if it names published measurements.
+
+    Args:
+        profile: Value of `--profile`.
+    """
     is_published = profile == VIDUR or profile.startswith((VIDUR_MODEL, DISTSERVE))
     return None if is_published else Path(profile)
 
 
 def is_measured_here(profile: str) -> bool:
-    """Return True if a profile is a file of `gllm profile`."""
+    """Return True if `--profile` names a file of `gllm profile`: no folder, no published data.
+
+    Args:
+        profile: Value of `--profile`.
+    """
     path = measured_path(profile)
     return path is not None and not path.is_dir()
 
 
 def profiled_deployment(profile: str, options: ProfileOptions) -> Deployment:
-    """Return a deployment with the step times of a profile.
+    """Return an engine configuration whose step times come from a measured profile.
 
     Args:
-        profile: `vidur`, `vidur:MODEL`, `distserve:MODEL`, `distserve:MODEL,SYSTEM`, the file of
-            `gllm profile`, or the folder of `gllm profile --operators`.
-        options: The rest.
+        profile: Published measurements (`vidur`, `vidur:MODEL`, `distserve:MODEL` or
+            `distserve:MODEL,SYSTEM`), the file of `gllm profile`, or the folder of `gllm profile
+            --operators`.
+        options: Scheduler, parallelism and context length.
 
     Raises:
         ValueError: The options do not fit the profile.

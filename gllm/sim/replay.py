@@ -31,9 +31,12 @@ from gllm.sim.metrics.run_record import RunRecord, StepCosts, build_run_record, 
 
 
 class RecordedCostModel(CostModel):
-    """Cost model that returns the times of a recorded run, step by step.
+    """Cost model that returns the step times recorded in a run, by step number.
 
-    Step numbers count from 0. A step beyond the recording takes as long as its last one.
+    A step beyond the recording takes as long as its last one.
+
+    Args:
+        run: Record of the run.
     """
 
     def __init__(self, run: RunRecord) -> None:
@@ -68,10 +71,12 @@ class RecordedCostModel(CostModel):
 
 @dataclass(frozen=True)
 class ReplayAgreement:
-    """Number of equal plans of a run and its replay."""
+    """Number of batches planned in a run, and how many of them its replay planned equally."""
 
     num_equal: int
+    """Number of batches that run and replay planned equally."""
     num_plans: int
+    """Number of batches that were planned."""
 
     @property
     def share(self) -> float:
@@ -81,14 +86,21 @@ class ReplayAgreement:
 
 @dataclass(frozen=True)
 class TimesAgreement(ReplayAgreement):
-    """Agreement of a run and its simulation with the recorded times."""
+    """Equal batches of a run and its simulation from recorded step times, and latency errors."""
 
     latency_errors: dict[str, float]
     """Median over the last epoch's requests of |simulated - real| / real, by metric."""
 
 
 def replay_calls(events: list[StepLogEvent]) -> ReplayAgreement:
-    """Repeat the logged calls on a new scheduler per epoch, and compare the whole plans."""
+    """Repeat the logged scheduler calls on a new scheduler and count how many plans are equal.
+
+    The log is divided at restarts of the engine; each part has a new scheduler. Plans are compared
+    in all fields.
+
+    Args:
+        events: Events of the step log.
+    """
     return _sum_agreements(map(_replay_epoch_calls, split_epochs(events)))
 
 
@@ -107,10 +119,13 @@ def _replay_epoch_calls(events: list[StepLogEvent]) -> ReplayAgreement:
 
 
 def replay_step_times(events: list[StepLogEvent]) -> TimesAgreement:
-    """Simulate with the log's arrivals and step times; compare rows of plans, and latencies.
+    """Simulate a logged run with its arrivals and step times; compare its plans and latencies.
 
-    Each epoch is simulated on its own. One that a recovery ended is compared as far as its
-    log goes; without any complete step there is nothing to simulate it by, and it is left out.
+    Plans are compared by their sequences and token ranges. The log is divided at restarts of the
+    engine, and each part simulated on its own; parts without a complete step are left out.
+
+    Args:
+        events: Events of the step log.
     """
     *ended, last = split_epochs(events)
     agreements = [_replay_ended_epoch(epoch) for epoch in ended]
@@ -196,7 +211,12 @@ def _content(plan: StepPlan) -> list[tuple[int, int, int, int]]:
 
 
 def main(argv: list[str]) -> int:
-    """Print both agreements for a step log."""
+    """Replay the step log named by the first argument and print how many plans are equal.
+
+    Two lines are printed: for repeated scheduler calls, and for a simulation with the recorded step
+    times. The exit status is 0 if all plans of the first and at least 95 % of the second are equal,
+    otherwise 1.
+    """
     events = list(read_step_log(argv[0]))
     calls, times = replay_calls(events), replay_step_times(events)
     print(f"recorded calls: {calls.num_equal} of {calls.num_plans} plans bit-identical")

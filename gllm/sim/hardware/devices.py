@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """Peak rates, memory, power limit and price per hour of one device."""
+    """Specification of one GPU model: peak FLOP/s, memory size and bandwidth, power and price."""
 
     flops: float
     """Dense bf16 FLOP/s with fp32 accumulation (V100: fp16)."""
     bandwidth: float
-    """Bytes/s of its memory."""
+    """Memory bandwidth in bytes/s."""
     memory: float
-    """Bytes."""
+    """Memory size in bytes."""
     power: float | None = None
     """Power limit in watts."""
     price: float | None = None
@@ -52,7 +52,7 @@ the paper states 1.16 (below Vidur's 2.21).
 
 @dataclass(frozen=True)
 class NetworkLink:
-    """Bandwidth and latency of a connection of stages or of ranks."""
+    """Bandwidth and latency of a network link between pipeline stages or tensor-parallel ranks."""
 
     bandwidth: float
     """Bytes/s in one direction."""
@@ -86,7 +86,12 @@ same NVLink. Devices that are not here take the formulas."""
 
 
 def rank_link_for(device: str, name: str) -> NetworkLink:
-    """Return the link of a name between ranks on a device; `nvlink` depends on the device."""
+    """Return the link between the tensor-parallel ranks of a stage, by its name.
+
+    Args:
+        device: A name of DEVICES; it selects the measured all-reduce times for `nvlink`.
+        name: A name of LINKS.
+    """
     link = LINKS[name]
     if name == "nvlink":
         return replace(link, node=NVLINK_NODES.get(device))

@@ -19,7 +19,7 @@ GBIT = 1e9 / 8
 
 
 class MachineType(NamedTuple):
-    """Machine type of Splitwise's clusters, with its cost and power."""
+    """Specification of a multi-GPU machine in the Splitwise paper, with price, cost and power."""
 
     name: str
     device: str
@@ -61,7 +61,7 @@ class MachineType(NamedTuple):
 
 @cache
 def read_machine_types() -> dict[str, MachineType]:
-    """Return the machine types by name."""
+    """Return the machine types of the Splitwise paper by name, such as DGX-A100."""
     machines = {}
     for row in read_table(MACHINES_FILE):
         machines[row["machine"]] = MachineType(
@@ -78,7 +78,10 @@ def read_machine_types() -> dict[str, MachineType]:
 
 
 class ClusterDesign(NamedTuple):
-    """Numbers and types of prompt and token machines; no token machines: whole requests."""
+    """Numbers and types of the prefill and decode machines of a cluster (Splitwise).
+
+    Without decode machines, each machine computes whole requests.
+    """
 
     prompt: MachineType
     token: MachineType
@@ -113,7 +116,11 @@ class ClusterDesign(NamedTuple):
 
 
 def machine_pair(name: str) -> tuple[MachineType, MachineType]:
-    """Return prompt and token machine of one of the paper's designs: AA, HH, HA or HHcap.
+    """Return the machine types for prefill and for decode of a cluster design of Splitwise.
+
+    Args:
+        name: AA (A100 for both), HH (H100 for both), HA (H100 and A100) or HHcap (H100, and H100
+            with a power limit).
 
     Raises:
         ValueError: There is no such design.
@@ -127,5 +134,10 @@ def machine_pair(name: str) -> tuple[MachineType, MachineType]:
 
 
 def count_affordable(budget: float, price: float) -> int:
-    """Return the number of machines that a budget pays for, with tolerance of rounding errors."""
+    """Return how many machines a budget pays for, allowing for floating-point rounding.
+
+    Args:
+        budget: Available amount, in the unit of the price.
+        price: Price of one machine.
+    """
     return math.floor(budget / price + 1e-9)

@@ -17,7 +17,7 @@ FLOPS_PER_PAIR = 4
 
 @dataclass(frozen=True)
 class ExpertsShape:
-    """Mixture of experts that replaces the MLP of most layers."""
+    """Sizes of the mixture-of-experts (MoE) layers of a model, which replace most MLP layers."""
 
     num_experts: int
     """Routed experts per layer."""
@@ -41,7 +41,7 @@ class ExpertsShape:
 
 @dataclass(frozen=True)
 class LatentShape:
-    """Multi-head latent attention: keys and values are compressed into one vector per token.
+    """Sizes of multi-head latent attention (MLA), which caches one compressed vector per token.
 
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
     """
@@ -73,7 +73,10 @@ class LatentShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Shape of a decoder. Sizes are numbers of elements; norms and biases are left out."""
+    """Sizes of a decoder-only transformer, with its FLOPs, weight bytes and KV cache bytes.
+
+    Sizes are numbers of elements; norms and biases are left out.
+    """
 
     layers: int
     hidden: int

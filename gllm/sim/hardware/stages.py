@@ -13,15 +13,21 @@ Entry = TypeVar("Entry")
 
 
 def format_degrees(degrees: Sequence[int]) -> str:
-    """Return numbers of ranks as text for --tp; an empty sequence means one rank per stage."""
+    """Return tensor parallel sizes of stages as a comma-separated value for --tp.
+
+    Args:
+        degrees: Tensor parallel size of each stage; empty for 1 everywhere.
+    """
     return ",".join(map(str, degrees)) or "1"
 
 
 def split_layers_evenly(layers: int, stages: int) -> list[int]:
-    """Return the number of layers of each stage.
+    """Divide layers among pipeline stages and return the number of layers of each stage.
 
     The remainder goes to the middle stages, which have neither embedding nor LM head.
-    Raises ValueError for more stages than layers.
+
+    Raises:
+        ValueError: There are more stages than layers.
     """
     if not 1 <= stages <= layers:
         raise ValueError(
@@ -35,14 +41,14 @@ def split_layers_evenly(layers: int, stages: int) -> list[int]:
 
 @dataclass(frozen=True)
 class StageSpec:
-    """One pipeline stage: its layers, and the equal devices that compute them together."""
+    """Hardware of one pipeline stage: number of layers, device type and tensor parallel size."""
 
     num_layers: int
     device: DeviceSpec
     tp: int = 1
     """Number of tensor-parallel ranks, one device each."""
     rank_link: NetworkLink | None = None
-    """Between the ranks; needed for more than one."""
+    """Link between the ranks; required if there are several."""
 
     def __post_init__(self) -> None:
         """Check the numbers.
@@ -61,9 +67,9 @@ class StageSpec:
 
 @dataclass(frozen=True)
 class PipelineSpec:
-    """A model on devices: its stages and the links between them.
+    """Hardware of a pipeline: the model's shape, its stages, and the network links between them.
 
-    The driver is beside the first stage.
+    The driver runs on the machine of the first stage.
     """
 
     model: ModelShape
@@ -165,10 +171,21 @@ def build_hardware(
     rank_link: str | None = None,
     layers: Sequence[int] | None = None,
 ) -> PipelineSpec:
-    """Return a model on devices and links of the tables; parameters as in `roofline_deployment`.
+    """Return the hardware description of a pipeline from names of the model, devices and links.
+
+    Args:
+        model: A name of MODELS.
+        device: A name of DEVICES for all stages, or one per stage, separated by commas.
+        stages: Number of pipeline stages.
+        link: A name of LINKS for the links between all neighbouring stages, or one per link,
+            separated by commas.
+        degrees: Tensor parallel size of all stages, or of each.
+        rank_link: A name of LINKS for the links between the ranks of all stages, or one per stage,
+            separated by commas; default: the first of `link`.
+        layers: Number of layers of each stage; default: equal numbers.
 
     Raises:
-        ValueError: A name is unknown, or the numbers do not fit each other.
+        ValueError: A name is unknown, or the numbers are inconsistent.
     """
     shape = look_up("model", model, MODELS)
     ranks = expand_degrees(degrees, stages)
@@ -190,7 +207,13 @@ def build_hardware(
 
 
 def look_up(kind: str, name: str, table: Mapping[str, Entry]) -> Entry:
-    """Return the entry of a table. Raises ValueError for an unknown name; it lists the names."""
+    """Return the table entry of a name; for unknown names raise ValueError with the known ones.
+
+    Args:
+        kind: Kind of entry for the message, such as "device".
+        name: Name of the entry.
+        table: Entries by name.
+    """
     if name not in table:
         raise ValueError(f"{kind} {name!r} is none of {', '.join(table)}")
     return table[name]

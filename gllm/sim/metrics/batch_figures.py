@@ -30,18 +30,21 @@ def _make_figures() -> "array[float]":
 
 @dataclass
 class BatchFigures:
-    """Micro-batches of a run in columns, one entry per micro-batch."""
+    """Sizes, compute times and KV usage of all micro-batches of a run, one array per metric."""
 
     num_tokens: "array[int]" = field(default_factory=_make_counts)
+    """Number of tokens of each micro-batch."""
     num_requests: "array[int]" = field(default_factory=_make_counts)
+    """Number of sequences in each micro-batch."""
     kv_usage: "array[float]" = field(default_factory=_make_figures)
     """Share of KV blocks in use, 0..1; empty if unknown."""
     stage_seconds: "array[float]" = field(default_factory=_make_figures)
-    """Time of computation, summed over the stages."""
+    """Computation time of each micro-batch in seconds, summed over the stages."""
     committed_times: "array[float]" = field(default_factory=_make_figures)
-    """Times of the commits; NaN if a run ends before."""
+    """Time at which the driver received each result, in seconds; NaN if the run ended before."""
     flops: float = 0.0
-    """Arithmetic of all micro-batches together; 0 without a model's shape."""
+    """Floating-point operations of all micro-batches together; 0 if the model's shape is
+    unknown."""
 
     def extend(self, other: "BatchFigures") -> None:
         """Add the micro-batches of another engine."""
@@ -89,11 +92,11 @@ class BatchFigures:
 def measure_micro_batches(
     micro_batches: Iterable[MicroBatch], shape: ModelShape | None = None
 ) -> BatchFigures:
-    """Return the figures of micro-batches.
+    """Return the sizes, compute times, KV usage and FLOPs of the micro-batches of a run.
 
     Args:
-        micro_batches: The micro-batches of a run.
-        shape: Shape of the model, from which arithmetic is counted.
+        micro_batches: All micro-batches of the run.
+        shape: Shape of the model, to count FLOPs; None: not counted.
     """
     figures = BatchFigures()
     for step in micro_batches:
@@ -113,10 +116,17 @@ def measure_micro_batches(
 def operator_shares(
     micro_batches: Sequence[MicroBatch], num_stages: int, cost: CostModel
 ) -> dict[str, float]:
-    """Return the share (0..1) of the stages' time by class of operators.
+    """Return the fraction of the stages' time spent in each operator class, by a cost model.
 
-    At most 1,000 micro-batches at equal distances are priced. The result is empty for a cost model
-    that does not know operators.
+    At most 1,000 evenly spaced micro-batches are evaluated.
+
+    Args:
+        micro_batches: Micro-batches of a run.
+        num_stages: Number of pipeline stages.
+        cost: Cost model of the run.
+
+    Returns:
+        Fraction (0..1) by operator class; empty if the cost model does not predict operators.
     """
     if not isinstance(cost, OperatorCostModel):
         return {}
@@ -130,7 +140,11 @@ def operator_shares(
 
 
 def summarize_batches(figures: BatchFigures) -> dict[str, Any]:
-    """Return the figures of a run's table that concern micro-batches."""
+    """Return a run's metrics of micro-batches by name: batch sizes, time by batch size, KV usage.
+
+    Args:
+        figures: Sizes and times of all micro-batches.
+    """
     seconds = figures.seconds_by_tokens()
     summary: dict[str, Any] = {
         "steps": len(figures.num_tokens),

@@ -9,9 +9,13 @@ from gllm.sim.metrics.run_record import RunRecord, ServedRequest
 
 
 def scheduling_delays(requests: Iterable[ServedRequest]) -> list[float | None]:
-    """Return the seconds from each request's arrival until its first row is scheduled.
+    """Return the time from each request's arrival until it is first scheduled, in seconds.
 
-    Requests are in order of arrival; None stands for one that was never scheduled.
+    Args:
+        requests: Requests of a run in any order.
+
+    Returns:
+        Delays in order of arrival; None for a request that was never scheduled.
     """
     return [
         None
@@ -22,7 +26,10 @@ def scheduling_delays(requests: Iterable[ServedRequest]) -> list[float | None]:
 
 
 def measure_rate_trial(run: RunRecord) -> RateTrial:
-    """Return the figures of a run from which a capacity search judges its request rate.
+    """Return the P99 and mean scheduling delays of a run, for a capacity search.
+
+    Args:
+        run: Record of the run at one request rate.
 
     Raises:
         ValueError: There are fewer than two requests.
@@ -35,10 +42,10 @@ MAX_CHECKS = 100
 
 
 class LongDelays:
-    """Early stop of a run whose P99 scheduling delay is certain to exceed a limit.
+    """Condition that stops a simulation when its P99 scheduling delay is certain to exceed a limit.
 
     Args:
-        arrivals: Times in seconds of all requests of the run, rising.
+        arrivals: Arrival times of all requests of the run in seconds, ascending.
         limit_seconds: Limit of the 99th percentile of the scheduling delays.
     """
 
@@ -64,18 +71,25 @@ class LongDelays:
 
 
 def steady_throughput(run: RunRecord) -> tuple[float, float]:
-    """Return tokens and requests per second while the first 80 % of all tokens were computed."""
+    """Return tokens and requests per second while the first 80 % of all tokens were computed.
+
+    The end of a run is left out, when few requests are left and batches are small.
+
+    Args:
+        run: Record of the run.
+    """
     return measure_micro_batches(run.micro_batches).steady_rates(run.begin, len(run.requests))
 
 
 class RunLoad(NamedTuple):
-    """Load of a run in requests per second."""
+    """Offered and sustained request rate of a run in requests per second, and scheduling delays."""
 
     offered_rate: float | None
-    """Rate of the arrivals; None if all requests arrive at once."""
+    """Arrivals per second; None if all requests arrive at once."""
     sustained_rate: float
-    """Rate of the service while the first 80 % of all tokens were computed."""
+    """Finished requests per second while the first 80 % of all tokens were computed."""
     trial: RateTrial
+    """P99 and mean scheduling delays."""
 
     @property
     def is_overloaded(self) -> bool:
@@ -91,7 +105,7 @@ class RunLoad(NamedTuple):
 
 
 def measure_load(requests: Sequence[ServedRequest], sustained_rate: float) -> RunLoad | None:
-    """Return the load of a run; None with fewer than two requests.
+    """Return the offered and sustained request rate of a run; None with fewer than two requests.
 
     Args:
         requests: All requests of the run.

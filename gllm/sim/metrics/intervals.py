@@ -14,24 +14,24 @@ WINDOW_STEPS = 40
 
 
 class MicroBatchInterval(NamedTuple):
-    """A micro-batch on a stage. Times are seconds of the run's clock."""
+    """Start and end time of one micro-batch on one stage, in seconds of the run's clock."""
 
     stage: int
     step: int
     start: float
     end: float
     prefill_share: float
-    """0..1, of the micro-batch's tokens."""
+    """Fraction of the micro-batch's tokens that are prefill, 0..1."""
 
 
 class BubbleInterval(NamedTuple):
-    """Time in which a stage was idle although work was available."""
+    """Pipeline bubble: start and end of a stage's idle time despite available work, in seconds."""
 
     stage: int
     start: float
     end: float
     share: float
-    """0..1: stages that the work was enough for over those idle; above 0."""
+    """Fraction of the idle stages for which there was enough work, above 0 and at most 1."""
 
     @property
     def seconds(self) -> float:
@@ -40,7 +40,11 @@ class BubbleInterval(NamedTuple):
 
 
 class TokenInterval(NamedTuple):
-    """Tokens of a micro-batch while it was the newest, or their means over several."""
+    """Prefill and decode tokens of one micro-batch, with its start and end time in seconds.
+
+    It ends when the next micro-batch starts on the first stage, or at its own commit. For plots,
+    the mean of several micro-batches.
+    """
 
     start: float
     """Seconds since the first request."""
@@ -48,16 +52,22 @@ class TokenInterval(NamedTuple):
     num_prefill_tokens: float = 0.0
     num_decode_tokens: float = 0.0
     max_batch_tokens: float = 0.0
-    """Most tokens of one micro-batch, prefill and decode together."""
+    """Tokens of the largest micro-batch, prefill and decode together."""
 
 
 def select_window(
     run: RunRecord, begin: float | None = None, seconds: float | None = None
 ) -> tuple[float, float]:
-    """Return begin and end of a part of the run, in seconds of its clock.
+    """Return the begin and end of the part of a run to plot, in seconds of the run's clock.
 
-    begin: seconds since the first request. What is None is taken from about 40 micro-batches in the
-    middle of its work. Raises ValueError for a run without times, or `seconds` not above 0.
+    Args:
+        run: Record of the run.
+        begin: Seconds since the first request; None: about 40 micro-batches from the middle of the
+            run are selected.
+        seconds: Length of the part; None: that of these 40 micro-batches.
+
+    Raises:
+        ValueError: The run has no step times, or `seconds` is not above 0.
     """
     if seconds is not None and not seconds > 0:
         raise ValueError(f"seconds is {seconds}, but has to be above 0")
@@ -81,7 +91,13 @@ def select_window(
 def micro_batch_intervals(
     run: RunRecord, begin: float = -inf, end: float = inf
 ) -> list[MicroBatchInterval]:
-    """Return the micro-batches that overlap begin..end, with their whole times, in order."""
+    """Return start and end of each micro-batch on each stage that overlaps a part of a run.
+
+    Args:
+        run: Record of the run.
+        begin: Begin of the part in seconds of the run's clock.
+        end: End of the part; intervals that exceed it are not shortened.
+    """
     return [
         MicroBatchInterval(
             stage,
@@ -97,9 +113,14 @@ def micro_batch_intervals(
 
 
 def bubble_intervals(run: RunRecord, begin: float = -inf, end: float = inf) -> list[BubbleInterval]:
-    """Return the bubbles in begin..end, limited to it.
+    """Return the pipeline bubbles (idle time despite available work) in a part of a run.
 
-    Over all of a run they add up to `RunRecord.stage_usages`.
+    For a whole run they add up to the bubble times of `RunRecord.stage_usages`.
+
+    Args:
+        run: Record of the run.
+        begin: Begin of the part in seconds of the run's clock.
+        end: End of the part; bubbles that exceed it are shortened.
     """
     found: list[BubbleInterval] = []
     latest: dict[int, int] = {}
@@ -123,7 +144,15 @@ def stage_usages_in(
     begin: float,
     end: float,
 ) -> list[StageUsage]:
-    """Return the busy and bubble time of each stage between `begin` and `end`."""
+    """Return the busy and bubble time of each stage in a part of a run, in seconds.
+
+    Args:
+        run: Record of the run.
+        bars: Micro-batches that overlap the part (`micro_batch_intervals`).
+        bubbles: Bubbles within the part (`bubble_intervals`).
+        begin: Begin of the part in seconds of the run's clock.
+        end: End of the part.
+    """
     uses = [StageUsage(span=end - begin) for _ in range(run.num_stages)]
     for bar in bars:
         uses[bar.stage].busy += max(0.0, min(bar.end, end) - max(bar.start, begin))
@@ -133,7 +162,14 @@ def stage_usages_in(
 
 
 def token_intervals(run: RunRecord) -> list[TokenInterval]:
-    """Return an interval per micro-batch, from its first stage until the next one or its commit."""
+    """Return prefill and decode tokens of each micro-batch with start and end times, for a plot.
+
+    A micro-batch counts from its start on the first stage until the next one starts there, or until
+    its own commit if that is earlier.
+
+    Args:
+        run: Record of the run.
+    """
     # Several may be planned at one moment, but the first stage takes one after another.
     entries = [
         step.stage_times[0].start if step.stage_times[0] else step.planned_time
@@ -152,7 +188,11 @@ def token_intervals(run: RunRecord) -> list[TokenInterval]:
 
 
 def fill_gaps(stretches: list[TokenInterval]) -> list[TokenInterval]:
-    """Return the intervals from time 0 on without gaps: idle time becomes empty intervals."""
+    """Insert intervals without tokens for idle times, so that intervals are gapless from time 0.
+
+    Args:
+        stretches: Intervals in order of time.
+    """
     found = [TokenInterval(0.0, 0.0)]
     for stretch in stretches:
         if stretch.start > found[-1].end:
@@ -162,9 +202,14 @@ def fill_gaps(stretches: list[TokenInterval]) -> list[TokenInterval]:
 
 
 def bin_token_intervals(stretches: list[TokenInterval], count: int) -> list[TokenInterval]:
-    """Return the mean and the maximum of the token intervals in `count` equal bins from time 0 on.
+    """Return the mean and maximum tokens of the micro-batches in equal bins of time.
 
-    Raises ValueError without stretches.
+    Args:
+        stretches: Intervals in order of time.
+        count: Number of bins from time 0 to the last end.
+
+    Raises:
+        ValueError: There are no intervals.
     """
     width = (max(stretch.end for stretch in stretches) or 1.0) / count
     bins: list[list[TokenInterval]] = [[] for _ in range(count)]

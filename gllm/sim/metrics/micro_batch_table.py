@@ -17,16 +17,21 @@ from gllm.scheduler.stage_work import StageWork
 
 @dataclass(slots=True)
 class MicroBatch:
-    """A micro-batch of a run."""
+    """Record of one micro-batch of a run: its tokens, and its times on the driver and the stages.
+
+    Times are seconds of the run's clock.
+    """
 
     planned_time: float
+    """Time at which the scheduler planned it."""
     work: StageWork
     num_prefill_tokens: int
-    """Tokens of prompts, and of preempted sequences computed again."""
+    """Prompt tokens, and tokens of preempted sequences that are computed again."""
     num_decode_tokens: int
     stage_times: list[StepTime | None]
-    """Times per stage; None if the log ends before the stage reported."""
+    """Start and end on each stage; None if the log ends before the stage reported."""
     committed_time: float | None = None
+    """Time at which its output tokens were added to the sequences; None if the run ended before."""
     trigger_time: float = 0.0
     """Time at which the driver received the last event before it planned."""
     received_time: float = 0.0
@@ -45,7 +50,9 @@ NUM_COUNTS = 8
 
 
 class MicroBatchTable(Sequence[MicroBatch]):
-    """Micro-batches stored as columns of numbers; objects are made when they are read.
+    """Memory-saving sequence of MicroBatch records, stored as one numeric array per field.
+
+    Reading an entry creates its MicroBatch.
 
     Args:
         num_stages: Number of pipeline stages.
@@ -152,7 +159,13 @@ class MicroBatchTable(Sequence[MicroBatch]):
 
 
 def iterate_stage_times(batches: Iterable[MicroBatch]) -> Iterator[tuple[int, float, float]]:
-    """Yield stage, start and end of each computation, ordered by micro-batch, then stage."""
+    """Yield (stage, start, end) of each micro-batch on each stage, skipping unknown times.
+
+    The order is by micro-batch, then by stage; times are seconds.
+
+    Args:
+        batches: Micro-batches of a run.
+    """
     if isinstance(batches, MicroBatchTable):
         yield from batches.iterate_stage_times()
         return

@@ -99,7 +99,7 @@ ROW = 0.76
 
 
 class ChartPanel(NamedTuple):
-    """One of several charts side by side."""
+    """Data and labels of one chart in a grid of charts."""
 
     title: str
     x_label: str
@@ -110,7 +110,16 @@ class ChartPanel(NamedTuple):
 
 @contextmanager
 def open_picture(path: str | Path, height: float) -> Iterator["Figure"]:
-    """Yield a figure of `height` inches; write it to a file if the block raises no error."""
+    """Yield a matplotlib figure and save it to a file, unless the block raised an error.
+
+    Args:
+        path: Picture to write, .svg or .png; .svg without a suffix.
+        height: Height of the figure in inches.
+
+    Raises:
+        ValueError: The suffix is neither .svg nor .png.
+        ImportError: matplotlib is missing.
+    """
     path = Path(path)
     path = path if path.suffix else path.with_suffix(".svg")
     if path.suffix not in (".svg", ".png"):
@@ -136,14 +145,27 @@ def _caption(run: RunRecord) -> str:
 
 
 def plot_latencies(run: RunRecord, path: str | Path) -> None:
-    """Plot the distributions of a run's latencies. Raises as `plot_distributions` does."""
+    """Plot the distributions of TTFT, TPOT, ITL and E2EL of a run; see `plot_distributions`.
+
+    Args:
+        run: Record of the run.
+        path: Picture to write, .svg or .png.
+    """
     plot_distributions([served.line for served in run.requests.values()], _caption(run), path)
 
 
 def plot_distributions(lines: Sequence[RequestTimeline], caption: str, path: str | Path) -> None:
-    """Plot the distributions of TTFT, TPOT, ITL and E2EL: percentiles over ms or s.
+    """Plot the percentiles of TTFT, TPOT, ITL and E2EL over milliseconds or seconds.
 
-    Raises ImportError without matplotlib, ValueError for another suffix, OSError as open does.
+    Args:
+        lines: Arrival and token times of each request.
+        caption: Title of the picture.
+        path: Picture to write.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: The suffix is neither .svg nor .png.
+        OSError: The file cannot be written.
     """
     titles = ["time to first token", "time per output token"]
     titles += ["inter-token latency", "end-to-end latency"]
@@ -187,9 +209,18 @@ def _draw_distribution(axes: "Axes", seconds: list[float]) -> None:
 
 
 def plot_tokens(run: RunRecord, path: str | Path) -> None:
-    """Plot the tokens of each micro-batch over time; of many micro-batches means over bins.
+    """Plot the prefill and decode tokens of the micro-batches of a run over time.
 
-    Raises ValueError for a run without micro-batches, and as plot_latencies does.
+    If there are many micro-batches, means over equal intervals are plotted.
+
+    Args:
+        run: Record of the run.
+        path: Picture to write.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: The run has no micro-batches, or the suffix is neither .svg nor .png.
+        OSError: The file cannot be written.
     """
     if not run.micro_batches:
         raise ValueError("the run has no micro-batches to draw")
@@ -222,11 +253,23 @@ def plot_tokens(run: RunRecord, path: str | Path) -> None:
 def plot_gantt(
     run: RunRecord, path: str | Path, begin: float | None = None, seconds: float | None = None
 ) -> None:
-    """Plot the stages over time: micro-batches by share of prefill, and hatched bubbles.
+    """Plot a Gantt chart of the pipeline stages: micro-batches and bubbles over time.
 
-    begin: seconds since the first request; seconds: length. By default, about 40 micro-batches from
-    the middle of the run. Bubbles with less available work are paler. Raises as `select_window` and
-    plot_latencies do.
+    Micro-batches are coloured by their share of prefill tokens; bubbles are hatched, and paler
+    where there was work for only a part of the idle stages.
+
+    Args:
+        run: Record of the run.
+        path: Picture to write.
+        begin: Start of the plot in seconds since the first request; default: about 40 micro-batches
+            from the middle of the run are plotted.
+        seconds: Length of the plot; default: that of these 40 micro-batches.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: The run has no step times, `seconds` is not above 0, or the suffix is neither
+            .svg nor .png.
+        OSError: The file cannot be written.
     """
     start, end = select_window(run, begin, seconds)
     bars, bubbles = micro_batch_intervals(run, start, end), bubble_intervals(run, start, end)
@@ -300,9 +343,17 @@ def _gantt_legend() -> "list[Patch]":
 
 
 def plot_grid(panels: Sequence[ChartPanel], path: str | Path, columns: int = 2) -> None:
-    """Plot charts side by side under one legend; a line has the same colour in all of them.
+    """Plot several line charts in a grid with one legend; a series has the same colour in all.
 
-    Raises ValueError without panels, and as plot_latencies does.
+    Args:
+        panels: Data and labels of each chart.
+        path: Picture to write.
+        columns: Number of charts in a row.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: There are no charts, or the suffix is neither .svg nor .png.
+        OSError: The file cannot be written.
     """
     if not panels:
         raise ValueError("there are no panels to draw")
@@ -354,15 +405,15 @@ def plot_scatter(
     y_label: str,
     title: str,
 ) -> None:
-    """Plot points by group, and a line.
+    """Plot a scatter chart of groups of points, with a line such as a Pareto front.
 
     Args:
-        groups: Points (x, y) by the name of their group.
-        front: Points of the line, by rising x.
-        front_name: Name of the line.
-        path: The picture.
-        x_label: Quantity and unit of the first coordinate.
-        y_label: Quantity and unit of the second one.
+        groups: Points (x, y) by name of their group.
+        front: Points (x, y) of the line, by ascending x.
+        front_name: Name of the line in the legend.
+        path: Picture to write.
+        x_label: Quantity and unit of x.
+        y_label: Quantity and unit of y.
         title: Title of the picture.
 
     Raises:
@@ -385,13 +436,15 @@ def _columns(points: Sequence[Point]) -> tuple[list[float], list[float]]:
 
 
 def plot_token_time(seconds_by_tokens: Mapping[str, float], path: str | Path) -> None:
-    """Plot the share of the stages' time in micro-batches of at most n tokens.
+    """Plot the cumulative share of the stages' time by number of tokens in the micro-batch.
 
-    Source: the distribution in Figures 4 and 17 of "Splitwise" (ISCA 2024, arXiv 2311.18677).
+    A bar for n tokens shows the share of time spent in micro-batches of at most n tokens, as in
+    Figures 4 and 17 of "Splitwise" (ISCA 2024, arXiv 2311.18677).
 
     Args:
-        seconds_by_tokens: Time by largest number of tokens, ascending (BatchFigures).
-        path: The picture.
+        seconds_by_tokens: Time in seconds by largest number of tokens, ascending
+            (`BatchFigures.seconds_by_tokens`).
+        path: Picture to write.
 
     Raises:
         ValueError: The suffix is neither .svg nor .png.
@@ -407,17 +460,21 @@ def plot_token_time(seconds_by_tokens: Mapping[str, float], path: str | Path) ->
 
 
 class BarLabels(NamedTuple):
-    """Labels below the groups of a bar chart."""
+    """Texts and rotation of the labels below a bar chart, and the extra height that they take."""
 
     texts: list[str]
     rotation: int
-    """Degrees."""
+    """Rotation in degrees."""
     extra_inches: float
     """Height beyond that of labels of one line."""
 
 
 def lay_out_labels(labels: Sequence[str]) -> BarLabels:
-    """Return labels that do not overlap: wrapped to the width of a group, or rotated."""
+    """Wrap or rotate the labels below a bar chart so that they do not overlap.
+
+    Args:
+        labels: One label per group of bars.
+    """
     limit = max(1, LINE_CHARACTERS // len(labels))
     wrapped = [wrap(label, limit, break_long_words=False) or [""] for label in labels]
     num_lines = max(map(len, wrapped))
@@ -437,9 +494,19 @@ def plot_bars(
     title: str,
     reference: dict[str, dict[str, float]] | None = None,
 ) -> None:
-    """Plot bars by group and name, and the reference figures of a paper as outlined bars.
+    """Plot a grouped bar chart, with reference values such as a paper's as outlined bars.
 
-    Raises ValueError without groups, and as plot_latencies does.
+    Args:
+        groups: Values by name of the group, then by name of the bar.
+        path: Picture to write.
+        y_label: Quantity and unit of the values.
+        title: Title of the picture.
+        reference: Reference values in the same form; None: none.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: There are no groups, or the suffix is neither .svg nor .png.
+        OSError: The file cannot be written.
     """
     names = list(dict.fromkeys(name for group in groups.values() for name in group))
     if not names:

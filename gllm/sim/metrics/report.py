@@ -24,13 +24,15 @@ def summarize_run(
     slo: Slo = NO_SLO,
     deployment: Deployment | None = None,
 ) -> dict[str, Any]:
-    """Return the figures of a run: seconds, tokens, shares in 0..1.
+    """Return the metrics of a run by name: throughput, latencies, batch sizes, stage utilization.
+
+    Times are in seconds, shares in 0..1.
 
     Args:
-        run: The run.
-        slo: Limits of each request.
-        deployment: What ran, if it was simulated: adds the model FLOP/s utilization and the time by
-            class of operators, where the model's shape and its operators are known.
+        run: Record of the run.
+        slo: Latency limits of each request, to compute the SLO attainment.
+        deployment: Engine configuration of a simulated run; adds the model FLOP/s utilization and
+            the time by operator class, if they are known. None: left out.
     """
     batches = measure_batches(run, deployment)
     return summarize_with_batches(run, batches, slo, deployment)
@@ -42,7 +44,14 @@ def summarize_with_batches(
     slo: Slo,
     deployment: Deployment | None,
 ) -> dict[str, Any]:
-    """Return the figures of `summarize_run` from the given figures of its micro-batches."""
+    """Return the metrics of `summarize_run`, from micro-batch sizes that are already computed.
+
+    Args:
+        run: Record of the run.
+        batches: Sizes and times of the run's micro-batches (`measure_batches`).
+        slo: Latency limits of each request.
+        deployment: Engine configuration of a simulated run, or None.
+    """
     uses = run.stage_usages()
     figures = summarize_requests(list(run.requests.values()), slo)
     tokens, requests = batches.steady_rates(run.begin, len(run.requests))
@@ -65,17 +74,24 @@ def summarize_with_batches(
 
 
 def measure_batches(run: RunRecord, deployment: Deployment | None) -> BatchFigures:
-    """Return the figures of a run's micro-batches."""
+    """Return the sizes, compute times and KV usage of a run's micro-batches.
+
+    Args:
+        run: Record of the run.
+        deployment: Engine configuration, to count FLOPs; None: not counted.
+    """
     hardware = deployment.hardware if deployment else None
     return measure_micro_batches(run.micro_batches, hardware.model if hardware else None)
 
 
 def summarize_requests(requests: Sequence[ServedRequest], slo: Slo = NO_SLO) -> dict[str, Any]:
-    """Return the figures of requests: seconds, tokens, shares in 0..1.
+    """Return the metrics of a run's requests by name: throughput, latencies, preemptions.
+
+    Times are in seconds, shares in 0..1.
 
     Args:
-        requests: All requests of a run.
-        slo: Limits of each request.
+        requests: All requests of the run.
+        slo: Latency limits of each request, to compute the SLO attainment.
     """
     lines = [served.line for served in requests]
     begin = min((line.arrival for line in lines), default=0.0)
@@ -107,13 +123,13 @@ def class_attainment(
     limits: Mapping[str, Slo],
     default: Slo = NO_SLO,
 ) -> dict[str, dict[str, Any]]:
-    """Return the number of requests and the SLO attainment (0..1) of each class.
+    """Return the number of requests and the SLO attainment (0..1) of each SLO class.
 
     Args:
-        requests: Requests of a run by sequence.
-        classes: Class of each sequence; without one, a request belongs to no class.
-        limits: Limits of the classes.
-        default: Limits where a class has none.
+        requests: Requests of a run by id.
+        classes: SLO class of each request by id; empty text for none.
+        limits: Latency limits of each class.
+        default: Latency limits of classes without their own.
     """
     members: dict[str, list[ServedRequest]] = {}
     for seq, served in requests.items():
@@ -181,7 +197,12 @@ def _group_rows(
 
 
 def get_figure(summary: dict[str, Any], path: str | tuple[str, ...]) -> Any:
-    """Return a figure by its path, names in a tuple or separated by dots, or None."""
+    """Return a metric from nested dicts by its path; None if it is missing.
+
+    Args:
+        summary: Metrics by name; values may be dicts of metrics.
+        path: Names from the outermost dict to the metric, as a tuple or separated by dots.
+    """
     value: Any = summary
     for part in path.split(".") if isinstance(path, str) else path:
         value = value.get(part) if isinstance(value, dict) else None
@@ -189,7 +210,7 @@ def get_figure(summary: dict[str, Any], path: str | tuple[str, ...]) -> Any:
 
 
 def format_table(header: list[str], rows: list[list[str]]) -> str:
-    """Return a Markdown table with padded columns."""
+    """Return a Markdown table with aligned columns."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     lines = [header, ["-" * width for width in widths], *rows]
     return "\n".join(
@@ -199,7 +220,12 @@ def format_table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def show_value(value: Any, factor: float = 1) -> str:
-    """Format a figure with four significant digits; a list has one per stage."""
+    """Format a metric with four significant digits; lists are joined with spaces, None is empty.
+
+    Args:
+        value: Number, list of numbers (one per stage) or None.
+        factor: Factor of the unit conversion, such as 1000 for seconds in milliseconds.
+    """
     if value is None:
         return ""
     if isinstance(value, list):
@@ -211,7 +237,11 @@ def show_value(value: Any, factor: float = 1) -> str:
 
 
 def format_metrics_table(summaries: dict[str, dict[str, Any]]) -> str:
-    """Return a table of runs side by side, by name."""
+    """Return a Markdown table that compares the metrics of several runs, one column per run.
+
+    Args:
+        summaries: Metrics of each run by name of the run (`summarize_run`).
+    """
     rows = []
     table: list[tuple[str | tuple[str, ...], str, float]] = [*METRICS_TABLE_ROWS]
     for path, label, factor in [*table, *_group_rows(summaries)]:
@@ -222,15 +252,16 @@ def format_metrics_table(summaries: dict[str, dict[str, Any]]) -> str:
 
 
 class ClusterSummary(NamedTuple):
-    """Figures of a cluster's run."""
+    """Metrics of a cluster simulation: of all engines together and of each engine."""
 
     total: dict[str, Any]
-    """Those of all requests and micro-batches; a request that several engines served counts once,
-    with the latencies of its client."""
+    """Metrics of all requests and micro-batches by name. A request that several engines served
+    counts once, with the latencies that its client saw."""
     engines: dict[str, dict[str, Any]]
-    """Those of each engine, by its name."""
+    """Metrics of each engine by engine name."""
     load: RunLoad | None
-    """Rates of the whole cluster; None with fewer than two requests."""
+    """Offered and sustained request rate of the whole cluster; None with fewer than two
+    requests."""
 
 
 def summarize_cluster(
@@ -238,12 +269,12 @@ def summarize_cluster(
     deployments: Mapping[str, Deployment],
     slo: Slo = NO_SLO,
 ) -> ClusterSummary:
-    """Return the figures of a cluster's run.
+    """Return the metrics of a cluster simulation, in total and by engine.
 
     Args:
-        run: The run.
-        deployments: What each engine ran, by the name of the engine.
-        slo: Limits of each request.
+        run: Result of the simulation.
+        deployments: Configuration of each engine by engine name.
+        slo: Latency limits of each request, to compute the SLO attainment.
     """
     requests = list(run.requests.values())
     total = summarize_requests(requests, slo)
@@ -287,7 +318,11 @@ ENGINE_TABLE_COLUMNS: list[tuple[str, str, float]] = [
 
 
 def format_engine_table(engines: Mapping[str, dict[str, Any]]) -> str:
-    """Return a table with a row for each engine."""
+    """Return a Markdown table of metrics with one row per engine.
+
+    Args:
+        engines: Metrics of each engine by engine name.
+    """
     columns = [
         (label, [show_value(get_figure(figures, path), factor) for figures in engines.values()])
         for path, label, factor in ENGINE_TABLE_COLUMNS

@@ -34,9 +34,13 @@ RequestContents = tuple[tuple[int, ...], int, tuple[int, ...], int, str]
 
 
 class ResumedRequestFinder:
-    """Finds the first submission of a request that was unfinished when an epoch ended.
+    """Matches requests that were submitted again after a restart to their first submission.
 
-    Sequence ids are new for each submission, so requests are recognized by contents and arrival.
+    Each submission has a new sequence id, so requests are recognized by their contents and arrival
+    time.
+
+    Args:
+        unfinished: First submissions of the requests that were unfinished at the restart.
     """
 
     def __init__(self, unfinished: Iterable[AddEvent]) -> None:
@@ -63,7 +67,7 @@ class ResumedRequestFinder:
 
 
 def arrival_time(add: AddEvent) -> float:
-    """Return the time at which a request arrived, which is earlier than the event if it waited."""
+    """Return the arrival time of a logged request: before its log event if it had been waiting."""
     return add.time - add.age_seconds
 
 
@@ -73,17 +77,18 @@ def _contents(add: AddEvent) -> RequestContents:
 
 @dataclass(slots=True)
 class ServedRequest:
-    """A sequence of a run, with its timeline and its preemptions."""
+    """Record of one sequence of a run: token times, preemptions and resubmissions."""
 
     num_prompt_tokens: int
     max_tokens: int
     line: RequestTimeline
+    """Arrival time and token times, in seconds of the run's clock."""
     received_time: float = 0.0
     """Time at which the driver had received the request and all messages that arrived with it."""
     num_preemptions: int = 0
-    """Times it lost its blocks to other sequences."""
+    """Number of times that its KV blocks were taken for other sequences."""
     num_resumptions: int = 0
-    """Recoveries after which it was submitted again."""
+    """Number of restarts after which it was submitted again."""
     first_scheduled_time: float | None = None
     """Time at which its first micro-batch was planned; None if it never ran."""
     preempted_seconds: float = 0.0
@@ -107,7 +112,7 @@ class ServedRequest:
 
 @dataclass
 class StageReport:
-    """Step times that a stage reported to the driver."""
+    """Step times that a stage reported to the driver, with the time of receipt."""
 
     stage: int
     steps: list[StepTime]
@@ -117,7 +122,7 @@ class StageReport:
 
 @dataclass
 class DepthChange:
-    """Change of the number of micro-batches in flight."""
+    """Logged change of the number of micro-batches in flight and of the prefill token limit."""
 
     depth: int
     max_prefill_tokens: int | None
@@ -127,11 +132,11 @@ class DepthChange:
 
 @dataclass
 class StageUsage:
-    """Busy time and bubbles of a stage over a run, in seconds."""
+    """Busy time and bubble time (idle despite available work) of one stage in a run, in seconds."""
 
     busy: float = 0.0
     bubble: float = 0.0
-    """Idle though work was there that could have kept it busy."""
+    """Idle time during which available work could have kept the stage busy."""
     span: float = 0.0
     """Length of the run."""
 
@@ -148,7 +153,7 @@ class StageUsage:
 
 @dataclass
 class RunRecord:
-    """Record of a run: requests, micro-batches, and the parallelism over time."""
+    """Record of a real or simulated run: requests, micro-batches, restarts and available work."""
 
     start: StartEvent
     requests: dict[int, ServedRequest] = field(default_factory=dict)
@@ -219,10 +224,16 @@ class RunRecord:
 
 
 def build_run_record(events: Iterable[StepLogEvent], warm_ups: bool = False) -> RunRecord:
-    """Return the record of a logged run. Raises ValueError if the log has no start.
+    """Build the record of a run from the events of its step log.
 
-    Warm-up requests and their micro-batches are left out, unless `warm_ups`. A request that was
-    submitted again after a restart is one request, whose timeline goes on.
+    A request that was submitted again after a restart is one request with one timeline.
+
+    Args:
+        events: Events of the step log.
+        warm_ups: True to include warm-up requests and their micro-batches.
+
+    Raises:
+        ValueError: The log does not begin with a start event.
     """
     iterator = iter(events)
     start = next(iterator, None)
@@ -421,16 +432,17 @@ def _set_num_tokens(line: RequestTimeline, num_tokens: int, now: float) -> None:
 
 
 class StepCosts(NamedTuple):
-    """Times of one step in seconds: driver, stages and links."""
+    """Measured times of one step in seconds: planning, each stage, each link, return of results."""
 
     step: MicroBatch
     plan_seconds: float | None
-    """From the driver's news to the first stage's start; None where that stage was busy."""
+    """Time from the event that led the driver to plan until the first stage's start; None if that
+    stage was busy."""
     stage_seconds: list[float]
-    """From its start, or where it was busy from the end of the step before, to its end: a stage
-    that has work costs time between steps as well."""
+    """Time on each stage until the step's end: from its start or, if the stage was busy when the
+    input arrived, from the end of the previous step, which includes the overhead between steps."""
     link_seconds: list[float | None]
-    """From a stage's end to the next one's start; None where that was busy."""
+    """Time from each stage's end until the next one's start; None if that one was busy."""
     return_seconds: float
     """From the last stage's end until the driver has received the result."""
     num_arrivals: list[int]
@@ -438,7 +450,13 @@ class StepCosts(NamedTuple):
 
 
 def measure_step_costs(run: RunRecord) -> Iterator[StepCosts]:
-    """Return the costs of all steps with complete times, in order."""
+    """Yield the measured driver, stage and link times of each step of a run, in order.
+
+    Steps with a missing time are left out.
+
+    Args:
+        run: Record of the run.
+    """
     steps = [
         step
         for step in run.micro_batches

@@ -14,10 +14,10 @@ the CPU's cache, so that each step alone would load them again."""
 
 
 class RunRecorder(PipelineObserver):
-    """Observer that builds the RunRecord of one epoch of a pipeline.
+    """Pipeline observer that builds the RunRecord of a simulated run, from one start to its end.
 
-    The record has the figures of `build_run_record` for the same run's log, but no reports of
-    stages: only a replay needs them.
+    The record equals that of `build_run_record` from the run's step log, but without stage reports,
+    which only a replay needs.
 
     Args:
         start: First event of the run's log.

@@ -13,7 +13,7 @@ from gllm.sim.metrics.statistics import PERCENTS, summary_statistics
 
 
 class RequestLatencies(NamedTuple):
-    """Latencies of one request in seconds."""
+    """TTFT, mean time between tokens and end-to-end latency of one request, in seconds."""
 
     ttft: float
     tbt: float | None
@@ -34,12 +34,14 @@ SPLITWISE_SLOS = tuple(
 
 
 class SloMargin(NamedTuple):
-    """A percentile of the slowdowns, and its limit."""
+    """A percentile of the requests' slowdowns against an idle machine, with its limit."""
 
     metric: str
     """Field of RequestLatencies."""
     percent: float
+    """Percentile of the slowdowns, 0..100."""
     slowdown: float
+    """Latency over that of the same request alone on an idle machine."""
     limit: float
 
     @property
@@ -49,7 +51,11 @@ class SloMargin(NamedTuple):
 
 
 def measure_latencies(line: RequestTimeline) -> RequestLatencies | None:
-    """Return the latencies of a request; None before its first token."""
+    """Return the latencies of a request in seconds; None if it has no token yet.
+
+    Args:
+        line: Arrival time and token times of the request.
+    """
     ttft, e2e = line.ttft, line.e2el
     if ttft is None or e2e is None:
         return None
@@ -57,7 +63,10 @@ def measure_latencies(line: RequestTimeline) -> RequestLatencies | None:
 
 
 def check_slos(pairs: Iterable[tuple[RequestLatencies, RequestLatencies]]) -> list[SloMargin]:
-    """Return the nine slowdowns with their limits; 0 for a metric without values.
+    """Return the nine slowdown percentiles of Splitwise's SLOs with their limits.
+
+    They are P50, P90 and P99 of TTFT, time between tokens and end-to-end latency, each relative to
+    an idle machine. A metric without values has a slowdown of 0.
 
     Args:
         pairs: Latencies of each request, and those of the same request on an idle machine.
@@ -73,7 +82,11 @@ def check_slos(pairs: Iterable[tuple[RequestLatencies, RequestLatencies]]) -> li
 
 
 def worst_margin(margins: Sequence[SloMargin]) -> SloMargin:
-    """Return the slowdown that is largest relative to its limit."""
+    """Return the slowdown percentile that is largest relative to its limit.
+
+    Args:
+        margins: At least one percentile with its limit.
+    """
     return max(margins, key=lambda margin: margin.slowdown / margin.limit)
 
 

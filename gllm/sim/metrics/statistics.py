@@ -10,7 +10,10 @@ PERCENTS = (50, 90, 99)
 
 
 def summary_statistics(values: Sequence[float]) -> dict[str, float]:
-    """Return mean and percentiles, interpolated linearly; nothing if there are no values."""
+    """Return the mean and percentiles of values by name; empty without values.
+
+    Percentiles are interpolated linearly.
+    """
     if not len(values):
         return {}
     # numpy, because a run has an inter-token latency for each of millions of tokens.
@@ -25,6 +28,6 @@ def summary_statistics(values: Sequence[float]) -> dict[str, float]:
 
 
 def coefficient_of_variation(values: Sequence[float]) -> float:
-    """Return standard deviation over mean; 0 if there are no values."""
+    """Return the standard deviation of values divided by their mean; 0 without values."""
     mean = fmean(values) if values else 0.0
     return pstdev(values) / mean if mean else 0.0

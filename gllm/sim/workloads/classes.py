@@ -12,13 +12,13 @@ Label = TypeVar("Label", int, str)
 
 
 def parse_shares(text: str, flag: str = "--slo-classes") -> dict[str, float]:
-    """Return the share of each class of a text such as `chat:0.9,batch:0.1`.
+    """Parse shares of classes such as `chat:0.9,batch:0.1` into a dict.
 
     Shares need not add up to 1.
 
     Args:
-        text: The shares.
-        flag: Flag that errors name.
+        text: Names and shares.
+        flag: Command-line flag to name in error messages.
 
     Raises:
         ValueError: A class lacks a name or a share above 0, or occurs twice.
@@ -41,10 +41,10 @@ def parse_shares(text: str, flag: str = "--slo-classes") -> dict[str, float]:
 
 
 def parse_priorities(text: str) -> dict[int, float]:
-    """Return the share of each priority of a text such as `0:0.9,1:0.1`.
+    """Parse shares of request priorities such as `0:0.9,1:0.1` into a dict.
 
     Raises:
-        ValueError: A priority is not a whole number, or as for `parse_shares`.
+        ValueError: A priority is not a whole number, lacks a share above 0, or occurs twice.
     """
     priorities: dict[int, float] = {}
     for name, share in parse_shares(text, "--priorities").items():
@@ -63,14 +63,14 @@ def assign_classes(
     slo_classes: dict[str, float] | None = None,
     seed: int = 0,
 ) -> list[WorkloadRequest]:
-    """Return the requests with random priorities and SLO classes.
+    """Return requests with randomly assigned priorities and SLO classes.
 
-    All requests of a conversation belong to the same classes.
+    All requests of a conversation get the same ones.
 
     Args:
         jobs: The requests.
-        priorities: Share of the requests of each priority; None leaves the priorities as they are.
-        slo_classes: Share of the requests of each SLO class; None leaves the classes as they are.
+        priorities: Fraction of the requests by priority; None leaves the priorities as they are.
+        slo_classes: Fraction of the requests by SLO class; None leaves the classes as they are.
         seed: Seed of the random numbers.
     """
     owners = [job.session or index for index, job in enumerate(jobs)]
@@ -87,11 +87,11 @@ def assign_classes(
 def sample_labels(
     owners: Sequence[str | int], shares: Mapping[Label, float], seed: str
 ) -> list[Label]:
-    """Return a random label for each owner, the same for equal owners.
+    """Return a random label for each request; requests of one conversation get the same label.
 
     Args:
-        owners: Conversation or number of each request.
-        shares: Share of the owners with each label.
+        owners: Conversation of each request, or the request's number if it belongs to none.
+        shares: Relative frequency of each label.
         seed: Seed of the random numbers.
     """
     rng = random.Random(seed)

@@ -20,17 +20,17 @@ BIN_TOKENS = 200
 
 
 class NoisyLengthPredictor:
-    """Simulated classifier of output lengths that is right with a fixed probability.
+    """Simulated classifier that predicts an output length's bin with a given accuracy.
 
-    Bin k has the lengths from 200 k tokens up to the next bin.
+    Bins have a width of 200 tokens.
 
     Args:
-        rng: Source of the errors.
+        rng: Random number generator of the errors.
         accuracy: Probability of the right bin; default: the paper's.
         max_tokens: Longest output; wrong bins are sampled uniformly from those below it.
 
     Raises:
-        ValueError: There are no two bins, or the accuracy is no probability.
+        ValueError: There are fewer than two bins, or the accuracy is no probability.
     """
 
     def __init__(
@@ -63,15 +63,14 @@ class NoisyLengthPredictor:
 def predict_lengths(
     jobs: Sequence[WorkloadRequest], predictor: str, seed: int = 0
 ) -> list[WorkloadRequest]:
-    """Return the requests with predicted output lengths.
-
-    `oracle` knows the lengths. `noisy:ACCURACY` names the lower end of a bin of 200 tokens, which
-    is the right one with a probability of ACCURACY. `by-prompt` takes the mean output of the
-    requests before with prompts of similar length, as if each had ended when the next one arrives.
+    """Return requests with predicted output lengths.
 
     Args:
-        jobs: In the order of arrival.
-        predictor: One of these.
+        jobs: Requests in order of arrival.
+        predictor: `oracle` for the true lengths; `noisy:ACCURACY` for the lower end of a bin of 200
+            tokens, which is the right one with a probability of ACCURACY; `by-prompt` for the mean
+            output length of earlier requests with prompts of similar length, as if each had
+            finished before the next arrival.
         seed: Seed of the errors.
 
     Raises:

@@ -23,7 +23,7 @@ def _normal_cdf(value: float) -> float:
 
 
 class TruncatedLognormal(NamedTuple):
-    """Lognormal distribution restricted to lengths up to `most`."""
+    """Lognormal distribution of token counts, truncated at a longest length."""
 
     mu: float
     """Mean of the logarithm, before truncation."""
@@ -127,13 +127,14 @@ def _zipf(rng: random.Random, values: list[float]) -> int:
 
 
 class LengthDistribution(NamedTuple):
-    """Distribution of the prompt or the output length."""
+    """Family of length distributions, such as uniform: parameter names, validation and sampling."""
 
     values: tuple[str, ...]
-    """Names of the numbers that describe it."""
+    """Names of the parameters."""
     sound: Callable[[list[float]], bool]
-    """Return True if the numbers describe lengths of at least 1."""
+    """Returns True if parameters are valid: all lengths are at least 1."""
     draw: Callable[[random.Random, list[float]], int]
+    """Returns a random length in tokens, from a random number generator and the parameters."""
 
 
 LENGTH_DISTRIBUTIONS = {
@@ -148,7 +149,7 @@ LENGTH_DISTRIBUTIONS = {
 
 
 def parse_numbers(text: str) -> list[float]:
-    """Return the finite numbers between commas; empty if a part is not a finite number."""
+    """Parse finite numbers separated by commas; return an empty list if one is invalid."""
     try:
         values = [float(part) for part in text.split(",")]
     except ValueError:
@@ -170,12 +171,12 @@ published ones: 197 and 1,612."""
 
 
 class LengthModel(NamedTuple):
-    """Independent distributions of the lengths of prompt and output, in tokens."""
+    """Independent distributions of the prompt and output lengths of a workload, in tokens."""
 
     prompt: TruncatedLognormal
     output: TruncatedLognormal
     most: int
-    """Longest request in tokens; the prompt of a longer one is cut."""
+    """Longest request (prompt plus output) in tokens; prompts are shortened to it."""
 
     def sample(self, rng: random.Random) -> tuple[int, int]:
         """Sample the lengths of prompt and output in tokens."""
@@ -218,12 +219,22 @@ assumptions."""
 
 @cache
 def fit_published_lengths(name: str) -> LengthModel:
-    """Return the distributions of a workload of PUBLISHED_WORKLOADS."""
+    """Return length distributions fitted to the published statistics of a workload; cached.
+
+    Args:
+        name: A name of PUBLISHED_WORKLOADS.
+    """
     return PUBLISHED_WORKLOADS[name]()
 
 
 def sample_published(name: str, rng: random.Random, count: int) -> Lengths:
-    """Sample the lengths of `count` requests of a workload of PUBLISHED_WORKLOADS."""
+    """Sample prompt and output lengths from the published statistics of a workload.
+
+    Args:
+        name: A name of PUBLISHED_WORKLOADS.
+        rng: Random number generator.
+        count: Number of requests.
+    """
     model = fit_published_lengths(name)
     return [model.sample(rng) for _ in range(count)]
 
@@ -282,7 +293,7 @@ WORKLOAD_HELP = (
 
 
 def sample_lengths(workload: str, count: int, seed: int) -> Lengths:
-    """Sample prompt and output lengths of `count` requests.
+    """Sample the prompt and output lengths of a workload's requests, in tokens.
 
     Args:
         workload: A name of NAMED_WORKLOADS, or a distribution such as `uniform:16,512,16,64`, with

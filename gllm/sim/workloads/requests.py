@@ -16,13 +16,13 @@ from gllm.sim.workloads.traces import TRACES, WorkloadTrace, load_trace
 
 
 def sample_arrival_times(kind: str, count: int, rate: float, seed: int) -> list[float]:
-    """Sample arrival times in seconds.
+    """Sample the arrival times of requests in seconds.
 
     Args:
-        kind: poisson; gamma:CV, gaps with that coefficient of variation; burst:SIZE, bursts at
-            equal intervals; static, all at time 0.
-        count: Number of arrivals.
-        rate: Arrivals per second.
+        kind: `poisson`; `gamma:CV` for interarrival times with that coefficient of variation;
+            `burst:SIZE` for bursts at equal intervals; `static` for all at time 0.
+        count: Number of requests.
+        rate: Requests per second.
         seed: Seed of the random numbers.
 
     Raises:
@@ -52,7 +52,7 @@ def sample_arrival_times(kind: str, count: int, rate: float, seed: int) -> list[
 
 
 class WorkloadRequest(NamedTuple):
-    """A request of a workload, by its lengths in tokens."""
+    """One request of a simulated workload: its arrival time, lengths in tokens and classes."""
 
     arrival_seconds: float
     """Seconds from the beginning."""
@@ -78,10 +78,16 @@ def make_workload(
     seed: int = 0,
     time_scale: float = 1.0,
 ) -> list[WorkloadRequest]:
-    """Return the requests of a workload with their arrival times.
+    """Return the requests of a workload: arrival times with prompt and output lengths.
 
-    `replay` takes the first `count` rows of a trace with their times, multiplied by `time_scale`.
-    All other arrivals sample lengths, and times at `rate` requests per second.
+    Args:
+        workload: Name of a trace, a length distribution, or `sessions` for conversations.
+        count: Number of requests.
+        rate: Requests per second, unless the arrivals are `replay`.
+        arrivals: Arrival process (`sample_arrival_times`), or `replay` for the first requests of a
+            trace with its recorded arrival times.
+        seed: Seed of the random numbers.
+        time_scale: Factor of the recorded arrival times.
 
     Raises:
         ValueError: The workload or the arrivals are unknown, or the trace has fewer requests.
@@ -117,16 +123,16 @@ def make_workload(
 
 
 def scale_request(job: WorkloadRequest, factor: float, most: int | None = None) -> WorkloadRequest:
-    """Return a request with scaled lengths, each at least 1 token.
+    """Return a request with prompt and output length scaled, each at least 1 token.
 
     Args:
         job: The request.
-        factor: Multiplies both lengths.
-        most: Maximum of prompt plus output, at least 2: the output is limited to half of it, then
-            the prompt to the remainder. None: no limit.
+        factor: Factor of both lengths.
+        most: Limit of prompt plus output, at least 2: the output is limited to half of it, then the
+            prompt to the remainder. None: no limit.
 
     Raises:
-        ValueError: A conversation is longer than `most`.
+        ValueError: A request of a conversation is longer than `most`.
     """
 
     def scaled(num_tokens: int) -> int:
@@ -149,9 +155,13 @@ def scale_request(job: WorkloadRequest, factor: float, most: int | None = None) 
 def iterate_scheduler_requests(
     jobs: Iterable[WorkloadRequest],
 ) -> Iterator[tuple[float, SchedulerRequest]]:
-    """Yield (arrival in seconds, request); prompts share no KV block, except for common parts.
+    """Yield the arrival time in seconds and the scheduler request of each request of a workload.
 
-    A prompt without parts is a `range`, which takes no memory for its tokens.
+    Token ids are chosen such that prompts share KV blocks only where their parts are the same. A
+    prompt without parts is a `range`, which takes no memory for its tokens.
+
+    Args:
+        jobs: Requests sorted by arrival time.
     """
     base = 0
     first_ids: dict[int, int] = {}

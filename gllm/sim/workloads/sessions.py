@@ -19,7 +19,7 @@ DEFAULTS = (32, 6, 4, 256, 40, 40)
 
 
 class PromptPart(NamedTuple):
-    """Part of a prompt, which other prompts may share."""
+    """Part of a prompt that other prompts may share, such as a system prompt or earlier message."""
 
     key: int
     """Parts with the same key have the same tokens."""
@@ -27,9 +27,10 @@ class PromptPart(NamedTuple):
 
 
 class SessionTurn(NamedTuple):
-    """One request of a session."""
+    """One request of a simulated conversation: prompt with the history, and output length."""
 
     session: int
+    """Number of the conversation."""
     parts: tuple[PromptPart, ...]
     """The system prompt, the earlier messages and answers, the new message."""
     num_output_tokens: int
@@ -45,15 +46,17 @@ class _Session:
 
 
 def is_sessions(workload: str) -> bool:
-    """Return True if the name of a workload is `sessions` or begins with `sessions:`."""
+    """Return True if a workload consists of conversations: `sessions` or `sessions:...`."""
     return workload.partition(":")[0] == SESSIONS
 
 
 def parse_sessions(workload: str) -> tuple[int, ...]:
-    """Return the parameters of a workload of conversations, in the order of PARAMETERS.
+    """Parse the parameters of a workload of conversations, such as `sessions:32,6,4,256,40,40`.
 
-    Args:
-        workload: `sessions`, or with parameters such as `sessions:32,6,4,256,40,40`.
+    Returns:
+        The numbers of concurrent conversations, requests of each, and different system prompts;
+        tokens of a system prompt, and mean tokens of a user message and of an answer. `sessions`
+        alone has default values.
 
     Raises:
         ValueError: The parameters are not whole numbers of at least 1.
@@ -74,15 +77,15 @@ def parse_sessions(workload: str) -> tuple[int, ...]:
 
 
 def sample_turns(workload: str, count: int, seed: int) -> list[SessionTurn]:
-    """Sample the requests of conversations in order of arrival.
+    """Sample the requests of simulated conversations, in order of arrival.
 
-    Each turn is that of a random one of the open sessions. A session that has had all its turns is
-    replaced by a new one. Lengths of messages and answers are uniform between half and one and a
-    half times their mean.
+    Each request continues a random one of the open conversations. A conversation that has had all
+    its requests is replaced by a new one. Lengths of messages and answers are uniform between 0.5
+    and 1.5 times their mean.
 
     Args:
-        workload: as for `parse_sessions`.
-        count: Number of turns.
+        workload: `sessions`, or with parameters as for `parse_sessions`.
+        count: Number of requests.
         seed: Seed of the random numbers.
 
     Raises:

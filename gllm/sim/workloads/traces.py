@@ -22,23 +22,30 @@ TRACES = {
 
 
 class WorkloadTrace(NamedTuple):
-    """A recorded workload; `arrivals` is empty where only lengths were recorded."""
+    """Arrival times and lengths of recorded requests; some traces have lengths only."""
 
     arrivals: list[float]
-    """Seconds since the first request."""
+    """Seconds since the first request; empty if the trace has lengths only."""
     lengths: Lengths
 
 
 @cache
 def load_trace(file: str) -> WorkloadTrace:
-    """Return a trace of the data folder, by a value of TRACES."""
+    """Return a trace that ships with gllm.
+
+    Args:
+        file: File name without suffix, a value of TRACES.
+    """
     rows = read_table(f"{file}.csv.gz")
     lengths = [(int(row["prompt_tokens"]), int(row["output_tokens"])) for row in rows]
     return WorkloadTrace([float(row["arrival_s"]) for row in rows if "arrival_s" in row], lengths)
 
 
 def read_lengths(path: str) -> Lengths:
-    """Return the lengths of a CSV file with the columns prompt_tokens and output_tokens.
+    """Read prompt and output lengths from a CSV file with columns prompt_tokens and output_tokens.
+
+    Args:
+        path: Path of the file.
 
     Raises:
         ValueError: The file has other columns, no rows, or a length that is no number above 0.
