@@ -13,7 +13,7 @@ from gllm.sim.capacity import (
     TrialObserver,
     find_capacity,
 )
-from gllm.sim.configured import RunFigures, SimulationAtRate
+from gllm.sim.configured import RunLatencies, SimulationAtRate
 from gllm.sim.costs.base import CostRangeError
 from gllm.sim.options import SimulationConfig
 
@@ -58,7 +58,7 @@ class ConfigurationCapacity(NamedTuple):
 
     rate: float
     """Highest request rate per second; 0: no rate is within the limits."""
-    figures: RunFigures | None
+    figures: RunLatencies | None
     """Statistics of the simulation at that rate; None if no rate is within the limits."""
     trials: tuple[tuple[float, RateTrial], ...] = ()
     """(request rate, result) of all simulations; P99 is infinite where a limit is missed."""

@@ -35,15 +35,15 @@ class RateTrial(NamedTuple):
 
     num_requests: int
     p99_delay_seconds: float
-    """99th percentile over all requests."""
+    """99th percentile of the delays of all requests."""
     first_half_delay_seconds: float
-    """Mean over the requests of the first half, by arrival."""
+    """Mean delay of the first half of the requests, by arrival."""
     second_half_delay_seconds: float
-    """Mean over the other requests."""
+    """Mean delay of the second half of the requests."""
 
     @property
     def growth(self) -> float:
-        """Mean delay of the second half over that of the first one; 1 where both are 0."""
+        """Mean delay of the second half divided by that of the first half; 1 if both are 0."""
         if self.second_half_delay_seconds == inf:
             return inf
         if not self.first_half_delay_seconds:
@@ -87,27 +87,31 @@ class CapacityRule:
     """
 
     max_p99_delay_seconds: float = 5.0
+    """Limit of the 99th percentile of the scheduling delays."""
     max_growth: float | None = 1.2
     """Limit of the second half's mean delay over the first half's; None: no limit."""
     min_growing_delay_seconds: float = 0.5
-    """Mean delay of the second half up to which growth is no overload: a queue this short grows and
-    shrinks by chance. At an overload of 2.5 %, 1,000 requests exceed it at up to 30 per second."""
+    """Mean delay of the second half below which growth does not count as overload, since a short
+    queue grows and shrinks by chance. At an overload of 2.5 %, 1,000 requests exceed it at up to 30
+    per second."""
     num_confirmations: int = 2
     """Number of next higher rates, in steps of 2.5 %, that must not be sustained."""
     min_requests: int = 1000
-    """Least number of requests of a run: in shorter ones, overload does not show."""
+    """Minimum number of requests of a simulation; fewer do not show overload."""
     usual_requests: int = 2000
-    """Number of requests of a run that is not short: half of 1,000 can be so few that the delays of
-    the first ones, which find an empty system, show in their mean."""
+    """Number of requests to simulate at low rates, where `min_seconds` asks for fewer. It exceeds
+    the minimum, because the first requests find an empty system, which lowers the mean delay of the
+    first half."""
     min_seconds: float = 100.0
-    """Least time in which the requests of a run should arrive: at an overload of 5 %, the last ones
+    """Minimum time in which the simulated requests arrive: at an overload of 5 %, the last ones
     then wait 5 s."""
     max_trials: int = 20
-    """Most simulations before the confirmations."""
+    """Maximum number of simulations before the confirmations."""
     rate_step: float = RATE_STEP
-    """Ratio of rates to which the bisection is exact."""
+    """Relative precision of the bisection: it ends when the bounds differ by less than this
+    ratio."""
     is_bisection: bool = False
-    """Search by Vidur's bisection, which assumes that delays grow with the rate."""
+    """True to search by Vidur's bisection, which assumes that delays grow with the rate."""
 
     def num_requests(self, rate: float, requests: int) -> int:
         """Return the number of requests to simulate at a rate per second, at least `requests`."""
@@ -158,11 +162,12 @@ class Capacity:
     rate: float
     """Highest sustained request rate, requests per second."""
     trials: tuple[tuple[float, RateTrial], ...]
-    """(request rate, its figures) of all simulations that the search looked at, in this order."""
+    """Each simulated request rate that the search used, with its delays, in order."""
     num_confirmations: int = 0
-    """Number of the trials that only confirm the result."""
+    """Number of the trials that only confirm that higher rates are not sustained."""
     note: str = ""
-    """Reason why the search ended early: higher rates may be sustained. Empty: it did not."""
+    """Reason why the search ended early, so that higher rates may be sustained; empty if it did
+    not."""
 
 
 class SearchEndedError(Exception):

@@ -24,7 +24,7 @@ from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import CostModel, DelegatingCostModel
 from gllm.sim.costs.fitted import FittedCostModel
 from gllm.sim.costs.profile import CostProfile, read_profile, split_sampling
-from gllm.sim.deployment import Deployment, serve_requests
+from gllm.sim.deployment import Deployment, simulate_scheduler_requests
 from gllm.sim.hardware.stages import format_degrees
 from gllm.sim.metrics.report import format_table, show_value
 from gllm.sim.metrics.run_record import RunRecord, build_run_record, measure_step_costs
@@ -34,7 +34,7 @@ class SpeedWindow(NamedTuple):
     """Time interval of a real run with the ratio of measured to predicted step time in it."""
 
     begin: float
-    """Start in seconds; the window ends at the start of the next one."""
+    """Start in seconds; the interval ends at the start of the next one."""
     factor: float
     """Measured over predicted time of a step, above 0."""
 
@@ -94,12 +94,13 @@ class RunComparison:
 
     real: RunRecord
     predicted: RunRecord
+    """Simulation with the step times of the profile."""
     slowdown: float
-    """Seconds of the real steps over the prediction for the same steps: slowdown of the machine in
-    the run, if the cost model is right."""
+    """Measured over predicted time of all steps: slowdown of the machine, if the cost model is
+    right."""
     at_speed: RunRecord
-    """Prediction for a machine with the measured speed of each window, which shows the error of the
-    simulator itself."""
+    """Simulation with step times scaled by the measured machine speed of each interval; its
+    difference from the real run is the error of the simulator itself."""
 
 
 def compare_with_profile(log: str | Path, profile: str | Path) -> RunComparison:
@@ -148,7 +149,7 @@ def compare_runs(events: list[StepLogEvent], profile: CostProfile) -> RunCompari
     at_speed_cost = MachineSpeedCostModel(cost, measure_speed(steps)) if steps else cost
     requests = read_requests(events, real)
     predicted, at_speed = (
-        serve_requests(
+        simulate_scheduler_requests(
             Deployment(start.model, start.layers, model, start.scheduler, degrees=start.degrees),
             requests,
         )[0]

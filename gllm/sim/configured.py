@@ -28,7 +28,7 @@ from gllm.sim.cluster.cluster import ClusterRun, LogOpener, simulate_cluster
 from gllm.sim.cluster.router import make_router
 from gllm.sim.deployment import Deployment, simulate
 from gllm.sim.metrics.delays import (
-    LongDelays,
+    DelayLimitStop,
     RunLoad,
     measure_load,
     measure_rate_trial,
@@ -45,7 +45,7 @@ class SimulationResult(NamedTuple):
     """Result of one `gllm simulate` run: request records, metrics of the run and of engines."""
 
     record: RunRecord
-    """Record of a single engine; of several ones only the requests."""
+    """Record of the run for a single engine; for several engines, only its requests."""
     summary: dict[str, Any]
     """Metrics of the whole run by name."""
     engines: dict[str, dict[str, Any]]
@@ -53,7 +53,8 @@ class SimulationResult(NamedTuple):
     load: RunLoad | None
     """Offered and sustained request rate; None with fewer than two requests."""
     below_range: dict[str, int]
-    """Number of predictions below the measured range of the costs, by name of the quantity."""
+    """Number of predictions for batches smaller than the cost model was measured for, by name of
+    the quantity."""
 
 
 def build_simulation(config: SimulationConfig) -> tuple[Deployment, list[WorkloadRequest]]:
@@ -228,14 +229,14 @@ def simulate_trial(
     if config.engines > 1:
         requests = simulate_requests(config, deployment, jobs)
         return make_rate_trial(scheduling_delays(requests.values())), requests
-    stop = LongDelays([job.arrival_seconds for job in jobs], rule.max_p99_delay_seconds)
+    stop = DelayLimitStop([job.arrival_seconds for job in jobs], rule.max_p99_delay_seconds)
     run = simulate(deployment, jobs, stop=stop)
     if stop.has_stopped:
         return stopped_trial(len(jobs)), run.requests
     return measure_rate_trial(run), run.requests
 
 
-class RunFigures(NamedTuple):
+class RunLatencies(NamedTuple):
     """Latency percentiles of a run in seconds, and the share of its requests that meet the SLO.
 
     A percentile is None if no request has a value.
@@ -251,7 +252,7 @@ class RunFigures(NamedTuple):
     """True if the run meets all limits, of single requests and of percentiles."""
 
 
-def measure_figures(timelines: list[RequestTimeline], limits: Slo) -> RunFigures:
+def summarize_latencies(timelines: list[RequestTimeline], limits: Slo) -> RunLatencies:
     """Return the latency percentiles of a run and the share of its requests that meet the SLO.
 
     Args:
@@ -263,7 +264,7 @@ def measure_figures(timelines: list[RequestTimeline], limits: Slo) -> RunFigures
     def at(name: str, percent: float) -> float | None:
         return percentile(latencies[name], percent) if latencies[name] else None
 
-    return RunFigures(
+    return RunLatencies(
         at("ttft", 50),
         at("ttft", 90),
         at("tpot", 50),
@@ -297,7 +298,7 @@ class SimulationAtRate:
         self._config, self._rule, self._limits = config, rule, limits
         self._stops_early = stops_early
         self._deployment: Deployment | None = None
-        self.figures: dict[float, RunFigures] = {}
+        self.figures: dict[float, RunLatencies] = {}
         """Figures of the runs in this process, by rate."""
 
     def at_rate(self, rate: float) -> SimulationConfig:
@@ -321,6 +322,6 @@ class SimulationAtRate:
         else:
             requests = simulate_requests(config, deployment, jobs)
             trial = make_rate_trial(scheduling_delays(requests.values()))
-        figures = measure_figures([served.line for served in requests.values()], self._limits)
+        figures = summarize_latencies([served.line for served in requests.values()], self._limits)
         self.figures[rate] = figures
         return trial if figures.is_within else trial._replace(p99_delay_seconds=inf)

@@ -23,7 +23,7 @@ from gllm.sim.pipeline import SimulatedPipeline
 from gllm.sim.workloads.requests import WorkloadRequest, iterate_scheduler_requests
 
 if TYPE_CHECKING:
-    from gllm.sim.metrics.delays import LongDelays
+    from gllm.sim.metrics.delays import DelayLimitStop
 
 USABLE_MEMORY_SHARE = 0.9
 """Share of a device's memory for weights and KV cache; activations and system get the rest."""
@@ -67,7 +67,12 @@ class Deployment:
         return self.hardware.peak_flops if self.hardware else None
 
     def start_event(self, time: float, engine: str = "") -> StartEvent:
-        """Return the first event of a log of this deployment, as the engine of that name."""
+        """Return the start event of a step log with this model and configuration.
+
+        Args:
+            time: Time of the start in seconds.
+            engine: Name of the engine.
+        """
         return StartEvent(
             time,
             self.model,
@@ -83,7 +88,7 @@ def simulate(
     deployment: Deployment,
     jobs: list[WorkloadRequest],
     log: Callable[[StepLogEvent], None] | None = None,
-    stop: "LongDelays | None" = None,
+    stop: "DelayLimitStop | None" = None,
 ) -> RunRecord:
     """Simulate a workload on one engine and return the record of its requests and micro-batches.
 
@@ -131,7 +136,7 @@ def _check_lengths(deployment: Deployment, lengths: Iterable[int]) -> None:
         )
 
 
-def serve_requests(
+def simulate_scheduler_requests(
     deployment: Deployment,
     requests: list[tuple[float, SchedulerRequest]],
     aborts: Iterable[tuple[float, list[int]]] = (),

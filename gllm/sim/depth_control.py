@@ -30,7 +30,7 @@ class SimulatedDepthControl(PipelineObserver):
     def __init__(self, pipeline: SimulatedPipeline) -> None:
         self.pacer = PipelinePacer(pipeline.scheduler.config)
         self._pipeline = pipeline
-        self.pacer.on_paths(read_paths(pipeline.cost, pipeline.scheduler.config.stages))
+        self.pacer.on_paths(probe_link_times(pipeline.cost, pipeline.scheduler.config.stages))
         pipeline.scheduler.set_depth(*self.pacer.pace)
 
     def on_scheduled(self, call: SchedulerCall, now: float) -> None:
@@ -94,7 +94,7 @@ def _set_depth(now: float, change: tuple[SimulatedPipeline, tuple[int, int | Non
         pipeline.scheduler.set_depth(*arguments)
 
 
-def read_paths(cost: CostModel, num_stages: int) -> PipelineSeconds:
+def probe_link_times(cost: CostModel, num_stages: int) -> PipelineSeconds:
     """Return the link times of a cost model in the form in which a driver measures them.
 
     The time per token of a link is the added time of some more tokens; the remainder is its

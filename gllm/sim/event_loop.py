@@ -56,12 +56,12 @@ class EventLoop:
         return child
 
     def push(self, time: float, rank: int, handle: Callable[[float, T], None], argument: T) -> None:
-        """Add an event, at whole nanoseconds.
+        """Schedule an event; its time is rounded to whole nanoseconds.
 
         Args:
             time: Time in seconds, not in the past.
-            rank: Order among events at one time; smaller ranks go first.
-            handle: Called with the time and the argument.
+            rank: Order among events at the same time; smaller ranks run first.
+            handle: Function called with the time and the argument.
             argument: Second argument of the call.
 
         Raises:

@@ -45,7 +45,7 @@ class LinkMessage:
     owner: object
     """Sender, whose messages can be dropped together."""
     rank: int
-    """Rank of the arrival among the events of its time."""
+    """Order of the arrival among events at the same time."""
     is_dropped: bool = False
 
     def occupancy_seconds(self, num_bytes: int) -> float:
@@ -92,7 +92,7 @@ class SimulatedLink:
 
     @property
     def num_waiting(self) -> int:
-        """Number of messages that are not sent completely."""
+        """Number of messages that are not completely sent."""
         sending = self._sending
         is_last_chunk = sending is not None and not sending.remaining_bytes
         return len(self._waiting) + (is_last_chunk and self._is_busy(self.loop.now))

@@ -18,7 +18,7 @@ from gllm.sim.hardware.shapes import MODELS
 from gllm.sim.profiled import (
     VIDUR_MODEL,
     ProfileOptions,
-    is_measured_here,
+    is_profile_file,
     profiled_deployment,
 )
 from gllm.sim.workloads.classes import assign_classes, parse_priorities, parse_shares
@@ -156,7 +156,7 @@ class SimulationConfig:
 
     @property
     def slo(self) -> Slo:
-        """Limits of each request."""
+        """Latency limits of each request."""
         return Slo(self.slo_ttft, self.slo_tpot)
 
     def __post_init__(self) -> None:
@@ -279,7 +279,7 @@ def _check_profile_flags(config: SimulationConfig, profile: str) -> None:
     """Raise ValueError for a flag that chooses what the profile contains."""
     names = [] if profile.startswith(VIDUR_MODEL) else ["device"]
     names += ["model", "tensor_parallel_link"]
-    if not is_measured_here(profile):
+    if not is_profile_file(profile):
         names.append("link")
     for name in names:
         if getattr(config, name) != getattr(SimulationConfig, name):

@@ -62,7 +62,7 @@ class DecodeClocks:
             links[stage].add_slack_source(owner, clock.slack_seconds)
 
     def has(self, stage: int) -> bool:
-        """Return True if the link behind a stage reads the slack."""
+        """Return True if the policy of the link behind a stage uses these predictions."""
         return stage in self._clocks
 
     def on_started(self, stage: int, now: float, seconds: float) -> None:
@@ -92,11 +92,11 @@ class PipelineLinks(NamedTuple):
     """
 
     activations: Sequence[SimulatedLink]
-    """From each stage but the last one to the next one."""
+    """Link from each stage but the last one to the next one."""
     plans: Sequence[SimulatedLink]
-    """From the driver to each stage."""
+    """Link from the driver to each stage, for scheduled batches."""
     results: SimulatedLink
-    """From the last stage to the driver."""
+    """Link from the last stage to the driver, for sampled tokens."""
 
 
 def make_pipeline_links(loop: EventLoop, num_stages: int, policy: str = "serial") -> PipelineLinks:
@@ -141,7 +141,7 @@ class KvRequestListener(Protocol):
         """Stop the fetch of a sequence; `finish_fetch` still has to follow."""
 
     def on_revoked(self, ticket: int, now: float) -> None:
-        """Stop reading the blocks of a ticket of this engine."""
+        """Stop transfers from KV blocks that this engine kept for another engine and takes back."""
 
 
 class _SampledTokens(dict[tuple[int, ...], SampledToken]):

@@ -38,19 +38,19 @@ class ProfileOptions:
 
     scheduler: SchedulerConfig
     longest: int
-    """Tokens of the longest request in the workload."""
+    """Prompt plus output tokens of the longest request in the workload."""
     stages: int | None = None
     """Number of pipeline stages; default: the profile's."""
     degrees: Sequence[int] | None = None
-    """Number of ranks of all stages, or of each; default: the profile's."""
+    """Tensor parallel size of all stages, or of each; default: the profile's."""
     layers: Sequence[int] | None = None
     """Number of layers of each stage; default: as measured, or as equal as possible."""
     link: str = "pcie"
-    """A name of LINKS: between stages, where the profile measured no link."""
+    """Name of the link (LINKS) between stages, for profiles that measured none."""
     max_model_len: int | None = None
-    """Longest text in tokens; default: the profile's, or `longest`."""
+    """Longest sequence in tokens; default: the profile's, or `longest`."""
     device: str = ""
-    """A name of DEVICES, for profiles of several devices."""
+    """Name of the device (DEVICES), for profiles of several devices."""
 
     @property
     def num_stages(self) -> int:
@@ -79,7 +79,7 @@ def measured_path(profile: str) -> Path | None:
     return None if is_published else Path(profile)
 
 
-def is_measured_here(profile: str) -> bool:
+def is_profile_file(profile: str) -> bool:
     """Return True if `--profile` names a file of `gllm profile`: no folder, no published data.
 
     Args:

@@ -26,7 +26,7 @@ from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.compare import read_aborts
 from gllm.sim.costs.base import CostModel, TransferCost
-from gllm.sim.deployment import Deployment, serve_requests
+from gllm.sim.deployment import Deployment, simulate_scheduler_requests
 from gllm.sim.metrics.run_record import RunRecord, StepCosts, build_run_record, measure_step_costs
 
 
@@ -70,7 +70,7 @@ class RecordedCostModel(CostModel):
 
 
 @dataclass(frozen=True)
-class ReplayAgreement:
+class ReplayResult:
     """Number of batches planned in a run, and how many of them its replay planned equally."""
 
     num_equal: int
@@ -85,14 +85,14 @@ class ReplayAgreement:
 
 
 @dataclass(frozen=True)
-class TimesAgreement(ReplayAgreement):
+class TimedReplayResult(ReplayResult):
     """Equal batches of a run and its simulation from recorded step times, and latency errors."""
 
     latency_errors: dict[str, float]
-    """Median over the last epoch's requests of |simulated - real| / real, by metric."""
+    """Median of |simulated - real| / real over the requests since the last restart, by metric."""
 
 
-def replay_calls(events: list[StepLogEvent]) -> ReplayAgreement:
+def replay_calls(events: list[StepLogEvent]) -> ReplayResult:
     """Repeat the logged scheduler calls on a new scheduler and count how many plans are equal.
 
     The log is divided at restarts of the engine; each part has a new scheduler. Plans are compared
@@ -104,7 +104,7 @@ def replay_calls(events: list[StepLogEvent]) -> ReplayAgreement:
     return _sum_agreements(map(_replay_epoch_calls, split_epochs(events)))
 
 
-def _replay_epoch_calls(events: list[StepLogEvent]) -> ReplayAgreement:
+def _replay_epoch_calls(events: list[StepLogEvent]) -> ReplayResult:
     start = events[0]
     assert isinstance(start, StartEvent), "split_epochs puts it there"
     scheduler = Scheduler(start.scheduler, output_lengths=start.output_lengths)
@@ -115,10 +115,10 @@ def _replay_epoch_calls(events: list[StepLogEvent]) -> ReplayAgreement:
         if plan is not None or recorded is not None:
             plans += 1
             equal += plan == recorded
-    return ReplayAgreement(equal, plans)
+    return ReplayResult(equal, plans)
 
 
-def replay_step_times(events: list[StepLogEvent]) -> TimesAgreement:
+def replay_step_times(events: list[StepLogEvent]) -> TimedReplayResult:
     """Simulate a logged run with its arrivals and step times; compare its plans and latencies.
 
     Plans are compared by their sequences and token ranges. The log is divided at restarts of the
@@ -133,24 +133,24 @@ def replay_step_times(events: list[StepLogEvent]) -> TimesAgreement:
     simulated_run, simulated = _simulate_epoch(last, run)
     agreements.append(_compare_plans(_plans(last), _plans(simulated)))
     total = _sum_agreements(agreements)
-    return TimesAgreement(
+    return TimedReplayResult(
         total.num_equal, total.num_plans, _median_latency_errors(run, simulated_run)
     )
 
 
-def _replay_ended_epoch(events: list[StepLogEvent]) -> ReplayAgreement:
+def _replay_ended_epoch(events: list[StepLogEvent]) -> ReplayResult:
     run = build_run_record(events, warm_ups=True)
     if not any(measure_step_costs(run)):
-        return ReplayAgreement(0, 0)
+        return ReplayResult(0, 0)
     _, simulated = _simulate_epoch(events, run)
     plans = _plans(events)
     return _compare_plans(plans, _plans(simulated)[: len(plans)])
 
 
-def _compare_plans(real: list[StepPlan], simulated: list[StepPlan]) -> ReplayAgreement:
+def _compare_plans(real: list[StepPlan], simulated: list[StepPlan]) -> ReplayResult:
     pairs = zip(map(_content, real), map(_content, simulated), strict=False)
     equal = sum(one == other for one, other in pairs)
-    return ReplayAgreement(equal, max(len(real), len(simulated)))
+    return ReplayResult(equal, max(len(real), len(simulated)))
 
 
 def _median_latency_errors(run: RunRecord, simulated: RunRecord) -> dict[str, float]:
@@ -183,7 +183,7 @@ def _simulate_epoch(
         start.output_lengths,
         start.degrees,
     )
-    return serve_requests(
+    return simulate_scheduler_requests(
         deployment, requests, read_aborts(events), run.stage_reports, run.depth_changes
     )
 
@@ -197,9 +197,9 @@ def _received_request(event: AddEvent, time: float) -> tuple[float, SchedulerReq
     return time, request._replace(age_seconds=request.age_seconds + time - event.time)
 
 
-def _sum_agreements(agreements: Iterable[ReplayAgreement]) -> ReplayAgreement:
+def _sum_agreements(agreements: Iterable[ReplayResult]) -> ReplayResult:
     pairs = [(agreement.num_equal, agreement.num_plans) for agreement in agreements]
-    return ReplayAgreement(sum(equal for equal, _ in pairs), sum(plans for _, plans in pairs))
+    return ReplayResult(sum(equal for equal, _ in pairs), sum(plans for _, plans in pairs))
 
 
 def _plans(events: list[StepLogEvent]) -> list[StepPlan]:

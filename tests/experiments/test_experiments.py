@@ -38,7 +38,7 @@ from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepTime
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import ConstantCostModel
-from gllm.sim.deployment import Deployment, serve_requests
+from gllm.sim.deployment import Deployment, simulate_scheduler_requests
 from gllm.sim.metrics.micro_batch_table import MicroBatch
 from gllm.sim.metrics.run_record import RunRecord, ServedRequest
 from gllm.sim.workloads.requests import WorkloadRequest
@@ -139,7 +139,7 @@ def serve_simulated(config: EngineConfig, jobs: list[WorkloadRequest]) -> list[S
     stages = config.pipeline_parallel_size
     scheduler = config.scheduler.resolve(stages, 1000, 1024)
     deployment = Deployment("simulated", [1] * stages, ConstantCostModel(0.01), scheduler)
-    return serve_requests(deployment, to_scheduler_requests(jobs))[1]
+    return simulate_scheduler_requests(deployment, to_scheduler_requests(jobs))[1]
 
 
 def test_replay_of_known_times(tmp_path: Path) -> None:

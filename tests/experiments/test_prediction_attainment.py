@@ -12,7 +12,7 @@ from experiments.prediction_attainment import (
 from gllm.config.engine import EngineConfig
 from gllm.sim.compare import RunComparison
 from gllm.sim.costs.base import ConstantCostModel
-from gllm.sim.deployment import Deployment, serve_requests
+from gllm.sim.deployment import Deployment, simulate_scheduler_requests
 from gllm.sim.metrics.run_record import RunRecord
 from gllm.sim.workloads.requests import make_workload
 from tests.support.sim.requests import to_scheduler_requests
@@ -23,7 +23,7 @@ JOBS = make_workload("uniform:16,400,8,60", 200, 12.0, "poisson", seed=5)
 def serve(step_seconds: float) -> RunRecord:
     scheduler = EngineConfig.from_options("demo").scheduler.resolve(1, 1000, 1024)
     deployment = Deployment("simulated", [1], ConstantCostModel(step_seconds), scheduler)
-    return serve_requests(deployment, to_scheduler_requests(JOBS))[0]
+    return simulate_scheduler_requests(deployment, to_scheduler_requests(JOBS))[0]
 
 
 def test_a_right_prediction_has_no_error_and_a_share_between_its_limits() -> None:

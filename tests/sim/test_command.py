@@ -15,7 +15,7 @@ from gllm.observability.step_log import AddEvent, StepLogWriter, read_step_log
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.capacity import RateTrial
 from gllm.sim.costs.profile import build_profile, write_profile
-from gllm.sim.deployment import roofline_deployment, serve_requests, simulate
+from gllm.sim.deployment import roofline_deployment, simulate, simulate_scheduler_requests
 from gllm.sim.description import describe_load
 from gllm.sim.metrics.delays import RunLoad
 from gllm.sim.metrics.run_record import build_run_record
@@ -259,7 +259,7 @@ def test_a_profile_predicts_and_is_compared(
     config = SchedulerConfig(policy="throttle")
     made = roofline_deployment("qwen2.5-14b", "A100-40G", 2, 4096, scheduler=config)
     jobs = make_workload("uniform:1,900,1,90", 60, 4.0)
-    run, events = serve_requests(made, to_scheduler_requests(jobs))
+    run, events = simulate_scheduler_requests(made, to_scheduler_requests(jobs))
     profile, log = tmp_path / "profile.json", tmp_path / "log.jsonl"
     # Batches of the prediction may have longer contexts than those of the run.
     longer = simulate(made, make_workload("fixed:1000,100", 5, 4.0))

@@ -11,8 +11,8 @@ from gllm.pacing.depth import LinkSeconds, PipelineSeconds, StageSeconds
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.roofline import RooflineCostModel
-from gllm.sim.deployment import Deployment, serve_requests, simulate
-from gllm.sim.depth_control import AUTO_DEPTH, read_paths
+from gllm.sim.deployment import Deployment, simulate, simulate_scheduler_requests
+from gllm.sim.depth_control import AUTO_DEPTH, probe_link_times
 from gllm.sim.hardware.devices import NetworkLink
 from gllm.sim.hardware.stages import build_hardware
 from gllm.sim.metrics.run_record import RunRecord
@@ -44,7 +44,7 @@ def run(depth: int | str | None) -> tuple[RunRecord, list[StepLogEvent]]:
         for job in jobs
         if job.num_prompt_tokens < 3000
     ]
-    return serve_requests(deploy(depth), to_scheduler_requests(shorter))
+    return simulate_scheduler_requests(deploy(depth), to_scheduler_requests(shorter))
 
 
 def largest_in_flight(record: RunRecord) -> int:
@@ -90,7 +90,7 @@ def test_links_are_read_as_a_driver_measures_them() -> None:
     slow = NetworkLink(100e6 / 8, 0.030)
     hardware = replace(hardware, links=(slow,) * 2, plan_links=(None, slow, slow), return_link=slow)
     cost = RooflineCostModel(hardware)
-    paths = read_paths(cost, 3)
+    paths = probe_link_times(cost, 3)
     one = StageWork(0, 1, (), 1, 1, 1)
     occupancy = cost.activation_transfer(0, one).occupancy_seconds
     for link in paths.links:

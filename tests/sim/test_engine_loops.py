@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gllm.observability.step_log import ScheduleEvent, StepLogEvent
 from gllm.routing.policy_registry import make_policy
 from gllm.sim.cluster.cluster import ClusterChange, ClusterRun, EngineFailure, simulate_cluster
-from gllm.sim.cluster.engine import EarliestEnds
+from gllm.sim.cluster.engine import FinishTimeBounds
 from gllm.sim.cluster.router import ROUTED_IN_A_ROW, PolicyRouter, RouterNeeds
 from gllm.sim.deployment import Deployment, roofline_deployment
 from gllm.sim.event_loop import EventLoop
@@ -142,7 +142,7 @@ def test_no_request_ends_before_the_bound_of_its_engine(
     deployment = make_deployment(num_stages)
     recorder = RunRecorder(deployment.start_event(0.0))
     pipeline = SimulatedPipeline(deployment.scheduler, deployment.cost, [recorder])
-    ends, bounds, now = EarliestEnds(deployment.cost, num_stages), [(inf, set[int]())], 0.0
+    ends, bounds, now = FinishTimeBounds(deployment.cost, num_stages), [(inf, set[int]())], 0.0
     requests = to_scheduler_requests([WorkloadRequest(*size) for size in sorted(sizes)])
     pipeline.submit_each(requests)
     added = unfinished = {-1}

@@ -12,7 +12,7 @@ import pytest
 
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.costs.base import ConstantCostModel
-from gllm.sim.deployment import Deployment, serve_requests
+from gllm.sim.deployment import Deployment, simulate_scheduler_requests
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.pipeline import SimulatedPipeline, make_pipeline_links
 from gllm.sim.workloads.requests import make_workload
@@ -116,7 +116,7 @@ def encode_log(seed: int, policy: str = "balance", max_num_seqs: int = 256) -> b
     config = SchedulerConfig(policy=policy, block_size=8, max_num_seqs=max_num_seqs)
     cost = ConstantCostModel(0.05, 0.01)
     deployment = Deployment("made up", [1, 1, 1], cost, config.resolve(3, 20, 64))
-    _, events = serve_requests(deployment, to_scheduler_requests(jobs))
+    _, events = simulate_scheduler_requests(deployment, to_scheduler_requests(jobs))
     return b"\n".join(map(msgspec.json.encode, events))
 
 

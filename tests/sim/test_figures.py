@@ -14,7 +14,11 @@ from gllm.sim.cluster.router import DeferredRouter, PolicyRouter, make_router
 from gllm.sim.costs.base import CostModel
 from gllm.sim.deployment import Deployment, roofline_deployment, simulate
 from gllm.sim.description import describe_below_range, describe_load
-from gllm.sim.metrics.batch_figures import measure_micro_batches, operator_shares, summarize_batches
+from gllm.sim.metrics.batch_statistics import (
+    measure_micro_batches,
+    operator_shares,
+    summarize_batches,
+)
 from gllm.sim.metrics.delays import (
     RunLoad,
     measure_load,

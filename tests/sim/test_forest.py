@@ -13,7 +13,7 @@ from gllm.commands.simulate import main as simulate
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs import operators
 from gllm.sim.costs.base import CostRangeError
-from gllm.sim.costs.forest import MS, ForestCostModel, aggregate, combine_chunks
+from gllm.sim.costs.forest import MS, ForestCostModel, combine_chunks, merge_chunks
 from gllm.sim.costs.operator_grids import predict_cached
 from gllm.sim.costs.operator_tables import OperatorTables
 from scripts.operator_mape import cross_validated_mape
@@ -134,9 +134,9 @@ def test_links_and_commits(pipeline: ForestCostModel) -> None:
 
 
 def test_several_chunks_count_as_one_with_the_same_pairs() -> None:
-    assert aggregate([(96, 512)]) == (96, 512)
+    assert merge_chunks([(96, 512)]) == (96, 512)
     chunks = [(0, 300), (1024, 400), (64, 100)]
-    kv, length = aggregate(chunks)
+    kv, length = merge_chunks(chunks)
     assert length == pytest.approx(sum(n * n for _, n in chunks) ** 0.5)
     assert length * (kv + length / 2) == pytest.approx(sum(n * (k + n / 2) for k, n in chunks))
 
@@ -183,7 +183,7 @@ def test_chunks_are_combined_as_far_as_was_measured(cost: ForestCostModel) -> No
     """Two chunks of long sequences are equivalent to one of a longer sequence than any of them."""
     assert list(combine_chunks([(0, 300), (0, 400)], 4096)) == [(0, 500)]
     late = [(3000, 500)] * 3
-    assert sum(aggregate(late)) > 4096
+    assert sum(merge_chunks(late)) > 4096
     combined = list(combine_chunks(late, 4096))
     assert combined == [(3000, 500)] * 3
     alone = [attention_seconds(cost, prefill(chunk))[0] for chunk in late]

@@ -22,7 +22,7 @@ from gllm.sim.costs.roofline import (
     all_reduce_seconds,
     gather_seconds,
 )
-from gllm.sim.deployment import roofline_deployment, serve_requests, simulate
+from gllm.sim.deployment import roofline_deployment, simulate, simulate_scheduler_requests
 from gllm.sim.hardware.devices import DeviceSpec, NetworkLink
 from gllm.sim.hardware.shapes import MODELS, ModelShape
 from gllm.sim.hardware.stages import PipelineSpec, StageSpec
@@ -207,7 +207,7 @@ def test_the_flag_and_the_log(tmp_path: Path) -> None:
 def test_a_profile_knows_its_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = deployment(degrees=(2, 1))
     jobs = make_workload("uniform:1,900,1,90", 60, 4.0)
-    run, events = serve_requests(made, to_scheduler_requests(jobs))
+    run, events = simulate_scheduler_requests(made, to_scheduler_requests(jobs))
     profile = build_profile([run], {})
     assert profile.degrees == [2, 1]
     path = tmp_path / "profile.json"

@@ -30,7 +30,12 @@ from gllm.sim.compare import (
 from gllm.sim.costs.base import CostModel, DelegatingCostModel
 from gllm.sim.costs.fitted import FittedCostModel
 from gllm.sim.costs.profile import CostProfile, build_profile, read_profile, write_profile
-from gllm.sim.deployment import Deployment, roofline_deployment, serve_requests, simulate
+from gllm.sim.deployment import (
+    Deployment,
+    roofline_deployment,
+    simulate,
+    simulate_scheduler_requests,
+)
 from gllm.sim.metrics.run_record import RunRecord, StageReport
 from gllm.sim.replay import main, replay_calls, replay_step_times
 from gllm.sim.workloads.requests import make_workload
@@ -49,7 +54,7 @@ def simulated(
     policy: str = "throttle", stages: int = 4, seed: int = 0, num_requests: int = 24
 ) -> tuple[RunRecord, list[StepLogEvent]]:
     jobs = make_workload("sharegpt-like", num_requests, 4.0, "gamma:2", seed)
-    return serve_requests(deployment(policy, stages), to_scheduler_requests(jobs))
+    return simulate_scheduler_requests(deployment(policy, stages), to_scheduler_requests(jobs))
 
 
 QUICK_RUNS = [("throttle", 4), ("balance", 4), ("orca+", 4), ("tetri", 4)]
@@ -114,7 +119,9 @@ def test_reports_of_steps_that_are_not_planned_are_left_out() -> None:
     """As in a replay with fewer plans than its recording has."""
     jobs = make_workload("sharegpt-like", 4, 4.0)
     report = StageReport(0, [StepTime(0, 0.0, 0.1), StepTime(10**6, 0.0, 0.1)], 100.0)
-    run, events = serve_requests(deployment(), to_scheduler_requests(jobs), stage_reports=[report])
+    run, events = simulate_scheduler_requests(
+        deployment(), to_scheduler_requests(jobs), stage_reports=[report]
+    )
     assert all(served.line.num_tokens == served.max_tokens for served in run.requests.values())
     reported = [event.steps for event in events if isinstance(event, StageTimesEvent)]
     assert reported == [[StepTime(0, 0.0, 0.1)]]
@@ -203,7 +210,7 @@ def run_slow(cost: CostModel) -> list[StepLogEvent]:
     slow_cost = MachineSpeedCostModel(cost, [SpeedWindow(0.0, 1.3)])
     slow = Deployment("qwen2.5-14b", [12] * 4, slow_cost, deployment().scheduler)
     jobs = make_workload("sharegpt-like", 24, 4.0, "gamma:2", 5)
-    return serve_requests(slow, to_scheduler_requests(jobs))[1]
+    return simulate_scheduler_requests(slow, to_scheduler_requests(jobs))[1]
 
 
 @pytest.mark.full
@@ -232,7 +239,7 @@ def test_each_part_of_a_run_has_the_speed_of_the_machine_then(profile: CostProfi
     slow_cost = MachineSpeedCostModel(cost, windows)
     slow = Deployment("qwen2.5-14b", [12] * 4, slow_cost, deployment().scheduler)
     jobs = make_workload("sharegpt-like", 24, 4.0, "gamma:2", 5)
-    both = compare_runs(serve_requests(slow, to_scheduler_requests(jobs))[1], profile)
+    both = compare_runs(simulate_scheduler_requests(slow, to_scheduler_requests(jobs))[1], profile)
     assert 1.3 < both.slowdown < 2.7
     for metric in ("tpot", "e2el"):
         errors = request_errors(both, metric, at_speed=True)

@@ -26,7 +26,7 @@ from gllm.scheduler.plan import (
 )
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.costs.base import ConstantCostModel
-from gllm.sim.deployment import Deployment, roofline_deployment, serve_requests
+from gllm.sim.deployment import Deployment, roofline_deployment, simulate_scheduler_requests
 from gllm.sim.metrics.report import format_metrics_table, summarize_run
 from gllm.sim.metrics.run_record import RunRecord, build_run_record
 from gllm.sim.pipeline import OUTPUT_TOKEN_ID
@@ -48,7 +48,7 @@ def interrupted_run(num_deaths: int, seed: int) -> list[StepLogEvent]:
     requests = to_scheduler_requests(make_workload("sharegpt-like", 24, 4.0, "gamma:2", seed))
     events: list[StepLogEvent] = []
     for epoch in range(1, num_deaths + 2):
-        _, logged = serve_requests(
+        _, logged = simulate_scheduler_requests(
             replace(deployment, output_lengths=LEARNED if epoch > 1 else None), requests
         )
         start = logged[0]
@@ -124,7 +124,7 @@ def test_replay_follows_the_lengths_that_a_restart_begins_with() -> None:
     config = SchedulerConfig(prefix_cache=False).resolve(1, 40, 512)
     deployment = Deployment("m", [1], ConstantCostModel(0.01), config, LEARNED)
     jobs = make_workload("uniform:20,100,50,90", 20, 1e3, "poisson", 0)
-    _, logged = serve_requests(deployment, to_scheduler_requests(jobs))
+    _, logged = simulate_scheduler_requests(deployment, to_scheduler_requests(jobs))
     start = logged[0]
     assert isinstance(start, StartEvent)
     restart = RestartEvent(1.0, 2, "killed", 0, [1], config, output_lengths=LEARNED)
@@ -143,7 +143,7 @@ def test_replay_follows_ranks() -> None:
         deployment = roofline_deployment(
             "qwen2.5-14b", "A100-40G", 2, 4096, scheduler=config, degrees=degrees
         )
-        logs.append(serve_requests(deployment, to_scheduler_requests(jobs))[1])
+        logs.append(simulate_scheduler_requests(deployment, to_scheduler_requests(jobs))[1])
     first, second = (log[0] for log in logs)
     assert isinstance(first, StartEvent)
     assert isinstance(second, StartEvent)

@@ -47,7 +47,7 @@ from gllm.sim.costs.base import ConstantCostModel
 from gllm.sim.costs.roofline import LayerRoofline
 from gllm.sim.deployment import Deployment, roofline_deployment, simulate
 from gllm.sim.event_loop import EventLoop
-from gllm.sim.metrics.delays import MAX_CHECKS, LongDelays, measure_rate_trial
+from gllm.sim.metrics.delays import MAX_CHECKS, DelayLimitStop, measure_rate_trial
 from gllm.sim.metrics.intervals import bubble_intervals
 from gllm.sim.metrics.micro_batch_table import MicroBatch
 from gllm.sim.metrics.report import format_metrics_table, summarize_run
@@ -654,7 +654,7 @@ def test_the_verdict_is_that_of_the_whole_run(
 def test_an_overload_takes_fewer_steps() -> None:
     config = replace(CONFIG, rate=20.0, requests=2000)
     deployment, jobs = build_simulation(config)
-    stop = LongDelays([job.arrival_seconds for job in jobs], 1.0)
+    stop = DelayLimitStop([job.arrival_seconds for job in jobs], 1.0)
     stopped = simulate(deployment, jobs, stop=stop)
     assert stop.has_stopped
     whole = simulate(deployment, jobs)
@@ -663,15 +663,15 @@ def test_an_overload_takes_fewer_steps() -> None:
 
 
 def test_a_run_at_a_low_rate_has_few_decisions() -> None:
-    stop = LongDelays([0.0, 1e9], 1.0)
+    stop = DelayLimitStop([0.0, 1e9], 1.0)
     assert stop.interval_seconds == 1e9 / MAX_CHECKS
-    assert LongDelays([0.0, 10.0], 1.0).interval_seconds == 1.0
+    assert DelayLimitStop([0.0, 10.0], 1.0).interval_seconds == 1.0
 
 
 def test_a_bounded_run_is_not_changed() -> None:
     config = replace(CONFIG, rate=4.0)
     deployment, jobs = build_simulation(config)
-    stop = LongDelays([job.arrival_seconds for job in jobs], 5.0)
+    stop = DelayLimitStop([job.arrival_seconds for job in jobs], 5.0)
     stopped, whole = simulate(deployment, jobs, stop=stop), simulate(deployment, jobs)
     assert not stop.has_stopped
     assert stopped.requests == whole.requests

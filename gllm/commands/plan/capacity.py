@@ -27,7 +27,7 @@ from gllm.sim.configured import build_simulation
 from gllm.sim.costs.profile import read_profile
 from gllm.sim.metrics.report import format_table, show_value
 from gllm.sim.options import SimulationConfig
-from gllm.sim.profiled import is_measured_here
+from gllm.sim.profiled import is_profile_file
 
 EXCLUDED = ("rate", "capacity", "slo_ttft", "slo_tpot", "slo_limits", "time_scale")
 """Fields of SimulationConfig that this command searches for or states in another way."""
@@ -124,7 +124,7 @@ def engine_flags(config: SimulationConfig) -> dict[str, Any]:
     flags: dict[str, Any] = {}
     if config.max_model_len:
         flags["max-model-len"] = config.max_model_len
-    if config.profile and is_measured_here(config.profile):
+    if config.profile and is_profile_file(config.profile):
         flags |= read_profile(config.profile).engine_flags
     elif config.profile:
         # A profile is of one compute thread per stage.

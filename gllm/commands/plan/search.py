@@ -36,7 +36,7 @@ from gllm.plan.serving_plan import ServingPlan
 from gllm.sim.capacity import CapacityRule
 from gllm.sim.costs.profile import read_profile
 from gllm.sim.options import SimulationConfig
-from gllm.sim.profiled import VIDUR_MODEL, is_measured_here
+from gllm.sim.profiled import VIDUR_MODEL, is_profile_file
 
 EXCLUDED = (
     "rate", "capacity", "slo_ttft", "slo_tpot", "slo_limits", "device", "layers", "engines",
@@ -263,7 +263,7 @@ def build_problem(
         seed=config.seed,
     )
     policies = parse_policies(values.policies or (LOCAL_POLICIES if is_local else DEFAULT_POLICIES))
-    if is_local and config.profile and is_measured_here(config.profile):
+    if is_local and config.profile and is_profile_file(config.profile):
         policies, notes = cap_policies(policies, config.scheduler, read_profile(config.profile))
         for note in notes:
             print(f"gllm plan search: {note}", file=sys.stderr)
@@ -279,7 +279,7 @@ def build_problem(
 
 def _usual_batches(config: SimulationConfig, is_local: bool) -> tuple[int, ...]:
     """Return the default batch sizes, of a file of `gllm profile` as far as it has them."""
-    if not (is_local and config.profile and is_measured_here(config.profile)):
+    if not (is_local and config.profile and is_profile_file(config.profile)):
         return DEFAULT_BATCHES
     most = read_profile(config.profile).scheduler.max_num_seqs
     return tuple(size for size in DEFAULT_BATCHES if size <= most) or (most,)

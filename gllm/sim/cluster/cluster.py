@@ -62,8 +62,8 @@ class EngineFailure(EngineChange):
     """Time until the router detects the crash. Until then it may send requests to the engine; these
     and the unfinished ones are then routed again with their output so far."""
     restart_seconds: float | None = None
-    """Time from the detection until the engine, started again with an empty cache, is ready. None:
-    it does not return."""
+    """Time from the detection until the restarted engine is ready, with an empty cache; None if it
+    does not restart."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ class EngineDrain(EngineChange):
     """
 
     migrates: bool = False
-    """Route the engine's unfinished requests again at once, with their output so far."""
+    """True to move the engine's unfinished requests to other engines at once, with their output so
+    far."""
 
 
 @dataclass(frozen=True)
@@ -129,12 +130,12 @@ class ClusterRun(NamedTuple):
     """Result of a cluster simulation: a record per engine and per request."""
 
     engines: dict[str, EngineRun]
-    """Results of the engines by name."""
+    """Results of each engine by engine name."""
     requests: dict[int, ServedRequest]
-    """Requests that an engine has received, by position in the workload. The record of a request
-    that several engines have served in turn is that of its client: one timeline."""
+    """Record of each request that reached an engine, by position in the workload. A request that
+    several engines served has one timeline, as its client saw it."""
     unserved: list[int]
-    """Positions of the requests that wait in the central queue at the end."""
+    """Positions in the workload of the requests that still wait in the central queue at the end."""
 
     @property
     def busy_seconds(self) -> float:
@@ -203,14 +204,16 @@ class SimulatedCluster:
         links: PipelineLinks | None = None,
         role: str = "mixed",
     ) -> None:
-        """Start a new engine now.
+        """Add an engine to the cluster and start it at the current simulated time.
 
         Args:
             name: Name of the engine.
-            deployment: Model, cost model and configuration.
-            startup_seconds: Time until the engine takes requests.
-            links: Links made elsewhere, in the cluster's loop; default: links of its own.
-            role: prefill, decode or mixed; only pair policies read it.
+            deployment: Model, cost model and scheduler configuration.
+            startup_seconds: Time until the engine accepts requests.
+            links: Network links shared with other engines, in the cluster's event loop; default:
+                links of its own.
+            role: prefill, decode or mixed (both); read only by policies that choose pairs of
+                engines.
 
         Raises:
             ValueError: There is an engine of that name.
@@ -226,10 +229,13 @@ class SimulatedCluster:
         self._start_up(engine, startup_seconds)
 
     def apply_each(self, changes: Iterable[ClusterChange]) -> None:
-        """Apply changes at their times.
+        """Schedule crashes, drains and starts of engines at their times.
+
+        Args:
+            changes: The changes, in any order.
 
         Raises:
-            ValueError: A change names an engine that does not exist by then.
+            ValueError: A change names an engine that does not exist at its time.
         """
         for change in sort_changes(self.engines, changes):
             self.loop.push(change.time, ABORT, self._apply, change)
@@ -404,7 +410,7 @@ class SimulatedCluster:
         self._end_if_drained(engine, now)
 
     def on_changed(self, engine: ClusterEngine, now: float) -> None:
-        """Route the requests of the central queue again, to this engine alone."""
+        """Try to send requests of the central queue to an engine whose load has changed."""
         if engine.loop is self.loop:
             self._offer_queue(engine, now)
 
@@ -436,11 +442,7 @@ class SimulatedCluster:
     # Results.
 
     def run(self) -> ClusterRun:
-        """Run all events; return the records.
-
-        Raises:
-            ValueError: The workload is not sorted, or a request fits no engine.
-        """
+        """Run the simulation to its end and return the records of engines and requests."""
         self.loop.run()
         engines = {name: engine.run(self._submissions) for name, engine in self.engines.items()}
         records = (record.requests for engine in self.engines.values() for record in engine.records)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gllm.sim.cluster.paired import PairedCluster
 
 
-class EarliestEnds:
+class FinishTimeBounds:
     """Lower bounds of the times at which an engine's unfinished requests can finish.
 
     A request that has n tokens to generate takes at least n passes through all stages. Batches are
@@ -48,7 +48,7 @@ class EarliestEnds:
 
     @property
     def time(self) -> float:
-        """Lower bound of the time of the next end of a request; infinite without requests."""
+        """Lower bound of the time at which the next request finishes; infinite without requests."""
         return self._heap[0][0] if self._heap else inf
 
     def add(self, seq: int, num_tokens: int, now: float) -> None:
@@ -56,11 +56,11 @@ class EarliestEnds:
         heappush(self._heap, (now + num_tokens * self._token_seconds, seq))
 
     def update(self, pipeline: SimulatedPipeline, unfinished: Container[int], now: float) -> None:
-        """Raise `time` as far as the state of the pipeline permits.
+        """Raise the lower bound `time` according to the current state of the pipeline.
 
         Args:
             pipeline: The pipeline, with all events before `now` processed.
-            unfinished: Sequences that have not ended.
+            unfinished: Ids of the unfinished sequences.
             now: Time in seconds.
         """
         heap, commits = self._heap, None
@@ -94,7 +94,7 @@ class EngineLife(NamedTuple):
     """Timestamps of one run of an engine: start, ready and end, in seconds; None if not reached."""
 
     start_time: float
-    """Time from which the devices are in use; start-up included."""
+    """Time of the start, from which its devices are in use."""
     ready_time: float | None = None
     end_time: float | None = None
 
@@ -103,9 +103,10 @@ class EngineRun(NamedTuple):
     """Simulation results of one engine: requests, micro-batches, statistics and uptimes."""
 
     record: RunRecord
-    """All epochs. A request that was lost and returned to the engine is one request."""
+    """Requests and micro-batches over all starts of the engine. A request that was lost and came
+    back to the engine is one request."""
     stats: SchedulerStats
-    """Statistics of the last epoch."""
+    """Scheduler statistics at the end of the run, counted since the engine's latest start."""
     lives: list[EngineLife]
     """Times of each start, readiness and end of the engine."""
 
@@ -162,7 +163,7 @@ class ClusterEngine:
         self._kv_listener = kv_listener
         self.links = links
         self.log = log
-        self._ends = EarliestEnds(deployment.cost, deployment.scheduler.stages)
+        self._ends = FinishTimeBounds(deployment.cost, deployment.scheduler.stages)
         self._last_count_snapshot: EngineSnapshot | None = None
 
     @property
@@ -182,7 +183,7 @@ class ClusterEngine:
 
     @property
     def is_routable(self) -> bool:
-        """True if the router sends requests to the engine, which may have crashed unnoticed."""
+        """True if the router may send requests: ready, not draining, or crashed but undetected."""
         has_been_ready = self.lives[-1].ready_time is not None
         is_present = self.state in (ClusterEngineState.READY, ClusterEngineState.LOST)
         return is_present and has_been_ready and not self.is_draining
@@ -259,7 +260,7 @@ class ClusterEngine:
 
     @property
     def pipeline(self) -> SimulatedPipeline:
-        """Return the pipeline of the latest epoch."""
+        """Return the pipeline since the engine's latest start."""
         return self._epochs[-1].pipeline
 
     # Lifecycle.
@@ -280,9 +281,9 @@ class ClusterEngine:
         self.lives.append(EngineLife(now))
 
     def become_ready(self, now: float) -> None:
-        """Begin an epoch with an empty cache after the start-up."""
+        """Begin to serve after the start-up, with a new scheduler, pipeline and empty cache."""
         deployment = self.deployment
-        self._ends = EarliestEnds(deployment.cost, deployment.scheduler.stages)
+        self._ends = FinishTimeBounds(deployment.cost, deployment.scheduler.stages)
         self._last_count_snapshot = None
         if self.log is not None and not self._epochs:
             self.log(deployment.start_event(now, self.name))
@@ -351,15 +352,15 @@ class ClusterEngine:
         self._kv.on_fetch_cancelled(self, seq, now)
 
     def on_revoked(self, ticket: int, now: float) -> None:
-        """Forward the revocation of a ticket to the cluster."""
+        """Notify the cluster that the scheduler frees KV blocks it kept for another engine."""
         self._kv.on_revoked(self, ticket, now)
 
     def on_admitted(self, now: float) -> None:
-        """Offer requests of the central queue after a step was scheduled."""
+        """Notify the cluster that a step was scheduled, so that queued requests may fit."""
         self._listener.on_changed(self, now)
 
     def on_finished(self, seqs: list[int], now: float) -> None:
-        """Report finished requests."""
+        """Notify the cluster of finished requests."""
         for seq in seqs:
             self._listener.on_finished(self, self.requests.pop(seq), now)
         self._listener.on_changed(self, now)
@@ -368,11 +369,15 @@ class ClusterEngine:
 
     @property
     def records(self) -> list[RunRecord]:
-        """Return the record of each epoch."""
+        """Return a record for each start of the engine."""
         return [epoch.record for epoch in self._epochs]
 
     def run(self, submissions: list[Submission]) -> EngineRun:
-        """Return the record of all epochs."""
+        """Return the results over all starts of the engine.
+
+        Args:
+            submissions: Submissions of the cluster, indexed by sequence id.
+        """
         if not self._epochs:
             record = RunRecord(self.deployment.start_event(self.lives[0].start_time, self.name))
             return EngineRun(record, SchedulerStats(), self.lives)

@@ -29,7 +29,7 @@ class TransferPath(NamedTuple):
     """Bandwidth and latency of the link."""
 
     def cost(self, num_bytes: int) -> TransferCost:
-        """Return the cost of a message."""
+        """Return the time that a message of `num_bytes` takes on the link."""
         return TransferCost(num_bytes / self.network.bandwidth, self.network.latency, num_bytes)
 
 
@@ -192,17 +192,19 @@ class HandoffRecord(NamedTuple):
     num_tokens: int
     """Number of tokens in the KV cache that the prefill engine kept for the decode engine."""
     prefill_start_time: float
-    """Time of the first micro-batch with the request at the prefill engine."""
+    """Time of the first micro-batch with the request on the prefill engine."""
     ready_time: float
     """Time of the first token."""
     fetch_time: float | None
-    """Time at which the decode engine had blocks and requested the KV cache."""
+    """Time at which the decode engine had reserved KV blocks and requested the transfer; None if it
+    did not."""
     arrival_time: float | None
-    """Time at which the KV cache arrived."""
+    """Time at which the KV cache arrived; None if it did not."""
     decode_time: float | None
-    """Time of the first micro-batch with the request at the decode engine."""
+    """Time of the first micro-batch with the request on the decode engine; None if there was
+    none."""
     is_ok: bool
-    """False if the decode engine computed the prompt instead."""
+    """True if the KV cache arrived; False if the decode engine computed the prompt instead."""
 
 
 @dataclass(eq=False, slots=True)
@@ -215,8 +217,9 @@ class SimulatedHandoff:
 
     request: ClusterRequest
     ticket: int
+    """Number that identifies the KV blocks kept on the prefill engine."""
     source: str
-    """Name of the engine that holds the blocks."""
+    """Name of the prefill engine, which keeps the KV blocks."""
     prefill_seq: int
     num_tokens: int
     num_output_tokens: int
@@ -229,9 +232,9 @@ class SimulatedHandoff:
     arrival_time: float | None = None
     transfer: KvTransfer | None = None
     has_source: bool = True
-    """False once the blocks at the source may be in use for others."""
+    """False once the prefill engine may have given the KV blocks to other requests."""
     is_fetching: bool = False
-    """True while the scheduler of the target waits for the end of its fetch."""
+    """True while the decode engine's scheduler waits for the transfer to end."""
 
     @property
     def is_ok(self) -> bool:

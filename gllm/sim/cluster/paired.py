@@ -83,20 +83,20 @@ class PairRouter(ClusterRouter):
         return pair.prefill
 
     def pair(self, request: SchedulerRequest) -> EnginePair:
-        """Return the engines of a request that has been routed."""
+        """Return the prefill and decode engine of a request that has been routed."""
         return self._pairs[request.seq]
 
     def route_decode(
         self, request: SchedulerRequest, engines: Sequence[ClusterEngine], now: float
     ) -> str | None:
-        """Return the engine that decodes a request; None if there is none."""
+        """Choose the decode engine of a request; return its name, or None if there is none."""
         snapshots = [engine.snapshot(now) for engine in engines]
         name = self._policy.choose_decode(self._describe(request), snapshots, now)
         self._pairs[request.seq] = self._pairs[request.seq]._replace(decode=name)
         return name
 
     def role_changes(self, engines: Sequence[ClusterEngine], now: float) -> list[RoleChange]:
-        """Return the role changes that the policy decides on."""
+        """Return the engines whose role (prefill, decode or mixed) the policy changes now."""
         return self._policy.role_changes([engine.snapshot(now) for engine in engines], now)
 
     def on_prefill_ended(self, request: SchedulerRequest, now: float) -> None:
@@ -215,7 +215,7 @@ class PairedCluster(SimulatedCluster):
         self._pairs.route_decode(request.request, self._routable, now)
 
     def on_finished(self, engine: ClusterEngine, request: ClusterRequest, now: float) -> None:
-        """Start the hand-off of a request after its prefill, or finish a decoded request."""
+        """Move a request to its decode engine after prefill, or finish a decoded request."""
         if not request.kv_ticket:
             super().on_finished(engine, request, now)
             return
@@ -350,7 +350,7 @@ class PairedCluster(SimulatedCluster):
             self._abandon(handoff, now)
 
     def on_revoked(self, engine: ClusterEngine, ticket: int, now: float) -> None:
-        """Free the blocks at the prefill engine; the decode engine computes the prompt."""
+        """Free KV blocks kept on the prefill engine; the decode engine recomputes the prompt."""
         self._abandon(self._by_ticket[ticket], now)
 
     def _abandon(self, handoff: SimulatedHandoff, now: float) -> None:
@@ -403,11 +403,7 @@ class PairedCluster(SimulatedCluster):
     # Results.
 
     def run_pairs(self) -> PairedRun:
-        """Run all events; return the records.
-
-        Raises:
-            ValueError: The workload is not sorted, or a request fits no engine.
-        """
+        """Run the simulation to its end and return the records of requests and of KV transfers."""
         run = self.run()
         records = {
             index: make_handoff_record(handoff, self._start_time)
@@ -469,7 +465,7 @@ class SplitRun(NamedTuple):
     """Result of simulating prefill machines and decode machines one after the other."""
 
     lines: list[RequestTimeline]
-    """Timeline of each request as its client sees it, in the order of the workload."""
+    """Arrival and token times of each request as its client sees them, in workload order."""
     busy_seconds: float
     """Seconds of computation, summed over all machines."""
     num_preemptions: int

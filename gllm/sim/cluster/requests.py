@@ -21,23 +21,23 @@ class ClusterRequest:
     """Position in the workload."""
     job: WorkloadRequest
     request: SchedulerRequest
-    """Request to the scheduler, with the output of former engines."""
+    """Request as sent to the scheduler, with the output tokens of earlier engines."""
     arrival_time: float
     """Time in seconds at which the router received the request."""
     kv_ticket: int = 0
-    """Ticket under which the next engine, which only computes the prompt, holds its blocks; 0 for
-    an engine that runs the request to its end."""
+    """Number that identifies the KV blocks which the next engine keeps after prefill, for a decode
+    engine; 0 if the next engine also decodes."""
     kv_source_tokens: int = 0
-    """Tokens whose KV cache the next engine fetches; 0 for none."""
+    """Number of tokens whose KV cache the next engine fetches from another one; 0 for none."""
 
     @property
     def num_output_tokens(self) -> int:
-        """Number of output tokens of former engines."""
+        """Number of output tokens that earlier engines have generated."""
         return len(self.request.outputs[0]) if self.request.outputs else 0
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of the prompt and the longest output."""
+        """Number of prompt tokens plus the maximum number of output tokens."""
         return len(self.request.prompt_token_ids) + self.request.max_tokens
 
     @property
@@ -68,7 +68,7 @@ class Submission(NamedTuple):
     num_resumed_tokens: int
     """Number of output tokens from earlier engines."""
     is_handoff: bool
-    """True if the former engine was to compute the prompt only."""
+    """True if the earlier engine was to compute only the prompt."""
 
 
 def join_submissions(

@@ -34,15 +34,15 @@ class RouterNeeds(NamedTuple):
     """Flags for the parts of the engines' state that a router reads; others are not computed."""
 
     statistics: bool = False
-    """Statistics of the schedulers."""
+    """Scheduler statistics, such as the numbers of waiting and running requests."""
     step_costs: bool = False
-    """Step cost models that the engines fit to their steps."""
+    """Linear step cost models that the engines fit to their step times."""
     prefixes: bool = False
-    """Changes of the prefix caches."""
+    """Changes of the engines' prefix caches."""
     ongoing: bool = False
-    """Unfinished requests with their progress."""
+    """Unfinished requests of each engine with their progress."""
     request_counts: bool = False
-    """Numbers of unfinished requests (`num_requests`), which the statistics have, too."""
+    """Numbers of unfinished requests only, which the statistics include."""
 
     @property
     def only_counts(self) -> bool:
@@ -51,7 +51,7 @@ class RouterNeeds(NamedTuple):
 
     @property
     def all_work(self) -> bool:
-        """True if all engines have to run up to an arrival before it is routed."""
+        """True if every engine has to be simulated up to an arrival before it can be routed."""
         return any(self) and not self.only_counts
 
 

@@ -16,9 +16,9 @@ class TransferCost(NamedTuple):
     """Predicted time in seconds and size in bytes of one message on a network link."""
 
     occupancy_seconds: float
-    """Seconds for which the link is busy with the message: bytes / rate."""
+    """Time for which the link is busy with the message: size over bandwidth."""
     propagation_seconds: float = 0.0
-    """Seconds from then until the message arrives; the link is free meanwhile."""
+    """Latency from then until the message arrives, during which the link is free."""
     num_bytes: int = 0
     """Size of the message in bytes; 0 if the cost model has times only."""
 
@@ -40,7 +40,7 @@ class CostRangeError(ValueError):
     """Raised for a batch larger than a cost model was measured for; the message names the range."""
 
 
-def above_range(
+def make_range_error(
     source: str, name: str, value: float, low: float, high: float, fix: str = MEASURE_FURTHER
 ) -> CostRangeError:
     """Return the error for a value above a cost model's measured range.
@@ -91,7 +91,7 @@ class MeasuredRanges:
         low, high = self.ranges[name]
         if value > high:
             fix = self._fixes.get(name, MEASURE_FURTHER)
-            raise above_range(self._source, name, value, low, high, fix)
+            raise make_range_error(self._source, name, value, low, high, fix)
         if value < low:
             self.num_below[name] = self.num_below.get(name, 0) + 1
             return low

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import CostModel, MeasuredRanges, TransferCost
-from gllm.sim.costs.operator_grids import DecodeTable, HostLine, PrefillTable, TokenTable
+from gllm.sim.costs.operator_grids import DecodeTable, HostTimeFit, PrefillTable, TokenTable
 from gllm.sim.costs.operator_tables import VIDUR_TABLES, OperatorTables
 from gllm.sim.costs.operators import (
     ATTENTION,
@@ -23,10 +23,10 @@ from gllm.sim.costs.operators import (
     NORM,
     collective_samples,
     decode_samples,
-    host_rows,
     list_profiled_models,
     model_shape,
     prefill_samples,
+    read_host_times,
     reshape_samples,
     token_samples,
 )
@@ -97,10 +97,10 @@ class ForestCostModel(CostModel):
         send = collective_samples(node, "send_recv", 2, 2, tables)
         self._send = TokenTable.of(send, token_bytes)
         self._prefill, self._decode = _attention_tables(tables, tp)
-        rows = host_rows(device, model, tables)
-        self._prepare = HostLine(rows, tp, ("prepare_inputs_ms",))
-        self._sample = HostLine(rows, tp, ("sampler_ms",))
-        self._finish = HostLine(rows, tp, ("sampler_ms", "process_outputs_ms"))
+        rows = read_host_times(device, model, tables)
+        self._prepare = HostTimeFit(rows, tp, ("prepare_inputs_ms",))
+        self._sample = HostTimeFit(rows, tp, ("sampler_ms",))
+        self._finish = HostTimeFit(rows, tp, ("sampler_ms", "process_outputs_ms"))
         by_tokens = [self._operators.layer, self._send, *filter(None, [self._reduce])]
         self._ranges = MeasuredRanges(
             {
@@ -200,7 +200,7 @@ class ForestCostModel(CostModel):
         return self._prefill.at(max(0.0, length - measured), measured)
 
 
-def aggregate(chunks: Sequence[tuple[int, int]]) -> tuple[float, float]:
+def merge_chunks(chunks: Sequence[tuple[int, int]]) -> tuple[float, float]:
     """Return one prefill chunk whose attention takes about as long as that of several chunks.
 
     Its length is sqrt(sum length^2), as in Vidur. Its number of cached tokens kv is chosen to keep
@@ -228,11 +228,11 @@ def combine_chunks(
     """
     group: list[tuple[int, int]] = []
     for chunk in chunks:
-        if group and sum(aggregate([*group, chunk])) > longest:
-            yield aggregate(group)
+        if group and sum(merge_chunks([*group, chunk])) > longest:
+            yield merge_chunks(group)
             group = []
         group.append(chunk)
-    yield aggregate(group)
+    yield merge_chunks(group)
 
 
 class TabulatedOperators(NamedTuple):

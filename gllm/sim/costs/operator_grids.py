@@ -159,7 +159,7 @@ class DecodeTable:
         return row[min(round((kv - self._low) / STEP), len(row) - 1)]
 
 
-class HostLine:
+class HostTimeFit:
     """Linear fit of the host (CPU) time of a micro-batch in milliseconds by its batch size.
 
     Batch sizes were measured in steps of 8; a line predicts those between, because host work is a

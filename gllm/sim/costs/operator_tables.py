@@ -42,7 +42,7 @@ class OperatorTables:
 
     @property
     def is_vidur(self) -> bool:
-        """True for the tables that ship with gllm."""
+        """True for Vidur's tables, which ship with gllm."""
         return self._folder is None
 
     def file_name(self, name: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gllm.sim.costs.base import above_range
+from gllm.sim.costs.base import make_range_error
 from gllm.sim.costs.operator_tables import VIDUR_TABLES, OperatorTables
 from gllm.sim.data_tables import TableRow
 
@@ -53,15 +53,16 @@ class OperatorSamples:
 
     operator: str
     features: Array
-    """Inputs of the forest, [samples, features]."""
+    """Inputs for which times were measured, [samples, features]."""
     milliseconds: Array
-    """[samples]; the mean over repeats of a key, each of them a median of the source's."""
+    """Measured times, [samples]; means over repeated inputs."""
     measures: Mapping[str, Callable[[Array], Array]]
-    """Quantities checked against the measured range, by name: [rows, features] to [rows]."""
+    """Functions from features [rows, features] to quantities [rows] that have to be within the
+    measured range, by name."""
 
     @property
     def ranges(self) -> dict[str, tuple[float, float]]:
-        """Least and greatest measured value of each measure, both inclusive."""
+        """Smallest and largest measured value of each quantity of `measures`, both inclusive."""
         values = {name: of(self.features) for name, of in self.measures.items()}
         return {name: (float(v.min()), float(v.max())) for name, v in values.items()}
 
@@ -92,7 +93,7 @@ class OperatorForest:
             values = of(features)
             wrong = values[(values < low) | (values > high)]
             if wrong.size:
-                raise above_range(self.operator, name, float(wrong[0]), low, high)
+                raise make_range_error(self.operator, name, float(wrong[0]), low, high)
         return np.asarray(self._model.predict(features), np.float64)
 
 
@@ -224,7 +225,7 @@ def collective_samples(
     return _samples(collective, measured, {"bytes": lambda features: features[:, 0]})
 
 
-def host_rows(
+def read_host_times(
     device: str, model: str, tables: OperatorTables = VIDUR_TABLES
 ) -> list[dict[str, float]]:
     """Return the measured host (CPU) times of an engine's steps in milliseconds.

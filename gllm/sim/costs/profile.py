@@ -36,13 +36,13 @@ class StepSample(msgspec.Struct, frozen=True, array_like=True):
     stages: Annotated[list[NonNegative], msgspec.Meta(min_length=1)]
     """Time of the step on each stage in seconds."""
     arrivals: list[Count] = []
-    """Requests that arrived in the time of each stage; empty: none."""
+    """Number of requests that arrived while each stage was computing; empty: none."""
 
     @classmethod
     def of(
         cls, work: StageWork, seconds: list[float], arrivals: Sequence[int] = ()
     ) -> "StepSample":
-        """Return the sample of a step."""
+        """Return the sample of a step from its batch and measured times."""
         return cls(
             work.num_tokens,
             len(work.prefill_chunks),
@@ -63,13 +63,13 @@ class SpanSample(msgspec.Struct, frozen=True, array_like=True):
     """
 
     layers: PositiveCount
-    """Number of layers."""
+    """Number of measured layers."""
     is_first: bool
-    """True if the embedding is in front of them."""
+    """True if the embedding was measured with them."""
     is_last: bool
-    """True if the final norm and the LM head follow them."""
+    """True if the final norm and the LM head were measured with them."""
     step: StepSample
-    """Work of the step, with the seconds of the layers in place of those of stages."""
+    """Batch of the step; its only time is that of these layers."""
 
 
 class CostProfile(msgspec.Struct, frozen=True):
@@ -81,26 +81,31 @@ class CostProfile(msgspec.Struct, frozen=True):
     scheduler: SchedulerConfig
     """Resolved scheduler configuration of the measurement."""
     machine: dict[str, str]
-    """Device, threads, dtype, versions, and the options of a slow device for tests."""
+    """Description of the machine: device, threads, dtype, versions, and test options that slow it
+    down."""
     steps: list[StepSample]
+    """Measured steps."""
     links: list[tuple[Count, float]]
-    """(tokens, seconds) from the end of a stage to the start of the next, where that was idle."""
+    """(tokens in the batch, seconds from the end of a stage to the start of the next), for steps
+    where the next stage was idle."""
     plans: list[tuple[Count, float]]
-    """(rows, seconds) from the news that led to a plan to the first stage's start, where that was
-    idle."""
+    """(sequences in the batch, seconds from the event that led the driver to plan it until the
+    first stage's start), for steps where that stage was idle."""
     sampling: list[tuple[Count, float]]
-    """(rows, seconds) from the stage's end to the next one's start where that waited for its
-    tokens; one stage only."""
+    """(sequences in the batch, seconds from the stage's end to the next step's start), for steps
+    that waited for sampled tokens; only pipelines of one stage."""
     returns: list[tuple[Count, float]]
-    """(samples, seconds) from the last stage's end to the commit."""
+    """(sampled tokens, seconds from the last stage's end until the driver has handled the
+    result)."""
     degrees: list[PositiveCount] = []
     """Number of tensor-parallel ranks of each stage; empty: one each."""
     spans: list[SpanSample] = []
-    """Steps of parts of the model, from which other cuts into stages are priced; empty: none."""
+    """Steps of parts of the model, from which other divisions into stages are predicted; may be
+    empty."""
     samplers: list[tuple[Count, float]] = []
-    """(rows, seconds) of the sampler alone, measured outside of the pipeline."""
+    """(sequences in the batch, seconds) of the sampler alone, measured outside of the pipeline."""
     activation_bytes: Count = 0
-    """Bytes that one token takes on a link between stages; 0: unknown."""
+    """Size of one token's activations on a link between stages in bytes; 0 if unknown."""
     format: int = FORMAT_VERSION
 
     @property

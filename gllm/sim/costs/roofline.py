@@ -144,25 +144,25 @@ class DeviceEfficiency:
     """Fractions of a device's peak FLOP/s and bandwidth that kernels reach, and fixed overheads."""
 
     compute: float = 0.70
-    """Share of the peak FLOP/s in products with weights."""
+    """Fraction of the peak FLOP/s that matrix multiplications with weights reach."""
     memory: float = 0.79
-    """Share of the memory bandwidth."""
+    """Fraction of the peak memory bandwidth that kernels reach."""
     attention: float = 0.5
-    """Share of the peak FLOP/s in attention."""
+    """Fraction of the peak FLOP/s that attention reaches."""
     collective: float = 0.6
-    """Speed of sums over the ranks within a step, as a share of their speed alone: ranks do not
-    reach a sum at the same time."""
+    """Speed of all-reduces within a step as a fraction of their speed alone: ranks do not start
+    them at the same time."""
     kernel_seconds: float = 40e-6
-    """Fixed seconds of the kernels of one layer, besides the sums."""
+    """Fixed time of the kernels of one layer in seconds, without all-reduces."""
     launch_seconds: float = 0.45e-3
-    """Seconds in which a host launches the kernels of one layer; a device's own value outranks it.
-    """
+    """Time in seconds in which the host launches the kernels of one layer, for devices that have no
+    value of their own (DeviceSpec.launch_seconds)."""
     stage_overhead: float = 0.7e-3
-    """Seconds in each step on each stage, to prepare its inputs."""
+    """Time in seconds to prepare the inputs of a step on each stage."""
     plan_overhead: float = 0.2e-3
-    """Seconds from a schedule until the first stage has its inputs."""
+    """Time in seconds from scheduling until the first stage has its inputs."""
     return_overhead: float = 0.3e-3
-    """Seconds from the last stage's end to the commit: sampling and the way back."""
+    """Time in seconds from the last stage's end until the driver has the sampled tokens."""
 
 
 NUM_RECENT_BATCHES = 512
@@ -185,13 +185,13 @@ class LayerSeconds(NamedTuple):
     """Predicted time of one layer in seconds, broken down by operator class."""
 
     matrices: float
-    """Products with weights."""
+    """Matrix multiplications with weights."""
     attention: float
     elementwise: float
     collectives: float
-    """Sums over the ranks."""
+    """All-reduces over the tensor-parallel ranks."""
     launch: float
-    """Fixed times of kernels, and waiting for the host to launch them."""
+    """Fixed time of kernels, and idle time until the host has launched them."""
 
 
 class RooflineCostModel(CostModel):
@@ -342,10 +342,11 @@ class LayerRoofline:
         """Total times of the last micro-batches, by a hash modulo NUM_RECENT_BATCHES and kind."""
 
     def total_seconds(self, work: StageWork, is_sparse: bool) -> float:
-        """Return the time of a layer; `is_sparse`: with experts.
+        """Return the time of one layer in seconds.
 
-        Keeps the results of the last micro-batches, because the stages predict them one by one.
-        Engines that share the model have equal steps, but hardly ever equal contexts.
+        Args:
+            work: Size of the batch.
+            is_sparse: True for a layer with experts (MoE).
         """
         key = (work.step + work.num_decode_context_tokens) % NUM_RECENT_BATCHES, is_sparse
         recent = self._recent.get(key)
@@ -354,7 +355,12 @@ class LayerRoofline:
         return recent[1]
 
     def seconds(self, work: StageWork, is_sparse: bool) -> LayerSeconds:
-        """Return the times of a layer's parts; `is_sparse`: with experts."""
+        """Return the time of one layer in seconds, broken down by operator class.
+
+        Args:
+            work: Size of the batch.
+            is_sparse: True for a layer with experts (MoE).
+        """
         shard, rows = self._shard, work.num_tokens
         if is_sparse:
             matrices = self._matrix_seconds(shard.active_weights, shard.read_weights(rows), rows)

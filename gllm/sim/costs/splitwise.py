@@ -52,16 +52,16 @@ class SplitwiseProfile(NamedTuple):
     """Prefill and decode times of one model on one machine, as functions in seconds."""
 
     prompt_seconds: PiecewiseLinear
-    """Seconds of a batch of prompts, by its number of tokens."""
+    """Time of a prefill batch in seconds, by its number of tokens."""
     token_seconds: PiecewiseLinear
-    """Seconds of a decode step, by its number of requests."""
+    """Time of a decode step in seconds, by its number of requests."""
 
     def iteration_seconds(self, num_prompt_tokens: int, num_decodes: int) -> float:
-        """Return the time of one iteration.
+        """Return the predicted time of one step in seconds.
 
         Args:
-            num_prompt_tokens: Tokens of all prompts.
-            num_decodes: Requests in decode.
+            num_prompt_tokens: Tokens of all prompts in the batch.
+            num_decodes: Number of decoding requests in the batch.
         """
         if not num_prompt_tokens:
             return self.token_seconds(num_decodes) if num_decodes else 0.0

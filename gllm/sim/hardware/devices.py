@@ -16,10 +16,10 @@ class DeviceSpec:
     power: float | None = None
     """Power limit in watts."""
     price: float | None = None
-    """US dollars per hour on demand; None: no source states one."""
+    """Rental price in US dollars per hour, on demand; None if unknown."""
     launch_seconds: float | None = None
-    """Seconds in which the host of such a machine launches the kernels of a layer; None: unknown,
-    cost models assume a typical host."""
+    """Time in seconds in which the host of such a device launches the kernels of one layer; None if
+    unknown: cost models then assume a typical host."""
 
 
 A100_LAUNCH_SECONDS, H100_LAUNCH_SECONDS = 0.55e-3, 0.37e-3
@@ -57,9 +57,10 @@ class NetworkLink:
     bandwidth: float
     """Bytes/s in one direction."""
     latency: float
-    """Seconds."""
+    """Latency of a message in seconds."""
     node: str | None = None
-    """Node type in Vidur's table of collectives that has measured all-reduces on such links."""
+    """Node type in Vidur's tables whose measured all-reduce times apply to such links; None:
+    computed from bandwidth and latency."""
 
 
 LINKS = {

@@ -23,7 +23,7 @@ class MachineType(NamedTuple):
 
     name: str
     device: str
-    """Name in Splitwise's measurements."""
+    """Name of the device in Splitwise's measurements."""
     num_gpus: int
     gpu_memory_gb: float
     dollars_per_hour: float
@@ -32,7 +32,7 @@ class MachineType(NamedTuple):
     power: float
     """Power relative to a DGX-A100."""
     link: NetworkLink
-    """All network cards together, one per GPU: bytes per second, and no latency."""
+    """Total bandwidth of the network cards, one per GPU, with a latency of 0."""
 
     @property
     def memory_bytes(self) -> float:

@@ -20,15 +20,15 @@ class ExpertsShape:
     """Sizes of the mixture-of-experts (MoE) layers of a model, which replace most MLP layers."""
 
     num_experts: int
-    """Routed experts per layer."""
+    """Number of routed experts in each layer."""
     num_active: int
-    """Routed experts per token."""
+    """Number of routed experts that each token uses."""
     mlp: int
-    """Inner size of one expert."""
+    """Intermediate size of one expert."""
     num_shared: int = 0
-    """Experts that every token passes."""
+    """Number of shared experts, which every token uses."""
     num_dense_layers: int = 0
-    """First layers, which have the model's dense MLP instead."""
+    """Number of layers at the start of the model that have a dense MLP instead of experts."""
 
     def expected_experts(self, num_tokens: int) -> float:
         """Return the expected number of routed experts that a batch of tokens reads.
@@ -47,23 +47,23 @@ class LatentShape:
     """
 
     kv_rank: int
-    """Elements of the compressed keys and values."""
+    """Size of the compressed keys and values."""
     rope_dim: int
-    """Elements per head of queries and keys that are rotated; keys share them over all heads."""
+    """Size per head of queries and keys with rotary embedding; heads share these keys."""
     nope_dim: int
-    """Elements per head of queries and keys that are not rotated."""
+    """Size per head of queries and keys without rotary embedding."""
     value_dim: int
-    """Elements per head of the values."""
+    """Size per head of the values."""
     query_rank: int = 0
-    """Elements of the compressed queries; 0: not compressed."""
+    """Size of the compressed queries; 0 if they are not compressed."""
 
     @property
     def cached_elements(self) -> int:
-        """Elements per token in one layer's cache."""
+        """Number of elements that one token has in one layer's KV cache."""
         return self.kv_rank + self.rope_dim
 
     def weights(self, hidden: int, heads: int) -> int:
-        """Return the weights of the projections of one layer."""
+        """Return the number of weights in the projections of one layer."""
         query_width = heads * (self.nope_dim + self.rope_dim)
         query = self.query_rank * (hidden + query_width) or hidden * query_width
         compress = hidden * self.cached_elements
@@ -83,35 +83,35 @@ class ModelShape:
     heads: int
     kv_heads: int
     mlp: int
-    """Inner size of the dense MLP."""
+    """Intermediate size of the dense MLP."""
     vocabulary: int
     head_dim: int = 128
     tied: bool = False
-    """True if the LM head uses the embedding's matrix."""
+    """True if the LM head shares the weights of the embedding."""
     gated: bool = True
     """True if the MLP has a gate: three matrices instead of two."""
     positions: int = 0
-    """Rows of a learned position embedding."""
+    """Number of learned position embeddings; 0 if positions are not learned."""
     bytes_per_weight: float = BYTES_PER_ELEMENT
-    """2: bfloat16, 1: fp8 or int8, 0.5: 4 bits."""
+    """Bytes per weight: 2 for bfloat16, 1 for fp8 or int8, 0.5 for 4 bits."""
     experts: ExpertsShape | None = None
     latent: LatentShape | None = None
 
     @property
     def attention_weights(self) -> int:
-        """Weights of one layer's attention."""
+        """Number of weights of one layer's attention."""
         if self.latent:
             return self.latent.weights(self.hidden, self.heads)
         return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
 
     @property
     def layer_weights(self) -> int:
-        """Weights of one layer with the dense MLP."""
+        """Number of weights of one layer with a dense MLP."""
         return self.attention_weights + self._mlp_weights(self.mlp)
 
     @property
     def expert_weights(self) -> int:
-        """Weights of one expert."""
+        """Number of weights of one expert."""
         return self._mlp_weights(self.experts.mlp) if self.experts else 0
 
     @property
@@ -121,7 +121,7 @@ class ModelShape:
 
     @property
     def sparse_layer_weights(self) -> int:
-        """Weights of one layer with experts: attention, router, routed and shared experts."""
+        """Number of weights of one MoE layer: attention, router, routed and shared experts."""
         if not self.experts:
             return 0
         return self._sparse_base_weights + self.experts.num_experts * self.expert_weights
@@ -133,7 +133,7 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """All weights."""
+        """Number of weights of the whole model."""
         return self.weights_of_layers(0, self.layers) + self._end_weights(True, True)
 
     @property
@@ -145,7 +145,7 @@ class ModelShape:
 
     @property
     def prefill_pair_flops(self) -> int:
-        """FLOP of one query-key pair of a prefill chunk in one layer, all heads."""
+        """FLOPs of one query-key pair of a prefill chunk in one layer, over all heads."""
         if self.latent:
             key_dim = self.latent.nope_dim + self.latent.rope_dim
             return 2 * self.heads * (key_dim + self.latent.value_dim)
@@ -153,17 +153,13 @@ class ModelShape:
 
     @property
     def decode_pair_flops(self) -> int:
-        """FLOP of one query-key pair of a decode in one layer, all heads.
-
-        Latent attention: decodes attend to the compressed vectors, the projections that expand them
-        are absorbed into those of queries and output (arXiv 2405.04434, section 2.1.2).
-        """
+        """FLOPs of one query-key pair of a decode in one layer, over all heads."""
         if self.latent:
             return 2 * self.heads * (self.latent.cached_elements + self.latent.kv_rank)
         return FLOPS_PER_PAIR * self.heads * self.head_dim
 
     def weights_of_layers(self, first: int, count: int) -> int:
-        """Return the weights of `count` layers from layer `first` on."""
+        """Return the number of weights of `count` layers, from layer `first` on."""
         num_dense = self.count_dense_layers(first, count)
         return num_dense * self.layer_weights + (count - num_dense) * self.sparse_layer_weights
 
@@ -172,7 +168,7 @@ class ModelShape:
         return max(0, min(count, self.num_dense_layers - first))
 
     def read_weights(self, num_tokens: int) -> float:
-        """Return the expected weights that a layer with experts reads for a batch of tokens."""
+        """Return the expected number of weights that an MoE layer reads for a batch of tokens."""
         if not self.experts or not num_tokens:
             return 0.0
         read = self.experts.expected_experts(num_tokens)
@@ -180,17 +176,13 @@ class ModelShape:
 
     @property
     def active_weights(self) -> int:
-        """Weights that each token passes in a layer with experts."""
+        """Number of weights of an MoE layer that each token uses."""
         if not self.experts:
             return 0
         return self._sparse_base_weights + self.experts.num_active * self.expert_weights
 
     def step_flops(self, work: StageWork) -> float:
-        """Return the FLOP of a micro-batch on all layers and the LM head (model FLOP, for MFU).
-
-        Source: Vidur, arXiv 2405.05465: 2 FLOP per token and weight, and 4 per layer, head, head
-        dimension and query-key pair; the LM head counts for sampled rows only.
-        """
+        """Return the FLOPs of a micro-batch on all layers and the LM head, as counted for MFU."""
         num_dense = self.num_dense_layers
         per_token = num_dense * self.layer_weights
         per_token += (self.layers - num_dense) * self.active_weights
@@ -224,15 +216,7 @@ class ModelShape:
         return self.bytes_per_weight * weights
 
     def shard(self, ranks: int) -> "ModelShape":
-        """Return the shape of the part that one of `ranks` tensor-parallel ranks computes.
-
-        Attention is cut by heads, MLP and experts by their inner size, embedding and LM head by
-        rows of the vocabulary. With fewer KV heads than ranks each rank has one. A compressed KV
-        cache and its projections are on every rank.
-
-        Raises:
-            ValueError: The sizes do not divide.
-        """
+        """Return the model shape as one of `ranks` tensor-parallel ranks sees it."""
         return _shard(self, ranks)
 
     @property

@@ -75,11 +75,12 @@ class PipelineSpec:
     model: ModelShape
     stages: tuple[StageSpec, ...]
     links: tuple[NetworkLink, ...] = ()
-    """From each stage but the last to the next one."""
+    """Link from each stage but the last to the next one."""
     plan_links: tuple[NetworkLink | None, ...] = ()
-    """From the driver to each stage; None or none at all: takes no time."""
+    """Link from the driver to each stage, for plans; None, or an empty tuple, if they take no
+    time."""
     return_link: NetworkLink | None = None
-    """From the last stage to the driver; None: takes no time."""
+    """Link from the last stage to the driver, for results; None if they take no time."""
 
     def __post_init__(self) -> None:
         """Check that stages, layers and links fit each other.

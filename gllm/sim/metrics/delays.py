@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from gllm.sim.capacity import CAPACITY_RULES, RateTrial, make_rate_trial
-from gllm.sim.metrics.batch_figures import measure_micro_batches
+from gllm.sim.metrics.batch_statistics import measure_micro_batches
 from gllm.sim.metrics.run_record import RunRecord, ServedRequest
 
 
@@ -38,10 +38,10 @@ def measure_rate_trial(run: RunRecord) -> RateTrial:
 
 
 MAX_CHECKS = 100
-"""Decisions of LongDelays while requests arrive: a run at a low rate takes days of its time."""
+"""Decisions of DelayLimitStop while requests arrive: a run at a low rate takes days of its time."""
 
 
-class LongDelays:
+class DelayLimitStop:
     """Condition that stops a simulation when its P99 scheduling delay is certain to exceed a limit.
 
     Args:

@@ -443,7 +443,7 @@ def plot_token_time(seconds_by_tokens: Mapping[str, float], path: str | Path) ->
 
     Args:
         seconds_by_tokens: Time in seconds by largest number of tokens, ascending
-            (`BatchFigures.seconds_by_tokens`).
+            (`BatchStatistics.seconds_by_tokens`).
         path: Picture to write.
 
     Raises:

@@ -8,8 +8,8 @@ from gllm.observability.latency import collect_latencies, slo_attainment
 from gllm.options.slo import NO_SLO, Slo
 from gllm.sim.cluster.cluster import ClusterRun
 from gllm.sim.deployment import Deployment
-from gllm.sim.metrics.batch_figures import (
-    BatchFigures,
+from gllm.sim.metrics.batch_statistics import (
+    BatchStatistics,
     measure_micro_batches,
     operator_shares,
     summarize_batches,
@@ -40,7 +40,7 @@ def summarize_run(
 
 def summarize_with_batches(
     run: RunRecord,
-    batches: BatchFigures,
+    batches: BatchStatistics,
     slo: Slo,
     deployment: Deployment | None,
 ) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def summarize_with_batches(
     return figures
 
 
-def measure_batches(run: RunRecord, deployment: Deployment | None) -> BatchFigures:
+def measure_batches(run: RunRecord, deployment: Deployment | None) -> BatchStatistics:
     """Return the sizes, compute times and KV usage of a run's micro-batches.
 
     Args:
@@ -278,7 +278,7 @@ def summarize_cluster(
     """
     requests = list(run.requests.values())
     total = summarize_requests(requests, slo)
-    batches = BatchFigures()
+    batches = BatchStatistics()
     engines = {}
     peak_flops = 0.0
     for name, engine in run.engines.items():

@@ -125,7 +125,9 @@ class DepthChange:
     """Logged change of the number of micro-batches in flight and of the prefill token limit."""
 
     depth: int
+    """New number of micro-batches in flight."""
     max_prefill_tokens: int | None
+    """New limit of prefill tokens per micro-batch; None: only the scheduler's usual limits."""
     received_time: float = 0.0
     """Time at which the driver had received everything before it."""
 
@@ -161,14 +163,15 @@ class RunRecord:
     stage_reports: list[StageReport] = field(default_factory=list)
     depth_changes: list[DepthChange] = field(default_factory=list)
     parallelism: list[tuple[float, int]] = field(default_factory=list)
-    """(time, number of stages that the available work could keep busy from then on), at each change
-    of the number."""
+    """(time, number of stages that the available work could keep busy from then on), for each
+    change of the number."""
     restarts: list[RestartEvent] = field(default_factory=list)
-    """Recoveries; from the last event before each until it, no work counts as available."""
+    """Restarts after failures; from the last event before each until it, no work counts as
+    available."""
 
     @property
     def num_stages(self) -> int:
-        """Number of pipeline stages; the largest one where recoveries changed it."""
+        """Number of pipeline stages; the maximum if restarts changed it."""
         numbers = (len(restart.layers) for restart in self.restarts)
         return max([len(self.start.layers), *numbers])
 
@@ -184,7 +187,7 @@ class RunRecord:
         return max((line.times[-1] for line in lines if line.times), default=self.begin)
 
     def stage_usages(self) -> list[StageUsage]:
-        """Return the busy and bubble time of each stage."""
+        """Return the busy and bubble time of each stage over the run, in seconds."""
         begin, end = self.begin, self.end
         totals = BubbleTotals(self.num_stages, begin)
         for time, stage, value in self._changes():
@@ -196,9 +199,13 @@ class RunRecord:
         ]
 
     def iterate_intervals(self, begin: float = -inf, end: float = inf) -> Iterator[Interval]:
-        """Yield the states of the stages from `begin` to `end`, limited to the run.
+        """Yield time intervals in which the busy stages and the available work do not change.
 
-        Intervals are in order of time and without gaps, up to the last event on stages and work.
+        Intervals are limited to the run, in order of time and without gaps, up to the last event.
+
+        Args:
+            begin: Begin in seconds of the run's clock.
+            end: End in seconds of the run's clock.
         """
         begin, end = max(begin, self.begin), min(end, self.end)
         sweep = IntervalSweep(self.num_stages, begin)
@@ -444,9 +451,9 @@ class StepCosts(NamedTuple):
     link_seconds: list[float | None]
     """Time from each stage's end until the next one's start; None if that one was busy."""
     return_seconds: float
-    """From the last stage's end until the driver has received the result."""
+    """Time from the last stage's end until the driver has received the result."""
     num_arrivals: list[int]
-    """Requests that arrived in the time of each stage."""
+    """Number of requests that arrived while each stage was computing the step."""
 
 
 def measure_step_costs(run: RunRecord) -> Iterator[StepCosts]:

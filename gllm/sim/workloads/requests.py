@@ -55,17 +55,17 @@ class WorkloadRequest(NamedTuple):
     """One request of a simulated workload: its arrival time, lengths in tokens and classes."""
 
     arrival_seconds: float
-    """Seconds from the beginning."""
+    """Arrival time in seconds from the start of the workload."""
     num_prompt_tokens: int
     num_output_tokens: int
     parts: tuple[PromptPart, ...] = ()
-    """Parts of the prompt; empty for a prompt that shares nothing with others."""
+    """Parts of the prompt that other prompts may share; empty for a prompt that shares none."""
     session: str = ""
     """Conversation of the request; empty for none."""
     priority: int = 0
     """Smaller values run earlier."""
     slo_class: str = ""
-    """Class of requests with latency limits of its own; empty for none."""
+    """Name of the SLO class, which has its own latency limits; empty for none."""
     predicted_output_tokens: int = 0
     """Predicted length of the output; 0 for none."""
 

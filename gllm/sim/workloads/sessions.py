@@ -22,7 +22,7 @@ class PromptPart(NamedTuple):
     """Part of a prompt that other prompts may share, such as a system prompt or earlier message."""
 
     key: int
-    """Parts with the same key have the same tokens."""
+    """Identity of the part: parts with the same key have the same tokens."""
     num_tokens: int
 
 

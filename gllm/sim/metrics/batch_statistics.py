@@ -29,7 +29,7 @@ def _make_figures() -> "array[float]":
 
 
 @dataclass
-class BatchFigures:
+class BatchStatistics:
     """Sizes, compute times and KV usage of all micro-batches of a run, one array per metric."""
 
     num_tokens: "array[int]" = field(default_factory=_make_counts)
@@ -46,7 +46,7 @@ class BatchFigures:
     """Floating-point operations of all micro-batches together; 0 if the model's shape is
     unknown."""
 
-    def extend(self, other: "BatchFigures") -> None:
+    def extend(self, other: "BatchStatistics") -> None:
         """Add the micro-batches of another engine."""
         self.num_tokens += other.num_tokens
         self.num_requests += other.num_requests
@@ -91,14 +91,14 @@ class BatchFigures:
 
 def measure_micro_batches(
     micro_batches: Iterable[MicroBatch], shape: ModelShape | None = None
-) -> BatchFigures:
+) -> BatchStatistics:
     """Return the sizes, compute times, KV usage and FLOPs of the micro-batches of a run.
 
     Args:
         micro_batches: All micro-batches of the run.
         shape: Shape of the model, to count FLOPs; None: not counted.
     """
-    figures = BatchFigures()
+    figures = BatchStatistics()
     for step in micro_batches:
         figures.num_tokens.append(step.work.num_tokens)
         figures.num_requests.append(step.work.num_decodes + len(step.work.prefill_chunks))
@@ -139,7 +139,7 @@ def operator_shares(
     return {name: value / total for name, value in sorted(seconds.items())} if total else {}
 
 
-def summarize_batches(figures: BatchFigures) -> dict[str, Any]:
+def summarize_batches(figures: BatchStatistics) -> dict[str, Any]:
     """Return a run's metrics of micro-batches by name: batch sizes, time by batch size, KV usage.
 
     Args:
