@@ -21,7 +21,7 @@ from gllm.commands.bench.real import LOG_DRAIN_SECONDS, serve_workload
 from gllm.config.engine import EngineConfig
 from gllm.engine.engine import Engine
 from gllm.observability.step_log import StartEvent, read_step_log
-from gllm.sim.metrics.report import format_table, get_figure, show_value, summarize_run
+from gllm.sim.metrics.report import format_table, look_up_metric, show_value, summarize_run
 from gllm.sim.metrics.run_record import RunRecord, build_run_record
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload, scale_request
 
@@ -135,7 +135,7 @@ def median_figures(summaries: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the median of each figure on the page, per stage where the page shows stages."""
     medians: dict[str, Any] = {}
     for path in [column[0] for column in COLUMNS] + [column[0] for column in EXPLANATIONS]:
-        values = [get_figure(summary, path) for summary in summaries]
+        values = [look_up_metric(summary, path) for summary in summaries]
         by_stage = isinstance(values[0], list)
         medians[path] = (
             [median(v) for v in zip(*values, strict=True)] if by_stage else median(values)

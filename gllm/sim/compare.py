@@ -107,7 +107,7 @@ def compare_with_profile(log: str | Path, profile: str | Path) -> RunComparison:
     """Simulate the requests of a step log with a cost profile, both read from files, and compare.
 
     Args:
-        log: Step log of the real run.
+        log: Step log of the real run, which records its requests, scheduler calls and step times.
         profile: Profile written by `gllm profile`.
 
     Raises:

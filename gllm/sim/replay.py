@@ -71,10 +71,10 @@ class RecordedCostModel(CostModel):
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """Number of batches planned in a run, and how many of them its replay planned equally."""
+    """Number of batches planned in a run, and how many of them its replay planned identically."""
 
     num_equal: int
-    """Number of batches that run and replay planned equally."""
+    """Number of batches that the replay planned identically."""
     num_plans: int
     """Number of batches that were planned."""
 
@@ -86,7 +86,10 @@ class ReplayResult:
 
 @dataclass(frozen=True)
 class TimedReplayResult(ReplayResult):
-    """Equal batches of a run and its simulation from recorded step times, and latency errors."""
+    """Number of equally planned batches of a run and its simulation, and the latency errors.
+
+    The simulation takes the step times that were recorded in the run.
+    """
 
     latency_errors: dict[str, float]
     """Median of |simulated - real| / real over the requests since the last restart, by metric."""
@@ -99,7 +102,7 @@ def replay_calls(events: list[StepLogEvent]) -> ReplayResult:
     in all fields.
 
     Args:
-        events: Events of the step log.
+        events: Events of the step log, which records the scheduler calls and step times of a run.
     """
     return _sum_agreements(map(_replay_epoch_calls, split_epochs(events)))
 
@@ -213,9 +216,9 @@ def _content(plan: StepPlan) -> list[tuple[int, int, int, int]]:
 def main(argv: list[str]) -> int:
     """Replay the step log named by the first argument and print how many plans are equal.
 
-    Two lines are printed: for repeated scheduler calls, and for a simulation with the recorded step
-    times. The exit status is 0 if all plans of the first and at least 95 % of the second are equal,
-    otherwise 1.
+    A step log records the scheduler calls and step times of a run. Two lines are printed: for
+    repeated scheduler calls, and for a simulation with the recorded step times. The exit status is
+    0 if all plans of the first and at least 95 % of the second are equal, otherwise 1.
     """
     events = list(read_step_log(argv[0]))
     calls, times = replay_calls(events), replay_step_times(events)

@@ -196,7 +196,7 @@ def _group_rows(
     ]
 
 
-def get_figure(summary: dict[str, Any], path: str | tuple[str, ...]) -> Any:
+def look_up_metric(summary: dict[str, Any], path: str | tuple[str, ...]) -> Any:
     """Return a metric from nested dicts by its path; None if it is missing.
 
     Args:
@@ -245,7 +245,9 @@ def format_metrics_table(summaries: dict[str, dict[str, Any]]) -> str:
     rows = []
     table: list[tuple[str | tuple[str, ...], str, float]] = [*METRICS_TABLE_ROWS]
     for path, label, factor in [*table, *_group_rows(summaries)]:
-        cells = [show_value(get_figure(summary, path), factor) for summary in summaries.values()]
+        cells = [
+            show_value(look_up_metric(summary, path), factor) for summary in summaries.values()
+        ]
         if any(cells):
             rows.append([label, *cells])
     return format_table(["", *summaries], rows)
@@ -324,7 +326,7 @@ def format_engine_table(engines: Mapping[str, dict[str, Any]]) -> str:
         engines: Metrics of each engine by engine name.
     """
     columns = [
-        (label, [show_value(get_figure(figures, path), factor) for figures in engines.values()])
+        (label, [show_value(look_up_metric(figures, path), factor) for figures in engines.values()])
         for path, label, factor in ENGINE_TABLE_COLUMNS
     ]
     columns = [(label, cells) for label, cells in columns if any(cells)]

@@ -231,7 +231,7 @@ class RunRecord:
 
 
 def build_run_record(events: Iterable[StepLogEvent], warm_ups: bool = False) -> RunRecord:
-    """Build the record of a run from the events of its step log.
+    """Build the record of a run from its step log, a log of scheduler calls and step times.
 
     A request that was submitted again after a restart is one request with one timeline.
 
