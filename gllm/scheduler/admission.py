@@ -28,7 +28,12 @@ UNBOUNDED_HORIZON = 2**62
 
 
 class AdmissionController:
-    """Admission rule for waiting sequences, by predicted output lengths and recomputed tokens."""
+    """Decides whether a waiting sequence may get KV blocks now or would soon cause a preemption.
+
+    Predicts the output lengths of all sequences that hold blocks, and admits the waiting one if
+    their blocks suffice over a horizon. The horizon is short while few tokens were recomputed after
+    preemptions, and unlimited otherwise.
+    """
 
     def __init__(
         self,
@@ -45,11 +50,15 @@ class AdmissionController:
         self._most_credit = config.num_blocks * config.block_size
 
     def on_scheduled(self, num_tokens: int) -> None:
-        """Add the tokens of a scheduled micro-batch to the recomputation allowance."""
+        """Increase the number of tokens that preemptions may recompute, by a share of these tokens.
+
+        Args:
+            num_tokens: tokens of the micro-batch that was scheduled.
+        """
         self._credit = min(self._credit + MAX_RECOMPUTED_SHARE * num_tokens, self._most_credit)
 
     def on_preempted(self, victim: Sequence) -> None:
-        """Subtract the computed tokens that a preempted sequence loses from the allowance."""
+        """Subtract a preempted sequence's computed tokens from those that may be recomputed."""
         self._credit -= max(0, victim.num_computed_tokens - victim.num_reused_tokens)
 
     def is_admissible(self, sequence: Sequence, victims: Container[int] = ()) -> bool:

@@ -15,10 +15,11 @@ from gllm.scheduler.step_cost import OnlineStepCostFit
 
 
 class BalancePolicy(ThrottlePolicy):
-    """Policy `balance`: `throttle` with predicted time as cost.
+    """Policy `balance`: like `throttle`, but evens out the predicted times of the micro-batches.
 
-    The unit is a prefill token at the beginning of a prompt: work that takes as long as k of these
-    tokens costs k.
+    `throttle` evens out their numbers of tokens. Here a linear model of the step time is fitted
+    while the pipeline runs. Costs are relative to a prefill token at the start of a prompt: work
+    that takes as long as k such tokens costs k.
     """
 
     learns_step_times = True

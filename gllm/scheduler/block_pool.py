@@ -19,17 +19,23 @@ TOKEN_TYPE = "q"
 
 
 def chain_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return the 128-bit hash of a full block.
+    """Return the 128-bit prefix-cache hash of a full KV block and all tokens before it.
 
     Args:
-        parent: hash of the previous block, so that the hash covers all tokens before the block.
+        parent: hash of the previous block, or `root_hash` for the first block.
         token_ids: tokens of the block.
     """
     return blake2b(parent + array(TOKEN_TYPE, token_ids).tobytes(), digest_size=HASH_BYTES).digest()
 
 
 def chain_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """Return `chain_hash` of each block of a chain; `token_ids` fill all of them."""
+    """Return the prefix-cache hashes of consecutive full KV blocks, each based on the one before.
+
+    Args:
+        parent: hash of the block before the first one.
+        token_ids: tokens of the blocks; their number is a multiple of `block_size`.
+        block_size: tokens per block.
+    """
     # Converting all tokens at once takes half the time of doing so per block.
     data = array(TOKEN_TYPE, token_ids)
     num_bytes = block_size * data.itemsize
@@ -43,12 +49,15 @@ def chain_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> li
 
 
 def root_hash(cache_salt: str) -> bytes:
-    """Return the parent hash of a first block; sequences share blocks only within one salt."""
+    """Return the hash that serves as parent of a prompt's first KV block.
+
+    It depends on the request's cache salt, so prompts share cached blocks only within one salt.
+    """
     return blake2b(cache_salt.encode(), digest_size=HASH_BYTES).digest()
 
 
 class BlockPoolSnapshot(NamedTuple):
-    """State of all blocks; each is in one of the three fields."""
+    """Copy of the block pool's state; each KV block is referenced, cached but evictable, or free."""
 
     references: dict[int, int]
     """Number of references of each referenced block."""
@@ -59,7 +68,11 @@ class BlockPoolSnapshot(NamedTuple):
 
 
 class BlockPool:
-    """All blocks of the KV cache, with ids 0 .. num_blocks - 1."""
+    """Allocator of the KV blocks 0 .. num_blocks - 1, with reference counts and prefix cache.
+
+    Cached blocks without a reference stay in the prefix cache until they are evicted, least
+    recently used first.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks

@@ -8,7 +8,7 @@ from gllm.scheduler.plan import StepPlan
 
 @dataclass(slots=True)
 class SequenceView:
-    """State of a sequence on a stage: its block table and length."""
+    """Copy of a sequence's block table and prompt, as a pipeline stage keeps it."""
 
     prompt_len: int
     prompt_token_ids: list[int]
@@ -19,13 +19,13 @@ class SequenceView:
 
 
 class BlockTableReplica:
-    """Sequences by id, with their block tables after the last plan applied."""
+    """Copies of all sequences' block tables on a pipeline stage, updated with each step's plan."""
 
     def __init__(self) -> None:
         self.sequences: dict[int, SequenceView] = {}
 
     def register(self, seq: int, prompt_len: int, prompt_token_ids: list[int]) -> None:
-        """Add a sequence that later plans may name."""
+        """Add a sequence before the first plan that contains it arrives."""
         self.sequences[seq] = SequenceView(prompt_len, prompt_token_ids)
 
     def apply(self, plan: StepPlan) -> list[SequenceView]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class StoredBlocks(NamedTuple):
-    """Blocks added to the prefix cache: a chain, in which each hash is the parent of the next."""
+    """Consecutive KV blocks added to the prefix cache: their hashes and, on request, tokens."""
 
     parent: bytes
     """Hash of the block before the first one, or the root hash of the salt. Empty if unknown: the
@@ -16,15 +16,20 @@ class StoredBlocks(NamedTuple):
     digests: list[bytes]
     """Hashes of the blocks."""
     token_ids: tuple[int, ...] = ()
-    """Tokens of all blocks, if the watcher requires them."""
+    """Tokens of all blocks, if the subscriber of the events has asked for them."""
     cache_salt: str = ""
+    """Cache salt of the request; prompts share blocks only within one salt."""
 
 
 class CacheEvents(NamedTuple):
-    """Net change of the prefix cache since the last one; no hash is both stored and removed."""
+    """KV blocks added to and removed from the prefix cache since the previous report to the router.
+
+    No block is both in `stored` and in `removed`.
+    """
 
     stored: list[StoredBlocks]
     removed: list[bytes]
+    """Hashes of the blocks that were removed."""
     is_cleared: bool
     """True if the cache was empty before `stored` was added."""
 
@@ -42,7 +47,10 @@ _UNKNOWN = _Block(b"", (), "")
 
 
 class CacheEventLog:
-    """Log of prefix cache changes since the last report. The first report is a snapshot."""
+    """Collects changes of the prefix cache between two reports to the router.
+
+    The first report contains the whole cache.
+    """
 
     def __init__(self, with_token_ids: bool, cached: Iterable[bytes]) -> None:
         """Begin to watch the cache.
@@ -87,7 +95,12 @@ class CacheEventLog:
 
 
 def join_chains(blocks: dict[bytes, _Block]) -> list[StoredBlocks]:
-    """Group stored blocks into chains of consecutive blocks."""
+    """Group blocks that were added to the prefix cache into runs of consecutive blocks.
+
+    Args:
+        blocks: by hash in the order of addition: hash of the previous block, token ids and cache
+            salt.
+    """
     chains: list[tuple[StoredBlocks, list[int]]] = []
     for digest, (parent, tokens, cache_salt) in blocks.items():
         last = chains[-1][0] if chains else None

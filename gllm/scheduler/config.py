@@ -53,7 +53,10 @@ KV_ADMISSION_NAMES = (
 
 
 class LocalPreset(NamedTuple):
-    """Options of an engine in a system that separates prefill and decode."""
+    """Scheduler options that reproduce the engines of a published disaggregated system.
+
+    The fields are the values of --policy, --prefill-order, --kv-admission and --kv-push.
+    """
 
     policy: str
     prefill_order: str
@@ -82,7 +85,10 @@ DEFAULT_THRESHOLD_TOKENS = 512
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Scheduler options of the user; `resolve` derives the values that are None."""
+    """Scheduler options from the command line, and sizes of the pipeline that `resolve` adds.
+
+    `resolve` also replaces options that are None by their defaults.
+    """
 
     preset: str | None = option(
         None,
@@ -237,16 +243,19 @@ class SchedulerConfig:
 
     @property
     def push_threshold(self) -> int | None:
-        """Tokens from which on a prompt can be fetched before its end; None: never."""
+        """Least prompt length in tokens from which KV can be fetched during prefill; None: never."""
         return None if self.kv_push in ("auto", "off") else self.kv_push_threshold
 
     @property
     def num_lanes(self) -> int:
-        """Number of lanes, once resolved."""
+        """Number of step orders, 1 or 2; with 2, decode steps may overtake prefill steps."""
         return 2 if self.lanes == "2" else 1
 
     def count_lanes(self, stages: int, has_tcp_edges: bool, num_ranks: int) -> int:
-        """Return the number of lanes of one pipeline; the arguments are those of `resolve`."""
+        """Return the number of step orders (1 or 2) of one pipeline.
+
+        With 2, decode steps may overtake prefill steps. The arguments are those of `resolve`.
+        """
         # The ranks of a stage have to compute the same steps in the same order.
         can_overtake = stages > 1 and num_ranks == 1
         is_wanted = has_tcp_edges if self.lanes == "auto" else self.lanes == "2"

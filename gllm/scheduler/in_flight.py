@@ -6,11 +6,14 @@ from gllm.scheduler.plan import ScheduledRow, StepPlan
 
 
 class InFlightPlans:
-    """Scheduled plans that have not committed; each lane commits in order.
+    """Queue of the micro-batches that were sent to the stages and have not returned a result.
+
+    With two lanes, decode steps and prefill steps are separate queues; results arrive in order
+    within each.
 
     Args:
-        num_lanes: 1 or 2.
-        limit: largest number of plans per lane.
+        num_lanes: number of queues: 1, or 2 if decode steps may overtake prefill steps.
+        limit: maximum number of micro-batches in each queue.
     """
 
     def __init__(self, num_lanes: int, limit: int) -> None:
@@ -28,7 +31,7 @@ class InFlightPlans:
 
     @property
     def has_room(self) -> list[bool]:
-        """For each lane, True if another plan may be in flight."""
+        """For each lane, True if another micro-batch may be sent to the stages."""
         return [len(steps) < self.limit for steps in self._lanes]
 
     def add(

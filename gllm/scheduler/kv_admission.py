@@ -21,7 +21,11 @@ WAITING_SHARE = 0.05
 
 
 class GreedyAdmission(AdmissionController):
-    """Admission if the prompt fits now: p <= C - sum(u)."""
+    """Admits a waiting sequence as soon as its prompt fits into the free KV blocks.
+
+    The output is not considered: p <= C - sum(u), with prompt p, cache capacity C and used tokens
+    u.
+    """
 
     def is_admissible(self, sequence: Sequence, victims: Container[int] = ()) -> bool:
         """Return True if a waiting sequence may allocate KV blocks.
@@ -73,7 +77,11 @@ class GreedyAdmission(AdmissionController):
 
 
 class StaticReservation(GreedyAdmission):
-    """Rule that admits a sequence if its predicted length fits: p + r <= C - sum(u)."""
+    """Admits a waiting sequence if its prompt and its predicted output fit into the free KV blocks.
+
+    Growth of the running sequences is not considered: p + r <= C - sum(u), with prompt p, predicted
+    output r, cache capacity C and used tokens u.
+    """
 
     def _has_space(
         self, sequence: Sequence, owners: list[Sequence], victims: Container[int]
@@ -83,10 +91,11 @@ class StaticReservation(GreedyAdmission):
 
 
 class DynamicReservation(GreedyAdmission):
-    """Admission if all fit until the first one finishes, just before it frees its blocks.
+    """Admits a sequence if all sequences fit until the first of them is predicted to finish.
 
-    With r* the least r: sum(u + r*) + p + r* <= C. The paper takes r* from the running sequences;
-    here it includes the waiting one, whose own blocks return as early.
+    With prompt p, cache capacity C, used tokens u and the least predicted remaining output r* of a
+    sequence: sum(u + r*) + p + r* <= C. TetriInfer takes r* from the running sequences; here the
+    waiting one is included, because its blocks are freed as well when it finishes.
     """
 
     def _has_space(
@@ -97,10 +106,10 @@ class DynamicReservation(GreedyAdmission):
 
 
 class LongestReservation(GreedyAdmission):
-    """Rule that admits a sequence if all sequences fit at their `max_tokens`.
+    """Admits a sequence only if it and all running ones fit even if each generates `max_tokens`.
 
-    The choices of a request that wait for its prompt count as sequences: they rank before later
-    prompts, from which they would take blocks.
+    For a request with n > 1, the choices that are created once the prompt is computed are counted
+    too: they are scheduled before later prompts.
     """
 
     def _has_space(
@@ -128,11 +137,11 @@ class LongestReservation(GreedyAdmission):
 
 
 class WaitingShareAdmission(GreedyAdmission):
-    """Admission if the prompt's blocks are free and few prompts wait for their first decode.
+    """Admits a prompt if its KV blocks are free and few admitted sequences wait for a first decode.
 
-    Blocks of the sequences that have not decoded have to be below WAITING_SHARE of all blocks. In
-    the artifact the rule is that of decode instances: prompts that end with a hand-off never decode
-    here, so they do not count, and a prefill pipeline has a prompt in every stage.
+    The sequences that wait for their first decode step must hold less than WAITING_SHARE of all
+    blocks. DistServe's artifact has this rule on its decode instances. Sequences whose decode runs
+    on another engine do not count.
     """
 
     def _has_space(

@@ -10,7 +10,7 @@ from gllm.scheduler.sequence import Sequence
 
 
 class KVCacheManager:
-    """Blocks of the KV cache and the sequences that hold them."""
+    """Allocates KV blocks to sequences, shares cached prefixes between them and frees blocks."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.block_pool = BlockPool(config.num_blocks)
@@ -79,7 +79,7 @@ class KVCacheManager:
             sequence.block_ids += self.block_pool.allocate(missing)
 
     def publish(self, sequence: Sequence) -> None:
-        """Add the full computed blocks of a sequence to the prefix cache."""
+        """Add the full computed blocks of a sequence to the prefix cache, for reuse by others."""
         # An aborted sequence may have computed a position whose token was dropped.
         num_known = min(sequence.num_computed_tokens, sequence.num_tokens)
         num_full = num_known // self._block_size
@@ -110,7 +110,7 @@ class KVCacheManager:
         sequence.num_computed_tokens = 0
 
     def watch(self, with_token_ids: bool) -> None:
-        """Record the present state of the prefix cache and its changes from now on.
+        """Start to record changes of the prefix cache, beginning with its present content.
 
         Args:
             with_token_ids: True to record the tokens of the blocks that are added from now on.
@@ -118,7 +118,7 @@ class KVCacheManager:
         self.block_pool.event_log = CacheEventLog(with_token_ids, self.block_pool.digests)
 
     def unwatch(self) -> None:
-        """Stop to record changes of the prefix cache."""
+        """Stop recording changes of the prefix cache."""
         self.block_pool.event_log = None
 
     def pop_events(self) -> CacheEvents | None:

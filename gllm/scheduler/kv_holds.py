@@ -22,7 +22,7 @@ HOLD_LEASE_SECONDS = 30.0
 
 
 class ReadableKv(NamedTuple):
-    """KV blocks that another engine may fetch: of an ended sequence or of a running prompt."""
+    """KV blocks that another engine may fetch, of a finished sequence or of a prompt in prefill."""
 
     ticket: int
     """Key by which the other engine asks for the KV."""
@@ -48,7 +48,11 @@ class _HoldState:
 
 
 class KvHolds:
-    """Table of KV holds by ticket: blocks of ended sequences kept for another engine."""
+    """KV blocks of finished sequences that stay allocated until another engine has fetched them.
+
+    Each entry (hold) has a ticket, by which the other engine asks for it, and a lease, after which
+    it expires.
+    """
 
     def __init__(self, block_pool: BlockPool) -> None:
         self._block_pool = block_pool
@@ -66,16 +70,16 @@ class KvHolds:
 
     @property
     def holds(self) -> list[ReadableKv]:
-        """All holds, oldest first."""
+        """All reserved block tables, oldest first."""
         return [state.hold for state in self._states.values()]
 
     @property
     def num_blocks(self) -> int:
-        """Number of distinct blocks in holds."""
+        """Number of distinct KV blocks that are reserved for other engines."""
         return len({block for state in self._states.values() for block in state.hold.block_ids})
 
     def count_returning_blocks(self) -> int:
-        """Count the blocks that become free when all revocations are confirmed."""
+        """Count the blocks that become free when the readers of all revoked holds have stopped."""
         if not self.num_revoked:
             return 0
         states = [state for state in self._states.values() if state.is_revoked]
@@ -105,7 +109,7 @@ class KvHolds:
                 self._states[ticket].lease_end = now + HOLD_LEASE_SECONDS
 
     def revoke_worst(self, num_blocks: int) -> int:
-        """Revoke holds, lowest priority first, until enough blocks are about to be freed.
+        """Revoke holds, those of the lowest-priority sequences first, to free blocks.
 
         Args:
             num_blocks: number of blocks to free.
@@ -133,7 +137,7 @@ class KvHolds:
     def confirm(self, ticket: int) -> None:
         """Free the blocks of a hold that nobody reads any more; unknown tickets are ignored.
 
-        Whoever serves the blocks may also confirm what nobody has revoked.
+        Holds that were not revoked are freed too: their reader has finished.
         """
         state = self._states.pop(ticket, None)
         if state is None:
@@ -159,7 +163,7 @@ class _OpenPrompt:
 
 
 class ReadablePrompts:
-    """Table of running prompts whose KV other engines may fetch, by ticket."""
+    """Table of prompts in prefill whose computed KV other engines may already fetch, by ticket."""
 
     def __init__(self, threshold_tokens: int | None, block_size: int) -> None:
         """Create the table.
@@ -186,7 +190,7 @@ class ReadablePrompts:
     def on_scheduled(
         self, step: int, rows: Iterable[ScheduledRow], sequences: Mapping[int, Sequence]
     ) -> None:
-        """Make the prompt tokens of a plan readable, for prompts above the threshold."""
+        """Make the KV of a step's prompt tokens fetchable, for prompts above the threshold."""
         for row in rows:
             sequence = sequences[row.seq]
             ticket = sequence.request.kv_ticket

@@ -30,7 +30,7 @@ from gllm.scheduler.sequence import SchedulerRequest, Sequence
 
 
 class KvFetch(NamedTuple):
-    """Fetch of a sequence's KV from another engine: tokens, blocks and source."""
+    """Command to fetch KV of a sequence from another engine: tokens, destination blocks, source."""
 
     seq: int
     first_token: int
@@ -47,9 +47,10 @@ class KvFetch(NamedTuple):
 
 
 class PrefetchRequest(NamedTuple):
-    """Request to fetch the KV of a prompt that another engine is computing."""
+    """Request to start fetching KV of a prompt that another engine is still computing."""
 
     ticket: int
+    """Key of the KV at the other engine; the later request has it as `kv_source_ticket`."""
     prompt_token_ids: list[int]
     max_tokens: int
     priority: int = 0
@@ -57,7 +58,7 @@ class PrefetchRequest(NamedTuple):
     age_seconds: float = 0.0
     predicted_output_tokens: int = 0
     kv_source: object = None
-    """See SchedulerRequest."""
+    """Address of the KV, and the fields before it: as of SchedulerRequest."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +70,7 @@ class _Prefetch:
 
 
 class SchedulerTransfers:
-    """KV transfers of the scheduler's sequences: fetches, prefetches and holds."""
+    """Manages KV transfers of a scheduler: fetches from other engines and blocks kept for them."""
 
     def __init__(
         self,
@@ -128,12 +129,12 @@ class SchedulerTransfers:
 
     @property
     def has_pending_fetches(self) -> bool:
-        """True if a fetch may have to be started or its source released."""
+        """True if a fetch has to be started, or a source whose KV is not needed has to be released."""
         return bool(self._pending or self._prefetches or self._released)
 
     @property
     def is_active(self) -> bool:
-        """True while leases or fetches need `start_fetches` to be called without a step."""
+        """True while `start_fetches` has to be called between steps too: for leases or fetches."""
         return bool(
             self._holds or self.readable.prompts or self.fetches or self.has_pending_fetches
         )
@@ -439,13 +440,13 @@ class SchedulerTransfers:
         return tickets
 
     def hold(self, sequence: Sequence, now: float) -> ReadableKv | None:
-        """Hold the KV of a sequence that `max_tokens` has ended, under the ticket of its request.
+        """Keep the KV blocks of a sequence that `max_tokens` has ended, for another engine.
 
         The sequence still has its blocks, and may have rows in flight beyond its end.
 
         Returns:
-            The hold; None if the request has no ticket, nothing was computed, or the ticket is in
-            use.
+            The blocks that are kept; None if the request has no ticket, nothing was computed, or
+            the ticket is in use.
         """
         ticket = sequence.request.kv_ticket
         is_first = self.readable.confirm(ticket) is None

@@ -15,18 +15,22 @@ bounds the wait of a prompt at a stage that decodes keep busy."""
 
 
 class LaneOrder:
-    """Chooses the lane whose oldest step a stage computes next."""
+    """Chooses whether a stage computes its next decode step or its next prefill step.
+
+    Used if decode steps may overtake prefill steps (`--lanes 2`). Decodes go first, but after
+    MAX_OVERTAKES of them a waiting prefill step runs.
+    """
 
     def __init__(self) -> None:
         self._num_overtakes = 0
         """Decode steps chosen since a prefill step has been ready."""
 
     def choose(self, has_decode: bool, has_prefill: bool) -> int | None:
-        """Return the lane of the next step; None if no step is ready.
+        """Return the lane of the next step, DECODE_LANE or PREFILL_LANE; None if no step is ready.
 
         Args:
-            has_decode: the next step of the decode lane has its plan and its activations.
-            has_prefill: the same of the prefill lane.
+            has_decode: the plan and the activations of the next decode step have arrived.
+            has_prefill: those of the next prefill step have arrived.
         """
         if has_decode and not (has_prefill and self._num_overtakes >= MAX_OVERTAKES):
             self._num_overtakes += has_prefill

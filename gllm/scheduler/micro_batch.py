@@ -17,7 +17,7 @@ from gllm.scheduler.sequence import Sequence
 
 
 class MicroBatchFiller:
-    """Fills micro-batches with decodes and prefill chunks of the queued sequences."""
+    """Builds a micro-batch: selects decodes and prefill chunks and allocates their KV blocks."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class MicroBatchFiller:
         return self.schedule_decodes()[0] or self.schedule_prefills([], 0.0, now)
 
     def fill_lane(self, now: float, decodes_fit: bool, prefill_fits: bool) -> list[ScheduledRow]:
-        """Return rows of one lane: all of them decodes, or all prefill.
+        """Return the rows of a micro-batch of decodes only or of prefill only (`--lanes 2`).
 
         Decodes get their blocks first, as in `fill`. While a decode lacks a block, prefill is
         therefore scheduled only after all ready decodes have been tried.
@@ -186,10 +186,10 @@ class MicroBatchFiller:
         return rows
 
     def force(self, sequences: Mapping[int, Sequence], now: float) -> list[ScheduledRow]:
-        """Return a row of the highest-priority sequence when nothing else is in flight.
+        """Return a row of the highest-priority sequence when nothing fits and nothing is in flight.
 
-        Preempts other sequences, worst rank first, until the row fits. Returns no row if only
-        blocks are in the way that other engines may read.
+        Preempts other sequences, worst rank first, until the row fits. Returns no row if the blocks
+        that are missing are reserved for other engines.
 
         Args:
             sequences: all sequences by id, at least one.

@@ -17,7 +17,11 @@ HISTORY_LENGTH = 64
 
 
 class OutputHistory:
-    """Output lengths of the last `size` finished sequences of one class, in tokens."""
+    """Sliding window of the output lengths of finished sequences, with the mean above a length.
+
+    Args:
+        size: number of sequences in the window.
+    """
 
     def __init__(self, size: int = HISTORY_LENGTH) -> None:
         self.recent: deque[int] = deque(maxlen=size)
@@ -51,13 +55,13 @@ class OutputHistory:
 
 
 class OutputClasses:
-    """Histories of output lengths by class of requests.
+    """Sliding windows of output lengths, one per class of requests with a similar `max_tokens`.
 
-    A request's class follows from its size in tokens: by default the number of bits of its
-    `max_tokens`.
+    A request's class is the number of bits of its `max_tokens`; subclasses may define other
+    classes.
 
     Args:
-        recent: lengths to begin with, `recent_lengths` of an earlier predictor.
+        recent: initial content of the windows: `recent_lengths` of an earlier object.
     """
 
     history_length = HISTORY_LENGTH
@@ -93,11 +97,11 @@ class OutputClasses:
 
 
 class OutputLengthPredictor(OutputClasses):
-    """Predictor of output lengths by `max_tokens`.
+    """Predicts a request's output length from finished requests with a similar `max_tokens`.
 
     Args:
-        prior: expected output tokens of a request whose class has no history.
-        recent: lengths to begin with, `recent_lengths` of an earlier predictor.
+        prior: prediction in tokens while no similar request has finished.
+        recent: initial history: `recent_lengths` of an earlier predictor.
     """
 
     def __init__(self, prior: int, recent: OutputLengths | None = None) -> None:

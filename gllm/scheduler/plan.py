@@ -12,7 +12,10 @@ ON_DEVICE = -1
 
 
 class ScheduledRow(NamedTuple):
-    """One sequence's part of a micro-batch: a decode with its forced tokens, or a prefill chunk."""
+    """Tokens of one sequence in a micro-batch: a decode step or a prefill chunk.
+
+    A decode may have several tokens, if a grammar has determined tokens that need no sampling.
+    """
 
     seq: int
     """Sequence id, never reused."""
@@ -33,14 +36,14 @@ class ScheduledRow(NamedTuple):
 
 
 def count_tokens(rows: Iterable[ScheduledRow]) -> int:
-    """Return the number of tokens that rows compute."""
+    """Return the total number of tokens to compute in rows of a micro-batch."""
     return sum([row.num_tokens for row in rows])
 
 
 class StepPlan(NamedTuple):
-    """Plan of one micro-batch, equal for all stages.
+    """Description of a micro-batch for all stages: token rows, new KV blocks, ended sequences.
 
-    Decode rows precede prefill rows, and decodes of one token those with forced tokens.
+    Decode rows precede prefill rows; decodes of one token precede decodes of several.
     """
 
     step: int
@@ -50,9 +53,10 @@ class StepPlan(NamedTuple):
     """Finished sequences whose steps have all committed. No plan names them from this one on, and
     stages drop them."""
     lane: int = 0
-    """DECODE_LANE or PREFILL_LANE (gllm/scheduler/lanes.py); 0 with one lane."""
+    """DECODE_LANE or PREFILL_LANE if decode steps may overtake prefill steps
+    (gllm/scheduler/lanes.py), else 0."""
     num_other_steps: int = 0
-    """Number of earlier steps in the other lane."""
+    """Number of earlier steps in the other lane; 0 with one lane."""
 
     @property
     def turn(self) -> int:
@@ -61,7 +65,7 @@ class StepPlan(NamedTuple):
 
 
 class SampledToken(NamedTuple):
-    """Result of one row that samples."""
+    """Token that the last stage sampled for one sequence of a micro-batch, or the error."""
 
     seq: int
     num_preemptions: int
@@ -75,7 +79,7 @@ class SampledToken(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """Result of a plan from the last stage, with one token per row that samples."""
+    """Sampled tokens of one micro-batch, sent by the last stage."""
 
     step: int
     sampled_tokens: list[SampledToken]
@@ -84,7 +88,10 @@ class StepResult(NamedTuple):
 
 
 class StepTime(NamedTuple):
-    """Start and end of a step's computation on a stage, in seconds; excludes the wait for input."""
+    """Measured start and end of a micro-batch's computation on one stage, in seconds.
+
+    The wait for the input is not included.
+    """
 
     step: int
     start: float
@@ -92,7 +99,7 @@ class StepTime(NamedTuple):
 
 
 class FinishedSequence(NamedTuple):
-    """Finished sequence: reason, stop token and held KV blocks."""
+    """Report that a sequence has ended: the reason, and any KV that is kept for another engine."""
 
     seq: int
     finish_reason: str
@@ -101,13 +108,14 @@ class FinishedSequence(NamedTuple):
     """The stop token that ended the sequence, if one did."""
     error: str = ""
     kv_ticket: int = 0
-    """Ticket under which the KV of the sequence is held; 0 if it is not."""
+    """Key under which another engine can fetch the KV of the sequence; 0 if its blocks were freed.
+    """
     num_kv_tokens: int = 0
-    """Leading tokens with KV in the held blocks: all but the last generated token."""
+    """Leading tokens with KV in the blocks that are kept: all but the last generated token."""
 
 
 class SchedulerStats(NamedTuple):
-    """State of the scheduler; counters start at zero with the scheduler."""
+    """Statistics of one scheduler: its present queues and cache use, and totals since its start."""
 
     running: int = 0
     """Sequences that hold KV blocks."""
@@ -152,7 +160,10 @@ class SchedulerStats(NamedTuple):
 
 @dataclass
 class SchedulerCounters:
-    """Totals since the start of the scheduler; fields of SchedulerStats."""
+    """Totals of steps, tokens, cache hits and fetches since the scheduler started.
+
+    The fields are those of the same names in SchedulerStats.
+    """
 
     steps: int = 0
     preemptions: int = 0
@@ -165,7 +176,7 @@ class SchedulerCounters:
 
 
 class FirstToken(NamedTuple):
-    """Cached tokens and queue time of a sequence, sent with its first token."""
+    """Number of cached prompt tokens and queueing time of a sequence that got its first token."""
 
     seq: int
     num_cached_tokens: int
@@ -175,7 +186,10 @@ class FirstToken(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """Output of a committed step: seqs[i] generated token_ids[i]; `finished` follows the tokens."""
+    """Output of one completed micro-batch: new tokens by sequence, and the sequences that ended.
+
+    Sequence seqs[i] has generated token_ids[i].
+    """
 
     seqs: list[int]
     token_ids: list[int]

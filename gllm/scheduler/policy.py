@@ -28,7 +28,7 @@ docs/scheduler.md has the measurements behind both constants."""
 
 
 class SchedulerLoad(NamedTuple):
-    """Load of the pipeline while a micro-batch is filled: the input of a policy."""
+    """Waiting tokens, decodes and free KV cache of a pipeline: the input of scheduling policies."""
 
     num_waiting_tokens: float
     """#WP: prompt tokens neither cached nor scheduled, over all requests."""
@@ -57,9 +57,10 @@ class SchedulerLoad(NamedTuple):
 
 
 class SchedulingPolicy(Protocol):
-    """Scheduling policy: selects the rows of each micro-batch within budgets in a unit of its own.
+    """Interface of scheduling policies: decide how many decodes and prefill tokens run next.
 
-    The scheduler applies the limits (max_num_batched_tokens, blocks, #WP) afterwards.
+    Budgets are in a unit that the policy defines, such as tokens or predicted time. The scheduler
+    applies the limits of tokens (max_num_batched_tokens), KV blocks and waiting tokens afterwards.
     """
 
     learns_step_times: bool
@@ -113,13 +114,18 @@ class SchedulingPolicy(Protocol):
         """
 
     def observe_step(self, work: StageWork, seconds: float) -> None:
-        """Learn from a completed step: its work and the time of its slowest stage."""
+        """Learn from the measured time of a completed step.
+
+        Args:
+            work: tokens and context of the step.
+            seconds: time of its slowest stage.
+        """
 
 
 class TokenBudgetPolicy:
-    """Base of the policies that budget tokens: every token costs one.
+    """Base of the policies whose budgets are numbers of tokens.
 
-    Decodes come first, then prefill in the same micro-batch; every prompt may be split.
+    Decodes come first, then prefill chunks in the same micro-batch; every prompt may be split.
     """
 
     learns_step_times = False
@@ -152,7 +158,7 @@ class TokenBudgetPolicy:
 
 
 class PrefillLeads:
-    """Mixin of the policies that never mix phases: decodes run only if no prefill does."""
+    """Mixin of policies that never mix phases: prefill if a prompt waits, otherwise decodes."""
 
     def fill(self, batch: "MicroBatchFiller", now: float) -> list[ScheduledRow]:
         """Return rows of prefill if there are any, otherwise of decodes."""
@@ -164,23 +170,26 @@ class PrefillLeads:
 
 
 class PaperThrottlePolicy(TokenBudgetPolicy):
-    """Token throttling exactly as printed in the paper.
+    """Policy `throttle-paper`: token throttling with the equations of the gLLM paper, unchanged.
 
-    Spreads decodes evenly over the micro-batches in flight (4) and limits prefill by the waiting
-    tokens and the free cache (3).
+    Decodes are spread evenly over the micro-batches in flight (equation 4). Prefill tokens are
+    limited by the waiting tokens and the free KV cache (equation 3).
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
 
     def decode_budget(self, load: SchedulerLoad) -> float:
-        """Return (4); the first plans of each round get the remainder of #RD / #PP_depth."""
+        """Return equation (4): the decodes divided by the micro-batches in flight.
+
+        The remainder of #RD / #PP_depth goes to the first micro-batches of each round.
+        """
         share, remainder = divmod(load.num_decoding, load.depth)
         share += load.num_decode_plans % load.depth < remainder
         return min(load.num_ready_decodes, max(1, share))
 
     def prefill_budget(self, load: SchedulerLoad) -> float:
-        """Return (3); without decodes (1), because no sequence needs the cache held back."""
+        """Return equation (3); without decodes (1), because no sequence needs free cache to grow."""
         config = self._config
         if load.num_decoding and load.kv_free <= config.kv_threshold:
             return 0
@@ -201,7 +210,11 @@ class PaperThrottlePolicy(TokenBudgetPolicy):
 
 
 class ThrottlePolicy(PaperThrottlePolicy):
-    """Token throttling with another chunk size while few sequences decode."""
+    """Policy `throttle`: token throttling whose prefill chunks grow while few sequences decode.
+
+    With few decodes, the chunk size is the one that computes the waiting prompts soonest on the
+    pipeline.
+    """
 
     def _tokens_by_waiting(self, load: SchedulerLoad) -> float:
         """Return the chunk size by waiting tokens.
@@ -231,7 +244,7 @@ class ThrottlePolicy(PaperThrottlePolicy):
 
 
 class SarathiPolicy(TokenBudgetPolicy):
-    """One token budget: every ready decode, then prefill chunks up to the budget.
+    """Policy `sarathi`: all ready decodes, then prefill chunks up to max_num_batched_tokens.
 
     Source: "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve" (OSDI'24).
     """
@@ -250,4 +263,7 @@ class SarathiPolicy(TokenBudgetPolicy):
 
 
 class PrefillFirstPolicy(PrefillLeads, SarathiPolicy):
-    """Prefill whenever a prompt waits, decodes in between: short TTFT, long inter-token gaps."""
+    """Policy `prefill-first`: prefill chunks while a prompt waits, else decodes; never both.
+
+    Gives a short time to first token, but long gaps between the tokens of running sequences.
+    """

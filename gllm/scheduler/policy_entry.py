@@ -31,19 +31,19 @@ POLICY_METHODS = (
 
 
 def expand_policy(name: str) -> str:
-    """Return the entry `module:Class` of a short name; other names unchanged."""
+    """Return the `module:Class` entry of a policy's short name; return other names unchanged."""
     return BASELINE_ENTRIES.get(name, name)
 
 
 def load_policy(entry: str, flag: str = "--policy") -> Any:
-    """Import and return the policy class of an entry `module:Class`.
+    """Import and return the policy class that an entry `module:Class` names.
 
     Args:
-        entry: The entry.
-        flag: The flag that has it, for errors.
+        entry: module and class, separated by a colon.
+        flag: command-line flag that the entry was given to, for error messages.
 
     Raises:
-        ValueError: There is no such class, or it is no policy; the message names the fix.
+        ValueError: the class does not exist or is not a policy; the message says how to fix it.
     """
     fix = "derive it from gllm.scheduler.policy.TokenBudgetPolicy"
     return load_entry(flag, entry, POLICY_METHODS, fix)

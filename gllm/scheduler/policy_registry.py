@@ -30,10 +30,10 @@ POLICIES: dict[str, Callable[[SchedulerConfig], SchedulingPolicy]] = {
 
 
 def create_policy(config: SchedulerConfig) -> SchedulingPolicy:
-    """Create the policy that the resolved configuration names.
+    """Create the scheduling policy that `config.policy` names.
 
     Raises:
-        ValueError: The configuration has an entry `module:Class` that is no policy.
+        ValueError: `config.policy` is an entry `module:Class` whose class is not a policy.
     """
     create = POLICIES.get(config.policy) or load_policy(config.policy)
     policy: SchedulingPolicy = create(config)

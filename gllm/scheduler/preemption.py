@@ -15,7 +15,7 @@ from gllm.scheduler.sequence import Sequence
 
 
 class PreemptionManager:
-    """Selects victims, frees their KV blocks and returns them to the prefill queue."""
+    """Preempts low-priority sequences: frees their KV blocks and queues them for recomputation."""
 
     def __init__(
         self,

@@ -19,11 +19,12 @@ QueueKey = tuple[int, int, int, float, int]
 
 
 class PrefillOrder:
-    """Order of the prefill queue.
+    """Order of the prefill queue: by arrival, or the shortest or longest prompt first.
 
     Args:
-        name: one of PREFILL_ORDERS.
-        group_size: sequences that are sorted together by `sjf` and `ljf`: PrefillSchedBatch.
+        name: fcfs, sjf (shortest first) or ljf (longest first).
+        group_size: number of consecutive arrivals that `sjf` and `ljf` sort together
+            (PrefillSchedBatch in TetriInfer).
     """
 
     def __init__(self, name: str, group_size: int) -> None:

@@ -21,7 +21,7 @@ rank_of = attrgetter("rank")
 
 
 class QueueSnapshot(NamedTuple):
-    """Copy of the queues and their sums, for tests and diagnostics."""
+    """Copy of the prefill and decode queues and of their load, for tests and diagnostics."""
 
     waiting_seqs: list[int]
     """Sequences with unscheduled prefill, in the order of prefill."""
@@ -30,11 +30,11 @@ class QueueSnapshot(NamedTuple):
     decoding_seqs: frozenset[int]
     """All sequences in decode, those in flight included: #RD."""
     load: SchedulerLoad
-    """Load record of a policy for an empty micro-batch."""
+    """Load as a policy sees it before the micro-batch has any rows."""
 
 
 class SequenceQueues:
-    """Prefill queue and ready decodes, with running sums over both.
+    """Prefill queue and set of ready decodes, with totals of waiting tokens and decode context.
 
     Args:
         kv_cache: KV cache of the pipeline, for the prefix cache and the free share.
@@ -137,7 +137,7 @@ class SequenceQueues:
         return QueueSnapshot(waiting_seqs, list(self.ready), decoding_seqs, self.load())
 
     def load(self, num_decodes: int = 0, decode_cost: float = 0.0) -> SchedulerLoad:
-        """Return the load record for a policy.
+        """Return the load of the pipeline, as input of a scheduling policy.
 
         Args:
             num_decodes: number of decodes already in the micro-batch.

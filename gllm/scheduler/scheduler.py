@@ -38,13 +38,16 @@ from gllm.scheduler.step_cost import StepTimeCollector
 
 
 class Scheduler:
-    """Scheduler of one pipeline: forms micro-batches and commits their results.
+    """Scheduler of one pipeline: forms micro-batches and applies the sampled tokens that return.
+
+    Does no I/O and reads no clock: the caller passes the time.
 
     Args:
         config: resolved configuration (SchedulerConfig.resolve).
         policy: scheduling policy; by default the one that `config` names.
-        output_lengths: output lengths of an earlier scheduler, which predictions begin with.
-        create_transfers: creates `transfers`, with the arguments of SchedulerTransfers.
+        output_lengths: output lengths of finished sequences from an earlier scheduler, for
+            predictions.
+        create_transfers: constructor of `transfers`, with the arguments of SchedulerTransfers.
     """
 
     def __init__(
@@ -163,7 +166,7 @@ class Scheduler:
         return plan
 
     def commit(self, result: StepResult) -> StepOutput:
-        """Apply the result of the oldest plan in flight of its lane.
+        """Apply the result of the oldest micro-batch in flight (of its lane, if there are two).
 
         Raises:
             ValueError: the result belongs to another plan or lacks a row.

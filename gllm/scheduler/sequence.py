@@ -18,7 +18,10 @@ UNGROUPED = (2**62, 0)
 
 
 class SchedulerRequest(NamedTuple):
-    """A request to the scheduler: `n` sequences seq .. seq + n - 1 with one prompt."""
+    """Request to the scheduler: prompt, limits, and KV to fetch from or keep for other engines.
+
+    It has `n` sequences (choices) with the ids seq .. seq + n - 1.
+    """
 
     seq: int
     """Id of the first sequence; greater than all ids of earlier requests."""
@@ -29,7 +32,9 @@ class SchedulerRequest(NamedTuple):
     priority: int = 0
     """Smaller values run earlier."""
     cache_salt: str = ""
+    """Prompts share cached KV blocks only within one salt."""
     n: int = 1
+    """Number of sequences (choices) with this prompt."""
     reads_prefix_cache: bool = True
     """True if the prefix cache may replace computation. False if every prompt token is scored: the
     first sequence then computes each of them once."""
@@ -39,8 +44,8 @@ class SchedulerRequest(NamedTuple):
     age_seconds: float = 0.0
     """Time since the request arrived at the first of these schedulers."""
     kv_ticket: int = 0
-    """If not 0: when `max_tokens` ends the sequence, the blocks of its computed tokens are held
-    under this ticket."""
+    """If not 0: when `max_tokens` ends the sequence, the blocks of its computed tokens are kept
+    under this key until another engine has fetched them."""
     kv_source_tokens: int = 0
     """Leading tokens of the first sequence with KV that another engine holds."""
     is_kv_foreign: bool = False
@@ -48,9 +53,9 @@ class SchedulerRequest(NamedTuple):
     predicted_output_tokens: int = 0
     """Lower end of the predicted output length in tokens, `outputs` included; 0: no prediction."""
     kv_source_ticket: int = 0
-    """Ticket of the KV that can be fetched, which a prefetch may have fetched already."""
+    """Key of the KV to fetch at the other engine; a prefetch may have fetched it already."""
     kv_source: object = None
-    """Whatever the caller needs to fetch the KV; fetches return it."""
+    """Address of the KV to fetch, opaque to the scheduler; fetches return it."""
     reports_first_chunk: bool = False
     """True if the router has to know of `kv_ticket` once the first of several chunks is computed.
     """
@@ -103,7 +108,7 @@ class SchedulerRequest(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One choice of a request with its tokens, blocks and progress."""
+    """One choice of a request in the scheduler: its tokens, block table, progress and priority."""
 
     seq: int
     request: SchedulerRequest
@@ -155,9 +160,10 @@ class Sequence:
     queue_seconds: float = 0.0
     """Time from the arrival to the first micro-batch."""
     prefill_group: tuple[int, int] = UNGROUPED
-    """Number of the prefill group, and the place within it (PrefillOrder)."""
+    """Number of the group of prompts that are sorted together, and sort key within it
+    (PrefillOrder)."""
     num_displacements: int = 0
-    """Number of micro-batches in which prompts displaced this decode (policy `splitwise`)."""
+    """Number of micro-batches in which prompts postponed this decode (policy `splitwise`)."""
 
     rank: tuple[int, float, int] = field(init=False)
     """Order of service: priority, then arrival."""
@@ -300,10 +306,10 @@ class Sequence:
 
 
 class SequenceTable:
-    """Sequences by id, and choices that wait for the prompt to be computed.
+    """Table of all sequences by id, including choices that are created once the prompt is computed.
 
-    The choices of a request share one prompt. Only one sequence exists until the prompt is
-    computed; the others are forked from it then.
+    The n choices of a request share the KV blocks of one prompt: one sequence computes it, and the
+    others are forked from it afterwards.
     """
 
     def __init__(self) -> None:
@@ -341,7 +347,7 @@ class SequenceTable:
         return choices
 
     def cancel_fork(self, seq: int) -> bool:
-        """Release a choice that waits for its prompt; return False if the id is none."""
+        """Remove a choice that has not been created yet; return False if the id is no such choice."""
         if self.pending_forks.pop(seq, None) is None:
             return False
         self._released_seqs.append(seq)
@@ -353,10 +359,10 @@ class SequenceTable:
         self._released_seqs.append(sequence.seq)
 
     def unfinished_requests(self, now: float) -> list[SchedulerRequest]:
-        """Return the requests that have not ended, as another scheduler continues them.
+        """Return the requests that have not ended, as another scheduler can continue them.
 
         Each has the outputs of its unfinished sequences so far and its age. Its id is that of the
-        first of them; with several sequences the others may have had any ids behind it. Nothing is
+        first of them; with several sequences the others may have had any greater ids. Nothing is
         fetched for them again.
         """
         living: dict[int, list[tuple[int, list[int]]]] = {}

@@ -7,7 +7,7 @@ from gllm.scheduler.plan import ON_DEVICE, ScheduledRow
 
 
 class StageWork(NamedTuple):
-    """Work of one micro-batch, as input of cost models; the same on every stage."""
+    """Numbers of tokens, context tokens and query-key pairs in one micro-batch, for cost models."""
 
     step: int
     """Step number of the plan."""
@@ -31,12 +31,20 @@ class StageWork(NamedTuple):
 
 
 def count_query_key_pairs(start: int, num_tokens: int) -> float:
-    """Return the query-key pairs of new tokens after `start` earlier ones under the causal mask."""
+    """Return the number of (query, key) pairs in causal attention of a prefill chunk.
+
+    Args:
+        start: tokens of the sequence before the chunk.
+        num_tokens: tokens of the chunk.
+    """
     return num_tokens * (start + (num_tokens + 1) / 2)
 
 
 def compute_stage_work(step: int, rows: Iterable[ScheduledRow]) -> StageWork:
-    """Return the work of a plan's rows; a chunk of one token counts as a decode."""
+    """Return the token, context and attention counts of a micro-batch, for cost models.
+
+    A prefill chunk of one token counts as a decode.
+    """
     num_chunk_tokens = num_decodes = num_context = num_sampled = 0
     chunks = []
     has_placeholders = False

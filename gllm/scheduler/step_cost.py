@@ -30,10 +30,12 @@ DESCENT_SWEEPS = 60
 
 
 class StepCostCoefficients(NamedTuple):
-    """Coefficients of the linear step time model, in seconds; none is negative."""
+    """Coefficients of a linear model that predicts a step's time in seconds; none is negative."""
 
     step: float = 0.0
+    """Seconds per step."""
     token: float = 1.0
+    """Seconds per token."""
     pair: float = 0.0
     """Per query-key pair of a prefill chunk."""
     decode: float = 0.0
@@ -55,7 +57,11 @@ class StepCostCoefficients(NamedTuple):
 
 
 def step_features(work: StageWork) -> tuple[float, ...]:
-    """Return the features of a step, in the order of StepCostCoefficients."""
+    """Return the inputs of the linear step time model for one micro-batch.
+
+    They are in the order of StepCostCoefficients: 1, tokens, query-key pairs, decodes, context
+    tokens.
+    """
     return (
         1.0,
         work.num_tokens,
@@ -71,7 +77,7 @@ def solve_nonnegative(
     start: list[float],
     num_sweeps: int = DESCENT_SWEEPS,
 ) -> list[float]:
-    """Return the x >= 0 that minimises x'Ax / 2 - b'x, by coordinate descent.
+    """Return the vector x >= 0 that minimises x'Ax / 2 - b'x, by coordinate descent.
 
     Args:
         matrix: A, symmetric and positive semi-definite, [n][n].
@@ -89,9 +95,12 @@ def solve_nonnegative(
 
 
 class OnlineStepCostFit:
-    """Online fit of StepCostCoefficients; recent steps have more weight.
+    """Fits the linear step time model to measured steps while the pipeline runs.
 
-    early_fits: numbers of steps after which there is a fit before the first interval ends.
+    Recent steps have more weight. A new fit is made after every REFIT_INTERVAL_STEPS steps.
+
+    Args:
+        early_fits: numbers of steps after which there are additional fits.
     """
 
     def __init__(self, early_fits: Container[int] = ()) -> None:
@@ -124,11 +133,11 @@ class OnlineStepCostFit:
 
 
 class StepTimeCollector:
-    """Collects the stages' times of each step.
+    """Waits until all stages have reported a step's time, then calls `observe` with the longest.
 
     Args:
-        observe: called with the work of each step and the time of its slowest stage; None if
-            nothing learns from them.
+        observe: called with the work of each step and the time of its slowest stage; None to ignore
+            all times.
         stages: number of pipeline stages.
     """
 
@@ -157,9 +166,9 @@ class StepTimeCollector:
 
 
 class StepCostMeter:
-    """Fits step costs to a sample of the steps, for routers that predict latencies.
+    """Fits the step time model to a sample of the steps, for latency predictions by routers.
 
-    Unlike a policy's own fit it decides nothing, so it may leave steps out to save time.
+    One step in REPORTED_STEP_INTERVAL is in the sample.
     """
 
     def __init__(self, stages: int) -> None:

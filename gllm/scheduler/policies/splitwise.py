@@ -24,10 +24,11 @@ MAX_PREEMPTIONS = 4
 
 
 class SplitwisePolicy(CappedPromptPolicy):
-    """Policy `splitwise`: prompts displace decodes, each decode at most four times.
+    """Policy `splitwise`: prompts go before decodes; a decode is postponed at most four times.
 
-    A micro-batch has as many tokens as several prompts may have, decodes included; a longer prompt
-    runs beside the decodes that have been displaced four times.
+    A micro-batch has up to `prefill_batch_tokens` tokens of prompts and decodes. A longer prompt
+    runs alone, except for decodes that have been postponed four times. Source: "Splitwise"
+    (ISCA'24, arXiv 2311.18677).
     """
 
     admission: type[AdmissionController] = LongestReservation
@@ -38,9 +39,9 @@ class SplitwisePolicy(CappedPromptPolicy):
         return self._prompt_budget
 
     def fill(self, batch: "MicroBatchFiller", now: float) -> list[ScheduledRow]:
-        """Return rows of often displaced decodes, then prefill, then the other decodes.
+        """Return rows of often postponed decodes, then of prompts, then of the other decodes.
 
-        The other decodes get the places that prefill leaves of `prefill_batch_tokens`. While a
+        The other decodes get the tokens of `prefill_batch_tokens` that prompts leave. While a
         decode lacks a block, decodes come first: a victim of preemption would take it back.
         """
         if batch.is_decode_stalled:
@@ -65,11 +66,10 @@ class SplitwisePolicy(CappedPromptPolicy):
 
 
 def split_by_age(decodes: Iterable[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-    """Return the decodes that run before the prompts of a micro-batch, and those after them.
+    """Split ready decodes into those that run before the micro-batch's prompts and those after.
 
-    A decode runs before the prompts once it has been preempted MAX_PREEMPTIONS times: displaced, or
-    deprived of its blocks. The others are ordered: displaced ones, running ones, new ones; within
-    each kind they keep their order.
+    A decode runs before the prompts once it has been postponed or preempted MAX_PREEMPTIONS times
+    in total. The others are sorted: postponed ones first, then running ones, then new ones.
 
     Args:
         decodes: decodes that can run.

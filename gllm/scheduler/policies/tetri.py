@@ -10,10 +10,10 @@ from gllm.scheduler.policy import PrefillLeads, SarathiPolicy
 
 
 class TetriPolicy(PrefillLeads, SarathiPolicy):
-    """Policy `tetri`: prefill chunks of equal size over prompt boundaries, or all ready decodes.
+    """Policy `tetri`: prefill batches of a fixed number of tokens; decodes run if none waits.
 
-    A chunk has fewer tokens only if no more wait, or if the KV cache has no space for more. It is
-    not padded.
+    Prompts are split and joined to fill a prefill batch. It is smaller only if too few tokens wait
+    or the KV cache is full; it is not padded. Source: "TetriInfer" (arXiv 2401.11181).
     """
 
     def __init__(self, config: SchedulerConfig) -> None:

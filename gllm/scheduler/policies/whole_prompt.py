@@ -14,9 +14,10 @@ WATERMARK = 0.01
 
 
 class PromptAdmission(AdmissionController):
-    """Admission rule: blocks for the prompt alone, and a small share of the cache stays free.
+    """Admits a waiting sequence if its prompt fits into the free KV blocks, less a small reserve.
 
-    Decodes that lack a block later preempt the newest sequences.
+    Blocks for the output are not reserved: a decode that lacks one later preempts the newest
+    sequence.
     """
 
     def __init__(
@@ -43,10 +44,10 @@ class PromptAdmission(AdmissionController):
 
 
 class WholePromptPolicy(SarathiPolicy):
-    """Base of policies that do not split prompts; only one that is too long is split.
+    """Base of the policies without chunked prefill: a prompt is computed in one micro-batch.
 
-    A micro-batch has at most max_num_seqs / depth decodes, Vidur's limit for each of the
-    micro-batches in flight.
+    Only a prompt longer than the token limit is split. A micro-batch has at most max_num_seqs /
+    depth decodes, where depth is the number of micro-batches in flight (as in Vidur).
     """
 
     admission: type[AdmissionController] = PromptAdmission
@@ -69,18 +70,18 @@ class WholePromptPolicy(SarathiPolicy):
 
 
 class VllmPolicy(PrefillLeads, WholePromptPolicy):
-    """Policy `vllm`: whole prompts whenever their blocks are free, decodes in between.
+    """Policy `vllm`: whole prompts as soon as their blocks are free, else decodes; never both.
 
-    A decode that gets no block preempts the newest sequence, as with every policy. Source: the
-    default scheduler of vLLM before chunked prefill ("Efficient Memory Management for Large
-    Language Model Serving with PagedAttention", SOSP'23), as in Vidur (arXiv 2405.05465).
+    A decode that gets no block preempts the newest sequence. Source: the default scheduler of vLLM
+    before chunked prefill ("Efficient Memory Management for Large Language Model Serving with
+    PagedAttention", SOSP'23), as in Vidur (arXiv 2405.05465).
     """
 
 
 class CappedPromptPolicy(WholePromptPolicy):
-    """Base of policies that limit the prompt tokens of a micro-batch with several prompts.
+    """Base of whole-prompt policies that limit the total prompt tokens of a micro-batch.
 
-    A prompt longer than that is the only one of its micro-batch.
+    A prompt longer than `prefill_batch_tokens` gets a micro-batch without other prompts.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -104,10 +105,10 @@ class CappedPromptPolicy(WholePromptPolicy):
 
 
 class DistServePolicy(PrefillLeads, CappedPromptPolicy):
-    """Policy `distserve`: prompts in batches of L_m tokens first, decodes in batches of their own.
+    """Policy `distserve`: whole prompts in batches of up to L_m tokens first, decodes separately.
 
-    A batch has at most max_num_seqs / depth decodes. Source: "DistServe: Disaggregating Prefill and
-    Decoding for Goodput-optimized Large Language Model Serving" (OSDI'24, arXiv 2401.09670), online
-    scheduling: L_m is the prompt length that saturates a prefill instance. An instance that does
-    both runs waiting prompts before decodes.
+    L_m (`prefill_batch_tokens`) is the prompt length that saturates a prefill instance. A batch has
+    at most max_num_seqs / depth decodes, where depth is the number of micro-batches in flight.
+    Source: "DistServe: Disaggregating Prefill and Decoding for Goodput-optimized Large Language
+    Model Serving" (OSDI'24, arXiv 2401.09670), online scheduling.
     """
