@@ -18,7 +18,7 @@ from gllm.routing.disaggregation.policy import EnginePair
 
 
 class HandoffState(Enum):
-    """State of a hand-off."""
+    """Progress of a disaggregated request from its prefill engine to its decode engine."""
 
     PREFILL = "prefill"
     """The prefill engine has the request, for one token."""
@@ -34,28 +34,30 @@ class HandoffState(Enum):
 
 
 class HandoffLimits(NamedTuple):
-    """Time limits of hand-offs in seconds."""
+    """Time limits in seconds for KV blocks that wait at the prefill engine for their transfer."""
 
     renew_seconds: float = 5.0
-    """Between two renewals of a hold: less than half of its lease."""
+    """Time between two renewals of the lease on the KV blocks: less than half of the lease."""
     read_seconds: float = 1.0
-    """Longest wait for the reader of token 1."""
+    """Longest wait for the first token to be turned into text, which may end the request."""
     hold_seconds: float = 60.0
-    """Age at which a hold is released although its transfer has not ended."""
+    """Age at which the KV blocks are freed although their transfer has not ended."""
 
 
 class ReleaseHold(NamedTuple):
-    """Action: let an engine free the blocks that it holds or prefetches under a ticket."""
+    """Action: tell an engine to free the KV blocks that it keeps or prefetches for a request."""
 
     engine: str
     ticket: int
+    """Key of the KV blocks."""
 
 
 class RenewHold(NamedTuple):
-    """Action: let an engine extend the lease of a ticket."""
+    """Action: tell an engine to keep the KV blocks of a request for longer."""
 
     engine: str
     ticket: int
+    """Key of the KV blocks."""
 
 
 HandoffAction = ReleaseHold | RenewHold
@@ -63,7 +65,10 @@ HandoffAction = ReleaseHold | RenewHold
 
 
 class Handoff:
-    """State machine of one request's hand-off from a prefill to a decode engine."""
+    """State machine of a request that is prefilled on one engine and decoded on another.
+
+    Its methods handle events and return commands about KV blocks. Does no I/O; time is an argument.
+    """
 
     def __init__(self, pair: EnginePair, ticket: int, limits: HandoffLimits) -> None:
         """Create a hand-off in the state PREFILL: the prefill engine has got the request.

@@ -32,7 +32,7 @@ MAX_RETRIES = 100.0
 
 @dataclass(frozen=True)
 class HealthConfig:
-    """Options for ejection, slow start and retries."""
+    """Router options: ejection of slow engines, slow start of new engines, and limit of retries."""
 
     outlier_factor: float = option(
         3.0,
@@ -72,7 +72,7 @@ class HealthConfig:
 
 
 class RetryBudget:
-    """Token bucket that limits retries to a share of the requests.
+    """Token bucket that limits retries on other engines to a share of the requests.
 
     Source: RetryBudget of Twitter's Finagle.
 
@@ -126,7 +126,7 @@ class _EngineHealth:
 
 
 class FleetHealth:
-    """Ejects slow engines, and gives returning ones a slow start."""
+    """Ejects engines that have become slow, and gives new and returning ones less load at first."""
 
     def __init__(self, config: HealthConfig | None = None) -> None:
         self._config = config or HealthConfig()

@@ -6,7 +6,10 @@ from gllm.routing.state import OngoingRequest
 
 
 class OngoingRequests:
-    """Unfinished requests of one engine by wire id. Pure: time is an argument."""
+    """Table of a router's unfinished requests on one engine, with their progress.
+
+    Ids are those of the router's messages to the engine. Reads no clock: time is an argument.
+    """
 
     def __init__(self) -> None:
         self._requests: dict[int, OngoingRequest] = {}

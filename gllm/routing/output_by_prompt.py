@@ -15,7 +15,9 @@ MIN_BUCKET_REQUESTS = 16
 
 
 class PromptLengthPredictor(OutputClasses):
-    """Predictor of output lengths in tokens, by buckets of prompt lengths.
+    """Predicts output lengths from those of finished requests with a similar prompt length.
+
+    Source: "Aladdin" (arXiv 2405.06856), section on output prediction.
 
     Args:
         prior: Expected output tokens before any request has finished.

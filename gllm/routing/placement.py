@@ -26,18 +26,18 @@ SPLIT_DECODE_CONSTRAINTS = frozenset("be")
 
 
 class LatencyModel(NamedTuple):
-    """Linear latency model of one engine, in seconds per token; no coefficient is negative."""
+    """Linear model of an engine's prefill and decode step times; no coefficient is negative."""
 
     k1: float
-    """Per prompt token."""
+    """Seconds per prompt token."""
     c1: float
-    """Per prefill."""
+    """Seconds per prefill."""
     k2: float
-    """Per token of context of a decode step."""
+    """Seconds per token of context of a decode step."""
     c2: float
-    """Per request of a decode step."""
+    """Seconds per request of a decode step."""
     c3: float
-    """Per decode step."""
+    """Seconds per decode step."""
 
     @classmethod
     def from_step_costs(cls, costs: StepCostCoefficients, num_prompt_tokens: int) -> "LatencyModel":
@@ -69,7 +69,7 @@ class LatencyModel(NamedTuple):
 
 
 class PlacedRequest(NamedTuple):
-    """Request of an engine, or one that is being placed."""
+    """Prompt length, predicted output length and progress of a request that is being placed."""
 
     num_prompt_tokens: int
     num_expected_tokens: float
@@ -89,19 +89,24 @@ class PlacedRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class PlacementRules:
-    """Constraints of a placement and their parameters.
+    """Latency limits, safety margins and active constraints of Aladdin's placement of requests.
+
+    Constraints: b limits the decode step time, c the prefill time, d the delay of running decodes
+    by a prefill, e the KV cache. Source: "Aladdin" (arXiv 2405.06856).
 
     Raises:
         ValueError: A parameter is out of range.
     """
 
     slo: Slo = NO_SLO
-    """T_pre and T_dec; a constraint without its limit always holds."""
+    """Limits of the time to first token (T_pre in the paper) and of the time per output token
+    (T_dec); a constraint without its limit always holds."""
     theta: float = 0.8
     """Share of the limits that a placement uses, in (0, 1]."""
     gamma: float = 0.5
     """Share of the expected output that counts as context: half of it is the mean over time."""
     constraints: frozenset[str] = ALL_CONSTRAINTS
+    """Letters of the active constraints."""
 
     def __post_init__(self) -> None:
         """Check the parameters."""
@@ -115,7 +120,7 @@ class PlacementRules:
 
 
 class PlacementWorker(NamedTuple):
-    """Engine with its latency model and requests."""
+    """Engine to place requests on: its latency model, its requests and the size of its KV cache."""
 
     name: str
     model: LatencyModel
@@ -127,7 +132,11 @@ class PlacementWorker(NamedTuple):
 
 
 class WorkerLoad(NamedTuple):
-    """Load of an engine as `meets_constraints` reads it; costly figures are computed on demand."""
+    """Requests and context of an engine, as input of `meets_constraints`.
+
+    Values that are costly to compute are functions, which are called only if a constraint needs
+    them.
+    """
 
     model: LatencyModel
     num_requests: int
@@ -138,16 +147,17 @@ class WorkerLoad(NamedTuple):
     num_new_tokens: Callable[[], int]
     """Returns the tokens of the prompts that have not been computed."""
     decode_slacks: Callable[[float], Iterable[float]]
-    """Returns T_dec l_out - t_dec in seconds of each ongoing request, for a T_dec."""
+    """Returns, for a limit of the time per output token, by how many seconds each running request
+    is ahead of it: limit times generated tokens, minus time since the first token."""
     placed_requests: Callable[[], Sequence[PlacedRequest]]
     """Returns the requests."""
 
 
 def peak_kv_tokens(requests: Iterable[PlacedRequest]) -> float:
-    """Return the peak number of KV tokens of a batch, by its expected output lengths.
+    """Return the highest number of KV tokens that a batch will need until all requests have ended.
 
-    In the order of their ends, the cache is fullest just before each of them: a request that ends
-    r steps from now, and all later ones, have grown by r tokens then. O(n log n).
+    Uses the expected output lengths. The cache is fullest just before the end of some request: a
+    request that ends r steps from now, and all later ones, have grown by r tokens then. O(n log n).
     """
     by_end = sorted(
         (request.num_expected_tokens - request.num_output_tokens, _context(request))
@@ -161,14 +171,18 @@ def peak_kv_tokens(requests: Iterable[PlacedRequest]) -> float:
 
 
 def planned_context(requests: Iterable[PlacedRequest], gamma: float) -> float:
-    """Return the planned context of requests in tokens: sum(l_in + gamma l_pred)."""
+    """Return the expected number of context tokens of requests: sum(l_in + gamma l_pred).
+
+    l_in is the prompt length, l_pred the predicted output length and gamma the share of it that
+    counts.
+    """
     return sum(
         request.num_prompt_tokens + gamma * request.num_expected_tokens for request in requests
     )
 
 
 def admits(worker: PlacementWorker, request: PlacedRequest, rules: PlacementRules) -> bool:
-    """Return True if an engine meets all constraints with one more request."""
+    """Return True if an engine can take a request without breaking latency or KV cache limits."""
     requests = worker.requests
     decoding = [request for request in requests if not request.is_new]
     load = WorkerLoad(
@@ -187,7 +201,7 @@ def admits(worker: PlacementWorker, request: PlacedRequest, rules: PlacementRule
 
 
 def meets_constraints(load: WorkerLoad, request: PlacedRequest, rules: PlacementRules) -> bool:
-    """Return True if an engine with this load meets all constraints with one more request."""
+    """Return True if an engine with this load can take a request within all limits."""
     if load.num_requests >= load.max_num_seqs:
         return False
     # The constraints that refuse most often first.
@@ -204,13 +218,17 @@ def meets_constraints(load: WorkerLoad, request: PlacedRequest, rules: Placement
 def admits_prefill(
     model: LatencyModel, num_new_tokens: int, slacks: Iterable[float], rules: PlacementRules
 ) -> bool:
-    """Return True if the prefill of all new prompts meets constraints (c) and (d).
+    """Return True if prefilling all new prompts keeps the time to first token and running decodes.
+
+    These are constraint (c), the prefill time, and (d): no running request falls behind its limit
+    of the time per output token while it waits for the prefill.
 
     Args:
-        model: Of the worker.
-        num_new_tokens: Tokens of these prompts.
-        slacks: T_dec l_out - t_dec in seconds, of each ongoing request; not read without T_dec.
-        rules: Limits.
+        model: latency model of the engine.
+        num_new_tokens: tokens of the prompts that have not been computed.
+        slacks: time in seconds by which each running request is ahead of its limit of the time per
+            output token; not read without that limit.
+        rules: latency limits and safety margins.
     """
     ttft, tpot = rules.slo.ttft_seconds, rules.slo.tpot_seconds
     seconds = model.prefill_seconds(num_new_tokens)
@@ -223,7 +241,14 @@ def admits_prefill(
 
 
 def admits_context(model: LatencyModel, batch: int, context: float, rules: PlacementRules) -> bool:
-    """Return True if a decode step with a planned context meets constraint (b)."""
+    """Return True if a decode step meets the limit of the time per output token: constraint (b).
+
+    Args:
+        model: latency model of the engine.
+        batch: requests in the step.
+        context: their expected context in tokens.
+        rules: latency limits and safety margins.
+    """
     tpot = rules.slo.tpot_seconds
     if "b" not in rules.constraints or tpot is None:
         return True
@@ -233,7 +258,7 @@ def admits_context(model: LatencyModel, batch: int, context: float, rules: Place
 def admits_kv_cache(
     batch: Iterable[PlacedRequest], num_kv_tokens: float, rules: PlacementRules
 ) -> bool:
-    """Return True if the KV cache holds a batch until its end: constraint (e)."""
+    """Return True if the KV cache can hold a batch until all its requests end: constraint (e)."""
     return "e" not in rules.constraints or peak_kv_tokens(batch) <= num_kv_tokens
 
 
@@ -245,7 +270,16 @@ def load_norm(
     max_num_seqs: int,
     rules: PlacementRules,
 ) -> float:
-    """Return the norm of a batch and its planned context in tokens, each per its limit."""
+    """Return an engine's load as Euclidean norm of its batch size and context, each over its limit.
+
+    Args:
+        model: latency model of the engine.
+        batch: number of requests.
+        context: their expected context in tokens.
+        num_kv_tokens: capacity of the KV cache in tokens.
+        max_num_seqs: limit of the number of requests.
+        rules: latency limits and safety margins.
+    """
     limit = num_kv_tokens
     if rules.slo.tpot_seconds is not None:
         limit = min(limit, model.max_context(batch + 1, rules.slo.tpot_seconds))

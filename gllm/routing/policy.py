@@ -13,7 +13,7 @@ from gllm.routing.state import EngineSnapshot, RoutingRequest
 
 
 class RoutingPolicy(ABC):
-    """Base class of policies that choose the engine of a request."""
+    """Base class of routing policies, which choose the engine that serves a request."""
 
     uses_prefixes: ClassVar[bool] = False
     """True if `choose` reads the prefix index. The index stays empty otherwise."""

@@ -33,14 +33,14 @@ POLICIES: dict[str, Callable[[Random], RoutingPolicy]] = {
 
 
 def make_policy(name: str, rng: Random) -> RoutingPolicy:
-    """Create the routing policy of a name.
+    """Create a routing policy by its name.
 
     Args:
-        name: of POLICIES.
+        name: key of POLICIES.
         rng: source of its random choices.
 
     Raises:
-        ValueError: there is no such policy.
+        ValueError: the name is unknown.
     """
     if name not in POLICIES:
         raise ValueError(f"routing policy {name!r} is none of {', '.join(POLICIES)}")

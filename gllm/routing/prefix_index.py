@@ -10,7 +10,7 @@ from gllm.scheduler.block_pool import chain_hash, root_hash
 
 
 class PrefixIndex:
-    """Cached KV blocks by their chain hash, and the engines that have them."""
+    """Router's copy of all prefix caches: the engines that have each KV block, by block hash."""
 
     def __init__(self) -> None:
         self._owners: dict[bytes, int] = {}
@@ -127,7 +127,7 @@ class PrefixIndex:
 
 
 class PromptBlockHashes(Sequence[bytes]):
-    """Chain hashes of a prompt's full blocks; each one is computed when it is first read.
+    """Prefix-cache hashes of a prompt's full KV blocks; each is computed when it is first read.
 
     Args:
         token_ids: tokens of the prompt.

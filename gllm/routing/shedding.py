@@ -15,14 +15,14 @@ MAX_RETRY_SECONDS = 60
 
 
 def shed(request: RoutingRequest, predictions: Mapping[str, Prediction]) -> str | None:
-    """Return the reason to refuse a request; None to accept it.
+    """Return the reason to refuse a request because no engine can meet its SLO; None to accept it.
 
-    A request is refused if no engine is predicted to meet its objective. Requests without an
-    objective and those of high priority (below 0), which pass the queue that the prediction counts,
+    A request is refused if no engine is predicted to meet its limits of latency. Requests without
+    an SLO and those of high priority (below 0), which pass the queue that the prediction counts,
     are admitted. So are all requests while there is no engine: they wait for one.
 
     Args:
-        request: the request.
+        request: priority, expected output and SLO of the request.
         predictions: predicted latencies by engine.
     """
     if request.slo is None or request.priority < 0 or not predictions:
@@ -33,7 +33,12 @@ def shed(request: RoutingRequest, predictions: Mapping[str, Prediction]) -> str 
 
 
 def retry_after_seconds(request: RoutingRequest, predictions: Iterable[Prediction]) -> int:
-    """Return the seconds after which a refused request is likely to be accepted."""
+    """Return the seconds after which a refused request is likely to be accepted (Retry-After).
+
+    Args:
+        request: the refused request, with its SLO.
+        predictions: its predicted latency on each engine.
+    """
     excess = min((_excess_seconds(request, prediction) for prediction in predictions), default=0.0)
     return max(1, min(MAX_RETRY_SECONDS, math.ceil(excess)))
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 
 class SmoothRoundRobin:
-    """Weighted round-robin that interleaves the names evenly."""
+    """Weighted round-robin whose turns are spread evenly (a, b, a instead of a, a, b)."""
 
     def __init__(self) -> None:
         self._credits: dict[str, float] = {}

@@ -11,7 +11,7 @@ from gllm.scheduler.step_cost import StepCostCoefficients
 
 
 class RoutingRequest(NamedTuple):
-    """Request as input of a routing policy."""
+    """Prompt length, block hashes, limits and SLO of a request, as input of routing policies."""
 
     num_prompt_tokens: int
     """Tokens to prefill: the prompt, and the tokens that an earlier engine has generated."""
@@ -26,11 +26,12 @@ class RoutingRequest(NamedTuple):
     session: str = ""
     """Requests of one session should share an engine; empty for none."""
     slo: Slo | None = None
+    """Limits of the time to first token and per output token; None for none."""
 
 
 @dataclass(slots=True)
 class OngoingRequest:
-    """Unfinished request of an engine with its progress; its tokens update the object."""
+    """Prompt length and progress of an unfinished request on an engine; updated with each token."""
 
     num_prompt_tokens: int
     num_output_tokens: int = 0
@@ -40,7 +41,7 @@ class OngoingRequest:
 
 
 class EngineSnapshot(NamedTuple):
-    """State and load of one engine as input of a routing policy."""
+    """State, load and limits of one engine at one time, as input of routing policies."""
 
     name: str
     role: str = "mixed"
@@ -97,7 +98,7 @@ class EngineSnapshot(NamedTuple):
 
 
 def median_coefficients(models: Sequence[StepCostCoefficients]) -> StepCostCoefficients | None:
-    """Return the median of each coefficient; None for an empty list."""
+    """Return the median of each coefficient of step time models; None for an empty list."""
     if not models:
         return None
     return StepCostCoefficients(*(median(values) for values in zip(*models, strict=True)))

@@ -25,7 +25,7 @@ RECENT_SECONDS = 10.0
 
 
 class TokenSpeed:
-    """Measures how much slower an engine's tokens are than normal, from the gaps between them.
+    """Measures by what factor an engine's time between tokens exceeds its normal time.
 
     The normal time is predicted for the engine's load by a step cost model, and compared with the
     gaps between the tokens of a sequence, which include delays of stages, links and host. The

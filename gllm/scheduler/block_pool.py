@@ -57,7 +57,7 @@ def root_hash(cache_salt: str) -> bytes:
 
 
 class BlockPoolSnapshot(NamedTuple):
-    """Copy of the block pool's state; each KV block is referenced, cached but evictable, or free."""
+    """Copy of the block pool's state: each block is referenced, cached but evictable, or free."""
 
     references: dict[int, int]
     """Number of references of each referenced block."""

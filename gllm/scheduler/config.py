@@ -243,7 +243,7 @@ class SchedulerConfig:
 
     @property
     def push_threshold(self) -> int | None:
-        """Least prompt length in tokens from which KV can be fetched during prefill; None: never."""
+        """Least prompt length in tokens for which KV can be fetched during prefill; None: never."""
         return None if self.kv_push in ("auto", "off") else self.kv_push_threshold
 
     @property

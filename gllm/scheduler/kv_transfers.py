@@ -129,7 +129,7 @@ class SchedulerTransfers:
 
     @property
     def has_pending_fetches(self) -> bool:
-        """True if a fetch has to be started, or a source whose KV is not needed has to be released."""
+        """True if a fetch has to be started, or an unused source of KV has to be released."""
         return bool(self._pending or self._prefetches or self._released)
 
     @property

@@ -189,7 +189,7 @@ class PaperThrottlePolicy(TokenBudgetPolicy):
         return min(load.num_ready_decodes, max(1, share))
 
     def prefill_budget(self, load: SchedulerLoad) -> float:
-        """Return equation (3); without decodes (1), because no sequence needs free cache to grow."""
+        """Return equation (3); without decodes (1), because no sequence needs cache to grow."""
         config = self._config
         if load.num_decoding and load.kv_free <= config.kv_threshold:
             return 0

@@ -347,7 +347,7 @@ class SequenceTable:
         return choices
 
     def cancel_fork(self, seq: int) -> bool:
-        """Remove a choice that has not been created yet; return False if the id is no such choice."""
+        """Remove a choice that has not been created yet; return False if the id is not one."""
         if self.pending_forks.pop(seq, None) is None:
             return False
         self._released_seqs.append(seq)

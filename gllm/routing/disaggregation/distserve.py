@@ -18,7 +18,11 @@ from gllm.routing.state import EngineSnapshot
 
 
 class DistServePairPolicy(PairPolicy):
-    """Policy `distserve`: shortest prefill queue, then the least loaded decode engine."""
+    """Pair policy `distserve`: prefill and decode engine with the fewest unfinished requests.
+
+    The decode engine is chosen when the prefill has ended. Source: "DistServe" (OSDI'24, arXiv
+    2401.09670).
+    """
 
     decode_choice = DecodeChoice.PREFILL_END
 

@@ -22,7 +22,9 @@ Routes = Mapping[str, Mapping[str, float]]
 
 
 def parse_routes(routes: Iterable[str]) -> dict[str, dict[str, float]]:
-    """Parse routes such as `p0:d1=2.5` into flows by pair of engines.
+    """Parse routes such as `p0:d1=2.5` into {prefill engine: {decode engine: flow}}.
+
+    A flow is the relative number of requests of that pair of engines.
 
     Raises:
         ValueError: A route has another form, appears twice, or its flow is not above 0.
@@ -46,7 +48,7 @@ def parse_routes(routes: Iterable[str]) -> dict[str, dict[str, float]]:
 
 
 def format_routes(routes: Routes) -> str:
-    """Format flows as `parse_routes` reads them, separated by commas."""
+    """Format flows between engines as `p0:d1=2.5,p1:d0=1`, the inverse of `parse_routes`."""
     return ",".join(
         f"{prefill}:{decode}={flow:.6g}"
         for prefill, targets in routes.items()
@@ -55,14 +57,15 @@ def format_routes(routes: Routes) -> str:
 
 
 class FlowPairPolicy(PairPolicy):
-    """Policy `flow`: pairs of engines in proportion to the flows of a plan.
+    """Pair policy `flow`: weighted round-robin over (prefill, decode) engine pairs of a flow plan.
 
-    Engines that the plan does not name get a turn only where none of its engines is left; they
-    share the turns by their weights then.
+    The plan says which requests per second go from each prefill to each decode engine, in any unit.
+    Engines that it does not name are used only if none of its engines is left.
 
     Args:
-        rng: As of PairPolicy; not used.
-        routes: Flows of the plan; none: all engines share the turns by their weights.
+        rng: ignored; the choice is not random.
+        routes: flow from each prefill engine to each decode engine; none: all engines get requests
+            by their weights.
     """
 
     decode_choice = DecodeChoice.ARRIVAL

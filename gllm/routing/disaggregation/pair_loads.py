@@ -9,7 +9,7 @@ HEAVY_TOKENS = 128
 
 @dataclass(slots=True)
 class PairedRequest:
-    """Unfinished request with its prefill and decode engine."""
+    """Unfinished request: its lengths, and the engines assigned to its prefill and its decode."""
 
     num_prompt_tokens: int
     num_output_tokens: int
@@ -26,13 +26,13 @@ class PairedRequest:
 
     @property
     def is_heavy(self) -> bool:
-        """True if the predicted output is longer than HEAVY_TOKENS."""
+        """True if the predicted output is longer than HEAVY_TOKENS (TetriInfer's heavy decodes)."""
         return self.num_output_tokens > HEAVY_TOKENS
 
 
 @dataclass(slots=True)
 class PairLoad:
-    """Number of requests and tokens assigned to one engine, by phase."""
+    """Requests and tokens that a router has assigned to one engine, for prefill and for decode."""
 
     num_prefills: int = 0
     """Requests that it prefills or is going to prefill."""
@@ -41,7 +41,7 @@ class PairLoad:
     num_decodes: int = 0
     """Requests that it decodes or is going to decode."""
     num_heavy_decodes: int = 0
-    """Those with a long output."""
+    """Those with a predicted output of more than HEAVY_TOKENS."""
     decode_tokens: int = 0
     """KV tokens of all its decodes at their predicted ends."""
 
@@ -52,7 +52,10 @@ class PairLoad:
 
 
 class PairLoads:
-    """Loads of all engines from the unfinished requests; each update takes constant time."""
+    """Requests and tokens that a router has assigned to each engine, by phase.
+
+    Computed from the router's unfinished requests; each update takes constant time.
+    """
 
     def __init__(self) -> None:
         self.requests: dict[Hashable, PairedRequest] = {}

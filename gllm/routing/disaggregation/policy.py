@@ -21,16 +21,18 @@ from gllm.routing.state import EngineSnapshot
 
 
 class DecodeChoice(Enum):
-    """Moment at which the decode engine of a request is chosen."""
+    """Time at which a pair policy chooses the decode engine of a request."""
 
     ARRIVAL = "arrival"
+    """Together with the prefill engine, when the request arrives."""
     FIRST_CHUNK = "first_chunk"
     """After the first prefill chunk of the request."""
     PREFILL_END = "prefill_end"
+    """When the prompt has been computed."""
 
 
 class PairRequest(NamedTuple):
-    """Request for which a pair policy chooses engines."""
+    """Lengths of a request whose prefill and decode engines are to be chosen."""
 
     key: Hashable
     """Unique among the unfinished requests of the caller."""
@@ -41,7 +43,7 @@ class PairRequest(NamedTuple):
 
 
 class EnginePair(NamedTuple):
-    """Prefill and decode engine of a request."""
+    """Names of the engines that prefill and decode a request."""
 
     prefill: str
     """Name of the engine that prefills."""
@@ -51,7 +53,7 @@ class EnginePair(NamedTuple):
 
 
 class RoleChange(NamedTuple):
-    """Change of an engine's role."""
+    """Command to change an engine's role to prefill, decode or mixed."""
 
     engine: str
     role: str
@@ -59,7 +61,7 @@ class RoleChange(NamedTuple):
 
 
 class PairPolicy(ABC):
-    """Base class of policies that choose the prefill and the decode engine of a request."""
+    """Base class of policies that choose the prefill and the decode engine of each request."""
 
     decode_choice: ClassVar[DecodeChoice]
     """Moment at which the decode engine is chosen."""
@@ -143,13 +145,13 @@ class PairPolicy(ABC):
 
 
 def engines_of(role: str, engines: Sequence[EngineSnapshot]) -> Sequence[EngineSnapshot]:
-    """Return the engines of a role and the mixed ones; all engines if there are none.
+    """Return the engines whose role is the given one or mixed; all engines if there are none.
 
-    Every engine can run both phases, so a fleet that has lost all engines of a role still serves.
+    Every engine can run both phases, so requests are served even if all engines of a role are lost.
 
     Args:
         role: prefill or decode.
-        engines: to choose among.
+        engines: engines to select from.
     """
     own = [engine for engine in engines if engine.role in (role, "mixed")]
     return own or engines

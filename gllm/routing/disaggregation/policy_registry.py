@@ -18,15 +18,15 @@ PAIR_POLICIES: dict[str, type[PairPolicy]] = {
 
 
 def make_pair_policy(name: str, rng: Random, routes: Routes | None = None) -> PairPolicy:
-    """Create the pair policy of a name.
+    """Create the policy that chooses prefill and decode engines, by its name.
 
     Args:
-        name: of PAIR_POLICIES.
+        name: key of PAIR_POLICIES.
         rng: source of its random choices.
-        routes: flows of a plan, for the policy `flow`.
+        routes: flow between engines, required by the policy `flow`.
 
     Raises:
-        ValueError: there is no such policy, or it has no routes.
+        ValueError: the name is unknown, or `flow` has no routes.
     """
     if name not in PAIR_POLICIES:
         raise ValueError(f"pair policy {name!r} is none of {', '.join(PAIR_POLICIES)}")

@@ -22,7 +22,7 @@ OPPOSITE_ROLES = {"prefill": "decode", "decode": "prefill"}
 
 
 class Pools(NamedTuple):
-    """Engines by pool."""
+    """Engines by the phase that they run at present: prefill only, decode only, or both (mixed)."""
 
     prefill: list[EngineSnapshot]
     decode: list[EngineSnapshot]
@@ -37,7 +37,11 @@ class _Stay(NamedTuple):
 
 
 class RolePools:
-    """Assigns engines to the prefill, decode and mixed pools of Splitwise."""
+    """Assigns engines to the prefill, decode and mixed pools of Splitwise.
+
+    An engine joins the mixed pool when it gets work of the other phase, and leaves it when that
+    work has ended. Source: "Splitwise" (ISCA'24, arXiv 2311.18677), section 4.2.
+    """
 
     def __init__(self, loads: PairLoads) -> None:
         """Create the pools.
@@ -49,7 +53,7 @@ class RolePools:
         self._stays: dict[str, _Stay] = {}
 
     def divide(self, engines: Sequence[EngineSnapshot]) -> Pools:
-        """Return the engines by pool; idle engines of the mixed pool return to their own."""
+        """Return the engines by pool, after idle ones have left the mixed pool."""
         pools = Pools([], [], [])
         for engine in engines:
             if engine.role not in OPPOSITE_ROLES or self._is_away(engine):
@@ -70,9 +74,9 @@ class RolePools:
         self._stays.pop(engine, None)
 
     def overdue(self, engines: Sequence[EngineSnapshot], now: float) -> list[EngineSnapshot]:
-        """Return the engines that have been mixed for long enough to change their role.
+        """Return the engines that have been mixed for REPURPOSE_SECONDS, to swap their role.
 
-        A phase keeps its last machine: one whose home is that phase, mixed or not.
+        The last engine with the role of a phase is never returned.
         """
         pools = self.divide(engines)
         num_left = {role: sum(engine.role == role for engine in engines) for role in OPPOSITE_ROLES}

@@ -23,10 +23,10 @@ MAX_PENDING_TOKENS = 8192
 
 
 class SplitwisePairPolicy(PairPolicy):
-    """Policy `splitwise`: chooses both engines at arrival, least loaded of the role pools.
+    """Pair policy `splitwise`: chooses both engines at arrival, with a mixed pool for overload.
 
-    A prompt goes to the machine with the fewest pending tokens, its decode to the one with the
-    least reserved KV memory.
+    Prefill goes to the engine with the fewest pending tokens, decode to the one with the least
+    reserved KV memory. Source: "Splitwise" (ISCA'24, arXiv 2311.18677).
     """
 
     decode_choice = DecodeChoice.ARRIVAL

@@ -21,7 +21,12 @@ from gllm.routing.state import EngineSnapshot
 
 
 class TetriPairPolicy(PairPolicy):
-    """Policy `tetri`: least loaded prefill, then decode with the least interference."""
+    """Pair policy `tetri`: prefill engine with the fewest tokens, then the better of two for decode.
+
+    After the first prefill chunk, of two random decode engines with enough free KV memory the one
+    with fewer decodes of the same kind (long or short predicted output) is chosen. Source:
+    "TetriInfer" (arXiv 2401.11181).
+    """
 
     decode_choice = DecodeChoice.FIRST_CHUNK
 

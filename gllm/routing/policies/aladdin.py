@@ -45,12 +45,12 @@ STABLE_SECONDS = 120.0
 def predict_scheduling_seconds(
     num_workers: float, num_requests: float, worker_seconds: float
 ) -> float:
-    """Return the time in which the requests of a heartbeat are placed: r a n log n.
+    """Return the time in seconds to place the requests of one scheduling interval: r a n log n.
 
     Args:
-        num_workers: n.
-        num_requests: r.
-        worker_seconds: a: time per worker and comparison.
+        num_workers: n: engines to choose from.
+        num_requests: r: requests to place.
+        worker_seconds: a: seconds per engine and comparison.
     """
     n = max(2.0, num_workers)
     return num_requests * worker_seconds * n * log2(n)
@@ -64,18 +64,18 @@ def num_scheduling_groups(
     least_rate: float,
     max_seconds: float = MAX_SECONDS,
 ) -> int:
-    """Return the fewest groups whose placements are fast enough; at least 1.
+    """Return the least number of engine groups with which placing requests takes at most a limit.
 
-    A group gets at least the rate at which its number of workers can be predicted, so the groups
-    may be too few to be fast.
+    A group gets at least the request rate from which its number of engines can be predicted, so
+    there may be fewer groups than the time limit requires. The result is at least 1.
 
     Args:
-        num_workers: Workers of all groups.
-        rate: Requests per second of all groups.
-        heartbeat_seconds: Time between placements.
-        worker_seconds: Time per worker and comparison.
-        least_rate: R: least requests per second of a group.
-        max_seconds: Longest time of a placement.
+        num_workers: engines of all groups.
+        rate: requests per second of all groups.
+        heartbeat_seconds: time between two placements.
+        worker_seconds: seconds per engine and comparison.
+        least_rate: least requests per second of a group (R in the paper).
+        max_seconds: longest time of a placement.
     """
     groups = 1
     while groups < num_workers and rate / (groups + 1) >= least_rate:
@@ -88,13 +88,13 @@ def num_scheduling_groups(
 
 
 class SchedulingGroups:
-    """Division of a router's engines among groups, and the group of each request.
+    """Divides a router's engines into groups, so that placing a request sorts only one group.
 
-    Requests are divided equally among the groups. A placement sorts the engines of one group.
-    Source: "Aladdin", section on distributed scheduling; the rule is ours.
+    Requests are divided equally among the groups. An engine's group follows from a hash of its
+    name, so that few engines change theirs when the number of groups or of engines does. Reads no
+    clock: time is an argument.
 
-    Pure: time is an argument. An engine hashes to its group, so that few engines change theirs when
-    the number of groups or of engines does.
+    Source: "Aladdin" (arXiv 2405.06856), section on distributed scheduling; the rule is ours.
     """
 
     def __init__(self) -> None:
@@ -152,13 +152,17 @@ def _hash_to_group(name: str, num_groups: int) -> int:
 
 
 class AladdinPolicy(RoutingPolicy):
-    """The fullest engine that meets the constraints of all its requests with one more.
+    """Routing policy `aladdin`: the fullest engine that still meets the latency limits (best fit).
+
+    A request goes to the most loaded engine on which it and the running requests meet their limits
+    of latency and KV cache, otherwise to the least loaded one. Source: "Aladdin" (arXiv
+    2405.06856).
 
     Args:
-        rng: Breaks ties.
-        rules: Parameters of the constraints; the SLO is that of each request.
-        model: Latency model of all engines; None: the one that each engine has fitted.
-        groups: Divides the engines; None: by the rate of the requests.
+        rng: breaks ties.
+        rules: parameters of the constraints; the SLO is that of each request.
+        model: latency model of all engines; None: the one that each engine has fitted.
+        groups: divides the engines; None: by the rate of the requests.
     """
 
     uses_statistics = False

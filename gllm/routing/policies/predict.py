@@ -25,7 +25,7 @@ TIE_RATIO = 1.05
 
 
 class Prediction(NamedTuple):
-    """Predicted latencies of a request on one engine."""
+    """Predicted time to first token and time per output token of a request on one engine."""
 
     ttft_seconds: float
     tpot_seconds: float
@@ -43,17 +43,17 @@ class _Load(NamedTuple):
 def predict_latency(
     request: RoutingRequest, engine: EngineSnapshot, num_cached_tokens: int
 ) -> Prediction:
-    """Predict the latencies of a request on an engine.
+    """Predict the time to first token and per output token of a request on an engine.
 
-    The first token comes after the prefill that is ahead of the request and its own, in micro-
-    batches that also run the engine's decodes, or after enough requests have finished to give the
-    request a seat and KV blocks, whichever is later. Other requests are assumed to be as long as
-    this one.
+    The first token comes after the waiting prefill and the request's own, in micro-batches that
+    also run the engine's decodes. It also has to wait until finished requests have left enough KV
+    blocks and places among the max_num_seqs; the later time counts. Other requests are assumed to
+    be as long as this one.
 
     Args:
-        request: the request.
-        engine: the engine, with its coefficients.
-        num_cached_tokens: prompt tokens that the engine has cached.
+        request: prompt length and expected output length of the request.
+        engine: load of the engine, and its fitted step time model.
+        num_cached_tokens: prompt tokens in the engine's prefix cache.
     """
     costs = engine.coefficients or DEFAULT_COEFFICIENTS
     num_tokens = request.num_prompt_tokens - num_cached_tokens
@@ -74,9 +74,9 @@ def predict_latency(
 def predict_all(
     request: RoutingRequest, engines: Sequence[EngineSnapshot], prefixes: PrefixIndex
 ) -> Mapping[str, Prediction]:
-    """Predict the latencies of a request on each engine, by name.
+    """Predict the time to first token and per output token of a request on each engine, by name.
 
-    An engine without a cost model of its own is predicted by the median of the others'.
+    An engine without a step time model gets the median model of the others.
     """
     known = [engine.coefficients for engine in engines if engine.coefficients is not None]
     typical = median_coefficients(known) or DEFAULT_COEFFICIENTS
@@ -92,10 +92,11 @@ def predict_all(
 
 
 class PredictPolicy(RoutingPolicy):
-    """The engine with the earliest predicted first token, of those that meet the TPOT objective.
+    """Routing policy `predict`: the engine with the least predicted time to first token.
 
-    Source: shortest expected delay, as in Winston, "Optimality of the Shortest Line Discipline"
-    (1977), with delays from the engines' own step cost models.
+    Only engines that meet the request's limit of the time per output token are considered, if there
+    are any. Source: shortest expected delay, as in Winston, "Optimality of the Shortest Line
+    Discipline" (1977), with delays from the engines' own step cost models.
     """
 
     uses_prefixes = True

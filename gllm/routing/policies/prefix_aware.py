@@ -19,9 +19,9 @@ its decodes."""
 def count_cached_tokens(
     request: RoutingRequest, engines: Sequence[EngineSnapshot], prefixes: PrefixIndex
 ) -> Mapping[str, int]:
-    """Return the number of cached prompt tokens by engine name.
+    """Return the number of a request's prompt tokens in each engine's prefix cache, by name.
 
-    An engine computes at least the last token, because it samples from it.
+    The last token never counts: an engine always computes it to sample from it.
     """
     cached = prefixes.cached_blocks(request.block_hashes)
     return {
@@ -34,10 +34,13 @@ def count_cached_tokens(
 
 
 class PrefixAwarePolicy(RoutingPolicy):
-    """The engine with the fewest tokens to compute until the request has its first token.
+    """Routing policy `prefix-aware`: the engine with the fewest tokens to compute for the request.
 
-    Source: the cost of NVIDIA Dynamo's KV router, with running requests instead of their blocks:
-    a decode delays a prefill by its token, not by its context.
+    These are the request's tokens that the engine has not cached, the waiting prefill tokens, and
+    some for each running request.
+
+    Source: the cost of NVIDIA Dynamo's KV router, with running requests instead of their blocks: a
+    decode delays a prefill by its token, not by its context.
     """
 
     uses_prefixes = True

@@ -20,9 +20,10 @@ MAX_EXTRA_REQUESTS = 4
 
 
 class SessionAffinityPolicy(RoutingPolicy):
-    """The engine to which a session hashes, or the next one if that engine is overloaded.
+    """Routing policy `session`: requests of a session go to one engine, unless it is overloaded.
 
-    An engine that comes or goes moves only the sessions that are its own. Requests without a
+    The engine follows from a hash of the session, and an overloaded one is replaced by the next in
+    the hash order. When an engine comes or goes, only its own sessions move. Requests without a
     session go to the engine with the fewest requests.
     """
 

@@ -13,16 +13,22 @@ from gllm.routing.state import EngineSnapshot, RoutingRequest
 
 
 def weighted_requests(engine: EngineSnapshot) -> float:
-    """Return (requests + 1) / weight of an engine."""
+    """Return an engine's load: (unfinished requests + 1) / weight."""
     return (engine.num_requests + 1) / engine.weight
 
 
 def choose_least(
     engines: Sequence[EngineSnapshot], load: Callable[[EngineSnapshot], float], rng: Random
 ) -> str | None:
-    """Return the name of the engine with the least load, ties at random; None without engines.
+    """Return the name of the engine with the least load; ties are broken at random.
 
-    Routers that share engines and broke ties by name would all choose the same engine.
+    Random ties keep routers that share engines from all choosing the same one. Returns None without
+    engines.
+
+    Args:
+        engines: engines to choose from.
+        load: returns the load of an engine.
+        rng: breaks ties.
     """
     if not engines:
         return None
@@ -32,7 +38,7 @@ def choose_least(
 
 
 class RoundRobinPolicy(RoutingPolicy):
-    """Weighted round-robin over the engines."""
+    """Routing policy `round-robin`: all engines in turn, in proportion to their weights."""
 
     uses_statistics = False
 
@@ -46,7 +52,7 @@ class RoundRobinPolicy(RoutingPolicy):
 
 
 class RandomPolicy(RoutingPolicy):
-    """Random engine, with probabilities in proportion to the weights."""
+    """Routing policy `random`: a random engine, with probabilities in proportion to the weights."""
 
     uses_statistics = False
 
@@ -59,7 +65,7 @@ class RandomPolicy(RoutingPolicy):
 
 
 class LeastRequestsPolicy(RoutingPolicy):
-    """The engine with the fewest unfinished requests."""
+    """Routing policy `least-requests`: the engine with the fewest unfinished requests."""
 
     uses_statistics = False
     uses_request_counts = True
@@ -70,9 +76,9 @@ class LeastRequestsPolicy(RoutingPolicy):
 
 
 class LeastTokensPolicy(RoutingPolicy):
-    """The engine with the fewest tokens: those to prefill and those that decodes attend to.
+    """Routing policy `least-tokens`: the engine with the fewest waiting and decode context tokens.
 
-    A prompt counts while it is computed: an engine that computes a long prompt is not idle.
+    Prompt tokens count until they are computed: an engine that computes a long prompt is not idle.
     """
 
     def choose(self, request: RoutingRequest, engines: Sequence[EngineSnapshot]) -> str | None:
@@ -86,10 +92,10 @@ class LeastTokensPolicy(RoutingPolicy):
 
 
 class PendingTokensPolicy(RoutingPolicy):
-    """Join the shortest queue, by pending tokens: those of prompts, and one per decode.
+    """Routing policy `pending-tokens`: the engine with the fewest prompt tokens plus decodes.
 
-    A prompt is pending until its first token, also while it is computed: an engine that computes a
-    long prompt is not idle.
+    A prompt counts until its first token, also while it is computed; each decode counts as one
+    token.
 
     Source: JSQ of "Splitwise" (ISCA'24, arXiv 2311.18677); its simulator has the count.
     """
@@ -111,9 +117,10 @@ class PendingTokensPolicy(RoutingPolicy):
 
 
 class PowerOfTwoPolicy(RoutingPolicy):
-    """The better of two random engines, which several routers with old statistics share well.
+    """Routing policy `power-of-two`: of two random engines, the one with fewer requests.
 
-    Source: Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing" (2001).
+    Several routers with outdated statistics do not all choose the same engine then. Source:
+    Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing" (2001).
     """
 
     uses_statistics = False

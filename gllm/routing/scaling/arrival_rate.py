@@ -26,16 +26,25 @@ MAX_SECONDS = 900.0
 
 
 def num_arrivals_for(relative_error: float) -> float:
-    """Return the number of Poisson arrivals at which the mean rate has a relative error."""
+    """Return how many Poisson arrivals give the mean rate a relative standard error.
+
+    Args:
+        relative_error: standard error of the rate as a share of the rate.
+    """
     return 1.0 / relative_error**2
 
 
 def least_stable_rate(
     heartbeat_seconds: float, relative_error: float = MAX_RELATIVE_ERROR
 ) -> float:
-    """Return R: the least rate per second at which the mean over a time has a relative error.
+    """Return the least arrival rate per second whose mean over a time is accurate enough.
 
-    sigma / (mu sqrt(n)) of n Poisson arrivals in the time.
+    It is R in the paper: at this rate the relative standard error sigma / (mu sqrt(n)) of n Poisson
+    arrivals has the given value.
+
+    Args:
+        heartbeat_seconds: time over which arrivals are counted.
+        relative_error: standard error of the mean as a share of the mean.
     """
     return num_arrivals_for(relative_error) / heartbeat_seconds
 
@@ -67,10 +76,12 @@ class _Sum:
 
 
 class ArrivalRate:
-    """Estimator of the arrival rate since its last change. Pure: time is an argument.
+    """Estimates the rate of request arrivals since its last lasting change (CUSUM test).
+
+    Reads no clock: time is an argument.
 
     Args:
-        now: Time in seconds from which arrivals are counted.
+        now: time in seconds from which arrivals are counted.
     """
 
     def __init__(self, now: float) -> None:

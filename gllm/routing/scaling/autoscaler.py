@@ -31,7 +31,7 @@ OVERDUE_FACTOR = 2.0
 
 
 class EnginePhase(Enum):
-    """State of an engine for scaling."""
+    """State of an engine for autoscaling: starting, ready or draining."""
 
     STARTING = "starting"
     READY = "ready"
@@ -39,7 +39,7 @@ class EnginePhase(Enum):
 
 
 class EngineLoad(NamedTuple):
-    """State and number of requests of an engine."""
+    """State and number of unfinished requests of one engine, as input of the autoscaler."""
 
     name: str
     phase: EnginePhase
@@ -48,12 +48,12 @@ class EngineLoad(NamedTuple):
 
 
 class FleetLoad(NamedTuple):
-    """Load of the fleet at one time."""
+    """Arrivals, waiting requests and engines of a fleet at one time, as input of the autoscaler."""
 
     num_arrivals: int
-    """Requests that have arrived since the last observation."""
+    """Requests that have arrived since the previous observation."""
     num_waiting: int
-    """Requests that no engine has."""
+    """Requests that have not been sent to an engine."""
     queue_seconds: float
     """Time for which the oldest request has waited to be computed."""
     engines: Sequence[EngineLoad]
@@ -62,7 +62,7 @@ class FleetLoad(NamedTuple):
 
 
 class ScaleDecision(NamedTuple):
-    """Number of wanted engines, and the engines to drain, undrain or stop."""
+    """Result of autoscaling: the number of engines that should run, and those to drain or stop."""
 
     num_wanted: int
     """Engines that should run, draining ones not counted."""
@@ -75,11 +75,12 @@ class ScaleDecision(NamedTuple):
 
 
 class ScaleRule(NamedTuple):
-    """Linear scaling rule: N = ceil(k5 rate + c5)."""
+    """Linear rule for the number of engines by the request rate: N = ceil(k5 rate + c5)."""
 
     k5: float
     """Engines per request per second."""
     c5: float = 0.0
+    """Engines in addition to those of the rate."""
 
     def num_engines(self, rate: float) -> int:
         """Return the number of engines for a request rate per second."""
@@ -88,10 +89,10 @@ class ScaleRule(NamedTuple):
 
 
 def fit_scale_rule(points: Sequence[tuple[float, int]]) -> ScaleRule:
-    """Fit a scaling rule by least squares; k5 is not negative.
+    """Fit the rule engines = ceil(k5 rate + c5) to measured points by least squares; k5 >= 0.
 
     Args:
-        points: Rates in requests per second, and the numbers of workers that they need.
+        points: request rates per second, each with the number of engines that it needs.
 
     Raises:
         ValueError: There are fewer than two rates.
@@ -108,13 +109,15 @@ def fit_scale_rule(points: Sequence[tuple[float, int]]) -> ScaleRule:
 
 
 class Autoscaler:
-    """Decides how many engines a fleet needs. Pure: time is an argument.
+    """Decides how many engines a fleet needs, from arrival rate, queueing time and start-up time.
+
+    Reads no clock: time is an argument.
 
     Args:
-        config: Limits and times.
-        now: Time in seconds.
-        num_engines: Engines at the beginning.
-        c5: Engines that the rule adds to those of the rate.
+        config: limits of the number of engines, and times.
+        now: time in seconds.
+        num_engines: engines at the beginning.
+        c5: engines in addition to those that the request rate needs.
     """
 
     def __init__(

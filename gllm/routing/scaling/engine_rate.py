@@ -17,7 +17,7 @@ USED_SHARE = 0.8
 
 
 class RecentLengths(NamedTuple):
-    """Moving average of prompt and output lengths in tokens."""
+    """Moving averages of the prompt and output lengths of requests, in tokens."""
 
     prompt: float
     output: float
@@ -34,13 +34,13 @@ def sustained_rate(
     lengths: RecentLengths,
     tpot_seconds: float | None = None,
 ) -> float:
-    """Return the requests per second that an engine can serve in steady state.
+    """Return the requests per second that an engine can serve in steady state, by a formula.
 
     Args:
-        engine: The engine.
-        costs: Its step costs, those of its slowest stage.
-        lengths: Mean lengths of its requests.
-        tpot_seconds: Limit of the time per output token; None: no limit.
+        engine: number of stages and limits of batch size and KV cache.
+        costs: step time model of its slowest stage.
+        lengths: mean prompt and output lengths of its requests.
+        tpot_seconds: limit of the time per output token in seconds; None for no limit.
     """
     context = lengths.prompt + lengths.output / 2
     batch = float(engine.max_num_seqs) / engine.num_stages

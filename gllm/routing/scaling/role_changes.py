@@ -19,7 +19,7 @@ from gllm.routing.state import EngineSnapshot
 
 @dataclass(frozen=True)
 class FlipConfig:
-    """Options for the change of an engine between prefill and decode."""
+    """Router options for changing engines between the prefill role and the decode role by load."""
 
     flip_low_load: float = option(
         0.1, "mean load of an engine below which it may be flipped, from 0 to 1", gt=0, lt=1
@@ -50,10 +50,11 @@ class FlipConfig:
 
 
 def phase_load(engine: EngineSnapshot) -> float:
-    """Return the load of an engine in [0, 1], by its role.
+    """Return the load of a prefill or decode engine, from 0 to 1.
 
-    A prefill engine is loaded while it has prompt tokens to compute. A decode engine is loaded by
-    its share of seats or KV blocks in use, and fully while requests wait for them.
+    A prefill engine has load 1 while it has prompt tokens to compute, otherwise 0. A decode engine
+    has its share of max_num_seqs or of the KV blocks in use, whichever is greater, and 1 while
+    requests wait.
     """
     if engine.role == "prefill":
         return float(engine.num_waiting_tokens > 0 or engine.stats.in_flight > 0)
@@ -64,9 +65,9 @@ def phase_load(engine: EngineSnapshot) -> float:
 
 
 class FlipPolicy:
-    """Policy that changes the role of idle engines when the other phase is overloaded.
+    """Changes an idle prefill engine to decode, or the reverse, when the other role is overloaded.
 
-    A phase keeps its last engine. Mixed engines are neither observed nor flipped.
+    The last engine of a role is kept. Mixed engines are ignored.
     """
 
     def __init__(self, config: FlipConfig | None = None) -> None:

@@ -8,7 +8,7 @@ from gllm.options.options import MAX_TIMEOUT_SECONDS, option
 
 @dataclass(frozen=True)
 class ScaleConfig:
-    """Limits and times of automatic scaling."""
+    """Router options for autoscaling: limits of the number of engines, and times."""
 
     scale: str | None = option(
         None,

@@ -19,7 +19,7 @@ QUANTITIES = ("prompt tokens", "output tokens", "seconds between arrivals")
 
 
 class RequestSample(NamedTuple):
-    """Arrival time and lengths of a finished request."""
+    """Arrival time, prompt length and output length of a finished request."""
 
     arrival_seconds: float
     num_prompt_tokens: int
@@ -29,10 +29,12 @@ class RequestSample(NamedTuple):
 
 
 class WindowMeans(NamedTuple):
-    """Means of a window of requests, in the order of QUANTITIES, and their standard errors."""
+    """Mean prompt tokens, output tokens and seconds between arrivals of consecutive requests."""
 
     means: tuple[float, ...]
+    """In the order of QUANTITIES."""
     errors: tuple[float, ...]
+    """Standard errors of the means."""
 
     @property
     def prompt_tokens(self) -> float:
@@ -51,25 +53,26 @@ class WindowMeans(NamedTuple):
 
 
 class WorkloadShift(NamedTuple):
-    """Lasting change of the workload's mean lengths or rate."""
+    """Lasting change of the mean prompt length, output length or request rate."""
 
     quantities: tuple[str, ...]
     """Names of QUANTITIES that have shifted."""
     before: WindowMeans
+    """Means of the reference windows."""
     after: WindowMeans
     """Means of the last window."""
 
 
 @dataclass(frozen=True)
 class ShiftRule:
-    """Limits from which a change of the means is a lasting shift."""
+    """Conditions under which a change of the workload's means counts as lasting."""
 
     window: int = 400
     """Requests of a window."""
     num_windows: int = 2
-    """Windows of the profile, and windows in a row that must show the same shift."""
+    """Number of windows of the reference, and of windows in a row that must show the same shift."""
     relative_change: float = 0.25
-    """Least change of a mean, as a share of its profile."""
+    """Least change of a mean, as a share of its value in the reference."""
     num_errors: float = 3.0
     """Least change in standard errors of the difference: heavy tails make means vary."""
 
@@ -93,7 +96,7 @@ class ShiftRule:
 
 @dataclass(frozen=True)
 class ShiftConfig:
-    """Detection of shifts: on or off, and the limits of a lasting shift."""
+    """Router options for detecting lasting changes of request lengths and request rate."""
 
     detect_shifts: bool = option(
         False,
@@ -125,13 +128,13 @@ class ShiftConfig:
 
 
 class ShiftDetector:
-    """Detector of lasting changes between a reference profile and later windows of requests.
+    """Detects lasting changes of request lengths and request rate against the first windows.
 
-    The first windows are the profile. After a shift the next windows are a new one, so that a shift
-    is reported once.
+    The first windows of requests are the reference. After a shift the next windows are a new one,
+    so that a shift is reported once.
 
     Args:
-        rule: Limits of a lasting shift.
+        rule: conditions of a lasting change.
     """
 
     def __init__(self, rule: ShiftRule | None = None) -> None:
@@ -187,7 +190,10 @@ class ShiftDetector:
 
 
 def measure_means(samples: Sequence[RequestSample]) -> WindowMeans:
-    """Return the means of consecutive requests; the first one only starts the first interval."""
+    """Return the mean lengths and time between arrivals of consecutive requests, with their errors.
+
+    The first request only starts the first interval.
+    """
     later = samples[1:]
     gaps: list[float] = []
     for first, second in zip(samples, later, strict=False):
