@@ -35,7 +35,15 @@ PATIENCE_SECONDS = 5.0
 
 
 class NumericsIndex:
-    """Index of the attached engines by their numerics digest. Pure: time is an argument."""
+    """Finds the engines whose numerics are those of a request's earlier tokens.
+
+    Numerics is all that decides which tokens follow a prompt: weights, dtypes, kernels, devices.
+    Reads no clock: time is an argument.
+
+    Args:
+        patience_seconds: waiting time after which engines with other numerics may continue a
+            request.
+    """
 
     def __init__(self, patience_seconds: float) -> None:
         self.num_inexact_migrations = 0
@@ -60,9 +68,10 @@ class NumericsIndex:
         """Return the sets of engines that may run a request, in the order of preference.
 
         Args:
-            entry: of the request.
+            entry: the request with its tokens so far.
             parked_seconds: time for which it has waited for an engine.
-            reserved: engine that nobody gets at present; requests wait until it is free.
+            reserved: engine that takes no other requests at present; requests wait until it is
+                free.
         """
         equal = self._names.get(entry.numerics, frozenset())
         if not entry.numerics or reserved in equal or parked_seconds < self._patience_seconds:
@@ -86,7 +95,10 @@ class NumericsIndex:
 
 
 class FleetClient(RequestClient):
-    """Client of all engines of a router: dispatches, parks and migrates its requests."""
+    """Sends a router's requests to engines, and continues them elsewhere when an engine is lost.
+
+    Requests for which no engine is available wait in the router (they are parked).
+    """
 
     def __init__(
         self,
@@ -149,13 +161,14 @@ class FleetClient(RequestClient):
     def attach(
         self, engine: str, numerics: str, send: SendFunction, kv: KvPeer | None = None
     ) -> None:
-        """Add an engine and dispatch the parked requests.
+        """Add an engine and dispatch the waiting requests.
 
         Args:
             engine: name; an attached engine of this name is lost.
-            numerics: digest of what its tokens depend on besides the request.
-            send: sends to it, in order; must not raise once a message could be encoded.
-            kv: its part in hand-offs; None if it takes none.
+            numerics: digest of all that its tokens depend on besides the request.
+            send: sends a message to the engine, in order; must not raise once a message could be
+                encoded.
+            kv: its KV transfer interface; None if it neither gives nor fetches KV blocks.
         """
         self.detach(engine, "another session took its place", is_planned=False)
         self._engines[engine] = DispatchTarget(engine, numerics, send, kv)

@@ -1,4 +1,4 @@
-"""Place of a request of a router: at an engine, or parked."""
+"""Records of where a router's request is: at an attached engine, or waiting for one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ others only if none of these was chosen for some time.
 
 
 class KvPeer(NamedTuple):
-    """KV transfer interface of an engine that gives KV blocks to others or fetches theirs."""
+    """Interface of an engine that gives KV blocks to other engines or fetches theirs."""
 
     run: int
     """Random number of this start of its head process."""
@@ -33,16 +33,17 @@ class KvPeer(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class DispatchTarget:
-    """An attached engine and the requests that run on it."""
+    """An attached engine, as the router's client sees it: how to send to it, and its requests."""
 
     name: str
     numerics: str
-    """Digest: engines of the same one continue each other's output."""
+    """Digest of all that decides the tokens; engines with the same one continue each other's
+    output."""
     send: SendFunction
     kv: KvPeer | None = None
-    """None if the engine takes part in no hand-offs."""
+    """None if the engine neither gives nor fetches KV blocks."""
     choices: dict[int, SubmittedChoice] = field(default_factory=dict)
-    """By wire id."""
+    """Running choices by their ids in messages to the engine."""
     streams: dict[RequestStream, "Submitted"] = field(default_factory=dict)
     """In order of submission."""
 
@@ -53,17 +54,19 @@ class DispatchTarget:
 
 
 class Submitted(NamedTuple):
-    """Figures of a request at its submission to an engine."""
+    """Start of the waiting time and generated tokens of a request when it was sent to an engine."""
 
     waits_since: float
     """Time since which it has waited for an engine that computes it."""
     num_output_tokens: int
+    """Tokens that earlier engines have generated."""
 
 
 class Parked(NamedTuple):
-    """Waiting time and cause of a request that runs on no engine."""
+    """Start and reason of the wait of a request that no engine runs."""
 
     since: float
-    """Time since which it has waited; what it waited for an engine that gave it back counts."""
+    """Time since which it has waited, including the time at an engine that has returned it
+    unfinished."""
     cause: str
-    """Cause of its departure from its engine: a key of `num_migrations`; empty if it is new."""
+    """Why it left its engine: a key of `num_migrations`; empty if it is new."""

@@ -28,7 +28,7 @@ EXPECTED_OUTPUT_TOKENS = 256
 
 
 class Dispatcher:
-    """Chooses the engine of each request by the load of the attached engines."""
+    """Chooses the engine of each request by routing policy, engine load and engine health."""
 
     def __init__(
         self, policy: RoutingPolicy, health: FleetHealth, clock: Callable[[], float]
@@ -185,7 +185,7 @@ class Dispatcher:
 
 
 class PairDispatcher:
-    """Chooses prefill and decode engines with a pair policy. Implements PairChooser."""
+    """Chooses the prefill and the decode engine of each request. Implements PairChooser."""
 
     def __init__(
         self, policy: PairPolicy, dispatcher: Dispatcher, clock: Callable[[], float]

@@ -12,7 +12,7 @@ engine's next report on a network between two machines."""
 
 
 class SentRequests:
-    """Requests sent to one engine that its latest statistics do not include yet."""
+    """Requests that an engine's latest statistics do not include yet, to be added to its load."""
 
     def __init__(self) -> None:
         self.requests: dict[int, tuple[float, int]] = {}
@@ -40,7 +40,10 @@ class SentRequests:
 
 
 class EngineRecord:
-    """State and load of one attached engine. Pure: time is an argument."""
+    """State and load of one attached engine, from its reports and the requests sent since.
+
+    Reads no clock: time is an argument.
+    """
 
     def __init__(
         self,
@@ -160,9 +163,9 @@ def unfit_reason(announce: AnnounceEngine, model: str, model_hash: str, max_mode
     """Return why an engine cannot serve this router's requests; empty if it can.
 
     Args:
-        announce: of the engine.
-        model: of the router, for the text.
-        model_hash: of the router's model.
+        announce: first message of the engine: its model, limits and version.
+        model: model of the router, for the text.
+        model_hash: digest of the router's model.
         max_model_len: most tokens of prompt and output of the router's requests.
     """
     if announce.model_hash != model_hash:
@@ -179,11 +182,14 @@ def unfit_reason(announce: AnnounceEngine, model: str, model_hash: str, max_mode
 
 
 def preset_warning(announce: AnnounceEngine, preset: str | None) -> str:
-    """Return a warning if an engine's policy is not that of the router's preset; else empty.
+    """Return a warning if an engine's scheduling policy does not fit the router's preset.
 
     Args:
-        announce: of the engine.
-        preset: of the router; None without.
+        announce: first message of the engine, with its policy.
+        preset: disaggregated system that the router reproduces; None for none.
+
+    Returns:
+        The text; empty if the policy fits.
     """
     if preset is None or announce.policy in ("", LOCAL_PRESETS[preset].policy):
         return ""

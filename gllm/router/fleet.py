@@ -49,7 +49,7 @@ event loop to read; one that does not read in time is no longer waited for."""
 
 
 class Fleet:
-    """The engines behind a router, as one backend. Implements `Backend` and `FleetControl`."""
+    """All engines behind a router, used as one engine. Implements `Backend` and `FleetControl`."""
 
     def __init__(
         self,
@@ -429,11 +429,11 @@ class Fleet:
 def request_sender(
     link: EngineLink, record: EngineRecord, clock: Callable[[], float]
 ) -> SendFunction:
-    """Return a function that sends requests to an engine and adds them to its load.
+    """Return a function that sends requests to an engine and counts them as load of it.
 
     Args:
-        link: session with the engine.
-        record: load of the engine.
+        link: connection to the engine.
+        record: state and load of the engine.
         clock: returns the time in seconds.
     """
 
@@ -448,7 +448,7 @@ def request_sender(
 
 
 def kv_peer(link: EngineLink) -> KvPeer:
-    """Return the KV transfer interface of an engine, with its latest announced endpoint."""
+    """Return the interface for KV transfers of an engine; its latest announced address is used."""
     return KvPeer(
         link.announce.run,
         lambda: link.announce.kv_endpoint,
@@ -459,7 +459,7 @@ def kv_peer(link: EngineLink) -> KvPeer:
 
 
 class EngineCommands:
-    """Sends commands to engines and collects their results."""
+    """Sends commands to engines, such as a reset of the prefix cache, and waits for the results."""
 
     def __init__(self) -> None:
         self._ids = count()

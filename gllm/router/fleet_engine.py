@@ -14,11 +14,11 @@ from gllm.routing.disaggregation.policy_registry import make_pair_policy
 
 
 class FleetEngine(TextEngine):
-    """Engine API of a router: its requests run on the attached engines.
+    """Engine API of a router: tokenizes and detokenizes requests that the attached engines compute.
 
     Args:
-        config: Model, addresses and policy of the router.
-        served_model_name: Public name of the model; by default `config.model`.
+        config: model, addresses and policy of the router.
+        served_model_name: public name of the model; by default `config.model`.
 
     Raises:
         ModelError: The model cannot be served.

@@ -28,12 +28,12 @@ MAX_AGE_SECONDS = 0.1
 
 
 def no_engines_error(cause: str) -> EngineUnavailableError:
-    """Return the error for requests while no engine accepts any."""
+    """Return the error for a request that arrives while no engine accepts requests."""
     return EngineUnavailableError("no_engines", cause, RETRY_SECONDS, "rejected-no-endpoints")
 
 
 class FleetStats:
-    """Sums of all engines' statistics; counters do not decrease when an engine leaves."""
+    """Sums of the engines' statistics, including the final counters of engines that have left."""
 
     def __init__(self) -> None:
         self._departed = SchedulerStats()
@@ -86,13 +86,13 @@ def engine_rows(
     client: FleetClient,
     now: float,
 ) -> list[EngineRow]:
-    """Return one row of state and load per engine, by name.
+    """Return state, load and address of each engine for `GET /engines` and metrics, sorted by name.
 
     Args:
-        records: engines by name.
-        links: of the engines.
+        records: state and load of the engines, by name.
+        links: connections to the engines, by name.
         health: weights and ejections.
-        client: with the requests.
+        client: counts of running and dispatched requests.
         now: time in seconds.
     """
     ejected = health.ejected(now)
@@ -124,11 +124,11 @@ def engine_rows(
 
 
 def forget_departed(counts: dict[str, int], attached: Container[str]) -> None:
-    """Drop the oldest counts of departed engines beyond MAX_NAMES.
+    """Delete the oldest counts of engines that have left, as far as there are more than MAX_NAMES.
 
     Args:
-        counts: by engine.
-        attached: names of the attached engines.
+        counts: number by engine name; changed in place.
+        attached: names of the attached engines, which are kept.
     """
     departed = [name for name in counts if name not in attached]
     for name in departed[: max(0, len(counts) - MAX_NAMES)]:
@@ -142,7 +142,7 @@ def _add_counters(total: SchedulerStats, stats: SchedulerStats) -> SchedulerStat
 
 
 def unready_cause(records: Mapping[str, EngineRecord]) -> str:
-    """Return a text that says why no engine accepts requests."""
+    """Return a text for errors and probes: why no engine accepts requests."""
     if not records:
         return "no engine is attached to the router"
     states = ", ".join(f"{name} is {record.state}" for name, record in sorted(records.items()))

@@ -58,7 +58,7 @@ class PairChooser(Protocol):
 
 
 class TicketDeadlines:
-    """Priority queue of deadlines, one per ticket."""
+    """Priority queue of deadlines of KV transfers, one per transfer key (ticket)."""
 
     def __init__(self) -> None:
         self._deadlines: dict[int, float] = {}
@@ -85,7 +85,7 @@ class TicketDeadlines:
 
 
 class Handoffs:
-    """Table of the running hand-offs from prefill to decode engines."""
+    """Table of requests that one engine prefills and another decodes, with their KV transfers."""
 
     def __init__(
         self,

@@ -12,7 +12,11 @@ from gllm.scheduler.plan import FinishedSequence
 
 
 def drop_stale(engine: DispatchTarget, message: EngineOutputs) -> int:
-    """Abort sequences that an engine should not run; return the number of their tokens."""
+    """Abort sequences that an engine computes although the router has moved or ended them.
+
+    Returns:
+        The number of their tokens in the message.
+    """
     stale = [seq for seq in message.outcome.seqs if seq not in engine.choices]
     if not stale:
         return 0
@@ -25,12 +29,12 @@ def drop_stale(engine: DispatchTarget, message: EngineOutputs) -> int:
 def split_refused(
     engine: DispatchTarget, message: EngineOutputs, on_poison: Callable[[JournalEntry], None]
 ) -> tuple[EngineOutputs, dict[RequestStream, None]]:
-    """Split the requests that an engine refuses off its output.
+    """Remove the requests that an engine has returned unfinished from its output, and return both.
 
     Args:
         engine: sender of the message.
         message: its output.
-        on_poison: called with each request that ends because it has killed workers.
+        on_poison: called with each request that ends because its computation has killed workers.
     """
     refused: dict[RequestStream, None] = {}
     unavailable = set()
@@ -47,13 +51,13 @@ def split_refused(
 
 
 def without_ends(message: EngineOutputs, seqs: set[int]) -> EngineOutputs:
-    """Return a message without the finish records of some sequences."""
+    """Return an engine's output without the finish records of some sequences."""
     finished = [end for end in message.outcome.finished if end.seq not in seqs]
     return msgspec.structs.replace(message, outcome=message.outcome._replace(finished=finished))
 
 
 def without_tokens(message: EngineOutputs, seqs: set[int]) -> EngineOutputs:
-    """Return a message without the tokens and token details of some sequences."""
+    """Return an engine's output without the tokens and token details of some sequences."""
     outcome = message.outcome
     kept = [
         (seq, token)
@@ -72,11 +76,11 @@ def without_tokens(message: EngineOutputs, seqs: set[int]) -> EngineOutputs:
 def with_ends_of_all(
     message: EngineOutputs, failed: Sequence[tuple[FinishedSequence, list[int]]]
 ) -> EngineOutputs:
-    """Return a message in which all choices of some requests finish like one of them.
+    """Return an engine's output in which the failure of a choice ends all choices of its request.
 
     Args:
         message: output of an engine.
-        failed: end of a choice, and the wire ids of all choices of its request.
+        failed: for each request the finish record of one choice, and the ids of all its choices.
     """
     kinds = dict(message.error_kinds)
     ends = list(message.outcome.finished)
@@ -92,8 +96,9 @@ def with_ends_of_all(
 def can_be_handed_off(entry: JournalEntry) -> bool:
     """Return True if a request can be prefilled on one engine and decoded on another.
 
-    Several choices are sampled from the last token of the prompt, which is computed after the
-    fetch: there has to be a token before it.
+    It must generate more than one token, have no output yet, and request neither prompt logprobs
+    nor embeddings. With several choices the prompt needs two tokens, because the choices are
+    sampled from its last token, which the decode engine computes.
     """
     return (
         (entry.n == 1 or len(entry.prompt) > 1)

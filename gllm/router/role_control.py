@@ -21,7 +21,10 @@ log = logging.getLogger(__name__)
 
 
 class RoleControl:
-    """Sets the roles of engines: prefill, decode or mixed. Implements `EngineRoles`."""
+    """Changes the roles of engines (prefill, decode, mixed) by command or by load.
+
+    Implements `EngineRoles`.
+    """
 
     def __init__(
         self,
@@ -50,12 +53,12 @@ class RoleControl:
         self._flip_policy = FlipPolicy(config.flip_conditions) if config.flips else None
 
     def leads(self, name: str) -> bool:
-        """Return True if an engine names this router the one that may change its role."""
+        """Return True if this router is the only one that may change an engine's role."""
         record = self._records.get(name)
         return record is not None and record.report.leader == self._run
 
     def leads_all(self) -> bool:
-        """Return True if all engines name this router their leader, or there are none."""
+        """Return True if this router may change the roles of all engines, or there are none."""
         return all(map(self.leads, self._records))
 
     def set_role(self, name: str, role: str) -> str:
@@ -68,9 +71,9 @@ class RoleControl:
         return record.announce.role
 
     def on_tick(self) -> None:
-        """Command the role changes that the policies decide.
+        """Apply the role changes that the policies decide; called once per second.
 
-        All routers observe the engines, so that each can lead from one moment to the next.
+        All routers observe the engines, so that each can become the leading one at any time.
         """
         if self._pair_policy is None and self._flip_policy is None:
             return

@@ -30,7 +30,7 @@ PHASES = {"ready": EnginePhase.READY, "draining": EnginePhase.DRAINING}
 
 
 class ScaleControl:
-    """Decides how many engines the router wants. Implements `EngineScaling`."""
+    """Decides how many engines should run, by the router's load. Implements `EngineScaling`."""
 
     def __init__(
         self,

@@ -38,9 +38,9 @@ class _PendingRequest:
 
 
 class WorkloadMonitor:
-    """Detects lasting shifts in a router's request lengths and rate.
+    """Detects lasting changes of a router's mean prompt length, output length and request rate.
 
-    A request without a token, such as one that was shed or has failed, counts for the rate only.
+    A request without a token, such as one that was refused or has failed, counts for the rate only.
     """
 
     def __init__(

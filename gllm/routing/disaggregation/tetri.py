@@ -21,7 +21,7 @@ from gllm.routing.state import EngineSnapshot
 
 
 class TetriPairPolicy(PairPolicy):
-    """Pair policy `tetri`: prefill engine with the fewest tokens, then the better of two for decode.
+    """Pair policy `tetri`: prefill engine with the fewest tokens, better of two decode engines.
 
     After the first prefill chunk, of two random decode engines with enough free KV memory the one
     with fewer decodes of the same kind (long or short predicted output) is chosen. Source:
