@@ -1,4 +1,4 @@
-"""Actions that `Recovery` returns and the supervisor executes, in the order of the list."""
+"""Commands that the state machine `Recovery` returns and the supervisor executes, in list order."""
 
 import msgspec
 
@@ -7,60 +7,64 @@ from gllm.recovery.placement import LOCAL_NODE, Placement
 
 
 class Action(msgspec.Struct, frozen=True):
-    """Base class of the actions."""
+    """Base class of the commands that `Recovery` returns to the supervisor of the workers."""
 
 
 class SpawnWorker(Action, frozen=True):
-    """Start a worker process; an attempt that fails is reported by `on_exit`."""
+    """Start a worker process; a failed attempt is reported to `Recovery.on_exit`."""
 
     sender: int
+    """Id of the new process, unique within a run."""
     place: int | None
-    """Index of the place for which the worker is started; None for a standby worker."""
+    """Index of the (stage, rank) for which the worker is started; None for a standby worker."""
     node: str = LOCAL_NODE
     """Name of the machine on which the worker runs."""
 
 
 class KillWorker(Action, frozen=True):
-    """Kill a worker process; `on_exit` follows once it is reaped."""
+    """Kill a worker process; `Recovery.on_exit` is called once it has exited."""
 
     sender: int
     cause: str
 
 
 class CloseInstances(Action, frozen=True):
-    """Ask surviving workers to close their stage instances; `on_closed` follows for each."""
+    """Ask surviving workers to free their KV cache and connections, so that they can be used again.
+
+    `Recovery.on_closed` is called for each.
+    """
 
     epoch: int
     senders: list[int]
 
 
 class MeasureWorkers(Action, frozen=True):
-    """Let workers measure their speed; `on_measured` follows for each."""
+    """Let workers measure the time and memory of each layer; `on_measured` is called for each."""
 
     placement: Placement
     """The next epoch, with layers that are only preliminary."""
 
 
 class ChooseLayers(Action, frozen=True):
-    """Divide the layers by the workers' measurements; `change_layers` follows."""
+    """Divide the layers among the stages by the workers' measurements; `change_layers` follows."""
 
 
 class ChangeShape(Action, frozen=True):
-    """Use other stages, or other nodes of the stages, from the next epoch on."""
+    """Use other stages, or other nodes for the stages, from the next restart of the pipeline on."""
 
     shape: NodeShape
 
 
 class PrepareLayers(Action, frozen=True):
-    """Let workers load the layers of a planned change while the present epoch serves.
+    """Let workers load weights for a planned change of the stages while the engine serves.
 
-    `on_prepared` follows for each; `on_preparation_failed` if a node cannot do it.
+    `on_prepared` is called for each; `on_preparation_failed` if a node cannot do it.
     """
 
     number: int
     """Number of the change."""
     placement: Placement
-    """The next epoch, if nothing disturbs the change."""
+    """Layers of each worker after the change."""
     cause: str
     """Description of the change."""
     node: str | None = None
@@ -68,7 +72,7 @@ class PrepareLayers(Action, frozen=True):
 
 
 class BeginChange(Action, frozen=True):
-    """Announce that a planned change ends the present epoch."""
+    """Announce that the pipeline stops now for a planned change of its stages."""
 
     kind: str
     """rebalanced, drained or joined."""
@@ -76,52 +80,53 @@ class BeginChange(Action, frozen=True):
 
 
 class DismissNode(Action, frozen=True):
-    """End the membership of a node that has no stages any more."""
+    """Remove a node that has no stages any more from the cluster."""
 
     node: str
     cause: str
 
 
 class AssignEpoch(Action, frozen=True):
-    """Assign a placement to its workers; `on_loaded` follows for each.
+    """Send each worker its layers and connections for a new start of the pipeline (epoch).
 
-    An attempt that fails before a worker is told is reported by `on_assignment_failed`.
+    `on_loaded` is called for each. An attempt that fails before a worker has got them is reported
+    to `on_assignment_failed`.
     """
 
     placement: Placement
 
 
 class InitializeCaches(Action, frozen=True):
-    """Let all workers allocate their KV cache; `on_ready` follows for each."""
+    """Let all workers allocate their KV cache; `on_ready` is called for each."""
 
     epoch: int
 
 
 class WarmUp(Action, frozen=True):
-    """Compute one token on all stages; `on_warm` follows."""
+    """Compute one token on all stages before requests are served; `on_warm` is called then."""
 
     epoch: int
 
 
 class DetachClient(Action, frozen=True):
-    """Park the running requests."""
+    """Stop sending requests to the pipeline; unfinished requests wait for its recovery."""
 
     cause: str
 
 
 class AttachClient(Action, frozen=True):
-    """Submit the parked requests to the driver again."""
+    """Send the waiting requests to the recovered pipeline again."""
 
     epoch: int
 
 
 class RejectParked(Action, frozen=True):
-    """End the parked requests with an error, because the recovery has taken too long."""
+    """End the requests that wait for the recovery with an error, because it has taken too long."""
 
     cause: str
 
 
 class GiveUp(Action, frozen=True):
-    """End the engine; no other action follows."""
+    """End the engine, because it cannot be recovered; no other command follows."""
 
     cause: str

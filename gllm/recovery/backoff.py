@@ -9,18 +9,18 @@ REFUSED_SECONDS = 10.0
 
 
 def backoff_seconds(num_failures: int, first_seconds: float, max_seconds: float = 60.0) -> float:
-    """Return a delay that doubles with each failure.
+    """Return a retry delay that doubles with each failure, up to a limit.
 
     Args:
-        num_failures: earlier ones in a row.
-        first_seconds: delay without earlier ones.
-        max_seconds: the longest delay.
+        num_failures: earlier failures in a row.
+        first_seconds: delay without earlier failures.
+        max_seconds: longest delay.
     """
     return min(first_seconds * 2.0 ** min(num_failures, 64), max_seconds)
 
 
 class Backoff:
-    """Delays that double up to a limit, with jitter so that peers do not dial in step."""
+    """Delays before reconnection attempts: exponential up to a limit, with random jitter."""
 
     def __init__(
         self,

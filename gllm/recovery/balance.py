@@ -13,11 +13,11 @@ from gllm.recovery.partition import StageCosts, StageMemory, partition_layers
 
 @dataclass(frozen=True)
 class BalanceLimits:
-    """Conditions under which another partition of the layers is proposed."""
+    """Conditions under which another division of the layers among the stages is proposed."""
 
     min_gain: float = 0.15
-    """Least gain of throughput, as a share: the slowest stage's time now over that of the better
-    cut, minus 1."""
+    """Least gain of throughput, as a share: time of the slowest stage now over that with the better
+    division, minus 1."""
     window_seconds: float = 5.0
     """Time over which step times are averaged."""
     num_windows: int = 3
@@ -28,11 +28,12 @@ class BalanceLimits:
     cooldown_seconds: float = 60.0
     """Time after a proposal without another one; doubled by each further proposal."""
     max_cooldown_seconds: float = 3600.0
+    """Longest time after a proposal without another one."""
 
 
 @dataclass(frozen=True)
 class BetterPartition:
-    """Proposal of another partition of the layers."""
+    """Proposed division of the layers among the stages, with measured and expected step times."""
 
     layers: tuple[range, ...]
     """Layers of each stage."""
@@ -49,13 +50,13 @@ class BetterPartition:
 
 @dataclass(frozen=True, slots=True)
 class StageTotals:
-    """Number of steps and busy time of a stage since the start of an epoch."""
+    """Number of steps and busy seconds of one stage since the pipeline's last start."""
 
     num_steps: int = 0
     busy_seconds: float = 0.0
 
     def since(self, earlier: "StageTotals") -> "StageTotals":
-        """Return the work since earlier totals."""
+        """Return the steps and busy time since an earlier measurement."""
         return StageTotals(
             self.num_steps - earlier.num_steps, self.busy_seconds - earlier.busy_seconds
         )
@@ -67,12 +68,12 @@ class StageTotals:
 
 
 class Rebalancer:
-    """Comparison of the present partition with the best one under the latest step times.
+    """Proposes a better division of the layers among the stages, from measured step times.
 
     All stages compute the same steps, so their mean times are comparable whatever the load is. A
-    stage's time is its costs under the present cut times an unknown factor, its slowness for this
-    load; the factor also holds for other cuts. The costs of layers and head come from a probe or
-    from the number of weights, and only their ratios matter.
+    stage's time is taken to be the cost of its layers times an unknown factor, which also holds for
+    other divisions. The costs of layers and LM head are measured or follow from the number of
+    weights; only their ratios matter.
     """
 
     def __init__(
@@ -103,7 +104,11 @@ class Rebalancer:
         self._quiet_until = -math.inf
 
     def begin(self, cut: Sequence[range]) -> None:
-        """Begin an epoch with a partition of the layers."""
+        """Start to measure step times after a (re)start of the pipeline.
+
+        Args:
+            cut: present layers of each stage.
+        """
         self._cut = tuple(cut)
         self._totals, self._streak = {}, []
         self._window_end = None

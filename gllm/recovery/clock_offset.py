@@ -30,7 +30,7 @@ class _Sample(NamedTuple):
 
 
 class ClockOffset:
-    """Estimate of a peer's clock offset from exchanged heartbeats, as in NTP.
+    """Estimates the difference between a peer's clock and the own one from heartbeats, as NTP does.
 
     The sample with the least possible error counts: the one with the least round trip, unless it is
     so old that the clocks may have drifted apart further.

@@ -36,7 +36,7 @@ HASH_CHARACTERS = 12
 
 
 class JoinFacts(msgspec.Struct, frozen=True):
-    """Facts that have to be equal on all machines of an engine."""
+    """Versions, model and configuration that must be equal on all machines of an engine."""
 
     protocol: int
     """Version of the messages between head and agents."""
@@ -51,11 +51,11 @@ class JoinFacts(msgspec.Struct, frozen=True):
 
 
 def find_differences(head: JoinFacts, node: JoinFacts) -> list[str]:
-    """Return a sentence for each difference that forbids a machine to join, with the fix.
+    """Return a sentence for each difference that prevents a machine from joining, with the fix.
 
     Args:
-        head: facts of the head.
-        node: facts of the machine; an empty hash or configuration is not compared.
+        head: versions, model and configuration of the head.
+        node: those of the machine; an empty hash or configuration is not compared.
     """
     differences = []
     if head.protocol != node.protocol:
@@ -85,12 +85,12 @@ def find_differences(head: JoinFacts, node: JoinFacts) -> list[str]:
 
 
 def describe_facts(facts: JoinFacts) -> str:
-    """Return facts as text, for the answer to a probe."""
+    """Encode the head's versions, model and configuration as text, for `gllm doctor`."""
     return msgspec.json.encode(facts).decode()
 
 
 def parse_facts(text: str) -> JoinFacts | None:
-    """Return the facts in the answer to a probe; None if the head does not support probes."""
+    """Decode the text of `describe_facts`; return None if the head is too old to send it."""
     try:
         return msgspec.json.decode(text, type=JoinFacts)
     except msgspec.DecodeError:
@@ -98,11 +98,13 @@ def parse_facts(text: str) -> JoinFacts | None:
 
 
 def apply_own_fields(head_config: bytes, own_config: bytes) -> bytes:
-    """Return the head's configuration with a machine's own values of OWN_FIELDS, as JSON.
+    """Return the head's configuration with the machine's own values for machine-specific fields.
+
+    Both are JSON. Machine-specific fields are those of OWN_FIELDS, such as device and threads.
 
     Args:
-        head_config: engine configuration of the head as JSON.
-        own_config: that of the machine; it may lack fields, and empty for none.
+        head_config: engine configuration of the head.
+        own_config: configuration of the machine; it may lack fields, or be empty.
     """
     config: dict[str, Any] = msgspec.json.decode(head_config)
     own: dict[str, Any] = msgspec.json.decode(own_config) if own_config else {}

@@ -34,7 +34,7 @@ workers means nothing."""
 
 @dataclass(frozen=True, slots=True)
 class ProcessSample:
-    """State of a process, as the node reads it."""
+    """CPU time of a worker process, and whether it is stopped (SIGSTOP or a debugger)."""
 
     is_stopped: bool
     """True if a signal or a debugger has stopped the process (state T in /proc)."""
@@ -63,7 +63,7 @@ class _Watched:
 
 
 class FrozenDetector:
-    """Finds frozen workers from heartbeats and samples of their processes."""
+    """Finds workers that hang, from their heartbeats and the CPU time of their processes."""
 
     def __init__(self, freeze_seconds: float = FREEZE_SECONDS) -> None:
         """Create a detector that watches nobody.

@@ -12,7 +12,7 @@ from gllm.recovery.placement import LOCAL_NODE
 
 
 class NodeStatus(StrEnum):
-    """Status of a node in the cluster."""
+    """Status of a node in the cluster: member, spare, lost or left."""
 
     MEMBER = "member"
     """It has joined, and is one of the nodes with which the engine starts."""
@@ -26,7 +26,7 @@ class NodeStatus(StrEnum):
 
 @dataclass(slots=True)
 class NodeRecord:
-    """A node that has joined at least once."""
+    """Status, rank and last messages of a node that has joined the cluster at least once."""
 
     name: str
     rank: int | None
@@ -47,7 +47,10 @@ class NodeRecord:
 
 
 class Membership:
-    """Nodes of a cluster, without the head's own, which is always a member and has rank 0."""
+    """Tracks which nodes have joined the cluster, gone silent, left, been lost or been refused.
+
+    The head's node, which has rank 0, is not included. Reads no clock: time is an argument.
+    """
 
     def __init__(
         self, num_nodes: int, node_timeout: float, join_timeout: float, max_spares: int = 64

@@ -15,7 +15,7 @@ from gllm.recovery.partition import StageCosts, StageMemory, partition_layers
 
 
 class NodeShape(msgspec.Struct, frozen=True):
-    """Stages of an engine: their layers, their ranks and their nodes."""
+    """Layers, number of ranks and node of each pipeline stage."""
 
     layers: list[tuple[int, int]]
     """First layer of each stage and first layer after it."""
@@ -27,7 +27,7 @@ class NodeShape(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class NodeMemory:
-    """Memory that the layers need, and that nodes and stages have, in bytes."""
+    """Memory that the layers take, and memory limits of nodes and stages, in bytes."""
 
     needs: StageCosts
     """Weights, and keys and values of the longest sequence."""
@@ -41,15 +41,18 @@ class NodeMemory:
 def distribute_stages(
     degrees: Sequence[int], num_nodes: int, stages_per_node: Sequence[int] = ()
 ) -> list[int]:
-    """Return the index of the node of each stage: contiguous, with workers as even as possible.
+    """Assign pipeline stages to nodes: contiguous stages, and equal worker counts if possible.
 
-    The largest number of workers per node is as small as possible; among such distributions the
-    sum of squared numbers is. Ties are broken in favour of more stages on earlier nodes.
+    The largest number of workers per node is as small as possible; among such distributions the sum
+    of squared numbers is. Ties are broken in favour of more stages on earlier nodes.
 
     Args:
         degrees: number of ranks of each stage.
-        num_nodes: nodes; each gets a stage at least.
+        num_nodes: number of nodes; each gets at least one stage.
         stages_per_node: number of stages of each node; empty to distribute them evenly.
+
+    Returns:
+        The index of the node of each stage.
 
     Raises:
         ValueError: there are fewer stages than nodes, or `stages_per_node` does not fit.
@@ -81,19 +84,19 @@ def repartition_layers(
     costs: Sequence[StageCosts],
     memory: NodeMemory,
 ) -> NodeShape | None:
-    """Return the stages after the loss of nodes: the remaining stages, which share all layers.
+    """Return the stages after the loss of nodes: the remaining stages take over all layers.
 
     The stages that are left keep their ranks and nodes. The slowest stage is as fast as possible.
 
     Args:
         shape: stages before the loss.
         survivors: names of the nodes that are left.
-        costs: of the layers on each stage of `shape`.
-        memory: of the nodes, and of each stage of `shape`.
+        costs: time of each layer on each stage of `shape`.
+        memory: limits of the nodes and of each stage of `shape`.
 
     Returns:
-        The stages; None if the layers do not fit into the memory of the nodes that are left, or
-        no stage is left on one.
+        The stages; None if the layers do not fit into the memory of the nodes that are left, or no
+        stage is left on one.
     """
     kept = [stage for stage, node in enumerate(shape.nodes) if node in survivors]
     if not kept or kept[0] != 0:
@@ -112,16 +115,16 @@ def extend_layers(
     costs: Sequence[StageCosts],
     memory: NodeMemory,
 ) -> NodeShape | None:
-    """Return a shape with further stages; all stages share the layers.
+    """Return the stages after adding new ones on further nodes; all layers are divided again.
 
     The slowest stage is as fast as possible.
 
     Args:
         shape: present stages.
-        nodes: node of each further stage.
-        degrees: number of ranks of each further stage.
-        costs: of the layers on each stage, the further ones last.
-        memory: of the nodes, and of each stage, the further ones last.
+        nodes: node of each new stage.
+        degrees: number of ranks of each new stage.
+        costs: time of each layer on each stage, the new ones last.
+        memory: limits of the nodes and of each stage, the new ones last.
 
     Returns:
         The stages; None if there are too few layers, or they do not fit.
@@ -208,7 +211,7 @@ def _part_of(costs: StageCosts, layers: range) -> StageCosts:
 
 
 def match_stages(old: Sequence[str], new: Sequence[str]) -> dict[int, int]:
-    """Return the new index of each stage that remains on its node after a change of the stages.
+    """Return the new index of each stage that stays on its node when the stages change.
 
     The first stage of a node remains its first one, and so on.
 

@@ -15,16 +15,16 @@ PartCost = Callable[[int, int, int], float]
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Costs of the layers on one stage, in a unit that all stages share, such as seconds."""
+    """Cost of each layer on a pipeline stage, in a unit that all stages share, such as seconds."""
 
     layers: tuple[float, ...]
     """Cost of each layer of the model."""
     embedding: float = 0.0
-    """Added on the first stage."""
+    """Cost of the embedding, added on the first stage."""
     head: float = 0.0
     """Cost of the LM head, added on the last stage."""
     step: float = 0.0
-    """Added to every part."""
+    """Cost of a step that does not depend on the layers, added on every stage."""
 
     def cost_of(self, begin: int, end: int) -> float:
         """Return the cost of the layers from `begin` up to `end`, not included, as one stage."""
@@ -48,7 +48,7 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Memory that layers take on one stage, and its limit, in bytes."""
+    """Memory that each layer takes on one pipeline stage, and the stage's limit, in bytes."""
 
     needs: StageCosts
     """Bytes of weights, and of the KV cache that the stage needs at least."""
@@ -60,19 +60,22 @@ def partition_layers(
     memory: Sequence[StageMemory] | None = None,
     min_layers: Sequence[int] | None = None,
 ) -> list[range]:
-    """Return the layers of each stage that minimize the cost of the costliest stage.
+    """Divide the layers into contiguous stages so that the slowest stage is as fast as possible.
 
-    The minimum is exact over all cuts into contiguous non-empty parts that fit the memory. Ties are
+    The minimum is exact over all divisions into non-empty stages that fit the memory. Ties are
     broken by the sum of squared costs, so that the other stages are balanced too. Dynamic
     programming over (stages, layers): O(stages * layers^2).
 
     Args:
-        costs: of each stage, for the same model.
-        memory: of each stage; None without limits.
+        costs: cost of each layer on each stage.
+        memory: memory of each layer, and limit, on each stage; None without limits.
         min_layers: least number of layers of each stage; None for one.
 
+    Returns:
+        The layers of each stage.
+
     Raises:
-        ValueError: no cut gives each stage its layers and fits the memory.
+        ValueError: no division gives each stage its layers and fits the memory.
     """
     stages, num_layers = len(costs), len(costs[0].layers)
     table = [_tabulate(cost) for cost in costs]
@@ -96,7 +99,12 @@ def partition_layers(
 
 
 def slowest_cost(costs: Sequence[StageCosts], cut: Sequence[range]) -> float:
-    """Return the cost of the costliest stage of a partition."""
+    """Return the cost of the slowest stage, given the layers of each stage.
+
+    Args:
+        costs: cost of each layer on each stage.
+        cut: layers of each stage.
+    """
     return max(
         stage_costs.cost_of(part.start, part.stop)
         for stage_costs, part in zip(costs, cut, strict=True)

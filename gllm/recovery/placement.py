@@ -1,9 +1,4 @@
-"""Placement: the workers that hold an engine's layers during one epoch.
-
-An engine's life is a row of epochs. Each has one placement and one scheduler; every change of
-the workers is the next epoch. A stage has one worker per rank: the ranks of a stage compute
-its layers together (tensor parallelism).
-"""
+"""Placement: the workers and connections of an engine's stages for one start of the pipeline."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -16,7 +11,7 @@ LOCAL_NODE = "local"
 
 
 class PlaceName(NamedTuple):
-    """Name of a place for people: `stage 1`, or `stage 1 rank 0` where the stage has several."""
+    """Readable name of a worker's position: `stage 1`, or `stage 1 rank 0` with several ranks."""
 
     stage: int
     rank: int = 0
@@ -33,7 +28,7 @@ class PlaceName(NamedTuple):
 
 
 class WorkerPlacement(msgspec.Struct, frozen=True):
-    """Place of one worker."""
+    """Process, node, stage and tensor-parallel rank of one worker."""
 
     sender: int
     """Identity of the worker process, never used again within a run."""
@@ -45,7 +40,7 @@ class WorkerPlacement(msgspec.Struct, frozen=True):
 
 
 class EdgeSpec(msgspec.Struct, frozen=True):
-    """Edge between workers of two neighbouring stages, before its files exist."""
+    """Connection that carries activations from a worker of one stage to one of the next stage."""
 
     number: int
     """Index of the edge within the epoch."""
@@ -58,7 +53,7 @@ class EdgeSpec(msgspec.Struct, frozen=True):
     target_rank: int = 0
     """Rank that receives."""
     transport: str = "auto"
-    """Name of a transport, or auto: the two workers choose by their devices."""
+    """Name of a transport, or auto: the two workers choose one by their devices."""
 
     @property
     def source_place(self) -> tuple[int, int]:
@@ -72,7 +67,9 @@ class EdgeSpec(msgspec.Struct, frozen=True):
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """Layers, workers and edges of one epoch.
+    """Layers of each stage, worker of each rank, and connections between them, for one epoch.
+
+    An epoch is the time from a start of the pipeline until its next restart.
 
     Raises:
         ValueError: the parts do not fit together.
@@ -165,16 +162,18 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 class Slot(msgspec.Struct, frozen=True):
-    """Worker that can take a place."""
+    """Worker process that can become a rank of a stage, and its node."""
 
     sender: int
+    """Id of the process."""
     node: str = LOCAL_NODE
 
 
 def place_names(degrees: Sequence[int]) -> list[PlaceName]:
-    """Return the names of all places in order.
+    """Return a readable name for each rank of each stage, in order.
 
-    degrees: number of ranks of each stage.
+    Args:
+        degrees: number of ranks of each stage.
     """
     return [
         PlaceName(stage, rank, num_ranks)
@@ -184,12 +183,13 @@ def place_names(degrees: Sequence[int]) -> list[PlaceName]:
 
 
 def edge_ends(degrees: Sequence[int]) -> list[tuple[int, int, int, int]]:
-    """Return the ends of all edges: source stage and rank, target stage and rank.
+    """Return the connections between stages: source stage and rank, target stage and rank.
 
     All ranks of a stage have the same activations, so each rank of the next stage receives them
     from one of them: rank r from rank r modulo the number of ranks that send.
 
-    degrees: number of ranks of each stage.
+    Args:
+        degrees: number of ranks of each stage.
     """
     return [
         (target - 1, rank % degrees[target - 1], target, rank)
@@ -204,12 +204,12 @@ def make_placement(
     slots: Sequence[Slot],
     degrees: Sequence[int] | None = None,
 ) -> Placement:
-    """Return the placement of the layers on workers.
+    """Assign the ranks of all stages to worker processes, and list the connections between them.
 
     Args:
-        epoch: number of the epoch, from 1.
+        epoch: number of the pipeline's start, from 1.
         layers: first layer of each stage and first layer after it.
-        slots: worker of each place, by stage, then by rank.
+        slots: worker process for each rank, ordered by stage, then by rank.
         degrees: number of ranks of each stage; None for one each.
 
     Raises:
@@ -233,13 +233,14 @@ def make_placement(
 
 
 def source_dials(source: str, source_address: str, target: str, target_address: str) -> bool:
-    """Return True if the sending machine of an edge dials the receiving one.
+    """Return True if the sending machine opens the TCP connection between two stages.
 
     Args:
-        source: name of the machine that sends.
+        source: name of the machine that sends activations.
         source_address: HOST:PORT at which it accepts data connections; empty if it accepts none.
         target: name of the machine that receives.
-        target_address: as `source_address`.
+        target_address: HOST:PORT at which that one accepts data connections; empty if it accepts
+            none.
 
     Raises:
         ValueError: neither of them accepts connections.

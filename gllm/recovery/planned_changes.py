@@ -29,10 +29,10 @@ FindCostliest = Callable[[Sequence[int]], int]
 
 @dataclass
 class PlannedChange:
-    """Change of the stages that is being prepared while the engine serves."""
+    """Change of layers or nodes of the stages whose weights are loaded while the engine serves."""
 
     number: int
-    """Counts the preparations of an engine's life."""
+    """Number of the preparation; counts up within an engine's life."""
     kind: str
     """rebalanced, drained or joined."""
     shape: NodeShape
@@ -42,16 +42,17 @@ class PlannedChange:
     deadline: float
     """Time at which the change happens, whatever has been loaded."""
     reserved: dict[int, int] = field(default_factory=dict)
-    """New place of each worker without a place, by sender."""
+    """New (stage, rank) index of each worker that has none yet, by its id."""
     outstanding: set[int] = field(default_factory=set)
     """Workers that still load layers."""
 
 
 class PlannedChanges:
-    """Planned changes, of which one at a time is prepared, and the layers that spares hold.
+    """Prepares changes of the stages, one at a time, and lets spare nodes load layers in advance.
 
-    Standby workers of spares load the layers of the costliest stage, so that one can serve soon
-    after the loss of another node.
+    Changes are other layers, nodes that are drained, and nodes that have joined. Standby workers of
+    spare nodes load the layers of the costliest stage, so that one can serve soon after the loss of
+    another node.
     """
 
     def __init__(

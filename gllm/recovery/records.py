@@ -1,4 +1,4 @@
-"""Records of an engine's life: its state, its limits, its workers and places."""
+"""Records of an engine's recovery: its state, its limits, its workers and their positions."""
 
 import math
 from dataclasses import dataclass
@@ -15,55 +15,56 @@ MAX_BACKOFF_SECONDS = 30.0
 
 
 class RecoveryState(StrEnum):
-    """Phase of an engine: starting, loading, ready, dead and others."""
+    """State of an engine's worker processes, from the start of processes to ready or dead."""
 
     NEW = "new"
     """Before `start`."""
     FORMING = "forming"
-    """Some places have no worker, or a worker that has not closed its old instance."""
+    """Some rank of a stage has no worker, or a worker that still has the KV cache of before the
+    restart."""
     MEASURING = "measuring"
     """The workers measure their speed, by which the layers are divided."""
     LOADING = "loading"
-    """The workers load the weights of the current epoch."""
+    """The workers load their weights."""
     INITIALIZING = "initializing"
     """The workers allocate their KV caches."""
     WARMING = "warming"
-    """The first token of the epoch is computed."""
+    """The first token after the start is computed."""
     READY = "ready"
     DEAD = "dead"
 
 
 @dataclass(frozen=True)
 class RecoveryLimits:
-    """Limits of restarts and times of a recovery."""
+    """Limits of worker restarts, and timeouts of a recovery in seconds."""
 
     max_restarts: int = 3
-    """Restarts of one place without a committed step between; the next death ends the engine."""
+    """Restarts of one worker without a completed step between; the next death ends the engine."""
     recovery_timeout: float = 60.0
-    """Seconds after which the parked requests end."""
+    """Seconds after which requests that wait for the recovery end with an error."""
     num_standbys: int = 0
-    """Worker processes per node that wait for a place."""
+    """Standby worker processes per node, which replace dead workers."""
     spare_preloads: bool = False
-    """True if spares have workers with the layers of the costliest stage."""
+    """True if standby workers of spare nodes load the layers of the costliest stage in advance."""
     close_seconds: float = 5.0
-    """Seconds in which a survivor has to close its instance; then it is killed."""
+    """Seconds in which a surviving worker has to free its KV cache; then it is killed."""
     phase_seconds: float = 900.0
     """Seconds in which each worker has to measure, load, initialize or warm up; progress of loading
     extends them. Then it is killed."""
     node_return_seconds: float | None = None
     """Seconds for which the stages of a lost node wait for it, if no spare takes them, before the
-    layers are cut anew; None for a prediction, see `choose_return_seconds`."""
+    other stages take over its layers; None for a prediction, see `choose_return_seconds`."""
     join_seconds: float = 300.0
     """Seconds for which an engine that has never been ready waits for a lost node; then it ends."""
 
 
 class Activity(StrEnum):
-    """Activity of a worker, by the actions and reports so far."""
+    """Activity of a worker process: idle, assigned to a stage, closing its stage, or exiting."""
 
     IDLE = "idle"
-    """It has no instance: it is new, or has closed its instance."""
+    """It has no stage: it is new, or has closed its stage."""
     ASSIGNED = "assigned"
-    """It has an instance of the current epoch."""
+    """It has a stage in the running pipeline."""
     CLOSING = "closing"
     EXITING = "exiting"
     """It was killed; its exit follows."""
@@ -71,26 +72,27 @@ class Activity(StrEnum):
 
 @dataclass(slots=True)
 class WorkerRecord:
-    """A process that has not exited."""
+    """State of a worker process that has not exited: its stage and rank, activity and deadline."""
 
     sender: int
+    """Id of the process."""
     place: int | None
-    """Index of its place in the placement; None for a standby worker."""
+    """Index of its (stage, rank) in the placement; None for a standby worker."""
     node: str = LOCAL_NODE
     """Name of the machine on which it runs."""
     activity: Activity = Activity.IDLE
     has_finished_phase: bool = False
-    """True if it has answered to the current phase."""
+    """True if it has finished what all workers do now: measure, load, allocate or warm up."""
     deadline: float = math.inf
     """Time at which it is killed, unless it closes or finishes the current phase."""
     has_connected: bool = False
     """False while the process may still import its modules, so that it cannot answer."""
     keeps_weights: bool = True
-    """True if its instance can be closed without its weights."""
+    """True if it can close its stage without losing its weights."""
     is_dropped: bool = False
-    """True if it was killed because its place does not exist any more."""
+    """True if it was killed because its stage or rank does not exist any more."""
     is_reserved: bool = False
-    """True if it has no place yet, and gets one by the planned change that is being prepared."""
+    """True if it has no stage yet, and gets one by the planned change that is being prepared."""
 
     @property
     def may_return(self) -> bool:
@@ -116,10 +118,10 @@ class WorkerRecord:
 
 @dataclass(slots=True)
 class PlaceRecord:
-    """A place for one rank of a stage, its worker, and the number of deaths there."""
+    """Worker, number of deaths and time of the next restart for one rank of a stage."""
 
     sender: int | None = None
-    """Process that holds the place, until it is reaped."""
+    """Worker process of the rank, until it has exited; None for none."""
     num_deaths: int = 0
     """Deaths since the last committed step."""
     respawn_at: float = 0.0
@@ -132,7 +134,7 @@ class PlaceRecord:
 
 @dataclass(slots=True)
 class RetryRecord:
-    """Failures and the time of the next attempt of a repeated operation."""
+    """Number of failures of a repeated operation, and the earliest time of its next attempt."""
 
     num_failures: int = 0
     """Failures since the last success."""
@@ -146,7 +148,12 @@ class RetryRecord:
 
 
 def restart_delay(num_deaths: int, jitter: Random) -> float:
-    """Return the delay before a restart, after a number of deaths without a committed step."""
+    """Return the delay in seconds before a worker is restarted, by its number of deaths.
+
+    Args:
+        num_deaths: deaths since the last completed step.
+        jitter: source of the random part.
+    """
     if num_deaths <= 1:
         return 0.0
     seconds = backoff_seconds(num_deaths - 2, FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)

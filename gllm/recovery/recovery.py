@@ -53,7 +53,11 @@ from gllm.recovery.worker_pool import WorkerPool
 
 
 class Recovery:
-    """State machine that decides which worker processes an engine has and when it gives up."""
+    """State machine of an engine's worker processes: starts, deaths, restarts and lost nodes.
+
+    Its methods handle events and return the commands (actions) to execute. Does no I/O and reads no
+    clock: time is an argument.
+    """
 
     def __init__(
         self,

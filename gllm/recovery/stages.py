@@ -27,13 +27,14 @@ do not fit. The node of a vacant stage of the shape is an empty string."""
 
 @dataclass(frozen=True, slots=True)
 class Vacancy:
-    """Stages whose node is lost."""
+    """Stages that have no node since theirs was lost, and how long they wait for its return."""
 
     node: str
     """The lost node."""
     stages: list[int]
     workers: Mapping[int, int]
-    """Place of each worker process of the node that may return with it, by sender."""
+    """Index of the (stage, rank) of each worker process of the node that may return with it, by its
+    id."""
     cause: str
     since: float
     """Time of the loss."""
@@ -42,7 +43,11 @@ class Vacancy:
 
 
 class Stages:
-    """Stages of the next epoch and the connected nodes."""
+    """Layers, ranks and nodes of the pipeline's stages, also after lost nodes and planned changes.
+
+    The stages are those of the pipeline's next start. The connected nodes, with and without stages,
+    are listed too.
+    """
 
     def __init__(
         self,
@@ -428,16 +433,19 @@ class Stages:
 
 
 def choose_return_seconds(predicted_seconds: float, seconds_left: float) -> float:
-    """Return the time for which the stages of a lost node wait for its return.
+    """Return how long the stages of a lost node wait for its return before others take its layers.
 
-    Nobody knows whether the node returns. A wait of the time that other stages would cost is at
-    most twice as long as the best decision in hindsight (Karlin, Manasse, Rudolph and Sleator,
+    Nobody knows whether the node returns. A wait as long as the takeover would take is at most
+    twice as long as the best decision in hindsight (Karlin, Manasse, Rudolph and Sleator,
     "Competitive Snoopy Caching", Algorithmica 3, 1988).
 
     Args:
         predicted_seconds: time until the engine would serve without the node: its layers are
             loaded, and the running requests are computed again.
         seconds_left: time until the running requests are rejected; infinite if there is no limit.
+
+    Returns:
+        Seconds.
     """
     wanted = max(predicted_seconds, MIN_RETURN_SECONDS)
     if predicted_seconds <= seconds_left < wanted + predicted_seconds:
@@ -449,5 +457,11 @@ def choose_return_seconds(predicted_seconds: float, seconds_left: float) -> floa
 def predict_reload_seconds(
     seconds_per_layer: float, num_lost_layers: int, num_stages_left: int
 ) -> float:
-    """Return the predicted time in which the remaining stages load the layers of lost stages."""
+    """Return the predicted seconds in which the remaining stages load the layers of lost stages.
+
+    Args:
+        seconds_per_layer: measured time to load one layer.
+        num_lost_layers: layers of the lost stages.
+        num_stages_left: stages that load them in parallel.
+    """
     return seconds_per_layer * math.ceil(num_lost_layers / num_stages_left)

@@ -21,7 +21,7 @@ from gllm.recovery.records import (
 
 
 class WorkerPool:
-    """The workers that have not exited, and the places that they hold."""
+    """Table of an engine's worker processes: stage and rank of each, standby workers, deadlines."""
 
     def __init__(self, places: Sequence[str], limits: RecoveryLimits, jitter: Random) -> None:
         """Create a pool without workers.
