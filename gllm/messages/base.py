@@ -11,14 +11,14 @@ Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class WireMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base class of all messages; the class name is the tag on the wire."""
+    """Base class of all messages between processes; the encoded type is the class name."""
 
     is_fenced: ClassVar[bool] = True
-    """True if receivers drop the message in other epochs than the one it was sent in; False
-    for messages about a process."""
+    """True if the message is dropped when it arrives after a restart of the pipeline (epoch) in
+    which it was not sent; False for messages about a process."""
 
 
 class ProcessMessage(WireMessage, frozen=True):
-    """Base class of messages about a process, which are delivered in every epoch."""
+    """Base class of messages about a process, which stay valid across restarts of the pipeline."""
 
     is_fenced: ClassVar[bool] = False

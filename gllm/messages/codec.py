@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class ForwardDecoder(Generic[T]):
-    """Decoder that ignores unknown fields in structs and named tuples."""
+    """Msgpack decoder that ignores unknown fields, so that newer versions can be read."""
 
     def __init__(self, kind: Any) -> None:
         """Create the decoder of a message type or a union of them."""
@@ -188,12 +188,14 @@ decode_for_service_node: Callable[[bytes], ToServiceNode] = Decoder(ToServiceNod
 
 
 def encode(message: WireMessage) -> bytes:
-    """Encode a message as msgpack."""
+    """Encode a message as msgpack, with its class name as the type."""
     return _encoder.encode(message)
 
 
 def decode_for_worker(payload: bytes) -> ToWorker:
-    """Decode a message; a SubmitRequest with an invalid field becomes a RejectedRequest.
+    """Decode a message from the head process to a worker.
+
+    A SubmitRequest with an invalid field becomes a RejectedRequest.
 
     Raises:
         msgspec.DecodeError: the payload is no other message that the head process may send.
@@ -202,7 +204,9 @@ def decode_for_worker(payload: bytes) -> ToWorker:
 
 
 def decode_for_engine(payload: bytes) -> ToEngine:
-    """Decode a message; a SubmitRequest with an invalid field becomes a RejectedRequest.
+    """Decode a message from a router to an engine.
+
+    A SubmitRequest with an invalid field becomes a RejectedRequest.
 
     Raises:
         msgspec.DecodeError: the payload is no other message that a router may send.

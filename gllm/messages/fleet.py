@@ -23,15 +23,22 @@ OLDEST_PROTOCOL = 1
 
 
 def is_compatible(protocol: int, oldest_protocol: int) -> bool:
-    """Return True if the protocol versions of a peer and of this process overlap."""
+    """Return True if a peer's range of protocol versions overlaps with that of this process.
+
+    Args:
+        protocol: newest version that the peer supports.
+        oldest_protocol: oldest version that it supports.
+    """
     return max(oldest_protocol, OLDEST_PROTOCOL) <= min(protocol, PROTOCOL)
 
 
 class GreetEngine(ProcessMessage, frozen=True):
-    """First message of a router in a session."""
+    """First message of a router to an engine: its name, protocol versions and abilities."""
 
     protocol: int
+    """Newest protocol version of the router."""
     oldest_protocol: int
+    """Oldest protocol version that it supports."""
     router: str
     """Name of the router, for logs."""
     run: int
@@ -43,13 +50,15 @@ class GreetEngine(ProcessMessage, frozen=True):
 
 
 class AnnounceEngine(ProcessMessage, frozen=True):
-    """First message of an engine in a session, sent again when one of the facts changes.
+    """First message of an engine to a router: its name, model, limits and abilities.
 
-    Name and run do not change within a session.
+    It is sent again when one of them changes. Name and run do not change within a connection.
     """
 
     protocol: int
+    """Newest protocol version of the engine."""
     oldest_protocol: int
+    """Oldest protocol version that it supports."""
     name: str
     """Unique among the engines of a router."""
     run: int
@@ -92,7 +101,10 @@ class AnnounceEngine(ProcessMessage, frozen=True):
 
 
 class EngineReport(ProcessMessage, frozen=True):
-    """State of an engine, each second and when it changes; it is also the engine's heartbeat."""
+    """State and statistics of an engine for routers, sent each second and on changes.
+
+    It is also the engine's heartbeat.
+    """
 
     state: str
     """ready, recovering, sleeping, draining or dead."""
@@ -104,40 +116,41 @@ class EngineReport(ProcessMessage, frozen=True):
     num_requests: int = 0
     """Running requests of all routers and of the engine's own frontend."""
     leader: int = 0
-    """Run of the router that may change the engine's role by itself: the lowest of those attached.
-    0: none."""
+    """Random number (run) of the router that may change the engine's role by itself: the lowest of
+    those attached. 0: none."""
 
 
 class RouterHeartbeat(ProcessMessage, frozen=True):
-    """Report that a router's event loop runs, each second."""
+    """Heartbeat of a router: sent each second while its event loop runs."""
 
 
 class DrainEngine(ProcessMessage, frozen=True):
     """Command to an engine: refuse new requests from routers, or accept them again."""
 
     is_on: bool
+    """True to refuse requests."""
 
 
 class SetEngineRole(ProcessMessage, frozen=True):
-    """Command to an engine: announce another role to all routers. Running requests go on."""
+    """Command to an engine: announce another role to all routers; running requests go on."""
 
     role: str
     """mixed, prefill or decode."""
 
 
 class NoticeToEngine(ProcessMessage, frozen=True):
-    """Warning for the log of an engine, such as a second engine of its name."""
+    """Warning that a router asks an engine to log, such as a second engine of its name."""
 
     text: str
 
 
 class RefuseEngine(ProcessMessage, frozen=True):
-    """End of a session by the router, with the cause for the engine's log."""
+    """Message of a router that ends its connection to an engine, with the reason for logs."""
 
     cause: str
 
 
 class RefuseRouter(ProcessMessage, frozen=True):
-    """End of a session by the engine, with the cause for the router's log."""
+    """Message of an engine that ends its connection to a router, with the reason for logs."""
 
     cause: str

@@ -23,7 +23,10 @@ Ticket = Annotated[int, Meta(ge=1, le=MAX_TICKET)]
 
 
 def make_ticket() -> int:
-    """Return a random ticket that cannot be guessed, never 0."""
+    """Return a random key for the transfer of a request's KV blocks, never 0.
+
+    It cannot be guessed, so that only its receivers can read the blocks.
+    """
     return secrets.randbelow(MAX_TICKET) + 1
 
 
@@ -33,13 +36,14 @@ Tickets = Annotated[list[Ticket], Meta(max_length=MAX_TICKETS)]
 
 
 class KvSource(msgspec.Struct, frozen=True, array_like=True):
-    """KV cache of a request's first tokens that an engine holds."""
+    """Address of the KV cache of a request's first tokens at the engine that has computed them."""
 
     engine: str
     """Name of the engine that holds it."""
     run: int
     """Random number of the start of that engine's head process."""
     ticket: Ticket
+    """Key of the KV blocks at that engine."""
     num_tokens: Annotated[int, Meta(ge=1)]
     """Leading tokens of the request whose KV is held."""
     endpoint: bytes
@@ -50,31 +54,35 @@ class KvSource(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KvHandoff(msgspec.Struct, frozen=True):
-    """Fields of a request that is handed off between a prefill and a decode engine."""
+    """KV transfer fields of a request that is prefilled on one engine and decoded on another."""
 
     ticket: int = 0
-    """Ticket under which the KV blocks are kept at the end; 0 to free them."""
+    """Key under which the KV blocks are kept for another engine when the request ends; 0 to free
+    them."""
     source: KvSource | None = None
     """Engine that holds the KV cache of the first tokens; None to compute it."""
 
 
 class KvPushStarted(WireMessage, frozen=True):
-    """Report of the prefill engine: the KV blocks of a prompt can be fetched from now on."""
+    """Report of the prefill engine: KV blocks of a prompt can be fetched while it is computed."""
 
     ticket: Ticket
+    """Key of the KV blocks."""
 
 
 class FirstChunkComputed(WireMessage, frozen=True):
-    """Report of the prefill engine: the first chunk of a prompt is computed, and others follow.
+    """Report of the prefill engine: the first of several prefill chunks of a prompt is computed.
 
-    Sent to routers that choose the decode engine then; of a prompt of one chunk the end says it.
+    Sent to routers that choose the decode engine at this time. For a prompt of one chunk, its first
+    token serves instead.
     """
 
     ticket: Ticket
+    """Key of the prompt's KV blocks."""
 
 
 class PrefetchKv(WireMessage, frozen=True):
-    """Command to the decode engine: fetch the KV blocks of a prompt that is still computed.
+    """Command to the decode engine: fetch KV blocks of a prompt that another engine still computes.
 
     SubmitRequest follows with the same source, or ReleaseKvHolds with its ticket.
     """
@@ -92,21 +100,23 @@ class PrefetchKv(WireMessage, frozen=True):
 
 
 class ReleaseKvHolds(WireMessage, frozen=True):
-    """Command to an engine that holds or prefetches KV blocks: free them.
+    """Command to an engine: free KV blocks that it keeps for another engine or has prefetched.
 
     Unknown tickets are ignored.
     """
 
     tickets: Tickets
+    """Keys of the KV blocks."""
 
 
 class RenewKvHolds(WireMessage, frozen=True):
-    """Command to the engine that holds or prefetches KV blocks: extend leases.
+    """Command to an engine: keep KV blocks for another engine, or prefetched ones, for longer.
 
-    Unknown tickets are ignored.
+    Each renewal restarts the lease, after which the blocks are freed. Unknown tickets are ignored.
     """
 
     tickets: Tickets
+    """Keys of the KV blocks."""
 
 
 HandoffCommand = PrefetchKv | ReleaseKvHolds | RenewKvHolds

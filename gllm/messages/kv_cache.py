@@ -8,7 +8,7 @@ from gllm.scheduler.cache_events import StoredBlocks
 
 
 class WatchKvCache(WireMessage, frozen=True):
-    """Command to report the changes of the prefix cache from now on, beginning with a snapshot."""
+    """Command to an engine: report changes of its prefix cache, beginning with its content."""
 
     is_on: bool
     """False to end the reports."""
@@ -17,10 +17,13 @@ class WatchKvCache(WireMessage, frozen=True):
 
 
 class KvCacheEvents(WireMessage, frozen=True):
-    """Net change of the prefix cache since the message before; no hash is stored and removed."""
+    """KV blocks added to and removed from an engine's prefix cache since the previous message.
+
+    No block is both in `stored` and in `removed`.
+    """
 
     number: int
-    """0 for the first message to a watcher; counts up by one."""
+    """Sequence number: 0 for the first message to a receiver."""
     stored: list[StoredBlocks]
     removed: list[bytes]
     """Hashes that were removed."""

@@ -19,11 +19,11 @@ _Size = Annotated[int, Meta(ge=1, lt=2**31)]
 
 
 class KvLayoutError(ValueError):
-    """Two layouts do not fit, so their KV cache cannot be transferred."""
+    """Error: the KV caches of two engines do not fit, so blocks cannot be transferred."""
 
 
 class LayerLayout(msgspec.Struct, frozen=True, array_like=True):
-    """Part of one layer that a worker has."""
+    """KV heads of one layer that a worker has, and their sizes in bytes."""
 
     layer: _Count
     """Index in the model."""
@@ -52,7 +52,7 @@ class LayerLayout(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LayerOffsets(NamedTuple):
-    """Positions of a layer in the memory of its worker's KV cache, in bytes."""
+    """Byte offsets of a layer's keys, values and end in the memory of its worker's KV cache."""
 
     keys: int
     values: int
@@ -60,7 +60,7 @@ class LayerOffsets(NamedTuple):
 
 
 class KvLayout(msgspec.Struct, frozen=True, array_like=True):
-    """Layout of a worker's part of a KV cache.
+    """Layers, KV heads, dtype and block counts in the KV cache memory of one worker.
 
     The memory has, layer by layer, keys [num_blocks + 1, block_size, heads, elements], then values
     of the same form. The last block stays zero.
@@ -123,26 +123,28 @@ class KvLayout(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KvMove(NamedTuple):
-    """Transfer of a head range of one layer from one worker to another."""
+    """Range of KV heads of one layer that a worker reads from a worker of another engine."""
 
     peer: int
-    """Position of the other worker among those of its engine."""
+    """Index of the other worker among those of its engine."""
     layer: int
     heads: range
     """Indices in the model."""
 
 
 def find_moves(mine: KvLayout, theirs: Sequence[KvLayout], position: int = 0) -> list[KvMove]:
-    """Return moves that fill each layer and head of a worker exactly once.
+    """Return from which workers of another engine a worker reads each of its layers and KV heads.
+
+    Each layer and head is read exactly once, whatever the numbers of stages and ranks are.
 
     Args:
-        mine: Layout of the worker that receives.
-        theirs: Layouts of all workers of the other engine.
-        position: Position of the receiving worker among those of its engine. Workers at different
-            positions read replicated heads from different peers.
+        mine: layout of the worker that receives.
+        theirs: layouts of all workers of the other engine.
+        position: index of the receiving worker among those of its engine. Workers with different
+            indices read replicated heads from different peers.
 
     Raises:
-        KvLayoutError: The layouts do not fit, or a head is nowhere on the other side.
+        KvLayoutError: the layouts do not fit, or a head is nowhere on the other side.
     """
     order = [(position + index) % len(theirs) for index in range(len(theirs))]
     for peer in order:
@@ -155,7 +157,10 @@ def find_moves(mine: KvLayout, theirs: Sequence[KvLayout], position: int = 0) ->
 
 
 def count_token_bytes(layouts: Sequence[KvLayout]) -> int:
-    """Return the bytes of one token over all layers and heads; replicated heads count once."""
+    """Return the KV bytes of a token over all workers of an engine.
+
+    Replicated heads count once.
+    """
     sizes = {
         (layer.layer, head): layer.bytes_per_head
         for layout in layouts

@@ -1,8 +1,4 @@
-"""Messages about transfers of KV blocks, between the driver and the KV mover of its engine.
-
-They travel over a pair of sockets between both processes, which the head process makes anew when
-either has started. Both ends close it when the epoch ends or the other process has exited.
-"""
+"""Messages about transfers of KV blocks, between the scheduler and the process that moves KV."""
 
 from typing import Annotated
 
@@ -19,10 +15,10 @@ TokenCount = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
 class ServeKv(WireMessage, frozen=True):
-    """Command: let the owner of a ticket read blocks, until RevokeKv.
+    """Command: let another engine read KV blocks under a key (ticket), until RevokeKv.
 
-    With a ticket that is served: the same blocks and further ones, as the prefill goes on. A ticket
-    that has ended is not served again; KvRevoked answers.
+    Sent again with the same ticket for further blocks, as the prefill goes on. A ticket that has
+    ended is not served again; KvRevoked answers.
     """
 
     ticket: Ticket
@@ -37,7 +33,7 @@ class ServeKv(WireMessage, frozen=True):
 
 
 class RevokeKv(WireMessage, frozen=True):
-    """Command: serve a ticket no longer; KvRevoked answers."""
+    """Command: no longer let another engine read the blocks of a ticket; KvRevoked answers."""
 
     ticket: Ticket
 
@@ -51,7 +47,7 @@ class FetchKv(WireMessage, frozen=True):
     fetch: FetchNumber
     ticket: Ticket
     endpoint: bytes
-    """KV mover of the other engine, as that engine has published it."""
+    """Address of the other engine's KV transfer process, as that engine has published it."""
     first_token: TokenCount
     """First token to fetch, counted from the start of the sequence."""
     num_tokens: TokenCount
@@ -62,19 +58,22 @@ class FetchKv(WireMessage, frozen=True):
 
 
 class CancelKvFetch(WireMessage, frozen=True):
-    """Command: end a fetch early; KvFetched answers as always."""
+    """Command: end a fetch of KV blocks early; KvFetched answers as always."""
 
     fetch: FetchNumber
 
 
 class KvFetchStarted(WireMessage, frozen=True):
-    """Report that the first bytes of a fetch have arrived."""
+    """Report that the first bytes of a fetch of KV blocks have arrived."""
 
     fetch: FetchNumber
 
 
 class KvFetched(WireMessage, frozen=True):
-    """Report that a fetch has ended on all machines; none of its blocks is written any more."""
+    """Report that a fetch of KV blocks has ended on all machines, with bytes and duration.
+
+    None of its blocks is written any more.
+    """
 
     fetch: FetchNumber
     is_ok: bool
@@ -83,27 +82,30 @@ class KvFetched(WireMessage, frozen=True):
     num_bytes: int = 0
     """Bytes that have arrived."""
     seconds: float = 0.0
-    """Duration."""
+    """Measured duration."""
     cause: str = ""
     """Reason for a failure."""
 
 
 class KvRevoked(WireMessage, frozen=True):
-    """Report that a ticket is served no longer: its blocks may be used for other sequences."""
+    """Report that no engine reads the blocks of a ticket any more, so that they can be reused."""
 
     ticket: Ticket
 
 
 class KvMoverGone(WireMessage, frozen=True):
-    """Local report that the channel to the KV mover has ended: it accesses no block any more."""
+    """Local report that the KV transfer process has ended and accesses no block any more."""
 
 
 class KvMoverStuck(WireMessage, frozen=True):
-    """Report of the driver to the head process: the KV mover does not read its commands."""
+    """Report to the head process that the KV transfer process does not read its commands."""
 
 
 class KvTransferTotals(WireMessage, frozen=True):
-    """Counters of transfers: of a driver since its last report, or of all drivers of an engine."""
+    """Counts, bytes and durations of KV transfers between engines.
+
+    They are those of one scheduler since its last report, or of an engine since its start.
+    """
 
     num_fetched: int = 0
     """Fetches that have got all bytes."""

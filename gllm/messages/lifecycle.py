@@ -5,16 +5,16 @@ from gllm.messages.kv_layout import KvLayout
 
 
 class Hello(ProcessMessage, frozen=True):
-    """First message of a session; it names the process that the session belongs to."""
+    """First message of a connection: the id of the process that sends it."""
 
     sender: int
 
 
 class Heartbeat(ProcessMessage, frozen=True):
-    """Report that a worker's event loop runs, with the step under way."""
+    """Heartbeat of a worker's event loop, with the step that it computes and its CPU time."""
 
     step: int
-    """-1 while no step is computed."""
+    """Number of the step; -1 while none is computed."""
     step_seconds: float
     """Time since the step began."""
     num_tokens: int
@@ -26,7 +26,7 @@ class Heartbeat(ProcessMessage, frozen=True):
 
 
 class LoadProgress(WireMessage, frozen=True):
-    """Report on the loading of a worker's weights."""
+    """Report of a worker while it loads weights: bytes loaded so far, and in total."""
 
     stage: int
     done_bytes: int
@@ -34,7 +34,7 @@ class LoadProgress(WireMessage, frozen=True):
 
 
 class StageLoaded(WireMessage, frozen=True):
-    """Report that a rank of a stage has loaded its weights."""
+    """Report of a worker that has loaded its weights: their size, and the memory left for KV."""
 
     stage: int
     weight_bytes: int
@@ -52,7 +52,7 @@ class StageLoaded(WireMessage, frozen=True):
 
 
 class LayersPrepared(ProcessMessage, frozen=True):
-    """Report that a worker has loaded its layers of a planned change while its stage serves."""
+    """Report of a serving worker that it has loaded weights for a planned change of layers."""
 
     change: int
     """Number of the change."""
@@ -65,14 +65,14 @@ class LayersPrepared(ProcessMessage, frozen=True):
 
 
 class InitializeCache(WireMessage, frozen=True):
-    """Command to a stage: allocate the KV cache and start to run plans."""
+    """Command to a worker: allocate the KV cache and start to run steps."""
 
     num_blocks: int
     """Number of KV blocks, equal on all stages."""
 
 
 class StageReady(WireMessage, frozen=True):
-    """Report that a rank of a stage has its KV cache and runs plans."""
+    """Report of a worker that it has allocated its KV cache and runs steps."""
 
     stage: int
     kv_layout: KvLayout | None = None
@@ -80,32 +80,32 @@ class StageReady(WireMessage, frozen=True):
 
 
 class StageFailed(ProcessMessage, frozen=True):
-    """Report that a worker ends because of an error."""
+    """Report of a worker that it exits because of an error."""
 
     stage: int
     cause: str
 
 
 class CloseEpoch(WireMessage, frozen=True):
-    """Command to a worker: close its stage of the current epoch; the weights stay in memory."""
+    """Command to a worker before a pipeline restart: free the KV cache, keep the weights."""
 
 
 class EpochClosed(WireMessage, frozen=True):
-    """Report of one worker that its stage, with the KV cache, is closed: a restart may begin."""
+    """Report of a worker that it has freed its KV cache, so that the pipeline can be restarted."""
 
 
 class Shutdown(ProcessMessage, frozen=True):
-    """Command to a worker: end the process."""
+    """Command to a worker: exit."""
 
 
 class ResetPrefixCache(WireMessage, frozen=True):
-    """Command to the driver: empty the prefix cache."""
+    """Command to the scheduler: empty the prefix cache."""
 
     command_id: int
 
 
 class StartProfile(WireMessage, frozen=True):
-    """Command to every stage: start to record a profile."""
+    """Command to every stage: start to record a profile with torch.profiler."""
 
     command_id: int
     folder: str
@@ -119,7 +119,7 @@ class StopProfile(WireMessage, frozen=True):
 
 
 class CommandDone(WireMessage, frozen=True):
-    """Report of a stage that a command has finished."""
+    """Report of a stage that a command is finished, or has failed."""
 
     command_id: int
     stage: int

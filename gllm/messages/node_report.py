@@ -15,15 +15,15 @@ NODE_STATES = ("member", "spare", "draining", "lost", "left")
 
 
 class UnknownNodeError(Exception):
-    """No machine of the engine has this name."""
+    """Error: no machine of the engine has the given name."""
 
 
 class NodeDrainError(Exception):
-    """A machine cannot be drained; the message says why."""
+    """Error: a machine cannot be drained; the message says why."""
 
 
 class NodeReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """State of a machine of an engine; unknown values are null."""
+    """State, hardware, load and connections of a machine of an engine; unknown values are null."""
 
     name: str
     """Unique among the machines of the engine."""

@@ -1,10 +1,4 @@
-"""Messages between the head process of an engine and the agents of its other nodes.
-
-An agent dials the head's hub. A session begins with `JoinCluster`, which the head answers with
-`WelcomeNode` or `RefuseNode`. Both ends send `NodeHeartbeat` each second. Messages between the
-head, or the driver, and the workers of a node travel within the agent's session (`WorkerFrame`,
-`StageFrame`), because a node needs to reach one port of the head only.
-"""
+"""Messages between the head process of an engine and the processes (agents) of its other nodes."""
 
 from typing import Annotated
 
@@ -21,7 +15,7 @@ Port = Annotated[int, Meta(ge=0, lt=2**16)]
 
 
 class NodeFacts(msgspec.Struct, frozen=True, array_like=True):
-    """Facts about a machine that do not change while its agent runs."""
+    """Hardware, addresses and versions of a machine, which do not change while its agent runs."""
 
     host_name: str
     system: str
@@ -44,7 +38,7 @@ class NodeFacts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NodeLoad(msgspec.Struct, frozen=True):
-    """Load of a machine; None for values that cannot be read."""
+    """CPU, GPU and memory load, power and temperature of a machine; None for unknown values."""
 
     cpu_utilization: float | None = None
     """Share of all cores that is in use, 0 to 1."""
@@ -56,15 +50,16 @@ class NodeLoad(msgspec.Struct, frozen=True):
 
 
 class WorkerSample(msgspec.Struct, frozen=True, array_like=True):
-    """State of a worker process, as its node reads it."""
+    """CPU time of a worker process, and whether it is stopped, as read by its machine."""
 
     sender: int
     is_stopped: bool
     cpu_seconds: float
+    """CPU time of all its threads since its start."""
 
 
 class LinkState(msgspec.Struct, frozen=True):
-    """One end of a data connection of a node."""
+    """State and measured speed of one end of a connection between stages on two nodes."""
 
     edge: Count
     peer: str
@@ -97,7 +92,7 @@ class LinkState(msgspec.Struct, frozen=True):
 
 
 class JoinCluster(ProcessMessage, frozen=True):
-    """First message of an agent: facts that the head checks, and the state of a former session."""
+    """Request of a node to join an engine: versions, model, configuration, surviving workers."""
 
     protocol: int
     name: str
@@ -123,7 +118,7 @@ class JoinCluster(ProcessMessage, frozen=True):
 
 
 class WelcomeNode(ProcessMessage, frozen=True):
-    """Answer to `JoinCluster`: the node is a member."""
+    """Answer to `JoinCluster`: the node has joined, with the head's model and configuration."""
 
     run: int
     """Number of this start of the head."""
@@ -141,7 +136,7 @@ class WelcomeNode(ProcessMessage, frozen=True):
 
 
 class RefuseNode(ProcessMessage, frozen=True):
-    """Answer to `JoinCluster`: the node cannot be a member."""
+    """Answer to `JoinCluster`: the node cannot join, with the reasons and how to fix them."""
 
     cause: str
     """Differences, field by field, and the fix."""
@@ -153,7 +148,11 @@ class RefuseNode(ProcessMessage, frozen=True):
 
 
 class NodeHeartbeat(ProcessMessage, frozen=True):
-    """Report that a process runs; agents send theirs each second, and the head answers each."""
+    """Heartbeat of a node, each second, and the head's answer, with timestamps and load.
+
+    The timestamps give the clock offset and the round trip. Those of nodes have the load of the
+    machine and the state of its workers.
+    """
 
     sent: float
     """Time of sending by the sender's clock, time.monotonic()."""
@@ -170,7 +169,7 @@ class NodeHeartbeat(ProcessMessage, frozen=True):
 
 
 class EngineState(ProcessMessage, frozen=True):
-    """State of the engine for the agents' /health, /ready and logs, sent when it changes."""
+    """State of the engine, sent to nodes on changes, for their /health, /ready and logs."""
 
     state: str
     cause: str
@@ -178,7 +177,7 @@ class EngineState(ProcessMessage, frozen=True):
 
 
 class StartWorker(ProcessMessage, frozen=True):
-    """Command to an agent: start a worker process; `WorkerExited` follows if that fails."""
+    """Command to a node: start a worker process; `WorkerExited` follows if that fails."""
 
     sender: int
     log_level: str
@@ -186,33 +185,34 @@ class StartWorker(ProcessMessage, frozen=True):
 
 
 class EndWorker(ProcessMessage, frozen=True):
-    """Command to an agent: kill a worker process."""
+    """Command to a node: kill a worker process."""
 
     sender: int
 
 
 class DumpStacks(ProcessMessage, frozen=True):
-    """Command to an agent: request the stacks of a worker; `WorkerStacks` follows."""
+    """Command to a node: get the Python stacks of a worker's threads; `WorkerStacks` follows."""
 
     sender: int
 
 
 class AssignStages(ProcessMessage, frozen=True):
-    """Command to an agent: begin an epoch, or measure the workers' speed."""
+    """Command to a node: give its workers their stages for a pipeline start, or measure them."""
 
     epoch: int
+    """Number of the pipeline's start."""
     assignment: bytes
     """A NodeAssignment (gllm/runtime/head/node.py) as JSON."""
 
 
 class EpochReady(ProcessMessage, frozen=True):
-    """Command to an agent: all workers have connected to the driver; refuse other connections."""
+    """Command to a node: all workers have connected to the scheduler; refuse other connections."""
 
     epoch: int
 
 
 class WorkerFrame(ProcessMessage, frozen=True):
-    """A message between the head and a worker of the node, in either direction."""
+    """Encoded message between the head and a worker on another node, passed on by its agent."""
 
     sender: int
     """The worker."""
@@ -223,7 +223,7 @@ class WorkerFrame(ProcessMessage, frozen=True):
 
 
 class StageFrame(ProcessMessage, frozen=True):
-    """A message between the driver and a worker of the node, in either direction."""
+    """Encoded message between the scheduler and a worker on another node, via its agent."""
 
     sender: int
     """The worker."""
@@ -233,7 +233,7 @@ class StageFrame(ProcessMessage, frozen=True):
 
 
 class WorkerExited(ProcessMessage, frozen=True):
-    """Report that a worker process has exited and was reaped."""
+    """Report of a node that one of its worker processes has exited, with its last stacks."""
 
     sender: int
     description: str
@@ -241,43 +241,45 @@ class WorkerExited(ProcessMessage, frozen=True):
 
 
 class WorkerStacks(ProcessMessage, frozen=True):
-    """Report with the stacks of a worker's threads."""
+    """Report of a node with the stacks of a worker's threads."""
 
     sender: int
     stacks: str
 
 
 class WorkerSessionLost(ProcessMessage, frozen=True):
-    """Report that a worker's session with its agent, or with the driver, has ended."""
+    """Report of a node that a worker's connection to it or to the scheduler has ended."""
 
     sender: int
     cause: str
 
 
 class AssignmentFailed(ProcessMessage, frozen=True):
-    """Report that an epoch could not be assigned to the node's workers."""
+    """Report of a node that its workers could not be given their stages."""
 
     epoch: int
     cause: str
 
 
 class EdgeOpened(ProcessMessage, frozen=True):
-    """Report that the receiving end of an edge between nodes is connected."""
+    """Report of a node that a connection for activations from another node is open."""
 
     epoch: int
     edge: int
+    """Index of the connection."""
 
 
 class EdgeLost(ProcessMessage, frozen=True):
-    """Report that an edge between nodes cannot be connected, or stays disconnected."""
+    """Report of a node that a connection for activations cannot be opened, or stays broken."""
 
     epoch: int
     edge: int
+    """Index of the connection."""
     cause: str
 
 
 class LeaveCluster(ProcessMessage, frozen=True):
-    """End of a membership: an agent ends by itself, or the head ends all agents."""
+    """Message that a node leaves the engine by itself, or that the head ends all nodes."""
 
     cause: str
     is_failure: bool = False

@@ -1,4 +1,4 @@
-"""Reports on the use of time, and on measured speeds of workers and of links."""
+"""Reports on measured times of stages, workers and links."""
 
 import msgspec
 
@@ -8,7 +8,10 @@ from gllm.scheduler.step_cost import StepCostCoefficients
 
 
 class StageTimes(WireMessage, frozen=True):
-    """Times of the steps that a stage computed since its last report, measured on its rank 0."""
+    """Measured start and end of each step that a stage has computed since its last report.
+
+    Measured on rank 0 of the stage, by time.monotonic().
+    """
 
     stage: int
     steps: list[StepTime]
@@ -17,7 +20,10 @@ class StageTimes(WireMessage, frozen=True):
 
 
 class BubbleReport(WireMessage, frozen=True):
-    """Idle time of the pipeline since its start, as defined in gllm.observability.bubbles."""
+    """Idle seconds of each stage while there was work for it (bubbles), since the pipeline's start.
+
+    The definition is in gllm.observability.bubbles.
+    """
 
     seconds: list[float] = []
     """Idle seconds of each stage while there was work for it."""
@@ -26,7 +32,7 @@ class BubbleReport(WireMessage, frozen=True):
 
 
 class StageUtilization(WireMessage, frozen=True):
-    """Totals of a rank of a stage since its start."""
+    """Number of steps and busy seconds of one rank of a stage since its start."""
 
     stage: int
     num_steps: int
@@ -41,13 +47,13 @@ class StageUtilization(WireMessage, frozen=True):
 
 
 class StepCostReport(WireMessage, frozen=True):
-    """Report of the driver on a new fit of the time of a step on the slowest stage."""
+    """Newly fitted coefficients of the linear step time model, for the slowest stage."""
 
     coefficients: StepCostCoefficients
 
 
 class StageMeasured(ProcessMessage, frozen=True):
-    """Measured time and memory of each layer of the model on a worker.
+    """Measured time and memory of each layer of the model on one worker.
 
     A time is that of a decode step, plus a share of that of a prefill step
     (gllm/runtime/worker/probe.py).
@@ -75,7 +81,10 @@ class StageMeasured(ProcessMessage, frozen=True):
 
 
 class LinkTime(msgspec.Struct, frozen=True, array_like=True):
-    """Measured speed of the link between two neighbouring stages; the defaults on one machine."""
+    """Measured bandwidth and round trip between two neighbouring stages.
+
+    The defaults are those of stages on one machine.
+    """
 
     bytes_per_second: float | None = None
     """Rate of a message that waits for nothing, without its propagation; None for no limit."""
@@ -84,7 +93,7 @@ class LinkTime(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LinkTimes(WireMessage, frozen=True):
-    """Report of the head to the driver on the links of its pipeline."""
+    """Bandwidths and round trips of a pipeline's links, sent by the head to the scheduler."""
 
     links: list[LinkTime]
     """From each stage but the last one to the next one."""

@@ -17,11 +17,11 @@ be sent again later or to another engine), `poison` if workers died while they c
 
 
 class PoisonRequestError(Exception):
-    """Workers died repeatedly while they computed an equal request, so this one is not run."""
+    """Error: equal requests have repeatedly killed the workers that computed them."""
 
 
 class SubmitRequest(WireMessage, frozen=True):
-    """Command to the driver: run a request. Its choices are the sequences seq .. seq + n - 1.
+    """Command to the scheduler: run a request, whose choices are the sequences seq .. seq + n - 1.
 
     A request that an earlier engine process did not finish is submitted again with the choices that
     still run and the tokens that each of them has reported; it continues after these tokens.
@@ -98,7 +98,7 @@ class SubmitRequest(WireMessage, frozen=True):
 
 
 class RejectedRequest(WireMessage, frozen=True):
-    """A SubmitRequest that could not be decoded; `decode` returns it, no process sends it."""
+    """Result of decoding a SubmitRequest with an invalid field; never sent between processes."""
 
     seq: int
     n: int
@@ -106,13 +106,16 @@ class RejectedRequest(WireMessage, frozen=True):
 
 
 class AbortSequences(WireMessage, frozen=True):
-    """Command to the driver: end sequences that have lost their client."""
+    """Command to the scheduler: end sequences whose client has disconnected."""
 
     seqs: list[int]
 
 
 class EngineOutputs(WireMessage, frozen=True):
-    """Report of the driver on a committed step; an empty outcome reports statistics only."""
+    """New tokens, finished sequences and statistics after one step, from scheduler to frontend.
+
+    A message without tokens and finished sequences reports statistics only.
+    """
 
     outcome: StepOutput
     stats: SchedulerStats

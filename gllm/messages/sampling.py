@@ -6,7 +6,7 @@ from gllm.messages.base import Int64, TokenId
 
 
 class SequenceSamplingParams(msgspec.Struct, frozen=True, array_like=True):
-    """Sampling parameters of one sequence on the last stage.
+    """Sampling parameters of one sequence in the form that the last stage uses.
 
     `gllm.config.sampling.SamplingParams` has the parameters as users set them.
     """
@@ -65,7 +65,7 @@ class SequenceSamplingParams(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability of a token and the top tokens at its position.
+    """Log-probability and rank of a token, and the most likely tokens at its position.
 
     Natural logarithms of the model's probabilities, before penalties and temperature.
     """
@@ -81,7 +81,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SampleDetails(msgspec.Struct, frozen=True, array_like=True):
-    """Values that a sequence returns with a sampled token, besides its id."""
+    """Logprobs and embedding that a sequence returns with a sampled token, as far as requested."""
 
     seq: int
     sampled: TokenLogprobs | None

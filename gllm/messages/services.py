@@ -1,9 +1,4 @@
-"""Messages between the master of a cluster (`gllm cluster`) and its nodes.
-
-A session begins as that of an engine's agent (`gllm.messages.nodes`): `JoinCluster`, `WelcomeNode`,
-heartbeats. The master then lets nodes run the processes of services: each service is one engine,
-with a process of `gllm serve` per node.
-"""
+"""Messages between the master process of `gllm cluster` and the nodes that run its services."""
 
 from typing import Annotated, Any
 
@@ -23,16 +18,21 @@ Count = Annotated[int, Meta(ge=0)]
 
 
 class PeerLink(msgspec.Struct, frozen=True, array_like=True):
-    """Measured connection between two nodes; unknown values are None."""
+    """Measured bandwidth and round trip between two nodes; None for unknown values."""
 
     source: str
+    """Name of the node that sends."""
     target: str
+    """Name of the node that receives."""
     bytes_per_second: float | None
     round_trip_seconds: float | None
 
 
 class ServiceReading(msgspec.Struct, frozen=True, array_like=True):
-    """State and counters of a service's engine, read by the node of its head."""
+    """State, request counts and token counts of a service, which is a model served by one engine.
+
+    They are read by the node of the engine's head process.
+    """
 
     state: str
     """loading, ready, sleeping, recovering, draining, stuck, dead or unreachable."""
@@ -54,11 +54,12 @@ class ServiceReading(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StartServiceProcess(ProcessMessage, frozen=True):
-    """Command to a node: run a process of a service."""
+    """Command to a node: start a process of a service, with model, layers and parameters."""
 
     process: Count
     """Number of the process, never used again within a run of the master."""
     service: str
+    """Name of the service."""
     model: str
     node_rank: Count
     """Rank of the node in the engine; 0 for the head."""
@@ -77,13 +78,13 @@ class StartServiceProcess(ProcessMessage, frozen=True):
 
 
 class EndServiceProcess(ProcessMessage, frozen=True):
-    """Command to a node: end a process; `ServiceProcessExited` follows."""
+    """Command to a node: end a service's process; `ServiceProcessExited` follows."""
 
     process: Count
 
 
 class DrainServiceNode(ProcessMessage, frozen=True):
-    """Command to the node of a head: remove another node from the running engine."""
+    """Command to the head node of a service: remove another node from its running engine."""
 
     process: Count
     """Process of the head."""
@@ -92,7 +93,7 @@ class DrainServiceNode(ProcessMessage, frozen=True):
 
 
 class ServiceNodeKept(ProcessMessage, frozen=True):
-    """Report that an engine does not release a node, because memory is short without it."""
+    """Report that a node cannot be removed from an engine, because memory would be too small."""
 
     process: Count
     """Process of the head."""
@@ -101,7 +102,7 @@ class ServiceNodeKept(ProcessMessage, frozen=True):
 
 
 class ServiceProcessStarted(ProcessMessage, frozen=True):
-    """Report that the process of an engine's head has started."""
+    """Report that the head process of a service has started, with its addresses."""
 
     process: Count
     head: str
@@ -111,14 +112,14 @@ class ServiceProcessStarted(ProcessMessage, frozen=True):
 
 
 class ServiceProcessExited(ProcessMessage, frozen=True):
-    """Report that a process has exited, or could not be started."""
+    """Report that a service's process has exited, or could not be started."""
 
     process: Count
     cause: str
 
 
 class ServiceReport(ProcessMessage, frozen=True):
-    """Report on a service, from the node of its head, once per second."""
+    """State and counts of a service, sent once per second by the node of its head process."""
 
     process: Count
     reading: ServiceReading

@@ -1,4 +1,4 @@
-"""Messages between the driver and the stages about micro-batches."""
+"""Messages between the scheduler and the stages about micro-batches."""
 
 from gllm.messages.base import WireMessage
 from gllm.messages.sampling import SampleDetails, SequenceSamplingParams
@@ -6,9 +6,10 @@ from gllm.scheduler.plan import StepPlan, StepResult
 
 
 class RegisterSequences(WireMessage, frozen=True):
-    """Command to a stage: register the sequences seq .. seq + n - 1, which later plans name.
+    """Command to a stage: store prompt and sampling parameters of new sequences.
 
-    Fields that the receiving stage does not need are empty.
+    They are the sequences seq .. seq + n - 1. Fields that the receiving stage does not need are
+    empty.
     """
 
     seq: int
@@ -25,13 +26,13 @@ class RegisterSequences(WireMessage, frozen=True):
 
 
 class RunStep(WireMessage, frozen=True):
-    """Command to a stage: run a micro-batch; sent ahead of its activations."""
+    """Command to a stage: compute a micro-batch; sent before its activations arrive."""
 
     plan: StepPlan
 
 
 class StepDone(WireMessage, frozen=True):
-    """Report of the last stage, by its rank 0: the tokens of a micro-batch."""
+    """Report of the last stage: the sampled tokens of a micro-batch."""
 
     result: StepResult
     details: list[SampleDetails] = []
@@ -39,9 +40,9 @@ class StepDone(WireMessage, frozen=True):
 
 
 class GrammarReady(WireMessage, frozen=True):
-    """Report of the last stage: a registered request's grammar is compiled.
+    """Report of the last stage: the grammar of a request is compiled, or cannot be.
 
-    With an error, the registered request, with or without a grammar, cannot be sampled.
+    With an error, the request, with or without a grammar, cannot be sampled.
     """
 
     seq: int
