@@ -14,8 +14,8 @@ class WireMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base class of all messages between processes; the encoded type is the class name."""
 
     is_fenced: ClassVar[bool] = True
-    """True if the message is dropped when it arrives after a restart of the pipeline (epoch) in
-    which it was not sent; False for messages about a process."""
+    """True if receivers drop the message once the pipeline has restarted since it was sent (in
+    another epoch); False for messages about a process."""
 
 
 class ProcessMessage(WireMessage, frozen=True):

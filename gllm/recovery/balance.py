@@ -44,7 +44,7 @@ class BetterPartition:
 
     @property
     def gain(self) -> float:
-        """Expected gain of throughput, as a share."""
+        """Expected relative gain of throughput."""
         return max(self.stage_seconds) / max(self.expected_seconds) - 1
 
 
@@ -63,7 +63,7 @@ class StageTotals:
 
     @property
     def mean_seconds(self) -> float:
-        """Mean time of a step."""
+        """Mean time of a step in seconds."""
         return self.busy_seconds / self.num_steps
 
 

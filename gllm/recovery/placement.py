@@ -11,7 +11,7 @@ LOCAL_NODE = "local"
 
 
 class PlaceName(NamedTuple):
-    """Readable name of a worker's position: `stage 1`, or `stage 1 rank 0` with several ranks."""
+    """Readable name of a rank of a stage: `stage 1`, or `stage 1 rank 0` with several ranks."""
 
     stage: int
     rank: int = 0
@@ -23,7 +23,7 @@ class PlaceName(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The short name, for titles of processes and names of files: `1`, or `1.0`."""
+        """Short name for titles of processes and names of files: `1`, or `1.0`."""
         return f"{self.stage}" + (f".{self.rank}" if self.num_ranks > 1 else "")
 
 
@@ -31,7 +31,7 @@ class WorkerPlacement(msgspec.Struct, frozen=True):
     """Process, node, stage and tensor-parallel rank of one worker."""
 
     sender: int
-    """Identity of the worker process, never used again within a run."""
+    """Id of the worker process, never used again within a run."""
     node: str
     """Name of the machine on which the worker runs."""
     stage: int
@@ -43,7 +43,7 @@ class EdgeSpec(msgspec.Struct, frozen=True):
     """Connection that carries activations from a worker of one stage to one of the next stage."""
 
     number: int
-    """Index of the edge within the epoch."""
+    """Index of the connection within the epoch."""
     source: int
     """Stage that sends."""
     target: int
@@ -79,9 +79,9 @@ class Placement(msgspec.Struct, frozen=True):
     layers: list[tuple[int, int]]
     """First layer of each stage and first layer after it."""
     workers: list[WorkerPlacement]
-    """In the order of their places: by stage, then by rank."""
+    """By stage, then by rank."""
     edges: list[EdgeSpec]
-    """In the order of their targets."""
+    """Connections in the order of their targets."""
 
     def __post_init__(self) -> None:
         """Check that each stage has ranks on one node, layers without gaps and its edges."""
@@ -138,7 +138,7 @@ class Placement(msgspec.Struct, frozen=True):
 
     @property
     def senders(self) -> list[int]:
-        """Senders of the workers, in the order of their places."""
+        """Ids of the worker processes, by stage, then by rank."""
         return [worker.sender for worker in self.workers]
 
     def workers_of(self, stage: int) -> list[WorkerPlacement]:
@@ -150,11 +150,11 @@ class Placement(msgspec.Struct, frozen=True):
         return [worker for worker in self.workers if worker.node == node]
 
     def place_of(self, sender: int) -> WorkerPlacement | None:
-        """Return the place of a worker; None if the worker has none."""
+        """Return the stage and rank of a worker; None if it has none."""
         return next((worker for worker in self.workers if worker.sender == sender), None)
 
     def name_of(self, sender: int) -> PlaceName | None:
-        """Return the name of a worker's place; None if the worker has no place."""
+        """Return the readable name of a worker's stage and rank; None if it has none."""
         place = self.place_of(sender)
         if place is None:
             return None
@@ -162,7 +162,7 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 class Slot(msgspec.Struct, frozen=True):
-    """Worker process that can become a rank of a stage, and its node."""
+    """Worker process for a rank of a stage: its id and its node."""
 
     sender: int
     """Id of the process."""

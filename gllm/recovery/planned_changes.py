@@ -163,7 +163,7 @@ class PlannedChanges:
             self._eager.add(node)
 
     def on_node_gone(self, node: str) -> list[Action]:
-        """Handle the loss of a node, which ends its drain and a preparation that needs it."""
+        """Handle the loss of a node, which ends its drain and a preparation that involves it."""
         self._forget_node(node)
         return self.end_preparation() if node in self.coming_nodes else []
 
@@ -253,7 +253,7 @@ class PlannedChanges:
         return actions
 
     def pop_due(self, now: float) -> PlannedChange | None:
-        """Remove and return the change if it is prepared or late; None otherwise."""
+        """Remove and return the change if all have loaded or its deadline has passed; else None."""
         change = self._change
         if change is None or (change.outstanding and change.deadline > now):
             return None

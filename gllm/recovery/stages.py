@@ -144,7 +144,7 @@ class Stages:
 
     @property
     def has_former(self) -> bool:
-        """True if stages have changed since the engine last served, so that `restore` can help."""
+        """True if stages have changed since the engine last served, so that `restore` is possible."""
         return self._former is not None
 
     @property

@@ -50,13 +50,13 @@ class WorkerPool:
 
     @property
     def placed(self) -> list[WorkerRecord]:
-        """Workers that hold a place, in the order of their places."""
+        """Workers that have a stage, by stage, then by rank."""
         senders = (place.sender for place in self.places)
         return [self.workers[sender] for sender in senders if sender is not None]
 
     @property
     def is_formed(self) -> bool:
-        """True if every place has a worker without an instance, and no other one has any."""
+        """True if each rank of each stage has a worker without a KV cache, and no other worker has one."""
         if not self._leaving.isdisjoint(self.workers):
             return False
         num_idle = sum(worker.activity is Activity.IDLE for worker in self.placed)
@@ -73,12 +73,12 @@ class WorkerPool:
         return all(worker.has_finished_phase for worker in self.placed)
 
     def running(self, sender: int) -> WorkerRecord | None:
-        """Return a worker; None if it has exited or was killed."""
+        """Return a worker process; None if it has exited or was killed."""
         worker = self.workers.get(sender)
         return None if worker is None or worker.activity is Activity.EXITING else worker
 
     def remove(self, sender: int) -> WorkerRecord | None:
-        """Remove a process that is reaped; its place becomes free."""
+        """Remove a process that has exited; its rank becomes free."""
         worker = self.workers.pop(sender, None)
         self._leaving.discard(sender)
         if worker is not None and worker.place is not None:
@@ -86,7 +86,7 @@ class WorkerPool:
         return worker
 
     def finish_phase(self, sender: int) -> WorkerRecord | None:
-        """Record that a worker has finished its phase; return None if it has no part in it."""
+        """Record that a worker has finished its phase; return None if it has no stage."""
         worker = self.workers.get(sender)
         if worker is None or worker.activity is not Activity.ASSIGNED:
             return None
@@ -99,7 +99,7 @@ class WorkerPool:
             worker.mark_idle()
 
     def close_instances(self, epoch: int, now: float) -> list[KillWorker | CloseInstances]:
-        """Let the workers close their instances; kill those that would lose their weights."""
+        """Let the workers free their KV caches; kill those that would lose their weights."""
         actions: list[KillWorker | CloseInstances] = []
         closing: list[int] = []
         for worker in self.placed:
@@ -124,12 +124,12 @@ class WorkerPool:
         return actions
 
     def kill(self, worker: WorkerRecord, cause: str) -> KillWorker:
-        """Kill a worker; it holds its place until it is reaped."""
+        """Kill a worker; its rank stays occupied until the process has exited."""
         worker.activity, worker.deadline = Activity.EXITING, math.inf
         return KillWorker(worker.sender, cause)
 
     def fill_places(self, now: float) -> list[SpawnWorker]:
-        """Give each empty place a standby worker or a new one, once its backoff is over."""
+        """Give each rank without a worker a standby worker or a new one, after its restart delay."""
         actions: list[SpawnWorker] = []
         for index, place in enumerate(self.places):
             if place.sender is not None or place.is_vacant or place.respawn_at > now:
@@ -153,7 +153,7 @@ class WorkerPool:
         self._standbys.on_failure(now, self._jitter)
 
     def count_death(self, place: int) -> bool:
-        """Count the death of a place; return False if the place has used up its restarts."""
+        """Count a death of a rank's worker; return False if it has used up its restarts."""
         self._has_deaths = True
         self.places[place].num_deaths += 1
         return self.places[place].num_deaths <= self._limits.max_restarts
@@ -185,12 +185,12 @@ class WorkerPool:
         return cause
 
     def delay_respawn(self, place: int, now: float) -> None:
-        """Set the earliest time of a place's next worker by the number of its deaths."""
+        """Set the earliest time of a rank's next worker by the number of its deaths."""
         record = self.places[place]
         record.respawn_at = now + restart_delay(record.num_deaths, self._jitter)
 
     def forget_deaths(self) -> None:
-        """Reset the numbers of deaths of all places, because a step has committed."""
+        """Reset the numbers of deaths of all ranks, because a step was completed."""
         if self._has_deaths:
             self._has_deaths = False
             for place in self.places:
@@ -198,7 +198,7 @@ class WorkerPool:
 
     @property
     def respawn_times(self) -> Iterator[float]:
-        """Earliest times of a new worker for each empty place."""
+        """Yield the earliest time of a new worker for each rank without one."""
         empty = (place for place in self.places if place.sender is None and not place.is_vacant)
         return (place.respawn_at for place in empty)
 
@@ -209,7 +209,7 @@ class WorkerPool:
         return self._standbys.retry_at if is_missing else math.inf
 
     def remove_node(self, node: str) -> list[WorkerRecord]:
-        """Remove and return the workers of a lost node; its places are vacant afterwards."""
+        """Remove and return the workers of a lost node; its ranks wait for another node."""
         gone = [worker for worker in self.workers.values() if worker.node == node]
         for worker in gone:
             self.remove(worker.sender)
@@ -219,7 +219,7 @@ class WorkerPool:
         return gone
 
     def move_place(self, place: int, node: str) -> None:
-        """Set the connected node of a vacant place."""
+        """Assign a rank whose node was lost to a connected node."""
         self.places[place].node, self.places[place].is_vacant = node, False
 
     def restore(self, sender: int, place: int) -> None:
@@ -229,11 +229,11 @@ class WorkerPool:
         self.places[place].sender = sender
 
     def reshape(self, places: Sequence[str], moves: Mapping[int, int]) -> list[KillWorker]:
-        """Replace the places; kill the workers that have none any more.
+        """Replace the ranks after a change of the stages; kill the workers that have none any more.
 
         Args:
-            places: name of the node of each new place.
-            moves: new place of the workers of old places, on the same node.
+            places: name of the node of each new rank.
+            moves: index of the new rank for the workers of old ranks, on the same node.
         """
         old, self.places = self.places, [PlaceRecord(node=node) for node in places]
         for before, after in moves.items():
@@ -271,9 +271,10 @@ class WorkerPool:
         return actions
 
     def assign_places(self, places: Mapping[int, int]) -> None:
-        """Assign reserved workers to their places.
+        """Assign reserved workers to ranks of stages.
 
-        places: new place by sender.
+        Args:
+            places: index of the rank, by id of the worker.
         """
         for sender, place in places.items():
             worker = self.workers[sender]

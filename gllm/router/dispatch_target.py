@@ -69,4 +69,4 @@ class Parked(NamedTuple):
     """Time since which it has waited, including the time at an engine that has returned it
     unfinished."""
     cause: str
-    """Why it left its engine: a key of `num_migrations`; empty if it is new."""
+    """Reason for which it left its engine: a key of `num_migrations`; empty if it is new."""

@@ -218,10 +218,10 @@ def meets_constraints(load: WorkerLoad, request: PlacedRequest, rules: Placement
 def admits_prefill(
     model: LatencyModel, num_new_tokens: int, slacks: Iterable[float], rules: PlacementRules
 ) -> bool:
-    """Return True if prefilling all new prompts keeps the time to first token and running decodes.
+    """Return True if prefilling all new prompts breaks no latency limit: constraints (c) and (d).
 
-    These are constraint (c), the prefill time, and (d): no running request falls behind its limit
-    of the time per output token while it waits for the prefill.
+    (c) limits the prefill time by the time to first token. (d) requires that no running request
+    falls behind its limit of the time per output token while it waits for the prefill.
 
     Args:
         model: latency model of the engine.

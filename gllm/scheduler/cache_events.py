@@ -22,9 +22,9 @@ class StoredBlocks(NamedTuple):
 
 
 class CacheEvents(NamedTuple):
-    """KV blocks added to and removed from the prefix cache since the previous report to the router.
+    """KV blocks added to and removed from the prefix cache since the previous report.
 
-    No block is both in `stored` and in `removed`.
+    Reports go to routers. No block is both in `stored` and in `removed`.
     """
 
     stored: list[StoredBlocks]
@@ -47,9 +47,9 @@ _UNKNOWN = _Block(b"", (), "")
 
 
 class CacheEventLog:
-    """Collects changes of the prefix cache between two reports to the router.
+    """Collects KV blocks added to and removed from the prefix cache, until the next report.
 
-    The first report contains the whole cache.
+    Reports go to routers. The first one contains the whole cache.
     """
 
     def __init__(self, with_token_ids: bool, cached: Iterable[bytes]) -> None:

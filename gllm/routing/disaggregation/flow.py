@@ -59,8 +59,8 @@ def format_routes(routes: Routes) -> str:
 class FlowPairPolicy(PairPolicy):
     """Pair policy `flow`: weighted round-robin over (prefill, decode) engine pairs of a flow plan.
 
-    The plan says which requests per second go from each prefill to each decode engine, in any unit.
-    Engines that it does not name are used only if none of its engines is left.
+    The plan has the relative number of requests (flow) of each pair of engines. Engines that it
+    does not name are used only if none of its engines is left.
 
     Args:
         rng: ignored; the choice is not random.
