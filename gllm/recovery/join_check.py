@@ -30,7 +30,7 @@ OWN_FIELDS = frozenset(
 """Fields of MACHINE_FIELDS of which a machine uses its own value, not that of the head."""
 PROBE_PROTOCOL = 0
 """Version of the protocol in a JoinCluster that only asks for the head's facts (`gllm doctor`); the
-head answers with RefuseNode and `describe_facts`."""
+head answers with RefuseNode and `encode_facts`."""
 HASH_CHARACTERS = 12
 """Characters of a model's hash that a message shows."""
 
@@ -84,13 +84,13 @@ def find_differences(head: JoinFacts, node: JoinFacts) -> list[str]:
     return differences
 
 
-def describe_facts(facts: JoinFacts) -> str:
+def encode_facts(facts: JoinFacts) -> str:
     """Encode the head's versions, model and configuration as text, for `gllm doctor`."""
     return msgspec.json.encode(facts).decode()
 
 
 def parse_facts(text: str) -> JoinFacts | None:
-    """Decode the text of `describe_facts`; return None if the head is too old to send it."""
+    """Decode the text of `encode_facts`; return None if the head is too old to send it."""
     try:
         return msgspec.json.decode(text, type=JoinFacts)
     except msgspec.DecodeError:

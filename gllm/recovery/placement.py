@@ -10,7 +10,7 @@ LOCAL_NODE = "local"
 """Name of the node that runs the head."""
 
 
-class PlaceName(NamedTuple):
+class RankName(NamedTuple):
     """Readable name of a rank of a stage: `stage 1`, or `stage 1 rank 0` with several ranks."""
 
     stage: int
@@ -153,15 +153,15 @@ class Placement(msgspec.Struct, frozen=True):
         """Return the stage and rank of a worker; None if it has none."""
         return next((worker for worker in self.workers if worker.sender == sender), None)
 
-    def name_of(self, sender: int) -> PlaceName | None:
+    def name_of(self, sender: int) -> RankName | None:
         """Return the readable name of a worker's stage and rank; None if it has none."""
         place = self.place_of(sender)
         if place is None:
             return None
-        return PlaceName(place.stage, place.rank, len(self.workers_of(place.stage)))
+        return RankName(place.stage, place.rank, len(self.workers_of(place.stage)))
 
 
-class Slot(msgspec.Struct, frozen=True):
+class RankWorker(msgspec.Struct, frozen=True):
     """Worker process for a rank of a stage: its id and its node."""
 
     sender: int
@@ -169,14 +169,14 @@ class Slot(msgspec.Struct, frozen=True):
     node: str = LOCAL_NODE
 
 
-def place_names(degrees: Sequence[int]) -> list[PlaceName]:
-    """Return a readable name for each rank of each stage, in order.
+def rank_names(degrees: Sequence[int]) -> list[RankName]:
+    """Return a readable name for each rank of each stage, by stage, then by rank.
 
     Args:
         degrees: number of ranks of each stage.
     """
     return [
-        PlaceName(stage, rank, num_ranks)
+        RankName(stage, rank, num_ranks)
         for stage, num_ranks in enumerate(degrees)
         for rank in range(num_ranks)
     ]
@@ -201,7 +201,7 @@ def edge_ends(degrees: Sequence[int]) -> list[tuple[int, int, int, int]]:
 def make_placement(
     epoch: int,
     layers: Sequence[tuple[int, int]],
-    slots: Sequence[Slot],
+    slots: Sequence[RankWorker],
     degrees: Sequence[int] | None = None,
 ) -> Placement:
     """Assign the ranks of all stages to worker processes, and list the connections between them.
@@ -216,7 +216,7 @@ def make_placement(
         ValueError: the layers have gaps, or the numbers of layers, degrees and slots do not fit.
     """
     degrees = [1] * len(layers) if degrees is None else degrees
-    names = place_names(degrees)
+    names = rank_names(degrees)
     if len(degrees) != len(layers) or len(names) != len(slots):
         raise ValueError(
             f"{len(slots)} workers cannot hold {len(layers)} stages with {list(degrees)} ranks"

@@ -14,7 +14,7 @@ from random import Random
 
 from gllm.recovery.actions import Action, DismissNode, PrepareLayers
 from gllm.recovery.node_layout import NodeShape, match_stages
-from gllm.recovery.placement import LOCAL_NODE, Slot, make_placement, place_names
+from gllm.recovery.placement import LOCAL_NODE, RankWorker, make_placement, rank_names
 from gllm.recovery.records import RecoveryLimits, RecoveryState, RetryRecord, WorkerRecord
 from gllm.recovery.stages import Stages
 from gllm.recovery.worker_pool import WorkerPool
@@ -273,13 +273,13 @@ class PlannedChanges:
         }
         actions: list[Action] = []
         slots = []
-        for place, name in enumerate(place_names(shape.degrees)):
+        for place, name in enumerate(rank_names(shape.degrees)):
             worker = workers.get((old.get(name.stage, -1), name.rank))
             if worker is None:
                 worker, spawned = self._pool.reserve(shape.nodes[name.stage])
                 actions += spawned
                 change.reserved[worker.sender] = place
-            slots.append(Slot(worker.sender, worker.node))
+            slots.append(RankWorker(worker.sender, worker.node))
         placement = make_placement(epoch + 1, shape.layers, slots, shape.degrees)
         change.outstanding = set(placement.senders)
         return [*actions, PrepareLayers(change.number, placement, change.cause)]
@@ -298,9 +298,11 @@ class PlannedChanges:
     ) -> Action:
         """Let workers of a node load a stage, as if they had its places."""
         degrees = self._stages.degrees
-        slots = [Slot(worker.sender, worker.node) for worker in self._pool.placed]
+        slots = [RankWorker(worker.sender, worker.node) for worker in self._pool.placed]
         begin = sum(degrees[:stage])
-        slots[begin : begin + degrees[stage]] = [Slot(worker.sender, node) for worker in workers]
+        slots[begin : begin + degrees[stage]] = [
+            RankWorker(worker.sender, node) for worker in workers
+        ]
         placement = make_placement(epoch, self._stages.layers, slots, degrees)
         cause = f"spare node {node} holds the layers of stage {stage}"
         return PrepareLayers(next(self._numbers), placement, cause, node)

@@ -117,7 +117,7 @@ class WorkerRecord:
 
 
 @dataclass(slots=True)
-class PlaceRecord:
+class RankRecord:
     """Worker, number of deaths and time of the next restart for one rank of a stage."""
 
     sender: int | None = None

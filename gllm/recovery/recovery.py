@@ -34,7 +34,7 @@ from gllm.recovery.actions import (
     WarmUp,
 )
 from gllm.recovery.node_layout import NodeShape
-from gllm.recovery.placement import LOCAL_NODE, Placement, PlaceName
+from gllm.recovery.placement import LOCAL_NODE, Placement, RankName
 from gllm.recovery.planned_changes import (
     Extend,
     FindCostliest,
@@ -202,7 +202,7 @@ class Recovery:
         """Return the processes of a node that have not exited."""
         return [worker.sender for worker in self._pool.workers.values() if worker.node == node]
 
-    def name_of(self, sender: int) -> PlaceName | None:
+    def name_of(self, sender: int) -> RankName | None:
         """Return the place of a worker that has not exited; None for a standby worker."""
         worker = self._pool.workers.get(sender)
         return None if worker is None or worker.place is None else self._stages.names[worker.place]

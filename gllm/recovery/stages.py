@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gllm.recovery.actions import Action, ChangeShape, KillWorker
 from gllm.recovery.node_layout import NodeShape, match_stages
-from gllm.recovery.placement import LOCAL_NODE, Placement, Slot, make_placement, place_names
+from gllm.recovery.placement import LOCAL_NODE, Placement, RankWorker, make_placement, rank_names
 from gllm.recovery.records import WorkerRecord
 from gllm.recovery.worker_pool import WorkerPool
 
@@ -72,7 +72,7 @@ class Stages:
         """
         self.layers = list(layers)
         self.degrees = list(degrees)
-        self.names = place_names(self.degrees)
+        self.names = rank_names(self.degrees)
         """Stage and rank of each place."""
         self.stage_nodes = list(nodes)
         """Name of the node of each stage; of a vacant stage, the lost one."""
@@ -144,7 +144,7 @@ class Stages:
 
     @property
     def has_former(self) -> bool:
-        """True if stages have changed since the engine last served, so that `restore` is possible."""
+        """True if the stages have changed since the engine last served; see `restore`."""
         return self._former is not None
 
     @property
@@ -180,7 +180,7 @@ class Stages:
 
     def make_placement(self, epoch: int) -> Placement:
         """Return the placement of an epoch with the present workers."""
-        slots = [Slot(worker.sender, worker.node) for worker in self._pool.placed]
+        slots = [RankWorker(worker.sender, worker.node) for worker in self._pool.placed]
         return make_placement(epoch, self.layers, slots, self.degrees)
 
     def stages_on(self, node: str) -> list[int]:
@@ -413,7 +413,7 @@ class Stages:
         """
         old_names = self.names
         self.layers, self.degrees = list(shape.layers), list(shape.degrees)
-        self.names = place_names(self.degrees)
+        self.names = rank_names(self.degrees)
         new_places = {(name.stage, name.rank): place for place, name in enumerate(self.names)}
         moves = {
             place: new_places[stages[name.stage], name.rank]

@@ -12,7 +12,7 @@ from random import Random
 from gllm.recovery.actions import CloseInstances, KillWorker, SpawnWorker
 from gllm.recovery.records import (
     Activity,
-    PlaceRecord,
+    RankRecord,
     RecoveryLimits,
     RetryRecord,
     WorkerRecord,
@@ -33,7 +33,7 @@ class WorkerPool:
         """
         self.workers: dict[int, WorkerRecord] = {}
         """Processes that have not exited, by sender."""
-        self.places = [PlaceRecord(node=node) for node in places]
+        self.places = [RankRecord(node=node) for node in places]
         self.standby_nodes: list[str] = list(dict.fromkeys(places))
         """Nodes that have standby workers."""
         self.num_preloading: dict[str, int] = {}
@@ -56,7 +56,7 @@ class WorkerPool:
 
     @property
     def is_formed(self) -> bool:
-        """True if each rank of each stage has a worker without a KV cache, and no other worker has one."""
+        """True if every rank has a worker without a KV cache, and no other worker has one."""
         if not self._leaving.isdisjoint(self.workers):
             return False
         num_idle = sum(worker.activity is Activity.IDLE for worker in self.placed)
@@ -129,7 +129,7 @@ class WorkerPool:
         return KillWorker(worker.sender, cause)
 
     def fill_places(self, now: float) -> list[SpawnWorker]:
-        """Give each rank without a worker a standby worker or a new one, after its restart delay."""
+        """Give each rank without a worker a standby worker or a new one, after its delay."""
         actions: list[SpawnWorker] = []
         for index, place in enumerate(self.places):
             if place.sender is not None or place.is_vacant or place.respawn_at > now:
@@ -235,7 +235,7 @@ class WorkerPool:
             places: name of the node of each new rank.
             moves: index of the new rank for the workers of old ranks, on the same node.
         """
-        old, self.places = self.places, [PlaceRecord(node=node) for node in places]
+        old, self.places = self.places, [RankRecord(node=node) for node in places]
         for before, after in moves.items():
             self.places[after] = old[before]
         actions = []

@@ -35,7 +35,7 @@ PATIENCE_SECONDS = 5.0
 
 
 class NumericsIndex:
-    """Finds the engines whose numerics are those of a request's earlier tokens.
+    """Finds the engines whose numerics equal those of the engines that computed a request so far.
 
     Numerics is all that decides which tokens follow a prompt: weights, dtypes, kernels, devices.
     Reads no clock: time is an argument.

@@ -15,7 +15,7 @@ from gllm.routing.policies.predict import predict_all
 from gllm.routing.policy import RoutingPolicy
 from gllm.routing.prefix_index import PromptBlockHashes
 from gllm.routing.scaling.engine_rate import RecentLengths
-from gllm.routing.shedding import retry_after_seconds, shed
+from gllm.routing.shedding import retry_after_seconds, shedding_reason
 from gllm.routing.state import EngineSnapshot, RoutingRequest
 from gllm.runtime.head.journal import JournalEntry
 from gllm.runtime.head.request_stream import RequestStream
@@ -132,7 +132,7 @@ class Dispatcher:
             slo=slo,
         )
         predictions = predict_all(request, engines, self.policy.prefixes)
-        reason = shed(request, predictions)
+        reason = shedding_reason(request, predictions)
         if reason is None:
             return None
         self.num_shed[reason] += 1

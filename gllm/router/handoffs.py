@@ -18,7 +18,7 @@ from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
 from gllm.router.dispatch_target import DispatchTarget
 from gllm.router.output_checks import (
     can_be_handed_off,
-    with_ends_of_all,
+    end_all_choices,
     without_ends,
     without_tokens,
 )
@@ -249,7 +249,7 @@ class Handoffs:
         if shared:
             message = without_tokens(message, shared)
         if failed:
-            message = with_ends_of_all(message, failed)
+            message = end_all_choices(message, failed)
         return message, prefilled
 
     def on_readable(self, engine: str, ticket: int, now: float) -> None:

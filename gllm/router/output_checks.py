@@ -73,7 +73,7 @@ def without_tokens(message: EngineOutputs, seqs: set[int]) -> EngineOutputs:
     return msgspec.structs.replace(message, outcome=outcome, details=details)
 
 
-def with_ends_of_all(
+def end_all_choices(
     message: EngineOutputs, failed: Sequence[tuple[FinishedSequence, list[int]]]
 ) -> EngineOutputs:
     """Return an engine's output in which the failure of a choice ends all choices of its request.

@@ -32,7 +32,7 @@ MAX_RETRIES = 100.0
 
 @dataclass(frozen=True)
 class HealthConfig:
-    """Router options: ejection of slow engines, slow start of new engines, and limit of retries."""
+    """Router options for ejecting slow engines, slow start of new engines, and retry limits."""
 
     outlier_factor: float = option(
         3.0,

@@ -14,7 +14,7 @@ kept for others."""
 MAX_RETRY_SECONDS = 60
 
 
-def shed(request: RoutingRequest, predictions: Mapping[str, Prediction]) -> str | None:
+def shedding_reason(request: RoutingRequest, predictions: Mapping[str, Prediction]) -> str | None:
     """Return the reason to refuse a request because no engine can meet its SLO; None to accept it.
 
     A request is refused if no engine is predicted to meet its limits of latency. Requests without
@@ -24,6 +24,9 @@ def shed(request: RoutingRequest, predictions: Mapping[str, Prediction]) -> str 
     Args:
         request: priority, expected output and SLO of the request.
         predictions: predicted latencies by engine.
+
+    Returns:
+        The value of the header x-llm-d-request-dropped-reason, or None.
     """
     if request.slo is None or request.priority < 0 or not predictions:
         return None

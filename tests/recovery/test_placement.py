@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from gllm.recovery.placement import (
     EdgeSpec,
     Placement,
-    PlaceName,
-    Slot,
+    RankName,
+    RankWorker,
     WorkerPlacement,
     make_placement,
-    place_names,
+    rank_names,
 )
 
 STAGES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), min_size=1, max_size=8)
@@ -28,12 +28,12 @@ def test_a_placement_is_what_it_was_after_the_wire(
     counts, degrees = ([stage[field] for stage in stages] for field in (0, 1))
     starts = [sum(counts[:stage]) for stage in range(len(counts) + 1)]
     layers = list(pairwise(starts))
-    slots = [Slot(7 + place) for place in range(sum(degrees))]
+    slots = [RankWorker(7 + place) for place in range(sum(degrees))]
     placement = make_placement(epoch, layers, slots, degrees)
     assert placement.num_stages == len(counts)
     assert placement.degrees == degrees
     assert placement.senders == [slot.sender for slot in slots]
-    for name, slot in zip(place_names(degrees), slots, strict=True):
+    for name, slot in zip(rank_names(degrees), slots, strict=True):
         assert placement.workers_of(name.stage)[name.rank].sender == slot.sender
         assert placement.name_of(slot.sender) == name
     assert placement.place_of(1) is None
@@ -48,10 +48,10 @@ def test_each_rank_but_those_of_the_first_stage_receives_once(
 ) -> None:
     degrees = [ranks for _, ranks in stages]
     layers = [(stage, stage + 1) for stage in range(len(degrees))]
-    slots = [Slot(1 + place) for place in range(sum(degrees))]
+    slots = [RankWorker(1 + place) for place in range(sum(degrees))]
     placement = make_placement(1, layers, slots, degrees)
     targets = [(edge.target, edge.target_rank) for edge in placement.edges]
-    assert targets == [(name.stage, name.rank) for name in place_names(degrees) if name.stage]
+    assert targets == [(name.stage, name.rank) for name in rank_names(degrees) if name.stage]
     assert [edge.number for edge in placement.edges] == list(range(len(targets)))
     for stage in range(1, len(degrees)):
         sources = [edge.source_rank for edge in placement.edges if edge.target == stage]
@@ -62,12 +62,12 @@ def test_each_rank_but_those_of_the_first_stage_receives_once(
 @pytest.mark.parametrize(
     ("place", "text", "label"),
     [
-        (PlaceName(1), "stage 1", "1"),
-        (PlaceName(1, 0, 2), "stage 1 rank 0", "1.0"),
-        (PlaceName(0, 3, 4), "stage 0 rank 3", "0.3"),
+        (RankName(1), "stage 1", "1"),
+        (RankName(1, 0, 2), "stage 1 rank 0", "1.0"),
+        (RankName(0, 3, 4), "stage 0 rank 3", "0.3"),
     ],
 )
-def test_names_of_places(place: PlaceName, text: str, label: str) -> None:
+def test_names_of_places(place: RankName, text: str, label: str) -> None:
     assert (str(place), place.label) == (text, label)
 
 
@@ -111,6 +111,6 @@ def test_parts_that_do_not_fit(
     ("num_slots", "degrees"), [(1, None), (3, None), (2, [2, 1]), (3, [3]), (3, [1, 1, 1])]
 )
 def test_numbers_that_do_not_fit(num_slots: int, degrees: list[int] | None) -> None:
-    slots = [Slot(1 + place) for place in range(num_slots)]
+    slots = [RankWorker(1 + place) for place in range(num_slots)]
     with pytest.raises(ValueError, match="cannot hold"):
         make_placement(1, LAYERS, slots, degrees)

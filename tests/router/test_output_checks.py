@@ -4,7 +4,7 @@ from gllm.messages.requests import EngineOutputs
 from gllm.messages.sampling import SampleDetails, SequenceSamplingParams
 from gllm.router.output_checks import (
     can_be_handed_off,
-    with_ends_of_all,
+    end_all_choices,
     without_ends,
     without_tokens,
 )
@@ -40,7 +40,7 @@ def test_the_end_of_a_choice_is_that_of_its_request() -> None:
     failed, other = FinishedSequence(1, "error", error="no"), FinishedSequence(3, "stop")
     given = message(failed, other)
     given.error_kinds.append((1, "poison"))
-    whole = with_ends_of_all(given, [(failed, [1, 2])])
+    whole = end_all_choices(given, [(failed, [1, 2])])
     assert whole.outcome.finished == [failed, other, FinishedSequence(2, "error", error="no")]
     assert sorted(whole.error_kinds) == [(1, "poison"), (2, "poison")]
 

@@ -4,7 +4,7 @@ import pytest
 
 from gllm.options.slo import Slo
 from gllm.routing.policies.predict import Prediction
-from gllm.routing.shedding import MAX_RETRY_SECONDS, SATURATED, retry_after_seconds, shed
+from gllm.routing.shedding import MAX_RETRY_SECONDS, SATURATED, retry_after_seconds, shedding_reason
 from gllm.routing.state import RoutingRequest
 
 PREDICTIONS = {"fast-start": Prediction(1.0, 0.2), "fast-tokens": Prediction(4.0, 0.05)}
@@ -34,12 +34,12 @@ def request(ttft: float | None, tpot: float | None, priority: int = 0) -> Routin
 def test_request_is_shed_if_no_engine_meets_its_objective(
     ttft: float | None, tpot: float | None, priority: int, reason: str | None
 ) -> None:
-    assert shed(request(ttft, tpot, priority), PREDICTIONS) == reason
+    assert shedding_reason(request(ttft, tpot, priority), PREDICTIONS) == reason
 
 
 def test_request_without_objective_or_without_engines_is_admitted() -> None:
-    assert shed(RoutingRequest(100), PREDICTIONS) is None
-    assert shed(request(1e-9, 1e-9), {}) is None
+    assert shedding_reason(RoutingRequest(100), PREDICTIONS) is None
+    assert shedding_reason(request(1e-9, 1e-9), {}) is None
 
 
 def test_refused_request_may_come_back_once_the_excess_is_over() -> None:

@@ -13,7 +13,7 @@ from gllm.config.engine import EngineConfig
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
 from gllm.models.config import ModelConfig
-from gllm.recovery.placement import Slot, make_placement
+from gllm.recovery.placement import RankWorker, make_placement
 from gllm.runtime.head.assignment import StageAssignment
 from gllm.runtime.worker.batch import Batch
 from gllm.runtime.worker.device import count_gpus
@@ -68,7 +68,7 @@ class TimedSpan:
     ) -> None:
         length = config.max_model_len or model.model.context_length
         config = replace(config, max_model_len=length)
-        slots = [Slot(sender + 1) for sender in range(num_ranks)]
+        slots = [RankWorker(sender + 1) for sender in range(num_ranks)]
         placement = make_placement(1, [(0, model.model.num_layers)], slots, [num_ranks])
         assignment = StageAssignment(placement, 1, config, str(folder), "", is_probe=True)
         backend = create_backend(assignment, model, count_gpus(config.device), layers)

@@ -12,7 +12,7 @@ import msgspec
 
 from gllm.config.engine import EngineConfig
 from gllm.observability.logs import LogConfig
-from gllm.recovery.placement import Placement, PlaceName, WorkerPlacement
+from gllm.recovery.placement import Placement, RankName, WorkerPlacement
 from gllm.runtime.worker.device import threads_per_worker
 from gllm.scheduler.config import SchedulerConfig
 from gllm.transport.edge import Edge
@@ -151,9 +151,9 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True):
         return self.placement.degrees
 
     @property
-    def name(self) -> PlaceName:
+    def name(self) -> RankName:
         """Name of the worker's stage and rank for logs."""
-        return PlaceName(self.stage, self.rank, self.num_ranks)
+        return RankName(self.stage, self.rank, self.num_ranks)
 
     @property
     def has_driver(self) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gllm.messages.lifecycle import Heartbeat
-from gllm.recovery.placement import PlaceName
+from gllm.recovery.placement import RankName
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class WorkerDeath:
     """Unexpected end of a worker that ran a stage: kind, cause, time, stacks of its threads."""
 
     sender: int
-    place: PlaceName
+    place: RankName
     """Stage, rank and machine of the worker."""
     kind: str
     """killed, failed, frozen or lost."""

@@ -31,7 +31,7 @@ from gllm.recovery.join_check import (
     PROBE_PROTOCOL,
     JoinFacts,
     apply_own_fields,
-    describe_facts,
+    encode_facts,
     find_differences,
 )
 from gllm.recovery.liveness import ProcessSample
@@ -503,7 +503,7 @@ class NodeHub:
     def _answer_of(self, join: nodes.JoinCluster) -> nodes.RefuseNode | None:
         """Return the answer to a join that only asks what is here; None for any other."""
         if join.protocol == PROBE_PROTOCOL:
-            return nodes.RefuseNode(describe_facts(self.facts))
+            return nodes.RefuseNode(encode_facts(self.facts))
         if self._is_master and not join.runs_services:
             cause = "it is the master of a cluster, which runs services: use `gllm node --join`"
             return nodes.RefuseNode(cause, is_master=True)

@@ -24,7 +24,7 @@ from gllm.models.errors import ModelError
 from gllm.observability.logs import configure_logging
 from gllm.options.field_types import FieldError
 from gllm.recovery.liveness import CHECK_SECONDS
-from gllm.recovery.placement import PlaceName
+from gllm.recovery.placement import RankName
 from gllm.runtime.head.assignment import (
     KvMoverConnection,
     StageAssignment,
@@ -100,7 +100,7 @@ def prepare_layers(
 class TorchProfiler:
     """Runs torch.profiler in a worker on command, and reports the result of each command."""
 
-    def __init__(self, place: PlaceName, frontend: Spoke) -> None:
+    def __init__(self, place: RankName, frontend: Spoke) -> None:
         self._place = place
         self._frontend = frontend
         self._profile: profile | None = None
@@ -159,7 +159,7 @@ class Worker:
     """Event loop of a worker process: runs one stage at a time as the head process assigns them."""
 
     def __init__(
-        self, identity: WorkerIdentity, on_assigned: Callable[[PlaceName], None] = lambda _: None
+        self, identity: WorkerIdentity, on_assigned: Callable[[RankName], None] = lambda _: None
     ) -> None:
         """Connect to the parent.
 
@@ -174,7 +174,7 @@ class Worker:
         """Instance of the current epoch, or the closed one of the last epoch."""
         self._identity = identity
         self._on_assigned = on_assigned
-        self._place = PlaceName(0)
+        self._place = RankName(0)
         """Place of the last assignment."""
         self._is_assigned = False
         """True if `instance` is not closed."""
@@ -338,7 +338,7 @@ class Worker:
 
 
 async def serve(
-    identity: WorkerIdentity, channel: DescriptorChannel, on_assigned: Callable[[PlaceName], None]
+    identity: WorkerIdentity, channel: DescriptorChannel, on_assigned: Callable[[RankName], None]
 ) -> bool:
     """Run a worker until it is shut down; return False after a failure.
 
@@ -388,7 +388,7 @@ def run_worker(descriptor: int, kernel_ratios: int) -> None:
     assert isinstance(identity, WorkerIdentity), "the first message is the identity"
     logs = identity.logs
 
-    def on_assigned(place: PlaceName) -> None:
+    def on_assigned(place: RankName) -> None:
         setproctitle.setproctitle(f"gllm-stage-{place.label}")
         configure_logging(logs, str(place))
 

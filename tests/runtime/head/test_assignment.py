@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gllm.config.engine import EngineConfig
-from gllm.recovery.placement import Placement, PlaceName, Slot, make_placement
+from gllm.recovery.placement import Placement, RankName, RankWorker, make_placement
 from gllm.runtime.head.assignment import (
     NodeAssignment,
     StageAssignment,
@@ -78,7 +78,7 @@ def read_files(received: list[StageAssignment]) -> Files:
 
 def assigned(degrees: list[int]) -> tuple[RecordingNode, Placement]:
     layers = [(stage, stage + 1) for stage in range(len(degrees))]
-    slots = [Slot(11 + place) for place in range(sum(degrees))]
+    slots = [RankWorker(11 + place) for place in range(sum(degrees))]
     placement = make_placement(3, layers, slots, degrees)
     node = RecordingNode()
     record = os.memfd_create("plans")
@@ -126,12 +126,12 @@ def test_workers_share_edges_and_regions_and_nothing_else(degrees: list[int]) ->
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def named_edges(placement: Placement) -> list[tuple[PlaceName, PlaceName]]:
+def named_edges(placement: Placement) -> list[tuple[RankName, RankName]]:
     ranks = placement.degrees
     return [
         (
-            PlaceName(edge.source, edge.source_rank, ranks[edge.source]),
-            PlaceName(edge.target, edge.target_rank, ranks[edge.target]),
+            RankName(edge.source, edge.source_rank, ranks[edge.source]),
+            RankName(edge.target, edge.target_rank, ranks[edge.target]),
         )
         for edge in placement.edges
     ]
@@ -144,7 +144,7 @@ def test_each_worker_has_a_file_for_its_kv_cache_in_each_epoch(degrees: list[int
     layers = [(stage, stage + 1) for stage in range(len(degrees))]
     seen = set()
     for epoch in (1, 2):
-        slots = [Slot(11 + place) for place in range(sum(degrees))]
+        slots = [RankWorker(11 + place) for place in range(sum(degrees))]
         placement = make_placement(epoch, layers, slots, degrees)
         config = EngineConfig(kv_transfer="auto")
         node.assign(NodeAssignment(placement, config), Path("folder"))
@@ -190,7 +190,9 @@ def test_files_that_cannot_be_created_leave_nothing_behind() -> None:
     before = len(os.listdir("/proc/self/fd"))
     node = CountingNode()
     open_files = len(os.listdir("/proc/self/fd"))
-    placement = make_placement(1, [(0, 1), (1, 2)], [Slot(1), Slot(2), Slot(3)], [1, 2])
+    placement = make_placement(
+        1, [(0, 1), (1, 2)], [RankWorker(1), RankWorker(2), RankWorker(3)], [1, 2]
+    )
     assignment = NodeAssignment(placement, EngineConfig())
     num_failures = 0
     for limit in count(3):
@@ -229,7 +231,7 @@ def spread(degrees: list[int], nodes: list[str]) -> Placement:
     """Placement with the nodes of the stages."""
     layers = [(stage, stage + 1) for stage in range(len(degrees))]
     names = [node for node, ranks in zip(nodes, degrees, strict=True) for _ in range(ranks)]
-    slots = [Slot(11 + place, node) for place, node in enumerate(names)]
+    slots = [RankWorker(11 + place, node) for place, node in enumerate(names)]
     return make_placement(3, layers, slots, degrees)
 
 

@@ -28,7 +28,7 @@ from gllm.messages.nodes import (
     WorkerSessionLost,
 )
 from gllm.recovery.liveness import ProcessSample
-from gllm.recovery.placement import Slot, make_placement
+from gllm.recovery.placement import RankWorker, make_placement
 from gllm.recovery.records import RecoveryState
 from gllm.runtime.head.event_receiver import LivenessWatch
 from gllm.runtime.head.node_group import RemoteNode
@@ -312,7 +312,7 @@ async def test_workers_of_a_silent_machine_are_not_watched() -> None:
     watch = LivenessWatch(
         recovery, nodes, 0.1, lambda sender, cause: frozen.append(sender), nodes.is_silent
     )
-    watch.watch(make_placement(1, [(0, 1)], [Slot(5)]))
+    watch.watch(make_placement(1, [(0, 1)], [RankWorker(5)]))
     await asyncio.sleep(0.6)
     assert not frozen
     nodes.is_node_silent = False

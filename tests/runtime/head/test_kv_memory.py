@@ -3,7 +3,7 @@
 import pytest
 
 from gllm.messages.lifecycle import StageLoaded
-from gllm.recovery.placement import Placement, Slot, make_placement
+from gllm.recovery.placement import Placement, RankWorker, make_placement
 from gllm.runtime.head.layer_planner import count_placement_blocks, limit_blocks
 from gllm.runtime.worker import device
 
@@ -12,7 +12,7 @@ Report = tuple[int, int | None, int | None]
 
 
 def workers(*reports: tuple[str, Report]) -> tuple[Placement, dict[int, StageLoaded]]:
-    slots = [Slot(sender, node) for sender, (node, _) in enumerate(reports, 1)]
+    slots = [RankWorker(sender, node) for sender, (node, _) in enumerate(reports, 1)]
     layers = [(stage, stage + 1) for stage in range(len(reports))]
     loaded = {
         sender: StageLoaded(sender - 1, 100, block, own, host_available_bytes=host)

@@ -7,7 +7,7 @@ import pytest
 from gllm.messages.base import WireMessage
 from gllm.messages.nodes import LinkState
 from gllm.messages.reports import LinkTime, LinkTimes
-from gllm.recovery.placement import LOCAL_NODE, Placement, Slot, make_placement
+from gllm.recovery.placement import LOCAL_NODE, Placement, RankWorker, make_placement
 from gllm.runtime.head.node_group import LinkTimesReporter, collect_link_times
 
 
@@ -15,7 +15,7 @@ def place(*nodes: str, degrees: list[int] | None = None) -> Placement:
     """Return a placement with a worker on each node, in the order of the places."""
     num_stages = len(degrees or nodes)
     layers = [(stage, stage + 1) for stage in range(num_stages)]
-    slots = [Slot(sender, node) for sender, node in enumerate(nodes, start=1)]
+    slots = [RankWorker(sender, node) for sender, node in enumerate(nodes, start=1)]
     return make_placement(1, layers, slots, degrees)
 
 

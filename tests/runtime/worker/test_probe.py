@@ -17,7 +17,7 @@ from gllm.messages.reports import StageMeasured
 from gllm.models.config import read_config
 from gllm.models.hub import DEMO
 from gllm.models.spec import LayerSpec, MLPSpec
-from gllm.recovery.placement import Slot, make_placement
+from gllm.recovery.placement import RankWorker, make_placement
 from gllm.runtime.head.assignment import StageAssignment
 from gllm.runtime.worker.cpu.executor import CpuExecutor
 from gllm.runtime.worker.device import set_num_threads
@@ -44,7 +44,7 @@ def assign(stage: int, **options: Any) -> StageAssignment:
         dtype="float32",
         **options,
     )
-    placement = make_placement(1, [(0, 3), (3, 6)], [Slot(1), Slot(2)])
+    placement = make_placement(1, [(0, 3), (3, 6)], [RankWorker(1), RankWorker(2)])
     return StageAssignment(placement, stage + 1, config, str(DEMO), "", is_probe=True)
 
 
@@ -215,7 +215,7 @@ def test_a_rank_is_measured_on_a_device(
     config = EngineConfig.from_options(
         "demo", tensor_parallel_size=2, max_model_len=512, max_num_batched_tokens=64
     )
-    placement = make_placement(1, [(0, 6)], [Slot(1), Slot(2)], [2])
+    placement = make_placement(1, [(0, 6)], [RankWorker(1), RankWorker(2)], [2])
     assignment = StageAssignment(placement, rank + 1, config, str(DEMO), "", is_probe=True)
     with as_on_a_device():
         measured = measure(assignment, tmp_path, make_probe=partial(LayerProbe, num_gpus=2))

@@ -25,7 +25,7 @@ from gllm.messages.nodes import (
     WelcomeNode,
     WorkerFrame,
 )
-from gllm.recovery.placement import LOCAL_NODE, Placement, Slot, make_placement
+from gllm.recovery.placement import LOCAL_NODE, Placement, RankWorker, make_placement
 from gllm.runtime.head.assignment import NodeAssignment, encode_node_assignment
 from gllm.runtime.head.link_process import LinkProcess
 from gllm.runtime.messaging.bus import Hub
@@ -144,7 +144,7 @@ PEERS = {
 def two_stages(epoch: int, sender: int = 2, num_layers: int = 2) -> Placement:
     """Placement with the second stage on node b."""
     layers = [(0, num_layers // 2), (num_layers // 2, num_layers)]
-    return make_placement(epoch, layers, [Slot(1), Slot(sender, "b")])
+    return make_placement(epoch, layers, [RankWorker(1), RankWorker(sender, "b")])
 
 
 class RecordingLinks(LinkProcess):

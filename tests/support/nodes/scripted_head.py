@@ -33,7 +33,7 @@ from gllm.messages.lifecycle import (
 from gllm.messages.requests import EngineOutputs, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.observability.logs import LogConfig
-from gllm.recovery.placement import Slot, make_placement
+from gllm.recovery.placement import RankWorker, make_placement
 from gllm.runtime.head.assignment import NodeAssignment, WorkerIdentity
 from gllm.runtime.head.node import Node
 from gllm.runtime.messaging.bus import Hub
@@ -103,7 +103,7 @@ class Head:
         self.epoch += 1
         self.hub.advance(self.epoch)
         bounds = [(each.start, each.stop) for each in layers or self.layers]
-        slots = [Slot(sender) for sender in self.senders]
+        slots = [RankWorker(sender) for sender in self.senders]
         placement = make_placement(self.epoch, bounds, slots)
         self.node.assign(NodeAssignment(placement, self.config, cause), self.model_folder)
 

@@ -7,7 +7,7 @@ from random import Random
 from gllm.recovery.actions import Action, DismissNode, KillWorker, SpawnWorker
 from gllm.recovery.node_layout import NodeMemory, NodeShape, extend_layers, repartition_layers
 from gllm.recovery.partition import StageCosts
-from gllm.recovery.placement import LOCAL_NODE, place_names
+from gllm.recovery.placement import LOCAL_NODE, rank_names
 from gllm.recovery.records import RecoveryLimits, RecoveryState
 from gllm.recovery.recovery import Recovery
 from tests.support.recovery.world import World
@@ -166,7 +166,7 @@ class NodeWorld(World):
                 self.dropped.add(sender)
         deaths = dict(zip(old_keys, self.num_deaths, strict=True))
         self.num_deaths = [deaths.get(key, 0) for key in new_keys]
-        self.layers, self.names, self.shape = shape.layers, place_names(shape.degrees), shape
+        self.layers, self.names, self.shape = shape.layers, rank_names(shape.degrees), shape
         self.measured_layers = shape.layers
 
     def _mark(self, node: str, name: str) -> None:

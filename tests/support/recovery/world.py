@@ -23,7 +23,7 @@ from gllm.recovery.actions import (
     WarmUp,
 )
 from gllm.recovery.node_layout import NodeShape
-from gllm.recovery.placement import Placement, place_names
+from gllm.recovery.placement import Placement, rank_names
 from gllm.recovery.records import RecoveryLimits, RecoveryState
 from gllm.recovery.recovery import Recovery
 
@@ -43,7 +43,7 @@ class World:
     ) -> None:
         self.limits = limits
         self.layers = [(2 * stage, 2 * stage + 2) for stage in range(len(degrees))]
-        self.names = place_names(degrees)
+        self.names = rank_names(degrees)
         self.recovery = Recovery(self.layers, limits, Random(seed), degrees, should_measure)
         self.measured_layers = self.layers
         """Layers that are chosen once all workers have measured."""
