@@ -34,7 +34,7 @@ class ForwardDecoder(Generic[T]):
         """Decode a message.
 
         Raises:
-            msgspec.DecodeError: the payload is no message of the type, whatever is ignored.
+            msgspec.DecodeError: the payload is no message of the type, even without unknown fields.
         """
         try:
             return self._decoder.decode(payload)

@@ -60,7 +60,7 @@ class KvHandoff(msgspec.Struct, frozen=True):
     """Key under which the KV blocks are kept for another engine when the request ends; 0 to free
     them."""
     source: KvSource | None = None
-    """Engine that holds the KV cache of the first tokens; None to compute it."""
+    """Address of the KV cache of the first tokens at another engine; None to compute it."""
 
 
 class KvPushStarted(WireMessage, frozen=True):

@@ -52,7 +52,7 @@ class FetchKv(WireMessage, frozen=True):
     """First token to fetch, counted from the start of the sequence."""
     num_tokens: TokenCount
     block_ids: list[BlockId]
-    """Blocks of these tokens; the first one has `first_token`, at its place in a block."""
+    """Blocks of these tokens; the first one has `first_token`, at its offset within a block."""
     is_per_layer: bool = False
     """True if the other engine may compute the tokens meanwhile: layers arrive one by one."""
 

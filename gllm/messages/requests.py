@@ -47,13 +47,14 @@ class SubmitRequest(WireMessage, frozen=True):
     outputs: list[list[TokenId]] = []
     """Tokens that each sequence reported earlier; empty if none did."""
     age_seconds: Annotated[float, Meta(ge=0)] = 0.0
-    """Time since the request was first submitted. It keeps its place in the order of arrival."""
+    """Time since the request was first submitted; it determines the order of arrival."""
     request_id: str = ""
     """Id of the HTTP request, for logs; only from a router."""
     kv_ticket: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
-    """Ticket under which KV blocks of all computed tokens are kept at its end; 0 to free them."""
+    """Key under which KV blocks of all computed tokens are kept at its end for another engine; 0 to
+    free them."""
     kv_source: KvSource | None = None
-    """Engine that holds the KV cache of the first tokens; None to compute it."""
+    """Address of the KV cache of the first tokens at another engine; None to compute it."""
     predicted_output_tokens: Annotated[int, Meta(ge=0)] = 0
     """Predicted length of the output, `outputs` included; 0 without a prediction."""
     reports_first_chunk: bool = False

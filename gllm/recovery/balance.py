@@ -82,11 +82,11 @@ class Rebalancer:
         memory: Sequence[StageMemory] | None = None,
         limits: BalanceLimits | None = None,
     ) -> None:
-        """Create a rebalancer that knows no step times.
+        """Create a rebalancer without step times.
 
         Args:
-            costs: of each stage.
-            memory: of each stage; None without limits.
+            costs: cost of each layer on each stage.
+            memory: memory of each layer, and limit, on each stage; None without limits.
             limits: conditions of a proposal.
         """
         self._costs = list(costs)

@@ -66,9 +66,11 @@ class FrozenDetector:
     """Finds workers that hang, from their heartbeats and the CPU time of their processes."""
 
     def __init__(self, freeze_seconds: float = FREEZE_SECONDS) -> None:
-        """Create a detector that watches nobody.
+        """Create a detector without workers.
 
-        freeze_seconds: time for which a frozen worker has been stopped; others follow from it.
+        Args:
+            freeze_seconds: time after which a stopped worker counts as frozen; other times follow
+                from it.
         """
         self.check_seconds = min(CHECK_SECONDS, freeze_seconds / 4)
         """Interval at which `check` has to be called."""
@@ -113,7 +115,7 @@ class FrozenDetector:
         worker.step_started = math.inf if step is None else now - step_seconds
 
     def restart_times(self, senders: Iterable[int], now: float) -> None:
-        """Restart the times of workers whose state is unknown at the moment."""
+        """Restart the timeouts of workers whose state is unknown at the moment."""
         for sender in senders:
             if worker := self._watched.get(sender):
                 self._restart_times(worker, now)

@@ -131,13 +131,13 @@ class Membership:
     def on_joined(self, name: str, rank: int | None, is_spare: bool, now: float) -> str:
         """Handle a node that joins for the first time or again.
 
-        A node that joins again takes the place of its lost record. A node with the rank of a lost
-        one replaces it.
+        A node that joins again replaces its lost record. A node with the rank of a lost one
+        replaces that one.
 
         Args:
             name: unique among the nodes.
             rank: node rank; None for a node without one.
-            is_spare: True if it wants stages only when another node is lost.
+            is_spare: True if it takes stages only when another node is lost.
             now: time in seconds.
 
         Returns:

@@ -40,7 +40,7 @@ class PlannedChange:
     cause: str
     """Description."""
     deadline: float
-    """Time at which the change happens, whatever has been loaded."""
+    """Time at which the change happens even if not all weights have been loaded."""
     reserved: dict[int, int] = field(default_factory=dict)
     """New (stage, rank) index of each worker that has none yet, by its id."""
     outstanding: set[int] = field(default_factory=set)
@@ -66,9 +66,9 @@ class PlannedChanges:
 
         Args:
             stages: stages and nodes of the engine.
-            pool: its workers.
+            pool: worker processes of the engine.
             limits: limits of a recovery.
-            jitter: source of the random part of backoffs.
+            jitter: source of the random part of retry delays.
         """
         self.draining = stages.excluded
         """Nodes that get no stages any more, and are dismissed once they have none."""
@@ -168,12 +168,13 @@ class PlannedChanges:
         return self.end_preparation() if node in self.coming_nodes else []
 
     def on_prepared(self, sender: int, number: int, error: str) -> list[Action]:
-        """Handle a worker's report that its layers of a change are loaded, or will be loaded later.
+        """Handle a worker's report that its weights for a change are loaded or will be later.
 
         Args:
-            sender: the worker.
-            number: of the change.
-            error: of a worker that cannot load them at all; then the change is given up.
+            sender: id of the worker.
+            number: number of the change.
+            error: reason of a worker that cannot load them at all, which ends the change; else
+                empty.
         """
         if self._change is None or self._change.number != number:
             return []
@@ -229,11 +230,11 @@ class PlannedChanges:
     def fill_standbys(
         self, epoch: int, find_costliest: FindCostliest | None, now: float
     ) -> list[Action]:
-        """Start the missing standby workers, and let the standby workers of spares load layers.
+        """Start missing standby workers, and let those of spare nodes load layers in advance.
 
         Args:
-            epoch: number of the current epoch.
-            find_costliest: chooses the stage; None if spares hold no layers.
+            epoch: number of the pipeline's start.
+            find_costliest: chooses the stage whose layers are loaded; None to load none.
             now: time in seconds.
         """
         stage_nodes = enumerate(self._stages.living_nodes)

@@ -96,7 +96,7 @@ class WorkerRecord:
 
     @property
     def may_return(self) -> bool:
-        """True if the worker can serve in its place again when its lost node returns."""
+        """True if the worker can have its stage again when its lost node returns."""
         is_living = self.activity is not Activity.EXITING
         return self.place is not None and is_living and self.keeps_weights
 
@@ -106,13 +106,13 @@ class WorkerRecord:
         self.deadline = now + limits.phase_seconds
 
     def begin_closing(self, now: float, limits: RecoveryLimits) -> None:
-        """Record that the worker has to close its stage instance before a deadline."""
+        """Record that the worker has to free its KV cache before a deadline."""
         self.activity = Activity.CLOSING
         seconds = limits.close_seconds if self.has_connected else limits.phase_seconds
         self.deadline = now + seconds
 
     def mark_idle(self) -> None:
-        """Record that the worker has no stage instance."""
+        """Record that the worker has no KV cache and no connections to other stages."""
         self.activity, self.deadline = Activity.IDLE, math.inf
 
 

@@ -203,7 +203,7 @@ class Recovery:
         return [worker.sender for worker in self._pool.workers.values() if worker.node == node]
 
     def name_of(self, sender: int) -> RankName | None:
-        """Return the place of a worker that has not exited; None for a standby worker."""
+        """Return the stage and rank of a worker that has not exited; None for a standby worker."""
         worker = self._pool.workers.get(sender)
         return None if worker is None or worker.place is None else self._stages.names[worker.place]
 
@@ -313,9 +313,12 @@ class Recovery:
         return self._advance(now)
 
     def on_measured(self, sender: int, now: float, keeps_weights: bool = True) -> list[Action]:
-        """Handle a worker's measurement of its speed.
+        """Handle the report that a worker has measured its speed.
 
-        keeps_weights: False if the process has to end to free the memory of the measurement.
+        Args:
+            sender: id of the worker.
+            now: time in seconds.
+            keeps_weights: False if the process has to exit to free the memory of the measurement.
         """
         if self.state is RecoveryState.MEASURING and (worker := self._pool.finish_phase(sender)):
             worker.keeps_weights = keeps_weights
@@ -324,9 +327,9 @@ class Recovery:
     def change_layers(
         self, layers: Sequence[tuple[int, int]], cause: str, now: float
     ) -> list[Action]:
-        """Divide the layers: the answer to `ChooseLayers`, or a planned change while it serves.
+        """Divide the layers: after `ChooseLayers`, or as a planned change while the engine serves.
 
-        In other states a planned change is ignored; whoever wants it asks again.
+        In other states a planned change is ignored; the caller has to request it again.
         """
         if self.is_over or len(layers) != len(self._stages.layers):
             return []
@@ -349,7 +352,10 @@ class Recovery:
     def on_loaded(self, sender: int, now: float, keeps_weights: bool = True) -> list[Action]:
         """Handle the report that a worker has loaded the weights of its stage.
 
-        keeps_weights: False if the process has to end to free the memory of its instance.
+        Args:
+            sender: id of the worker.
+            now: time in seconds.
+            keeps_weights: False if the process has to exit to free the memory of its stage.
         """
         if self.state is RecoveryState.LOADING and (worker := self._pool.finish_phase(sender)):
             worker.keeps_weights = keeps_weights
@@ -362,7 +368,7 @@ class Recovery:
         return self._advance(now)
 
     def on_closed(self, sender: int, now: float) -> list[Action]:
-        """Handle the report that a survivor has closed its instance."""
+        """Handle the report that a surviving worker has freed its KV cache."""
         worker = self._pool.workers.get(sender)
         if worker is None or worker.activity is not Activity.CLOSING:
             return []
@@ -417,16 +423,16 @@ class Recovery:
         is_poison: bool = False,
         has_left: bool = False,
     ) -> list[Action]:
-        """Handle the loss of a node: its workers are gone, whatever they do there.
+        """Handle the loss of a node: its workers count as lost, even if they still run.
 
         Args:
-            node: its name.
+            node: name of the node.
             cause: description of the loss.
             now: time in seconds.
-            is_death: True if the node's agent has died, which counts as a death of its places;
-                False if the node is silent, its connection was lost, or it has left.
+            is_death: True if the node's agent has died, which counts as a death of each of its
+                workers; False if the node is silent, its connection was lost, or it has left.
             is_poison: True if a request is known to have caused the death.
-            has_left: True if the node has ended its membership by itself: nothing waits for it.
+            has_left: True if the node has left by itself: its stages do not wait for it.
         """
         if self.is_over or node == LOCAL_NODE or not self._stages.is_alive(node):
             return []
@@ -467,14 +473,14 @@ class Recovery:
         Any other node is a spare, until a planned change gives it stages.
 
         Args:
-            node: its name.
-            capacity: workers that it can have.
-            workers: living workers of an earlier session, whose instances are closed.
+            node: name of the node.
+            capacity: number of workers that it can have.
+            workers: ids of its surviving workers of an earlier session, which have no KV cache.
             now: time in seconds.
-            is_spare: True if it shall get stages only when others are lost.
+            is_spare: True if it takes stages only when others are lost.
 
         Returns:
-            Actions, among them kills of the workers that are not wanted.
+            Actions, among them kills of the workers that are not needed.
         """
         if self.is_over or self._stages.is_alive(node):
             return []
@@ -483,7 +489,7 @@ class Recovery:
         return [*kills, *self._advance(now)]
 
     def on_memory_short(self, epoch: int, cause: str, now: float) -> list[Action]:
-        """Handle an epoch whose memory cannot hold one sequence of full length.
+        """Handle a start of the pipeline whose memory cannot hold one sequence of full length.
 
         Returns:
             Actions by which the engine waits for other nodes; none if that cannot help.
@@ -507,13 +513,14 @@ class Recovery:
         return [*self._changes.drain(node), *self._advance(now)]
 
     def on_prepared(self, sender: int, number: int, now: float, error: str = "") -> list[Action]:
-        """Handle a worker's report that its layers of a change are loaded, or will be loaded later.
+        """Handle a worker's report that its weights for a change are loaded or will be later.
 
         Args:
-            sender: the worker.
-            number: of the change.
+            sender: id of the worker.
+            number: number of the change.
             now: time in seconds.
-            error: of a worker that cannot load them at all; then the change is given up.
+            error: reason of a worker that cannot load them at all, which ends the change; else
+                empty.
         """
         return [*self._changes.on_prepared(sender, number, error), *self._advance(now)]
 

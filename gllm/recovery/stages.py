@@ -171,7 +171,7 @@ class Stages:
         return self.is_trial and self._former is not None and node not in self._former.nodes
 
     def node_of(self, place: int) -> str:
-        """Return the name of the node of a place; of a vacant place, the lost one."""
+        """Return the name of the node of a rank, by its index; the lost one if it has none now."""
         return self.stage_nodes[self.names[place].stage]
 
     def count_layers(self, stages: Sequence[int]) -> int:
@@ -188,9 +188,15 @@ class Stages:
         return [i for i, own in enumerate(self.living_nodes) if own == node]
 
     def returning_workers(self, node: str, capacity: int, workers: Sequence[int]) -> dict[int, int]:
-        """Return the place of each worker of an earlier session that a node may keep if it joins.
+        """Return the rank for each surviving worker that a node may keep when it joins again.
 
-        workers: living workers of its earlier session.
+        Args:
+            node: name of the node.
+            capacity: number of workers that it can have.
+            workers: ids of its surviving workers.
+
+        Returns:
+            Index of the (stage, rank), by id of the worker.
         """
         if not self._can_return(node, capacity):
             return {}
@@ -269,12 +275,12 @@ class Stages:
         """Add a node, which receives its former stages unless another node has them.
 
         Args:
-            node: its name.
-            capacity: workers that it can have.
-            workers: living workers of an earlier session, whose instances are closed.
+            node: name of the node.
+            capacity: number of workers that it can have.
+            workers: ids of its surviving workers of an earlier session, which have no KV cache.
 
         Returns:
-            The kills of the workers that are not wanted.
+            Commands that kill the workers that are not needed.
         """
         wanted = self.returning_workers(node, capacity, workers)
         self.capacities[node] = capacity
@@ -353,11 +359,11 @@ class Stages:
         return nodes
 
     def fill_nodes(self, nodes: Sequence[str], degrees: Sequence[int]) -> list[tuple[str, int]]:
-        """Return the node and the degree of further stages, as far as nodes have the capacity.
+        """Return the node and the number of ranks of further stages, as far as nodes have capacity.
 
         Args:
-            nodes: without stages.
-            degrees: of the stages.
+            nodes: nodes without stages.
+            degrees: number of ranks of each further stage.
         """
         waiting, filled = list(degrees), []
         for node in nodes:

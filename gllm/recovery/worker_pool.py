@@ -27,9 +27,9 @@ class WorkerPool:
         """Create a pool without workers.
 
         Args:
-            places: name of the node of each worker that an epoch needs.
+            places: name of the node for each rank, by stage, then by rank.
             limits: limits of a recovery.
-            jitter: source of the random part of backoffs.
+            jitter: source of the random part of restart delays.
         """
         self.workers: dict[int, WorkerRecord] = {}
         """Processes that have not exited, by sender."""
@@ -64,12 +64,12 @@ class WorkerPool:
 
     @property
     def is_connected(self) -> bool:
-        """True if every worker with a place has imported its modules and connected."""
+        """True if every worker with a stage has imported its modules and connected."""
         return all(worker.has_connected for worker in self.placed)
 
     @property
     def is_phase_finished(self) -> bool:
-        """True if every worker with a place has answered to the current phase."""
+        """True if every worker with a stage has finished the current phase."""
         return all(worker.has_finished_phase for worker in self.placed)
 
     def running(self, sender: int) -> WorkerRecord | None:
@@ -94,7 +94,7 @@ class WorkerPool:
         return worker
 
     def mark_idle(self) -> None:
-        """Record that no worker with a place has a stage instance."""
+        """Record that no worker with a stage has a KV cache and connections."""
         for worker in self.placed:
             worker.mark_idle()
 
@@ -223,7 +223,7 @@ class WorkerPool:
         self.places[place].node, self.places[place].is_vacant = node, False
 
     def restore(self, sender: int, place: int) -> None:
-        """Add a worker without a stage instance that has returned with its node."""
+        """Add a surviving worker, without KV cache, that has returned with its node."""
         worker = WorkerRecord(sender, place, self.places[place].node, has_connected=True)
         self.workers[sender] = worker
         self.places[place].sender = sender

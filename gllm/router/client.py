@@ -176,11 +176,11 @@ class FleetClient(RequestClient):
         self.dispatch_parked()
 
     def detach(self, engine: str, cause: str, is_planned: bool) -> None:
-        """Remove an engine whose session has ended; its requests continue on other engines.
+        """Remove an engine whose connection has ended; its requests continue on other engines.
 
         Args:
             engine: name; nothing happens if it is not attached.
-            cause: description of the end, for the error of a request that is to blame.
+            cause: description of the end, for the error of a request that has caused it.
             is_planned: it has finished or drained; otherwise the requests that it had may have
                 caused its death.
         """
@@ -305,7 +305,7 @@ class FleetClient(RequestClient):
             self.continue_handoffs()
 
     def continue_handoffs(self) -> None:
-        """Submit prefilled requests to their decode engines; renew and release KV holds.
+        """Submit prefilled requests to their decode engines; renew and release kept KV blocks.
 
         To be called soon again while `handoffs.has_unread`, otherwise every second.
         """

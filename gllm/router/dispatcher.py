@@ -37,7 +37,7 @@ class Dispatcher:
 
         Args:
             policy: chooses among the engines that may get a request.
-            health: knows which engines are ejected or start slowly.
+            health: says which engines are ejected or in slow start.
             clock: returns the time in seconds.
         """
         self.records: dict[str, EngineRecord] = {}
@@ -114,8 +114,8 @@ class Dispatcher:
             prompt: token ids.
             max_tokens: most tokens to generate.
             priority: requests of lower values run first.
-            cache_salt: as in SubmitRequest.
-            slo: objectives of the request.
+            cache_salt: requests share cached prefixes only within one salt.
+            slo: limits of the time to first token and per output token.
 
         Returns:
             The reason and the seconds after which a client may try again; None to accept it.
@@ -194,7 +194,7 @@ class PairDispatcher:
 
         Args:
             policy: chooses the engines.
-            dispatcher: knows the engines and their load.
+            dispatcher: has the engines and their load.
             clock: returns the time in seconds.
         """
         self.policy = policy

@@ -55,8 +55,8 @@ class EngineRecord:
         """Create the state of an engine that has attached.
 
         Args:
-            announce: of the engine.
-            report: its first one.
+            announce: first message of the engine, with its limits.
+            report: its first report, with state and statistics.
             now: time in seconds.
             tracks_ongoing: follow the progress of each request of this router.
         """

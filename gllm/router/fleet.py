@@ -61,14 +61,14 @@ class Fleet:
         policy: RoutingPolicy | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """Create the fleet; `start` begins to listen and to dial.
+        """Create the fleet; `start` begins to listen for engines and to connect to them.
 
         Args:
-            config: of the router.
-            model_hash: of the router's model; engines of another one are refused.
+            config: configuration of the router.
+            model_hash: digest of the router's model; engines of another one are refused.
             max_model_len: most tokens of prompt and output; engines with less are refused.
-            create_links: creates the sessions with the engines.
-            pair_policy: chooses who prefills and who decodes; None if one engine does both.
+            create_links: creates the connections to the engines.
+            pair_policy: chooses prefill and decode engines; None if one engine does both.
             policy: chooses the engine of a request; None for the one that `config` names.
             clock: returns the time in seconds; None for time.monotonic.
 
@@ -279,11 +279,11 @@ class Fleet:
         return await self._commands.run(ResetPrefixCache, list(self._links.links.values()))
 
     async def start_profile(self, folder: str) -> str:
-        """Return an error: profiles are taken at the engines."""
+        """Return an error: torch profiles are recorded at the engines, not here."""
         return "a router has no stages: start the profile at one of its engines"
 
     async def stop_profile(self) -> str:
-        """Return an error: profiles are taken at the engines."""
+        """Return an error: torch profiles are recorded at the engines, not here."""
         return await self.start_profile("")
 
     def _on_attached(self, link: EngineLink) -> None:

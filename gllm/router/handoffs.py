@@ -93,12 +93,12 @@ class Handoffs:
         pairs: PairChooser | None,
         limits: HandoffLimits | None = None,
     ) -> None:
-        """Create the table.
+        """Create an empty table.
 
         Args:
             engines: attached engines by name, kept up to date by the caller.
-            pairs: chooses the engines; None for no hand-offs.
-            limits: of times; None for the defaults.
+            pairs: chooses prefill and decode engines; None if one engine does both.
+            limits: time limits of the transfers; None for the defaults.
         """
         self.num_ended: Counter[str] = Counter()
         """Hand-offs by outcome; see Handoff."""
@@ -129,7 +129,7 @@ class Handoffs:
 
     @property
     def has_unread(self) -> bool:
-        """True if a prefilled request waits until its reader has read token 1."""
+        """True if a prefilled request waits until its first token has been turned into text."""
         return bool(self._unread)
 
     def state_of(self, stream: RequestStream) -> HandoffState:
@@ -138,7 +138,7 @@ class Handoffs:
         return HandoffState.DONE if handoff is None else handoff.state
 
     def is_reading(self, stream: RequestStream) -> bool:
-        """Return True if a prefilled request waits until its reader has read token 1."""
+        """Return True if a prefilled request waits until its first token is turned into text."""
         return self.state_of(stream) is HandoffState.READY
 
     def choose(
@@ -221,13 +221,13 @@ class Handoffs:
     def split_prefilled(
         self, engine: DispatchTarget, message: EngineOutputs
     ) -> tuple[EngineOutputs, dict[RequestStream, bool]]:
-        """Split the prefilled requests that continue elsewhere off an engine's output.
+        """Remove requests that continue elsewhere after their prefill from an engine's output.
 
-        Of a request of several choices one is prefilled. Its token is dropped, because the other
-        engine samples the first token of all; an error is that of all.
+        For a request with several choices only one is prefilled. Its token is dropped, because the
+        other engine samples the first token of all; an error is that of all.
 
         Returns:
-            The message, and for each of these requests True if the engine holds its blocks.
+            The message, and for each of these requests True if the engine keeps its KV blocks.
         """
         prefilled: dict[RequestStream, bool] = {}
         seqs: set[int] = set()
@@ -348,7 +348,7 @@ class Handoffs:
             handoff.on_lost(engine)
 
     def pop_read(self, now: float) -> list[RequestStream]:
-        """Renew and release due KV holds; return the prefilled requests to submit now."""
+        """Renew and release kept KV blocks as due; return the prefilled requests to submit now."""
         due = [self._by_ticket[ticket] for ticket in self._ticks.pop_due(now)]
         read = {stream: None for stream in self._unread if not stream.deltas}
         for stream in read:

@@ -34,14 +34,14 @@ class RoleControl:
         clock: Callable[[], float],
         pair_policy: PairPolicy | None,
     ) -> None:
-        """Create the control of engines that come and go.
+        """Create the control of engines, which may attach and leave later.
 
         Args:
-            links: sessions with the engines.
+            links: connections to the engines.
             records: states of the engines, by name.
-            config: of the router.
+            config: configuration of the router.
             clock: returns the time in seconds.
-            pair_policy: may change roles for good; None without.
+            pair_policy: may change roles permanently; None without.
         """
         self.num_commands: Counter[str] = Counter()
         """Commands of this router, by role; one for the role that an engine has changes nothing."""

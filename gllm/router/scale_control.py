@@ -40,13 +40,13 @@ class ScaleControl:
         is_leader: Callable[[], bool],
         parked_since: Callable[[], float | None],
     ) -> None:
-        """Create the control of engines that come and go.
+        """Create the control of engines, which may attach and leave later.
 
         Args:
-            dispatcher: knows the engines and the lengths of requests.
-            config: of the router.
+            dispatcher: has the engines and the lengths of requests.
+            config: configuration of the router.
             clock: returns the time in seconds.
-            is_leader: returns True if all engines name this router their leader.
+            is_leader: returns True if this router may decide for all engines.
             parked_since: returns the time since which a request has waited for an engine.
         """
         self._dispatcher = dispatcher
@@ -89,7 +89,7 @@ class ScaleControl:
             self._observe()
 
     def on_tick(self) -> None:
-        """Update the number of wanted engines."""
+        """Update the number of engines that should run."""
         if self._scaler is not None:
             self._observe()
 

@@ -49,9 +49,9 @@ class WorkloadMonitor:
         """Create a monitor that has seen no request.
 
         Args:
-            config: of the router.
-            client: has the requests.
-            is_leader: returns True if all engines name this router their leader.
+            config: conditions of a lasting change.
+            client: client of the engines, which has the requests.
+            is_leader: returns True if this router may decide for all engines.
         """
         self._is_on = config.detect_shifts
         if self._is_on:

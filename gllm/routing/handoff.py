@@ -71,12 +71,12 @@ class Handoff:
     """
 
     def __init__(self, pair: EnginePair, ticket: int, limits: HandoffLimits) -> None:
-        """Create a hand-off in the state PREFILL: the prefill engine has got the request.
+        """Create the state of a request that was sent to its prefill engine (PREFILL).
 
         Args:
             pair: engines that were chosen, different ones; without a decode engine any will do.
-            ticket: for the blocks at the prefill engine.
-            limits: of times.
+            ticket: key of the KV blocks at the prefill engine.
+            limits: time limits.
         """
         self.state = HandoffState.PREFILL
         self.outcome = ""
@@ -233,7 +233,7 @@ class Handoff:
         return self._release()
 
     def on_tick(self, now: float) -> list[HandoffAction]:
-        """Handle due deadlines: of the reader, of the leases, and of the hold."""
+        """Handle deadlines that have passed: of token 1, of the leases, and of the KV blocks."""
         if self.state is HandoffState.READY and now >= self._read_deadline:
             self.on_read()
             return []

@@ -79,7 +79,7 @@ class PlacedRequest(NamedTuple):
     decode_seconds: float = 0.0
     """Time since the first token."""
     is_begun: bool = False
-    """True if a step has scheduled part of its prompt; only re-balancing reads it."""
+    """True if a step has scheduled some of its prompt; only re-balancing reads it."""
 
     @property
     def is_new(self) -> bool:
@@ -126,7 +126,7 @@ class PlacementWorker(NamedTuple):
     model: LatencyModel
     requests: Sequence[PlacedRequest]
     num_kv_tokens: float = inf
-    """M: tokens that its KV cache holds."""
+    """Capacity of its KV cache in tokens (M in the paper)."""
     max_num_seqs: int = 256
     """Maximum number of requests of a batch."""
 

@@ -42,18 +42,18 @@ class PrefixIndex:
         removed: Iterable[bytes],
         is_cleared: bool = False,
     ) -> bool:
-        """Apply events of an engine's prefix cache.
+        """Apply changes of an engine's prefix cache.
 
         Args:
             engine: name of the engine.
-            number: of these events; counts up by one.
+            number: sequence number of the report; counts up by one.
             stored: hashes of blocks that have been cached.
             removed: hashes of blocks that have been evicted, none of them in `stored`.
             is_cleared: the cache was emptied before; `stored` is all that it has.
 
         Returns:
-            False if earlier events are missing. The engine then has no blocks in the index until
-            its next cleared events, which have to be requested.
+            False if earlier reports are missing. The engine then has no blocks in the index until
+            its next report with its whole cache, which has to be requested.
         """
         if is_cleared:
             self.forget(engine)

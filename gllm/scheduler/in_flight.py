@@ -53,10 +53,10 @@ class InFlightPlans:
         return plan
 
     def pop(self, step: int) -> StepPlan:
-        """Remove and return the plan of a step.
+        """Remove and return the plan of a step whose result has arrived.
 
         Raises:
-            ValueError: the step is not the oldest one of its lane.
+            ValueError: the step is not the oldest one of its queue.
         """
         plan = self.plans.get(step)
         oldest = self._lanes[0 if plan is None else plan.lane]

@@ -132,13 +132,14 @@ class KVCacheManager:
         self.block_pool.release(sequence.reset())
 
     def remaining_sequences(self) -> list[Sequence]:
-        """Return the sequences that hold blocks and will not free them at their next commit."""
+        """Return the sequences with blocks that they do not free when their steps complete."""
         return [s for s in self.running.values() if not (s.is_preempting or s.is_finished)]
 
     def num_reclaimable_blocks(self, victims: Container[int] = ()) -> int:
         """Return the number of blocks that are free or will be freed without another step.
 
-        They are freed when rows in flight commit or the revocation of a hold is confirmed.
+        They are freed when rows in flight have been computed, or when another engine has stopped
+        reading blocks that were kept for it.
 
         Args:
             victims: ids of further sequences whose blocks count as about to be freed.

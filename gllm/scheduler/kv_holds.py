@@ -86,18 +86,18 @@ class KvHolds:
         return sum(self._block_pool.count_exclusive(state.hold.block_ids) for state in states)
 
     def add(self, hold: ReadableKv, rank: tuple[int, float, int], now: float) -> None:
-        """Add a hold of blocks that a sequence still references.
+        """Keep blocks that a sequence still references for another engine.
 
         Args:
-            hold: its ticket is not in use.
-            rank: rank of the sequence.
+            hold: the blocks; its ticket is not in use.
+            rank: priority and arrival of the sequence; the lowest ranks are revoked first.
             now: start of the lease in seconds.
         """
         self._block_pool.add_references(hold.block_ids)
         self._states[hold.ticket] = _HoldState(hold, rank, now + HOLD_LEASE_SECONDS)
 
     def release(self, tickets: Iterable[int]) -> None:
-        """Revoke holds; unknown tickets are ignored."""
+        """End holds, whose blocks the other engine no longer needs; unknown tickets are ignored."""
         for ticket in tickets:
             if ticket in self._states:
                 self._revoke(self._states[ticket])
@@ -127,7 +127,7 @@ class KvHolds:
         return num_returning
 
     def pop_revocations(self, now: float) -> list[int]:
-        """Revoke expired holds; return the tickets revoked since the last call."""
+        """End holds with an expired lease; return the tickets ended since the last call."""
         for state in self._states.values():
             if state.lease_end <= now:
                 self._revoke(state)
@@ -135,7 +135,7 @@ class KvHolds:
         return tickets
 
     def confirm(self, ticket: int) -> None:
-        """Free the blocks of a hold that nobody reads any more; unknown tickets are ignored.
+        """Free the blocks of a hold that no engine reads any more; unknown tickets are ignored.
 
         Holds that were not revoked are freed too: their reader has finished.
         """
@@ -217,7 +217,7 @@ class ReadablePrompts:
         return tickets
 
     def confirm(self, ticket: int) -> Sequence | None:
-        """Remove a ticket that nobody reads any more; return its sequence, None if unknown.
+        """Remove a ticket that no engine reads any more; return its sequence, None if unknown.
 
         The other engine may have all of a prompt before the sequence ends.
         """

@@ -81,15 +81,15 @@ class SchedulerTransfers:
         counters: SchedulerCounters,
         finalize: Callable[[Sequence], None],
     ) -> None:
-        """Create the object.
+        """Create the manager of KV transfers of one scheduler.
 
         Args:
-            config: resolved.
-            kv_cache: of the pipeline.
-            queues: of the scheduler.
-            filler: admits sequences.
-            counters: of the scheduler.
-            finalize: frees the blocks of a sequence that has ended or is a victim, once no row of
+            config: resolved configuration of the scheduler.
+            kv_cache: KV cache of the pipeline.
+            queues: queues of the scheduler.
+            filler: admits sequences to the KV cache.
+            counters: counters of the scheduler, updated here.
+            finalize: frees the blocks of a sequence that has ended or is preempted, once no row of
                 it is in flight.
         """
         self.readable = ReadablePrompts(config.push_threshold, config.block_size)
@@ -142,9 +142,10 @@ class SchedulerTransfers:
     def returns_blocks(self, sequences: Collection[Sequence]) -> bool:
         """Return True if blocks will be freed without a step, when nothing fits and nothing runs.
 
-        A fetch ends, or a revocation is confirmed. Prefetches are released. Holds are revoked if a
-        sequence came from another engine. Two engines may otherwise wait for each other's blocks
-        forever. Plain requests wait until holds are fetched.
+        Blocks are freed when a fetch ends or another engine stops reading. Prefetches are released.
+        Blocks kept for other engines are revoked if a sequence came from another engine, because
+        two engines may otherwise wait for each other's blocks forever. Other requests wait until
+        the kept blocks are fetched.
 
         Args:
             sequences: all sequences of the scheduler, at least one.
@@ -465,7 +466,7 @@ class SchedulerTransfers:
         return readable
 
     def renew(self, tickets: Iterable[int], now: float) -> None:
-        """Restart the leases of holds and prefetches; unknown tickets are ignored."""
+        """Restart the leases of kept and prefetched blocks; unknown tickets are ignored."""
         tickets = list(tickets)
         self._holds.renew(tickets, now)
         for prefetch in map(self._prefetches.get, tickets):
@@ -473,7 +474,7 @@ class SchedulerTransfers:
                 prefetch.lease_end = now + HOLD_LEASE_SECONDS
 
     def release(self, tickets: Iterable[int]) -> None:
-        """End holds and prefetches; unknown tickets are ignored."""
+        """Free kept and prefetched blocks that are not needed; unknown tickets are ignored."""
         tickets = list(tickets)
         self._holds.release(tickets)
         for prefetch in map(self._prefetches.get, tickets):
@@ -481,15 +482,15 @@ class SchedulerTransfers:
                 self._remove(prefetch)
 
     def pop_revocations(self, now: float) -> list[int]:
-        """Return the tickets that must not be served any more, since the last call.
+        """Return the tickets that must not be read any more, since the last call.
 
-        Their leases have expired, nobody needs them, or a sequence needs their blocks. Each is
+        Their leases have expired, no engine needs them, or a sequence needs their blocks. Each is
         answered with `confirm_revocation`.
         """
         return self._holds.pop_revocations(now) + self.readable.pop_revocations()
 
     def confirm_revocation(self, ticket: int) -> None:
-        """Free the blocks of a ticket that nobody reads any more.
+        """Free the blocks of a ticket that no engine reads any more.
 
         Also permitted for a ticket that was not revoked: its reader has all of the blocks.
         """

@@ -60,7 +60,7 @@ class StepPlan(NamedTuple):
 
     @property
     def turn(self) -> int:
-        """Number of the step within its lane; with one lane the step number."""
+        """Number of the step among those of its lane; with one lane the step number."""
         return self.step - self.num_other_steps
 
 

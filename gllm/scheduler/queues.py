@@ -85,7 +85,7 @@ class SequenceQueues:
     def enqueue(self, sequence: Sequence) -> None:
         """Add a sequence to the prefill queue.
 
-        Tokens that the prefix cache holds now or that are fetched are not counted as waiting.
+        Tokens that are in the prefix cache or will be fetched are not counted as waiting.
         """
         num_cached_blocks = len(self._kv_cache.find_shareable_blocks(sequence))
         sequence.num_expected_cached_tokens = max(

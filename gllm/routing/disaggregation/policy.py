@@ -64,7 +64,7 @@ class PairPolicy(ABC):
     """Base class of policies that choose the prefill and the decode engine of each request."""
 
     decode_choice: ClassVar[DecodeChoice]
-    """Moment at which the decode engine is chosen."""
+    """Time at which the decode engine is chosen."""
 
     def __init__(self, rng: Random) -> None:
         """Create the policy; `rng` breaks ties, so that a seed repeats a run."""

@@ -53,7 +53,7 @@ class ScaleConfig:
 
     @property
     def is_on(self) -> bool:
-        """True if the router decides how many engines are wanted."""
+        """True if the router decides how many engines should run."""
         return self.scale is not None
 
     def limits(self) -> tuple[int, int]:

@@ -142,7 +142,7 @@ class ShiftDetector:
         self.reset()
 
     def reset(self) -> None:
-        """Measure the reference profile anew from the next windows."""
+        """Measure the reference means anew from the next windows."""
         self._samples: list[RequestSample] = []
         self._profile: WindowMeans | None = None
         self._directions = [0] * len(QUANTITIES)
@@ -150,7 +150,7 @@ class ShiftDetector:
 
     @property
     def profile(self) -> WindowMeans | None:
-        """Means of the reference profile; None while they are measured."""
+        """Reference means; None while they are measured."""
         return self._profile
 
     def observe(self, sample: RequestSample) -> WorkloadShift | None:
