@@ -198,7 +198,7 @@ def decode_for_worker(payload: bytes) -> ToWorker:
     A SubmitRequest with an invalid field becomes a RejectedRequest.
 
     Raises:
-        msgspec.DecodeError: the payload is no other message that the head process may send.
+        msgspec.DecodeError: the payload is not a message that the head process may send.
     """
     return _decode_or_reject(_worker_decoder, payload)
 
@@ -209,7 +209,7 @@ def decode_for_engine(payload: bytes) -> ToEngine:
     A SubmitRequest with an invalid field becomes a RejectedRequest.
 
     Raises:
-        msgspec.DecodeError: the payload is no other message that a router may send.
+        msgspec.DecodeError: the payload is not a message that a router may send.
     """
     return _decode_or_reject(_engine_decoder, payload)
 

@@ -73,8 +73,8 @@ class KvPushStarted(WireMessage, frozen=True):
 class FirstChunkComputed(WireMessage, frozen=True):
     """Report of the prefill engine: the first of several prefill chunks of a prompt is computed.
 
-    Sent to routers that choose the decode engine at this time. For a prompt of one chunk, its first
-    token serves instead.
+    Sent to routers that choose the decode engine at this time. If the prompt has only one chunk,
+    they choose it when its first token arrives.
     """
 
     ticket: Ticket
