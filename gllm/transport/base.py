@@ -17,15 +17,18 @@ if TYPE_CHECKING:
 
 
 class StepFailedError(Exception):
-    """An earlier stage could not compute this step; the step's sequences end with this error."""
+    """A step failed on an earlier pipeline stage; the sequences of the step end with this error."""
 
 
 class TransportError(Exception):
-    """The activations received are not those announced; the pipeline cannot continue."""
+    """A transfer of activations between stages failed or had an unexpected step, shape or dtype.
+
+    The pipeline cannot continue.
+    """
 
 
 class EdgeClosedError(Exception):
-    """This process has cancelled the edge, because its epoch is over."""
+    """This process has cancelled the connection between two stages, because the engine restarts."""
 
 
 OnTransportError = Callable[[BaseException], None]
@@ -33,12 +36,14 @@ OnTransportError = Callable[[BaseException], None]
 
 
 class EdgeLayout(msgspec.Struct, frozen=True):
-    """Capacity of an edge."""
+    """Shape and dtype of the activations sent between two stages, and number of step buffers."""
 
     slots: int
-    """Largest number of steps in flight, and one more where a stage has several ranks. A slot is
-    reused only after its previous step has committed, and the step after that one too in the latter
-    case."""
+    """Number of buffers, one per step in flight: the largest number of steps in flight, plus one if
+    a stage has several ranks.
+
+    A buffer is reused only after its previous step has committed, and with several ranks also the
+    step after that one."""
     max_tokens: int
     """Largest number of tokens per step."""
     hidden_size: int
@@ -49,10 +54,16 @@ class EdgeLayout(msgspec.Struct, frozen=True):
 
 
 class Sender(Protocol):
-    """Sending end of an edge, on the earlier stage. Called on the compute thread."""
+    """Interface of the sending end of a pipeline edge, which sends activations to the next stage.
+
+    Its methods are called on the compute thread.
+    """
 
     def mark_begin(self, step: int) -> None:
-        """Note that the stage begins to compute a step, for a data mover that sends it later."""
+        """Record that the stage begins to compute a step.
+
+        The data mover predicts from it when the next output is ready.
+        """
 
     def send(self, step: int, hidden: "torch.Tensor") -> None:
         """Send the activations of a step.
@@ -71,11 +82,14 @@ class Sender(Protocol):
 
 
 class Receiver(Protocol):
-    """Receiving end of an edge, on the later stage. Called on the compute thread."""
+    """Interface of the receiving end of a pipeline edge, which waits for activations.
+
+    They come from the previous stage. Methods are called on the compute thread, except `cancel`.
+    """
 
     @property
     def event(self) -> int:
-        """Descriptor of an event that is readable once the next step has arrived."""
+        """File descriptor (eventfd) that becomes readable once the next step has arrived."""
 
     def has_arrived(self, step: int) -> bool:
         """Return True if `receive` of the next step does not wait."""

@@ -22,18 +22,21 @@ _HEADER = struct.Struct("<I")
 
 
 class DescriptorError(Exception):
-    """The message cannot be sent or received."""
+    """A message with file descriptors could not be sent to or received from another process."""
 
 
 class DescriptorChannel:
-    """One end of a pair."""
+    """One end of a Unix socket pair; sends and receives messages with open file descriptors."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
 
     @classmethod
     def from_descriptor(cls, descriptor: int) -> "DescriptorChannel":
-        """Return the end that this process has inherited; no other process inherits it."""
+        """Return the channel for a socket descriptor that this process has inherited.
+
+        The descriptor is made non-inheritable, so child processes of this one do not get it.
+        """
         connection = socket.socket(fileno=descriptor)
         connection.set_inheritable(False)
         return cls(connection)
@@ -107,16 +110,16 @@ class DescriptorChannel:
 
 
 def create_channels() -> tuple[DescriptorChannel, DescriptorChannel]:
-    """Return the two ends of a new pair; new processes inherit neither of them."""
+    """Create a Unix socket pair (SOCK_SEQPACKET) and return its two ends, not inheritable."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     return DescriptorChannel(ends[0]), DescriptorChannel(ends[1])
 
 
 def create_descriptors(*create: Callable[[], int]) -> list[int]:
-    """Return the descriptors that the functions create: all of them, or none.
+    """Call functions that create file descriptors; return all descriptors, or none on an error.
 
     Raises:
-        OSError: A function failed; the descriptors before it are closed.
+        OSError: A function failed; the descriptors created before it are closed.
     """
     descriptors: list[int] = []
     try:

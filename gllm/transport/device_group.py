@@ -22,7 +22,11 @@ the device's queue is full behind a collective that does not end."""
 
 
 class DeviceRankGroup(RankGroup):
-    """RankGroup of a device."""
+    """Base class of the communicators of tensor parallel ranks that compute on GPUs.
+
+    Subclasses implement the collectives. Agreement on steps and cancellation go through the
+    communicator in host memory.
+    """
 
     can_capture: ClassVar[bool]
     """True if collectives can be part of CUDA graphs."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class DeviceEvent(Protocol):
-    """Position in a stream at which the event was last recorded."""
+    """Interface of an event: a position in a stream for which host and streams can wait."""
 
     def synchronize(self) -> None:
         """Make the host wait until the stream reaches the event; return at once if unrecorded."""
@@ -28,14 +28,14 @@ class DeviceEvent(Protocol):
 
 
 class DeviceGraph(Protocol):
-    """Captured work."""
+    """Interface of a captured graph of device operations, such as a CUDA graph."""
 
     def replay(self) -> None:
         """Launch the graph in the current stream."""
 
 
 class DeviceStream(Protocol):
-    """Ordered queue of work."""
+    """Interface of a stream: device operations queued in it run asynchronously, in order."""
 
     def current(self) -> AbstractContextManager[None]:
         """Return a context in which torch's operations are put into this stream."""
@@ -48,7 +48,7 @@ class DeviceStream(Protocol):
 
 
 class DeviceRuntime(Protocol):
-    """One device: its streams, events, graphs and memory."""
+    """Interface of one device: creates its streams, events and graphs and allocates its memory."""
 
     @property
     def device(self) -> torch.device:
@@ -102,7 +102,7 @@ class DeviceRuntime(Protocol):
 
 
 class CudaEvent:
-    """CUDA event."""
+    """CUDA event, optionally with timestamps; implements DeviceEvent with torch.cuda.Event."""
 
     def __init__(self, timed: bool) -> None:
         """Create an event, with timestamps if it is timed."""
@@ -126,7 +126,7 @@ class CudaEvent:
 
 
 class CudaStream:
-    """CUDA stream that does not wait for the default stream."""
+    """CUDA stream that does not synchronize with the default stream; implements DeviceStream."""
 
     def __init__(self, device: torch.device) -> None:
         """Create a stream on a GPU."""
@@ -150,7 +150,7 @@ class CudaStream:
 
 
 class CudaRuntime:
-    """One GPU, through torch.cuda."""
+    """One CUDA GPU; implements DeviceRuntime with torch.cuda."""
 
     def __init__(self, index: int = 0) -> None:
         """Open the GPU with this index."""

@@ -20,7 +20,10 @@ RING_DESCRIPTORS = 2
 
 
 class Edge(msgspec.Struct, frozen=True):
-    """Connection between two neighbouring stages, before either of them has opened it."""
+    """Transport and file descriptors of the connection from one rank to a rank of the next stage.
+
+    The parent process creates it and sends it to both workers, which open it with `open_edges`.
+    """
 
     transport: str
     """A name of `gllm.transport.registry.TRANSPORTS`, or AUTO."""
@@ -34,7 +37,8 @@ class Edge(msgspec.Struct, frozen=True):
     is_remote: bool = False
     """True if the other end is on another machine: a data mover empties or fills the file."""
     num_lanes: int = 1
-    """Number of rings; each carries the steps of one lane."""
+    """Number of ring buffers: 2 if decode steps may overtake prefill steps (--lanes 2), otherwise
+    1."""
 
     def lane_descriptors(self, lane: int) -> list[int]:
         """Return the descriptors of an edge of this lane alone."""
@@ -54,20 +58,20 @@ class Edge(msgspec.Struct, frozen=True):
 def create_edge(
     name: str, transport: str = AUTO, is_remote: bool = False, num_lanes: int = 1
 ) -> Edge:
-    """Create an edge between two processes of this host.
+    """Create the shared memory and events to send activations between two local processes.
 
-    Its files have no path. They are sent to the workers and vanish with the last process that
-    holds them.
+    The files have no path. They are sent to the workers and vanish with the last process that has
+    them open.
 
     Args:
-        name: of the files, for tools that show them.
-        transport: a name of `gllm.transport.registry.TRANSPORTS`, or AUTO.
-        is_remote: True if one of the processes is the data mover, which has the edge's other end
-            on another machine.
-        num_lanes: number of lanes.
+        name: name of the memory files, shown by tools such as lsof.
+        transport: a name of `gllm.transport.registry.TRANSPORTS`, or AUTO to choose by the devices.
+        is_remote: True if the next or previous stage is on another machine, so that one of the two
+            processes is the data mover (`gllm-link`).
+        num_lanes: number of ring buffers: 2 if decode steps may overtake prefill steps.
 
     Raises:
-        OSError: This process has no more descriptors; those of the edge are closed again.
+        OSError: The process has reached its limit of open descriptors; none stay open.
     """
     create_event = partial(os.eventfd, 0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
     create = [

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 class StageGroups(NamedTuple):
-    """The groups of a stage's ranks. Cancelling one of them cancels all."""
+    """Communicators of a stage's tensor parallel ranks: one for the layers, one for the LM head.
+
+    Cancelling one of them cancels both.
+    """
 
     layers: "RankGroup"
     """For the thread that computes the layers."""
@@ -41,16 +44,16 @@ def open_groups(
     device: "tuple[DeviceRuntime, DeviceStream] | None" = None,
     on_error: OnTransportError = lambda error: None,
 ) -> StageGroups:
-    """Open this rank's ends of the groups of its stage.
+    """Open the communicators of this tensor parallel rank with the other ranks of its stage.
 
     Args:
-        region: descriptors of this process; they may be closed afterwards.
+        region: shared memory of the ranks; its descriptors may be closed afterwards.
         rank: number of this rank, from 0.
         ranks: number of ranks of the stage.
-        layout: largest parts, the same on all ranks.
-        default: kind of group of a region that leaves the choice to the workers.
-        device: the device that computes the stage and its compute stream; None on a CPU.
-        on_error: called if a group fails on a background thread.
+        layout: largest tensors that the ranks exchange; equal on all ranks.
+        default: name in GROUPS of the communicator to use if `region.transport` is AUTO.
+        device: device that computes the stage and its compute stream; None on a CPU.
+        on_error: called with the error if a communicator fails on a background thread.
     """
     module, function = GROUPS[default if region.transport == AUTO else region.transport]
     extra = () if device is None else (*device, on_error)

@@ -54,7 +54,7 @@ class _PinnedSlotRing(SlotRing):
 
 
 class HostStagingSender(_PinnedSlotRing):
-    """Sending end of an edge through pinned host memory."""
+    """Sends activations to a stage on the same GPU by pinned host memory; implements Sender."""
 
     def __init__(
         self,
@@ -136,7 +136,10 @@ class HostStagingSender(_PinnedSlotRing):
 
 
 class HostStagingReceiver(_PinnedSlotRing):
-    """Receiving end of an edge through pinned host memory."""
+    """Receives activations from a stage on the same GPU by pinned host memory.
+
+    Implements the interface Receiver.
+    """
 
     def __init__(
         self,

@@ -28,9 +28,10 @@ _DEFAULT_TIMEOUT = timedelta(seconds=300)
 
 
 class LogStore(Store):
-    """Store of two processes; a key is set by one of them, and counters add up.
+    """Rendezvous store of torch.distributed for two workers on different machines.
 
-    A value that was set again replaces the one before, in the order of each log.
+    Each worker appends to its own log file, which the data movers copy to the other machine. A key
+    is set by one of the workers; a counter is the sum of what both have added.
     """
 
     def __init__(
@@ -135,10 +136,10 @@ class LogStore(Store):
 def open_log_store(
     descriptors: list[int], is_cancelled: Callable[[], bool] = lambda: False
 ) -> LogStore:
-    """Return the store of an edge to another machine.
+    """Return the torch.distributed store for NCCL between two stages on different machines.
 
     Args:
-        descriptors: of the edge.
+        descriptors: file descriptors of the `Edge`.
         is_cancelled: returns True once a wait for a key should end.
     """
     own, peer, event = descriptors[2:5]

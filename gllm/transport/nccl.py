@@ -37,7 +37,7 @@ SENDER_RANK, RECEIVER_RANK = 0, 1
 
 
 class ProcessGroup(Abortable, Protocol):
-    """Process group of two ranks: torch.distributed.ProcessGroup."""
+    """Interface of a process group of two ranks, as torch.distributed.ProcessGroup."""
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> TransferHandle:
         """Send one tensor after the work in the current stream."""
@@ -51,16 +51,21 @@ GroupFactory = Callable[[Store, int], ProcessGroup]
 
 
 def create_nccl_group(store: Store, rank: int) -> ProcessGroup:
-    """Create an NCCL communicator of two GPUs.
+    """Create the NCCL communicator between the GPUs of two stages, after both have arrived.
 
-    TransferMonitor handles timeouts and errors; torch's own handling would end the process.
+    Torch's own handling of timeouts and errors, which ends the process, is off: TransferMonitor
+    aborts failed transfers.
+
+    Args:
+        store: rendezvous store of the two ranks.
+        rank: SENDER_RANK or RECEIVER_RANK.
     """
     wait_for_peer(store, rank)
     return cast(ProcessGroup, create_communicator(store, rank, 2))
 
 
 def create_communicator(store: Store, rank: int, size: int) -> Any:
-    """Create torch's process group of NCCL, which connects with its first collective."""
+    """Create a torch NCCL process group, which connects when the first collective runs."""
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     options = distributed.ProcessGroupNCCL.Options()
     options._timeout = timedelta(days=365)
@@ -68,7 +73,13 @@ def create_communicator(store: Store, rank: int, size: int) -> Any:
 
 
 def join_group(descriptors: list[int], rank: int, create_group: GroupFactory) -> ProcessGroup:
-    """Create the process group of an edge; both ends use a shared file as the store."""
+    """Create the process group of two stages, with a store in a shared file or in copied logs.
+
+    Args:
+        descriptors: file descriptors of the `Edge`.
+        rank: SENDER_RANK or RECEIVER_RANK.
+        create_group: creates the process group from a store and a rank.
+    """
     if len(descriptors) > LOCAL_DESCRIPTORS:
         # The other end is on another machine.
         return create_group(open_log_store(descriptors), rank)
@@ -76,13 +87,13 @@ def join_group(descriptors: list[int], rank: int, create_group: GroupFactory) ->
 
 
 def rendezvous_store(descriptor: int, size: int) -> Store:
-    """Return the store of `size` ranks in an anonymous file that all of them have open."""
+    """Return a torch FileStore for `size` ranks in an anonymous file that all of them have open."""
     # A duplicate for the store, which opens the file by this path until the process ends.
     return FileStore(f"/proc/{os.getpid()}/fd/{os.dup(descriptor)}", size)
 
 
 def wait_for_peer(store: Store, rank: int) -> None:
-    """Sleep until both ends have arrived; NCCL would keep a core busy meanwhile."""
+    """Sleep until the other of two ranks has arrived at the store; NCCL would poll busily."""
     store.set(f"rank {rank} is there", "")
     wait_until(lambda: store.check([f"rank {1 - rank} is there"]))
 
@@ -92,7 +103,7 @@ def wait_until(
     timeout: float = math.inf,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Sleep with growing pauses until `done()` is true; return False after `timeout` seconds."""
+    """Poll `done` with growing sleeps until it is true; return False after `timeout` seconds."""
     pause, end = MIN_PAUSE_SECONDS, time.monotonic() + timeout
     while not done():
         if time.monotonic() > end:
@@ -187,7 +198,7 @@ class _NcclEnd(SlotRing):
 
 
 class NcclSender(_NcclEnd):
-    """Sending end of an NCCL edge."""
+    """Sends activations to the GPU of the next stage by NCCL; implements Sender."""
 
     rank = SENDER_RANK
 
@@ -215,7 +226,7 @@ class NcclSender(_NcclEnd):
 
 
 class NcclReceiver(_NcclEnd):
-    """Receiving end of an NCCL edge."""
+    """Receives activations from the GPU of the previous stage by NCCL; implements Receiver."""
 
     rank = RECEIVER_RANK
     _last: DeviceEvent | None = None

@@ -46,7 +46,7 @@ ROOT = 0
 
 
 class Communicator(Abortable, Protocol):
-    """Process group of the ranks of a stage: torch.distributed.ProcessGroupNCCL."""
+    """Interface of the process group of a stage's ranks, as torch.distributed.ProcessGroupNCCL."""
 
     def allreduce(self, tensor: Tensor, op: ReduceOp.RedOpType) -> TransferHandle:
         """Reduce a tensor in place, after the work in the current stream."""
@@ -113,7 +113,7 @@ class _BackgroundAbort:
 
 
 class NcclRankGroup(DeviceRankGroup):
-    """Group of ranks with one GPU each."""
+    """Communicator of tensor parallel ranks with one GPU each; collectives run in NCCL."""
 
     can_capture = True
 
@@ -232,10 +232,19 @@ def connect(
     create: CommunicatorFactory = create_communicator,
     timeout: float = TIMEOUT_SECONDS,
 ) -> Communicator:
-    """Create the communicator of a rank and complete a first sum, which connects the GPUs.
+    """Create the NCCL communicator of a tensor parallel rank and run a first all-reduce with it.
+
+    Args:
+        store: rendezvous store of the ranks.
+        rank: number of this rank, from 0.
+        size: number of ranks.
+        device: device of this rank.
+        stream: compute stream of this rank.
+        create: creates the communicator.
+        timeout: limit in seconds.
 
     Raises:
-        TransportError: not all ranks connect within `timeout` seconds; those missing are named.
+        TransportError: not all ranks have connected in time; the message names the missing ones.
     """
     connected: list[Communicator] = []
     errors: list[BaseException] = []
@@ -286,19 +295,21 @@ def open_nccl_groups(
     on_error: OnTransportError = lambda error: None,
     create: CommunicatorFactory = create_communicator,
 ) -> StageGroups:
-    """Open this rank's groups; wait until all ranks are connected.
+    """Open this rank's NCCL communicators; wait until all ranks of the stage are connected.
 
-    A rank that cannot connect cancels the groups in host memory.
+    If a rank cannot connect, it cancels the communicators in host memory, so that the others fail
+    too.
 
     Args:
-        descriptors: of the region: its memory, and the file for the ranks' rendezvous.
+        descriptors: file descriptors of the `Region`: shared memory, and file of the rendezvous
+            store.
         rank: number of this rank, from 0.
         ranks: number of ranks of the stage.
-        layout: largest parts.
+        layout: largest tensors that the ranks exchange.
         device: device of this rank.
         stream: compute stream of this rank.
         on_error: called when collectives are aborted because they do not end.
-        create: creates the communicator.
+        create: creates the NCCL communicator.
 
     Raises:
         TransportError: the ranks do not connect in time.

@@ -34,18 +34,20 @@ def open_remote_end(
     open_staged: Callable[[], Any],
     timeout: float = PROBE_SECONDS,
 ) -> Any:
-    """Open one end of an edge between two machines.
+    """Open one end of a connection between machines, with NCCL if both ends can use it.
+
+    Otherwise activations pass through host memory and the data movers.
 
     Args:
         store: rendezvous store of both ends.
         rank: SENDER_RANK or RECEIVER_RANK of gllm/transport/nccl.py.
-        refusal: reason for which this end does not offer NCCL; empty if it does.
+        refusal: reason why this end does not offer NCCL; empty if it does.
         open_nccl: opens the end with NCCL and completes a first transfer.
         open_staged: opens the end without NCCL.
         timeout: limit for `open_nccl` in seconds.
 
     Raises:
-        EdgeClosedError: the edge was cancelled while the other end was awaited.
+        EdgeClosedError: the connection was cancelled while this end waited for the other one.
     """
     store.set(f"offer {rank}", refusal)
     if refusal:

@@ -13,12 +13,12 @@ from gllm.transport.descriptors import create_descriptors
 
 
 class Region(msgspec.Struct, frozen=True):
-    """Descriptors of the memory that the ranks of a stage share."""
+    """File descriptors of the shared memory in which a stage's ranks exchange tensors."""
 
     transport: str
-    """A name of `gllm.transport.groups.GROUPS`, or AUTO: by the devices of the ranks."""
+    """A name of `gllm.transport.groups.GROUPS`, or AUTO to choose by the devices of the ranks."""
     descriptors: list[int]
-    """Two anonymous files: the memory of the ranks' parts, and the store of a process group."""
+    """Two anonymous files: the shared memory of the ranks, and the rendezvous store of NCCL."""
 
     def close(self) -> None:
         """Close the descriptors in this process."""
@@ -27,23 +27,27 @@ class Region(msgspec.Struct, frozen=True):
 
 
 class RegionLayout(msgspec.Struct, frozen=True):
-    """Capacity of a region."""
+    """Largest tensors that the tensor parallel ranks of a stage exchange in shared memory."""
 
     max_tokens: int
     """Largest number of tokens per step."""
     hidden_size: int
     vocab_rows: int
-    """Largest part of the vocabulary that one rank has; 0 where the stage has no head."""
+    """Largest number of vocabulary entries of one rank; 0 if the stage has no LM head."""
 
 
 def create_region(name: str, transport: str = "auto") -> Region:
-    """Create a region for the ranks of one stage on this host.
+    """Create the shared memory for the tensor parallel ranks of one stage on this host.
 
-    Its files have no path. They are sent to the workers and vanish with the last process that
-    holds them.
+    The files have no path. They are sent to the workers and vanish with the last process that has
+    them open.
+
+    Args:
+        name: name of the memory files, shown by tools such as lsof.
+        transport: a name of `gllm.transport.groups.GROUPS`, or `auto` to choose by the devices.
 
     Raises:
-        OSError: This process has no more descriptors; those of the region are closed again.
+        OSError: The process has reached its limit of open descriptors; none stay open.
     """
     descriptors = create_descriptors(
         partial(os.memfd_create, name), partial(os.memfd_create, f"{name}-meeting")

@@ -37,7 +37,7 @@ text."""
 
 
 class CloseReason(IntEnum):
-    """Reason for which a group is closed, as in all_reduce.cpp."""
+    """Reason why a communicator in shared memory is closed; values as in all_reduce.cpp."""
 
     OPEN = 0
     CANCELLED = 1
@@ -45,7 +45,7 @@ class CloseReason(IntEnum):
 
 
 class Collective(IntEnum):
-    """Kind of a collective; the first three as in all_reduce.cpp."""
+    """Kind of a collective operation; the first three values are those of all_reduce.cpp."""
 
     ACQUIRE = 0
     SUM = 1
@@ -56,7 +56,7 @@ class Collective(IntEnum):
 
 
 class RegionMemory:
-    """Mapped memory of a stage's groups: close reason, sequence numbers, buffers of the ranks."""
+    """Shared memory of a stage's ranks: buffers, sequence numbers and close reason."""
 
     def __init__(
         self, descriptor: int, rank: int, ranks: int, capacities: list[int], value_bytes: int
@@ -81,7 +81,7 @@ class RegionMemory:
             + [round_up_to_pages(value_bytes)] * len(VALUES)
             for floats in capacities
         ]
-        """Bytes of the places of a rank, by group."""
+        """Sizes in bytes of the buffers of a rank, by communicator."""
         lines = round_up_to_pages(ranks * ctypes.sizeof(RankSyncState))
         self.begins = [PAGE_BYTES]
         """Offset of each group in bytes, and the size of the memory."""
@@ -144,7 +144,7 @@ class RegionMemory:
 
 
 class GroupMemory:
-    """One rank's view of one group in the memory of a region."""
+    """One rank's view of the buffers and sequence numbers of one communicator in shared memory."""
 
     def __init__(self, region: RegionMemory, number: int) -> None:
         """Find the group with a number in the memory of a region."""
@@ -168,7 +168,7 @@ class GroupMemory:
             ]
             for rank in range(region.ranks)
         ]
-        """Places of each rank, uint8."""
+        """Buffers of each rank, uint8."""
 
     @property
     def is_ahead(self) -> bool:
@@ -177,7 +177,7 @@ class GroupMemory:
         return any((line.sequence - own) % 2**32 >= 2**31 for line in self.lines)
 
     def last_used(self, places: tuple[int, ...]) -> int:
-        """Return the index of the most recently used of some buffers ("places")."""
+        """Return the index of the most recently used of some buffers."""
         sequence = self.state.sequence
         return min(places, key=lambda place: (sequence - self.state.used[place]) % 2**32)
 
@@ -214,5 +214,12 @@ class GroupMemory:
 
 
 def make_tag(kind: Collective, place: int, rows: int, width: int) -> int:
-    """Return the tag of a collective, which ranks compare to detect that they differ."""
+    """Return a number for a collective's kind, buffer and shape, which is compared between ranks.
+
+    Args:
+        kind: kind of the collective.
+        place: index of the buffer.
+        rows: rows of the tensor, less than 2**28.
+        width: columns of the tensor, less than 2**28.
+    """
     return kind << 60 | place << 56 | rows << 28 | width

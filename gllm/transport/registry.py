@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class FanOutSender:
-    """Sending end of several edges: sends the activations of each step to several ranks."""
+    """Sends the activations of each step to several ranks of the next stage; implements Sender."""
 
     def __init__(self, senders: Sequence[Sender]) -> None:
         """Create the sending end.
@@ -50,7 +50,7 @@ class FanOutSender:
 
 
 def join_senders(senders: Sequence[Sender]) -> Sender:
-    """Return one sending end for all receivers of a rank."""
+    """Return one Sender for all receivers of a rank: the only one, or a FanOutSender."""
     return senders[0] if len(senders) == 1 else FanOutSender(senders)
 
 
@@ -80,29 +80,29 @@ def open_edges(
     is_cancelled: Callable[[], bool] = lambda: False,
     create_nccl_group: "GroupFactory | None" = None,
 ) -> tuple[list[Receiver], list[list[Sender]]]:
-    """Open this worker's ends of its edges.
+    """Open this worker's connections to the previous and the next stage.
 
-    With several lanes activations do not travel by NCCL: transfers of two communicators between
-    the same GPUs may wait for each other.
+    With two ring buffers (--lanes 2), NCCL is not used: transfers of two communicators between the
+    same GPUs may wait for each other.
 
     Args:
-        incoming: edge from the previous stage; None on the first stage.
-        outgoing: edges to the ranks of the next stage that receive from this worker.
-        default: transport of an edge that leaves the choice to the workers.
-        shape: largest steps that the edges carry.
-        dtype: of activations.
-        device: the device that computes the stage and its compute stream; None on a CPU.
-        on_error: called if an edge fails on a background thread.
+        incoming: connection from the previous stage; None on the first stage.
+        outgoing: connections to the ranks of the next stage that receive from this worker.
+        default: transport of connections with transport AUTO.
+        shape: shape and dtype of activations, and number of step buffers.
+        dtype: dtype of activations.
+        device: device that computes the stage and its compute stream; None on a CPU.
+        on_error: called if a connection fails on a background thread.
         is_trusted: True if NCCL, which encrypts nothing, may connect machines.
-        is_cancelled: asked while the worker of another machine is awaited.
-        create_nccl_group: creates the process group of an NCCL edge, by default NCCL's.
+        is_cancelled: returns True to stop waiting for the worker of another machine.
+        create_nccl_group: creates the process group of an NCCL connection, by default with NCCL.
 
     Returns:
-        The receivers of the lanes, none on the first stage; and the senders of the lanes of each
-        outgoing edge.
+        A receiver per ring buffer, none on the first stage; and for each outgoing connection a
+        sender per ring buffer.
 
     Raises:
-        EdgeClosedError: an edge was cancelled meanwhile.
+        EdgeClosedError: a connection was cancelled meanwhile.
     """
     common = (shape, dtype) if device is None else (shape, dtype, *device, on_error)
     edges = [*outgoing, *([] if incoming is None else [incoming])]

@@ -19,7 +19,7 @@ _LENGTHS = struct.Struct("<II")
 
 
 class TransportVerdict(msgspec.Struct, frozen=True):
-    """Transport that both workers have chosen."""
+    """Transport that two workers on different machines have agreed on, with the reason."""
 
     transport: str
     cause: str = ""
@@ -27,7 +27,7 @@ class TransportVerdict(msgspec.Struct, frozen=True):
 
 
 def open_log(descriptor: int) -> int:
-    """Return a new descriptor of this worker's log, for reading and appending.
+    """Open the rendezvous log file behind a descriptor again, for reading and appending.
 
     Several threads may append, each through its own descriptor: records do not overlap.
     """
@@ -35,7 +35,7 @@ def open_log(descriptor: int) -> int:
 
 
 def append_record(descriptor: int, key: str, value: bytes) -> None:
-    """Append a record to a log of `open_log`. Raises ValueError if it is full."""
+    """Append a key and a value to a rendezvous log. Raises ValueError if the log is full."""
     name = key.encode()
     record = _LENGTHS.pack(len(name), len(value)) + name + value
     if os.fstat(descriptor).st_size + len(record) > MAX_LOG_BYTES:
@@ -44,7 +44,7 @@ def append_record(descriptor: int, key: str, value: bytes) -> None:
 
 
 class LogReader:
-    """Reader of a log that another process, or this one, appends to."""
+    """Incremental reader of a rendezvous log to which a process appends."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

@@ -46,7 +46,7 @@ _SIGNALLED = struct.Struct("<Q")
 
 
 class SlotHeader(NamedTuple):
-    """Header of a slot: which step its payload belongs to, and the payload's shape."""
+    """Header of a step's buffer in the ring: step, shape of the activations, error length."""
 
     step: int
     tokens: int
@@ -75,7 +75,10 @@ class SlotHeader(NamedTuple):
 
 
 class Ring:
-    """One process's view of a ring. Pages use memory once they are written."""
+    """Ring buffer in shared memory for the activations of the steps in flight, with an eventfd.
+
+    One process writes, the other one reads. Pages use memory once they are written.
+    """
 
     def __init__(self, memory: int, event: int, layout: EdgeLayout) -> None:
         """Map the memory, and write the layout unless the other process has done so.
@@ -91,7 +94,7 @@ class Ring:
         self.event, self.shape = event, layout
         payload = layout.max_tokens * layout.hidden_size * layout.itemsize
         self.stride = round_up_to_pages(PAGE_BYTES + payload)
-        """Bytes from one slot to the next."""
+        """Bytes from the buffer of one step to the next one."""
         self._begin = round_up_to_pages(_SIGNALLED_OFFSET + layout.slots * _SIGNALLED.size)
         size = self._begin + self.stride * layout.slots
         if existing := _read_layout(memory):
@@ -116,16 +119,16 @@ class Ring:
 
     @classmethod
     def attach(cls, memory: int, event: int) -> "Ring | None":
-        """Return a view of a ring that another process has laid out; None if none has yet."""
+        """Map a ring that another process has initialized; return None if it has not been yet."""
         layout = _read_layout(memory)
         return None if layout is None else cls(memory, event, layout)
 
     def slot(self, step: int) -> int:
-        """Return the number of a step's slot."""
+        """Return the index of a step's buffer."""
         return step % self.shape.slots
 
     def offset(self, step: int) -> int:
-        """Return the offset of the header of a step's slot, in bytes."""
+        """Return the offset of a step's buffer in bytes; it begins with the header."""
         return self._begin + self.slot(step) * self.stride
 
     def payload(self, step: int) -> int:
@@ -245,7 +248,10 @@ class Ring:
 
 
 def order_writes(fence: threading.Lock) -> None:
-    """Make earlier writes of this thread visible to other processes before later ones."""
+    """Make earlier writes of this thread visible to other processes before later ones.
+
+    fence: a lock that is only used as a memory barrier.
+    """
     for _ in range(2):
         # Two in a row order the writes before and after them on every processor.
         with fence:
@@ -265,5 +271,5 @@ def _read_layout(memory: int) -> EdgeLayout | None:
 
 
 def round_up_to_pages(size: int) -> int:
-    """Return a number of bytes, rounded up to whole pages."""
+    """Round a number of bytes up to a multiple of the page size."""
     return -(-size // PAGE_BYTES) * PAGE_BYTES

@@ -12,7 +12,7 @@ from gllm.transport.ring import Ring
 
 
 class SlotRing(Ring):
-    """Ring with a tensor view of each slot."""
+    """Ring buffer in shared memory with a tensor view of each step's activations."""
 
     def __init__(self, descriptors: list[int], shape: EdgeLayout, dtype: torch.dtype) -> None:
         """Map the memory of an edge."""
@@ -27,7 +27,7 @@ class SlotRing(Ring):
 
 
 class SharedMemorySender(SlotRing):
-    """Sending end of a shared-memory edge."""
+    """Sends activations to a process of the same host through shared memory; implements Sender."""
 
     def send(self, step: int, hidden: Tensor) -> None:
         """Copy [tokens, hidden_size] to the step's slot and notify the receiver."""
@@ -41,7 +41,7 @@ class SharedMemorySender(SlotRing):
 
 
 class SharedMemoryReceiver(SlotRing):
-    """Receiving end of a shared-memory edge."""
+    """Receives activations from a local process through shared memory; implements Receiver."""
 
     def receive(self, step: int, tokens: int) -> Tensor:
         """Return the step's [tokens, hidden_size] in shared memory.

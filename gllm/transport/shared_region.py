@@ -45,7 +45,14 @@ _STEP_MESSAGE = struct.Struct("<qI")
 def open_shared_groups(
     descriptors: list[int], rank: int, ranks: int, layout: RegionLayout
 ) -> StageGroups:
-    """Open this rank's ends of both groups of a stage; see `gllm.transport.groups`."""
+    """Open this rank's two communicators in shared memory: for the layers and for the LM head.
+
+    Args:
+        descriptors: file descriptors of the `Region`.
+        rank: number of this rank, from 0.
+        ranks: number of ranks of the stage.
+        layout: largest tensors that the ranks exchange.
+    """
     region = open_region_memory(descriptors, rank, ranks, layout)
     return StageGroups(*(SharedMemoryGroup(GroupMemory(region, number)) for number in range(2)))
 
@@ -53,7 +60,7 @@ def open_shared_groups(
 def open_region_memory(
     descriptors: list[int], rank: int, ranks: int, layout: RegionLayout
 ) -> RegionMemory:
-    """Map the memory of both groups of a stage, as large as the layout requires."""
+    """Map the shared memory of both communicators of a stage, sized for the layout's tensors."""
     # Recorded programs allocate for a power of two of tokens.
     rows = max(MIN_ROWS, 1 << (layout.max_tokens - 1).bit_length())
     head = max(HEAD_FLOATS, layout.vocab_rows) if layout.vocab_rows else 1
@@ -63,7 +70,10 @@ def open_region_memory(
 
 
 class SharedMemoryGroup:
-    """RankGroup in shared memory. Parts larger than its buffers ("places") raise ValueError."""
+    """Communicator of tensor parallel ranks on one host by shared memory; implements RankGroup.
+
+    Tensors larger than the buffers raise ValueError.
+    """
 
     def __init__(self, memory: GroupMemory) -> None:
         """Use the memory of a group."""

@@ -15,7 +15,10 @@ from gllm.transport.groups import StageGroups
 
 
 class SoloGroup:
-    """Group of one rank; its collectives return at once."""
+    """Communicator that computes one tensor parallel rank without the others, for measurements.
+
+    Collectives return at once with this rank's values.
+    """
 
     is_waiting = False
 
@@ -56,7 +59,10 @@ class SoloGroup:
 
 
 class SoloDeviceGroup(DeviceRankGroup):
-    """Group of a rank that computes alone on a device."""
+    """Communicator that computes one tensor parallel rank on a GPU without the others.
+
+    Collectives return at once with this rank's values.
+    """
 
     can_capture = True
 
@@ -95,11 +101,11 @@ class SoloDeviceGroup(DeviceRankGroup):
 
 
 def create_solo_groups(rank: int, size: int, device: torch.device | None = None) -> StageGroups:
-    """Return groups of a rank that computes alone.
+    """Return communicators for computing one tensor parallel rank without the others.
 
     Args:
         rank: number of the rank.
-        size: number of ranks of the stage.
+        size: number of ranks that the model is divided among.
         device: GPU that computes; None for a CPU.
     """
     group = SoloGroup(rank, size) if device is None else SoloDeviceGroup(rank, size, device)

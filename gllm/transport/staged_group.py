@@ -40,7 +40,7 @@ class _PinnedBuffer:
 
 
 class StagedRankGroup(DeviceRankGroup):
-    """Group of ranks on one GPU; sums are those of the group in host memory."""
+    """Communicator of tensor parallel ranks on one GPU; tensors are reduced in host memory."""
 
     can_capture = False
 
@@ -124,7 +124,17 @@ def open_staged_groups(
     stream: DeviceStream,
     on_error: OnTransportError = lambda error: None,
 ) -> StageGroups:
-    """Open this rank's groups; `on_error` is not used, because there is no background thread."""
+    """Open the communicators of a rank that shares a GPU with the other ranks of its stage.
+
+    Args:
+        descriptors: file descriptors of the `Region`.
+        rank: number of this rank, from 0.
+        ranks: number of ranks of the stage.
+        layout: largest tensors that the ranks exchange.
+        device: device of this rank.
+        stream: compute stream of this rank.
+        on_error: not used, because there is no background thread.
+    """
     host = open_shared_groups(descriptors, rank, ranks, layout)
     group = StagedRankGroup(host, device, stream)
     return StageGroups(group, group)

@@ -24,7 +24,7 @@ UNNAMED_ERROR = (
 
 
 class TransferHandle(Protocol):
-    """A transfer in flight: torch.distributed.Work."""
+    """Interface of an asynchronous transfer, as torch.distributed.Work."""
 
     def is_completed(self) -> bool:
         """Return whether the transfer has ended, successfully or not."""
@@ -37,7 +37,7 @@ class TransferHandle(Protocol):
 
 
 class Abortable(Protocol):
-    """Process group whose transfers can be aborted."""
+    """Interface of a process group whose pending transfers can be aborted."""
 
     def abort(self) -> None:
         """End all transfers in flight."""
@@ -69,7 +69,7 @@ class _Transfer:
 
 
 class TransferMonitor:
-    """Monitor of the transfers of one end, which aborts all of them if one fails or hangs."""
+    """Monitors asynchronous NCCL transfers and aborts all of them if one fails or times out."""
 
     def __init__(
         self,

@@ -23,10 +23,11 @@ a size that is not fetched would otherwise keep a prediction that is too high.""
 
 @dataclass
 class FetchDecision:
-    """Decides whether KV is fetched from one engine or computed, by measured transfers.
+    """Decides by measured transfer times whether to fetch KV blocks from an engine or compute them.
 
-    What is not fetched is not measured, so the estimate is trusted only for sizes like the measured
-    ones, and for a limited time: otherwise a few slow or small transfers could end all fetches.
+    Only fetches are measured. The estimate is therefore used only for sizes up to twice the largest
+    measured one and for 30 s after the last transfer; otherwise the blocks are fetched. This keeps
+    a few slow or small transfers from disabling all fetches.
     """
 
     estimate: TransferEstimate = field(default_factory=TransferEstimate)
@@ -38,7 +39,7 @@ class FetchDecision:
     """Times of the last transfers by size class."""
 
     def observe(self, num_bytes: int, seconds: float, now: float) -> None:
-        """Add the measurement of a complete transfer."""
+        """Add a measured transfer: size in bytes, duration and end time `now` in seconds."""
         self.estimate.observe(num_bytes, seconds, now)
         self._largest, self._time = max(self._largest, num_bytes), now
         self._times[size_class(num_bytes)] = now
@@ -62,7 +63,10 @@ class FetchDecision:
 
 @dataclass
 class FetchDeadline:
-    """Deadline of a fetch: 3 x predicted time + 2 s, and at least 2 s after the latest bytes."""
+    """Deadline of one KV fetch: three times the predicted duration plus 2 s after its start.
+
+    If bytes have arrived, the deadline is at least 2 s after the latest ones.
+    """
 
     begin: float
     predicted_seconds: float

@@ -12,7 +12,10 @@ from gllm.messages.kv_layout import KvLayout
 
 
 class KvMachine(msgspec.Struct, frozen=True, array_like=True):
-    """Address and KV cache layouts of one machine of an engine."""
+    """Network address, Unix socket and KV cache layouts of one machine of an engine.
+
+    Other engines use it to fetch KV blocks.
+    """
 
     host: str
     """Identity of the machine until it restarts; equal for processes of one machine."""
@@ -27,18 +30,18 @@ class KvMachine(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KvEndpoint(msgspec.Struct, frozen=True, array_like=True):
-    """Addresses and KV cache layouts of all machines of an engine."""
+    """Addresses and KV cache layouts of an engine's machines, for engines that fetch its KV."""
 
     machines: Annotated[list[KvMachine], Meta(min_length=1, max_length=1024)]
 
 
 def encode_endpoint(endpoint: KvEndpoint) -> bytes:
-    """Encode an endpoint as msgpack."""
+    """Return the msgpack encoding of an engine's KV endpoint."""
     return msgspec.msgpack.encode(endpoint)
 
 
 def decode_endpoint(data: bytes) -> KvEndpoint:
-    """Decode an endpoint. Raises ValueError if the bytes are none."""
+    """Decode an engine's KV endpoint from msgpack. Raises ValueError if the data is invalid."""
     try:
         return msgspec.msgpack.decode(data, type=KvEndpoint)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

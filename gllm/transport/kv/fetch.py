@@ -26,11 +26,14 @@ from gllm.transport.kv.part_gate import ReceiverGate
 
 @dataclass
 class RunningFetch:
-    """State of one fetch, shared by the mover's threads."""
+    """State of one KV fetch from another engine: deadline, received bytes, cancellation.
+
+    Shared by the threads that receive from the machines of the other engine.
+    """
 
     command: FetchKv
     reader: int
-    """See ReadRequest."""
+    """Random number by which the other engine recognizes this fetch (`ReadRequest.reader`)."""
     epoch: int
     deadline: FetchDeadline
     on_started: "Callable[[RunningFetch], None]"
@@ -63,18 +66,20 @@ class RunningFetch:
 def find_targets(
     command: FetchKv, endpoint: KvEndpoint, pages: Sequence[KvPages], first_position: int = 0
 ) -> dict[int, list[TargetPart]]:
-    """Divide a fetch into the head ranges of layers to read, by machine of the owner.
-
-    They are in the order of the layers.
+    """Return which heads of which layers to read from each machine of the engine with the KV.
 
     Args:
-        command: The fetch.
-        endpoint: Of the owner.
-        pages: KV caches of this machine's workers.
-        first_position: Workers of the receiving engine on machines before this one.
+        command: the fetch: ticket, tokens and local block ids.
+        endpoint: machines and KV layouts of the engine that has the blocks.
+        pages: KV caches of the workers of this machine.
+        first_position: number of workers of the receiving engine on the machines before this one.
+
+    Returns:
+        Head ranges and their destinations in layer order, by index of the machine in
+        `endpoint.machines`.
 
     Raises:
-        KvLayoutError, KvPagesError: The layouts or blocks do not fit.
+        KvLayoutError, KvPagesError: the two layouts are incompatible, or blocks are missing.
     """
     places = [
         (number, place)
@@ -103,19 +108,19 @@ def fetch_from_machine(
     names: tuple[str, str],
     parts: list[TargetPart],
 ) -> None:
-    """Fetch the parts of a fetch that one machine holds.
+    """Fetch the requested head ranges of layers from one machine of another engine.
 
     Args:
-        fetch: The whole fetch.
-        connection: To the machine.
-        backend: Moves the bytes.
-        names: Of the backend and of the encoding.
-        parts: To be filled.
+        fetch: state of the whole fetch, also used for the other machines.
+        connection: connection to the KV mover of the machine.
+        backend: backend that transfers the bytes.
+        names: name of the backend and of the encoding.
+        parts: head ranges of layers that the machine has, with their destinations.
 
     Raises:
-        OSError, KvFrameError: The connection ends.
-        KvTransferError: The machine refuses, the fetch has to end, or the blocks were not kept
-            until the last byte.
+        OSError, KvFrameError: the connection failed or sent invalid data.
+        KvTransferError: the machine refused, the fetch was cancelled or is late, or the blocks were
+            freed before the last byte was read.
     """
     command, num_fetched = fetch.command, 0
     while num_fetched < command.num_tokens:

@@ -35,15 +35,15 @@ _Index = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
 class KvFrameError(Exception):
-    """A frame is invalid; its connection ends."""
+    """A message between two KV movers is invalid; the connection is closed."""
 
 
 class KvTransferError(Exception):
-    """A transfer has failed; the receiver computes the tokens itself."""
+    """A KV transfer failed or was refused; the receiving engine computes the tokens itself."""
 
 
 class KvFrameKind(IntEnum):
-    """Kind of a frame between two KV movers."""
+    """Type of a message between the KV movers of two engines."""
 
     READ = 1
     GRANT = 2
@@ -69,7 +69,7 @@ _MAX_BYTES = {
 
 
 class ReadPart(msgspec.Struct, frozen=True, array_like=True):
-    """Head range of one layer, on one worker of the owner's machine."""
+    """A range of KV heads of one layer to read from one worker of a machine."""
 
     place: _Index
     """Position of the worker in KvMachine.layouts."""
@@ -84,11 +84,11 @@ class ReadPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReadRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Payload of READ: the tokens and parts to transfer."""
+    """Payload of a READ message: asks another engine for the KV of some tokens, layers, heads."""
 
     ticket: Ticket
     reader: Ticket
-    """Number of the fetch, unguessable; the first one that uses a ticket owns it."""
+    """Random number of the fetch; only the first fetch that uses a ticket may read its blocks."""
     first_token: TokenCount
     num_tokens: Annotated[int, Meta(ge=1, lt=2**31)]
     backend: str
@@ -101,19 +101,19 @@ class ReadRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReadGrant(msgspec.Struct, frozen=True, array_like=True):
-    """Payload of GRANT: where the receiver finds the contents in the owner's memory."""
+    """Payload of a GRANT message: block ids that the receiver reads by shared memory or RDMA."""
 
     block_ids: list[BlockId]
     """Blocks of the sequence, from its first token on."""
     details: bytes = b""
-    """Facts for the backend."""
+    """Data for the backend, for example its memory addresses."""
 
 
 class ReadConfirmed(msgspec.Struct, frozen=True, array_like=True):
-    """Payload of CONFIRMED: whether the contents were valid until the end of the transfer."""
+    """Payload of a CONFIRMED message: True if the blocks stayed reserved during the transfer."""
 
     is_held: bool
-    """True if the blocks were kept under the ticket until now."""
+    """True if the blocks have not been freed, so that the received contents are valid."""
 
 
 _Payload = TypeVar("_Payload", ReadRequest, ReadGrant, ReadConfirmed)
@@ -121,7 +121,10 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class KvConnection:
-    """Connection of two KV movers; used by one thread, except `shut_down`."""
+    """Connection between the KV movers of two engines, which sends and receives typed messages.
+
+    Used by one thread, except `shut_down`.
+    """
 
     def __init__(
         self,

@@ -59,14 +59,14 @@ Dial = Callable[[KvMachine], socket.socket]
 
 
 def make_backend(name: str) -> KvBackend:
-    """Create the KV transfer backend of a name.
+    """Create the KV transfer backend with the given name.
 
     Args:
-        name: Of BACKENDS, or mock:GIGABYTES_PER_SECOND.
+        name: a name of BACKENDS, or mock:GIGABYTES_PER_SECOND.
 
     Raises:
         ValueError: There is no such backend.
-        ImportError: A library that it needs is missing.
+        ImportError: The backend's library is not installed.
     """
     check_backend_name(name)
     if name.startswith(MOCK):
@@ -79,7 +79,7 @@ def make_backend(name: str) -> KvBackend:
 
 
 class KvMover:
-    """Serves and fetches the KV blocks of one machine's workers."""
+    """Transfers KV blocks for one machine's workers: serves other engines and fetches from them."""
 
     def __init__(
         self,
@@ -369,7 +369,10 @@ class KvMover:
 
 
 def read_host_id() -> str:
-    """Return an id of this machine and network namespace that is valid until it restarts."""
+    """Return an id of this machine and its network namespace, valid until the machine restarts.
+
+    Two processes with the same id can transfer through shared memory.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     # Abstract sockets belong to a network namespace.
     return f"{boot}:{os.readlink('/proc/self/ns/net')}"

@@ -14,17 +14,17 @@ Slots = NDArray[np.int64]
 
 
 class KvPagesError(ValueError):
-    """Tokens, heads or blocks are outside of a worker's KV cache."""
+    """The requested tokens, heads or blocks are outside of a worker's KV cache."""
 
 
 def find_slots(block_ids: Sequence[int], block_size: int, offset: int, num_tokens: int) -> Slots:
-    """Return the positions of a run of tokens in a layer's memory, [num_tokens] int64.
+    """Return the slot of each of consecutive tokens in a layer's KV cache, [num_tokens] int64.
 
     Args:
-        block_ids: Blocks of a sequence, in order.
-        block_size: Tokens per block.
-        offset: Tokens before the run, counted from the begin of the first block.
-        num_tokens: Length of the run.
+        block_ids: blocks of a sequence, in order.
+        block_size: tokens per block.
+        offset: position of the first token, counted from the start of the first block.
+        num_tokens: number of tokens.
 
     Raises:
         KvPagesError: There are too few blocks.
@@ -40,10 +40,9 @@ def find_slots(block_ids: Sequence[int], block_size: int, offset: int, num_token
 
 
 class KvPages:
-    """KV cache of one worker in a file, for example a memfd.
+    """KV cache of one worker, mapped from a file such as a memfd, with reads and writes by token.
 
-    Pages that nobody has written take no memory. Elements are copied as bytes, so every dtype,
-    FP8 included, arrives as it was.
+    Pages that were never written use no memory. Elements are copied as bytes, whatever their dtype.
     """
 
     def __init__(self, layout: KvLayout, descriptor: int, is_writable: bool = True) -> None:

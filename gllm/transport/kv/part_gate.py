@@ -21,7 +21,10 @@ _READY = struct.Struct("!II")
 
 
 class OwnerGate:
-    """Lets the owner wait until tokens are scheduled and parts are computed."""
+    """Makes the sender of KV blocks wait until layers are computed, and notifies the receiver.
+
+    Used if a prefill is read while it runs (layer by layer).
+    """
 
     def __init__(
         self,
@@ -101,7 +104,10 @@ class OwnerGate:
 
 
 class ReceiverGate:
-    """Lets the receiver wait until the owner has announced tokens and parts."""
+    """Makes the receiver of KV blocks wait until the sender reports layers as computed.
+
+    Used if a prefill is read while it runs (layer by layer).
+    """
 
     def __init__(
         self,

@@ -14,7 +14,10 @@ _LAYER_BITS = 16
 
 
 class LayerProgress:
-    """Shared counter of the layers that one worker has computed."""
+    """Counter in shared memory of the step and the layers that a worker has computed.
+
+    Other processes read it to transfer the KV of a layer before the step ends.
+    """
 
     def __init__(self, descriptor: int, layout: KvLayout, is_writable: bool = False) -> None:
         """Map the page.
@@ -52,7 +55,7 @@ class LayerProgress:
 
 
 def open_progress(descriptor: int, layout: KvLayout) -> LayerProgress | None:
-    """Open a worker's layer counter; None if it has none."""
+    """Open a worker's counter of computed layers, read-only; None if it does not count them."""
     try:
         return LayerProgress(descriptor, layout)
     except ValueError:

@@ -37,24 +37,28 @@ _CLOSE_SECONDS = 5.0
 
 @dataclass
 class ServedCaches:
-    """KV caches of one epoch, by place of the worker."""
+    """KV caches of this machine's workers that other engines may read.
+
+    They belong to one epoch: the time between two restarts of the engine. Lists are indexed by
+    worker.
+    """
 
     epoch: int
     pages: Sequence[KvPages] = ()
     descriptors: Sequence[int] = ()
     """Read-only, for other processes."""
     progress: Sequence[LayerProgress | None] = ()
-    """Counters of the workers that count their layers."""
+    """Counters of computed layers; None for workers that do not count them."""
 
     def find_awaited(self, step: int, part: ReadPart) -> tuple[LayerProgress, int] | None:
-        """Return the counter and the number of layers to wait for before a part is read.
+        """Return the counter and the number of layers to wait for before a head range is read.
 
         Args:
-            step: That computes the last tokens; 0 if all are computed.
-            part: Of the READ.
+            step: step that computes the last tokens; 0 if all tokens are computed.
+            part: head range of a layer to read.
 
         Returns:
-            None if the part is computed.
+            None if the range is already computed.
 
         Raises:
             KvTransferError: The worker does not count its layers.
@@ -70,7 +74,7 @@ class ServedCaches:
 
 @dataclass
 class KvSourceState:
-    """KV caches and tickets, shared by the threads of a mover."""
+    """KV caches and tickets that the threads of a KV mover share while they serve other engines."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     book: TicketBook = field(default_factory=TicketBook)
@@ -101,7 +105,7 @@ class _Use:
 
 
 class KvSourceServer:
-    """Server that answers READs of other movers, one thread per connection."""
+    """Server that sends KV blocks to other engines on request (READ), one thread per connection."""
 
     def __init__(
         self,

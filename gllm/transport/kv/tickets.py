@@ -10,18 +10,18 @@ _MAX_ENDED = 4096
 
 
 class TicketError(Exception):
-    """A ticket does not permit the requested read."""
+    """The ticket of a KV read is unknown, has ended, or does not cover the requested blocks."""
 
 
 @dataclass
 class HeldBlocks:
-    """Blocks that are held for one receiver."""
+    """KV blocks of a prefilled request that stay reserved until another engine has read them."""
 
     num_tokens: int
     """Tokens whose keys and values the blocks have."""
     block_ids: list[int]
     reader: int = 0
-    """Receiver that has used the ticket; 0 before the first use."""
+    """Number of the fetch that uses the ticket; 0 before the first use."""
     step: int = 0
     """Step that computes the last tokens; 0: all tokens are computed."""
     is_partial: bool = False
@@ -47,10 +47,10 @@ class HeldBlocks:
 
 
 class TicketBook:
-    """Tickets that a mover serves, with their readers.
+    """Maps tickets (random numbers that permit reading KV blocks) to the reserved blocks.
 
-    A ticket is used once: its first reader is the only one, unless it leaves before it has all. The
-    workers of a receiving engine read under the same reader number, each its own layers and heads.
+    Only the first fetch that uses a ticket may read its blocks, unless it ends before it has all of
+    them. The workers of a receiving engine use one fetch number, each for its own layers and heads.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class TicketBook:
         return ticket in self._held
 
     def may_come(self, ticket: int, reader: int) -> bool:
-        """Return True if a reader may use a ticket later: it is unknown or in use now."""
+        """Return True if a fetch may use a ticket later: it is not known yet or is in use."""
         held = self._held.get(ticket)
         if held is None:
             return ticket not in self._ended

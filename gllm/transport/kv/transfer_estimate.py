@@ -29,7 +29,7 @@ MIN_SIZE_RATIO = 1.2
 
 
 class MeasuredTransfer(NamedTuple):
-    """Duration of a complete transfer."""
+    """Size in bytes, measured duration in seconds and end time of one finished KV transfer."""
 
     num_bytes: int
     seconds: float
@@ -38,14 +38,14 @@ class MeasuredTransfer(NamedTuple):
 
 
 def size_class(num_bytes: int) -> int:
-    """Return the size class of a transfer: the number of bits of its bytes."""
+    """Return the class of a transfer size for statistics: the bit length of its number of bytes."""
     return num_bytes.bit_length()
 
 
 def fit_line(points: Iterable[tuple[float, float, float]]) -> tuple[float, float]:
     """Fit a + b * x by weighted least squares with a, b >= 0; return a and b.
 
-    points: x, y and the weight of each, at least one.
+    points: tuples (x, y, weight), at least one.
     """
     n = sum_x = sum_y = sum_xx = sum_xy = 0.0
     for x, y, weight in points:
@@ -60,7 +60,7 @@ def fit_line(points: Iterable[tuple[float, float, float]]) -> tuple[float, float
 
 @dataclass
 class TransferEstimate:
-    """Predicts the duration of transfers from one engine by their size."""
+    """Predicts the duration of KV transfers from one engine, by size and measured transfers."""
 
     bytes_per_second: float | None = None
     """Rate before the first measurement, for example a link's; None if it is unknown. Infinite if
@@ -72,7 +72,7 @@ class TransferEstimate:
     _medians: dict[int, tuple[float, float, int]] = field(default_factory=dict)
     """Median size, median duration and number of these; empty while all have about one size."""
     _late: list[MeasuredTransfer] = field(default_factory=list)
-    """Last transfers, if all took far longer than predicted."""
+    """Latest consecutive transfers that took far longer than predicted."""
 
     def observe(self, num_bytes: int, seconds: float, now: float) -> None:
         """Add a complete transfer; transfers of no bytes are ignored.

@@ -15,7 +15,11 @@ from gllm.transport.link.mover import DataMover
 
 
 def main() -> None:
-    """Run a data mover until its parent closes the channel."""
+    """Run a data mover (`gllm-link`), which moves activations and KV blocks between machines.
+
+    Reads from the command line the number of an inherited socket, over which the parent process
+    sends commands. Exits with status 0 once the parent closes the socket.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles Ctrl-C.
     setproctitle.setproctitle("gllm-link")
     DataMover(DescriptorChannel.from_descriptor(int(sys.argv[1]))).run()

@@ -16,7 +16,7 @@ MAX_LANES = 2
 
 
 class LinkPeer(msgspec.Struct, frozen=True):
-    """Addresses and certificate of another machine."""
+    """Name, data address and TLS certificate of another machine of the engine."""
 
     node: str
     address: str
@@ -26,9 +26,10 @@ class LinkPeer(msgspec.Struct, frozen=True):
 
 
 class LinkIdentity(msgspec.Struct, frozen=True, tag=True):
-    """First message to a data mover; LinkListening answers it. Again: another run begins.
+    """Command: configure the data mover; it binds its port and answers with LinkListening.
 
-    Its descriptor, if any, is the file of `NodeCertificate.descriptor`.
+    Sent first, and again when the head process has restarted. Its descriptor, if any, is the file
+    of `NodeCertificate.descriptor`.
     """
 
     run: int
@@ -55,10 +56,11 @@ class LinkIdentity(msgspec.Struct, frozen=True, tag=True):
 
 
 class OpenLinkEdge(msgspec.Struct, frozen=True, tag=True):
-    """Command: connect this machine's end of an edge to the other machine.
+    """Command: connect a worker of this machine to the worker of a neighbouring stage elsewhere.
 
-    Its descriptors are those of the worker's `Edge`, in the same order: memory and event of lane 0,
-    the files of the rendezvous, then memory and event of each further lane.
+    Its descriptors are those of the worker's `Edge`, in the same order: memory and event of the
+    first ring buffer, the files of the rendezvous, then memory and event of each further ring
+    buffer.
     """
 
     epoch: int
@@ -70,21 +72,24 @@ class OpenLinkEdge(msgspec.Struct, frozen=True, tag=True):
     """True if this machine dials the other one."""
     peer: LinkPeer
     num_lanes: Annotated[int, Meta(ge=1, le=MAX_LANES)] = 1
-    """Lanes of the edge, each with a ring of its own."""
+    """Number of ring buffers: 2 if decode steps may overtake prefill steps."""
 
 
 class CloseLinkEdges(msgspec.Struct, frozen=True, tag=True):
-    """Command: close the edges of an epoch and of all earlier ones."""
+    """Command: close the connections between stages of one epoch and of all earlier epochs.
+
+    An epoch is the time between two restarts of the engine.
+    """
 
     epoch: int
 
 
 class OpenKvCaches(msgspec.Struct, frozen=True, tag=True):
-    """Command: serve and fill the KV caches of an epoch; KvCachesOpened answers.
+    """Command: serve the KV caches of this machine's workers, and fetch KV into them.
 
-    Its descriptors are the memory of the workers' caches, in the order of the layouts, then the end
-    of a DescriptorChannel to the driver, for KvCommand and KvReport. Caches of an earlier epoch are
-    closed.
+    The data mover answers with KvCachesOpened. The command's descriptors are the memory of the
+    workers' caches, in the order of the layouts, then the end of a DescriptorChannel to the driver,
+    for KvCommand and KvReport. Caches of an earlier epoch are closed.
     """
 
     epoch: int
@@ -96,11 +101,11 @@ class OpenKvCaches(msgspec.Struct, frozen=True, tag=True):
 
 
 class CloseKvCaches(msgspec.Struct, frozen=True, tag=True):
-    """Command: end all tickets and fetches, without reports."""
+    """Command: stop serving the KV caches and end all fetches, without reporting them."""
 
 
 class KvCachesOpened(msgspec.Struct, frozen=True, tag=True):
-    """Report that KV caches are served."""
+    """Report that other engines can read the KV caches of this machine, or why they cannot."""
 
     epoch: int
     machine: bytes
@@ -110,7 +115,7 @@ class KvCachesOpened(msgspec.Struct, frozen=True, tag=True):
 
 
 class LinkListening(msgspec.Struct, frozen=True, tag=True):
-    """Report that the data mover is ready."""
+    """Report that the data mover is configured, with the port that it has bound."""
 
     port: int
     """Port that it has bound; 0 for none."""
@@ -119,14 +124,14 @@ class LinkListening(msgspec.Struct, frozen=True, tag=True):
 
 
 class LinkEdgeOpened(msgspec.Struct, frozen=True, tag=True):
-    """Report that an edge is connected for the first time; both of its ends report it."""
+    """Report that a connection between two stages is open for the first time; sent by both ends."""
 
     epoch: int
     edge: int
 
 
 class LinkEdgeLost(msgspec.Struct, frozen=True, tag=True):
-    """Report that an edge is refused, or was disconnected for too long."""
+    """Report that a connection between two stages was refused or was interrupted for too long."""
 
     epoch: int
     edge: int
@@ -134,7 +139,7 @@ class LinkEdgeLost(msgspec.Struct, frozen=True, tag=True):
 
 
 class LinkReport(msgspec.Struct, frozen=True, tag=True):
-    """State of all edges, sent when it has changed; counters alone once per second."""
+    """State of all connections between stages, sent on change; counters at most once per second."""
 
     links: list[LinkState]
     num_malformed: int
@@ -156,12 +161,12 @@ _message_decoder: msgspec.msgpack.Decoder[LinkMessage] = msgspec.msgpack.Decoder
 
 
 def encode_link_message(message: LinkCommand | LinkMessage) -> bytes:
-    """Return the payload of a message; its descriptors are sent separately."""
+    """Return the msgpack encoding of a message to or from a data mover, without its descriptors."""
     return _encoder.encode(message)
 
 
 def decode_link_command(payload: bytes, descriptors: Sequence[int]) -> LinkCommand:
-    """Return a message to a data mover.
+    """Decode a command to a data mover and check its number of file descriptors.
 
     Raises:
         msgspec.DecodeError: the payload is no valid message.
@@ -183,5 +188,5 @@ def decode_link_command(payload: bytes, descriptors: Sequence[int]) -> LinkComma
 
 
 def decode_link_message(payload: bytes) -> LinkMessage:
-    """Return a message of a data mover. Raises msgspec.DecodeError."""
+    """Decode a report of a data mover to its parent. Raises msgspec.DecodeError."""
     return _message_decoder.decode(payload)

@@ -26,20 +26,20 @@ _NO_ROUND_TRIP = 2**32 - 1
 
 
 class TcpInfo(NamedTuple):
-    """State of a connection's sending direction."""
+    """TCP statistics of the sending direction of a connection, read from the kernel's tcp_info."""
 
     bytes_per_second: float
-    """Delivery rate of the latest round trip; 0 before the first one."""
+    """Delivery rate measured by the kernel over the latest round trip; 0 before the first one."""
     is_app_limited: bool
     """True if the sender limited the rate, so that it is no measure of the network."""
     round_trip_seconds: float
     """Smoothed round-trip time in seconds."""
     min_round_trip_seconds: float | None
-    """Least of the connection; None before the first one."""
+    """Shortest round-trip time of the connection in seconds; None before the first one."""
     segment_bytes: int
     """Largest payload of a TCP segment in bytes."""
     window_bytes: int
-    """Congestion window."""
+    """Congestion window in bytes."""
     unacknowledged_bytes: int
     """Bytes on their way, in whole segments."""
     unsent_bytes: int
@@ -63,7 +63,7 @@ _JOINED_BYTES = 2**16
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Return host and port of HOST:PORT or [IPV6]:PORT. Raises ValueError."""
+    """Split HOST:PORT or [IPV6]:PORT into host and port. Raises ValueError."""
     host, separator, port = address.rpartition(":")
     if not separator or not port.isdecimal() or int(port) >= 2**16:
         raise ValueError(f"{address} is not HOST:PORT")
@@ -71,7 +71,10 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def configure_socket(connection: socket.socket, congestion: str | None) -> None:
-    """Set the options of a data connection. Raises OSError for an unknown congestion control."""
+    """Set TCP_NODELAY, keepalive, timeout and congestion control of a data connection.
+
+    Raises OSError if the kernel does not have the congestion control.
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     timeout = _USER_TIMEOUT_MILLISECONDS
@@ -82,7 +85,7 @@ def configure_socket(connection: socket.socket, congestion: str | None) -> None:
 
 
 class TlsIdentity:
-    """Certificate and key of this machine: contexts that accept certain certificates only."""
+    """Certificate and key of this machine; creates TLS contexts that pin peer certificates."""
 
     def __init__(self, descriptor: int) -> None:
         """Use the file of a NodeCertificate."""
@@ -122,7 +125,7 @@ class TlsIdentity:
 
 
 def create_dialing_context(certificate: bytes) -> ssl.SSLContext:
-    """Return a context that connects to the owner of a certificate, and shows none itself.
+    """Return a client TLS context that accepts one server certificate and sends none itself.
 
     Raises:
         ssl.SSLError, ValueError: the certificate is invalid.
@@ -146,10 +149,16 @@ def peer_certificate(connection: socket.socket) -> bytes:
 def dial(
     address: str, congestion: str | None, tls: TlsIdentity | None, certificate: bytes
 ) -> socket.socket:
-    """Connect to another machine.
+    """Open a TCP connection to another machine, with TLS if certificates are used.
+
+    Args:
+        address: HOST:PORT of the other machine's data port.
+        congestion: TCP congestion control; None for the system's default.
+        tls: certificate and key of this machine; None to send no certificate.
+        certificate: expected certificate of the other machine in DER; empty without TLS.
 
     Raises:
-        OSError: there is no connection, or the other end has another certificate.
+        OSError: the connection failed, or the other end has another certificate.
         ValueError: the address is invalid.
     """
     connection = socket.create_connection(split_address(address), CONNECT_SECONDS)
@@ -170,7 +179,10 @@ def dial(
 
 
 class FrameConnection:
-    """Connection that sends and receives whole frames; used by one thread, except `shut_down`."""
+    """TCP or TLS connection that sends and receives messages with a header (frames).
+
+    Used by one thread, except `shut_down`.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         """Use a connected socket."""
@@ -304,7 +316,7 @@ class FrameConnection:
 
 
 def receive_answer(connection: FrameConnection) -> tuple[FrameHeader, bytes]:
-    """Wait for a frame with a small payload. Raises OSError, FrameError."""
+    """Wait for a handshake message; return header and payload. Raises OSError, FrameError."""
     header = connection.receive_header(HANDSHAKE_SECONDS)
     if not header.frame_class:
         raise FrameError("activations before the edge is open")

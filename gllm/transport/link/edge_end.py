@@ -42,7 +42,11 @@ _NUM_DESCRIPTORS = 3
 
 
 class RendezvousLogs:
-    """Log of this machine's worker, copied to the other machine, and the copy of the other log."""
+    """Copies the rendezvous data of NCCL between the workers of two machines.
+
+    Each worker appends keys and values to a log file; its data mover sends them, and the other
+    machine's data mover appends them to a copy.
+    """
 
     def __init__(self, descriptors: Sequence[int]) -> None:
         """Use an edge's descriptors: own log, the other one, and the event of the own log.
@@ -109,7 +113,7 @@ before the first attempt, nor after a connection that lasted longer than the nex
 
 
 class EdgeRefusedError(Exception):
-    """The other machine refuses the edge, and trying again does not help."""
+    """The other machine refuses the connection between two stages for good; retries do not help."""
 
 
 class _SupersededError(Exception):
@@ -117,7 +121,10 @@ class _SupersededError(Exception):
 
 
 class EdgeEnd(ABC):
-    """End of an edge."""
+    """Base class of one end of a connection between stages on two machines.
+
+    Runs a thread that connects, reconnects after failures and moves the activations of each step.
+    """
 
     def __init__(
         self,

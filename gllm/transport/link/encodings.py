@@ -12,7 +12,7 @@ from gllm.config.link_encodings import LINK_ENCODINGS
 
 
 class RowFormat(NamedTuple):
-    """Format of one row of activations in the memory of a ring."""
+    """Number and dtype of the elements of one row, for example the activations of one token."""
 
     hidden_size: int
     itemsize: int
@@ -27,7 +27,10 @@ class RowFormat(NamedTuple):
 
 
 class LinkEncoding(Protocol):
-    """Encoding of activations on a connection. Its methods keep no state between calls."""
+    """Interface of an encoding of activations or KV on the network, for example int8.
+
+    Methods keep no state between calls.
+    """
 
     def row_bytes(self, row: RowFormat) -> int:
         """Return the bytes of an encoded row, at most those of the row itself."""
@@ -40,7 +43,7 @@ class LinkEncoding(Protocol):
 
 
 class PlainEncoding:
-    """Encoding that sends rows unchanged."""
+    """Encoding that sends activations unchanged."""
 
     def row_bytes(self, row: RowFormat) -> int:
         """Return the length of the row."""
@@ -56,10 +59,10 @@ class PlainEncoding:
 
 
 def make_encoding(name: str) -> LinkEncoding:
-    """Return an encoding.
+    """Create the network encoding of activations with the given name.
 
     Args:
-        name: Of LINK_ENCODINGS.
+        name: a name of LINK_ENCODINGS.
 
     Raises:
         ValueError: There is no such encoding.

@@ -22,20 +22,20 @@ MAX_HELLO_BYTES = 4096
 
 
 class FrameError(Exception):
-    """Invalid frame; the connection is closed."""
+    """A message of another data mover is invalid or unexpected; the connection is closed."""
 
 
 class FrameClass(IntEnum):
-    """Kind of a frame."""
+    """Type of a message between the data movers of two machines."""
 
     ACTIVATIONS = 0
-    """Part of a slot."""
+    """A part of the activations of a step."""
     HELLO = 16
     ANSWER = 17
     RESUME = 18
     LAYOUT = 19
     MEETING = 20
-    """Part of the log that two workers exchange before they use NCCL."""
+    """Rendezvous data that two workers exchange before they use NCCL."""
     PROBE = 21
     """Request for an ECHO, from the sending end of an idle connection."""
     ECHO = 22
@@ -58,20 +58,21 @@ MAX_BYTES = {
 
 
 class FrameHeader(NamedTuple):
-    """Header of a frame."""
+    """Header of a message between two data movers: its type, edge, step and payload length."""
 
     frame_class: FrameClass
     run: int
     epoch: int
     edge: int
     lane: int
-    """Lane of ACTIVATIONS and LAYOUT; 0 in all others."""
+    """Ring buffer of ACTIVATIONS and LAYOUT: 1 for steps with prefills if these can be overtaken;
+    else 0."""
     slot: int
-    """Slot of ACTIVATIONS; 0 in all others."""
+    """Index of the step's buffer in the ring, for ACTIVATIONS; 0 in all others."""
     step: int
-    """Step number of ACTIVATIONS within their lane; 0 in all others."""
+    """Step number of ACTIVATIONS within their ring; 0 in all others."""
     offset: int
-    """Position of the payload in its slot, or in the log of a MEETING."""
+    """Position of the payload in the step's buffer, or in the rendezvous log of a MEETING."""
     length: int
     """Bytes of the payload."""
 
@@ -81,10 +82,10 @@ class FrameHeader(NamedTuple):
 
 
 def unpack_frame(data: bytes | bytearray | memoryview) -> FrameHeader:
-    """Return the header of a frame.
+    """Parse and check the header of a message.
 
     Raises:
-        FrameError: it is no valid header.
+        FrameError: the bytes are no valid header.
     """
     magic, version, frame_class, *fields = FRAME.unpack_from(data)
     if magic != MAGIC:
@@ -108,11 +109,14 @@ def unpack_frame(data: bytes | bytearray | memoryview) -> FrameHeader:
 
 
 class EdgeName(NamedTuple):
-    """Identity of an edge: run of the head, epoch, and number of the edge in it."""
+    """Identity of a connection between stages: head start, engine restart and number."""
 
     run: int
+    """Random number of the head process's start."""
     epoch: int
+    """Number of the engine restart."""
     edge: int
+    """Number of the connection within the epoch."""
 
     def header(
         self, frame_class: FrameClass, payload: bytes, offset: int = 0, lane: int = 0
@@ -130,7 +134,7 @@ class EdgeName(NamedTuple):
 
 
 class EdgeHello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Payload of HELLO: the first frame of the machine that dials, about one edge."""
+    """Payload of HELLO, sent first by the dialing machine: machine names and encoding."""
 
     node: str
     """Name of the machine that dials."""
@@ -143,7 +147,7 @@ class EdgeHello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class EdgeAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Payload of ANSWER: acceptance or refusal of an edge by the machine that was dialed."""
+    """Payload of ANSWER: accepts or refuses the connection; sent by the machine that was dialed."""
 
     cause: str = ""
     """Reason for which the edge is refused; empty if it is accepted."""
@@ -152,16 +156,16 @@ class EdgeAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class EdgeResume(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Payload of RESUME: steps that the receiving end has from an earlier connection."""
+    """Payload of RESUME: the steps already received over an earlier connection."""
 
     signalled: list[list[int | None]]
-    """Last signalled step of each slot, by lane; empty from the end that sends."""
+    """Latest received step of each buffer, by ring; empty from the end that sends."""
     rendezvous_bytes: int
     """Bytes of the other end's log that have arrived."""
 
 
 class RingLayout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Payload of LAYOUT: properties that both rings of a lane share."""
+    """Payload of LAYOUT: number of step buffers and dtype, which must be equal at both ends."""
 
     slots: int
     hidden_size: int
@@ -179,12 +183,15 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode_payload(payload: EdgeHello | EdgeAnswer | EdgeResume | RingLayout) -> bytes:
-    """Return the bytes of a payload."""
+    """Return the msgpack encoding of the payload of a handshake message."""
     return _encoder.encode(payload)
 
 
 def decode_payload(data: bytes | memoryview, kind: type[_Payload]) -> _Payload:
-    """Return a payload. Raises FrameError."""
+    """Decode the payload of a handshake message. Raises FrameError if it is invalid.
+
+    kind: type of the payload.
+    """
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

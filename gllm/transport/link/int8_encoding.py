@@ -22,7 +22,7 @@ MAX_FLOAT16 = 65504.0
 
 
 class Int8Encoding:
-    """Round each element to one of 255 equidistant levels of its token.
+    """Encoding that quantizes the activations of each token to int8 with one scale per token.
 
     The scale of a token is its largest absolute value / 127, rounded up to a bfloat16. An encoded
     row is the scale and then one byte per element: hidden_size + 2 bytes. The error of an element

@@ -32,7 +32,11 @@ _NO_EDGE = EdgeName(0, 0, 0)
 
 
 class DriverChannel:
-    """Channel to the driver of one epoch: commands arrive on a thread, reports are sent."""
+    """Channel between a KV mover and the scheduler's process: receives commands, sends reports.
+
+    Commands are received on a thread of its own. A channel serves one epoch: the time between two
+    restarts of the engine.
+    """
 
     def __init__(self, epoch: int, channel: DescriptorChannel) -> None:
         self.epoch = epoch
@@ -84,7 +88,10 @@ class DriverChannel:
 
 
 class KvService:
-    """Executes the commands about KV caches; the mover starts with the first caches."""
+    """Executes the parent's commands that open and close KV caches for transfers between engines.
+
+    The KV mover is started with the first KV cache.
+    """
 
     def __init__(
         self,

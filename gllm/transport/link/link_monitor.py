@@ -28,7 +28,10 @@ LIMIT_TOLERANCE = 0.05
 
 
 class LinkMonitor:
-    """Estimates of one edge over all of its connections, and the limits of the present one."""
+    """Estimates bandwidth and latency of a connection between stages, and sets its pacing limits.
+
+    Estimates are kept across reconnections.
+    """
 
     def __init__(self, is_shaped: bool) -> None:
         """Create a monitor without a connection.

@@ -81,7 +81,10 @@ class _Guest:
 
 
 class Listener:
-    """Listening socket and the connections without a first frame (guests), served by one thread."""
+    """Listening socket of a data mover: accepts connections and reads their first message.
+
+    One thread serves all connections that have not sent a valid first message yet.
+    """
 
     def __init__(
         self,
@@ -235,7 +238,7 @@ class Listener:
 
 
 def describe_tls_error(error: ssl.SSLError) -> str:
-    """Return the cause of a failed TLS handshake in words."""
+    """Return a readable cause of a failed TLS handshake."""
     if isinstance(error, ssl.SSLCertVerificationError) or "ALERT_UNKNOWN_CA" in str(error):
         return WRONG_CERTIFICATE
     if error.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE"):

@@ -52,7 +52,10 @@ _SCRATCH_BYTES = 2**16
 
 
 class ReceivingEnd(EdgeEnd):
-    """Receiving end of an edge: fills the rings; drops bytes of steps that a ring already has."""
+    """Receiving end of a connection between stages: writes activations to the worker's ring.
+
+    Steps that were already received over an earlier connection are skipped.
+    """
 
     _writers: list[SlotWriter | None]
     """Writer of each lane's steps on this connection; None before the lane's LAYOUT."""
@@ -115,7 +118,7 @@ seconds."""
 
 
 class Outbox:
-    """Messages to the parent, which may be sent on any thread."""
+    """Queue of reports to the parent process, which sends them in order from any thread."""
 
     def __init__(self, channel: DescriptorChannel) -> None:
         self._channel = channel
@@ -142,7 +145,10 @@ class Outbox:
 
 
 class DataMover:
-    """Main thread of a data mover, and the state that its threads share."""
+    """Data mover process (`gllm-link`): transfers activations and KV blocks between machines.
+
+    Its main thread executes the parent's commands.
+    """
 
     def __init__(self, channel: DescriptorChannel) -> None:
         """Serve the parent at the other end of a channel."""

@@ -32,7 +32,7 @@ from gllm.transport.ring import PAGE_BYTES, Ring
 
 
 class QueuedStep:
-    """Signalled step whose bytes have not all been sent."""
+    """Activations of a step that have not been sent completely, with the number of bytes sent."""
 
     __slots__ = ("_data", "_num_sent", "_place", "num_bytes", "number", "traffic_class")
 
@@ -80,7 +80,7 @@ class QueuedStep:
 
 
 class LinkChunk(NamedTuple):
-    """Frames that are sent without interruption."""
+    """Bytes to send without interruption: frame headers and a part of a step's activations."""
 
     headers: bytes
     payload: memoryview
@@ -88,7 +88,10 @@ class LinkChunk(NamedTuple):
 
 
 class SendQueue:
-    """Steps of all lanes of an edge that wait for its connection."""
+    """Queue of the steps whose activations wait to be sent to the next stage on another machine.
+
+    The link policy selects which step is sent next, and how many bytes of it.
+    """
 
     def __init__(self, name: EdgeName, policy: LinkPolicy) -> None:
         """Create an empty queue.
@@ -149,11 +152,11 @@ MAX_GAP_SECONDS = 5.0
 
 
 class DecodeClock:
-    """Prediction of a stage's next decode step from the begin and end of earlier ones.
+    """Predicts when a stage's next decode step ends, from the start and end times of earlier ones.
 
-    The duration of a decode step, T_i(n) of the paper, is the time from its begin to its signal.
-    Its round, T_o + T_m, is taken to be the time from a signal to the next one: with several
-    micro-batches under way their outputs alternate, and the next one counts.
+    The duration of a decode step is measured from its start to its output (T_i(n) in the paper).
+    The time per round (T_o + T_m in the paper) is estimated as the time between two outputs: with
+    several micro-batches in flight their outputs alternate, and the next one counts.
     """
 
     def __init__(self) -> None:
@@ -208,10 +211,10 @@ _PIECE_BYTES = 2**18
 
 
 class SendingEnd(EdgeEnd):
-    """Sending end of an edge: sends each step exactly once, across reconnections.
+    """Sending end of a connection between stages: sends each step once, across reconnections.
 
-    Steps of several lanes share the connection: a link policy selects the next bytes. With one
-    lane all steps have one class, and each is sent as soon as it is signalled.
+    Decode and prefill steps share the connection: a link policy selects the next bytes. With one
+    ring buffer (--lanes 1) all steps have one priority, and each is sent as soon as it is ready.
     """
 
     _last_sent: list[dict[int, int | None]]

@@ -18,7 +18,7 @@ CLOSED_EARLY = "the connection ended before its first frame"
 
 
 class Refusals:
-    """Counters that several threads increase."""
+    """Thread-safe counters of refused data connections by IP address and of invalid messages."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -60,7 +60,7 @@ class Refusals:
 
 @dataclass(frozen=True)
 class LinkSettings:
-    """Settings and callbacks that all edges of a data mover share."""
+    """Settings and callbacks that all connections between stages of a data mover share."""
 
     node: str
     """Name of this machine."""

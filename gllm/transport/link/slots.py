@@ -23,12 +23,12 @@ from gllm.transport.ring import PAGE_BYTES, SLOT_HEADER, Ring, SlotHeader
 
 
 class EncodedRows:
-    """Encoded activations of a step, as a sequence of bytes; rows are encoded when they are read.
+    """Encoded activations of a step as a sequence of bytes; rows are encoded when first read.
 
     Args:
-        rows: Activations in the slot's memory.
-        row: Their format.
-        encoding: Of the connection.
+        rows: activations in shared memory.
+        row: format of a row of activations.
+        encoding: encoding of the connection.
     """
 
     def __init__(self, rows: memoryview, row: RowFormat, encoding: LinkEncoding) -> None:
@@ -60,12 +60,12 @@ class EncodedRows:
 
 
 class RowDecoder:
-    """Decoder of a step's activations: buffers encoded bytes and decodes each complete row.
+    """Buffer for encoded activations of a step, which decodes each row once it is complete.
 
     Args:
-        rows: Memory for the activations.
-        row: Their format.
-        encoding: Of the connection.
+        rows: memory for the decoded activations.
+        row: format of a row of activations.
+        encoding: encoding of the connection.
     """
 
     def __init__(self, rows: memoryview, row: RowFormat, encoding: LinkEncoding) -> None:
@@ -91,7 +91,7 @@ MAX_STEP = 2**63 - 1
 
 
 class StepBytes(NamedTuple):
-    """Bytes of one step."""
+    """Data of one step to send to another machine: number, header and activations."""
 
     step: int
     head: bytes
@@ -101,7 +101,13 @@ class StepBytes(NamedTuple):
 
 
 def read_step(ring: Ring, step: int, encoding: LinkEncoding | None = None) -> StepBytes | None:
-    """Return the bytes of a step that was signalled; None if the slot has a later step by now."""
+    """Return the header and activations of a step; None if its buffer holds a later step by now.
+
+    Args:
+        ring: ring buffer of the worker.
+        step: number of a step that the worker has signalled.
+        encoding: encoding of the connection; None to send the activations unchanged.
+    """
     header = ring.header(step)
     if header.step != step or header.find_fault(ring.shape):
         return None
@@ -125,7 +131,10 @@ class _PartialStep:
 
 
 class SlotWriter:
-    """Receiver of a lane's steps on one connection; checks each frame before it writes a byte."""
+    """Writes activations received on one connection into the step buffers of a worker's ring.
+
+    Each message is checked before any byte is written.
+    """
 
     def __init__(self, ring: Ring, encoding: LinkEncoding | None = None) -> None:
         """Fill the lane's ring.
@@ -139,10 +148,10 @@ class SlotWriter:
         self._head = bytearray(PAGE_BYTES)
 
     def place(self, frame: FrameHeader) -> memoryview | None:
-        """Return the memory for a frame's payload; None if the ring has the step already.
+        """Return the memory for the payload of a message; None if the step was already received.
 
         Raises:
-            FrameError: the frame does not fit.
+            FrameError: step, buffer or length are not the expected ones.
         """
         ring, shape = self._ring, self._ring.shape
         if frame.slot >= shape.slots or frame.step > MAX_STEP:

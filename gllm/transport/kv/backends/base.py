@@ -8,15 +8,15 @@ from gllm.transport.kv.pages import KvPages, Slots
 
 
 def skip_wait(index: int) -> None:
-    """Return at once: all parts are computed."""
+    """Return at once: the `wait_for_part` of transfers whose KV blocks are all computed."""
 
 
 class ServedRead(NamedTuple):
-    """A READ with the blocks that answer it, at their owner."""
+    """A request of another engine to read KV blocks, with the KV caches and blocks to send."""
 
     request: ReadRequest
     pages: Sequence[KvPages]
-    """KV caches of the machine's workers, by place."""
+    """KV cache of each worker of this machine, in the order of ReadPart.place."""
     descriptors: Sequence[int]
     """Read-only descriptors of the same caches."""
     block_ids: list[int]
@@ -31,7 +31,7 @@ class ServedRead(NamedTuple):
 
 
 class TargetPart(NamedTuple):
-    """Part of a READ with the place that it is written to."""
+    """A requested head range of one layer, and the KV cache positions to write it to."""
 
     part: ReadPart
     pages: KvPages
@@ -41,11 +41,11 @@ class TargetPart(NamedTuple):
 
 
 class FetchTarget(NamedTuple):
-    """A READ with the memory that it fills, at the receiver."""
+    """A request to read KV blocks of another engine, with the local KV caches to write them to."""
 
     request: ReadRequest
     parts: Sequence[TargetPart]
-    """In the order of the request."""
+    """The requested head ranges of layers with their destinations, in the order of the request."""
     on_bytes: Callable[[int], None]
     """Notes bytes that have been written; raises KvTransferError if the fetch has to end."""
     wait_for_part: Callable[[int], None] = skip_wait
@@ -54,7 +54,10 @@ class FetchTarget(NamedTuple):
 
 
 class KvBackend(Protocol):
-    """Transport of KV blocks. One object serves all transfers of a process, on several threads."""
+    """Interface of a transport of KV blocks between engines: TCP, shared memory or NIXL.
+
+    One object serves all transfers of a process, on several threads.
+    """
 
     def serve(self, connection: KvConnection, read: ServedRead) -> None:
         """Send the blocks of a READ; the mover confirms them afterwards.

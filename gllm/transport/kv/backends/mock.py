@@ -13,12 +13,12 @@ from gllm.transport.kv.frames import KvConnection
 
 
 def mock_seconds(bytes_per_token: int, num_tokens: int, bytes_per_second: float) -> float:
-    """Return the duration of a transfer in seconds."""
+    """Return the duration of a KV transfer in seconds: bytes per token * tokens / bandwidth."""
     return bytes_per_token * num_tokens / bytes_per_second
 
 
 class MockBackend:
-    """Backend that adds the delay of a slow link to another backend."""
+    """KV transfer backend that delays another backend's transfers to imitate a slower link."""
 
     def __init__(
         self,

@@ -41,7 +41,7 @@ class _NixlDetails(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NixlBackend:
-    """Backend that reads the memory of another machine by RDMA."""
+    """KV transfer backend that reads the KV cache of another machine by RDMA, using NIXL."""
 
     def __init__(self) -> None:
         """Create the agent of this process.

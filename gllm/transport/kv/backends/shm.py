@@ -28,7 +28,7 @@ _MAX_PLACES = 64
 
 
 class ShmBackend:
-    """Backend that copies between two processes of one machine through shared memory."""
+    """KV transfer backend that copies KV blocks between local processes by shared memory."""
 
     def serve(self, connection: KvConnection, read: ServedRead) -> None:
         """Send the descriptors of the KV caches to the receiver."""

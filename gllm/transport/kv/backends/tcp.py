@@ -27,9 +27,10 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class RunEncoding:
-    """Encoding of the runs of one layer: the bytes as they are, or integers with a scale per row.
+    """Encodes the keys and values of consecutive tokens of one layer for the network.
 
-    A row is a key or a value of one token and head.
+    They are sent unchanged, or quantized to integers with one scale per key or value of a token and
+    head.
     """
 
     def __init__(self, name: str, layout: KvLayout, layer: int) -> None:
@@ -88,7 +89,7 @@ class RunEncoding:
 
 
 class TcpBackend:
-    """Backend that sends the blocks over a TCP connection."""
+    """KV transfer backend that sends KV blocks over a TCP connection, with or without TLS."""
 
     def serve(self, connection: KvConnection, read: ServedRead) -> None:
         """Send the blocks in chunks."""
