@@ -13,7 +13,7 @@ from gllm.text.tokenizer import BYTE_TOKEN, Tokenizer
 
 
 class StopStrings:
-    """Stop strings of a request, compiled for the matchers of all its choices."""
+    """Stop strings of a request, indexed for incremental search in its choices."""
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
         self._stops = tuple(dict.fromkeys(stops))
@@ -44,8 +44,6 @@ class StopStrings:
         """Return the start of the longest suffix that may be the beginning of a stop string.
 
         `text` contains no complete stop string. Without such a suffix the result is its length.
-
-        `text` contains no complete stop string. Without such a suffix the result is its length.
         """
         begin = 0
         while (match := self._first.search(text, begin)) is not None:
@@ -60,8 +58,9 @@ class StopStrings:
 class StopMatcher:
     """Incremental search for stop strings in the text of one choice.
 
-    The result does not depend on how the stream is cut into pieces. The start of the held-back text
-    only moves forward, so each character costs at most one `str.startswith` per stop string.
+    Text that may be the beginning of a stop string is held back. The result does not depend on how
+    the text is divided into deltas. Each character costs at most one `str.startswith` per stop
+    string.
     """
 
     def __init__(self, stops: StopStrings) -> None:
@@ -150,11 +149,11 @@ NO_STOPS = StopStrings()
 
 
 class IncrementalDetokenizer:
-    """Incremental detokenizer of one choice, which stops at the first stop string.
+    """Converts the tokens of one choice into text as they arrive, up to the first stop string.
 
     Args:
-        tokenizer: The model's tokenizer.
-        stop: Strings that end the text.
+        tokenizer: Tokenizer of the model.
+        stop: Stop strings.
         skip_special_tokens: Leave special tokens out of the text.
         include_stop: Keep the stop string in the text.
         visible_special_tokens: Special tokens that are not skipped.

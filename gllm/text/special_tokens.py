@@ -20,12 +20,15 @@ COMPARED_KEYS = ("role", "type")
 
 
 def new_mark() -> str:
-    """Return a random text that marks special tokens in messages; it occurs in no other text."""
+    """Return a random text that is inserted into special tokens to mark them as ordinary text."""
     return str(secrets.randbits(128)).zfill(39)
 
 
 class SpecialTokenMarker:
-    """Marker of special tokens spelled in messages, so that they are encoded as ordinary text."""
+    """Encodes special tokens that occur in users' messages as ordinary text, not as control tokens.
+
+    They are marked before the chat template is rendered, and the marks are removed at tokenization.
+    """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         added = backend.get_added_tokens_decoder()

@@ -19,7 +19,7 @@ LOSSLESS_PRE_TOKENIZERS = ("ByteLevel", "Digits", "Metaspace", "Split")
 
 
 def compute_max_token_characters(backend: tokenizers.Tokenizer) -> int | None:
-    """Return the largest number of characters that one token can stand for.
+    """Return the largest number of characters of text that a single token can represent.
 
     Returns:
         None if there is no bound, because unknown characters may be dropped or merged, or
@@ -77,7 +77,7 @@ class TooManyTokensError(ValueError):
 
     Args:
         count: Number of tokens.
-        is_exact: False if the text has at least so many tokens.
+        is_exact: False if `count` is only a lower bound.
     """
 
     def __init__(self, count: int, is_exact: bool = True) -> None:
@@ -87,7 +87,7 @@ class TooManyTokensError(ValueError):
 
 
 class Tokenizer:
-    """Tokenizer of a model, with the chat template if the model has one."""
+    """Tokenizer of a model, with its chat template if there is one."""
 
     def __init__(
         self, backend: tokenizers.Tokenizer, chat_template: ChatTemplate | None = None

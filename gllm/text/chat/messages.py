@@ -14,10 +14,10 @@ ChatMessage = dict[str, Any]
 
 
 class ToolCallArguments(dict[str, Any]):
-    """Arguments of a tool call that chat templates can use as an object or as JSON text.
+    """Arguments of a tool call that a chat template can use as an object or as JSON text.
 
-    Some templates iterate over an object, others append to a text. The object therefore converts
-    into its own JSON text wherever a string is needed.
+    Some templates iterate over the arguments as an object, others concatenate them to a string. The
+    object therefore converts into its own JSON text wherever a string is needed.
     """
 
     def __init__(self, values: dict[str, Any], text: str) -> None:
@@ -35,9 +35,9 @@ class ToolCallArguments(dict[str, Any]):
 
 
 def normalize_messages(messages: object) -> list[ChatMessage]:
-    """Validate chat messages and return copies in the form that chat templates expect.
+    """Validate the `messages` of a chat request; return copies as chat templates expect them.
 
-    A deprecated `function_call` becomes a tool call, a message of role `function` its result.
+    A deprecated `function_call` becomes a tool call, and a message with role `function` its result.
 
     Raises:
         FieldError: A message is invalid; the error names `messages`.
@@ -111,7 +111,7 @@ def _normalize_content(path: str, message: ChatMessage) -> str | None:
 
 
 def get_content_text(content: object) -> str | None:
-    """Return the text of a message content, one line per part; None if it is not text."""
+    """Return the text of a message's `content`, one line per text part; None if it is not text."""
     if not isinstance(content, list):
         return content if isinstance(content, str) else None
     texts = []

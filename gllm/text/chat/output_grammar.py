@@ -34,14 +34,17 @@ def constrain_output(
     template_source: str,
     token_id: Callable[[str], int | None],
 ) -> tuple[StructuredOutput | None, OutputFormat]:
-    """Return the grammar of the whole output, None for none, and the format to parse.
+    """Build the output grammar of a chat from its response format, tool choice and reasoning.
 
     Args:
-        structured: The requested structure of the answer's content.
-        tool_options: The tools and the choice among them.
-        output_format: The reasoning section and tool calls that the output may contain.
-        template_source: Source of the chat template, which decides how calls are written.
-        token_id: Returns the id of a vocabulary entry, None if there is none.
+        structured: Response format of the request: JSON Schema, regex, choice or grammar.
+        tool_options: Tools and tool choice of the request.
+        output_format: Reasoning tags and tool call format of the model.
+        template_source: Source of the chat template, which decides how tool calls are written.
+        token_id: Returns the id of a token; None if the vocabulary does not have it.
+
+    Returns:
+        The grammar, or None if the output is not constrained; and the output format to parse.
 
     Raises:
         FieldError: The requirements are invalid or contradict each other.

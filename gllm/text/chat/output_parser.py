@@ -15,7 +15,7 @@ from gllm.text.tokenizer import Tokenizer
 
 
 class ChatOutputParser:
-    """Parser of all choices of a request: streamed output (`push`) or whole output (`parse`)."""
+    """Parses the outputs of all choices of a chat request, streamed (`push`) or whole (`parse`)."""
 
     def __init__(self, output_format: OutputFormat) -> None:
         self._format = output_format
@@ -65,8 +65,8 @@ def create_reasoning_counter_factory(
     """Return a function that creates a counter of reasoning tokens for one choice.
 
     Returns:
-        None if the tags of the reasoning section are not single tokens, so that its tokens cannot
-        be counted.
+        None if the reasoning tags are not single tokens of the vocabulary: reasoning tokens cannot
+            be counted then.
     """
     if output_format.reasoning_tags is None:
         return None

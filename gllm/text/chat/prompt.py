@@ -24,15 +24,15 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """Messages, tools and template options of a chat.
+    """Messages, tools and chat template options of a chat request.
 
     Attributes:
         messages: The conversation; `gllm.text.chat.messages` checks it.
-        tool_options: The tools and the choice among them.
+        tool_options: Tools and tool choice.
         template_variables: Variables of the chat template; they override `reasoning_effort`.
         reasoning_effort: How much to reason, if the chat template has a variable for it.
         add_generation_prompt: End the prompt with the header of an assistant message.
-        continue_final_message: Leave the last message, which is the assistant's, open.
+        continue_final_message: Let the output continue the last message, which is the assistant's.
         parse_special: Special tokens spelled in messages and tools are control tokens, not text.
 
     Raises:
@@ -63,7 +63,7 @@ class ChatRequest:
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """Prompt tokens of a chat, and the format of the output that follows."""
+    """Prompt tokens of a chat, the format to parse the output with, and the template's source."""
 
     token_ids: list[int]
     output_format: OutputFormat
@@ -77,17 +77,17 @@ def render_chat(
     parsers: OutputParserConfig,
     max_tokens: int | None = None,
 ) -> ChatPrompt:
-    """Render the messages with the model's chat template and tokenize the result.
+    """Render a chat with the model's chat template and tokenize the result.
 
     Args:
-        tokenizer: The model's tokenizer with its chat template.
-        request: The chat.
-        parsers: The configured parsers of tool calls and reasoning.
+        tokenizer: Tokenizer of the model, with its chat template.
+        request: Messages, tools and template options.
+        parsers: Names of the tool call and reasoning parsers.
         max_tokens: Largest number of prompt tokens; None for no limit.
 
     Raises:
         FieldError: The messages, tools or template variables are invalid for this model.
-        TooManyTokens: The prompt has more than `max_tokens` tokens.
+        TooManyTokensError: The prompt has more than `max_tokens` tokens.
     """
     template = tokenizer.chat_template
     if template is None:

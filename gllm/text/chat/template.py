@@ -39,10 +39,10 @@ class GenerationTag(Extension):
 
 
 class ChatTemplate:
-    """A compiled chat template.
+    """Compiled Jinja chat template of a model, which renders messages and tools as a prompt.
 
     Args:
-        source: Source of the template.
+        source: Jinja source of the template.
         special_tokens: Text of bos_token, eos_token and others, by name.
         tool_source: Source of another template for chats with tools, if the model has one.
         model_type: `model_type` of config.json.
@@ -162,11 +162,11 @@ class ChatTemplate:
 
 
 def load_chat_template(folder: Path, file: Path | None = None) -> ChatTemplate | None:
-    """Load the chat template of a model folder or of a file; None if there is none.
+    """Load the chat template of a model folder, or from a file; return None if there is none.
 
     Args:
         folder: The model folder.
-        file: A template to be used in place of the folder's own.
+        file: A template to use instead of the folder's own.
 
     Raises:
         ValueError: The template or a configuration file is invalid.

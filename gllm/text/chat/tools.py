@@ -32,11 +32,11 @@ NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 @dataclass(frozen=True)
 class ToolOptions:
-    """Tools of a request in the form that chat templates expect, and the tool choice."""
+    """Tools and tool choice of a chat request, with the tools as chat templates expect them."""
 
     tools: tuple[Tool, ...] = ()
     choice: str = "none"
-    """none, auto or required."""
+    """Whether tools may be called: none, auto or required."""
     required_tool: str = ""
     """Name of the only tool that may be called, with `required`; empty for any tool."""
     strict_functions: frozenset[str] = frozenset()
@@ -69,9 +69,9 @@ class _CheckedTool(NamedTuple):
 
 
 def parse_tools(tools: object, choice: object) -> ToolOptions:
-    """Validate `tools` and `tool_choice`.
+    """Validate the request fields `tools` and `tool_choice`.
 
-    With the choice `none` the result has no tools; with `allowed_tools` it has only those.
+    The result has no tools with the choice `none`, and only the allowed ones with `allowed_tools`.
 
     Raises:
         FieldError: One of the two is invalid; the error names it.
@@ -99,7 +99,7 @@ def parse_tools(tools: object, choice: object) -> ToolOptions:
 
 
 def parse_functions(functions: object, call: object) -> ToolOptions:
-    """Validate the deprecated `functions` and `function_call`.
+    """Validate the deprecated `functions` and `function_call` and convert them to tools.
 
     Raises:
         FieldError: One of the two is invalid; the error names it.

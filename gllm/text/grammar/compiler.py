@@ -52,7 +52,7 @@ MAX_ATTEMPTS = 2
 
 @dataclass(frozen=True)
 class CompilerLimits:
-    """Limits of the cache, queue and answers of a `GrammarCompiler`."""
+    """Limits of `GrammarCompiler`: cache size, queue length, compile time and size of a result."""
 
     max_cached_grammars: int = MAX_CACHED_GRAMMARS
     max_cached_characters: int = MAX_CACHED_CHARACTERS
@@ -62,15 +62,15 @@ class CompilerLimits:
 
 
 class GrammarError(ValueError):
-    """A grammar is invalid or too complex; the message is for its author."""
+    """A grammar of a request is invalid or too complex; the message tells the client why."""
 
 
 class CompilerBusyError(Exception):
-    """Grammars cannot be compiled now, for a reason other than the grammar."""
+    """No grammar can be compiled now: the queue is full, or the compiler process has failed."""
 
 
 class GrammarCompiler:
-    """Compiler of grammars for one model, in a child process and with a cache.
+    """Compiles grammars of structured outputs for one model, in a child process with a cache.
 
     Concurrent requests with the same grammar share one compilation.
 
@@ -78,8 +78,8 @@ class GrammarCompiler:
         folder: The model folder.
         vocab_size: Vocabulary size of the model.
         eos_ids: Tokens that end a sequence.
-        limits: Limits of the cache and of answers.
-        process_module: Module that the process runs.
+        limits: Limits of cache, queue and results; None for the defaults.
+        process_module: Module that the child process runs.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ MAX_ERROR_CHARACTERS = 600
 
 
 def compile_grammar(source: list[str], tokens: Any) -> list[str]:
-    """Compile a grammar; return `[grammar, ""]` or `["", error]`.
+    """Compile a grammar with llguidance; return `[grammar, ""]`, or `["", error]` if it is invalid.
 
     Args:
         source: Format and text of a GrammarSource.
@@ -71,7 +71,13 @@ CompileFunction = Callable[[list[str], Any], list[str]]
 def compile_or_error(
     source: list[str], tokens: Any, compile_source: CompileFunction = compile_grammar
 ) -> list[str]:
-    """Compile a grammar; exceptions become an error message."""
+    """Compile a grammar; return `[grammar, ""]`, or `["", error]` also if an exception is raised.
+
+    Args:
+        source: Format and text of a GrammarSource.
+        tokens: The model's LLTokenizer.
+        compile_source: Compiles the grammar.
+    """
     try:
         return compile_source(source, tokens)
     except MemoryError:
@@ -101,7 +107,14 @@ def _limit_memory() -> None:
 
 
 def run(folder: Path, vocab_size: int, eos_ids: list[int], compile_source: CompileFunction) -> None:
-    """Compile the grammar of each line of standard input, until its end."""
+    """Compile a grammar per line of standard input and write each result to standard output.
+
+    Args:
+        folder: The model folder.
+        vocab_size: Vocabulary size of the model.
+        eos_ids: Tokens that end a sequence.
+        compile_source: Compiles a grammar.
+    """
     from gllm.text.grammar.vocabulary import load_grammar_tokenizer
 
     try:
@@ -126,7 +139,11 @@ def _write_answer(answer: list[str]) -> None:
 
 
 def main(compile_source: CompileFunction = compile_grammar) -> None:
-    """Run the process; arguments: FOLDER VOCAB_SIZE EOS_ID..."""
+    """Run the process that compiles grammars; the arguments are FOLDER VOCAB_SIZE EOS_ID...
+
+    Reads a grammar per line of standard input, as JSON, and prints the compiled grammar or an error
+    per line. Exits with status 0 at the end of the input.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles Ctrl-C.
     setproctitle.setproctitle("gllm-grammar")
     folder, vocab_size, *eos_ids = sys.argv[1:]

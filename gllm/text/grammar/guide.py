@@ -19,7 +19,7 @@ TOKEN_SECONDS = 60.0
 
 
 class GrammarGuideError(Exception):
-    """The output of a sequence does not fit its grammar, or a time limit was exceeded."""
+    """The output of a sequence violates its grammar, or computing a token mask took too long."""
 
 
 def _describe(error: Exception) -> str:
@@ -28,14 +28,14 @@ def _describe(error: Exception) -> str:
 
 
 class GuideOptions(NamedTuple):
-    """Options that all guides of a stage share."""
+    """Options of the grammar states (guides) of all sequences of a stage."""
 
     vocab_size: int
     """Vocabulary size of the model."""
     eos: int
     """Token that ends the output."""
     forces: bool
-    """Settle tokens that the grammar leaves no choice about; if False, every token is sampled."""
+    """True to skip sampling where the grammar allows a single token; False to sample all tokens."""
     mask_seconds: float = MASK_SECONDS
     """Time limit of one mask."""
     token_seconds: float = TOKEN_SECONDS
@@ -43,7 +43,7 @@ class GuideOptions(NamedTuple):
 
 
 def filter_eos_ids(eos_ids: Sequence[int], vocab_size: int) -> list[int]:
-    """Return the end-of-sequence token ids that are within the vocabulary."""
+    """Return the end-of-sequence token ids that are less than the vocabulary size."""
     return [token for token in eos_ids if token < vocab_size]
 
 
@@ -52,10 +52,10 @@ MaskFunction = Callable[[], bytes]
 
 
 class GrammarGuide:
-    """State of the grammar of one sequence; output tokens are counted from 0.
+    """Grammar state of one sequence: accepts sampled tokens and computes masks of allowed tokens.
 
-    A sampled token settles its position and, if the grammar forces the following tokens, theirs as
-    well: rows that were planned before this was known get the settled token.
+    Tokens that are the only ones allowed are fixed in advance: rows that were scheduled before this
+    was known get the fixed token instead of a sampled one. Output tokens are counted from 0.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ LEXER_STATES = 20_000
 
 
 def create_parser_limits() -> LLParserLimits:
-    """Return the limits of the grammar library for one grammar."""
+    """Return the limits of llguidance's parser for one grammar."""
     return LLParserLimits(
         step_lexer_fuel=STEP_FUEL,
         initial_lexer_fuel=COMPILE_FUEL,
@@ -31,11 +31,11 @@ def create_parser_limits() -> LLParserLimits:
 
 
 def load_grammar_tokenizer(folder: Path, vocab_size: int, eos_ids: Sequence[int]) -> LLTokenizer:
-    """Load the tokenizer of a model folder for the grammar library.
+    """Load the tokenizer of a model folder as llguidance needs it to compute token masks.
 
     Raises:
-        ValueError: The model has no token that ends a sequence, or a tokenizer that the grammar
-            library does not support.
+        ValueError: The model has no token that ends a sequence, or its tokenizer is not supported
+            by llguidance.
     """
     eos_tokens = filter_eos_ids(eos_ids, vocab_size)
     if not eos_tokens:

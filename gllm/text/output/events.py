@@ -8,21 +8,21 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """Event: new text of the answer."""
+    """Event of a parsed output: further text of the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """Event: new text of the reasoning section."""
+    """Event of a parsed output: further text of the reasoning section."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """Event: a tool call starts. Indices count the calls of an output from 0."""
+    """Event of a parsed output: a tool call starts. `index` numbers the calls from 0."""
 
     index: int
     id: str
@@ -33,7 +33,10 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallArgumentsDelta:
-    """Event: new text of the arguments of a tool call, JSON or the input of a custom tool."""
+    """Event of a parsed output: further text of a tool call's arguments.
+
+    It is a part of a JSON object, or of the free text for a custom tool.
+    """
 
     index: int
     text: str
@@ -41,7 +44,7 @@ class ToolCallArgumentsDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallAborted:
-    """Event: a started tool call was invalid; its text follows as content."""
+    """Event of a parsed output: a started tool call is invalid; its text follows as content."""
 
     index: int
 
@@ -53,7 +56,7 @@ OutputEvent = (
 
 @dataclass
 class ToolCall:
-    """A tool call of a message."""
+    """A complete tool call in an assistant message: id, function name and arguments."""
 
     id: str
     name: str
@@ -73,7 +76,7 @@ class ToolCall:
 
 @dataclass
 class AssistantMessage:
-    """Message of a whole output: content, reasoning and tool calls."""
+    """Assistant message made from a whole parsed output: content, reasoning and tool calls."""
 
     content: str = ""
     reasoning: str = ""
@@ -81,7 +84,7 @@ class AssistantMessage:
     """Tool calls by index, without the aborted ones."""
 
     def apply(self, events: Iterable[OutputEvent]) -> None:
-        """Add the text and the tool calls of events to the message."""
+        """Add the deltas and tool calls of events to the message."""
         for event in events:
             match event:
                 case ContentDelta(text):
@@ -97,7 +100,7 @@ class AssistantMessage:
 
 
 def merge_events(events: list[OutputEvent]) -> list[OutputEvent]:
-    """Return the events with consecutive deltas of the same kind merged."""
+    """Merge consecutive deltas of the same kind, and of the same tool call, into one each."""
     if len(events) < 2:
         return events
     merged: list[OutputEvent] = []

@@ -27,10 +27,10 @@ _BLANKS = r"/[ \n]{0,4}/"
 
 
 class GrammarBuilder:
-    """Builder of a Lark grammar; its methods return expressions for use in rules.
+    """Builds a Lark grammar for llguidance; its methods return expressions for use in rules.
 
     Args:
-        token_id: Returns the id of a vocabulary entry, None if there is none.
+        token_id: Returns the id of a token; None if the vocabulary does not have it.
         markers: Texts that are written as single tokens if the vocabulary has them.
     """
 
@@ -75,13 +75,13 @@ class GrammarBuilder:
 
 
 def add_json_arguments_rule(grammar: GrammarBuilder, schema: Schema) -> str:
-    """Add a rule for arguments written as a JSON object; return its name."""
+    """Add a grammar rule for tool call arguments written as a JSON object; return its name."""
     return grammar.add_rule(grammar.json_value({"type": "object", **schema}))
 
 
 @dataclass(frozen=True)
 class ToolCallDelimiters:
-    """Texts around tool calls and their arguments; NAME stands for the name of the tool."""
+    """Texts before, between and after tool calls in an output; NAME stands for the tool's name."""
 
     call_prefix: str
     """Text before the arguments of a call."""
@@ -105,7 +105,14 @@ def add_tool_call_rule(
     tool_schemas: Mapping[str, Schema],
     allows_parallel: bool,
 ) -> str:
-    """Add a rule for one or several calls of some tools; return its name."""
+    """Add a grammar rule for one or more calls of the given tools; return its name.
+
+    Args:
+        grammar: Receives the rule.
+        delimiters: Texts around the calls and their arguments.
+        tool_schemas: JSON Schema of the arguments by name of the tool.
+        allows_parallel: True to allow more than one call, if the format does.
+    """
     calls = []
     for name, schema in tool_schemas.items():
         prefix = grammar.literal(delimiters.call_prefix.replace("NAME", name))
@@ -128,13 +135,13 @@ def build_output_grammar(
     tags: ReasoningTags | None,
     starts_in_reasoning: bool,
 ) -> str:
-    """Return the grammar of an output: an optional reasoning section, then one of the answers.
+    """Return the Lark grammar of an output: an optional reasoning section, then one of the answers.
 
     Args:
-        grammar: The rules that the answers refer to.
-        answers: Expressions.
-        tags: Tags of the reasoning section, None if there is none.
-        starts_in_reasoning: The output begins inside the reasoning section.
+        grammar: Builder with the rules that the answers refer to.
+        answers: Lark expressions of the permitted answers.
+        tags: Tags of the reasoning section; None without one.
+        starts_in_reasoning: True if the output begins inside the reasoning section.
     """
     section = _reasoning_section(grammar, tags, starts_in_reasoning)
     return grammar.to_lark(_join(section, f"({' | '.join(answers)})"))

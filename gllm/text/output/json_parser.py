@@ -21,10 +21,14 @@ _CLOSERS = {"{": "}", "[": "]"}
 
 
 def parse_value(reader: TextReader, sink: TextSink) -> ParserCoroutine[bool]:
-    """Parse a JSON value incrementally and write its text to a sink.
+    """Parse a JSON value as its text arrives, and write the text to a sink.
+
+    Args:
+        reader: Text of the output.
+        sink: Receives the text of the value.
 
     Returns:
-        False for invalid JSON; the valid beginning has been passed on then.
+        False if the JSON is invalid; the valid beginning has been written then.
     """
     closers: list[str] = []
     while True:
@@ -62,9 +66,9 @@ def parse_value(reader: TextReader, sink: TextSink) -> ParserCoroutine[bool]:
 
 
 def parse_string(reader: TextReader, sink: TextSink) -> ParserCoroutine[bool]:
-    """Parse a JSON string incrementally and write it to a sink; return False if it is invalid.
+    """Parse a JSON string as its text arrives and write the text to a sink; False if it is invalid.
 
-    Control characters, which JSON does not allow in strings but models write, are passed on as
+    Control characters, which JSON does not allow in strings but models write, are written as
     escapes.
     """
     if not (yield from reader.consume_any('"')):
@@ -86,7 +90,7 @@ def parse_string(reader: TextReader, sink: TextSink) -> ParserCoroutine[bool]:
 
 
 def parse_decoded_string(reader: TextReader) -> ParserCoroutine[str | None]:
-    """Parse a JSON string and return its value; None if it is invalid."""
+    """Parse a JSON string as its text arrives and return its value; None if it is invalid."""
     pieces: list[str] = []
     if not (yield from parse_string(reader, pieces.append)):
         return None
@@ -95,10 +99,10 @@ def parse_decoded_string(reader: TextReader) -> ParserCoroutine[str | None]:
 
 
 def load_json(text: str) -> Any:
-    """Return the value of a JSON text.
+    """Parse a complete JSON text, strictly: without NaN and infinities, with limited nesting.
 
     Raises:
-        ValueError: The text is no JSON, has NaN or infinities, or is nested too deeply.
+        ValueError: The text is invalid JSON, has NaN or infinities, or is nested too deeply.
     """
     try:
         return json.loads(text, parse_constant=_raise_for_constant)

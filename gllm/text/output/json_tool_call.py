@@ -14,13 +14,18 @@ def parse_json_call(
     *,
     argument_keys: tuple[str, ...] = ("arguments",),
 ) -> ParserCoroutine[bool]:
-    """Parse a tool call: a JSON object with `name` and one of `argument_keys`.
+    """Parse a tool call written as a JSON object with a name and arguments, as its text arrives.
 
     The object is a call as soon as it has a name and arguments: invalid text after them is left
     unread.
 
+    Args:
+        reader: Text of the output.
+        emitter: Receives the events of the call.
+        argument_keys: Keys under which the arguments may be found; the key of the name is `name`.
+
     Returns:
-        True if there is a call; all of it has been emitted then.
+        True if there is a call; all of its events have been emitted then.
     """
     parser = _CallParser(reader, emitter, argument_keys)
     yield from parser.parse_members()

@@ -40,9 +40,9 @@ _LONE_SURROGATE = re.compile(
 
 
 class CustomToolInputDecoder:
-    """Incremental decoder of the JSON arguments of a custom tool into its input text.
+    """Converts the streamed JSON arguments of a custom tool into its free-text input.
 
-    Arguments of another form pass unchanged.
+    Models write the input as an object with one string. Arguments of another form are not changed.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class CustomToolInputDecoder:
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """Format of a model output: reasoning tags, tool calls and tools."""
+    """Description of how to parse a model's output: reasoning tags, tool call format and tools."""
 
     reasoning_tags: ReasoningTags | None = None
     """Tags of the reasoning section, None if reasoning is not split off."""
@@ -139,9 +139,9 @@ class _ParserRun:
 
 
 class OutputParser:
-    """Incremental parser of one choice into content, reasoning and tool calls.
+    """Parses the streamed output of one choice into content, reasoning and tool calls.
 
-    The events do not depend on how the text is cut into pieces, except for where deltas are cut.
+    The result does not depend on how the text is divided into chunks, except for where deltas end.
     """
 
     def __init__(self, output_format: OutputFormat) -> None:

@@ -19,11 +19,11 @@ SPACE = re.compile(r"\s+")
 
 
 def discard(text: str) -> None:
-    """Ignore a text; a sink for text that is not used."""
+    """Ignore a text: the sink for text that is not used."""
 
 
 class TrailingSpaceFilter:
-    """Filter in front of a sink that buffers whitespace until other text follows."""
+    """Writes text to a sink, but buffers trailing whitespace until other text follows."""
 
     def __init__(self, sink: TextSink) -> None:
         self._sink = sink
@@ -50,9 +50,9 @@ class TrailingSpaceFilter:
 
 
 class TextReader:
-    """Buffer of text for incremental parsers, read from its position on.
+    """Buffer of streamed text that incremental parsers read and consume from its start.
 
-    After `close` there is no more text to wait for.
+    After `close`, parsers no longer wait for more text.
     """
 
     def __init__(self) -> None:

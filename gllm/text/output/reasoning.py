@@ -12,7 +12,7 @@ from gllm.text.output.reader import ParserCoroutine, TextReader, TextSink, Trail
 
 @dataclass(frozen=True)
 class ReasoningTags:
-    """Opening and closing tag of the reasoning section of a model family."""
+    """Opening and closing tag of the reasoning section in the outputs of a model family."""
 
     name: str
     """Value of --reasoning-parser."""
@@ -40,9 +40,9 @@ REASONING_TAGS = {
 
 
 class ReasoningSplitter:
-    """Splitter of an output into reasoning events and the answer, which goes to a sink.
+    """Splits a streamed output into reasoning, as events, and the answer, which goes to a sink.
 
-    Reasoning can only stand at the beginning.
+    Only a reasoning section at the beginning is recognized.
 
     Args:
         tags: Tags of the reasoning section.
@@ -72,13 +72,13 @@ class ReasoningSplitter:
 
 
 class ReasoningTokenCounter:
-    """Counter of the reasoning tokens of one choice, tags included.
+    """Counts the reasoning tokens in the output of one choice, tags included.
 
     Args:
         opening: Token id of the opening tag.
         closing: Token id of the closing tag.
         starts_in_reasoning: The output begins inside the reasoning section.
-        is_blank: Returns whether a token is nothing but whitespace.
+        is_blank: Returns True if a token is nothing but whitespace.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ def select_tool_call_format(
     """Return the tool call format of a model; None for `none` and for unknown models.
 
     Args:
-        parser: Value of --tool-call-parser. `auto` selects the format that the template shows, or
+        parser: Value of --tool-call-parser. `auto` selects the format that the template uses, or
             else the format of the model type.
         template: Source of the chat template.
         model_type: `model_type` of config.json.

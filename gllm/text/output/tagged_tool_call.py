@@ -28,10 +28,10 @@ _PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 
 
 class TaggedArguments:
-    """Converter of the tagged arguments of a call into the text of a JSON object.
+    """Converts tool call arguments written between tags into the text of a JSON object.
 
     Args:
-        emitter: Receives the text.
+        emitter: Receives the JSON text.
         schema: JSON Schema of the arguments.
     """
 
@@ -74,7 +74,7 @@ class TaggedArguments:
 def tagged_arguments_expression(
     grammar: GrammarBuilder, schema: Schema, start_tag: str, end_tag: str, separator: str
 ) -> str:
-    """Return the expression of tagged arguments in the order of the schema.
+    """Return the Lark expression of arguments written between tags, in the order of the schema.
 
     Args:
         grammar: Receives the rules.
@@ -108,7 +108,7 @@ def _value_rule(grammar: GrammarBuilder, schema: Schema, value_schema: Schema, e
 
 
 def get_property_types(schema: Schema, key: str) -> set[str]:
-    """Return the JSON types of a property of a schema; empty if they are not specified."""
+    """Return the JSON types that a schema allows for a property; empty for no restriction."""
     properties = schema.get("properties")
     value_schema = properties.get(key) if isinstance(properties, Mapping) else None
     return _json_types(value_schema) if isinstance(value_schema, Mapping) else set()
@@ -131,9 +131,9 @@ def _json_types(schema: Schema) -> set[str]:
 
 
 def to_typed_json(text: str, types: set[str]) -> str:
-    """Return a text as JSON of one of the types, or as a JSON string if that is not possible.
+    """Convert an argument's text to JSON of one of the types, or to a JSON string if impossible.
 
-    Without types every JSON value is accepted. Unless a string is permitted, Python's True, False
+    Without types, any JSON value is accepted. Unless a string is permitted, Python's True, False
     and None are accepted as well.
     """
     candidates = [text.strip()]

@@ -27,21 +27,23 @@ _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
 def new_call_id() -> str:
-    """Return a new id of a tool call in the form that OpenAI uses."""
+    """Return a new random id of a tool call, `call_...` as OpenAI's."""
     return f"call_{secrets.token_hex(12)}"
 
 
 def new_short_call_id() -> str:
-    """Return a new id of nine letters and digits, as Mistral's chat templates require."""
+    """Return a new tool call id of nine letters and digits, as Mistral's chat templates require."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
 class ToolCallEmitter:
-    """Collector of the events of content and tool calls that a parser finds.
+    """Collects the content and tool call events that a parser of a model output emits.
+
+    Assigns ids and indices to the calls.
 
     Args:
-        reader: The text that the parser reads.
-        tool_schemas: The request's tools.
+        reader: Text of the output that the parser reads.
+        tool_schemas: JSON Schemas of the request's tools.
         only_known_tools: Treat calls of other tools as content.
         create_call_id: Returns a new id.
     """
@@ -133,12 +135,12 @@ def parse_marked_calls(
     closings: tuple[str, ...],
     parse_call: Callable[[TextReader, ToolCallEmitter, str], ParserCoroutine[bool]],
 ) -> ParseToolCalls:
-    """Return a parser of outputs whose tool calls follow markers.
+    """Create a parser for a format in which a marker text precedes each tool call.
 
     Args:
         openings: Markers before a call.
-        closings: Markers after a call, which may also stand alone.
-        parse_call: Parses the call after an opening marker, which it receives.
+        closings: Markers after a call, which may also occur without one.
+        parse_call: Parses a call; its last argument is the marker before it.
     """
 
     def parse(reader: TextReader, emitter: ToolCallEmitter) -> ParserCoroutine[None]:
@@ -154,7 +156,7 @@ def parse_marked_calls(
 
 @dataclass(frozen=True)
 class ToolCallFormat:
-    """Tool call format of a model family: its parser and its grammar."""
+    """Tool call format of a model family: its parser, its grammar and how to recognize it."""
 
     name: str
     """Value of --tool-call-parser."""

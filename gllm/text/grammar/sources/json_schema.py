@@ -82,7 +82,7 @@ last three lines do not restrict valid values."""
 
 
 def check_schema(schema: object) -> None:
-    """Check that the compiler supports the keywords and references of a JSON Schema.
+    """Check that the grammar compiler supports all keywords and references of a JSON Schema.
 
     Raises:
         ValueError: A keyword is not supported or a reference leads outside the schema; the message
@@ -116,7 +116,7 @@ def check_schema(schema: object) -> None:
 
 
 def resolve_reference(root: object, reference: object) -> object:
-    """Return the schema that a `$ref` refers to within `root`; None if there is none."""
+    """Return the part of the schema `root` that a `$ref` refers to; None if there is none."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     target = root

@@ -44,15 +44,15 @@ ANNOTATIONS = {
 
 
 class UnsupportedKeywordError(ValueError):
-    """A keyword of a JSON Schema cannot be enforced."""
+    """A keyword of a JSON Schema cannot be enforced by the grammar compiler."""
 
 
 def rewrite_schema(schema: Mapping[str, Any], strict: bool, lenient: bool = False) -> Schema:
-    """Return a copy of a JSON Schema with only keywords that the grammar compiler enforces.
+    """Return a copy of a JSON Schema, restricted to keywords that the grammar compiler enforces.
 
     Args:
         schema: A JSON Schema.
-        strict: Close all objects, as with OpenAI's `strict`.
+        strict: Forbid further properties in all objects, as with OpenAI's `strict`.
         lenient: Drop keywords that cannot be enforced instead of raising.
 
     Raises:

@@ -18,7 +18,7 @@ blanks forever."""
 
 
 class GrammarSource(NamedTuple):
-    """Format and text of a grammar to compile."""
+    """Grammar to compile: its format, such as json_schema, regex or lark, and its text."""
 
     format: str
     """json_schema, regex, lark or gbnf."""
@@ -26,7 +26,7 @@ class GrammarSource(NamedTuple):
 
 
 def to_grammar_source(structured: StructuredOutput) -> GrammarSource:
-    """Check a structured output and convert it into a grammar source.
+    """Validate a request's structured output option and convert it into a grammar to compile.
 
     Raises:
         FieldError: The schema, expression, choice or grammar is invalid; the error names the
