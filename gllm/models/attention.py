@@ -28,16 +28,16 @@ LayerCache = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """Inputs of one step that all layers of a stage share."""
+    """Inputs of one step that all layers of a stage share: attention plans and rotary angles."""
 
     attention_plans: Mapping[int | None, AttentionPlan]
-    """Plan for each sliding window of the layers; None for full attention."""
+    """Attention plan for each sliding window that layers have; the key None is full attention."""
     angles: Mapping[RopeSpec, RotaryAngles]
     """Rotary angles of the step's positions."""
 
 
 class Attention:
-    """Self-attention with grouped queries."""
+    """Grouped-query self-attention of one layer, with its projections and rotary embedding."""
 
     def __init__(self, spec: AttentionSpec, weights: Weights, hidden_size: int) -> None:
         """Read the weights from `weights`, which are those of the layer."""
@@ -94,7 +94,7 @@ class Attention:
 
 
 class LatentAttention:
-    """Multi-head latent attention (MLA), computed on the compressed keys and values.
+    """Multi-head latent attention (MLA) of one layer, computed on the compressed keys and values.
 
     The up projections of keys and values are absorbed: they are applied to queries and outputs, so
     that all heads read the same compressed vectors. Source: DeepSeek-AI, "DeepSeek-V2" (2024),
@@ -155,7 +155,7 @@ class LatentAttention:
 
 
 def head_shape(spec: AttentionSpec | LatentAttentionSpec) -> HeadShape:
-    """Return the sizes of a layer's heads from which the attention backend is chosen."""
+    """Return the head sizes of an attention layer, by which the attention backend is selected."""
     entry = spec.kv_entry
     return HeadShape(entry.key_dim, entry.value_dim, entry.is_shared)
 

@@ -19,11 +19,19 @@ SLAB_ROWS = 1024
 def read_projections(
     spec: LinearSpec, weights: Weights, outputs: Sequence[int], inputs: int
 ) -> list[Tensor]:
-    """Read the weights [outputs, inputs] of several projections as floats.
+    """Read the weights of several projections, such as q, k and v, in floating point.
+
+    Quantized weights are dequantized.
+
+    Args:
+        spec: tensor names of a linear layer.
+        weights: tensors of the layer.
+        outputs: number of outputs of each projection.
+        inputs: number of inputs.
 
     Returns:
-        One tensor per projection, or a single one if the spec has one name. Callers copy them: they
-        may be memory of the file.
+        A tensor [outputs, inputs] per projection, or a single one if the spec has one name. Callers
+        copy them: they may be memory-mapped.
     """
     names = spec.names
     rows = [sum(outputs)] if len(names) == 1 else outputs
@@ -35,10 +43,16 @@ def read_projections(
 def read_matrices(
     spec: LinearSpec, weights: Weights, outputs: Sequence[int], inputs: int
 ) -> Sequence[Weight]:
-    """Read the weights [outputs, inputs] of several projections.
+    """Read the weights of several projections, in the checkpoint's quantized format where possible.
 
-    They stay in the checkpoint's quantized format if the kernels multiply by it; otherwise they are
-    floats, as from `read_projections`.
+    Weights are returned in floating point, as by `read_projections`, if the kernels do not support
+    the format.
+
+    Args:
+        spec: tensor names of a linear layer.
+        weights: tensors of the layer.
+        outputs: number of outputs of each projection.
+        inputs: number of inputs.
     """
     if spec.is_transposed:
         return read_projections(spec, weights, outputs, inputs)
@@ -47,14 +61,14 @@ def read_matrices(
 
 
 def read_row_magnitudes(spec: LinearSpec, weights: Weights, outputs: Sequence[int]) -> Tensor:
-    """Read the largest magnitude of each output's weights over the inputs of all ranks.
+    """Return the largest absolute weight of each output, over the inputs of all ranks.
 
-    With it, formats with one scale per output quantize one rank's inputs as they quantize the whole
-    weight. The whole tensors are read.
+    With it, a tensor parallel rank quantizes its inputs with the scales of the whole weight. Whole
+    tensors are read.
 
     Args:
         spec: a linear layer whose inputs are divided over the ranks.
-        weights: weights of the layer.
+        weights: tensors of the layer.
         outputs: number of outputs of each projection.
 
     Returns:
@@ -73,7 +87,7 @@ def read_row_magnitudes(spec: LinearSpec, weights: Weights, outputs: Sequence[in
 
 
 def read_bias(spec: LinearSpec, weights: Weights, outputs: Sequence[int]) -> Tensor | None:
-    """Read the biases of several projections, [sum of outputs]; None without biases."""
+    """Read the biases of several projections, concatenated [sum of outputs]; None if without."""
     rows = [sum(outputs)] if len(spec.names) == 1 else outputs
     return weights.read_stacked(spec.names, "bias", rows) if spec.has_bias else None
 
@@ -85,9 +99,14 @@ def read_matrix(
     inputs: int,
     is_exact: bool = False,
 ) -> Matrix:
-    """Read the weights of several projections, stacked and laid out for `linear`.
+    """Read the weights of several projections, stacked and prepared for the `linear` kernel.
 
-    is_exact: exempts them from `--quantization`.
+    Args:
+        spec: tensor names of a linear layer.
+        weights: tensors of the layer.
+        outputs: number of outputs of each projection.
+        inputs: number of inputs.
+        is_exact: True to exempt the weights from `--quantization`.
     """
     quantization = UNQUANTIZED if is_exact else weights.quantization
     parts = read_matrices(spec, weights, outputs, inputs)
@@ -99,7 +118,7 @@ def read_matrix(
 
 
 class Linear:
-    """Linear layer y = x W^T + b; W is stacked from the tensors of several projections."""
+    """Linear layer y = x W^T + b; W is stacked from several projections, such as q, k and v."""
 
     def __init__(
         self,
@@ -158,7 +177,7 @@ class Linear:
 
 
 class Norm:
-    """RMSNorm or LayerNorm of the last dimension."""
+    """RMSNorm or LayerNorm over the last dimension."""
 
     def __init__(self, spec: NormSpec, weights: Weights, *shape: int) -> None:
         """Read the scale, of this shape, and the bias."""
@@ -185,5 +204,5 @@ class Norm:
 
 
 def optional_norm(spec: NormSpec | None, weights: Weights, *shape: int) -> Norm | None:
-    """Return the norm of a spec, or None without a spec."""
+    """Read the weights of a norm and return it; return None if `spec` is None."""
     return None if spec is None else Norm(spec, weights, *shape)

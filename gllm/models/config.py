@@ -22,9 +22,10 @@ NAME = "quantization_config"
 
 
 def read_quantization(config: ConfigReader) -> QuantizationSpec | None:
-    """Return the format of quantized weights; None if there are none. Raises ModelError.
+    """Return the format of the checkpoint's quantized weights; None if there are none.
 
-    Modules that are not quantized need no list: the dtype of their tensors shows it.
+    Raises ModelError for an unsupported format. Modules that are not quantized are recognized by
+    the dtype of their tensors.
     """
     given = config.get(NAME)
     if given is None:
@@ -120,7 +121,7 @@ SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Configuration of a model, before its weights are read."""
+    """Configuration of a model folder: architecture, layers, dtype and sampling defaults."""
 
     architecture: str
     model: ModelSpec
@@ -133,10 +134,11 @@ class ModelConfig:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Read the configuration of the model in a folder.
+    """Read config.json and generation_config.json of a model folder.
 
     Raises:
-        ModelError: a file is missing or invalid, or a key is not supported; names the key.
+        ModelError: a file is missing or invalid, or a key is not supported; the message names the
+            key.
     """
     raw = _read_json(folder / "config.json")
     if raw is None and any(folder.glob("*.gguf")):
@@ -154,11 +156,11 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def model_notes(model: ModelSpec, max_model_len: int) -> list[str]:
-    """Return log notes on differences from transformers.
+    """Return notes for the log on how results of a model differ from those of transformers.
 
     Args:
         model: the model.
-        max_model_len: longest text served, in tokens.
+        max_model_len: longest sequence served, in tokens.
     """
     notes = list(model.notes)
     ropes = {layer.attention.rope for layer in model.layers if layer.attention.rope is not None}

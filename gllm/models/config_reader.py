@@ -72,7 +72,7 @@ Value = TypeVar("Value")
 
 
 def is_finite(value: object) -> bool:
-    """Return whether a value is a number that float32 can hold."""
+    """Return True if a value is a finite number that float32 can represent."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and -FLOAT32_MAX <= value <= FLOAT32_MAX  # type: ignore[operator]
 
@@ -83,7 +83,7 @@ def _are_full_attention(types: object) -> bool:
 
 
 class ConfigReader:
-    """Typed access to the object in a config.json.
+    """Reads config.json with type checks; methods return a value by its key.
 
     Methods raise ModelError, which names the key. Null counts as unset, except in `boolean` and
     `optional_positive_float`, where transformers treats it as a value. Methods with several names

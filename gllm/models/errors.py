@@ -5,4 +5,4 @@ A module of its own, so that every part of loading can raise it without importin
 
 
 class ModelError(ValueError):
-    """Model that is missing, invalid or not implemented; the message names cause and remedy."""
+    """A model is missing, invalid or not supported; the message names the cause and what to do."""

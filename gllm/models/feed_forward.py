@@ -28,7 +28,7 @@ from gllm.models.spec import ExpertsSpec, LinearSpec, MLPSpec
 
 
 class MLP:
-    """One feed-forward block."""
+    """Feed-forward block: up projection, optionally gated, activation and down projection."""
 
     def __init__(self, spec: MLPSpec, weights: Weights, hidden_size: int) -> None:
         """Read the weights from `weights`, which are those of the layer."""
@@ -51,7 +51,7 @@ class MLP:
 
 
 def read_gated(spec: MLPSpec, weights: Weights, hidden_size: int) -> GatedMatrix:
-    """Read the gate and up projection of a gated block."""
+    """Read the gate and up projection of a gated MLP and prepare them for the fused kernel."""
     outputs = [spec.intermediate_size, spec.intermediate_size]
     parts = read_matrices(spec.up_proj, weights, outputs, hidden_size)
     bias = read_bias(spec.up_proj, weights, outputs)
@@ -67,7 +67,7 @@ SeparateExperts = tuple[Sequence[GatedMatrix], Sequence[Matrix]]
 def read_separate_experts(
     experts: Sequence[MLPSpec], weights: Weights, hidden_size: int
 ) -> SeparateExperts:
-    """Read the weights of experts, one matrix per expert and projection."""
+    """Read the weights of MoE experts as one matrix per expert and projection."""
     gate_up = [read_gated(expert, weights, hidden_size) for expert in experts]
     down = [
         read_matrix(expert.down_proj, weights, [hidden_size], expert.intermediate_size)
@@ -79,7 +79,7 @@ def read_separate_experts(
 def read_stacked_experts(
     experts: Sequence[MLPSpec], weights: Weights, hidden_size: int
 ) -> StackedExperts:
-    """Read the weights of experts without biases, one stack per projection.
+    """Read the weights of MoE experts, without biases, as one stacked tensor per projection.
 
     Raises:
         ModelError: the experts have different shapes or formats.
@@ -98,7 +98,7 @@ def read_stacked_experts(
 
 
 class Experts:
-    """Mixture of experts (MoE), with the shared expert if there is one."""
+    """Mixture of experts (MoE) block: router, experts and optionally a shared expert."""
 
     def __init__(self, spec: ExpertsSpec, weights: Weights, hidden_size: int) -> None:
         """Read the weights from `weights`, which are those of the layer."""
@@ -151,7 +151,7 @@ class Experts:
 
 
 def expert_spec(spec: MLPSpec, index: int) -> MLPSpec:
-    """Return the spec of one expert, with its index in the tensor names."""
+    """Return the spec of the expert with an index, with the index in its tensor names."""
 
     def with_index(linear_spec: LinearSpec) -> LinearSpec:
         return replace(linear_spec, names=tuple(name.format(index) for name in linear_spec.names))

@@ -33,7 +33,7 @@ that copies in subfolders are not downloaded."""
 
 
 class HubClient(Protocol):
-    """The part of huggingface_hub.HfApi that finds the files of a model."""
+    """Interface of the methods of huggingface_hub.HfApi that find and download a model's files."""
 
     def snapshot_download(
         self, name: str, /, *, allow_patterns: list[str], revision: str | None = None
@@ -45,11 +45,11 @@ class HubClient(Protocol):
 
 
 def resolve_model(model: str, hub: HubClient | None = None) -> Path:
-    """Return the folder of `demo`, a path or a hub repository; download the latter if needed.
+    """Return the folder of a model, downloading it from the Hugging Face Hub if necessary.
 
     Args:
-        model: `demo`, a path or the name of a hub repository.
-        hub: Client of the hub; by default a new one.
+        model: `demo` for the shipped test model, a path, or the name of a repository on the hub.
+        hub: client of the hub; None for huggingface_hub's.
 
     Raises:
         ModelError: there is no such model; the message says what to do.
@@ -106,16 +106,16 @@ def _download(name: str, hub: HubClient | None) -> Path:
 def find_local_model(
     name: str, model_hash: str, own_model: str | None = None, cache: Path | None = None
 ) -> Path:
-    """Return the folder of a model on this machine; its hash is that of the head's.
+    """Return the folder of a model on this machine, after checking that it equals the head node's.
 
     Args:
-        name: name or path of the model on the head.
-        model_hash: digest of the head's model.
-        own_model: name or path of the model on this machine; None for the head's.
-        cache: folder of the hub's cache; None for the one that huggingface_hub has.
+        name: name or path of the model on the head node.
+        model_hash: digest of the head node's model, from `hash_model`.
+        own_model: name or path of the model on this machine; None if it is the head node's.
+        cache: folder of the hub's cache; None for huggingface_hub's.
 
     Raises:
-        ModelError: the model is not here, or another one is; the message says what to do.
+        ModelError: the model is missing or differs; the message says what to do.
     """
     wanted = own_model or name
     folder = find_folder(wanted, cache)
@@ -135,7 +135,12 @@ def find_local_model(
 
 
 def find_folder(model: str, cache: Path | None = None) -> Path | None:
-    """Return the folder of `demo`, a path or a hub repository in the local cache."""
+    """Return the folder of a model without downloading it; None if it is not on this machine.
+
+    Args:
+        model: `demo` for the shipped test model, a path, or the name of a repository on the hub.
+        cache: folder of the hub's cache; None for huggingface_hub's.
+    """
     if model == "demo":
         return DEMO
     path = Path(model).expanduser()

@@ -22,7 +22,7 @@ MAX_HEADER_BYTES = 100_000_000
 
 
 def hash_model(folder: Path) -> str:
-    """Return the SHA-256 digest of a model, in hexadecimal.
+    """Return a SHA-256 digest that identifies a model, in hexadecimal.
 
     It covers config.json, the names, sizes and headers of the safetensors files, and a few bytes of
     their tensors.
@@ -41,11 +41,11 @@ def hash_model(folder: Path) -> str:
 
 
 def hash_numerics(model_hash: str, numerics: str) -> str:
-    """Return the digest of all that decides which token follows a prompt.
+    """Return a digest of everything that affects the computed tokens: weights, dtypes, kernels.
 
     Args:
-        model_hash: of the model.
-        numerics: dtypes, quantization, devices and kernels, as the stages describe them.
+        model_hash: digest of the model, from `hash_model`.
+        numerics: dtypes, quantization, devices and kernels, from `describe_numerics`.
     """
     return hashlib.sha256(f"{model_hash}\n{numerics}".encode()).hexdigest()
 
@@ -53,12 +53,12 @@ def hash_numerics(model_hash: str, numerics: str) -> str:
 def describe_numerics(
     executors: Iterable[str], layer_counts: Sequence[int], degrees: Sequence[int]
 ) -> str:
-    """Describe the settings of a pipeline that affect the bits of its results.
+    """Describe the settings of a pipeline that affect the exact floating-point results.
 
     Args:
         executors: dtypes, quantization, device, kernels and ranks of each worker.
         layer_counts: number of layers of each stage.
-        degrees: number of ranks of each stage, which add up parts of a layer's sums.
+        degrees: tensor parallel degree of each stage.
     """
     texts = sorted(set(executors))
     if len(set(degrees)) > 1:

@@ -22,7 +22,7 @@ from gllm.models.spec import ExpertsSpec, LatentAttentionSpec, LayerSpec, RopeSp
 
 
 class DecoderLayer:
-    """Attention and feed-forward block, each added to the residual stream."""
+    """Decoder layer: attention and feed-forward block with their norms and residual connections."""
 
     def __init__(self, spec: LayerSpec, weights: Weights, hidden_size: int) -> None:
         """Read the weights from `weights`, which are those of the layer."""
@@ -75,7 +75,11 @@ Pages use memory only once they are written."""
 
 
 class DecoderLayers:
-    """Consecutive decoder layers on one residual stream."""
+    """Consecutive decoder layers of a stage, run one after another or as a recorded program.
+
+    A recorded program replays the kernel calls of all layers in one call on a CPU, like a CUDA
+    graph.
+    """
 
     def __init__(
         self, layers: list[DecoderLayer], specs: Sequence[LayerSpec], hidden_size: int

@@ -35,13 +35,13 @@ from gllm.models.weight_files import find_weight_files, is_lfs_pointer, lfs_erro
 
 
 def tensor_shards(model: ModelSpec, layers: range) -> dict[str, TensorShards]:
-    """Return, by name, this rank's shard of each tensor that the ranks of a stage divide.
+    """Return this rank's part of each tensor that tensor parallel ranks divide, by tensor name.
 
     Scales of quantized weights are not included; see gllm.models.shard.shard_scales.
 
     Args:
-        model: the shard of one rank; a whole model has no cuts.
-        layers: of the stage.
+        model: the shard of one rank, from `shard`; a whole model has no divided tensors.
+        layers: indices of the stage's layers.
     """
     cuts: dict[str, TensorShards] = {}
     if model.ranks == 1:
@@ -102,7 +102,7 @@ names its own in Model.ignored; docs/models.md lists them all."""
 
 
 class TensorNames:
-    """The names of a model's tensors."""
+    """Classifies the tensor names of a checkpoint: read by a stage, ignored or unknown."""
 
     def __init__(self, model: ModelSpec) -> None:
         """Compile the patterns of a model."""
@@ -169,7 +169,7 @@ Progress = Callable[[int, int], None]
 
 
 class Checkpoint:
-    """Tensors of a folder that one stage reads; a context manager that closes the files."""
+    """Reader of the checkpoint tensors that one stage needs; a context manager."""
 
     def __init__(
         self,
@@ -449,7 +449,7 @@ class Checkpoint:
 
 
 class Weights:
-    """Tensors of a checkpoint below a common prefix."""
+    """Checkpoint tensors whose names have a common prefix, such as those of one layer."""
 
     def __init__(
         self,

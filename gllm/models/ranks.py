@@ -4,10 +4,10 @@ from gllm.kernels.all_reduce import RankGroup
 
 
 class Ranks:
-    """Tensor-parallel rank of this process, and the communicators of its stage.
+    """Tensor parallel rank of this process, with the current communicators of its stage.
 
-    Weights outlive an epoch, but groups do not. The modules therefore keep this object, which
-    joins the groups of each epoch.
+    Weights survive an engine restart, communicators do not. Modules therefore refer to this object,
+    which gets new communicators after each restart.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
@@ -16,14 +16,14 @@ class Ranks:
         self._groups: tuple[RankGroup, RankGroup] | None = None
 
     def join(self, layers: RankGroup, head: RankGroup) -> None:
-        """Use the groups of an epoch from now on.
+        """Use new communicators from now on.
 
         Args:
-            layers: group of the embedding and the layers.
-            head: group of the LM head.
+            layers: communicator for the embedding and the layers.
+            head: communicator for the LM head.
 
         Raises:
-            ValueError: they are of another rank, or of another number of ranks.
+            ValueError: they have another rank or size than this object.
         """
         for group in (layers, head):
             if (group.rank, group.size) != (self.rank, self.size):
@@ -34,17 +34,17 @@ class Ranks:
         self._groups = layers, head
 
     def leave(self) -> None:
-        """Use no groups any more."""
+        """Drop the communicators."""
         self._groups = None
 
     @property
     def layers(self) -> RankGroup:
-        """Group of the embedding and the layers."""
+        """Communicator for the embedding and the layers."""
         return self._joined[0]
 
     @property
     def head(self) -> RankGroup:
-        """Group of the LM head."""
+        """Communicator for the LM head."""
         return self._joined[1]
 
     @property

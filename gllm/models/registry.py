@@ -48,13 +48,16 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
 
 
 def spec_builder(architecture: str) -> Callable[[ConfigReader], ModelSpec]:
-    """Return the function that builds the spec of an architecture from its configuration."""
+    """Return the function that builds the ModelSpec of an architecture from config.json.
+
+    architecture: a key of ARCHITECTURES.
+    """
     module, name = ARCHITECTURES[architecture].split(":")
     return getattr(importlib.import_module(f"gllm.models.families.{module}"), name)
 
 
 def select_architecture(names: object) -> str:
-    """Return the first supported name of config.json's `architectures`. Raises ModelError."""
+    """Return the first supported name in config.json's `architectures`. Raises ModelError."""
     candidates = names if isinstance(names, list) else []
     known = [name for name in candidates if isinstance(name, str) and name in ARCHITECTURES]
     if not known:

@@ -43,18 +43,20 @@ def read_rope(
     theta: float | None = None,
     layer_type: str | None = None,
 ) -> RopeSpec:
-    """Read `rope_parameters`, or `rope_scaling` and `rope_theta` of older files.
+    """Read the rotary embedding of a model from config.json.
+
+    The keys are `rope_parameters`, or `rope_scaling` and `rope_theta` in older files.
 
     Args:
-        config: the configuration.
+        config: the model's configuration.
         head_dim: elements of a head.
-        interleaved: whether neighbouring elements form pairs.
-        partial: share of a head that is rotated, unless the file sets it; None if it must be 1.
-        theta: replaces `rope_theta` if the object does not set it.
+        interleaved: True if neighbouring elements form pairs.
+        partial: default of the share of a head that is rotated; None if it must be 1.
+        theta: replaces the key `rope_theta`, unless `rope_parameters` sets it.
         layer_type: key within `rope_parameters` if each layer type has its own.
 
     Raises:
-        ModelError: names the parameter.
+        ModelError: a parameter is invalid; the message names it.
     """
     given = _parameters(config, layer_type)
     kind = given.pop("rope_type", given.pop("type", "default"))

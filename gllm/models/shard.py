@@ -26,46 +26,53 @@ TensorShards = tuple[DimensionShard | None, ...]
 """Runs of each dimension of a tensor, None for all of it; empty for the whole tensor."""
 
 
-def is_aligned(cut: DimensionShard, length: int) -> bool:
-    """Return whether a shard begins and ends at borders of blocks of `length` elements."""
-    return widen(cut, length) == cut
+def is_aligned(dimension: DimensionShard, length: int) -> bool:
+    """Return True if a shard of a dimension begins and ends at multiples of `length` elements."""
+    return widen(dimension, length) == dimension
 
 
-def widen(cut: DimensionShard, length: int) -> DimensionShard:
-    """Return a shard extended to whole blocks of `length` elements."""
+def widen(dimension: DimensionShard, length: int) -> DimensionShard:
+    """Return a shard of a dimension, extended to whole blocks of `length` elements."""
     runs: list[tuple[int, int]] = []
-    for begin, end in cut.runs:
-        begin, end = begin // length * length, min(-(-end // length) * length, cut.size)
+    for begin, end in dimension.runs:
+        begin, end = begin // length * length, min(-(-end // length) * length, dimension.size)
         if runs and begin <= runs[-1][1]:
             begin = runs.pop()[0]
         runs.append((begin, end))
-    return DimensionShard(cut.size, tuple(runs))
+    return DimensionShard(dimension.size, tuple(runs))
 
 
-def widen_shards(cuts: TensorShards, block: tuple[int, int] | None) -> TensorShards:
-    """Return the shards of a weight [outputs, inputs], extended to whole blocks."""
-    if block is None or not cuts:
-        return cuts
-    pairs = zip(cuts, block, strict=True)
-    return tuple(None if cut is None else widen(cut, length) for cut, length in pairs)
+def widen_shards(shards: TensorShards, block: tuple[int, int] | None) -> TensorShards:
+    """Return the shards of a weight's dimensions, extended to whole blocks of quantized weights.
+
+    Args:
+        shards: shards of the outputs and the inputs.
+        block: outputs and inputs that share a scale; None for no change.
+    """
+    if block is None or not shards:
+        return shards
+    pairs = zip(shards, block, strict=True)
+    return tuple(
+        None if dimension is None else widen(dimension, length) for dimension, length in pairs
+    )
 
 
 def shard_scales(
-    cuts: TensorShards, shape: tuple[int, ...], block: tuple[int, int] | None
+    shards: TensorShards, shape: tuple[int, ...], block: tuple[int, int] | None
 ) -> TensorShards:
-    """Return the shards of a tensor of scales.
+    """Return the shards of a quantized weight's scales that belong to the shards of its values.
 
     Args:
-        cuts: shards of the codes [outputs, inputs], at borders of blocks.
-        shape: of the stored scales.
+        shards: shards of the values [outputs, inputs], which end at borders of blocks.
+        shape: shape of the stored scales.
         block: outputs and inputs that share a scale; None for one scale per tensor or output.
 
     Raises:
-        ValueError: the scales do not fit the codes.
+        ValueError: the shape of the scales does not fit that of the values.
     """
-    if not any(cuts) or all(length == 1 for length in shape):
+    if not any(shards) or all(length == 1 for length in shape):
         return ()
-    rows, columns = cuts
+    rows, columns = shards
     if block is None:
         if rows is None:
             return ()
@@ -108,11 +115,11 @@ def shard(model: ModelSpec, rank: int, ranks: int) -> ModelSpec:
 
     Args:
         model: the whole model.
-        rank: from 0.
+        rank: number of the rank, from 0.
         ranks: number of ranks; with 1 the result is the model itself.
 
     Raises:
-        ValueError: the model does not divide among that many ranks.
+        ValueError: the model cannot be divided among that many ranks.
     """
     assert model.ranks == 1, "only a whole model is sharded"
     assert 0 <= rank < ranks, "ranks are numbered from 0"
@@ -135,7 +142,10 @@ def shard(model: ModelSpec, rank: int, ranks: int) -> ModelSpec:
 
 
 def unsupported_shard_reason(model: ModelSpec, ranks: int) -> str | None:
-    """Return why a model does not divide among ranks, with the numbers that do; None if it does."""
+    """Return why a model cannot be divided among a number of tensor parallel ranks; None if it can.
+
+    The reason names the numbers of ranks that are possible.
+    """
     reason = _find_obstacle(model, ranks)
     if reason is None:
         return None

@@ -14,12 +14,12 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class DimensionShard:
-    """Part of one dimension of a stored tensor that a tensor parallel rank loads."""
+    """The part of one dimension of a stored tensor that a tensor parallel rank loads."""
 
     size: int
     """Elements of the whole dimension."""
     runs: tuple[tuple[int, int], ...]
-    """Each [begin, end), ascending, in the order in which they are stacked."""
+    """Ranges [begin, end) of elements, ascending, which are concatenated."""
 
     @property
     def num_elements(self) -> int:
@@ -29,7 +29,7 @@ class DimensionShard:
 
 @dataclass(frozen=True)
 class NormSpec:
-    """Normalization of a vector, with a learned scale."""
+    """Specification of an RMSNorm or LayerNorm: tensor name, epsilon and variant."""
 
     name: str
     kind: Literal["rms", "layer"]
@@ -44,7 +44,7 @@ class NormSpec:
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """Linear layer; its outputs are the stacked outputs of the named tensors."""
+    """Specification of a linear layer; outputs of the named tensors are concatenated."""
 
     names: tuple[str, ...]
     has_bias: bool = False
@@ -55,12 +55,13 @@ class LinearSpec:
     columns: DimensionShard | None = None
     """Inputs of this rank; None for all."""
     is_summed: bool = False
-    """True if the output is a partial sum: the result is the sum of all ranks, then the bias."""
+    """True if the layer's inputs are divided among ranks, so that its outputs are summed over the
+    ranks before the bias is added."""
 
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary position embedding of the first `dim` elements of a head."""
+    """Specification of the rotary embedding, applied to the first `dim` elements of a head."""
 
     dim: int
     kind: str = "default"
@@ -74,7 +75,7 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class KVEntrySpec:
-    """KV cache entry of one token in one layer."""
+    """Shape of the keys and values of one token in the KV cache of one layer."""
 
     num_heads: int
     key_dim: int
@@ -86,13 +87,13 @@ class KVEntrySpec:
 
     @property
     def num_elements(self) -> int:
-        """Elements stored per token."""
+        """Elements stored per token and layer."""
         return self.num_heads * (self.key_dim + (0 if self.is_shared else self.value_dim))
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Self-attention with grouped queries (GQA; MHA and MQA are special cases)."""
+    """Specification of grouped-query attention, of which multi-head attention is a special case."""
 
     num_heads: int
     num_kv_heads: int
@@ -134,9 +135,10 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class LatentAttentionSpec:
-    """Multi-head latent attention (MLA): one compressed vector is cached for all heads.
+    """Specification of multi-head latent attention (MLA): one vector per token is cached.
 
-    Source: DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1.
+    The vector is the compression of the keys and values of all heads. Source: DeepSeek-AI,
+    "DeepSeek-V2" (2024), section 2.1.
     """
 
     num_heads: int
@@ -183,7 +185,7 @@ class LatentAttentionSpec:
 
 @dataclass(frozen=True)
 class MLPSpec:
-    """Feed-forward block: down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate."""
+    """Specification of a feed-forward block: down(act(gate(x)) * up(x)), or down(act(up(x)))."""
 
     intermediate_size: int
     activation: str
@@ -200,7 +202,7 @@ class MLPSpec:
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """Mixture of experts (MoE): a router selects `top_k` of `num_experts` for each token."""
+    """Specification of a mixture of experts (MoE): a router selects `top_k` experts per token."""
 
     num_experts: int
     top_k: int
@@ -237,7 +239,7 @@ class ExpertsSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Decoder layer: attention and feed-forward block, each added to the residual stream."""
+    """Specification of a decoder layer: attention, feed-forward block and norms."""
 
     attention: AttentionSpec | LatentAttentionSpec
     mlp: MLPSpec | ExpertsSpec
@@ -255,7 +257,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class PositionEmbeddingSpec:
-    """Learned position embedding: row `offset` + position of a table of `num_rows`."""
+    """Specification of a learned position embedding: a position reads row `offset` + position."""
 
     name: str
     num_rows: int
@@ -264,7 +266,7 @@ class PositionEmbeddingSpec:
 
 @dataclass(frozen=True)
 class EmbeddingSpec:
-    """Token embedding, with optional learned positions and a norm after it."""
+    """Specification of the token embedding, with optional learned positions and a norm after it."""
 
     name: str
     scale: float = 1.0
@@ -277,10 +279,10 @@ class EmbeddingSpec:
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """LM head: projection of the normalized hidden state to logits."""
+    """Specification of the LM head, which projects the normalized hidden state to logits."""
 
     name: str
-    """Equal to the embedding's if their weights are tied."""
+    """Tensor name; equal to the embedding's if the weights are tied."""
     untied_name: str = "lm_head"
     """Name of the tensor of a head that is not tied; checkpoints may have one although config.json
     ties the weights."""
@@ -297,7 +299,7 @@ class HeadSpec:
 
 @dataclass(frozen=True)
 class QuantizationSpec:
-    """Format in which a checkpoint stores quantized weights."""
+    """Format in which a checkpoint stores quantized weights, and the blocks that share a scale."""
 
     format: str
     """A key of gllm.kernels.weight_format.WEIGHT_FORMATS."""
@@ -307,10 +309,10 @@ class QuantizationSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Decoder-only model, or the shard of one tensor parallel rank.
+    """Specification of a decoder-only model, or of one tensor parallel rank's part of it.
 
-    In a shard the sizes within layers, such as numbers of heads, are those of the rank; vocab_size
-    and hidden_size are those of the whole model.
+    For one rank, the sizes within layers, such as numbers of heads, are those of the rank;
+    vocab_size and hidden_size are those of the whole model.
     """
 
     vocab_size: int
@@ -321,7 +323,7 @@ class ModelSpec:
     """Norm after the last layer."""
     head: HeadSpec
     context_length: int
-    """Longest text in tokens that the positions support."""
+    """Longest sequence in tokens that the position embedding supports."""
     layer_name_format: str = "model.layers.{}"
     """Prefix of a layer's tensors, with {} in place of its index."""
     optional_prefix: str = ""

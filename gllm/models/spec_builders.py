@@ -40,15 +40,15 @@ def attention_spec(
     names: Sequence[str] = ("q_proj", "k_proj", "v_proj", "o_proj"),
     prefix: str = "self_attn",
 ) -> AttentionSpec:
-    """Build grouped-query attention with rotary positions.
+    """Build the spec of grouped-query attention with a rotary embedding from config.json.
 
     Args:
         config: the model's configuration.
         rope: keyword arguments of `read_rope`.
-        qkv_bias: whether query, key and value projections have biases.
-        out_bias: whether the output projection has a bias.
-        names: of the projections; the output projection is last.
-        prefix: of the names.
+        qkv_bias: True if the query, key and value projections have biases.
+        out_bias: True if the output projection has a bias.
+        names: tensor names of the projections; the output projection is last.
+        prefix: common prefix of these names.
     """
     heads, hidden = config.positive_int("num_attention_heads"), config.positive_int("hidden_size")
     if heads > hidden:
@@ -81,16 +81,16 @@ def gated_mlp_spec(
     activation: str = "hidden_act",
     default: str = "silu",
 ) -> MLPSpec:
-    """Build a gated feed-forward block.
+    """Build the spec of a gated MLP from config.json.
 
     Args:
         config: the model's configuration.
-        prefix: of the projections' names.
-        intermediate_size: default: the key intermediate_size.
-        bias: whether the projections have biases.
-        names: of the projections; the down projection is last.
-        activation: key of the activation's name.
-        default: activation without that key.
+        prefix: common prefix of the tensor names.
+        intermediate_size: size between the projections; None to read it from `intermediate_size`.
+        bias: True if the projections have biases.
+        names: tensor names of the projections; the down projection is last.
+        activation: key in config.json with the name of the activation.
+        default: activation if the key is not set.
     """
     *up, down = (f"{prefix}.{name}" for name in names)
     return MLPSpec(
@@ -108,32 +108,35 @@ def plain_mlp_spec(
     bias: bool = True,
     is_transposed: bool = False,
 ) -> MLPSpec:
-    """Build a feed-forward block without a gate.
+    """Build the spec of an MLP without a gate.
 
     Args:
         intermediate_size: elements between the projections.
         activation: a name of gllm.kernels.activation.
-        names: of the up and the down projection.
-        bias: whether both have biases.
-        is_transposed: whether their weights are stored as [inputs, outputs].
+        names: tensor names of the up and the down projection.
+        bias: True if both projections have biases.
+        is_transposed: True if their weights are stored as [inputs, outputs].
     """
     up, down = (LinearSpec((name,), bias, is_transposed) for name in names)
     return MLPSpec(intermediate_size, activation, up, down, is_gated=False)
 
 
 def layer_norm_spec(config: ConfigReader, name: str) -> NormSpec:
-    """Build a LayerNorm with a bias and the epsilon of the configuration."""
+    """Build the spec of a LayerNorm with a bias; epsilon is read from config.json."""
     eps = config.positive_float("layer_norm_epsilon", default=1e-5)
     return NormSpec(name, "layer", eps, has_bias=True)
 
 
 def rms_norm_spec(config: ConfigReader, name: str, offset: float = 0.0) -> NormSpec:
-    """Build an RMSNorm with the epsilon of the configuration."""
+    """Build the spec of an RMSNorm; epsilon is read from config.json.
+
+    offset: added to the stored scale, for example 1 in Gemma.
+    """
     return NormSpec(name, "rms", config.positive_float("rms_norm_eps", default=1e-6), offset=offset)
 
 
 def pre_norm_layer(config: ConfigReader, attention: Any, mlp: Any) -> LayerSpec:
-    """Build a layer with RMSNorm before attention and before the feed-forward block, as Llama's."""
+    """Build the spec of a decoder layer with RMSNorm before attention and MLP, as in Llama."""
     attention_norm = rms_norm_spec(config, "input_layernorm")
     mlp_norm = rms_norm_spec(config, "post_attention_layernorm")
     return LayerSpec(attention, mlp, attention_norm, mlp_norm)
@@ -142,12 +145,19 @@ def pre_norm_layer(config: ConfigReader, attention: Any, mlp: Any) -> LayerSpec:
 def windowed_layers(
     config: ConfigReader, attention: AttentionSpec, mlp: Any, windows: Sequence[int | None]
 ) -> list[LayerSpec]:
-    """Build layers as Llama's, each with its sliding window; None for full attention."""
+    """Build the specs of decoder layers as in Llama that differ in their sliding windows.
+
+    Args:
+        config: the model's configuration.
+        attention: attention of all layers, whose window is replaced.
+        mlp: feed-forward block of all layers.
+        windows: sliding window of each layer in tokens; None for full attention.
+    """
     return [pre_norm_layer(config, replace(attention, window=window), mlp) for window in windows]
 
 
 def read_sliding_window(config: ConfigReader) -> int | None:
-    """Return sliding_window, or None if it is unset or 0."""
+    """Return `sliding_window` of config.json in tokens, or None if it is unset or 0."""
     return (
         None if config.get("sliding_window") in (None, 0) else config.positive_int("sliding_window")
     )
@@ -156,12 +166,12 @@ def read_sliding_window(config: ConfigReader) -> int | None:
 def read_layer_windows(
     config: ConfigReader, default: Sequence[bool], required: bool = False
 ) -> list[int | None]:
-    """Return the sliding window of each layer, None for full attention.
+    """Return the sliding window of each layer in tokens; None for full attention.
 
     Args:
         config: the model's configuration.
-        default: whether each layer has a window, without the key layer_types.
-        required: whether sliding_window must be set if layers of `default` have a window.
+        default: True for each layer that has a window if the key `layer_types` is not set.
+        required: True if `sliding_window` must be set if layers of `default` have a window.
     """
     types = config.get("layer_types")
     slides = list(default)
@@ -181,7 +191,7 @@ def read_layer_windows(
 
 
 def window_notes(windows: Sequence[int | None]) -> tuple[str, ...]:
-    """Return log notes on layer_types for families in which transformers ignores that key."""
+    """Return notes for the log if layers have windows and transformers ignores `layer_types`."""
     num_full = sum(window is None for window in windows)
     if num_full in (0, len(windows)):
         return ()
@@ -201,16 +211,19 @@ def decoder_model(
     context_length: int | None = None,
     **changes: Any,
 ) -> ModelSpec:
-    """Build a model; names default to Llama's.
+    """Build the spec of a decoder-only model from its layers and config.json.
+
+    Tensor names default to Llama's.
 
     Args:
         config: the model's configuration.
-        layers: in order.
-        tied: default of tie_word_embeddings.
+        layers: specs of the layers, in order.
+        tied: default of `tie_word_embeddings`.
         root: prefix of tensor names.
-        embedding: default: root + embed_tokens.
-        norm: final norm; default: the RMSNorm root + norm.
-        context_length: default: max_position_embeddings, extended by YaRN.
+        embedding: token embedding; None for the tensor root + embed_tokens.
+        norm: final norm; None for an RMSNorm with the tensor root + norm.
+        context_length: longest sequence in tokens; None to read it from `max_position_embeddings`,
+            extended by YaRN.
         changes: further fields of ModelSpec, which replace those above.
     """
     embedding = embedding or EmbeddingSpec(f"{root}embed_tokens")
@@ -229,14 +242,17 @@ def decoder_model(
 
 
 def sliding_window_model(config: ConfigReader, attention: AttentionSpec, mlp: Any) -> ModelSpec:
-    """Build a model as Llama's with a window in all layers, or in those that layer_types names."""
+    """Build the spec of a model as Llama's with sliding windows.
+
+    All layers have the window, or those that `layer_types` in config.json names.
+    """
     windows = read_layer_windows(config, [True] * config.positive_int("num_hidden_layers"))
     layers = windowed_layers(config, attention, mlp, windows)
     return decoder_model(config, layers, notes=window_notes(windows))
 
 
 def read_context_length(config: ConfigReader, layers: Sequence[LayerSpec]) -> int:
-    """Return the context length in tokens, including an extension by YaRN in config.json."""
+    """Return the longest sequence in tokens from config.json, including an extension by YaRN."""
     longest = config.positive_int("max_position_embeddings")
     for rope in {layer.attention.rope for layer in layers if layer.attention.rope is not None}:
         if rope.kind == "yarn":
@@ -248,7 +264,10 @@ def read_context_length(config: ConfigReader, layers: Sequence[LayerSpec]) -> in
 
 
 def check_experts(experts: ExpertsSpec) -> ExpertsSpec:
-    """Return the experts if their numbers are consistent. Raises ModelError."""
+    """Check that the numbers of experts, groups and selected experts are consistent.
+
+    Returns the argument. Raises ModelError.
+    """
     total, groups, selected = experts.num_experts, experts.num_groups, experts.top_k_groups
     size = total // groups
     minimum = 2 if experts.group_scoring == "best two" and groups > 1 else 1

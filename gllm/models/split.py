@@ -10,7 +10,7 @@ from gllm.recovery.partition import StageCosts, partition_layers
 
 
 def split_layers(model: ModelSpec, stages: int, layers: Sequence[int] | None = None) -> list[range]:
-    """Return the layers of each stage.
+    """Divide a model's layers among pipeline stages; return the layer indices of each stage.
 
     Args:
         model: the model.
@@ -18,7 +18,7 @@ def split_layers(model: ModelSpec, stages: int, layers: Sequence[int] | None = N
         layers: number of layers of each stage; None to balance their costs.
 
     Raises:
-        ValueError: the model has fewer layers than stages, or `layers` does not fit it.
+        ValueError: the model has fewer layers than stages, or `layers` does not add up to them.
     """
     total = model.num_layers
     if layers is None:
@@ -38,9 +38,10 @@ def split_layers(model: ModelSpec, stages: int, layers: Sequence[int] | None = N
 
 
 def layer_costs(model: ModelSpec) -> StageCosts:
-    """Return the costs of a model's layers: the number of weights read per decoded token.
+    """Return the cost of each layer, the embedding and the LM head, to balance pipeline stages.
 
-    The embedding reads one row; the LM head reads vocabulary * hidden weights.
+    The cost is the number of weights read per decoded token: one row of the embedding, and
+    vocabulary * hidden weights of the LM head.
     """
     hidden = model.hidden_size
     layers = tuple(

@@ -31,18 +31,18 @@ ENDS = -1
 
 @dataclass(frozen=True, slots=True)
 class StageInputs:
-    """Inputs of a stage for one micro-batch."""
+    """Inputs of a stage for one micro-batch: token ids, positions and attention plans."""
 
     token_ids: Tensor
     """[tokens] int64; empty except on the first stage."""
     positions: Tensor
     """[tokens] int64: position of each token in its sequence."""
     attention: Mapping[int | None, AttentionPlan]
-    """Plan for each sliding window of the stage's layers; None for full attention."""
+    """Attention plan for each sliding window that layers have; the key None is full attention."""
 
 
 class Embedding:
-    """Token embedding, with learned positions if the model has them."""
+    """Token embedding of the first stage, with learned positions if the model has them."""
 
     def __init__(self, model: ModelSpec, weights: Weights, shared: Matrix | None) -> None:
         """Read the weights, unless `shared`, the LM head's weight on this stage, is the same."""
@@ -95,13 +95,18 @@ class Embedding:
 
 
 def check_token_ids(ids: Tensor, vocab_size: int) -> None:
-    """Raise IndexError if one of the ids [n] is outside the vocabulary; a device has to finish."""
+    """Raise IndexError if a token id is outside the vocabulary; waits for the device of the ids.
+
+    Args:
+        ids: token ids [n].
+        vocab_size: size of the vocabulary.
+    """
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         raise IndexError(f"a token id is outside the vocabulary of {vocab_size}")
 
 
 class LMHead:
-    """The final norm and the projection to logits."""
+    """Final norm and LM head of the last stage: computes logits of hidden states."""
 
     def __init__(self, model: ModelSpec, weights: Weights) -> None:
         """Read the weights from the root of the checkpoint."""
@@ -181,29 +186,29 @@ def _read_ends(
 
 @dataclass
 class ReusableParts:
-    """Loaded parts of earlier stages that a new stage can reuse."""
+    """Layers, embedding and LM head in memory that a new stage uses instead of loading them."""
 
     layers: dict[int, DecoderLayer] = field(default_factory=dict)
-    """By their indices."""
+    """Loaded layers by their indices in the model."""
     ends: tuple[LMHead | None, Embedding | None] | None = None
-    """LM head and embedding, of which the other stage has the same ones; None if they have to be
-    read, also if there is nothing to read."""
+    """LM head and embedding, if the new stage has the same of the two; None if they have to be
+    read."""
     part_bytes: dict[int, int] = field(default_factory=dict)
     """Bytes of weights by layer index; those of embedding and LM head by `ENDS`."""
     ranks: Ranks | None = None
-    """The ranks of the stages; None without stages."""
+    """Tensor parallel rank of the loaded stages; None without stages."""
 
 
 def find_reusable_parts(
     stages: "Sequence[ModelStage]", layers: range, num_layers: int
 ) -> ReusableParts:
-    """Return the layers and ends of loaded stages that a new stage can reuse.
+    """Return the layers, embedding and LM head of loaded stages that a new stage can reuse.
 
     Embedding and LM head share a matrix in some models, so both are reused or neither is.
 
     Args:
-        stages: loaded stages of one rank of one model, of equal dtype and format; those whose
-            modules joined other ranks than those of the first stage are ignored.
+        stages: loaded stages of one rank of one model, of equal dtype and format; those with
+            another Ranks object than the first stage are ignored.
         layers: indices of the new stage's layers.
         num_layers: number of layers of the model.
     """
@@ -224,15 +229,16 @@ def find_reusable_parts(
 
 
 def estimate_bytes(held: ReusableParts, layers: range, checkpoint: Checkpoint) -> float:
-    """Return the bytes of memory for the parts of a stage that are still to be loaded.
+    """Estimate the bytes of memory that the remaining weights of a stage need once loaded.
 
-    The larger of the bytes in the files and of the mean loaded layer times the number of layers
-    left: the dtype in memory may differ from that of the files.
+    The estimate is the larger of the bytes in the files and the mean size of loaded layers times
+    the
+    number of remaining layers: the dtype in memory may differ from that of the files.
 
     Args:
         held: parts of the stage that are loaded already.
         layers: indices of the stage's layers.
-        checkpoint: files of the other parts.
+        checkpoint: files with the remaining parts.
     """
     own = [held.part_bytes[index] for index in held.layers]
     mean = sum(own) / len(own) if own else 0.0
@@ -240,7 +246,10 @@ def estimate_bytes(held: ReusableParts, layers: range, checkpoint: Checkpoint) -
 
 
 class ModelStage:
-    """Consecutive layers of a model, with embedding and LM head where they belong."""
+    """Consecutive layers of a model that one pipeline stage runs.
+
+    The first stage also has the embedding, the last stage the LM head.
+    """
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ SIZES = {"F32": 4, "BF16": 2, "F16": 2}
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in an open safetensors file, or the part of a stack that belongs to one expert."""
+    """Reference to a tensor in an open safetensors file, or to one expert in a stacked tensor."""
 
     handle: Any
     name: str
@@ -117,7 +117,13 @@ class StoredTensor:
 
 
 def select(tensor: Tensor, outer: TensorShards, inner: TensorShards) -> Tensor:
-    """Return the elements of the shards `inner` of a tensor that has those of `outer`."""
+    """Return the part of a tensor that belongs to a smaller shard.
+
+    Args:
+        tensor: elements of the shards `outer`.
+        outer: shard of each dimension that the tensor has.
+        inner: shard of each dimension to return, contained in `outer`.
+    """
     for dimension, (whole, part) in enumerate(zip(outer, inner, strict=True)):
         if whole is not None and part is not None and whole != part:
             held, selected = (
@@ -133,9 +139,9 @@ StoredTensors = dict[str, StoredTensor]
 
 
 def split_experts(tensors: StoredTensors, model: spec.ModelSpec) -> None:
-    """Replace the stacks of experts in `tensors` by the tensors of each expert.
+    """Replace stacked expert tensors in `tensors` by a reference for each expert.
 
-    Raises ModelError if a stack's shape is not the one that config.json requires.
+    Raises ModelError if the shape of a stack does not match config.json.
     """
     for number, layer in enumerate(model.layers):
         if isinstance(layer.mlp, spec.ExpertsSpec):

@@ -15,7 +15,7 @@ LFS_HEADER = b"version https://git-lfs"
 
 
 def find_weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder, by its index if there is one. Raises ModelError."""
+    """Return the paths of a model's safetensors files, by its index if any. Raises ModelError."""
     index = folder / INDEX
     if index.is_file():
         return [folder / name for name in names_of_index(index)]
@@ -26,7 +26,7 @@ def find_weight_files(folder: Path) -> list[Path]:
 
 
 def names_of_index(index: Path) -> list[str]:
-    """Return the sorted names of the files that an index lists. Raises ModelError."""
+    """Return the sorted safetensors file names that an index file lists. Raises ModelError."""
     if is_lfs_pointer(index):
         raise ModelError(lfs_error(index))
     try:
@@ -43,7 +43,10 @@ def names_of_index(index: Path) -> list[str]:
 
 
 def missing_weights_reason(names: list[str]) -> str:
-    """Return why no file name is that of supported weights, and the fix."""
+    """Return an error text on which unsupported weights a model has, and what to do.
+
+    names: names of the model's files, none of which is a supported weight file.
+    """
     if any(name.endswith(".gguf") for name in names):
         return (
             "has weights in GGUF, llama.cpp's format, only; use the model's original repository, "
@@ -58,7 +61,7 @@ def missing_weights_reason(names: list[str]) -> str:
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """Return True if a file is a Git LFS pointer, so that the large file is missing."""
+    """Return True if a file is a Git LFS pointer instead of the large file itself."""
     try:
         with path.open("rb") as file:
             return file.read(len(LFS_HEADER)) == LFS_HEADER
@@ -67,5 +70,5 @@ def is_lfs_pointer(path: Path) -> bool:
 
 
 def lfs_error(path: Path) -> str:
-    """Return the message for a pointer in place of a file."""
+    """Return the error text for a file that is only a Git LFS pointer."""
     return f"{path} is a git-lfs pointer and not the file itself: run `git lfs pull` in its folder"

@@ -13,7 +13,7 @@ BAICHUAN2_VOCABULARY = 125_696
 
 
 def build_spec(config: ConfigReader) -> ModelSpec:
-    """Build the spec of Baichuan: Llama with one tensor for queries, keys and values.
+    """Build the ModelSpec of Baichuan: Llama with one tensor for queries, keys and values.
 
     The larger size has ALiBi instead of rotary positions, recognized by the key of the context
     length. The second release has an LM head with normalized rows, recognized by the vocabulary or

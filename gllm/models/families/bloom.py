@@ -18,7 +18,7 @@ from gllm.models.spec_builders import layer_norm_spec, plain_mlp_spec
 
 
 def build_spec(config: ConfigReader) -> ModelSpec:
-    """Build the spec of BLOOM: ALiBi, and a norm after the embedding."""
+    """Build the ModelSpec of BLOOM, with ALiBi and a norm after the embedding."""
     hidden = config.positive_int("hidden_size", "n_embed")
     config.require_value("apply_residual_connection_post_layernorm", False)
     config.require_value("tie_word_embeddings", True)

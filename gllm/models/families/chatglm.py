@@ -20,7 +20,10 @@ from gllm.models.spec import (
 
 
 def build_spec(config: ConfigReader) -> ModelSpec:
-    """Build the spec of ChatGLM: fused projections; half of each head rotated, interleaved."""
+    """Build the ModelSpec of ChatGLM: fused projections, rotary embedding of half of each head.
+
+    The rotary embedding is interleaved.
+    """
     _check(config)
     hidden, bias = config.positive_int("hidden_size"), config.boolean("add_bias_linear")
     layer = LayerSpec(

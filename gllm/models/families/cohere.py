@@ -16,7 +16,7 @@ from gllm.models.spec_builders import (
 
 
 def build_cohere_spec(config: ConfigReader) -> ModelSpec:
-    """Build the spec of Command R: parallel layers with one norm each, scaled logits."""
+    """Build the ModelSpec of Command R: parallel layers with one norm each, scaled logits."""
     config.set_defaults(rope_theta=500_000.0)
     attention = _attention(config)
     if config.boolean("use_qk_norm"):
@@ -28,7 +28,10 @@ def build_cohere_spec(config: ConfigReader) -> ModelSpec:
 
 
 def build_cohere2_spec(config: ConfigReader) -> ModelSpec:
-    """Build the spec of Command R7B: every fourth layer has full attention without positions."""
+    """Build the ModelSpec of Command R7B: sliding windows, full attention in every fourth layer.
+
+    Layers with full attention have no position embedding.
+    """
     config.set_defaults(sliding_window=4096)
     attention = _attention(config)
     pattern = config.positive_int("sliding_window_pattern", "_sliding_window_pattern", default=4)

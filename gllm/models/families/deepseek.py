@@ -27,7 +27,7 @@ from gllm.models.spec_builders import (
 
 
 def build_v1_spec(config: ConfigReader) -> ModelSpec:
-    """Build the spec of DeepSeek MoE: Llama's attention, softmax routing and shared experts."""
+    """Build the ModelSpec of DeepSeek MoE: softmax routing, shared experts, Llama's attention."""
     config.require_value("scoring_func", "softmax")
     config.require_value("routed_scaling_factor", 1)
     # With one expert per token its weight is not divided by itself.
@@ -39,7 +39,10 @@ def build_v1_spec(config: ConfigReader) -> ModelSpec:
 
 
 def build_v2_spec(config: ConfigReader) -> ModelSpec:
-    """Build the spec of DeepSeek V2: softmax routing, limited to groups in the larger size."""
+    """Build the ModelSpec of DeepSeek V2: MLA and softmax routing.
+
+    In the larger size, routing is limited to groups of experts.
+    """
     config.set_defaults(n_shared_experts=2, q_lora_rank=1536)
     limits = {"greedy": False, "group_limited_greedy": True}
     limited = config.choice("topk_method", limits, "greedy")
@@ -51,7 +54,7 @@ def build_v2_spec(config: ConfigReader) -> ModelSpec:
 
 
 def build_v3_spec(config: ConfigReader) -> ModelSpec:
-    """Build the spec of DeepSeek V3: sigmoid routing with a correction bias."""
+    """Build the ModelSpec of DeepSeek V3: MLA and sigmoid routing with a correction bias."""
     config.set_defaults(
         first_k_dense_replace=3,
         n_group=8,

@@ -23,7 +23,7 @@ from gllm.models.spec_builders import (
 
 
 def build_spec(config: ConfigReader) -> ModelSpec:
-    """Build the spec of Falcon: parallel layers in most sizes; rotary positions or ALiBi."""
+    """Build the ModelSpec of Falcon: parallel layers in most sizes; rotary embedding or ALiBi."""
     config.require_value("apply_residual_connection_post_layernorm", False)
     bias = config.boolean("bias")
     hidden = config.positive_int("hidden_size")

@@ -21,7 +21,7 @@ from gllm.models.spec_builders import (
 
 
 def build_gemma_spec(config: ConfigReader) -> ModelSpec:
-    """Build the spec of Gemma: Llama with larger heads, GELU and a scaled embedding."""
+    """Build the ModelSpec of Gemma: Llama with larger heads, GELU and a scaled embedding."""
     config.set_defaults(head_dim=256)
     bias = config.boolean("attention_bias")
     # The official releases say "gelu" and mean its approximation; so does transformers.
@@ -37,7 +37,10 @@ def build_gemma_spec(config: ConfigReader) -> ModelSpec:
 
 
 def build_gemma2_spec(config: ConfigReader) -> ModelSpec:
-    """Build the spec of Gemma 2: norms around each block, soft caps, alternating windows."""
+    """Build the ModelSpec of Gemma 2: norms before and after each block, soft caps, windows.
+
+    Every other layer has a sliding window.
+    """
     config.set_defaults(head_dim=256, num_key_value_heads=4, sliding_window=4096)
     softcap = config.optional_positive_float("attn_logit_softcapping", default=50.0)
     attention = replace(_attention(config, None), softcap=softcap)
@@ -48,9 +51,9 @@ def build_gemma2_spec(config: ConfigReader) -> ModelSpec:
 
 
 def build_gemma3_spec(config: ConfigReader) -> ModelSpec:
-    """Build the spec of Gemma 3: norms of queries and keys; every sixth layer has full attention.
+    """Build the ModelSpec of Gemma 3: query and key norms; full attention in every sixth layer.
 
-    The layers with a window have rotary parameters of their own.
+    Layers with a sliding window have their own rotary parameters.
     """
     config.set_defaults(
         head_dim=256, num_key_value_heads=4, rope_theta=1_000_000.0, sliding_window=4096

@@ -17,12 +17,12 @@ from gllm.models.spec_builders import (
 
 
 def build_glm_spec(config: ConfigReader) -> ModelSpec:
-    """Build the spec of GLM-4 (2024): half of each head is rotated, interleaved."""
+    """Build the ModelSpec of GLM-4 (2024): interleaved rotary embedding of half of each head."""
     return decoder_model(config, [_layer(config)] * config.positive_int("num_hidden_layers"))
 
 
 def build_glm4_spec(config: ConfigReader) -> ModelSpec:
-    """Build the spec of GLM-4 (2025): norms also after each block."""
+    """Build the ModelSpec of GLM-4 (2025): that of 2024 with norms also after each block."""
     layer = replace(
         _layer(config),
         post_attention_norm=rms_norm_spec(config, "post_self_attn_layernorm"),

@@ -21,7 +21,7 @@ from gllm.models.spec_builders import ACTIVATIONS, layer_norm_spec, plain_mlp_sp
 
 
 def build_spec(config: ConfigReader) -> ModelSpec:
-    """Build the spec of GPT-2: learned positions, transposed weights."""
+    """Build the ModelSpec of GPT-2, with learned positions and weights stored transposed."""
     hidden = config.positive_int("n_embd", default=768)
     count = config.positive_int("n_layer", default=12)
     longest = config.positive_int("n_positions", "n_ctx", default=1024)

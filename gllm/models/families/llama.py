@@ -9,7 +9,7 @@ from gllm.models.spec_builders import attention_spec, decoder_model, gated_mlp_s
 
 
 def build_spec(config: ConfigReader) -> ModelSpec:
-    """Build the spec of Llama; attention and feed-forward may have biases."""
+    """Build the ModelSpec of Llama, with biases if config.json enables them."""
     bias = config.boolean("attention_bias")
     attention = attention_spec(config, qkv_bias=bias, out_bias=bias)
     mlp = gated_mlp_spec(config, bias=config.boolean("mlp_bias"))

@@ -14,13 +14,13 @@ from gllm.models.spec_builders import (
 
 
 def build_mistral_spec(config: ConfigReader) -> ModelSpec:
-    """Build the spec of Mistral: Llama with a sliding window in all layers, if it is not null."""
+    """Build the ModelSpec of Mistral: Llama, with a sliding window in all layers if it is set."""
     config.set_defaults(num_key_value_heads=8, sliding_window=4096)
     return sliding_window_model(config, attention_spec(config), gated_mlp_spec(config))
 
 
 def build_mixtral_spec(config: ConfigReader) -> ModelSpec:
-    """Build the spec of Mixtral: Mistral with a mixture of experts, two per token."""
+    """Build the ModelSpec of Mixtral: Mistral with a mixture of experts instead of the MLP."""
     config.set_defaults(num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1_000_000.0)
     attention = attention_spec(config)
     experts = check_experts(

@@ -18,7 +18,7 @@ from gllm.models.spec_builders import ACTIVATIONS, decoder_model, plain_mlp_spec
 
 
 def build_spec(config: ConfigReader) -> ModelSpec:
-    """Build the spec of OPT: learned positions, of which the first two rows are unused."""
+    """Build the ModelSpec of OPT: learned positions in a table whose first two rows are unused."""
     hidden = config.positive_int("hidden_size")
     _check(config, hidden)
     heads = config.positive_int("num_attention_heads")

@@ -9,7 +9,10 @@ from gllm.models.spec_builders import attention_spec, gated_mlp_spec, sliding_wi
 
 
 def build_spec(config: ConfigReader) -> ModelSpec:
-    """Build the spec of Phi-3: Llama with fused projections; windows or longrope in some sizes."""
+    """Build the ModelSpec of Phi-3: Llama with fused projections.
+
+    Some sizes have a sliding window or longrope.
+    """
     config.set_defaults(rms_norm_eps=1e-5, original_max_position_embeddings=4096)
     for name in ("attention_bias", "mlp_bias", "lm_head_bias"):
         config.require_value(name, False)

@@ -21,10 +21,10 @@ from gllm.models.spec_builders import decoder_model, gated_mlp_spec
 
 
 def build_spec(config: ConfigReader) -> ModelSpec:
-    """Build the spec of Qwen: fused queries, keys and values with biases, nothing else biased.
+    """Build the ModelSpec of Qwen (1): one tensor with biases for queries, keys and values.
 
-    Dynamic NTK scaling and log-n attention change only texts longer than `seq_length` and are not
-    implemented. The context therefore ends at `seq_length` if either is on.
+    Dynamic NTK scaling and log-n attention change only sequences longer than `seq_length` and are
+    not implemented. The context therefore ends at `seq_length` if either is on.
     """
     _check(config)
     bias = not config.boolean("no_bias", default=True)

@@ -22,13 +22,13 @@ from gllm.models.spec_builders import (
 
 
 def build_qwen2_spec(config: ConfigReader) -> ModelSpec:
-    """Build the spec of Qwen2; only queries, keys and values have biases."""
+    """Build the ModelSpec of Qwen2: Llama with biases of the query, key and value projections."""
     attention, mlp = attention_spec(config, qkv_bias=True), gated_mlp_spec(config)
     return decoder_model(config, windowed_layers(config, attention, mlp, _read_windows(config)))
 
 
 def build_qwen2_moe_spec(config: ConfigReader) -> ModelSpec:
-    """Build the spec of Qwen2 MoE: experts, and a shared expert with a gate."""
+    """Build the ModelSpec of Qwen2 MoE: Qwen2 with experts and a gated shared expert."""
     experts = replace(
         _experts_spec(config, default=60),
         shared_expert=gated_mlp_spec(
@@ -43,14 +43,14 @@ def build_qwen2_moe_spec(config: ConfigReader) -> ModelSpec:
 
 
 def build_qwen3_spec(config: ConfigReader) -> ModelSpec:
-    """Build the spec of Qwen3: norms of query and key heads instead of biases."""
+    """Build the ModelSpec of Qwen3: norms of query and key heads instead of biases."""
     config.set_defaults(head_dim=128)
     attention, mlp = _qwen3_attention_spec(config), gated_mlp_spec(config)
     return decoder_model(config, windowed_layers(config, attention, mlp, _read_windows(config)))
 
 
 def build_qwen3_moe_spec(config: ConfigReader) -> ModelSpec:
-    """Build the spec of Qwen3 MoE: Qwen3 with experts, none of them shared."""
+    """Build the ModelSpec of Qwen3 MoE: Qwen3 with experts, without a shared expert."""
     config.set_defaults(num_key_value_heads=4)
     experts = _experts_spec(config, default=128)
     return decoder_model(config, _moe_layers(config, _qwen3_attention_spec(config), experts))
