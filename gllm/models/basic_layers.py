@@ -132,12 +132,12 @@ class Linear:
         """Read the weights.
 
         Args:
-            spec: names of the projections.
-            weights: weights of the layer.
+            spec: tensor names and variant.
+            weights: tensors of the layer.
             outputs: number of outputs of each projection.
             inputs: number of inputs.
             order: [sum of outputs] int64: stored index of each output; None if they are in order.
-            is_exact: exempts the layer from `--quantization`.
+            is_exact: True to exempt the layer from `--quantization`.
         """
         self._ranks, self._is_summed = weights.ranks, spec.is_summed
         self._has_part_of_inputs = spec.columns is not None
@@ -180,7 +180,7 @@ class Norm:
     """RMSNorm or LayerNorm over the last dimension."""
 
     def __init__(self, spec: NormSpec, weights: Weights, *shape: int) -> None:
-        """Read the scale, of this shape, and the bias."""
+        """Read the scale and the bias, if any, both of the given shape."""
         self.weight = weights.read(f"{spec.name}.weight", *shape)
         if spec.offset:
             # The compute dtype would round the sum: it stays in float32.

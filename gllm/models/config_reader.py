@@ -97,11 +97,11 @@ class ConfigReader:
         self._defaults: dict[str, Any] = {}
 
     def set_defaults(self, **values: Any) -> None:
-        """Set the family's values of absent keys; null remains unset."""
+        """Set the model family's defaults for absent keys; null remains unset."""
         self._defaults = values
 
     def default_of(self, name: str, default: Any) -> Any:
-        """Return the family's value of an absent key, for keys whose null means the same."""
+        """Return the model family's default for a key, for keys whose null means the default."""
         return self._defaults.get(name, default)
 
     def get(self, *names: str, default: Any = None) -> Any:
@@ -187,11 +187,11 @@ class ConfigReader:
             )
 
     def ignore(self, *names: str) -> None:
-        """Mark keys as read that have no effect in this family."""
+        """Accept keys that have no effect for this model family."""
         self._read.update(names)
 
     def check_all_read(self) -> None:
-        """Raise ModelError for a key that was not read, unless it is harmless."""
+        """Raise ModelError for a key that was not read, unless it cannot affect the results."""
         for name in sorted(self._raw.keys() - self._read - HARMLESS):
             value = self._raw[name]
             if value is None or (name == "layer_types" and _are_full_attention(value)):

@@ -95,7 +95,7 @@ class DecoderLayers:
 
     @property
     def is_program(self) -> bool:
-        """True if steps run as a recorded program; known after the first step."""
+        """True if steps replay a recorded program; known after the first step."""
         return self._program is not None
 
     def __call__(
@@ -128,7 +128,7 @@ class DecoderLayers:
         return _add(stream, None if self._delta is None else self._delta[:tokens])
 
     def release_workspace(self) -> None:
-        """Free the program, which is bound to one KV cache, and the memory of its results."""
+        """Free the recorded program, which is bound to one KV cache, and its workspace."""
         self._program = self._delta = None
         self._stream = torch.empty(0)
         self._can_record = True

@@ -119,11 +119,11 @@ class TensorNames:
         held_layers: Collection[int] = (),
         holds_ends: bool = False,
     ) -> bool:
-        """Return whether a stage with these layers reads a tensor.
+        """Return True if a stage with these layers reads a tensor.
 
         Args:
-            name: of the tensor.
-            layers: of the stage.
+            name: name of the tensor.
+            layers: layers of the stage.
             held_layers: layers that are in memory already, whose tensors are not read.
             holds_ends: True if embedding and LM head are in memory already.
         """
@@ -139,7 +139,8 @@ class TensorNames:
         return name.rpartition(".")[0] in self._model.names_outside_layers(layers)
 
     def is_ignored(self, name: str) -> bool:
-        """Return whether a tensor is a known leftover or part of a multi-token prediction layer."""
+        """Return True if a tensor is known as unused or belongs to a multi-token prediction layer.
+        """
         index, last = self._layer_of(name), self._model.num_layers
         if index is not None and last <= index < last + self._model.num_prediction_layers:
             return True
@@ -153,7 +154,7 @@ class TensorNames:
         )
 
     def excess_layers(self, names: Iterable[str]) -> list[int]:
-        """Return the sorted numbers of layers beyond those of the model."""
+        """Return the sorted indices of layers in tensor names beyond the model's last layer."""
         numbers = {number for name in names if (number := self._layer_of(name)) is not None}
         return sorted(number for number in numbers if number >= self._model.num_layers)
 
@@ -186,11 +187,12 @@ class Checkpoint:
 
         Args:
             folder: Hugging Face model folder.
-            dtype: of the tensors returned.
-            model: the whole model, or the shard of one rank, whose runs of tensors are read.
+            dtype: dtype of the tensors returned.
+            model: the whole model, or the part of one tensor parallel rank, which alone is read.
             layers: layers of the stage.
-            device: of the tensors returned.
-            keep_quantized: whether `read_matrices` keeps the checkpoint's format; default: on GPUs.
+            device: device of the tensors returned.
+            keep_quantized: True if `read_matrices` keeps the checkpoint's format; None for True on
+                GPUs.
             held_layers: layers of the stage that are in memory already, and not read.
             holds_ends: True if embedding and LM head are in memory already, and not read.
 
@@ -242,7 +244,7 @@ class Checkpoint:
         return {name: tuple(home.shape) for name, home in self._homes.items()}
 
     def report_to(self, progress: Progress) -> None:
-        """Call `progress` with (bytes read, bytes in all) after each tensor, and once now."""
+        """Call `progress` with bytes read and bytes in total, now and after each tensor."""
         self._progress = progress
         progress(self._done, self.total_bytes)
 
@@ -277,11 +279,11 @@ class Checkpoint:
         return weights
 
     def read_whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the whole tensor although this rank holds only a part; the caller frees it.
+        """Return a whole tensor, although this rank needs only a part; the caller frees it.
 
         Args:
-            name: of the tensor.
-            shape: of the whole tensor.
+            name: name of the tensor.
+            shape: shape of the whole tensor.
         """
         return dequantize_weight(self._tensor(name, shape, self.dtype, ()))
 
@@ -478,7 +480,7 @@ class Weights:
         return self._checkpoint.weight_bytes
 
     def at(self, part: str) -> "Weights":
-        """Return the tensors below `part`, a name without the final dot."""
+        """Return the tensors whose names continue with `part` and a dot."""
         prefix = f"{self._prefix}{part}."
         return Weights(self._checkpoint, prefix, self.quantization, self.ranks)
 
@@ -487,7 +489,7 @@ class Weights:
         return self._checkpoint.read([self._prefix + name], [shape])
 
     def read_float32(self, name: str, *shape: int) -> Tensor:
-        """Read one tensor of this shape in float32, where the compute dtype is too coarse."""
+        """Read one tensor of this shape in float32, whatever the compute dtype is."""
         return self._checkpoint.read([self._prefix + name], [shape], torch.float32)
 
     def read_stacked(
@@ -514,7 +516,7 @@ class Weights:
         return self._checkpoint.read_matrices(full, [(count, inputs) for count in rows])
 
     def read_whole(self, name: str, *shape: int) -> Tensor:
-        """Read one tensor of this whole shape, although a rank holds only a part of it."""
+        """Read one whole tensor of this shape, although this rank has only a part of it."""
         return self._checkpoint.read_whole(self._prefix + name, shape)
 
 

@@ -11,7 +11,7 @@ class Ranks:
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
-        """Create without groups, which a single rank never uses."""
+        """Create without communicators, which a single rank does not need."""
         self.rank, self.size = rank, size
         self._groups: tuple[RankGroup, RankGroup] | None = None
 

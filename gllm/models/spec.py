@@ -23,7 +23,7 @@ class DimensionShard:
 
     @property
     def num_elements(self) -> int:
-        """Elements in the runs."""
+        """Number of elements in the ranges."""
         return sum(end - begin for begin, end in self.runs)
 
 
@@ -39,7 +39,7 @@ class NormSpec:
     offset: float = 0.0
     """Added to the stored scale."""
     heads: DimensionShard | None = None
-    """Heads of this rank, if the scale is [heads, head_dim]; None for all."""
+    """Heads of this rank, if the scale has the shape [heads, head_dim]; None for all."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class LinearSpec:
     is_transposed: bool = False
     """True if the weight is stored as [inputs, outputs]."""
     rows: tuple[DimensionShard, ...] = ()
-    """Outputs of this rank, for each name; empty for all outputs."""
+    """Outputs of this rank, for each tensor name; empty for all outputs."""
     columns: DimensionShard | None = None
     """Inputs of this rank; None for all."""
     is_summed: bool = False
@@ -101,10 +101,10 @@ class AttentionSpec:
     qkv_proj: LinearSpec
     out_proj: LinearSpec
     scale: float
-    """Multiplies the scores."""
+    """Factor of the attention scores."""
     rope: RopeSpec | None = None
     alibi_scale: float | None = None
-    """Multiplies the ALiBi slopes; None without ALiBi."""
+    """Factor of the ALiBi slopes; None without ALiBi."""
     window: int | None = None
     """Size of the sliding window in tokens, the current one included; None for full attention."""
     softcap: float | None = None
@@ -129,7 +129,7 @@ class AttentionSpec:
         return KVEntrySpec(self.num_kv_heads, self.head_dim, self.head_dim)
 
     def weights_per_token(self, hidden_size: int) -> int:
-        """Return the number of weights read for one token."""
+        """Return the number of weights that are read to compute one token."""
         return (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim * hidden_size
 
 
@@ -163,7 +163,7 @@ class LatentAttentionSpec:
     kv_up_proj: LinearSpec
     out_proj: LinearSpec
     scale: float
-    """Multiplies the scores."""
+    """Factor of the attention scores."""
     window: None = None
     """Always full attention."""
 
@@ -173,7 +173,7 @@ class LatentAttentionSpec:
         return KVEntrySpec(1, self.kv_lora_rank + self.rope.dim, self.kv_lora_rank, is_shared=True)
 
     def weights_per_token(self, hidden_size: int) -> int:
-        """Return the number of weights read for one token."""
+        """Return the number of weights that are read to compute one token."""
         query = self.num_heads * (self.nope_head_dim + self.rope.dim) * self.q_input_size
         compressed = self.kv_lora_rank + self.rope.dim
         if self.q_down_proj is not None:
@@ -196,7 +196,7 @@ class MLPSpec:
     is_gated: bool = True
 
     def weights_per_token(self, hidden_size: int) -> int:
-        """Return the number of weights read for one token."""
+        """Return the number of weights that are read to compute one token."""
         return (2 + self.is_gated) * hidden_size * self.intermediate_size
 
 
@@ -214,24 +214,24 @@ class ExpertsSpec:
     renormalize: bool = False
     """True if the weights of a token's experts are divided by their sum."""
     scaling_factor: float = 1.0
-    """Multiplies the weights of the experts."""
+    """Factor of the experts' weights."""
     num_groups: int = 1
     top_k_groups: int = 1
-    """Groups from which a token's experts are selected."""
+    """Number of groups from which a token's experts are selected."""
     group_scoring: Literal["best", "best two"] = "best"
     """Score of a group: that of its best expert, or the sum of its best two."""
     correction_bias: str | None = None
     """Name of the tensor added to the scores for the selection, not for the weights."""
     shared_expert: MLPSpec | None = None
-    """Block that every token passes."""
+    """MLP that computes every token."""
     shared_expert_gate: LinearSpec | None = None
-    """Its sigmoid scales the output of the shared expert."""
+    """Gate whose sigmoid scales the output of the shared expert."""
     is_summed: bool = False
-    """True if the block's output, the shared expert's included, is a partial sum: the result is the
-    sum of all ranks. The down projections inside are not summed on their own."""
+    """True if the block's output, including the shared expert's, is summed over the ranks. The down
+    projections inside are not summed on their own."""
 
     def weights_per_token(self, hidden_size: int) -> int:
-        """Return the number of weights read for one token."""
+        """Return the number of weights that are read to compute one token."""
         shared = self.shared_expert.weights_per_token(hidden_size) if self.shared_expert else 0
         experts = self.top_k * self.expert.weights_per_token(hidden_size)
         return experts + shared + self.num_experts * hidden_size
@@ -270,7 +270,7 @@ class EmbeddingSpec:
 
     name: str
     scale: float = 1.0
-    """Multiplies the embedding."""
+    """Factor of the embedding."""
     positions: PositionEmbeddingSpec | None = None
     norm: NormSpec | None = None
     rows: DimensionShard | None = None
@@ -288,7 +288,7 @@ class HeadSpec:
     ties the weights."""
     has_bias: bool = False
     scale: float = 1.0
-    """Multiplies the logits."""
+    """Factor of the logits."""
     softcap: float | None = None
     """Cap c of the logits: l becomes c * tanh(l / c)."""
     has_normalized_rows: bool = False

@@ -45,7 +45,7 @@ class Embedding:
     """Token embedding of the first stage, with learned positions if the model has them."""
 
     def __init__(self, model: ModelSpec, weights: Weights, shared: Matrix | None) -> None:
-        """Read the weights, unless `shared`, the LM head's weight on this stage, is the same."""
+        """Read the weights, unless they are those of the LM head on this stage (`shared`)."""
         spec = model.embedding
         self.rows = _token_range(spec.rows, model.vocab_size)
         """Tokens of the vocabulary that this rank has."""
@@ -262,12 +262,12 @@ class ModelStage:
         """Read the weights of a stage, except for parts that are in memory already.
 
         Args:
-            model: the whole model, or the shard of this rank.
-            weights: weights at the checkpoint's root.
+            model: the whole model, or the part of this rank.
+            weights: all tensors of the checkpoint.
             layers: indices of the stage's layers.
-            max_model_len: longest text served, in tokens; selects the factors of longrope.
-            held: parts of other stages of this process, whose `ranks` the weights have; None for
-                none.
+            max_model_len: longest sequence served, in tokens; selects the factors of longrope.
+            held: parts of other stages of this process, with the same `ranks` as the weights; None
+                for none.
 
         Raises:
             ModelError: the checkpoint does not fit the model.
@@ -336,7 +336,7 @@ class ModelStage:
         return self.layers(hidden, context, kv, on_layer)
 
     def release_workspace(self) -> None:
-        """Free the memory of steps; the next step may have another KV cache."""
+        """Free the memory of steps, before the KV cache is replaced."""
         self.layers.release_workspace()
 
     def apply_final_norm(self, hidden: Tensor) -> Tensor:

@@ -62,10 +62,10 @@ class StoredTensor:
         return size
 
     def read(self, cuts: TensorShards = ()) -> Tensor:
-        """Return the tensor or its runs on the CPU; it may be the file's memory.
+        """Return the tensor, or the shards of its dimensions, on the CPU; it may be memory-mapped.
 
         Args:
-            cuts: runs of the dimensions that are read, stacked; empty for the whole tensor.
+            cuts: shard of each dimension; empty for the whole tensor.
         """
         with CPU:  # whatever the default is meanwhile
             if cuts:
@@ -102,7 +102,7 @@ class StoredTensor:
         return self.expert, first, *chosen[1:]
 
     def is_equal(self, other: "StoredTensor") -> bool:
-        """Return whether two whole matrices have the same values, comparing some rows at a time."""
+        """Return True if two whole matrices have the same values, comparing some rows at a time."""
         if self.shape != other.shape or len(self.shape) != 2:
             return False
         begins = range(0, self.shape[0], COMPARED_ROWS)

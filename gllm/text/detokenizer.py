@@ -68,7 +68,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Add text; return the text that can be shown, and the stop string if one was found."""
+        """Add text; return the text that is safe to show, and the stop string if one was found."""
         window = self._held + text
         match = self._stops.find(window, len(self._held))
         if match is not None:
@@ -80,7 +80,7 @@ class StopMatcher:
         return window[:cut], None
 
     def finish(self) -> str:
-        """End the text and return the part that was buffered."""
+        """End the text and return the text that was held back."""
         held, self._held = self._held, ""
         return held
 

@@ -92,24 +92,25 @@ class Receiver(Protocol):
         """File descriptor (eventfd) that becomes readable once the next step has arrived."""
 
     def has_arrived(self, step: int) -> bool:
-        """Return True if `receive` of the next step does not wait."""
+        """Return True if `receive` for the next step returns without waiting."""
 
     def receive(self, step: int, tokens: int) -> "torch.Tensor":
-        """Return the activations [tokens, hidden_size] of a step; wait for them without CPU load.
+        """Wait for the activations of a step and return them, [tokens, hidden_size].
 
-        The caller may read and overwrite the tensor until the step has committed. On a device it is
-        valid for work put into the stage's stream from then on.
+        The thread sleeps while it waits. The caller may read and overwrite the tensor until the
+        step has committed. On a device it is valid for work put into the stage's stream from then
+        on.
 
         Raises:
             StepFailedError: an earlier stage sent an error.
-            TransportError: the edge is broken.
+            TransportError: the connection is broken.
             EdgeClosedError: `cancel` was called, before or meanwhile.
         """
 
     def check(self) -> None:
         """Raise TransportError if received activations may be invalid.
 
-        Called after a device has computed with them.
+        Called once the device has computed with them.
         """
 
     def cancel(self) -> None:

@@ -48,11 +48,11 @@ class DescriptorChannel:
     def send(
         self, payload: bytes, descriptors: Sequence[int] = (), should_wait: bool = False
     ) -> None:
-        """Send a message.
+        """Send a message with file descriptors.
 
         Args:
-            payload: of the message.
-            descriptors: sent along; they stay the caller's.
+            payload: bytes of the message.
+            descriptors: file descriptors to send; they remain open in this process.
             should_wait: True to wait while the other end does not read; False to fail.
 
         Raises:
@@ -75,9 +75,9 @@ class DescriptorChannel:
             raise DescriptorError(f"a message to a process cannot be sent: {error}") from error
 
     def receive(self) -> tuple[bytes, list[int]]:
-        """Wait for a message; return its payload and its descriptors, which the caller closes.
+        """Wait for a message; return its bytes and its file descriptors.
 
-        New processes do not inherit the descriptors.
+        The caller closes the descriptors; child processes do not inherit them.
 
         Raises:
             DescriptorError: the other end is closed.
@@ -100,7 +100,7 @@ class DescriptorChannel:
         return payload, received.tolist()
 
     def shut_down(self) -> None:
-        """Let both ends read the end of the channel, also those that wait; called on any thread."""
+        """End the connection in both directions; waiting reads return. Called on any thread."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

@@ -32,9 +32,9 @@ class DeviceRankGroup(RankGroup):
     """True if collectives can be part of CUDA graphs."""
 
     def __init__(self, host: StageGroups, cancel_seconds: float = CANCEL_SECONDS) -> None:
-        """Create from the groups of the same ranks in host memory.
+        """Create from the communicators of the same ranks in host memory.
 
-        cancel_seconds: limit for launches that are under way when the group is cancelled.
+        cancel_seconds: limit for launches in progress when the communicator is cancelled.
         """
         self._host, self._cancel_seconds = host, cancel_seconds
         self.rank, self.size = host.layers.rank, host.layers.size
@@ -44,10 +44,10 @@ class DeviceRankGroup(RankGroup):
 
     @contextmanager
     def launching(self) -> Iterator[None]:
-        """Queue collectives, or a graph that has some, within this context.
+        """Hold a lock while collectives, or a graph that contains some, are queued on the device.
 
         Raises:
-            GroupClosedError: the group is cancelled.
+            GroupClosedError: the communicator is cancelled.
         """
         with self._launching:
             if self._is_cancelled:
@@ -75,7 +75,7 @@ class DeviceRankGroup(RankGroup):
 
     @abstractmethod
     def end_step(self, step: int) -> None:
-        """Note that all work of a step is queued. Called on the compute thread."""
+        """Record that all work of a step is queued. Called on the compute thread."""
 
     def cancel(self) -> None:
         """End every wait of every rank with GroupClosedError, now and later.

@@ -30,18 +30,21 @@ class Edge(msgspec.Struct, frozen=True):
     addresses: list[str]
     """Network addresses of both ends; empty where both stages run on one host."""
     descriptors: list[int]
-    """An anonymous file for activations, an event that counts steps, and an anonymous file for the
-    rendezvous of a process group. On an edge to another machine that file is this worker's log
-    (rendezvous_log.py); the copy of the other worker's log and the event of this worker's log
-    follow. At the end, the file and the event of each further lane."""
+    """File descriptors, in this order: memory of the ring buffer, eventfd that counts steps, file
+    for the rendezvous of NCCL.
+
+    Between machines, the rendezvous file is this worker's log (rendezvous_log.py), followed by the
+    copy of the other worker's log and the eventfd of this worker's log. Last come the memory and
+    the eventfd of a second ring buffer."""
     is_remote: bool = False
-    """True if the other end is on another machine: a data mover empties or fills the file."""
+    """True if the other stage is on another machine, so that a data mover reads or writes the
+    memory."""
     num_lanes: int = 1
     """Number of ring buffers: 2 if decode steps may overtake prefill steps (--lanes 2), otherwise
     1."""
 
     def lane_descriptors(self, lane: int) -> list[int]:
-        """Return the descriptors of an edge of this lane alone."""
+        """Return the descriptors of one ring buffer in the form of an `Edge` with a single one."""
         common = len(self.descriptors) - RING_DESCRIPTORS * (self.num_lanes - 1)
         if not lane:
             return self.descriptors[:common]

@@ -20,9 +20,9 @@ class StageGroups(NamedTuple):
     """
 
     layers: "RankGroup"
-    """For the thread that computes the layers."""
+    """Communicator for the thread that computes the layers."""
     head: "RankGroup"
-    """For the thread that computes logits and samples."""
+    """Communicator for the thread that computes logits and samples."""
 
 
 GROUPS = MappingProxyType(

@@ -69,13 +69,13 @@ class HostStagingSender(_PinnedSlotRing):
         """Open the sending end.
 
         Args:
-            descriptors: of the edge.
-            shape: capacity of the edge.
-            dtype: of activations.
+            descriptors: file descriptors of the `Edge`.
+            shape: shape of activations and number of step buffers.
+            dtype: dtype of activations.
             device: device of the stage.
             stream: compute stream of the stage.
             on_error: called if the background thread fails.
-            in_background: True if a thread calls `signal_next`.
+            in_background: True to call `signal_next` on a thread.
         """
         super().__init__(descriptors, shape, dtype, device, stream)
         self._on_error = on_error
@@ -102,10 +102,10 @@ class HostStagingSender(_PinnedSlotRing):
         self._sent.put((step, 0, error))
 
     def signal_next(self) -> bool:
-        """Notify the receiver of the next step, in the order of steps.
+        """Wait until the next step is copied to host memory and notify the receiver.
 
         Returns:
-            False if there is none because this end is being closed.
+            False if this end is being closed.
         """
         sent = self._sent.get()
         if sent is None:

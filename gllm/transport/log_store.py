@@ -37,12 +37,12 @@ class LogStore(Store):
     def __init__(
         self, own: int, peer: int, event: int, is_cancelled: Callable[[], bool] = lambda: False
     ) -> None:
-        """Use the logs of an edge.
+        """Use the log files of an edge.
 
         Args:
             own: descriptor of this worker's log.
             peer: descriptor of the copy of the other worker's log.
-            event: descriptor of the event of the own log.
+            event: eventfd that tells the data mover that the own log has grown.
             is_cancelled: returns True once a wait for a key should end.
         """
         super().__init__()
@@ -67,7 +67,7 @@ class LogStore(Store):
             return self._lookup(key) or b""
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter; return its value, which may lack the other process's latest part."""
+        """Add to a counter; return its value, which may lack the other worker's latest part."""
         self._append(f"+{key}", str(amount).encode())
         with self._lock:
             self._read()

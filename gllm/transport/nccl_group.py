@@ -127,16 +127,16 @@ class NcclRankGroup(DeviceRankGroup):
         in_background: bool = True,
         cancel_seconds: float = CANCEL_SECONDS,
     ) -> None:
-        """Create from a communicator that is connected.
+        """Create from a connected NCCL communicator.
 
         Args:
-            host: groups of the same ranks in host memory.
-            communicator: of this rank.
+            host: communicators of the same ranks in host memory.
+            communicator: NCCL communicator of this rank.
             device: device of this rank.
             stream: compute stream; every method is called within it.
             on_error: called when collectives are aborted because they do not end.
-            in_background: whether a thread monitors the steps.
-            cancel_seconds: limit for launches that are under way when the group is cancelled.
+            in_background: True to monitor the steps on a thread.
+            cancel_seconds: limit for launches in progress when the communicator is cancelled.
         """
         super().__init__(host, cancel_seconds)
         self._communicator, self._device, self._stream = communicator, device, stream
@@ -193,12 +193,12 @@ class NcclRankGroup(DeviceRankGroup):
         return values
 
     def end_step(self, step: int) -> None:
-        """Note that all work of a step is queued. Called on the compute thread.
+        """Record that all work of a step is queued. Called on the compute thread.
 
-        The work has to end in time.
+        The work is aborted if it does not end in time.
 
         Raises:
-            TransportError: that of an earlier step did not.
+            TransportError: the work of an earlier step did not end in time.
         """
         self.monitor.check()
         ended = self._device.event()

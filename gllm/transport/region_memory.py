@@ -51,7 +51,7 @@ class Collective(IntEnum):
     SUM = 1
     MAXIMUM = 2
     GATHER = 3
-    MEET = 4
+    AGREE = 4
     BROADCAST = 5
 
 
@@ -64,14 +64,14 @@ class RegionMemory:
         """Map the memory. Pages use memory once they are written.
 
         Args:
-            descriptor: the file, which may be closed afterwards.
+            descriptor: memory file, which may be closed afterwards.
             rank: number of this rank.
             ranks: number of ranks.
-            capacities: largest part of each group, in floats.
-            value_bytes: size of the smaller places.
+            capacities: largest tensor of each communicator, in floats.
+            value_bytes: size of the small buffers.
 
         Raises:
-            ValueError: there are more ranks than the kernels can add.
+            ValueError: there are more ranks than the kernels support.
         """
         if not 0 <= rank < ranks <= MAX_RANKS:
             raise ValueError(f"rank {rank} of {ranks} ranks: at most {MAX_RANKS} share a stage")
@@ -147,7 +147,7 @@ class GroupMemory:
     """One rank's view of the buffers and sequence numbers of one communicator in shared memory."""
 
     def __init__(self, region: RegionMemory, number: int) -> None:
-        """Find the group with a number in the memory of a region."""
+        """Use the memory of the communicator with this number in a region."""
         self.region = region
         self.pointer = region.pointers[number]
         self.state: RankGroupState = self.pointer.contents

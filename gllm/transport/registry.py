@@ -22,14 +22,17 @@ class FanOutSender:
     """Sends the activations of each step to several ranks of the next stage; implements Sender."""
 
     def __init__(self, senders: Sequence[Sender]) -> None:
-        """Create the sending end.
+        """Create from other senders.
 
         senders: one per receiver; without any, activations are dropped.
         """
         self._senders = senders
 
     def mark_begin(self, step: int) -> None:
-        """Note that the stage begins to compute a step, for a data mover that sends it later."""
+        """Record that the stage begins to compute a step.
+
+        The data mover predicts from it when the next output is ready.
+        """
         for sender in self._senders:
             sender.mark_begin(step)
 

@@ -56,10 +56,10 @@ class SlotHeader(NamedTuple):
     error_bytes: int
     """Length of an error text in place of activations; 0 for none."""
     payload_bytes: int
-    """Length of the activations; 0 if they travel another way."""
+    """Length of the activations; 0 if they are sent in another way."""
 
     def find_fault(self, layout: EdgeLayout) -> str:
-        """Return the reason for which a ring cannot hold such a step; empty if it can."""
+        """Return why a step with this header does not fit into a ring; empty if it fits."""
         sizes = (self.hidden_size, self.itemsize)
         if sizes != (layout.hidden_size, layout.itemsize):
             expected = f"{layout.hidden_size} of {layout.itemsize} bytes"
@@ -81,15 +81,15 @@ class Ring:
     """
 
     def __init__(self, memory: int, event: int, layout: EdgeLayout) -> None:
-        """Map the memory, and write the layout unless the other process has done so.
+        """Map the memory, and initialize it unless the other process has done so.
 
         Args:
             memory: descriptor of the memory, which may be closed afterwards.
-            event: descriptor of the event, which stays in use.
-            layout: capacity of the ring.
+            event: eventfd, which must stay open.
+            layout: shape and dtype of activations, and number of step buffers.
 
         Raises:
-            TransportError: the other process expects another layout.
+            TransportError: the other process has initialized it with another layout.
         """
         self.event, self.shape = event, layout
         payload = layout.max_tokens * layout.hidden_size * layout.itemsize
@@ -136,24 +136,24 @@ class Ring:
         return self.offset(step) + PAGE_BYTES
 
     def header(self, step: int) -> SlotHeader:
-        """Return the header in a step's slot, which may be that of another step."""
+        """Return the header in a step's buffer, which may be that of another step."""
         return SlotHeader(*SLOT_HEADER.unpack_from(self.memory, self.offset(step)))
 
     @property
     def signalled_steps(self) -> list[int | None]:
-        """Last signalled step of each slot; None for an unused slot."""
+        """Last signalled step of each buffer; None for unused buffers."""
         end = _SIGNALLED_OFFSET + self.shape.slots * _SIGNALLED.size
         values = _SIGNALLED.iter_unpack(self.memory[_SIGNALLED_OFFSET:end])
         return [value - 1 if value else None for (value,) in values]
 
     def signal(self, step: int, tokens: int, error: str = "", has_payload: bool = True) -> None:
-        """Announce a step's activations, or an error in their place, to the receiver.
+        """Notify the receiver of a step's activations, or of an error in their place.
 
         Args:
             step: number of the step.
-            tokens: number of rows.
-            error: sent in place of activations.
-            has_payload: False if the activations do not travel through the slot.
+            tokens: number of tokens.
+            error: error text; empty for none.
+            has_payload: False if the activations are not in the buffer.
         """
         shape = self.shape
         text = error.encode()[:MAX_ERROR_BYTES]
@@ -165,37 +165,38 @@ class Ring:
         self.signal_written(step)
 
     def signal_written(self, step: int) -> None:
-        """Signal the reader that the slot of a step, with its header, is written."""
+        """Notify the receiver that a step's buffer, with its header, is written."""
         order_writes(self._fence)
         place = _SIGNALLED_OFFSET + self.slot(step) * _SIGNALLED.size
         _SIGNALLED.pack_into(self.memory, place, step + 1)
         os.eventfd_write(self.event, 1)
 
     def mark_begin(self, step: int) -> None:
-        """Note that the sending stage begins to compute a step, for the data mover."""
+        """Record for the data mover that the sending stage begins to compute a step."""
         _BEGUN.pack_into(self.memory, _BEGUN_OFFSET, step + 1, time.monotonic_ns())
 
     @property
     def last_begin(self) -> tuple[int, int] | None:
-        """Last step that the sender began to compute, and its time.monotonic_ns(); None for none.
+        """Latest step that the sending stage began to compute and its start time; None for none.
 
-        A step whose number changes while this is read has the time of one of both.
+        The time is time.monotonic_ns(). If the value changes while it is read, the time may belong
+        to the step before.
         """
         step, time_ns = _BEGUN.unpack_from(self.memory, _BEGUN_OFFSET)
         return (step - 1, time_ns) if step else None
 
     def has_signalled(self, step: int) -> bool:
-        """Return whether a step, or a later one in its slot, was signalled."""
+        """Return True if a step, or a later one in the same buffer, was signalled."""
         place = _SIGNALLED_OFFSET + self.slot(step) * _SIGNALLED.size
         (value,) = _SIGNALLED.unpack_from(self.memory, place)
         return bool(value > step)
 
     def has_arrived(self, step: int) -> bool:
-        """Return True if `wait` for the next step ends soon."""
+        """Return True if `wait` for the next step returns soon."""
         return self._is_cancelled or self.has_signalled(step)
 
     def begin_relay(self) -> None:
-        """Prepare a ring that this process, a data mover, fills from now on.
+        """Prepare a ring that this data mover fills from now on.
 
         An earlier data mover may have been killed between the last step and its event. This one
         therefore writes an event, and the receiver ignores events without a step.
@@ -206,11 +207,11 @@ class Ring:
             os.eventfd_write(self.event, 1)
 
     def wait(self, step: int, tokens: int) -> None:
-        """Wait for the sender's signal.
+        """Wait until the sender signals a step.
 
         Raises:
-            StepFailedError: the sender announced an error.
-            TransportError: the sender announced other activations than those of this step.
+            StepFailedError: the sender sent an error.
+            TransportError: step or shape are not the expected ones.
             EdgeClosedError: `cancel` was called.
         """
         os.eventfd_read(self.event)

@@ -20,7 +20,7 @@ class SlotRing(Ring):
         self.dtype = dtype
 
     def tensor(self, step: int, tokens: int) -> Tensor:
-        """Return the payload of a step's slot as [tokens, hidden_size]."""
+        """Return the activations in a step's buffer as a tensor [tokens, hidden_size]."""
         hidden, begin = self.shape.hidden_size, self.payload(step)
         flat = torch.frombuffer(self.memory, dtype=self.dtype, count=tokens * hidden, offset=begin)
         return flat.view(tokens, hidden)
@@ -30,7 +30,7 @@ class SharedMemorySender(SlotRing):
     """Sends activations to a process of the same host through shared memory; implements Sender."""
 
     def send(self, step: int, hidden: Tensor) -> None:
-        """Copy [tokens, hidden_size] to the step's slot and notify the receiver."""
+        """Copy [tokens, hidden_size] to the step's buffer and notify the receiver."""
         tokens = hidden.shape[0]
         self.tensor(step, tokens).copy_(hidden)
         self.signal(step, tokens)

@@ -145,7 +145,7 @@ class SharedMemoryGroup:
         place = self._next_place(VALUES)
         mine = self._bytes(self.rank, place)
         mine[: _STEP_MESSAGE.size + len(text)] = _STEP_MESSAGE.pack(step, len(text)) + text
-        self._barrier(Collective.MEET, place)
+        self._barrier(Collective.AGREE, place)
         others = [self._bytes(rank, place) for rank in range(self.size)]
         messages = [_STEP_MESSAGE.unpack_from(memory) for memory in others]
         if any(other != step for other, _ in messages):

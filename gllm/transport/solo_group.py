@@ -30,25 +30,25 @@ class SoloGroup:
         return None
 
     def sum(self, partial: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return the part, with the bias."""
+        """Return this rank's tensor, with the bias added."""
         return (partial if bias is None else partial + bias).to(dtype)
 
     def maximum(self, values: Tensor) -> Tensor:
-        """Return the values."""
+        """Return this rank's values."""
         return values
 
     def gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor | None:
-        """Return the part with zeros in place of the others' parts on rank 0; elsewhere None."""
+        """Return this rank's tensor, padded with zeros for the others, on rank 0; else None."""
         if self.rank:
             return None
         return functional.pad(part, (0, sum(sizes) - part.shape[1]))
 
     def agree_on_step(self, step: int, error: str) -> str:
-        """Return the error of this rank."""
+        """Return the error of this rank; empty for none."""
         return error
 
     def broadcast(self, values: Tensor | None, count: int) -> Tensor:
-        """Return the values, or zeros on other ranks than 0."""
+        """Return the given values, or zeros on ranks other than 0."""
         return torch.zeros(count, dtype=torch.int64) if values is None else values
 
     def cancel(self) -> None:
@@ -67,28 +67,28 @@ class SoloDeviceGroup(DeviceRankGroup):
     can_capture = True
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
-        """Create a group whose values are in the memory of a device."""
+        """Create a communicator whose tensors are on a GPU."""
         self._solo, self._device = SoloGroup(rank, size), device
         super().__init__(StageGroups(self._solo, self._solo))
 
     def sum(self, partial: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return the part, with the bias."""
+        """Return this rank's tensor, with the bias added."""
         return self._solo.sum(partial, bias, dtype)
 
     def maximum(self, values: Tensor) -> Tensor:
-        """Return the values."""
+        """Return this rank's values."""
         return values
 
     def gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor | None:
-        """Return the part with zeros in place of the others' parts on rank 0; elsewhere None."""
+        """Return this rank's tensor, padded with zeros for the others, on rank 0; else None."""
         return self._solo.gather(part, sizes)
 
     def broadcast(self, values: Tensor | None, count: int) -> Tensor:
-        """Return the values, or zeros on other ranks than 0."""
+        """Return the given values, or zeros on ranks other than 0."""
         return self._solo.broadcast(values, count).to(self._device)
 
     def end_step(self, step: int) -> None:
-        """Note that all work of a step is queued. Called on the compute thread.
+        """Record that all work of a step is queued. Called on the compute thread.
 
         No collective is queued.
         """

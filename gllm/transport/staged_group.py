@@ -45,10 +45,10 @@ class StagedRankGroup(DeviceRankGroup):
     can_capture = False
 
     def __init__(self, host: StageGroups, device: DeviceRuntime, stream: DeviceStream) -> None:
-        """Create from groups in host memory.
+        """Create from the communicators of the same ranks in host memory.
 
         Args:
-            host: groups of the same ranks.
+            host: communicators in host memory.
             device: device of this rank.
             stream: compute stream; every method is called within it.
         """
@@ -81,9 +81,9 @@ class StagedRankGroup(DeviceRankGroup):
         return self._to_device(self._host.head.broadcast(on_host, count))
 
     def end_step(self, step: int) -> None:
-        """Note that all work of a step is queued. Called on the compute thread.
+        """Record that all work of a step is queued. Called on the compute thread.
 
-        The host has waited for every collective already.
+        The host has already waited for every collective.
         """
 
     def _abort(self) -> None:

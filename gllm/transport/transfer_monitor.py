@@ -83,11 +83,11 @@ class TransferMonitor:
         """Create a monitor; `start` runs it on a thread.
 
         Args:
-            group: aborted on failure.
+            group: process group that is aborted on failure.
             timeout: limit per transfer in seconds.
             on_error: called with a TransportError when transfers are aborted.
             bind_thread: called first on the monitoring thread.
-            subject: name of a step's transfers in errors.
+            subject: text for a step's transfers in error messages.
             check_interval: seconds between two checks of the thread.
         """
         self._subject, self._check_interval = subject, check_interval

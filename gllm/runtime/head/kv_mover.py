@@ -25,7 +25,7 @@ from gllm.transport.link import commands
 
 log = logging.getLogger(__name__)
 
-CreateChild = Callable[[commands.LinkIdentity, NodeCertificate | None, LinkOwner], LinkChild]
+CreateChild = Callable[[commands.ConfigureLink, NodeCertificate | None, LinkOwner], LinkChild]
 CreateChannels = Callable[[], tuple[DescriptorChannel, DescriptorChannel]]
 
 
@@ -84,7 +84,7 @@ class EngineKvMover:
         self._backend, self._encoding = backend, encoding
         self._address = address
         self._certificate = create_certificate() if address else None
-        identity = commands.LinkIdentity(
+        identity = commands.ConfigureLink(
             0, "kv", address, bool(address), accepts_engines=bool(address)
         )
         self._child = create_child(identity, self._certificate, self)

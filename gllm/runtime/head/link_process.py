@@ -48,7 +48,10 @@ class LinkChild:
     """Starts a `gllm-link` process, which moves data between machines, and restarts it."""
 
     def __init__(
-        self, identity: commands.LinkIdentity, certificate: NodeCertificate | None, owner: LinkOwner
+        self,
+        identity: commands.ConfigureLink,
+        certificate: NodeCertificate | None,
+        owner: LinkOwner,
     ) -> None:
         """Create the owner of a process that has not started.
 
@@ -254,7 +257,7 @@ class LinkProcess:
             listen: HOST:PORT at which it accepts data connections, port 0 for any; empty for none.
             certificate: of this machine; None without encryption. It belongs to the caller.
             congestion: congestion control of TCP; None for that of the system.
-            node_timeout: in seconds; see LinkIdentity.
+            node_timeout: in seconds; see ConfigureLink.
             policy: order of the steps that wait for a connection, a name of LINK_POLICIES.
             encoding: of activations, a name of LINK_ENCODINGS.
         """
@@ -266,7 +269,7 @@ class LinkProcess:
         """Frames and handshakes that were invalid, over all processes."""
         self._num_malformed_before = 0
         """`num_malformed` when the present process started."""
-        identity = commands.LinkIdentity(
+        identity = commands.ConfigureLink(
             0, node, listen, certificate is not None, congestion, policy, encoding, node_timeout
         )
         self._child = LinkChild(identity, certificate, self)

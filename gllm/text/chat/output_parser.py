@@ -30,7 +30,13 @@ class ChatOutputParser:
     def push(
         self, index: int, text: str, finish_reason: str | None
     ) -> tuple[list[OutputEvent], str | None]:
-        """Parse new text of a choice; return its events, and the finish reason at its end."""
+        """Parse new text of a choice; return its events and, at the end, the finish reason.
+
+        Args:
+            index: index of the choice.
+            text: new text of the choice.
+            finish_reason: reason of its end; None while it continues.
+        """
         if self.is_plain_text:
             return [ContentDelta(text)] if text else [], finish_reason
         if index not in self._parsers:

@@ -126,7 +126,7 @@ class GrammarCompiler:
             raise FieldError(param, f"{param} cannot be used: {error}") from error
 
     async def compile(self, source: GrammarSource) -> str:
-        """Compile a grammar into the form that the last stage loads.
+        """Compile a grammar to llguidance's form, which the last stage loads.
 
         Raises:
             GrammarError: The grammar is invalid or too complex.

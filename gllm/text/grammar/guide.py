@@ -37,9 +37,9 @@ class GuideOptions(NamedTuple):
     forces: bool
     """True to skip sampling where the grammar allows a single token; False to sample all tokens."""
     mask_seconds: float = MASK_SECONDS
-    """Time limit of one mask."""
+    """Limit in seconds for computing one mask."""
     token_seconds: float = TOKEN_SECONDS
-    """Time limit for the sampling of the token before."""
+    """Limit in seconds for waiting until the token before is sampled."""
 
 
 def filter_eos_ids(eos_ids: Sequence[int], vocab_size: int) -> list[int]:
@@ -118,8 +118,8 @@ class GrammarGuide:
     def accept_token(self, index: int, token: int) -> tuple[int, ...]:
         """Accept the sampled output token `index`; return the tokens that are fixed by it.
 
-        The result begins with this token, or with the settled one in its place. It is empty if
-        that one was returned before.
+        The result begins with this token, or with the one that the grammar had fixed in its place.
+        It is empty if that one was returned before.
 
         Raises:
             GrammarGuideError: The grammar does not allow the token, or the sequence has failed.
@@ -153,7 +153,7 @@ class GrammarGuide:
         self._mask.cancel()
 
     def settled_token(self, index: int) -> int:
-        """Return output token `index`, which must be fixed already."""
+        """Return output token `index`, which must have been sampled or fixed by the grammar."""
         return self._tokens[index]
 
     def _wait_for_mask(self, mask: "Future[bytes]") -> bytes:

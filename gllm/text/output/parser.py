@@ -180,7 +180,7 @@ class OutputParser:
         self._feed = answer
 
     def push(self, text: str) -> list[OutputEvent]:
-        """Add text; return its events."""
+        """Add text; return the events that it completes."""
         self._feed(text)
         return self._pop_events()
 

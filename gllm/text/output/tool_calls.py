@@ -112,7 +112,7 @@ class ToolCallEmitter:
         return is_call
 
     def add_closing_marker(self, marker: str) -> None:
-        """Handle a closing marker without a call before it.
+        """Handle a closing marker that does not directly follow a call.
 
         It ends a call with invalid text after its arguments; without such a call it is content.
         """
@@ -165,9 +165,9 @@ class ToolCallFormat:
     markers: tuple[str, ...]
     """Tokens that the parser has to see even if they are special tokens of the vocabulary."""
     is_used_by: Callable[[str], bool]
-    """Returns whether a chat template, given as source, shows this format."""
+    """Returns True if the source of a chat template uses this format."""
     delimiters: Callable[[str], ToolCallDelimiters]
-    """Returns the text around calls for a chat template, given as source."""
+    """Returns the texts around calls for the source of a chat template."""
     model_types: tuple[str, ...] = ()
     """Values of `model_type` in config.json, for chat templates that show no known format."""
     only_known_tools: bool = False

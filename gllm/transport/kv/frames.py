@@ -47,14 +47,14 @@ class KvFrameKind(IntEnum):
 
     READ = 1
     GRANT = 2
-    """Contents may be read in the owner's memory."""
+    """The receiver may read the blocks by itself, from shared memory or by RDMA."""
     RUN = 3
-    """Bytes of a run of tokens."""
+    """Keys and values of consecutive tokens."""
     CONFIRM = 4
     CONFIRMED = 5
     REFUSE = 6
     READY = 7
-    """Tokens and parts of a READ per layer that may be read."""
+    """Number of tokens and head ranges that are computed, if the request is layer by layer."""
 
 
 _MAX_BYTES = {
@@ -72,14 +72,14 @@ class ReadPart(msgspec.Struct, frozen=True, array_like=True):
     """A range of KV heads of one layer to read from one worker of a machine."""
 
     place: _Index
-    """Position of the worker in KvMachine.layouts."""
+    """Index of the worker in KvMachine.layouts."""
     layer: _Index
     first_head: _Index
     num_heads: Annotated[int, Meta(ge=1, lt=2**31)]
 
     @property
     def heads(self) -> range:
-        """KV heads by their indices in the model."""
+        """Range of KV heads, by their indices in the model."""
         return range(self.first_head, self.first_head + self.num_heads)
 
 
@@ -93,11 +93,11 @@ class ReadRequest(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: Annotated[int, Meta(ge=1, lt=2**31)]
     backend: str
     encoding: str
-    """Encoding of runs on the wire: a name of LINK_ENCODINGS."""
+    """Encoding of keys and values on the network: a name of LINK_ENCODINGS."""
     parts: Annotated[list[ReadPart], Meta(min_length=1, max_length=2**14)]
     is_per_layer: bool = False
-    """True if READY precedes the parts, which may be computed meanwhile. The answer may be for the
-    first of the tokens only."""
+    """True to read layers while the prefill is still running; READY messages report the computed
+    ones. The answer may cover only the first of the tokens."""
 
 
 class ReadGrant(msgspec.Struct, frozen=True, array_like=True):
@@ -137,7 +137,7 @@ class KvConnection:
         Args:
             connection: TCP, TLS or a Unix socket.
             check: Called while nothing arrives; raises an error to end the wait.
-            idle_seconds: Longest wait for the begin of a frame.
+            idle_seconds: Longest wait for the next message to begin.
         """
         self.socket = connection
         self._check = check or (lambda: None)
@@ -193,7 +193,7 @@ class KvConnection:
             raise KvFrameError(f"the payload of a frame is invalid: {error}") from error
 
     def receive_run(self) -> tuple[int, int, int, NDArray[np.uint8]]:
-        """Wait for a RUN; return part, first token, number of tokens and contents."""
+        """Wait for keys and values; return part index, first token, number of tokens and bytes."""
         _, payload = self.receive(KvFrameKind.RUN)
         if len(payload) < RUN_HEADER.size:
             raise KvFrameError(f"a run of {len(payload)} bytes")

@@ -93,16 +93,16 @@ class KvMover:
         create_backend: Callable[[str], KvBackend] = make_backend,
         max_connections: int = MAX_CONNECTIONS,
     ) -> None:
-        """Start to accept connections of other movers of this machine.
+        """Start to accept connections of KV movers on this machine.
 
         Args:
             on_report: Called with the epoch and each report, on any thread.
-            backend: Of fetches: a name of BACKENDS, AUTO or mock:GIGABYTES_PER_SECOND.
-            encoding: Of fetches over TCP: a name of LINK_ENCODINGS.
-            dial: Reaches other machines; None if only this machine is reached.
-            yield_to_activations: See ServedRead.
-            clock: Time in seconds.
-            sleep: Waits for a number of seconds, between two looks at the owner's layers.
+            backend: Backend of fetches: a name of BACKENDS, AUTO or mock:GIGABYTES_PER_SECOND.
+            encoding: Encoding of fetches over TCP: a name of LINK_ENCODINGS.
+            dial: Connects to other machines; None to reach only this machine.
+            yield_to_activations: Waits while activations are queued for sending from this machine.
+            clock: Returns the time in seconds.
+            sleep: Waits for a number of seconds, between two checks of the computed layers.
             create_backend: Creates a backend by its name, once per name.
             max_connections: Largest number of connections that are served at the same time.
 
@@ -148,26 +148,25 @@ class KvMover:
 
     @property
     def num_readers(self) -> int:
-        """Number of connections over which other movers read."""
+        """Number of connections over which other engines read KV blocks."""
         return self._source.num_readers
 
     def machine(self, address: str = "", certificate: bytes = b"") -> KvMachine:
-        """Return the address and the layouts of this machine for other movers.
+        """Return the addresses and KV layouts of this machine, for other engines.
 
         Args:
-            address: HOST:PORT of the data port whose connections get to `adopt`.
-            certificate: Of the data port.
+            address: HOST:PORT of the data port whose connections are passed to `adopt`.
+            certificate: TLS certificate of the data port in DER.
         """
         layouts = [pages.layout for pages in self._state.caches.pages]
         return KvMachine(read_host_id(), self.socket_name, address, certificate, layouts)
 
     def open_caches(self, epoch: int, caches: list[tuple[KvLayout, int]]) -> None:
-        """Open the KV caches of an epoch; the previous ones are closed.
+        """Start to serve the KV caches of an epoch; those of the previous epoch are closed.
 
         Args:
-            epoch: Number of the epoch.
-            caches: Layout and descriptor of the memory of each worker. The descriptors belong to
-                the mover from now on.
+            epoch: Number of the engine restart.
+            caches: Layout and memory descriptor of each worker. The mover closes the descriptors.
 
         Raises:
             KvPagesError, OSError: A cache cannot be mapped.
@@ -189,7 +188,7 @@ class KvMover:
         self._replace_caches(ServedCaches(epoch, pages, read_only, progress))
 
     def close_caches(self) -> None:
-        """Close the KV caches; all tickets and fetches end without reports."""
+        """Stop serving the KV caches and end all fetches, without reporting them."""
         self._replace_caches(ServedCaches(self._state.caches.epoch))
 
     def handle(self, command: KvCommand) -> None:

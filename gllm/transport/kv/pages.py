@@ -95,7 +95,12 @@ class KvPages:
         return len(heads) * part.bytes_per_head
 
     def read(self, layer: int, heads: range, slots: Slots) -> Bytes:
-        """Return a run: keys [tokens, heads, bytes], then values, as one array of bytes.
+        """Return keys [tokens, heads, bytes], then values, of some tokens as one array of bytes.
+
+        Args:
+            layer: Index of the layer in the model.
+            heads: KV heads by their indices in the model.
+            slots: Slots of the tokens, from `find_slots`.
 
         Raises:
             KvPagesError: The worker does not have the layer or the heads.
@@ -104,7 +109,7 @@ class KvPages:
         return np.concatenate([array[slots].reshape(-1) for array in arrays])
 
     def write(self, layer: int, heads: range, slots: Slots, run: Bytes) -> None:
-        """Write a run as `read` returns it. Raises KvPagesError."""
+        """Write keys and values in the form that `read` returns. Raises KvPagesError."""
         part, arrays = self._find(layer, heads)
         if len(run) != len(slots) * len(heads) * part.bytes_per_head:
             raise KvPagesError(f"{len(run)} bytes for {len(slots)} tokens of {len(heads)} heads")
@@ -118,7 +123,7 @@ class KvPages:
     def copy(
         self, layer: int, heads: range, slots: Slots, source: "KvPages", source_slots: Slots
     ) -> None:
-        """Copy a run from another worker's memory without a buffer. Raises KvPagesError."""
+        """Copy keys and values directly from another worker's KV cache. Raises KvPagesError."""
         _, arrays = self._find(layer, heads)
         _, other_arrays = source._find(layer, heads)
         for array, other_array in zip(arrays, other_arrays, strict=True):

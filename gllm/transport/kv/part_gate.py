@@ -33,12 +33,12 @@ class OwnerGate:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Create a gate.
+        """Create for one READ request.
 
         Args:
-            is_held: Returns whether the ticket is still valid.
-            connection: To the receiver; None if it expects no READY.
-            clock: Time in seconds.
+            is_held: Returns True while the blocks stay reserved for the request.
+            connection: Connection to the receiver; None if it expects no READY messages.
+            clock: Returns the time in seconds.
             sleep: Waits for a number of seconds.
         """
         self._is_held = is_held
@@ -49,7 +49,7 @@ class OwnerGate:
         self._is_computed: Callable[[int], bool] = lambda index: False
 
     def announce(self, num_tokens: int) -> None:
-        """Announce the tokens for which the READ is answered. Raises OSError."""
+        """Report to the receiver how many tokens this request will return. Raises OSError."""
         self._num_tokens = num_tokens
         self._send()
 
@@ -58,11 +58,12 @@ class OwnerGate:
         self._num_parts, self._is_computed = num_parts, is_computed
 
     def wait_for_part(self, index: int) -> None:
-        """Wait until a part and all before it are computed.
+        """Wait until a head range of a layer and all before it are computed.
 
         Raises:
-            OSError: The receiver has gone.
-            KvTransferError: The blocks are not kept any more, or the part is late.
+            OSError: The receiver has disconnected.
+            KvTransferError: The blocks are no longer reserved, or the layer is not computed in
+                time.
         """
         if index < self.num_ready:
             return
@@ -70,14 +71,14 @@ class OwnerGate:
         self._send()
 
     def wait(self, is_ready: Callable[[], bool]) -> None:
-        """Wait until a condition holds; repeat READY meanwhile, so that the receiver waits longer.
+        """Wait until a condition holds; repeat READY so that the receiver does not time out.
 
         Args:
-            is_ready: Returns True once the requested tokens or part are computed or scheduled.
+            is_ready: Returns True once the requested tokens are scheduled or computed.
 
         Raises:
-            OSError: The receiver has gone.
-            KvTransferError: The blocks are no longer held, or the tokens or the part are late.
+            OSError: The receiver has disconnected.
+            KvTransferError: The blocks are no longer reserved, or the wait takes too long.
         """
         now = self._clock()
         limit, next_sign = now + MAX_PART_SECONDS, now + SIGN_SECONDS
@@ -116,13 +117,13 @@ class ReceiverGate:
         num_parts: int,
         on_ready: Callable[[], None],
     ) -> None:
-        """Create a gate.
+        """Create for one READ request.
 
         Args:
-            connection: To the owner.
-            num_tokens: Tokens of the READ.
-            num_parts: Parts of the READ.
-            on_ready: Called with each announcement.
+            connection: Connection to the engine that has the blocks.
+            num_tokens: Number of requested tokens.
+            num_parts: Number of requested head ranges of layers.
+            on_ready: Called for each READY message.
         """
         self._connection, self._on_ready = connection, on_ready
         self._max_tokens, self._num_parts = num_tokens, num_parts
@@ -131,18 +132,18 @@ class ReceiverGate:
         """Number of parts that the owner has announced as computed."""
 
     def wait_for_tokens(self) -> int:
-        """Wait until the owner announces how many tokens it sends; return their number.
+        """Wait for the number of tokens that the other engine will send, and return it.
 
         Raises:
-            OSError, KvFrameError: The connection ends.
-            KvTransferError: The owner refuses, or the fetch has to end.
+            OSError, KvFrameError: The connection failed or sent invalid data.
+            KvTransferError: The other engine refused, or the fetch was cancelled or is late.
         """
         while not self._num_tokens:
             self._receive()
         return self._num_tokens
 
     def wait_for_part(self, index: int) -> None:
-        """Wait until a part and all before it may be read. Raises as `wait_for_tokens` does."""
+        """Wait until a head range and all before it are computed. Raises as `wait_for_tokens`."""
         while index >= self.num_ready:
             self._receive()
 

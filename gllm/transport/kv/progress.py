@@ -20,15 +20,15 @@ class LayerProgress:
     """
 
     def __init__(self, descriptor: int, layout: KvLayout, is_writable: bool = False) -> None:
-        """Map the page.
+        """Map the counter, which is in the page behind a worker's KV cache.
 
         Args:
             descriptor: File of the worker's KV cache, which may be closed afterwards.
-            layout: Of the worker.
-            is_writable: True at the worker, which makes the file larger if necessary.
+            layout: KV layout of the worker.
+            is_writable: True in the worker, which extends the file if necessary.
 
         Raises:
-            ValueError: The file ends before the page: the worker does not count its layers.
+            ValueError: The file has no such page: the worker does not count its layers.
             OSError: The page cannot be mapped.
         """
         begin, end = layout.num_bytes, layout.num_bytes + mmap.PAGESIZE
@@ -43,9 +43,7 @@ class LayerProgress:
     def record(self, step: int, num_layers: int) -> None:
         """Record that the first `num_layers` layers of a step are in the KV cache.
 
-        Steps are numbered from 1 on: a new page reads as no step.
-
-        The store is one aligned word, so readers never see a half of it.
+        Steps are numbered from 1; a new page means that no step was computed. The write is atomic.
         """
         self._counter[0] = step << _LAYER_BITS | num_layers
 

@@ -82,7 +82,7 @@ class KvSourceState:
     num_malformed: int = 0
     """Connections that have sent invalid frames."""
     on_used: Callable[[int], None] = lambda ticket: None
-    """Called on any thread with a ticket that its reader needs no longer."""
+    """Called on any thread with a ticket whose blocks have been read completely."""
 
 
 @dataclass(eq=False)
@@ -141,11 +141,11 @@ class KvSourceServer:
     def adopt(self, connection: KvConnection, address: str = "") -> None:
         """Serve a connection on a new thread.
 
-        If there are too many, strangers make room: connections that have shown no valid ticket. A
-        connection that finds only readers is closed.
+        At the limit of connections, one that has not used a valid ticket is closed in its favour;
+        if there is none, the new connection is closed.
 
         Args:
-            connection: The connection, which belongs to the source from now on.
+            connection: The connection; the server closes it.
             address: IP address of the other end; empty on this machine.
         """
         reader = _Reader(connection, address)
@@ -272,7 +272,7 @@ class KvSourceServer:
         state, end = self._state, self._clock() + _TICKET_SECONDS
         while True:
             with state.lock:
-                is_expected = state.book.may_come(request.ticket, request.reader)
+                is_expected = state.book.may_be_used_later(request.ticket, request.reader)
                 if not is_expected or self._clock() >= end:
                     held = state.book.use(
                         request.ticket,

@@ -18,12 +18,12 @@ class HeldBlocks:
     """KV blocks of a prefilled request that stay reserved until another engine has read them."""
 
     num_tokens: int
-    """Tokens whose keys and values the blocks have."""
+    """Number of tokens whose keys and values are in the blocks."""
     block_ids: list[int]
     reader: int = 0
     """Number of the fetch that uses the ticket; 0 before the first use."""
     step: int = 0
-    """Step that computes the last tokens; 0: all tokens are computed."""
+    """Step that computes the last tokens; 0 if all tokens are computed."""
     is_partial: bool = False
     """True if further tokens follow."""
     _chunks: list[tuple[int, int]] = field(default_factory=list)
@@ -42,7 +42,7 @@ class HeldBlocks:
         self._chunks.append((other.num_tokens, other.step))
 
     def find_chunk(self, first_token: int) -> tuple[int, int]:
-        """Return the end of the chunk that has a token, and its step; else the last chunk."""
+        """Return end and step of the prefill chunk with a token; of the last one by default."""
         return next((chunk for chunk in self._chunks if chunk[0] > first_token), self._chunks[-1])
 
 
@@ -68,7 +68,7 @@ class TicketBook:
         """Return True if a ticket is served."""
         return ticket in self._held
 
-    def may_come(self, ticket: int, reader: int) -> bool:
+    def may_be_used_later(self, ticket: int, reader: int) -> bool:
         """Return True if a fetch may use a ticket later: it is not known yet or is in use."""
         held = self._held.get(ticket)
         if held is None:
@@ -76,10 +76,10 @@ class TicketBook:
         return held.reader not in (0, reader)
 
     def hold(self, ticket: int, held: HeldBlocks) -> None:
-        """Serve blocks under a ticket, or more blocks of its sequence.
+        """Permit reading blocks with a ticket, or further blocks of the same sequence.
 
         Raises:
-            TicketError: The ticket has ended, is no ticket, or its blocks are others or fewer.
+            TicketError: The ticket is invalid or has ended, or is in use for other blocks.
         """
         if not 0 < ticket <= MAX_TICKET or ticket in self._ended:
             raise TicketError("the ticket is invalid or has ended")
@@ -101,17 +101,17 @@ class TicketBook:
         num_tokens: int,
         accepts_part: bool = False,
     ) -> HeldBlocks:
-        """Return the blocks of a ticket for a reader.
+        """Return the blocks of a ticket for a fetch, which then owns the ticket.
 
         Args:
-            ticket: The ticket.
+            ticket: Random number that permits the read.
             reader: Number of the fetch.
-            first_token: First token that is requested.
-            num_tokens: Tokens that are requested.
-            accepts_part: True if tokens that will be served later may be among them.
+            first_token: First requested token.
+            num_tokens: Number of requested tokens.
+            accepts_part: True if the last tokens may still be missing.
 
         Raises:
-            TicketError: The ticket is unknown, revoked or used by another reader, or its blocks do
+            TicketError: The ticket is unknown, revoked or used by another fetch, or its blocks do
                 not have the tokens.
         """
         held = self._held.get(ticket)
@@ -130,20 +130,20 @@ class TicketBook:
         return held
 
     def leave(self, ticket: int, reader: int) -> None:
-        """Free a ticket for another reader, because its reader has disconnected early.
+        """Free a ticket for another fetch, because its connection ended before the last block.
 
-        Nothing happens if the ticket has ended or has another reader.
+        Nothing happens if the ticket has ended or is used by another fetch.
         """
         held = self._held.get(ticket)
         if held is not None and held.reader == reader:
             held.reader = 0
 
     def is_held(self, ticket: int, held: HeldBlocks) -> bool:
-        """Return True if a reader's blocks are still held under the ticket."""
+        """Return True if the blocks that a fetch reads are still reserved under the ticket."""
         return self._held.get(ticket) is held
 
     def revoke(self, ticket: int) -> bool:
-        """Serve a ticket no longer; return False for an unknown one, which is ignored."""
+        """End a ticket; return False if it is unknown."""
         if self._held.pop(ticket, None) is None:
             return False
         self._ended.append(ticket)

@@ -34,7 +34,7 @@ class MeasuredTransfer(NamedTuple):
     num_bytes: int
     seconds: float
     time: float
-    """Time of its end in seconds."""
+    """Time in seconds at which the transfer ended."""
 
 
 def size_class(num_bytes: int) -> int:
@@ -115,9 +115,9 @@ class TransferEstimate:
             self.bytes_per_second = x / (y - self.fixed_seconds)
 
     def predict(self, num_bytes: int) -> float | None:
-        """Return the predicted seconds of a transfer; None before the rate is known.
+        """Return the predicted duration of a transfer in seconds; None before the rate is known.
 
-        It is on a line through the medians, in which sizes near the transfer's count for more.
+        The prediction is a line fitted to the median durations, weighted by how near their size is.
         """
         if self.bytes_per_second is None:
             return None

@@ -25,7 +25,7 @@ class LinkPeer(msgspec.Struct, frozen=True):
     """Certificate of its data connections, in DER; empty without encryption."""
 
 
-class LinkIdentity(msgspec.Struct, frozen=True, tag=True):
+class ConfigureLink(msgspec.Struct, frozen=True, tag=True):
     """Command: configure the data mover; it binds its port and answers with LinkListening.
 
     Sent first, and again when the head process has restarted. Its descriptor, if any, is the file
@@ -33,21 +33,22 @@ class LinkIdentity(msgspec.Struct, frozen=True, tag=True):
     """
 
     run: int
-    """Number of the head's start."""
+    """Random number of the head process's start."""
     node: str
     """Name of this machine."""
     listen: str
-    """HOST:PORT to bind, port 0 for any; empty if this machine only dials."""
+    """HOST:PORT to bind, port 0 for any; empty if this machine only connects to others."""
     has_tls: bool
-    """True if a descriptor with the certificate and its key travels along."""
+    """True if a file descriptor with the certificate and its key is sent with the message."""
     congestion: str | None = None
     """Congestion control of TCP; None for the system's default."""
     policy: str = DEFAULT_LINK_POLICY
-    """Order of the steps that wait for a connection: a name of LINK_POLICIES."""
+    """Order in which queued steps are sent: a name of LINK_POLICIES."""
     encoding: str = PLAIN
-    """Encoding of activations: a name of LINK_ENCODINGS, the same at both ends of an edge."""
+    """Encoding of activations: a name of LINK_ENCODINGS, equal on all machines."""
     node_timeout: float = 5.0
-    """Seconds; an edge is lost when it stays disconnected for twice as long."""
+    """Limit in seconds; a connection between stages is lost after twice this time without
+    reconnecting."""
     accepts_engines: bool = False
     """True if the data port is for engines of other machines that fetch KV blocks: they show no
     certificate, because tickets permit what they read."""
@@ -65,11 +66,11 @@ class OpenLinkEdge(msgspec.Struct, frozen=True, tag=True):
 
     epoch: int
     edge: int
-    """Number of the edge within the epoch."""
+    """Number of the connection within the epoch."""
     is_sender: bool
     """True if the worker of this machine sends."""
     dials: bool
-    """True if this machine dials the other one."""
+    """True if this machine connects to the other one; False if it accepts the connection."""
     peer: LinkPeer
     num_lanes: Annotated[int, Meta(ge=1, le=MAX_LANES)] = 1
     """Number of ring buffers: 2 if decode steps may overtake prefill steps."""
@@ -118,7 +119,7 @@ class LinkListening(msgspec.Struct, frozen=True, tag=True):
     """Report that the data mover is configured, with the port that it has bound."""
 
     port: int
-    """Port that it has bound; 0 for none."""
+    """Bound port; 0 for none."""
     cause: str = ""
     """Reason why the data port could not be bound, after which the parent ends the data mover."""
 
@@ -150,7 +151,7 @@ class LinkReport(msgspec.Struct, frozen=True, tag=True):
     """Cause of the last refusal, by IP address."""
 
 
-LinkCommand = LinkIdentity | OpenLinkEdge | CloseLinkEdges | OpenKvCaches | CloseKvCaches
+LinkCommand = ConfigureLink | OpenLinkEdge | CloseLinkEdges | OpenKvCaches | CloseKvCaches
 """Messages to a data mover."""
 LinkMessage = LinkListening | LinkEdgeOpened | LinkEdgeLost | LinkReport | KvCachesOpened
 """Messages to its parent."""
@@ -174,7 +175,7 @@ def decode_link_command(payload: bytes, descriptors: Sequence[int]) -> LinkComma
     """
     command = _command_decoder.decode(payload)
     match command:
-        case LinkIdentity():
+        case ConfigureLink():
             is_valid = len(descriptors) == int(command.has_tls)
         case OpenLinkEdge():
             is_valid = len(descriptors) >= 2 * command.num_lanes

@@ -31,7 +31,7 @@ class TcpInfo(NamedTuple):
     bytes_per_second: float
     """Delivery rate measured by the kernel over the latest round trip; 0 before the first one."""
     is_app_limited: bool
-    """True if the sender limited the rate, so that it is no measure of the network."""
+    """True if too little data to send limited the rate, so that it does not measure the network."""
     round_trip_seconds: float
     """Smoothed round-trip time in seconds."""
     min_round_trip_seconds: float | None
@@ -41,12 +41,12 @@ class TcpInfo(NamedTuple):
     window_bytes: int
     """Congestion window in bytes."""
     unacknowledged_bytes: int
-    """Bytes on their way, in whole segments."""
+    """Bytes sent but not acknowledged, in whole segments."""
     unsent_bytes: int
     num_delivered: int
     """Number of segments that the receiver has acknowledged."""
     num_sent_bytes: int
-    """Bytes of all transmissions so far."""
+    """Bytes sent so far, including retransmissions."""
     num_retransmitted_bytes: int
 
 
@@ -88,13 +88,13 @@ class TlsIdentity:
     """Certificate and key of this machine; creates TLS contexts that pin peer certificates."""
 
     def __init__(self, descriptor: int) -> None:
-        """Use the file of a NodeCertificate."""
+        """Use the certificate file of a NodeCertificate."""
         self._descriptor = descriptor
 
     def accepting(self, certificates: Iterable[bytes]) -> ssl.SSLContext:
-        """Return a context that accepts the owners of certificates in DER.
+        """Return a server TLS context that accepts clients with one of the certificates, in DER.
 
-        An invalid certificate is left out: the machine that announced it cannot connect.
+        Invalid certificates are ignored: machines that announce them cannot connect.
         """
         context = self.accepting_anyone()
         # Certificates carry no host names: they are compared as a whole.
@@ -105,7 +105,7 @@ class TlsIdentity:
         return context
 
     def accepting_anyone(self) -> ssl.SSLContext:
-        """Return a context that accepts dialers without a certificate."""
+        """Return a server TLS context that accepts clients without a certificate."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         # Tickets would arrive beside the frames, and no session is ever resumed.
@@ -114,7 +114,7 @@ class TlsIdentity:
         return context
 
     def dialing(self, certificate: bytes) -> ssl.SSLContext:
-        """Return a context that connects to the owner of a certificate.
+        """Return a client TLS context that accepts one server certificate and sends this machine's.
 
         Raises:
             ssl.SSLError, ValueError: the certificate is invalid.

@@ -49,9 +49,9 @@ class RendezvousLogs:
     """
 
     def __init__(self, descriptors: Sequence[int]) -> None:
-        """Use an edge's descriptors: own log, the other one, and the event of the own log.
+        """Use an edge's descriptors: own log, copy of the other log, and eventfd of the own log.
 
-        An edge with fewer of them has no logs.
+        Edges without these descriptors have no logs.
         """
         self.verdict: TransportVerdict | None = None
         """Transport that the workers have chosen; None as long as they have not."""
@@ -72,13 +72,13 @@ class RendezvousLogs:
         return 0 if self._copy is None else os.fstat(self._copy).st_size
 
     def resume(self, num_bytes: int) -> None:
-        """Go on after the bytes that the other machine has. Raises FrameError."""
+        """Continue sending after the bytes that the other machine has. Raises FrameError."""
         if not 0 <= num_bytes <= MAX_LOG_BYTES:
             raise FrameError(f"the other end has {num_bytes} bytes of a log")
         self._num_sent, self._has_news = num_bytes, True
 
     def clear_events(self, ready: Collection[int]) -> None:
-        """Read the event if it is among the descriptors that are readable."""
+        """Clear the eventfd of the log if it is among the readable descriptors."""
         for event in self.events:
             if event in ready:
                 os.eventfd_read(event)
@@ -89,8 +89,8 @@ class RendezvousLogs:
         if self._own is None or not self._has_news:
             return
         self._has_news = False
-        while data := os.pread(self._own, MAX_BYTES[FrameClass.MEETING], self._num_sent):
-            connection.send(name.header(FrameClass.MEETING, data, self._num_sent))
+        while data := os.pread(self._own, MAX_BYTES[FrameClass.RENDEZVOUS], self._num_sent):
+            connection.send(name.header(FrameClass.RENDEZVOUS, data, self._num_sent))
             self._num_sent += len(data)
         for key, value in self._reader.read():
             if key == VERDICT_KEY:
@@ -136,10 +136,10 @@ class EdgeEnd(ABC):
         """Prepare an end; `start` connects it.
 
         Args:
-            name: of the edge.
-            command: that opens it.
-            descriptors: of the worker's Edge, which this end closes in the end.
-            settings: of this data mover.
+            name: identity of the connection.
+            command: command that opens it.
+            descriptors: file descriptors of the worker's Edge; this end closes them.
+            settings: settings of this data mover.
         """
         self.name, self.command = name, command
         self.refusal = ""
@@ -172,7 +172,7 @@ class EdgeEnd(ABC):
 
     @property
     def state(self) -> LinkState:
-        """State of the edge for status pages and logs."""
+        """State of the connection for status pages and logs."""
         connection = self._connection
         num_bytes = self._num_earlier_bytes + (connection.num_bytes if connection else 0)
         peer, plain = self.command.peer.node, "tcp" if self._settings.tls is None else "tcp+tls"
@@ -192,11 +192,11 @@ class EdgeEnd(ABC):
         )
 
     def start(self) -> None:
-        """Connect, and move steps until `close`, on a thread."""
+        """Start a thread that connects and moves activations until `close`."""
         threading.Thread(target=self._run, name=f"edge-{self.name.edge}", daemon=True).start()
 
     def find_refusal(self, certificate: bytes, hello: EdgeHello) -> str:
-        """Return the reason to refuse a connection of another machine; empty for none."""
+        """Return why to refuse a connection from another machine; empty to accept it."""
         peer = self.command.peer
         if self.refusal:
             return self.refusal
@@ -218,7 +218,7 @@ class EdgeEnd(ABC):
         return self.refusal
 
     def offer(self, connection: FrameConnection) -> None:
-        """Use a connection that the other end has dialed, in place of an earlier one."""
+        """Use a connection that the other end has opened, instead of an earlier one."""
         with self._lock:
             if self._is_closed:
                 connection.close()
@@ -383,7 +383,7 @@ class EdgeEnd(ABC):
             if header is None:
                 return
             self._check_name(header)
-            if header.frame_class == FrameClass.MEETING:
+            if header.frame_class == FrameClass.RENDEZVOUS:
                 self._rendezvous.receive(header.offset, connection.receive(header.length))
             elif header.frame_class == FrameClass.ANSWER:
                 answer = decode_payload(connection.receive(header.length), EdgeAnswer)

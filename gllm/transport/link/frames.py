@@ -2,7 +2,7 @@
 
 A connection belongs to one edge of one epoch. It begins with a HELLO of the dialing end, which
 the other one answers; then each end sends RESUME. After that the sending end sends LAYOUT before
-its first step, and each step as frames of ACTIVATIONS; both ends send MEETING.
+its first step, and each step as frames of ACTIVATIONS; both ends send RENDEZVOUS.
 """
 
 import struct
@@ -34,7 +34,7 @@ class FrameClass(IntEnum):
     ANSWER = 17
     RESUME = 18
     LAYOUT = 19
-    MEETING = 20
+    RENDEZVOUS = 20
     """Rendezvous data that two workers exchange before they use NCCL."""
     PROBE = 21
     """Request for an ECHO, from the sending end of an idle connection."""
@@ -49,7 +49,7 @@ MAX_BYTES = {
     FrameClass.ANSWER: MAX_HELLO_BYTES,
     FrameClass.RESUME: 2**16,
     FrameClass.LAYOUT: 256,
-    FrameClass.MEETING: 2**14,
+    FrameClass.RENDEZVOUS: 2**14,
     FrameClass.PROBE: 0,
     FrameClass.ECHO: 0,
     FrameClass.KV_HELLO: MAX_HELLO_BYTES,
@@ -72,7 +72,7 @@ class FrameHeader(NamedTuple):
     step: int
     """Step number of ACTIVATIONS within their ring; 0 in all others."""
     offset: int
-    """Position of the payload in the step's buffer, or in the rendezvous log of a MEETING."""
+    """Position of the payload in the step's buffer, or in the log of a RENDEZVOUS."""
     length: int
     """Bytes of the payload."""
 
@@ -121,11 +121,11 @@ class EdgeName(NamedTuple):
     def header(
         self, frame_class: FrameClass, payload: bytes, offset: int = 0, lane: int = 0
     ) -> bytes:
-        """Return the bytes of a frame that concerns no step."""
+        """Return the bytes of a message that belongs to no step: header and payload."""
         return FrameHeader(frame_class, *self, lane, 0, 0, offset, len(payload)).pack() + payload
 
     def find_difference(self, header: FrameHeader) -> str:
-        """Return the field in which a frame belongs to another edge; empty for none."""
+        """Return why a message's header belongs to another connection; empty if it does not."""
         for name, value in self._asdict().items():
             received = getattr(header, name)
             if received != value:
@@ -139,7 +139,7 @@ class EdgeHello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     node: str
     """Name of the machine that dials."""
     peer: str
-    """Name of the machine that it expects to answer."""
+    """Name of the machine that the dialing machine expects to reach."""
     is_sender: bool
     """True if the dialing machine sends activations."""
     encoding: str = PLAIN
@@ -150,9 +150,9 @@ class EdgeAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     """Payload of ANSWER: accepts or refuses the connection; sent by the machine that was dialed."""
 
     cause: str = ""
-    """Reason for which the edge is refused; empty if it is accepted."""
+    """Reason for refusing the connection; empty if it is accepted."""
     is_final: bool = False
-    """True if the dialing end need not try again."""
+    """True if the dialing machine should not try again."""
 
 
 class EdgeResume(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -161,7 +161,7 @@ class EdgeResume(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     signalled: list[list[int | None]]
     """Latest received step of each buffer, by ring; empty from the end that sends."""
     rendezvous_bytes: int
-    """Bytes of the other end's log that have arrived."""
+    """Received bytes of the other worker's rendezvous log."""
 
 
 class RingLayout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

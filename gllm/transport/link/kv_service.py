@@ -45,12 +45,12 @@ class DriverChannel:
         self._mover: KvMover | None = None
 
     def start(self, mover: KvMover) -> None:
-        """Execute the commands of the driver."""
+        """Start a thread that passes the driver's commands to the KV mover."""
         self._mover = mover
         threading.Thread(target=self._run, name="kv-driver", daemon=True).start()
 
     def send(self, report: KvReport) -> None:
-        """Send a report, on any thread; it is dropped if the driver has gone."""
+        """Send a report on any thread; it is dropped if the driver has disconnected."""
         with self._sending, suppress(DescriptorError):
             self._channel.send(encode(report), should_wait=True)
 
@@ -99,12 +99,12 @@ class KvService:
         find_settings: Callable[[], LinkSettings | None],
         yield_to_activations: Callable[[], None],
     ) -> None:
-        """Create a service without caches.
+        """Create without KV caches.
 
         Args:
-            send: Sends to the parent, on any thread.
+            send: Sends a message to the parent, on any thread.
             find_settings: Returns the settings of the data mover; None before they are known.
-            yield_to_activations: Waits as long as activations wait for this machine's links.
+            yield_to_activations: Waits while activations are queued for sending from this machine.
         """
         self._send, self._find_settings = send, find_settings
         self._yield = yield_to_activations
@@ -122,7 +122,7 @@ class KvService:
                 self._mover.close_caches()
 
     def adopt(self, connection: socket.socket, address: str) -> None:
-        """Serve a connection of the data mover at an IP address."""
+        """Serve a KV connection that the data port has accepted from an IP address."""
         if self._mover is None:
             connection.close()
         else:

@@ -34,9 +34,9 @@ class LinkMonitor:
     """
 
     def __init__(self, is_shaped: bool) -> None:
-        """Create a monitor without a connection.
+        """Create without a connection.
 
-        is_shaped: True if the kernel's buffer stays empty and prefills are paced.
+        is_shaped: True to keep the kernel's send buffer short and to pace prefills.
         """
         self.estimator = LinkEstimator()
         self._is_shaped = is_shaped
@@ -61,7 +61,7 @@ class LinkMonitor:
         """Limits of this connection; 0 for none."""
 
     def begin(self, connection: FrameConnection, now: float) -> None:
-        """Measure a new connection from now on. Raises OSError."""
+        """Start to measure a new connection. Raises OSError."""
         self._connection, self._last, self._busy_since = connection, None, inf
         self._deliveries.clear()
         self._sample_time, self._active_time, self._probe_time = 0.0, now, None
@@ -69,12 +69,12 @@ class LinkMonitor:
         self.observe(now, is_busy=False, has_prefill=False)
 
     def observe(self, now: float, is_busy: bool, has_prefill: bool) -> None:
-        """Sample the connection's state if the last sample is old enough, and adapt the limits.
+        """Read the TCP statistics if the last sample is old enough, and adjust the pacing limits.
 
         Args:
             now: time in seconds.
-            is_busy: True if a step waits for the connection.
-            has_prefill: True if one of these is no decode.
+            is_busy: True if a step waits to be sent.
+            has_prefill: True if one of the waiting steps has prefills.
 
         Raises:
             OSError: the connection is closed.
@@ -105,7 +105,7 @@ class LinkMonitor:
             self._adapt(now, has_prefill)
 
     def check_supply(self) -> None:
-        """Detect an empty send buffer: then the sending thread limited the rate, not the link.
+        """Detect an empty send buffer: the sender then limits the rate, not the network.
 
         Called before bytes are written. Raises OSError.
         """
@@ -116,7 +116,7 @@ class LinkMonitor:
             self._busy_since = inf
 
     def send_bytes_per_second(self) -> float:
-        """Return the rate at which a chunk leaves now; 0 if it is unknown."""
+        """Return the rate in bytes per second at which data can be sent now; 0 if it is unknown."""
         rate = self.estimator.bytes_per_second or inf
         info = self._last
         if info is not None and info.round_trip_seconds > 0:
@@ -131,7 +131,7 @@ class LinkMonitor:
         return max(0.0, self._active_time + self._probe_seconds(now) - now)
 
     def should_probe(self, now: float) -> bool:
-        """Return True if the connection has been idle; the caller then sends a probe."""
+        """Return True if the round trip of an idle connection should be probed."""
         if now - self._active_time < self._probe_seconds(now):
             return False
         self._active_time = now
@@ -142,7 +142,7 @@ class LinkMonitor:
         return True
 
     def on_echo(self, now: float) -> None:
-        """Note the answer to a probe."""
+        """Record the answer to a probe."""
         if self._probe_time is not None:
             self.estimator.observe_round_trip(now, now - self._probe_time)
         self._probe_time = None

@@ -98,11 +98,11 @@ class Listener:
 
         Args:
             address: HOST:PORT; port 0 for any.
-            congestion: congestion control of the connections.
-            accepting_context: returns the TLS context that accepts the peers so far, None for no
-                peer; itself None without TLS.
-            on_hello: called on the thread with each valid first frame.
-            refusals: counts all other connections.
+            congestion: TCP congestion control of the connections.
+            accepting_context: returns the TLS context for the known peers, or None while there are
+                none; the argument is None without TLS.
+            on_hello: called on the thread with each valid first message.
+            refusals: counts refused connections.
 
         Raises:
             OSError, ValueError: the address cannot be bound.
@@ -129,7 +129,7 @@ class Listener:
         threading.Thread(target=self._serve, name="listener", daemon=True).start()
 
     def on_edge_opened(self) -> None:
-        """Serve the connections that were accepted before the first edge; called on any thread."""
+        """Serve connections that arrived before any peer was known; called on any thread."""
         os.eventfd_write(self._wake, 1)
 
     def _serve(self) -> None:

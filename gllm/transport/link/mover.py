@@ -17,9 +17,9 @@ from gllm.transport.descriptors import DescriptorChannel, DescriptorError
 from gllm.transport.link.commands import (
     CloseKvCaches,
     CloseLinkEdges,
+    ConfigureLink,
     LinkEdgeLost,
     LinkEdgeOpened,
-    LinkIdentity,
     LinkListening,
     LinkMessage,
     LinkReport,
@@ -132,10 +132,10 @@ class Outbox:
         self.flush()
 
     def flush(self) -> bool:
-        """Send the queued messages, as many as the parent reads.
+        """Send queued messages until the parent does not read any more.
 
         Returns:
-            True if nothing is left.
+            True if no message is left.
         """
         with self._lock, suppress(DescriptorError):
             while self._unsent:
@@ -187,9 +187,9 @@ class DataMover:
 
     def _handle(self, payload: bytes, descriptors: Sequence[int]) -> None:
         match decode_link_command(payload, descriptors):
-            case LinkIdentity() as identity if self._settings is None:
+            case ConfigureLink() as identity if self._settings is None:
                 self._begin(identity, descriptors)
-            case LinkIdentity() as identity:
+            case ConfigureLink() as identity:
                 for descriptor in descriptors:
                     os.close(descriptor)
                 self._close_edges(self._epoch)
@@ -203,7 +203,7 @@ class DataMover:
             case OpenKvCaches() | CloseKvCaches() as command:
                 self._kv.handle(command, descriptors)
 
-    def _begin(self, identity: LinkIdentity, descriptors: Sequence[int]) -> None:
+    def _begin(self, identity: ConfigureLink, descriptors: Sequence[int]) -> None:
         """Bind the data port and answer."""
         configure_logging(LogConfig(identity.log_level, identity.log_format), "link")
         self._run = identity.run

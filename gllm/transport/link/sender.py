@@ -40,11 +40,11 @@ class QueuedStep:
         """Prepare a step.
 
         Args:
-            number: of steps that the connection has got before.
-            name: of the edge.
-            lane: of the step, which is also its class.
-            slot: that has it on both machines.
-            data: its bytes.
+            number: number of steps queued before on this connection.
+            name: identity of the connection.
+            lane: index of the step's ring buffer, which is also its traffic class.
+            slot: index of the step's buffer in the ring.
+            data: header and activations.
         """
         self.number = number
         self.traffic_class = TrafficClass(lane)
@@ -56,14 +56,14 @@ class QueuedStep:
 
     @property
     def remaining_bytes(self) -> int:
-        """Bytes that are in no chunk yet; the head is in the first one."""
+        """Bytes that are still to be sent, header included."""
         num_head = 0 if self._num_sent else len(self._data.head)
         return num_head + len(self._data.payload) - self._num_sent
 
     def pop(self, num_bytes: int) -> tuple[bytes, memoryview]:
-        """Return headers and payload of the frames with the next bytes.
+        """Return the frame headers and the payload of the next bytes to send.
 
-        num_bytes: largest size; the first chunk has the whole head and a byte of payload at least.
+        num_bytes: limit; the first call returns at least the step's header and one byte of payload.
         """
         head, payload = self._data.head, self._data.payload
         headers = b""
@@ -84,7 +84,7 @@ class LinkChunk(NamedTuple):
 
     headers: bytes
     payload: memoryview
-    """Bytes after the headers, a view of a slot's memory; may be empty."""
+    """Bytes after the headers, a view of shared memory; may be empty."""
 
 
 class SendQueue:
@@ -97,8 +97,8 @@ class SendQueue:
         """Create an empty queue.
 
         Args:
-            name: of the edge.
-            policy: selects the chunks; it serves this queue only.
+            name: identity of the connection.
+            policy: selects the next bytes; must not be shared with another queue.
         """
         self._name, self._policy = name, policy
         self._waiting: list[QueuedStep] = []
@@ -129,9 +129,9 @@ class SendQueue:
         self._num_prefills += lane != TrafficClass.DECODE
 
     def pop(self, view: LinkView) -> LinkChunk:
-        """Return the next chunk; a step must wait.
+        """Remove and return the next bytes to send; the queue must not be empty.
 
-        view: the link at this time.
+        view: state of the connection.
         """
         position, num_bytes = self._policy.select(self._waiting, view)
         step = self._waiting[position]
@@ -173,11 +173,11 @@ class DecodeClock:
         """Mean time from a signal to the next begin; None before the second step."""
 
     def on_begin(self, step: int, begin: float) -> None:
-        """Record the begin of the latest decode step, unless it was recorded before.
+        """Record when the latest decode step began; repeated calls are ignored.
 
         Args:
-            step: number of the step within its lane.
-            begin: in seconds, time.monotonic().
+            step: number of the step within its ring buffer.
+            begin: time in seconds, time.monotonic().
         """
         if step <= self._last_begin:
             return
@@ -187,7 +187,7 @@ class DecodeClock:
         self._clock.on_decode_started(begin, self._stage_seconds or 0.0)
 
     def on_end(self, now: float) -> None:
-        """Record that the latest decode step has been signalled, possibly without an `on_begin`."""
+        """Record that the latest decode step has ended, even if its begin was not recorded."""
         if self._begin_time is not None:
             self._stage_seconds = _mean(self._stage_seconds, now - self._begin_time)
         self._begin_time, self._end_time = None, now
@@ -197,7 +197,7 @@ class DecodeClock:
         self._clock.on_decode_finished(now, round_seconds)
 
     def slack_seconds(self, now: float) -> float | None:
-        """Return the time until the next decode step is ready; None if none is under way."""
+        """Return the seconds until the next decode step is expected to end; None if none runs."""
         return self._clock.slack_seconds(now)
 
 
@@ -239,7 +239,7 @@ class SendingEnd(EdgeEnd):
 
     @property
     def state(self) -> LinkState:
-        """State of the edge for status pages, with the measurements of this direction."""
+        """State of the connection for status pages, with measurements of the sending direction."""
         estimator = self._monitor.estimator
         rate, round_trip = estimator.bytes_per_second, estimator.round_trip_seconds
         return msgspec.structs.replace(

@@ -29,12 +29,12 @@ class Refusals:
         """Last cause by address."""
 
     def add(self, address: str, cause: str, is_malformed: bool = False) -> None:
-        """Count a refusal.
+        """Count a refused connection.
 
         Args:
             address: IP address of the other end.
-            cause: reason in words.
-            is_malformed: True for bytes that no data mover sends.
+            cause: reason as text.
+            is_malformed: True if the other end sent bytes that no data mover sends.
         """
         with self._lock:
             self.num_malformed += is_malformed
@@ -53,7 +53,7 @@ class Refusals:
         )
 
     def snapshot(self) -> tuple[int, dict[str, int], dict[str, str]]:
-        """Return the number of malformed frames, the refusals and the causes, at one time."""
+        """Return the number of malformed messages; refusals and their last cause by address."""
         with self._lock:
             return self.num_malformed, dict(self.by_address), dict(self.causes)
 
@@ -67,11 +67,11 @@ class LinkSettings:
     tls: TlsIdentity | None
     congestion: str | None
     policy: str
-    """Name of the link policy."""
+    """Name of the policy that selects the next bytes to send."""
     encoding: str
     """Name of the encoding of activations."""
     lost_seconds: float
-    """Seconds after which an edge without a connection counts as lost."""
+    """Seconds without a connection after which a connection between stages is lost."""
     refusals: Refusals
     on_opened: Callable[[EdgeName], None]
     on_lost: Callable[[EdgeName, str], None]

@@ -95,9 +95,9 @@ class StepBytes(NamedTuple):
 
     step: int
     head: bytes
-    """Header and error text of the slot."""
+    """Header of the step, with the error text if any."""
     payload: memoryview | EncodedRows
-    """Activations, in the slot's memory or encoded; empty for none."""
+    """Activations, in shared memory or encoded; empty if there are none."""
 
 
 def read_step(ring: Ring, step: int, encoding: LinkEncoding | None = None) -> StepBytes | None:
@@ -137,11 +137,11 @@ class SlotWriter:
     """
 
     def __init__(self, ring: Ring, encoding: LinkEncoding | None = None) -> None:
-        """Fill the lane's ring.
+        """Write to a ring buffer.
 
         Args:
-            ring: Of the lane.
-            encoding: Of the connection; None for none.
+            ring: ring buffer of the worker.
+            encoding: encoding of the connection; None if activations are not encoded.
         """
         self._ring, self._encoding = ring, encoding
         self._partial: dict[int, _PartialStep] = {}
@@ -179,10 +179,10 @@ class SlotWriter:
         return memoryview(ring.memory)[begin : begin + frame.length]
 
     def finish(self, frame: FrameHeader) -> None:
-        """Handle a frame after its payload was received; signal the step if it is complete.
+        """Process a message after its payload was received; signal the step once it is complete.
 
         Raises:
-            FrameError: the slot's header does not fit.
+            FrameError: the step's header does not fit the ring.
         """
         if frame.offset == 0:
             self._begin_step(frame)

@@ -21,9 +21,9 @@ from gllm.runtime.messaging.security import NodeCertificate, create_certificate
 from gllm.transport.base import EdgeLayout
 from gllm.transport.descriptors import DescriptorChannel, DescriptorError, create_channels
 from gllm.transport.link.commands import (
+    ConfigureLink,
     LinkCommand,
     LinkEdgeOpened,
-    LinkIdentity,
     LinkListening,
     LinkMessage,
     LinkPeer,
@@ -82,7 +82,7 @@ class Mover:
         self.report = LinkReport([], 0, {})
         threading.Thread(target=self._receive, args=(own, self.messages), daemon=True).start()
         descriptors = [self.certificate.descriptor] if self.certificate else []
-        identity = LinkIdentity(
+        identity = ConfigureLink(
             RUN,
             self.node,
             self.listen,

@@ -24,9 +24,9 @@ from gllm.transport.kv.endpoint import KvEndpoint, KvMachine, encode_endpoint
 from gllm.transport.kv.pages import KvPages
 from gllm.transport.link.commands import (
     CloseKvCaches,
+    ConfigureLink,
     KvCachesOpened,
     LinkCommand,
-    LinkIdentity,
     LinkListening,
     LinkMessage,
     LinkReport,
@@ -50,7 +50,7 @@ class LinkParent:
             pass_fds=[inherited.fileno()],
         )
         inherited.close()
-        self.send(LinkIdentity(1, "here", "127.0.0.1:0", has_tls=False))
+        self.send(ConfigureLink(1, "here", "127.0.0.1:0", has_tls=False))
         listening = self.receive()
         assert isinstance(listening, LinkListening)
         assert not listening.cause

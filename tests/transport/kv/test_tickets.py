@@ -30,19 +30,19 @@ def test_a_reader_that_leaves_makes_room_for_another_one() -> None:
     book, held = TicketBook(), HeldBlocks(10, [1, 2, 3])
     book.hold(7, held)
     book.use(7, 100, 0, 10)
-    assert book.may_come(7, 101)
-    assert not book.may_come(7, 100)
+    assert book.may_be_used_later(7, 101)
+    assert not book.may_be_used_later(7, 100)
     book.leave(7, 101)
     with pytest.raises(TicketError, match="not held"):
         book.use(7, 101, 0, 10)
     book.leave(7, 100)
-    assert not book.may_come(7, 101)
+    assert not book.may_be_used_later(7, 101)
     assert book.use(7, 101, 0, 10) is held
     with pytest.raises(TicketError, match="not held"):
         book.use(7, 100, 0, 10)
     book.revoke(7)
     book.leave(7, 101)
-    assert not book.may_come(7, 100)
+    assert not book.may_be_used_later(7, 100)
 
 
 @pytest.mark.parametrize(("first", "count"), [(0, 11), (-1, 3), (10, 1), (3, 0)])
@@ -68,15 +68,15 @@ def test_revoked_ticket_is_never_held_again() -> None:
 
 def test_only_a_ticket_that_was_never_held_may_come() -> None:
     book = TicketBook()
-    assert book.may_come(7, 1)
+    assert book.may_be_used_later(7, 1)
     for ticket in (7, 8):
         book.hold(ticket, HeldBlocks(10, [1, 2, 3]))
-    assert not book.may_come(7, 1)
+    assert not book.may_be_used_later(7, 1)
     book.revoke(7)
     book.clear()
-    assert not book.may_come(7, 1)
-    assert not book.may_come(8, 1)
-    assert book.may_come(9, 1)
+    assert not book.may_be_used_later(7, 1)
+    assert not book.may_be_used_later(8, 1)
+    assert book.may_be_used_later(9, 1)
 
 
 @pytest.mark.parametrize("ticket", [0, -1, MAX_TICKET + 1])

@@ -10,8 +10,8 @@ import pytest
 
 from gllm.runtime.messaging.security import create_certificate
 from gllm.transport.link.commands import (
+    ConfigureLink,
     LinkEdgeLost,
-    LinkIdentity,
     LinkPeer,
     LinkReport,
     OpenLinkEdge,
@@ -171,7 +171,7 @@ def refused_frames() -> list[bytes]:
         frame() + frame(step=4),
         NAME.header(FrameClass.HELLO, b""),
         NAME.header(FrameClass.LAYOUT, b"\xc1"),
-        NAME.header(FrameClass.MEETING, b"abc", offset=1),
+        NAME.header(FrameClass.RENDEZVOUS, b"abc", offset=1),
         NAME.header(FrameClass.RESUME, b"\x92\x90\x00"),
         b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n",
         bytes(FRAME.size),
@@ -406,7 +406,7 @@ def test_another_run_closes_the_edges_and_keeps_the_port() -> None:
             mover.wait_for(LinkReport, lambda report: len(report.links) == 1)
         for mover in (source, target):
             mover.commands.clear()
-            mover.send(LinkIdentity(RUN + 1, mover.node, mover.listen, False))
+            mover.send(ConfigureLink(RUN + 1, mover.node, mover.listen, False))
             mover.wait_for(LinkReport, lambda report: report.links == [])
         files = connect(source, target)
         write_step(files[0].ring(), 0, 3, 1)

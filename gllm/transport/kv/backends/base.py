@@ -22,12 +22,12 @@ class ServedRead(NamedTuple):
     block_ids: list[int]
     """Blocks of the sequence, from its first token on."""
     is_held: Callable[[], bool]
-    """Returns whether the ticket is still valid."""
+    """Returns True while the blocks stay reserved for this request."""
     yield_to_activations: Callable[[], None]
-    """Waits as long as activations wait for the links of this machine."""
+    """Waits while activations are queued for sending from this machine."""
     wait_for_part: Callable[[int], None] = skip_wait
-    """Waits until a part and all before it may be read, and notifies the receiver of a READ per
-    layer. Raises OSError, KvTransferError."""
+    """Waits until a head range of a layer, by its index in the request, is computed, and notifies
+    the receiver if the request is layer by layer. Raises OSError, KvTransferError."""
 
 
 class TargetPart(NamedTuple):
@@ -35,9 +35,9 @@ class TargetPart(NamedTuple):
 
     part: ReadPart
     pages: KvPages
-    """KV cache that the part is written to."""
+    """Local KV cache to write to."""
     slots: Slots
-    """Position of each token."""
+    """Slot in the KV cache of each token."""
 
 
 class FetchTarget(NamedTuple):
@@ -47,10 +47,10 @@ class FetchTarget(NamedTuple):
     parts: Sequence[TargetPart]
     """The requested head ranges of layers with their destinations, in the order of the request."""
     on_bytes: Callable[[int], None]
-    """Notes bytes that have been written; raises KvTransferError if the fetch has to end."""
+    """Counts bytes that were written; raises KvTransferError if the fetch is cancelled or late."""
     wait_for_part: Callable[[int], None] = skip_wait
-    """Waits until the owner has announced a part and all before it; called once per part, in order.
-    Raises OSError, KvFrameError, KvTransferError."""
+    """Waits until the other engine reports a head range of a layer, by its index, as computed;
+    called once for each, in order. Raises OSError, KvFrameError, KvTransferError."""
 
 
 class KvBackend(Protocol):
@@ -60,17 +60,17 @@ class KvBackend(Protocol):
     """
 
     def serve(self, connection: KvConnection, read: ServedRead) -> None:
-        """Send the blocks of a READ; the mover confirms them afterwards.
+        """Send the requested KV blocks to another engine.
 
         Raises:
-            OSError, KvFrameError: The connection ends.
-            KvTransferError: The READ is refused.
+            OSError, KvFrameError: The connection failed or received invalid data.
+            KvTransferError: The request is refused.
         """
 
     def fetch(self, connection: KvConnection, target: FetchTarget) -> None:
-        """Receive the blocks of a READ that was sent before, and write them.
+        """Receive KV blocks after a READ request was sent, and write them to the local KV caches.
 
         Raises:
-            OSError, KvFrameError: The connection ends.
-            KvTransferError: The transfer has failed.
+            OSError, KvFrameError: The connection failed or received invalid data.
+            KvTransferError: The transfer failed.
         """

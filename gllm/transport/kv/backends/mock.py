@@ -27,12 +27,12 @@ class MockBackend:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Create a backend.
+        """Create a backend that delays transfers.
 
         Args:
-            inner: Moves the bytes.
-            bytes_per_second: Of the link that is imitated.
-            clock: Time in seconds.
+            inner: Backend that transfers the bytes.
+            bytes_per_second: Bandwidth to imitate.
+            clock: Returns the time in seconds.
             sleep: Waits for a number of seconds.
 
         Raises:
@@ -47,9 +47,10 @@ class MockBackend:
         self._inner.serve(connection, read)
 
     def fetch(self, connection: KvConnection, target: FetchTarget) -> None:
-        """Receive the blocks, and wait until the delay of the link is over.
+        """Receive the blocks, and wait until a link of that bandwidth would have sent them.
 
-        The link begins with a part when it may be read and the parts before it have arrived.
+        If the request is layer by layer, a part starts when it is computed and the one before has
+        arrived.
         """
         end = self._clock()
 

@@ -34,12 +34,12 @@ class RunEncoding:
     """
 
     def __init__(self, name: str, layout: KvLayout, layer: int) -> None:
-        """Prepare an encoding.
+        """Prepare the encoding of one layer.
 
         Args:
-            name: Of LINK_ENCODINGS. A cache of 8-bit elements is sent as it is.
-            layout: Of the worker.
-            layer: Index in the model; one of the layout's.
+            name: A name of LINK_ENCODINGS. KV caches with 8-bit elements are sent unchanged.
+            layout: KV layout of the worker.
+            layer: Index of the layer in the model; one that the worker has.
 
         Raises:
             KvPagesError: There is no such encoding.
@@ -59,7 +59,7 @@ class RunEncoding:
             ]
 
     def encode(self, run: Bytes) -> Bytes:
-        """Encode a run of keys, then values, for the connection."""
+        """Return the keys and then the values of consecutive tokens, encoded for the network."""
         if self._encoding is None:
             return run
         num_rows = len(run) // sum(row.num_bytes for row in self._rows)
@@ -71,7 +71,7 @@ class RunEncoding:
         return np.concatenate(parts)
 
     def decode(self, encoded: Bytes) -> Bytes:
-        """Decode a run. Raises KvPagesError for a wrong length."""
+        """Return the decoded keys and values. Raises KvPagesError for a wrong length."""
         if self._encoding is None:
             return encoded
         sizes = [self._encoding.row_bytes(row) for row in self._rows]
