@@ -139,8 +139,7 @@ class TensorNames:
         return name.rpartition(".")[0] in self._model.names_outside_layers(layers)
 
     def is_ignored(self, name: str) -> bool:
-        """Return True if a tensor is known as unused or belongs to a multi-token prediction layer.
-        """
+        """Return True if a tensor is known as unused or is of a multi-token prediction layer."""
         index, last = self._layer_of(name), self._model.num_layers
         if index is not None and last <= index < last + self._model.num_prediction_layers:
             return True

@@ -36,7 +36,7 @@ class ToolOptions:
 
     tools: tuple[Tool, ...] = ()
     choice: str = "none"
-    """Whether tools may be called: none, auto or required."""
+    """Tool choice: none, auto or required."""
     required_tool: str = ""
     """Name of the only tool that may be called, with `required`; empty for any tool."""
     strict_functions: frozenset[str] = frozenset()
