@@ -257,7 +257,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class PositionEmbeddingSpec:
-    """Specification of a learned position embedding: a position reads row `offset` + position."""
+    """Specification of a learned position embedding: position p uses table row `offset` + p."""
 
     name: str
     num_rows: int

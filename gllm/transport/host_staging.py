@@ -54,7 +54,7 @@ class _PinnedSlotRing(SlotRing):
 
 
 class HostStagingSender(_PinnedSlotRing):
-    """Sends activations to a stage on the same GPU by pinned host memory; implements Sender."""
+    """Sends activations to a stage on the same GPU by pinned host memory; a Sender."""
 
     def __init__(
         self,
@@ -136,10 +136,7 @@ class HostStagingSender(_PinnedSlotRing):
 
 
 class HostStagingReceiver(_PinnedSlotRing):
-    """Receives activations from a stage on the same GPU by pinned host memory.
-
-    Implements the interface Receiver.
-    """
+    """Receives activations from a stage on the same GPU by pinned host memory; a Receiver."""
 
     def __init__(
         self,

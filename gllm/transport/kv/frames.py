@@ -35,7 +35,7 @@ _Index = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
 class KvFrameError(Exception):
-    """A message between two KV movers is invalid; the connection is closed."""
+    """A message of another engine's KV transfer process is invalid; the connection is closed."""
 
 
 class KvTransferError(Exception):
@@ -43,7 +43,7 @@ class KvTransferError(Exception):
 
 
 class KvFrameKind(IntEnum):
-    """Type of a message between the KV movers of two engines."""
+    """Type of a message between the processes that transfer KV blocks for two engines."""
 
     READ = 1
     GRANT = 2
@@ -121,9 +121,9 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class KvConnection:
-    """Connection between the KV movers of two engines, which sends and receives typed messages.
+    """Connection between the processes that transfer KV blocks for two engines.
 
-    Used by one thread, except `shut_down`.
+    Sends and receives typed messages. Used by one thread, except `shut_down`.
     """
 
     def __init__(

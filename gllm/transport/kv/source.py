@@ -74,7 +74,10 @@ class ServedCaches:
 
 @dataclass
 class KvSourceState:
-    """KV caches and tickets that the threads of a KV mover share while they serve other engines."""
+    """KV caches that other engines may read, and tickets: random numbers that permit one read each.
+
+    Shared by the threads that serve other engines.
+    """
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     book: TicketBook = field(default_factory=TicketBook)

@@ -26,10 +26,10 @@ class LinkPeer(msgspec.Struct, frozen=True):
 
 
 class ConfigureLink(msgspec.Struct, frozen=True, tag=True):
-    """Command: configure the data mover; it binds its port and answers with LinkListening.
+    """Command: configure the data mover (`gllm-link`), which binds its data port.
 
-    Sent first, and again when the head process has restarted. Its descriptor, if any, is the file
-    of `NodeCertificate.descriptor`.
+    The answer is LinkListening. Sent first, and again when the head process has restarted. Its
+    descriptor, if any, is the file of `NodeCertificate.descriptor`.
     """
 
     run: int
@@ -116,7 +116,7 @@ class KvCachesOpened(msgspec.Struct, frozen=True, tag=True):
 
 
 class LinkListening(msgspec.Struct, frozen=True, tag=True):
-    """Report that the data mover is configured, with the port that it has bound."""
+    """Report that the data mover (`gllm-link`) is configured, with the port that it has bound."""
 
     port: int
     """Bound port; 0 for none."""
@@ -162,12 +162,15 @@ _message_decoder: msgspec.msgpack.Decoder[LinkMessage] = msgspec.msgpack.Decoder
 
 
 def encode_link_message(message: LinkCommand | LinkMessage) -> bytes:
-    """Return the msgpack encoding of a message to or from a data mover, without its descriptors."""
+    """Return the msgpack encoding of a message to or from a data mover (`gllm-link`).
+
+    File descriptors are sent separately.
+    """
     return _encoder.encode(message)
 
 
 def decode_link_command(payload: bytes, descriptors: Sequence[int]) -> LinkCommand:
-    """Decode a command to a data mover and check its number of file descriptors.
+    """Decode a command to a data mover (`gllm-link`) and check its number of file descriptors.
 
     Raises:
         msgspec.DecodeError: the payload is no valid message.
@@ -189,5 +192,5 @@ def decode_link_command(payload: bytes, descriptors: Sequence[int]) -> LinkComma
 
 
 def decode_link_message(payload: bytes) -> LinkMessage:
-    """Decode a report of a data mover to its parent. Raises msgspec.DecodeError."""
+    """Decode a report of a data mover (`gllm-link`). Raises msgspec.DecodeError."""
     return _message_decoder.decode(payload)

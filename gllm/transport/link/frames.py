@@ -22,11 +22,14 @@ MAX_HELLO_BYTES = 4096
 
 
 class FrameError(Exception):
-    """A message of another data mover is invalid or unexpected; the connection is closed."""
+    """A message of another machine's data mover (`gllm-link`) is invalid.
+
+    The connection is closed.
+    """
 
 
 class FrameClass(IntEnum):
-    """Type of a message between the data movers of two machines."""
+    """Type of a message between the data movers (`gllm-link`) of two machines."""
 
     ACTIVATIONS = 0
     """A part of the activations of a step."""
@@ -58,7 +61,7 @@ MAX_BYTES = {
 
 
 class FrameHeader(NamedTuple):
-    """Header of a message between two data movers: its type, edge, step and payload length."""
+    """Header of a message between two data movers (`gllm-link`): type, connection, step, length."""
 
     frame_class: FrameClass
     run: int
@@ -190,7 +193,7 @@ def encode_payload(payload: EdgeHello | EdgeAnswer | EdgeResume | RingLayout) ->
 def decode_payload(data: bytes | memoryview, kind: type[_Payload]) -> _Payload:
     """Decode the payload of a handshake message. Raises FrameError if it is invalid.
 
-    kind: type of the payload.
+    kind: expected class of the payload.
     """
     try:
         return msgspec.msgpack.decode(data, type=kind)

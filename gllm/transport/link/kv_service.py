@@ -32,7 +32,7 @@ _NO_EDGE = EdgeName(0, 0, 0)
 
 
 class DriverChannel:
-    """Channel between a KV mover and the scheduler's process: receives commands, sends reports.
+    """Channel between the KV transfer threads and the scheduler's process: commands and reports.
 
     Commands are received on a thread of its own. A channel serves one epoch: the time between two
     restarts of the engine.
@@ -90,7 +90,7 @@ class DriverChannel:
 class KvService:
     """Executes the parent's commands that open and close KV caches for transfers between engines.
 
-    The KV mover is started with the first KV cache.
+    The KV transfer threads are started with the first KV cache.
     """
 
     def __init__(

@@ -81,7 +81,7 @@ class _Guest:
 
 
 class Listener:
-    """Listening socket of a data mover: accepts connections and reads their first message.
+    """Listening socket for connections from other machines; reads the first message of each.
 
     One thread serves all connections that have not sent a valid first message yet.
     """

@@ -60,7 +60,7 @@ class Refusals:
 
 @dataclass(frozen=True)
 class LinkSettings:
-    """Settings and callbacks that all connections between stages of a data mover share."""
+    """Settings and callbacks of all connections between stages in one data mover process."""
 
     node: str
     """Name of this machine."""

@@ -8,7 +8,7 @@ from gllm.transport.kv.pages import KvPages, Slots
 
 
 def skip_wait(index: int) -> None:
-    """Return at once: the `wait_for_part` of transfers whose KV blocks are all computed."""
+    """Do not wait: default of `wait_for_part`, if all KV blocks are computed beforehand."""
 
 
 class ServedRead(NamedTuple):
