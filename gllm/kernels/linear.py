@@ -70,7 +70,8 @@ def lookup_rows(matrix: Matrix, ids: Tensor) -> Tensor:
     """Return rows of a weight by index, as an embedding does: ids [n] int64 to [n, inputs].
 
     Raises:
-        IndexError: an index is out of range.
+        IndexError: an index is out of range, on a CPU.
+        NotImplementedError: the format keeps no exact weights (see `has_lookup`).
     """
     return weight_format(matrix.format).lookup(matrix, ids)
 

@@ -33,7 +33,10 @@ class ServeKv(WireMessage, frozen=True):
 
 
 class RevokeKv(WireMessage, frozen=True):
-    """Command: no longer let another engine read the blocks of a ticket; KvRevoked answers."""
+    """Command: no longer let another engine read the KV blocks under a key (ticket).
+
+    KvRevoked answers.
+    """
 
     ticket: Ticket
 

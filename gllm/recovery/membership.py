@@ -26,7 +26,7 @@ class NodeStatus(StrEnum):
 
 @dataclass(slots=True)
 class NodeRecord:
-    """Status, rank and last messages of a node that has joined the cluster at least once."""
+    """Status, rank, last contact and losses of a node that has joined the cluster at least once."""
 
     name: str
     rank: int | None

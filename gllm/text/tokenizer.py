@@ -19,7 +19,7 @@ LOSSLESS_PRE_TOKENIZERS = ("ByteLevel", "Digits", "Metaspace", "Split")
 
 
 def compute_max_token_characters(backend: tokenizers.Tokenizer) -> int | None:
-    """Return the largest number of characters of text that a single token can represent.
+    """Return an upper bound of the characters of text that a single token can represent.
 
     Returns:
         None if there is no bound, because unknown characters may be dropped or merged, or

@@ -12,7 +12,7 @@ from gllm.deploy.ray.bundles import (
     RayMachine,
     choose_num_nodes,
     find_spare_machines,
-    needs_gpus,
+    has_gpus_on,
     plan_bundles,
     spare_bundle,
 )
@@ -132,7 +132,7 @@ class RayAgents:
         machines = self._cluster.machines()
         has_gpus = spec.has_gpus
         if has_gpus is None:
-            has_gpus = needs_gpus(machines, self._own_identity)
+            has_gpus = has_gpus_on(machines, self._own_identity)
         num_nodes = spec.num_nodes or choose_num_nodes(len(spec.degrees), machines, has_gpus)
         try:
             self._bundles = plan_bundles(

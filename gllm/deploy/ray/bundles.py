@@ -58,12 +58,12 @@ def port_offset(machines: Sequence[RayMachine], identity: str, head: str) -> int
     return sorted(same_host | {identity}, key=lambda other: (other != head, other)).index(identity)
 
 
-def needs_gpus(machines: Sequence[RayMachine], identity: str) -> bool:
-    """Return True if the head's Ray node has GPUs; all machines of the engine then need GPUs.
+def has_gpus_on(machines: Sequence[RayMachine], identity: str) -> bool:
+    """Return True if a Ray node has GPUs.
 
     Args:
         machines: nodes of the Ray cluster.
-        identity: Ray's id of the head's node.
+        identity: Ray's id of the node.
     """
     return any(m.identity == identity and m.resources.get("GPU", 0) > 0 for m in machines)
 

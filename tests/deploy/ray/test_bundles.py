@@ -7,7 +7,7 @@ from gllm.deploy.ray.bundles import (
     choose_num_nodes,
     describe_wait,
     find_spare_machines,
-    needs_gpus,
+    has_gpus_on,
     plan_bundles,
     port_offset,
     ray_node_name,
@@ -85,8 +85,8 @@ def test_an_engine_takes_the_machines_that_are_there_but_none_without_a_stage() 
 
 def test_gpus_are_needed_if_the_heads_machine_has_them() -> None:
     machines = [machine(1, CPU=8.0), machine(2, CPU=8.0, GPU=1.0)]
-    assert not needs_gpus(machines, machines[0].identity)
-    assert needs_gpus(machines, machines[1].identity)
+    assert not has_gpus_on(machines, machines[0].identity)
+    assert has_gpus_on(machines, machines[1].identity)
 
 
 def test_spares_start_on_living_machines_without_an_agent_that_are_large_enough() -> None:
