@@ -100,8 +100,8 @@ SUBJECTS: dict[str, Subject] = {
         ),
     ),
     "launch": Subject(
-        ("gllm/deploy/up/*.py",),
-        ("tests/deploy/up", "tests/commands"),
-        ("tests/deploy/manifests", "tests/plan", "tests/deploy/ray", "tests/e2e"),
+        ("gllm/deploy/up/*.py", "gllm/deploy/ray/*.py"),
+        ("tests/deploy/up", "tests/deploy/ray", "tests/commands"),
+        ("tests/deploy/manifests", "tests/plan", "tests/e2e"),
     ),
 }
