@@ -61,7 +61,7 @@ class ProgressLines:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End the bar."""
+        """Do nothing: every line printed is complete."""
 
 
 def show_progress(

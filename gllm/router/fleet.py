@@ -100,14 +100,14 @@ class Fleet:
             make_router_links(config), self.name, self._on_attached, self._on_lost, self._on_message
         )
         self.roles = RoleControl(self._links, self._dispatcher.records, config, clock, pair_policy)
-        """See FleetControl."""
+        """Roles of the engines."""
         self.scaling = ScaleControl(
             self._dispatcher, config, clock, self.roles.leads_all,
             lambda: self.client.parked_since,
         )  # fmt: skip
-        """See FleetControl."""
+        """Autoscaling of the engines."""
         self.workload = WorkloadMonitor(config.shift_conditions, self.client, self.roles.leads_all)
-        """See FleetControl."""
+        """Workload statistics of the requests."""
         self._commands = EngineCommands()
         self._stats = fleet_status.FleetStats()
         self._num_lost: Counter[str] = Counter()

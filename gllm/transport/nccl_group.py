@@ -73,17 +73,11 @@ class _QueuedStep:
         return self._ended.query()
 
     def exception(self) -> BaseException | None:
-        """Return the error of the transfer, if it failed. PyTorch 2.11 raises TypeError instead.
-
-        Errors are those of the device, which its next use reports.
-        """
+        """Return None: errors are those of the device, which its next use reports."""
         return None
 
     def wait(self) -> bool:
-        """Make the current stream wait for the transfer.
-
-        The work is in the compute stream itself.
-        """
+        """Do nothing: the work is in the compute stream itself."""
         return True
 
 

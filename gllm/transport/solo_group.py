@@ -26,7 +26,7 @@ class SoloGroup:
         self.rank, self.size = rank, size
 
     def partial(self, rows: int, width: int) -> Tensor | None:
-        """Return the memory [rows, width] float32 for the input of the next `sum`."""
+        """Return None: the input of `sum` may be anywhere."""
         return None
 
     def sum(self, partial: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -88,16 +88,10 @@ class SoloDeviceGroup(DeviceRankGroup):
         return self._solo.broadcast(values, count).to(self._device)
 
     def end_step(self, step: int) -> None:
-        """Record that all work of a step is queued. Called on the compute thread.
-
-        No collective is queued.
-        """
+        """Do nothing: no collective is queued."""
 
     def _abort(self) -> None:
-        """End the collectives that are queued on the device; called more than once.
-
-        No collective is queued.
-        """
+        """Do nothing: no collective is queued."""
 
 
 def create_solo_groups(rank: int, size: int, device: torch.device | None = None) -> StageGroups:

@@ -81,16 +81,10 @@ class StagedRankGroup(DeviceRankGroup):
         return self._to_device(self._host.head.broadcast(on_host, count))
 
     def end_step(self, step: int) -> None:
-        """Record that all work of a step is queued. Called on the compute thread.
-
-        The host has already waited for every collective.
-        """
+        """Do nothing: the host has already waited for every collective."""
 
     def _abort(self) -> None:
-        """End the collectives that are queued on the device; called more than once.
-
-        The device has no collectives.
-        """
+        """Do nothing: the device has no collectives."""
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         """Return a copy in pinned memory, valid until the next call."""

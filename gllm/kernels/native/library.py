@@ -331,7 +331,7 @@ class KernelLibrary:
         return torch.empty(shape, dtype=dtype)
 
     def is_preferred(self, operation: Operation, dtype: torch.dtype) -> bool:
-        """Return True if this library, not torch, should compute the operation in this dtype."""
+        """Return True: without measurements the library computes every operation."""
         return True
 
     def function(self, arguments: ctypes.Structure) -> Any:
