@@ -6,7 +6,6 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import count
 from random import Random
 from typing import Any
 
@@ -15,7 +14,6 @@ import msgspec
 from gllm.config.router import RouterConfig
 from gllm.engine.fleet_control import EngineRow, RouterTotals, UnknownEngineError
 from gllm.engine.interface import EngineStatus, EngineUnavailableError, OverloadedError
-from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage
 from gllm.messages.fleet import DrainEngine, EngineReport
 from gllm.messages.handoff import FirstChunkComputed, KvPushStarted
@@ -36,6 +34,7 @@ from gllm.routing.health import FleetHealth
 from gllm.routing.policy import RoutingPolicy
 from gllm.routing.policy_registry import make_policy
 from gllm.runtime.head.request_client import SendFunction
+from gllm.runtime.messaging.command_runner import CommandRunner
 from gllm.runtime.messaging.connection_pool import make_router_links
 from gllm.runtime.messaging.fleet_links import EngineLink, FleetLinks
 
@@ -108,7 +107,7 @@ class Fleet:
         """Autoscaling of the engines."""
         self.workload = WorkloadMonitor(config.shift_conditions, self.client, self.roles.leads_all)
         """Workload statistics of the requests."""
-        self._commands = EngineCommands()
+        self._commands: CommandRunner[str] = CommandRunner()
         self._stats = fleet_status.FleetStats()
         self._num_lost: Counter[str] = Counter()
         self._num_refused = 0
@@ -276,7 +275,9 @@ class Fleet:
 
     async def reset_prefix_cache(self) -> str:
         """Empty the prefix caches of all engines; return the first error, empty on success."""
-        return await self._commands.run(ResetPrefixCache, list(self._links.links.values()))
+        sends = {link.name: link.send for link in self._links.links.values()}
+        errors = await self._commands.run(ResetPrefixCache, sends)
+        return next((f"engine {name}: {error}" for name, error in errors.items()), "")
 
     async def start_profile(self, folder: str) -> str:
         """Return an error: torch profiles are recorded at the engines, not here."""
@@ -456,48 +457,3 @@ def kv_peer(link: EngineLink) -> KvPeer:
         lambda: link.announce.kv_digest,
         link.announce.accepts_prefetches,
     )
-
-
-class EngineCommands:
-    """Sends commands to engines, such as a reset of the prefix cache, and waits for the results."""
-
-    def __init__(self) -> None:
-        self._ids = count()
-        self._waiting: dict[int, dict[str, asyncio.Future[str]]] = {}
-        """Errors to come, by command id and engine."""
-
-    async def run(self, create: Callable[[int], WireMessage], links: Sequence[EngineLink]) -> str:
-        """Send a command to engines and wait for all; return the first error, empty if none."""
-        command_id = next(self._ids)
-        command = create(command_id)
-        loop = asyncio.get_running_loop()
-        futures = {link.name: loop.create_future() for link in links}
-        self._waiting[command_id] = futures
-        try:
-            for link in links:
-                link.send(command)
-            errors = [
-                f"engine {name}: {error}" for name in futures if (error := await futures[name])
-            ]
-        finally:
-            del self._waiting[command_id]
-        return next(iter(errors), "")
-
-    def on_done(self, engine: str, report: CommandDone) -> None:
-        """Store the result that an engine reports for a command."""
-        future = self._waiting.get(report.command_id, {}).get(engine)
-        if future is not None and not future.done():
-            future.set_result(report.error)
-
-    def on_lost(self, engine: str, cause: str) -> None:
-        """Complete the commands of a lost engine with an error."""
-        for futures in self._waiting.values():
-            if engine in futures and not futures[engine].done():
-                futures[engine].set_result(cause)
-
-    def fail_all(self, cause: str) -> None:
-        """Complete all commands with an error."""
-        for futures in self._waiting.values():
-            for future in futures.values():
-                if not future.done():
-                    future.set_result(cause)

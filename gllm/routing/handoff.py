@@ -90,7 +90,7 @@ class Handoff:
         self._asked = ""
         """Engine that has the request in TRANSFER and DECODE; empty while it is parked."""
         self.is_held = True
-        """True until the prefill engine is lost, has not kept the blocks or is asked to free them."""
+        """True until the prefill engine is lost, lacks the blocks or is asked to free them."""
         self._is_readable = False
         """True if the blocks can be fetched while the prompt is computed."""
         self._prefetching = ""

@@ -144,7 +144,7 @@ class EventReceiver:
                 if self._liveness is not None:
                     self._liveness.on_heartbeat(sender, message)
             case lifecycle.CommandDone():
-                self._supervisor.commands.on_done(message)
+                self._supervisor.commands.on_done(sender, message)
             case lifecycle.LoadProgress():
                 self._recovery.on_progress(sender, time.monotonic())
                 if not self._recovery.has_been_ready:

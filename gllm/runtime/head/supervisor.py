@@ -12,7 +12,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -25,7 +25,6 @@ from gllm.messages.codec import decode_for_head
 from gllm.messages.handoff import HandoffCommand
 from gllm.messages.lifecycle import (
     CloseEpoch,
-    CommandDone,
     InitializeCache,
     ResetPrefixCache,
     Shutdown,
@@ -79,61 +78,12 @@ from gllm.runtime.head.node import Node
 from gllm.runtime.head.node_group import EdgeGate, NodeGroup
 from gllm.runtime.head.worker_channels import HeadSocket, WorkerChannels
 from gllm.runtime.messaging.bus import Hub
+from gllm.runtime.messaging.command_runner import CommandRunner
 
 log = logging.getLogger(__name__)
 
 STOPPED = "the engine was stopped"
 """Cause of the end of an engine without a failure."""
-
-
-class CommandRunner:
-    """Sends commands to workers and waits until every worker has reported its result."""
-
-    def __init__(self) -> None:
-        self._ids = count()
-        self._reports: dict[int, tuple[asyncio.Queue[CommandDone], list[int]]] = {}
-        """Reports on the commands that a caller waits for and their receivers, by command id."""
-
-    @property
-    def num_running(self) -> int:
-        """Commands that a caller waits for."""
-        return len(self._reports)
-
-    async def run(
-        self, create: Callable[[int], WireMessage], channels: WorkerChannels, receivers: list[int]
-    ) -> str:
-        """Send a command and wait until every receiver has reported the result.
-
-        Args:
-            create: creates the command with an id.
-            channels: to the receivers.
-            receivers: senders of the workers.
-
-        Returns:
-            The first error, empty on success.
-        """
-        command_id = next(self._ids)
-        command = create(command_id)
-        queue: asyncio.Queue[CommandDone] = asyncio.Queue()
-        self._reports[command_id] = queue, receivers
-        try:
-            for receiver in receivers:
-                channels.send(receiver, command)
-            reports = [await queue.get() for _ in receivers]
-        finally:
-            del self._reports[command_id]
-        return next((report.error for report in reports if report.error), "")
-
-    def on_done(self, report: CommandDone) -> None:
-        """Handle a worker's report."""
-        if report.command_id in self._reports:
-            self._reports[report.command_id][0].put_nowait(report)
-
-    def fail_all(self, cause: str) -> None:
-        """End all commands with an error, because a worker has died."""
-        for command_id, (queue, receivers) in self._reports.items():
-            for _ in receivers:
-                queue.put_nowait(CommandDone(command_id, 0, cause))
 
 
 class Supervisor:
@@ -190,7 +140,8 @@ class Supervisor:
         self.recovery = self._create_recovery()
         self.group: NodeGroup | None = None
         """All machines by name; None for this one alone."""
-        self.commands = CommandRunner()
+        self.commands: CommandRunner[int] = CommandRunner()
+        """Commands to workers, by sender."""
         self.kv_events = KvEventSource()
         """Changes of the prefix cache of the present driver."""
         self.kv_mover = EngineKvMover(
@@ -388,7 +339,9 @@ class Supervisor:
         """Send a command to the first workers, by default to all; return the first error."""
         if self.recovery.state is not RecoveryState.READY:
             return self.cause or f"the engine is {self.state}: {self.deaths.cause}"
-        return await self.commands.run(create, self.channels, self.senders[:num_workers])
+        senders = self.senders[:num_workers]
+        sends = {sender: partial(self.channels.send, sender) for sender in senders}
+        return next(iter((await self.commands.run(create, sends)).values()), "")
 
     def send_to_driver(self, message: WireMessage) -> None:
         """Send a message to the driver of the present epoch."""

@@ -1,8 +1,6 @@
 """What the parent asks of its workers: each answer belongs to its question."""
 
 import asyncio
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -10,7 +8,7 @@ from gllm.engine.interface import EngineUnavailableError, ProfileError
 from gllm.messages.codec import AnyMessage
 from gllm.messages.lifecycle import CommandDone, ResetPrefixCache
 from gllm.messages.sampling import SequenceSamplingParams
-from gllm.runtime.head.supervisor import CommandRunner
+from gllm.runtime.messaging.command_runner import CommandRunner
 from tests.support.engines.local_workers import local_engine, local_supervisor
 
 
@@ -31,21 +29,24 @@ async def test_an_abandoned_question_keeps_its_answer_to_itself(stages: int) -> 
 
 async def test_an_abandoned_question_leaves_nothing_behind() -> None:
     sent: list[tuple[int, AnyMessage]] = []
-    channels: Any = SimpleNamespace(send=lambda receiver, command: sent.append((receiver, command)))
-    commands = CommandRunner()
-    abandoned = asyncio.create_task(commands.run(ResetPrefixCache, channels, [1, 2]))
+    sends = {
+        receiver: lambda command, receiver=receiver: sent.append((receiver, command))
+        for receiver in (1, 2)
+    }
+    commands: CommandRunner[int] = CommandRunner()
+    abandoned = asyncio.create_task(commands.run(ResetPrefixCache, sends))
     await asyncio.sleep(0)
     assert commands.num_running == 1
-    commands.on_done(CommandDone(0, 1, ""))
+    commands.on_done(1, CommandDone(0, 1, ""))
     abandoned.cancel()
     await asyncio.gather(abandoned, return_exceptions=True)
     assert commands.num_running == 0
-    asking = asyncio.create_task(commands.run(ResetPrefixCache, channels, [1]))
+    asking = asyncio.create_task(commands.run(ResetPrefixCache, {1: sends[1]}))
     await asyncio.sleep(0)
     # The answer of the other worker to the first question.
-    commands.on_done(CommandDone(0, 2, "too late"))
-    commands.on_done(CommandDone(1, 1, ""))
-    assert await asyncio.wait_for(asking, 60) == ""
+    commands.on_done(2, CommandDone(0, 2, "too late"))
+    commands.on_done(1, CommandDone(1, 1, ""))
+    assert await asyncio.wait_for(asking, 60) == {}
     assert commands.num_running == 0
     assert sent == [(1, ResetPrefixCache(0)), (2, ResetPrefixCache(0)), (1, ResetPrefixCache(1))]
 
