@@ -45,7 +45,7 @@ def native(flavor: str, flags: list[str]) -> Extension:
         extra_compile_args=[
             "-std=c++17",
             "-O3",
-            "-fopenmp",
+            "-pthread",
             "-fno-strict-aliasing",
             "-ffp-contract=fast",
             "-fno-math-errno",
@@ -53,7 +53,7 @@ def native(flavor: str, flags: list[str]) -> Extension:
             "-Wno-psabi",
             *flags,
         ],
-        extra_link_args=["-fopenmp"],
+        extra_link_args=["-pthread"],
         optional=True,
     )
 

@@ -140,7 +140,7 @@ def compile_kernels(tree: Path) -> str:
     """Compile BUILD of a tree's kernels; return the compiler's error, empty if there is none."""
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     sources = sorted(map(str, (tree / "gllm/kernels/native").glob("*.cpp")))
-    flags = ["-std=c++17", "-O3", "-fopenmp", "-fno-strict-aliasing", "-ffp-contract=fast"]
+    flags = ["-std=c++17", "-O3", "-pthread", "-fno-strict-aliasing", "-ffp-contract=fast"]
     flags += ["-fno-math-errno", "-fvisibility=hidden", "-Wno-psabi", "-mavx2", "-mfma", "-mf16c"]
     include = f"-I{sysconfig.get_paths()['include']}"
     output = tree / f"gllm/kernels/native/_{BUILD}{suffix}"

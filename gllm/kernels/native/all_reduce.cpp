@@ -5,15 +5,10 @@
 // same bits. One barrier per sum suffices: a place is written again only after a later barrier, which no rank
 // reaches before it has read the place.
 
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <atomic>
-#include <climits>
 
+#include "futex.h"
+#include "pool.h"
 #include "simd.h"
 
 namespace gllm {
@@ -22,7 +17,6 @@ constexpr int64_t SPAN = 2048;       // elements that a thread adds at once
 constexpr int64_t PARALLEL = 1 << 16;  // elements of all ranks from which on threads are worth waking
 constexpr int MAX_RANKS = 64;
 constexpr int PLACES = 5;
-constexpr int PAUSES = 16;  // pauses between two looks at the clock
 constexpr time_t LOOK_SECONDS = 1;  // longest sleep: a rank that dies while it cancels rings for nobody
 
 enum Closed { OPEN, CANCELLED, MISMATCH };            // as in shared_region.py
@@ -75,24 +69,6 @@ struct CancelArguments {
 
 namespace {
 
-void pause() {
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
-
-int64_t nanoseconds() {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000ll + now.tv_nsec;
-}
-
-long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* timeout) {
-    return syscall(SYS_futex, &word, operation, value, timeout, nullptr, 0);
-}
-
 void ring(RankSyncState& line) {
     line.doorbell.fetch_add(1);
     futex(line.doorbell, FUTEX_WAKE, INT_MAX, nullptr);
@@ -115,13 +91,7 @@ bool is_over(const RankGroup& group) { return have_arrived(group) || group.close
 
 // Wait until all ranks have arrived or the group is closed.
 void wait(const RankGroup& group) {
-    const int64_t end = nanoseconds() + group.spin_ns;
-    do {
-        for (int i = 0; i < PAUSES; ++i) {
-            if (is_over(group)) return;
-            pause();
-        }
-    } while (nanoseconds() < end);
+    if (spin([&] { return is_over(group); }, group.spin_ns)) return;
     const timespec longest{LOOK_SECONDS, 0};
     RankSyncState& line = group.lines[group.rank];
     line.is_sleeping.store(1);
@@ -207,14 +177,13 @@ void combine_all(const ReduceArguments& a) {
     for (int rank = 0; rank < group.size; ++rank) parts[rank] = place_of(group, rank, a.place);
     const int64_t rows = a.bias ? a.rows : 1, width = a.bias ? a.width : a.rows * a.width;
     const int64_t spans = (width + SPAN - 1) / SPAN;
-#pragma omp parallel for num_threads(a.threads) if (rows * width * group.size >= PARALLEL)
-    for (int64_t span = 0; span < rows * spans; ++span) {
+    share_loop(a.threads, rows * spans, rows * width * group.size >= PARALLEL, [&](int64_t span) {
         const int64_t row = span / spans, column = span % spans * SPAN;
         const B* bias = a.bias ? static_cast<const B*>(a.bias) + column : nullptr;
         T* output = static_cast<T*>(a.output) + row * width + column;
         const int64_t count = std::min(SPAN, width - column);
         combine<Operation>(parts, group.size, row * width + column, count, bias, output);
-    }
+    });
 }
 
 template <class T>

@@ -8,6 +8,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "pool.h"
 #include "products.h"
 #include "scratch.h"
 
@@ -100,13 +101,11 @@ class Attention {
         // The costliest ones, at the end of chunks, first.
         std::reverse(tiles.begin(), tiles.end());
         const int64_t count = static_cast<int64_t>(tiles.size());
-#pragma omp parallel num_threads(a.threads) if (count > 1)
-        {
+        share(a.threads, count, [&](Tasks& tasks) {
             Scratch<Unit> scratch;
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t i = 0; i < count; ++i)
+            for (int64_t i; tasks.claim(i);)
                 attend(tiles[i], tiles[std::min(i + a.threads, count - 1)], scratch);
-        }
+        });
     }
 
   private:

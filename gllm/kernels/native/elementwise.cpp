@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "activation.h"
+#include "pool.h"
 
 namespace gllm {
 
@@ -82,14 +83,13 @@ void add_to(T* x, const T* delta, int64_t size) {
 
 template <class T, class W>
 void add_rms_norm(const NormArguments& a) {
-#pragma omp parallel for num_threads(a.threads) if (a.rows * a.size >= PARALLEL)
-    for (int64_t row = 0; row < a.rows; ++row) {
+    share_loop(a.threads, a.rows, a.rows * a.size >= PARALLEL, [&](int64_t row) {
         T* hidden = static_cast<T*>(a.hidden) + row * a.size;
         if (a.delta) add_to(hidden, static_cast<const T*>(a.delta) + row * a.size, a.size);
         const float factor = 1.0f / std::sqrt(mean_square(hidden, a.size) + a.eps);
         T* output = static_cast<T*>(a.output) + row * a.size;
         scale(hidden, static_cast<const W*>(a.weight), factor, output, a.size);
-    }
+    });
 }
 
 // The first `dim` elements of a head by the angles of its token.
@@ -126,8 +126,7 @@ void norm_and_rotate(T* head, const void* norm, const RotaryArguments& a, int64_
 template <class T, class W>
 void rotate_and_store(const RotaryArguments& a) {
     const int64_t row = (a.heads + 2 * a.kv_heads) * a.head_dim, wide = a.kv_heads * a.head_dim;
-#pragma omp parallel for num_threads(a.threads) if (a.tokens * row >= PARALLEL)
-    for (int64_t token = 0; token < a.tokens; ++token) {
+    share_loop(a.threads, a.tokens, a.tokens * row >= PARALLEL, [&](int64_t token) {
         T* head = static_cast<T*>(a.qkv) + token * row;
         for (int64_t i = 0; i < a.heads; ++i, head += a.head_dim)
             norm_and_rotate<T, W>(head, a.query_norm, a, token);
@@ -136,13 +135,12 @@ void rotate_and_store(const RotaryArguments& a) {
             norm_and_rotate<T, W>(head, a.key_norm, a, token);
         std::copy(keys, head, static_cast<T*>(a.keys) + a.slots[token] * wide);
         std::copy(head, head + wide, static_cast<T*>(a.values) + a.slots[token] * wide);
-    }
+    });
 }
 
 template <class T>
 void gate(const GateArguments& a) {
-#pragma omp parallel for num_threads(a.threads) if (a.rows * a.size >= PARALLEL)
-    for (int64_t row = 0; row < a.rows; ++row) {
+    share_loop(a.threads, a.rows, a.rows * a.size >= PARALLEL, [&](int64_t row) {
         const T* gate = static_cast<const T*>(a.gate_up) + row * 2 * a.size;
         const T* up = gate + a.size;
         T* output = static_cast<T*>(a.output) + row * a.size;
@@ -153,20 +151,19 @@ void gate(const GateArguments& a) {
             const Vector one = activated(broadcast(to_float(gate[i])), a.activation);
             assign(output[i], one[0] * to_float(up[i]));
         }
-    }
+    });
 }
 
 template <class T>
 void activate(const ActivateArguments& a) {
-#pragma omp parallel for num_threads(a.threads) if (a.rows * a.size >= PARALLEL)
-    for (int64_t row = 0; row < a.rows; ++row) {
+    share_loop(a.threads, a.rows, a.rows * a.size >= PARALLEL, [&](int64_t row) {
         const T* input = static_cast<const T*>(a.input) + row * a.size;
         T* output = static_cast<T*>(a.output) + row * a.size;
         int64_t i = 0;
         for (; i + LANES <= a.size; i += LANES) store(output + i, activated(load(input + i), a.activation));
         for (; i < a.size; ++i)
             assign(output[i], activated(broadcast(to_float(input[i])), a.activation)[0]);
-    }
+    });
 }
 
 }  // namespace

@@ -18,6 +18,7 @@
 #endif
 
 #include "int8_dot.h"
+#include "pool.h"
 #include "unrolled.h"
 
 namespace gllm {
@@ -94,8 +95,7 @@ void quantize_row(const T* x, int64_t size, uint32_t bits, uint8_t* codes, float
 template <class T>
 void quantize(const QuantizeArguments& a) {
     const T* x = static_cast<const T*>(a.x);
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < a.rows; ++row) {
+    share_loop(a.threads, a.rows, a.rows * a.size >= QUANTIZED_ALONE, [&](int64_t row) {
         const T* from = x + row * a.size;
         const bool known = a.codes && a.magnitudes;
         const uint32_t bits = known ? as<uint32_t>(a.magnitudes[row]) : largest_bits(from, a.size);
@@ -103,7 +103,7 @@ void quantize(const QuantizeArguments& a) {
             quantize_row(from, a.size, bits, a.codes + row * padded(a.size), a.scales + row);
         else
             a.magnitudes[row] = bits < 0x7f800000 ? as<float>(bits) : INFINITY;
-    }
+    });
 }
 
 // Weights to fetch while others are multiplied: LINES cache lines for each group of inputs.
@@ -147,14 +147,13 @@ class Product {
           panel_bytes(row_bytes * PANEL), panels((a.outputs + PANEL - 1) / PANEL),
           chunks((a.rows + ROW_CHUNK - 1) / ROW_CHUNK) {}
 
-    // All tasks, a panel after the other; within a parallel region, by all of its threads.
+    // All tasks, a panel after the other.
     template <class T, class Out>
     void run() const {
-#pragma omp for schedule(static) nowait
-        for (int64_t task = 0; task < panels * chunks; ++task) {
+        share_loop(a.threads, panels * chunks, true, [&](int64_t task) {
             const int64_t panel = task / chunks, first = task % chunks * ROW_CHUNK;
             multiply_panel<T, Out>(panel, first, std::min(a.rows - first, ROW_CHUNK));
-        }
+        });
     }
 
   private:
@@ -234,12 +233,8 @@ void linear(const Int8Arguments& a) {
     const std::unique_ptr<uint8_t[]> codes(new uint8_t[a.rows * padded(a.inputs)]);
     const std::unique_ptr<float[]> scales(new float[a.rows]);
     const Product product(a, codes.get(), scales.get());
-#pragma omp parallel num_threads(a.threads)
-    {
-        quantize<T>({a.x, codes.get(), scales.get(), a.rows, a.inputs, a.dtype, a.threads,
-                     a.magnitudes});
-        product.run<T, Out>();
-    }
+    quantize<T>({a.x, codes.get(), scales.get(), a.rows, a.inputs, a.dtype, a.threads, a.magnitudes});
+    product.run<T, Out>();
 }
 
 }  // namespace
@@ -249,7 +244,6 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 void gllm_quantize_rows(const gllm::QuantizeArguments* a) {
-#pragma omp parallel num_threads(a->threads) if (a->rows * a->size >= gllm::QUANTIZED_ALONE)
     gllm::with_dtype(a->dtype, [&](auto type) { gllm::quantize<decltype(type)>(*a); });
 }
 

@@ -10,6 +10,7 @@
 
 #include "linear_amx.h"
 #include "linear_output.h"
+#include "pool.h"
 #include "scratch.h"
 
 namespace gllm {
@@ -108,21 +109,21 @@ class Linear {
         const int64_t most = few ? panels : MOST_PANELS, step = few && !a.gate ? 1 : 2;
         const int64_t group = blocks_of(std::min(fair, most), step) * step;
         const int64_t groups = blocks_of(panels, group);
-#pragma omp parallel num_threads(a.threads)
-        {
+        share(a.threads, row_blocks * groups, [&](Tasks& tasks) {
+            int64_t task;
+            if (!tasks.claim(task)) return;
             Scratch<Unit> s;
             const Unit* inputs = few ? all_inputs(s) : nullptr;
             s.sums.resize(std::min(a.rows, ROWS) * PANEL * (few ? step : group));
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t task = 0; task < row_blocks * groups; ++task) {
+            do {
                 const int64_t row = task / groups * ROWS, panel = task % groups * group;
                 const int64_t end = std::min(panel + group, panels);
                 if (few)
                     stream(inputs, panel, end, s.sums.data());
                 else
                     block(row, std::min(ROWS, a.rows - row), panel, end, s);
-            }
-        }
+            } while (tasks.claim(task));
+        });
     }
 
   private:
@@ -250,8 +251,7 @@ template <class T>
 void run_heads(const HeadLinearArguments& a) {
     // Few heads are computed one after the other, by all threads.
     const int32_t teams = a.heads < a.threads ? 1 : a.threads, members = a.threads / teams;
-#pragma omp parallel for num_threads(teams) schedule(dynamic, 1) if (teams > 1)
-    for (int64_t head = 0; head < a.heads; ++head) {
+    share_loop(teams, a.heads, true, [&](int64_t head) {
         LinearArguments one{};
         one.output = static_cast<T*>(a.output) + head * a.output_head;
         one.input = static_cast<const T*>(a.input) + head * a.input_head;
@@ -259,7 +259,7 @@ void run_heads(const HeadLinearArguments& a) {
         one.rows = a.rows, one.inputs = a.inputs, one.outputs = a.outputs, one.input_row = a.input_row;
         one.dtype = a.dtype, one.threads = members;
         run_linear<T>(one, a.output_row);
-    }
+    });
 }
 
 }  // namespace

@@ -11,6 +11,7 @@
 #ifdef GLLM_AMX
 
 #include "linear_output.h"
+#include "pool.h"
 #include "scratch.h"
 
 namespace gllm {
@@ -31,16 +32,16 @@ class AmxLinear {
         const int64_t fair = blocks_of(panels * row_blocks, tasks);
         const int64_t group = blocks_of(std::min(fair, MOST_PANELS), 2) * 2;
         const int64_t groups = blocks_of(panels, group);
-#pragma omp parallel num_threads(a.threads)
-        {
+        share(a.threads, row_blocks * groups, [&](Tasks& tasks) {
+            int64_t task;
+            if (!tasks.claim(task)) return;
             amx::Registers registers;
             registers.shape(is_few ? std::min(a.rows, TILE) : TILE,
                             is_few && a.rows > TILE ? a.rows - TILE : TILE);
             Memory<uint32_t> inputs;
             Memory<float> sums;
             int64_t copied = -1;
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t task = 0; task < row_blocks * groups; ++task) {
+            do {
                 const int64_t row = task / groups * ROWS, panel = task % groups * group;
                 const int64_t rows = std::min(ROWS, a.rows - row);
                 if (row != copied) copy_inputs(row, rows, is_few ? std::min(rows, TILE) : TILE, inputs);
@@ -50,8 +51,8 @@ class AmxLinear {
                     stream(inputs.data(), panel, end, sums);
                 else
                     block(row, rows, panel, end, inputs.data(), sums);
-            }
-        }
+            } while (tasks.claim(task));
+        });
     }
 
   private:

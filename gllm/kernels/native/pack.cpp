@@ -1,6 +1,7 @@
 // Packing of weights into panels (panels.h), and unpacking of single rows.
 
 #include "panels.h"
+#include "pool.h"
 
 namespace gllm {
 
@@ -26,15 +27,14 @@ void pack(const PackArguments& a) {
     using Weight = typename Step<T>::Weight;
     constexpr int64_t PER = Step<T>::PER, RUN = 64;
     const int64_t panels = blocks_of(a.outputs, PANEL), row = a.inputs / PER * PER;
-#pragma omp parallel for num_threads(a.threads)
-    for (int64_t panel = 0; panel < panels; ++panel) {
+    share_loop(a.threads, panels, true, [&](int64_t panel) {
         T* to = static_cast<T*>(a.packed) + panel * a.step * PANEL * row;
         const int64_t count = std::min(PANEL, a.outputs - panel * PANEL);
         const T* weight = static_cast<const T*>(a.weight) + panel * PANEL * row;
         if constexpr (!Step<T>::WIDENED)
             if (count == PANEL) {
                 turn(weight, row, PANEL, row / PER, reinterpret_cast<Weight*>(to));
-                continue;
+                return;
             }
         if (count < PANEL) std::fill(to, to + PANEL * row, T{});
         for (int64_t k = 0; k < row; k += RUN)
@@ -43,19 +43,18 @@ void pack(const PackArguments& a) {
                 for (int64_t i = k; i < std::min(k + RUN, row); ++i)
                     to[(i / PER * PANEL + column) * PER + i % PER] = from[i];
             }
-    }
+    });
 }
 
 template <class T>
 void unpack(const UnpackArguments& a) {
     constexpr int64_t PER = Step<T>::PER;
-#pragma omp parallel for num_threads(a.threads) if (a.rows > 64)
-    for (int64_t r = 0; r < a.rows; ++r) {
+    share_loop(a.threads, a.rows, a.rows > 64, [&](int64_t r) {
         const int64_t panel = a.chosen[r] / PANEL, column = a.chosen[r] % PANEL;
         const T* from = static_cast<const T*>(a.packed) + panel * PANEL * a.inputs + column * PER;
         T* to = static_cast<T*>(a.output) + r * a.inputs;
         for (int64_t i = 0; i < a.inputs; ++i) to[i] = from[i / PER * PANEL * PER + i % PER];
-    }
+    });
 }
 
 }  // namespace
