@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 
 import pytest
@@ -47,7 +47,8 @@ def count_helpers() -> int:
     """Return the number of this process's threads that the kernels have started."""
     names = []
     for task in os.listdir("/proc/self/task"):
-        with open(f"/proc/self/task/{task}/comm", encoding="ascii") as file:
+        # A thread may end meanwhile.
+        with suppress(OSError), open(f"/proc/self/task/{task}/comm", encoding="ascii") as file:
             names.append(file.read().strip())
     return names.count("gllm-kernels")
 
