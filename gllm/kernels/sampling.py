@@ -59,9 +59,8 @@ def argmax_rows(logits: Tensor) -> Tensor:
 def list_finite_rows(logits: Tensor) -> list[bool]:
     """Return a list with True for each row of logits that has only finite values.
 
-    logits: [rows, vocabulary] on the CPU. Runs on one thread: a second thread that starts OpenMP
-    threads would make OpenMP count more threads than cores and put the threads of the stage to
-    sleep at each of their barriers.
+    logits: [rows, vocabulary] on the CPU. Runs on one thread, without helpers of OpenMP, which
+    would spin on cores that the next step needs.
     """
     array = logits.numpy()
     finite = np.isfinite(array.min(axis=-1)) & np.isfinite(array.max(axis=-1))

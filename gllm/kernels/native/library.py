@@ -1,8 +1,8 @@
 """Python interface to the compiled CPU kernels: loading, structures, choice per operation.
 
 The modules of the operations (gllm/kernels) call `library_for` and use torch if it returns None.
-The library receives raw pointers and does not link against torch. It uses the same OpenMP thread
-pool as torch, because torch has already loaded that OpenMP library.
+The library receives raw pointers and does not link against torch. It has its own threads (pool.cpp),
+as many as torch has.
 """
 
 import ctypes

@@ -93,11 +93,10 @@ def create_scheduler(
 
 
 async def run_in_thread(function: Callable[[], None]) -> None:
-    """Run a function on a new thread and wait for it, so that its OpenMP helper threads end too.
+    """Run a function on a new thread and wait for it, so that its helper threads end too.
 
-    OpenMP gives every thread that forks its own helpers and keeps them as long as the thread lives;
-    with more of them than cores it does not spin at barriers, and the compute thread's steps take a
-    tenth longer.
+    OpenMP, which torch uses, and the compiled kernels give every thread helpers of its own and keep
+    them as long as the thread lives.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
