@@ -27,12 +27,12 @@ from benchmarks.cpu.page import origin, write_figures
 from gllm.config.engine import EngineConfig
 from gllm.kernels.attention_plan import PagedBatch
 from gllm.kernels.random_numbers import random_uniform
+from gllm.kernels.threads import set_num_threads
 from gllm.models.config import read_config
 from gllm.models.hub import resolve_model
 from gllm.models.stage import StageInputs
 from gllm.runtime.worker.batch import plan_windows
 from gllm.runtime.worker.cpu.executor import CpuExecutor
-from gllm.runtime.worker.device import set_num_threads
 from gllm.sim.metrics.report import format_table
 from gllm.text.tokenizer import Tokenizer
 

@@ -25,7 +25,7 @@ from gllm.kernels.all_reduce import RankGroup
 from gllm.kernels.attention_plan import AttentionPlan, PagedBatch
 from gllm.kernels.native import library
 from gllm.kernels.native.program import RecordedProgram, record_kernels
-from gllm.runtime.worker.device import set_num_threads
+from gllm.kernels.threads import set_num_threads
 from gllm.transport.groups import open_groups
 from gllm.transport.region import Region, RegionLayout, create_region
 

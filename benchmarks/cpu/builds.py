@@ -27,7 +27,8 @@ from gllm.kernels.native.builds import (
     find_compiled_builds,
     processor_features,
 )
-from gllm.runtime.worker.device import count_cores, set_num_threads
+from gllm.kernels.threads import set_num_threads
+from gllm.runtime.worker.device import count_cores
 from gllm.sim.metrics.report import format_table, show_value
 
 if TYPE_CHECKING:

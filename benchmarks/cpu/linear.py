@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from gllm.kernels.linear import linear, prepare
-from gllm.runtime.worker.device import count_cores, set_num_threads
+from gllm.kernels.threads import set_num_threads
+from gllm.runtime.worker.device import count_cores
 
 SHAPES = {
     "qkv": (896, 1152),

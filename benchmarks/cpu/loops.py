@@ -77,8 +77,9 @@ class _StageLoop:
 
     def __init__(self, config: EngineConfig, folder: Path, stage: int) -> None:
         # Imported here because the parent process needs no torch.
+        from gllm.kernels.threads import set_num_threads
         from gllm.runtime.worker.cpu.executor import CpuExecutor
-        from gllm.runtime.worker.device import set_num_threads, threads_per_worker
+        from gllm.runtime.worker.device import threads_per_worker
 
         stages = config.pipeline_parallel_size
         set_num_threads(threads_per_worker(config.threads, stages))

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gllm.runtime.worker.device import set_num_threads
+from gllm.kernels.threads import set_num_threads
 from tests.support.models.kernel_builds import usable_ways, using_build
 
 

@@ -14,6 +14,7 @@ from gllm.kernels.attention_plan import AttentionPlan, PagedBatch
 from gllm.kernels.linear import linear, prepare
 from gllm.kernels.native.library import DTYPES, current_library
 from gllm.kernels.native.program import RecordedProgram, record_kernels
+from gllm.kernels.threads import set_num_threads
 from gllm.transport.groups import open_groups
 from gllm.transport.region import RegionLayout, create_region
 from tests.support.models.kernel_builds import covers_builds
@@ -109,13 +110,13 @@ def test_threads_do_not_change_a_sum(groups: list[RankGroup]) -> None:
     parts, bias = random(len(groups), 256, 900), random(900)
 
     def total(group: RankGroup, threads: int) -> Tensor:
-        torch.set_num_threads(threads)
+        set_num_threads(threads)
         return group.sum(parts[group.rank], bias, torch.bfloat16)
 
     try:
         sums = [run_ranks(groups, partial(total, threads=threads)) for threads in (1, 3)]
     finally:
-        torch.set_num_threads(1)
+        set_num_threads(1)
     expected = expected_sum(list(parts), bias, torch.bfloat16)
     assert all(torch.equal(result, expected) for results in sums for result in results)
 

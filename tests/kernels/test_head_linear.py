@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from gllm.kernels.head_linear import multiply_heads, prepare_heads
 from gllm.kernels.native.library import DTYPES
+from gllm.kernels.threads import using_num_threads
 from tests.kernels.test_native import TOLERANCE, random
 from tests.support.examples import num_examples
 
@@ -30,14 +31,10 @@ def test_products_are_those_of_each_head(
     weight = random(seed, dtype, heads, outputs, inputs)
     wider = random(seed + 1, dtype, tokens, heads, inputs + 6)
     matrices = prepare_heads(weight)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with using_num_threads(threads):
         result = torch.full((tokens, heads, outputs + 3), 9.0, dtype=dtype)
         multiply_heads(wider[..., :inputs], matrices, out=result[..., :outputs])
         alone = multiply_heads(wider[..., :inputs].contiguous(), matrices)
-    finally:
-        torch.set_num_threads(before)
     wanted = torch.einsum("thi,hoi->tho", wider[..., :inputs].double(), weight.double())
     limit = TOLERANCE[dtype] * max(wanted.abs().max().item(), 1.0) * inputs**0.5
     assert (alone.double() - wanted).abs().max().item() <= limit

@@ -16,6 +16,7 @@ from gllm.kernels.linear_int8 import (
     row_magnitudes,
 )
 from gllm.kernels.native.library import DTYPES
+from gllm.kernels.threads import set_num_threads
 from tests.support.examples import num_examples
 from tests.support.models.kernel_builds import covers_builds
 
@@ -96,11 +97,11 @@ def test_a_row_does_not_depend_on_its_batch(way: str, dtype: torch.dtype) -> Non
 def test_many_rows_and_threads(way: str) -> None:
     """More rows than a task has, over two threads."""
     x, weight = random(0, torch.bfloat16, 401, 20), random(1, torch.bfloat16, 130, 20)
-    torch.set_num_threads(2)
+    set_num_threads(2)
     try:
         actual = linear_int8(x, prepare_int8(weight), None)
     finally:
-        torch.set_num_threads(1)
+        set_num_threads(1)
     same_bits(actual, wanted(x, weight, None))
 
 

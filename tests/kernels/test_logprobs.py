@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gllm.kernels.logprobs import compute_logprobs, gather_logprobs, pack_logprobs, unpack_logprobs
+from gllm.kernels.threads import using_num_threads
 from tests.support.examples import num_examples
 
 
@@ -44,9 +45,7 @@ def own(scores, logits, row) -> torch.Tensor:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_row_is_scored_the_same_in_any_batch(threads: int) -> None:
     """However many threads share the rows, no row is cut."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with using_num_threads(threads):
         logits = torch.randn(7, 70_000, generator=torch.Generator().manual_seed(0)) * 3
         tokens = torch.arange(7) * 999
         together = gather_logprobs(compute_logprobs(logits), tokens, 20)
@@ -57,8 +56,6 @@ def test_a_row_is_scored_the_same_in_any_batch(threads: int) -> None:
             assert torch.equal(alone.ranks, together.ranks[part])
             assert torch.equal(alone.top_ids, together.top_ids[part])
             assert torch.equal(alone.top_logprobs, together.top_logprobs[part])
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("top", [0, 5])

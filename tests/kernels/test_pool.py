@@ -2,9 +2,8 @@
 
 import os
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from multiprocessing import get_context
 
 import pytest
@@ -15,20 +14,11 @@ from gllm.kernels.linear import linear, prepare
 from gllm.kernels.linear_int8 import linear_int8, prepare_int8
 from gllm.kernels.native.library import load_library
 from gllm.kernels.rms_norm import rms_norm
+from gllm.kernels.threads import using_num_threads
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="no compiled kernels here")
 
 ROWS, INPUTS, OUTPUTS = 70, 512, 1024
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def compute(rows: int, seed: int = 0) -> list[Tensor]:
@@ -63,16 +53,16 @@ def wait_for_helpers(count: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, ROWS])
 def test_any_number_of_threads_computes_the_same_bits(rows: int) -> None:
-    with threads(1):
+    with using_num_threads(1):
         alone = compute(rows)
     for count in (2, 3, 8):
-        with threads(count):
+        with using_num_threads(count):
             for _ in range(20):
                 assert all(map(torch.equal, compute(rows), alone)), count
 
 
 def test_threads_that_call_at_the_same_time_have_helpers_of_their_own() -> None:
-    with threads(3):
+    with using_num_threads(3):
         wanted = [compute(ROWS, seed) for seed in range(4)]
         before = count_helpers()
         with ThreadPoolExecutor(4) as pool:
@@ -85,7 +75,7 @@ def test_threads_that_call_at_the_same_time_have_helpers_of_their_own() -> None:
 
 def test_helpers_end_with_the_thread_that_they_help() -> None:
     before = count_helpers()
-    with threads(3), ThreadPoolExecutor(1) as pool:
+    with using_num_threads(3), ThreadPoolExecutor(1) as pool:
         pool.submit(compute, ROWS).result()
         assert count_helpers() >= before + 2
     wait_for_helpers(before)
@@ -99,7 +89,7 @@ def test_a_forked_child_starts_its_own_helpers() -> None:
         # Nothing but a kernel: torch's own threads do not survive a fork.
         queue.put((linear(x, matrix, None)[-1, :4].tolist(), count_helpers()))
 
-    with threads(3):
+    with using_num_threads(3):
         linear(x, matrix, None)
         child = get_context("fork").Process(target=compute_in_child)
         child.start()
@@ -112,7 +102,7 @@ def test_a_forked_child_starts_its_own_helpers() -> None:
 
 
 def test_helpers_without_work_take_no_time() -> None:
-    with threads(4):
+    with using_num_threads(4):
         compute(ROWS)
     time.sleep(0.05)
     begin = time.process_time()

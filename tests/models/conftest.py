@@ -2,7 +2,7 @@
 
 import pytest
 
-from gllm.runtime.worker.device import set_num_threads
+from gllm.kernels.threads import set_num_threads
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from gllm.kernels.attention_plan import PagedBatch, plan_attention
 from gllm.kernels.native.library import load_library
+from gllm.kernels.threads import set_num_threads
 from gllm.models.config import read_config
 from gllm.models.loader import Checkpoint, Weights
 from gllm.models.stage import ModelStage, StageInputs
-from gllm.runtime.worker.device import set_num_threads
 from gllm.runtime.worker.kv_cache import KVCache
 from tests.models.test_fp8 import save_both
 from tests.support.models.tiny_models import FAMILIES, save

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from gllm.runtime.worker.device import set_num_threads
+from gllm.kernels.threads import set_num_threads
 from tests.support.models.tiny_models import save
 
 

@@ -27,6 +27,7 @@ from gllm.commands.profile.operators import (
 )
 from gllm.commands.profile.span import StepRows, TimedSpan
 from gllm.config.engine import EngineConfig
+from gllm.kernels.threads import using_num_threads
 from gllm.models.config import ModelConfig, read_config
 from gllm.models.feed_forward import MLP
 from gllm.models.spec import MLPSpec
@@ -259,14 +260,10 @@ class OperatorProfiler:
             FieldError: the layers cannot be computed as configured.
             ValueError: the layers have another structure than the measured operators.
         """
-        threads = torch.get_num_threads()
-        torch.set_num_threads(threads_per_worker(self._config.threads, max(degrees)))
-        try:
+        with using_num_threads(threads_per_worker(self._config.threads, max(degrees))):
             for tp in degrees:
                 self._measure_shard(tp)
             self._measure_transfers([tp for tp in degrees if tp > 1])
-        finally:
-            torch.set_num_threads(threads)
         self._add("model_shapes", self._shape_row())
         return self._profile
 

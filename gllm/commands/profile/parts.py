@@ -4,11 +4,10 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 
-import torch
-
 from gllm.commands.profile.operators import MS_PER_SECOND, time_sampler
 from gllm.commands.profile.span import StepRows, TimedSpan
 from gllm.config.engine import EngineConfig
+from gllm.kernels.threads import using_num_threads
 from gllm.models.config import read_config
 from gllm.runtime.worker.device import threads_per_worker
 from gllm.sim.costs.profile import SpanSample, StepSample
@@ -100,9 +99,7 @@ def measure_spans(
     """
     model, steps = read_config(folder), list_steps(longest)
     samples = []
-    threads = torch.get_num_threads()
-    torch.set_num_threads(threads_per_worker(config.threads, num_ranks * len(layers)))
-    try:
+    with using_num_threads(threads_per_worker(config.threads, num_ranks * len(layers))):
         for span in list_spans(model.model.num_layers, max(layers)):
             with TimedSpan(config, model, folder, span, steps, num_ranks) as timed:
                 is_first, is_last = timed.executor.is_first, timed.executor.is_last
@@ -113,8 +110,6 @@ def measure_spans(
                     step = StepSample.of(work, [seconds])
                     samples.append(SpanSample(len(span), is_first, is_last, step))
                     on_step()
-    finally:
-        torch.set_num_threads(threads)
     return samples
 
 

@@ -1,8 +1,8 @@
 """Python interface to the compiled CPU kernels: loading, structures, choice per operation.
 
 The modules of the operations (gllm/kernels) call `library_for` and use torch if it returns None.
-The library receives raw pointers and does not link against torch. It has its own threads (pool.cpp),
-as many as torch has.
+The library receives raw pointers and does not link against torch. It has its own threads (pool.cpp;
+threads.py sets their number).
 """
 
 import ctypes
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from gllm.kernels.native.builds import BUILD_VARIABLE, BuildSelection, select_build
+from gllm.kernels.threads import num_threads
 
 NUM_PLACES = 5
 """Places per rank of a group, `PLACES` in all_reduce.cpp."""
@@ -109,10 +110,10 @@ class KernelArguments(ctypes.Structure):
     """
 
     def __init__(self, *values: Any, **named: Any) -> None:
-        """Set the fields in order; `threads` is torch's number of threads."""
+        """Set the fields in order; `threads` is the number of threads of kernels."""
         converted = {name: _convert(value) for name, value in named.items()}
         super().__init__(*map(_convert, values), **converted)
-        self.threads = torch.get_num_threads()
+        self.threads = num_threads()
 
 
 def _convert(value: Any) -> Any:
@@ -464,12 +465,22 @@ def describe_build(dtype: torch.dtype) -> str:
     return f"build {select_build().name}"
 
 
+def operations_by_torch(dtype: torch.dtype) -> list[Operation]:
+    """Return the operations that torch computes on tensors of a dtype; all without a library."""
+    library = load_library()
+    return [
+        name
+        for name in get_args(Operation)
+        if library is None or dtype not in DTYPES or not library.is_preferred(name, dtype)
+    ]
+
+
 def describe_kernels(dtype: torch.dtype) -> str:
     """Return the CPU kernel library in use for a dtype, and the operations that torch computes."""
     library = load_library()
     if library is None or dtype not in DTYPES:
         return describe_build(dtype)
-    by_torch = [name for name in get_args(Operation) if not library.is_preferred(name, dtype)]
+    by_torch = operations_by_torch(dtype)
     suffix = f", torch {torch.__version__} for {', '.join(by_torch)}" if by_torch else ""
     return f"{describe_build(dtype)}{suffix}"
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gllm.kernels.native.library import MAX_SLOWDOWN, KernelLibrary, Operation, using_library
+from gllm.kernels.threads import using_num_threads
 
 ROUNDS = 3
 """Minimum number of runs per implementation; the shortest one counts."""
@@ -68,17 +69,12 @@ def measure_slowdowns(
     """
     compare = compare or measure_ratio
     compiled, by_torch = _AlwaysOrNever(library), _AlwaysOrNever(None)
-    threads = torch.get_num_threads()
-    # Several threads would wait for each other on a busy machine.
-    torch.set_num_threads(1)
-    try:
+    with using_num_threads(1):
         return {
             name: prod(compare(compiled, by_torch, workload, dtype) for workload in workloads)
             ** (1 / len(workloads))
             for name, workloads in WORKLOADS.items()
         }
-    finally:
-        torch.set_num_threads(threads)
 
 
 def measure_ratio(

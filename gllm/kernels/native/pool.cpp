@@ -2,9 +2,8 @@
 //
 // A helper that finds no work spins for SPIN_NS, because the next kernel of a step is near, and then
 // sleeps. Where other programs keep the cores busy, a helper may lose its core in the middle of a task,
-// and the caller has to wait for it. After such a stall it does without as many helpers as were late, for
-// a time that grows while stalls recur; the share of time that is lost to stalls is then small, and an
-// idle machine's helpers are soon back.
+// and the caller has to wait for it. Where such waits cost more than the helpers gain, the caller does
+// without as many helpers as were late, for a time that grows while that recurs.
 
 #include "pool.h"
 
@@ -20,9 +19,9 @@ namespace gllm {
 namespace {
 
 constexpr int64_t SPIN_NS = 50'000;
-constexpr int64_t STALL_NS = 300'000;         // a shorter wait is no stall
-constexpr int64_t PAUSE_FACTOR = 8;           // time without helpers after a first stall, in stalls
-constexpr int64_t LONGEST_PAUSE_NS = 500'000'000;
+constexpr int64_t WINDOW_NS = 20'000'000;     // time in regions by which helpers are judged
+constexpr double TOLERANCE = 0.8;             // share of the helpers' gain that waits may cost
+constexpr int64_t FIRST_PAUSE_NS = 50'000'000, LONGEST_PAUSE_NS = 800'000'000;
 constexpr uint32_t OPEN = 1u << 31;           // helpers may join
 
 std::atomic<uint32_t> num_forks{0};  // a child has none of its parent's threads
@@ -59,7 +58,7 @@ class Pool {
         // From here on nobody joins.
         const int inside = static_cast<int>(state.fetch_and(~OPEN) & ~OPEN);
         if (inside && !spin([&] { return state.load() == 0; }, SPIN_NS)) sleep();
-        if (inside) judge(begin, end, inside);
+        judge(begin, end, inside, helpers);
     }
 
   private:
@@ -75,6 +74,8 @@ class Pool {
     uint32_t forks = num_forks.load();
     int num_late = 0;  // helpers to do without until paused_until
     int64_t paused_until = 0, pause_ns = 0;
+    int64_t worked_ns = 0, waited_ns = 0;  // in regions, since helpers were judged last
+    int late_now = 0;                      // most helpers that were late at once in that time
 
     void announce() {
         number.fetch_add(1);
@@ -88,14 +89,20 @@ class Pool {
         is_caller_asleep.store(0);
     }
 
-    // Do without late helpers for a while.
-    void judge(int64_t begin, int64_t end, int inside) {
-        const int64_t now = nanoseconds(), waited = now - end;
-        if (waited < std::max(STALL_NS, end - begin)) return;
-        const bool recurs = now - paused_until < pause_ns;
-        pause_ns = std::min(std::max(recurs ? 2 * pause_ns : 0, PAUSE_FACTOR * waited), LONGEST_PAUSE_NS);
-        paused_until = now + pause_ns;
-        num_late = recurs ? num_late + inside : inside;
+    // Do without late helpers for a while if their lateness costs what they gain.
+    void judge(int64_t begin, int64_t end, int inside, int helpers) {
+        const int64_t now = inside ? nanoseconds() : end;
+        worked_ns += end - begin, waited_ns += now - end;
+        if (inside) late_now = std::max(late_now, inside);
+        if (worked_ns + waited_ns < WINDOW_NS) return;
+        const double gain = helpers / (helpers + 1.0);
+        if (waited_ns > TOLERANCE * gain * (worked_ns + waited_ns)) {
+            const bool recurs = now - paused_until < pause_ns;
+            pause_ns = recurs ? std::min(2 * pause_ns, LONGEST_PAUSE_NS) : FIRST_PAUSE_NS;
+            paused_until = now + pause_ns;
+            num_late = recurs ? num_late + late_now : late_now;
+        }
+        worked_ns = waited_ns = 0, late_now = 0;
     }
 
     // Start helpers that are missing; return their number.

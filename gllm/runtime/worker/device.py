@@ -89,13 +89,6 @@ def threads_per_worker(requested: int | None, num_workers: int) -> int:
     return requested or max(1, count_cores() // num_workers)
 
 
-def set_num_threads(count: int) -> None:
-    """Set the number of CPU threads of tensor operations, before the first operation."""
-    import torch
-
-    torch.set_num_threads(count)
-
-
 def trim_memory() -> None:
     """Return freed heap memory of this process to the operating system (malloc_trim)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

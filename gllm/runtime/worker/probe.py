@@ -23,7 +23,7 @@ from gllm.messages.steps import RegisterSequences
 from gllm.models.config import ModelConfig, read_config
 from gllm.models.spec import LayerSpec
 from gllm.runtime.head.assignment import StageAssignment
-from gllm.runtime.worker.device import count_gpus, set_num_threads
+from gllm.runtime.worker.device import count_gpus
 from gllm.runtime.worker.executor import Executor
 from gllm.runtime.worker.probe_cache import ProbeCache, create_key
 from gllm.runtime.worker.stage_resources import create_backend
@@ -271,6 +271,9 @@ class StageProbe:
             ProbeCancelledError: `cancel` was called.
         """
         assignment = self._assignment
+        # This module imports no torch.
+        from gllm.kernels.threads import set_num_threads
+
         set_num_threads(assignment.num_threads)
         model = read_config(Path(assignment.model_folder))
         last = model.model.num_layers - 1

@@ -21,7 +21,6 @@ from gllm.runtime.head.assignment import StageAssignment
 from gllm.runtime.worker.device import (
     available_memory_bytes,
     count_gpus,
-    set_num_threads,
     trim_memory,
 )
 from gllm.runtime.worker.executor import DeviceBackend, Executor, WeightMemoryError
@@ -121,6 +120,9 @@ class StageLoader:
         if assignment.change:
             limit_bytes = limit_prepared_bytes(assignment, num_gpus)
         if running is None:
+            # This module imports no torch.
+            from gllm.kernels.threads import set_num_threads
+
             set_num_threads(assignment.num_threads)
         backend = create_backend(assignment, read_config(folder), num_gpus)
         if not assignment.change:

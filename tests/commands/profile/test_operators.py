@@ -19,6 +19,7 @@ from gllm.commands.profile.operator_profile import (
 from gllm.commands.profile.span import StepRows, TimedSpan
 from gllm.commands.simulate import main as simulate
 from gllm.config.engine import EngineConfig
+from gllm.kernels.threads import using_num_threads
 from gllm.models.config import read_config
 from gllm.models.hub import DEMO
 from gllm.observability import progress
@@ -45,10 +46,8 @@ def small_forests(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Compute with one thread: several wait for each other on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with using_num_threads(1):
+        yield
 
 
 def config() -> EngineConfig:

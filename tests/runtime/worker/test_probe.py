@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.gpu.host import HostQueues
 from gllm.config.engine import EngineConfig
+from gllm.kernels.threads import using_num_threads
 from gllm.messages.reports import StageMeasured
 from gllm.models.config import read_config
 from gllm.models.hub import DEMO
@@ -20,7 +20,6 @@ from gllm.models.spec import LayerSpec, MLPSpec
 from gllm.recovery.placement import RankWorker, make_placement
 from gllm.runtime.head.assignment import StageAssignment
 from gllm.runtime.worker.cpu.executor import CpuExecutor
-from gllm.runtime.worker.device import set_num_threads
 from gllm.runtime.worker.probe import (
     DECODES_PER_CHUNK,
     MAX_KINDS,
@@ -51,9 +50,8 @@ def assign(stage: int, **options: Any) -> StageAssignment:
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
     """Keep the threads of this process."""
-    before = torch.get_num_threads()
-    yield
-    set_num_threads(before)
+    with using_num_threads(1):
+        yield
 
 
 def measure(assignment: StageAssignment, folder: Path, **options: Any) -> StageMeasured:

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from gllm.kernels.all_reduce import RankGroup
 from gllm.kernels.attention_plan import PagedBatch, plan_attention
+from gllm.kernels.threads import set_num_threads
 from gllm.models.config import read_config
 from gllm.models.loader import Checkpoint, Weights
 from gllm.models.shard import shard
 from gllm.models.spec import ModelSpec
 from gllm.models.split import split_layers
 from gllm.models.stage import ModelStage, StageInputs
-from gllm.runtime.worker.device import set_num_threads
 from gllm.runtime.worker.kv_cache import KVCache
 from gllm.transport.groups import StageGroups
 from tests.support.models.thread_group import run_ranks, thread_groups

@@ -1,12 +1,16 @@
 """Executor of a stage on a CPU."""
 
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from gllm.config.engine import EngineConfig
-from gllm.kernels.native.library import log_kernels
+from gllm.kernels.native.library import log_kernels, operations_by_torch
+from gllm.kernels.threads import num_threads, set_torch_threads, using_torch_threads
 from gllm.messages.sampling import SampleDetails
 from gllm.models.config import ModelConfig
 from gllm.runtime.worker.batch import Batch
@@ -19,6 +23,8 @@ CPU = torch.device("cpu")
 COUNTED_TOKENS = 32
 """Tokens of a step from which on its layers are counted one by one. Smaller steps are decodes or
 short, and a recorded program runs without a stop."""
+MANY_LOGITS = 2**21
+"""Logits of a step from which on torch samples with as many threads as the kernels have."""
 
 
 class CpuExecutor(Executor):
@@ -47,6 +53,29 @@ class CpuExecutor(Executor):
         super().__init__(model_config, engine_config, num_stages, layers, device, rank, num_ranks)
         self._last_tokens: dict[int, int] = {}
         """Last sampled token by sequence, on rank 0."""
+
+    def load(
+        self,
+        folder: Path,
+        on_progress: Callable[[int, int], None],
+        previous: Sequence[Executor] = (),
+        running: Executor | None = None,
+        limit_bytes: float = math.inf,
+    ) -> None:
+        """Load the stage's weights; see Executor. Then torch has one thread, if kernels compute."""
+        super().load(folder, on_progress, previous, running, limit_bytes)
+        if self._kernels_compute_layers:
+            set_torch_threads(1)
+
+    @property
+    def _kernels_compute_layers(self) -> bool:
+        """True if torch computes only what is short: embeddings, choices of experts, samples."""
+        return (
+            self.device.type == "cpu"
+            and self.backend == "native"
+            and self._quantization != "fp8"
+            and not operations_by_torch(self.dtype)
+        )
 
     def log_choices(self) -> None:
         """Log the attention backend, the dtypes and the kernels of the stage."""
@@ -123,7 +152,8 @@ class CpuExecutor(Executor):
         """
         for chunk in batch.prompt_chunks:
             chunk.store_scores()
-        samples = sample_rows(output, batch.sampling)
+        with using_torch_threads(num_threads() if output.numel() >= MANY_LOGITS else None):
+            samples = sample_rows(output, batch.sampling)
         results = to_sampled_tokens(batch.sampling, samples)
         if self._keeps_last_tokens:
             self._last_tokens.update((result.seq, result.token_id) for result in results)
