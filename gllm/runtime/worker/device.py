@@ -6,6 +6,7 @@ by functions that need it.
 
 import ctypes
 import os
+import resource
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 from gllm.config.engine import QUANTIZATION_DEVICES
 from gllm.kernels.native.builds import AMX, BFLOAT16, BUILD_VARIABLE, OFF
 from gllm.options.field_types import FieldError
+from gllm.runtime.worker.slow_steps import WaitCounters
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +44,31 @@ def count_cores(proc: Path = PROC, cgroups: Path = CGROUPS, num_allowed: int | N
         if quota > 0 and period > 0:
             allowed = min(allowed, quota / period)
     return max(1, -int(-allowed // 1))
+
+
+def read_wait_counters(proc: Path = PROC, cgroups: Path = CGROUPS) -> WaitCounters:
+    """Return what has kept this process from computing since it began.
+
+    Args:
+        proc: mount point of the process file system.
+        cgroups: mount point of the cgroup file systems.
+    """
+    waited_ns = 0
+    for task in (proc / "self/task").iterdir():
+        # A thread may have ended, or its kernel does not count.
+        with suppress(OSError, IndexError):
+            waited_ns += int((task / "schedstat").read_text().split()[1])
+    throttled = 0.0
+    for folder in _cgroup_folders("cpu", proc, cgroups):
+        stat = _read_numbers(folder / "cpu.stat")
+        # Microseconds in v2, nanoseconds in v1.
+        seconds = stat.get("throttled_usec", 0) / 1e6 + stat.get("throttled_time", 0) / 1e9
+        throttled = max(throttled, seconds)
+    stolen = 0.0
+    with suppress(OSError, IndexError):
+        stolen = int((proc / "stat").read_text().split(maxsplit=9)[8]) / os.sysconf("SC_CLK_TCK")
+    reads = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+    return WaitCounters(waited_ns / 1e9, throttled, stolen, reads)
 
 
 def available_memory_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:

@@ -32,7 +32,9 @@ from gllm.kernels.all_reduce import GroupClosedError
 from gllm.messages.sampling import SampleDetails
 from gllm.messages.steps import GrammarReady, RegisterSequences, StepDone
 from gllm.runtime.worker.batch import Batch
+from gllm.runtime.worker.device import read_wait_counters
 from gllm.runtime.worker.executor import Executor
+from gllm.runtime.worker.slow_steps import SlowSteps
 from gllm.scheduler.lanes import LaneOrder
 from gllm.scheduler.plan import StepPlan, StepResult, StepTime
 from gllm.transport.base import EdgeClosedError, Receiver, Sender, StepFailedError
@@ -187,6 +189,7 @@ class StageRunner:
         self._loop = asyncio.get_running_loop()
         self._min_step_seconds, self._slowdown = min_step_seconds, slowdown
         self._groups = groups
+        self._slow_steps = None if executor.is_asynchronous else SlowSteps(read_wait_counters)
         self.is_closed = False
         """True once `close` was called, although a step may still be under way."""
         self._prepared = create_step_queue(max(len(receivers), len(senders)), receivers)
@@ -352,6 +355,7 @@ class StageRunner:
         if not self._executor.is_asynchronous:
             end = time.monotonic()
             self._record_time(plan.step, begin, end, end - begin)
+            self._report_slow_step(plan, begin, end)
         if sender is None or self._executor.is_asynchronous:
             self._pass_on(ComputedStep(plan, batch, output))
 
@@ -398,6 +402,13 @@ class StageRunner:
         self.busy_seconds += busy_seconds
         self._step_times.append(StepTime(step, begin, end))
         self._begun.popleft()
+
+    def _report_slow_step(self, plan: StepPlan, begin: float, end: float) -> None:
+        """Log why a step took several times as long as usual."""
+        if self._slow_steps is not None:
+            num_tokens = sum(row.num_tokens for row in plan.rows)
+            if message := self._slow_steps.add(num_tokens, begin, end):
+                log.warning("%s", message)
 
     def _fail(self, plan: StepPlan, error: str) -> None:
         """End the sequences of a step; those of other steps continue."""

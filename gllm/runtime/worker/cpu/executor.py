@@ -73,7 +73,8 @@ class CpuExecutor(Executor):
         return (
             self.device.type == "cpu"
             and self.backend == "native"
-            and self._quantization != "fp8"
+            # Weights that a checkpoint has in 8-bit floats are multiplied by torch.
+            and self.model.quantization is None
             and not operations_by_torch(self.dtype)
         )
 
