@@ -56,7 +56,7 @@ def resolve_model(model: str, hub: HubClient | None = None) -> Path:
     """
     if model == "demo":
         return DEMO
-    path = Path(model).expanduser()
+    path = _expand_home(model)
     if path.is_dir():
         return path
     if path.is_file():
@@ -65,6 +65,15 @@ def resolve_model(model: str, hub: HubClient | None = None) -> Path:
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise ModelError(f"there is no folder {model!r}: check the path of the model")
     return _download(model, hub)
+
+
+def _expand_home(model: str) -> Path:
+    """Return a path with `~` replaced. Raises ModelError if the user has no home directory."""
+    try:
+        return Path(model).expanduser()
+    except RuntimeError as error:
+        reason = "is in a home directory that is not known: set HOME, or pass a full path"
+        raise ModelError(f"{model!r} {reason}") from error
 
 
 def _download(name: str, hub: HubClient | None) -> Path:
@@ -143,7 +152,7 @@ def find_folder(model: str, cache: Path | None = None) -> Path | None:
     """
     if model == "demo":
         return DEMO
-    path = Path(model).expanduser()
+    path = _expand_home(model)
     if path.is_dir():
         return path
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:

@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -33,6 +32,7 @@ from gllm.runtime.head.assignment import (
     WorkerIdentity,
     encode_parent_message,
 )
+from gllm.runtime.messaging.socket_folder import create_socket_folder
 from gllm.transport.descriptors import DescriptorChannel, DescriptorError, create_channels
 from gllm.transport.edge import Edge, create_edge
 from gllm.transport.link.commands import LinkPeer, OpenLinkEdge
@@ -182,7 +182,7 @@ class Node(ABC):
         placement = assignment.placement
         if self.remote_edges is not None:
             self.remote_edges.close_edges(placement.epoch - 1)
-        self._driver_folder = Path(tempfile.mkdtemp(prefix=f"{self._name}-driver-"))
+        self._driver_folder = create_socket_folder(f"{self._name}-driver-")
         self.close_kv_memory()
         with ExitStack() as files:
             edges, regions = self._create_files(assignment, files)

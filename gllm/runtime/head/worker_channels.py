@@ -6,15 +6,14 @@ travel within the session of their node's agent, as frames with the epoch of the
 
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import encode
 from gllm.messages.nodes import WorkerFrame
 from gllm.runtime.messaging.bus import Hub
 from gllm.runtime.messaging.session import ANY_EPOCH
+from gllm.runtime.messaging.socket_folder import create_socket_folder
 
 PROCESS_EPOCH = -1
 """Epoch of a WorkerFrame whose message is about the process."""
@@ -49,7 +48,7 @@ class HeadSocket:
 
     def _bind(self) -> int:
         """Bind the hub; return a descriptor of the socket's file, whose name is removed."""
-        folder = Path(tempfile.mkdtemp(prefix="gllm-"))
+        folder = create_socket_folder("gllm-")
         try:
             self._hub.bind(f"ipc://{folder}/hub")
             return os.open(folder / "hub", os.O_PATH | os.O_CLOEXEC)
