@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Mapping
 
+from gllm.observability.streams import protect_standard_streams
 from gllm.options.version import __version__
 
 COMMANDS = {
@@ -48,6 +49,7 @@ def main(argv: list[str] | None = None, commands: Mapping[str, tuple[str, str]] 
         argv: arguments; None for those of this process.
         commands: MODULE:FUNCTION and help text by name of the sub-command.
     """
+    protect_standard_streams()
     try:
         try:
             return _run_command(sys.argv[1:] if argv is None else argv, commands)

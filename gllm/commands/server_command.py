@@ -11,6 +11,7 @@ import setproctitle
 from gllm.config.server import ServerConfig, check_api_key
 from gllm.deploy.server_client import ServerClient, ServerError
 from gllm.observability.logs import LogConfig, configure_logging
+from gllm.observability.streams import protect_standard_streams
 from gllm.options.flags import FlagParser, FlagType, add_flags, config_from_flags, parse_url
 from gllm.options.version import __version__
 
@@ -61,6 +62,7 @@ def parse_command_line(
 
 def parse_logs(values: argparse.Namespace, title: str) -> LogConfig:
     """Configure logging by the flags and set the process title; return the log configuration."""
+    protect_standard_streams()
     logs = LogConfig(values.log_level, values.log_format)
     configure_logging(logs)
     setproctitle.setproctitle(title)
