@@ -30,6 +30,8 @@ class ServeKv(WireMessage, frozen=True):
     """Step that computes the last of these tokens and runs or will run; 0: all are computed."""
     is_partial: bool = False
     """True if further tokens will be served under the ticket."""
+    lane: Annotated[int, Meta(ge=0, le=1)] = 0
+    """Lane of the step."""
 
 
 class RevokeKv(WireMessage, frozen=True):

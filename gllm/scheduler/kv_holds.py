@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gllm.scheduler.block_pool import BlockPool
-from gllm.scheduler.plan import ScheduledRow
+from gllm.scheduler.plan import ScheduledRow, StepPlan
 from gllm.scheduler.sequence import Sequence
 
 HOLD_LEASE_SECONDS = 30.0
@@ -36,6 +36,8 @@ class ReadableKv(NamedTuple):
     """True if further tokens of the prompt follow."""
     is_first: bool = True
     """True if nothing could be fetched under the ticket before."""
+    lane: int = 0
+    """Lane of the step: only steps of one lane are computed in order."""
 
 
 @dataclass(slots=True)
@@ -187,11 +189,9 @@ class ReadablePrompts:
         """True if a revocation is pending after which blocks are freed."""
         return any(prompt.sequence.is_freeing_blocks for prompt in self.prompts.values())
 
-    def on_scheduled(
-        self, step: int, rows: Iterable[ScheduledRow], sequences: Mapping[int, Sequence]
-    ) -> None:
+    def on_scheduled(self, plan: StepPlan, sequences: Mapping[int, Sequence]) -> None:
         """Make the KV of a step's prompt tokens fetchable, for prompts above the threshold."""
-        for row in rows:
+        for row in plan.rows:
             sequence = sequences[row.seq]
             ticket = sequence.request.kv_ticket
             if not ticket or row.start >= sequence.prompt_len:
@@ -205,7 +205,10 @@ class ReadablePrompts:
             num_tokens = row.start + row.num_tokens
             block_ids = sequence.block_ids[: -(-num_tokens // self._block_size)]
             is_partial = num_tokens < sequence.prompt_len
-            self.new.append(ReadableKv(ticket, num_tokens, block_ids, step, is_partial, is_first))
+            readable = ReadableKv(
+                ticket, num_tokens, block_ids, plan.step, is_partial, is_first, plan.lane
+            )
+            self.new.append(readable)
 
     def pop_revocations(self) -> list[int]:
         """Return the tickets to revoke: their sequences have ended early or are preempted."""

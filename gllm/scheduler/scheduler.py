@@ -155,9 +155,9 @@ class Scheduler:
         num_decodes = counters.decode_tokens - num_decodes
         num_prefills = counters.prefill_tokens - num_prefills
         lane = PREFILL_LANE if self._has_lanes and num_prefills else DECODE_LANE
-        if self.transfers.readable.is_enabled:
-            self.transfers.readable.on_scheduled(counters.steps, rows, self._sequences)
         plan = self._in_flight.add(rows, self.table.pop_released(), lane, num_prefills)
+        if self.transfers.readable.is_enabled:
+            self.transfers.readable.on_scheduled(plan, self._sequences)
         counters.steps += 1
         self._last_plan_had_decodes = num_decodes > 0
         self._queues.num_decode_plans += self._last_plan_had_decodes

@@ -161,7 +161,12 @@ class DriverKv:
         # Numbers of steps begin with 1 there.
         step = 0 if readable.step is None else readable.step + 1
         command = kv_transfer.ServeKv(
-            ticket, readable.num_tokens, readable.block_ids, step, readable.is_partial
+            ticket,
+            readable.num_tokens,
+            readable.block_ids,
+            step,
+            readable.is_partial,
+            readable.lane,
         )
         self._command(command)
         if readable.is_first:

@@ -57,6 +57,8 @@ class Batch:
     """Prompt tokens to score, on the last stage."""
     placeholders: list[tuple[int, int]]
     """(token row, sequence) of inputs that the previous step samples; first stage only."""
+    lane: int = 0
+    """Lane of the step: see StepPlan."""
     embeddings: Tensor | None = None
     """[embedding rows, hidden] float32, once computed."""
     device_state: Any = None

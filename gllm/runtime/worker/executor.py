@@ -466,6 +466,7 @@ class Executor(ABC):
             sampling,
             chunks,
             placeholders,
+            plan.lane,
         )
 
     def _release(self, seqs: list[int]) -> None:

@@ -248,6 +248,7 @@ class KvMover:
             list(command.block_ids),
             step=command.step,
             is_partial=command.is_partial,
+            lane=command.lane,
         )
         with self._state.lock:
             try:

@@ -1,8 +1,9 @@
-"""Counter of the layers that a worker has computed, in the memory behind its KV cache.
+"""Counters of the layers that a worker has computed, in the memory behind its KV cache.
 
-Other processes read it without any message. The worker writes one number per layer: steps in the
-upper bits, the layers of that step in the lower ones. A worker computes its steps in order, so the
-number grows, and one counter serves all sequences.
+Other processes read them without any message. The worker writes one number per layer: steps in the
+upper bits, the layers of that step in the lower ones. It computes the steps of a lane in order, so
+each lane has a counter that grows and serves all its sequences. Between lanes there is no order: a
+decode step overtakes prefill steps with smaller numbers (gllm/scheduler/lanes.py).
 """
 
 import mmap
@@ -14,13 +15,13 @@ _LAYER_BITS = 16
 
 
 class LayerProgress:
-    """Counter in shared memory of the step and the layers that a worker has computed.
+    """Counters in shared memory of the step and the layers that a worker has computed, by lane.
 
     Other processes read it to transfer the KV of a layer before the step ends.
     """
 
     def __init__(self, descriptor: int, layout: KvLayout, is_writable: bool = False) -> None:
-        """Map the counter, which is in the page behind a worker's KV cache.
+        """Map the counters, which are in the page behind a worker's KV cache.
 
         Args:
             descriptor: File of the worker's KV cache, which may be closed afterwards.
@@ -38,22 +39,23 @@ class LayerProgress:
             os.ftruncate(descriptor, end)
         access = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
         memory = mmap.mmap(descriptor, mmap.PAGESIZE, mmap.MAP_SHARED, access, offset=begin)
-        self._counter = memoryview(memory).cast("Q")
+        self._counters = memoryview(memory).cast("Q")
+        """By lane."""
 
-    def record(self, step: int, num_layers: int) -> None:
-        """Record that the first `num_layers` layers of a step are in the KV cache.
+    def record(self, lane: int, step: int, num_layers: int) -> None:
+        """Record that the first `num_layers` layers of a lane's step are in the KV cache.
 
         Steps are numbered from 1; a new page means that no step was computed. The write is atomic.
         """
-        self._counter[0] = step << _LAYER_BITS | num_layers
+        self._counters[lane] = step << _LAYER_BITS | num_layers
 
-    def has_computed(self, step: int, num_layers: int) -> bool:
-        """Return True if that many layers of a step are in the KV cache."""
-        return self._counter[0] >= step << _LAYER_BITS | num_layers
+    def has_computed(self, lane: int, step: int, num_layers: int) -> bool:
+        """Return True if that many layers of a lane's step are in the KV cache."""
+        return self._counters[lane] >= step << _LAYER_BITS | num_layers
 
 
 def open_progress(descriptor: int, layout: KvLayout) -> LayerProgress | None:
-    """Open a worker's counter of computed layers, read-only; None if it does not count them."""
+    """Open a worker's counters of computed layers, read-only; None if it does not count them."""
     try:
         return LayerProgress(descriptor, layout)
     except ValueError:

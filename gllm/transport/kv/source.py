@@ -22,7 +22,7 @@ from gllm.transport.kv.frames import (
 from gllm.transport.kv.pages import KvPages, KvPagesError
 from gllm.transport.kv.part_gate import OwnerGate
 from gllm.transport.kv.progress import LayerProgress
-from gllm.transport.kv.tickets import HeldBlocks, TicketBook, TicketError
+from gllm.transport.kv.tickets import HeldBlocks, ServedChunk, TicketBook, TicketError
 
 MAX_CONNECTIONS = 256
 """Beyond, the oldest connection without an answered READ of the address with most is closed."""
@@ -50,11 +50,11 @@ class ServedCaches:
     progress: Sequence[LayerProgress | None] = ()
     """Counters of computed layers; None for workers that do not count them."""
 
-    def find_awaited(self, step: int, part: ReadPart) -> tuple[LayerProgress, int] | None:
-        """Return the counter and the number of layers to wait for before a head range is read.
+    def find_awaited(self, chunk: ServedChunk, part: ReadPart) -> tuple[LayerProgress, int] | None:
+        """Return the counters and the number of layers to wait for before a head range is read.
 
         Args:
-            step: step that computes the last tokens; 0 if all tokens are computed.
+            chunk: tokens to read last.
             part: head range of a layer to read.
 
         Returns:
@@ -63,7 +63,7 @@ class ServedCaches:
         Raises:
             KvTransferError: The worker does not count its layers.
         """
-        if not step:
+        if not chunk.step:
             return None
         counter = self.progress[part.place]
         if counter is None:
@@ -251,21 +251,21 @@ class KvSourceServer:
 
         A receiver that does not expect layers one by one gets them once all are computed.
         """
-        request, step, block_ids = read.request, held.step, held.block_ids
+        request, first = read.request, read.request.first_token
         receiver = connection if request.is_per_layer else None
         gate = OwnerGate(read.is_held, receiver, self._clock, self._sleep)
         if receiver is not None:
-            first = request.first_token
             gate.wait(lambda: held.num_tokens > first)
-            with self._state.lock:
-                # More tokens may follow meanwhile, by later steps.
-                end, step = held.find_chunk(first)
-                block_ids = held.block_ids
-            num_tokens = min(first + request.num_tokens, end) - first
+        with self._state.lock:
+            # More tokens may follow meanwhile, by later steps.
+            chunk = held.find_chunk(held.num_tokens if receiver is None else first)
+            block_ids = held.block_ids
+        if receiver is not None:
+            num_tokens = min(first + request.num_tokens, chunk.end) - first
             gate.announce(num_tokens)
             request = msgspec.structs.replace(request, num_tokens=num_tokens)
-        awaited = [caches.find_awaited(step, part) for part in request.parts]
-        gate.watch(len(awaited), lambda index: _is_computed(step, awaited[index]))
+        awaited = [caches.find_awaited(chunk, part) for part in request.parts]
+        gate.watch(len(awaited), lambda index: _is_computed(chunk, awaited[index]))
         if receiver is None:
             gate.wait_for_part(len(awaited) - 1)
         return read._replace(request=request, block_ids=block_ids, wait_for_part=gate.wait_for_part)
@@ -288,6 +288,6 @@ class KvSourceServer:
             self._sleep(_TICKET_TICK_SECONDS)
 
 
-def _is_computed(step: int, awaited: tuple[LayerProgress, int] | None) -> bool:
+def _is_computed(chunk: ServedChunk, awaited: tuple[LayerProgress, int] | None) -> bool:
     """Return whether a part is in the KV cache; see ServedCaches.find_awaited."""
-    return awaited is None or awaited[0].has_computed(step, awaited[1])
+    return awaited is None or awaited[0].has_computed(chunk.lane, chunk.step, awaited[1])

@@ -2,6 +2,7 @@
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from gllm.messages.handoff import MAX_TICKET
 
@@ -11,6 +12,17 @@ _MAX_ENDED = 4096
 
 class TicketError(Exception):
     """The ticket of a KV read is unknown, has ended, or does not cover the requested blocks."""
+
+
+class ServedChunk(NamedTuple):
+    """Tokens of a prompt that one step computes."""
+
+    end: int
+    """Number of tokens up to the end of the chunk."""
+    step: int
+    """Number of the step, from 1; 0 if it is known to be computed."""
+    lane: int = 0
+    """Lane of the step."""
 
 
 @dataclass
@@ -26,24 +38,26 @@ class HeldBlocks:
     """Step that computes the last tokens; 0 if all tokens are computed."""
     is_partial: bool = False
     """True if further tokens follow."""
-    _chunks: list[tuple[int, int]] = field(default_factory=list)
-    """End of each chunk in tokens, and the step that computes it."""
+    lane: int = 0
+    """Lane of the step."""
+    _chunks: list[ServedChunk] = field(default_factory=list)
+    """In the order of their tokens."""
 
     def __post_init__(self) -> None:
         """Begin with one chunk."""
-        self._chunks.append((self.num_tokens, self.step))
+        self._chunks.append(ServedChunk(self.num_tokens, self.step, self.lane))
 
     def extend(self, other: "HeldBlocks") -> None:
         """Add the further tokens of `other`, which another step computes."""
         self.num_tokens, self.block_ids = other.num_tokens, other.block_ids
-        self.step, self.is_partial = other.step, other.is_partial
+        self.step, self.lane, self.is_partial = other.step, other.lane, other.is_partial
         if not other.step:
             self._chunks.clear()
-        self._chunks.append((other.num_tokens, other.step))
+        self._chunks.append(ServedChunk(other.num_tokens, other.step, other.lane))
 
-    def find_chunk(self, first_token: int) -> tuple[int, int]:
-        """Return end and step of the prefill chunk with a token; of the last one by default."""
-        return next((chunk for chunk in self._chunks if chunk[0] > first_token), self._chunks[-1])
+    def find_chunk(self, first_token: int) -> ServedChunk:
+        """Return the prefill chunk with a token, by default the last one."""
+        return next((chunk for chunk in self._chunks if chunk.end > first_token), self._chunks[-1])
 
 
 class TicketBook:

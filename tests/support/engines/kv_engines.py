@@ -7,6 +7,7 @@ KV mover copies the tensors at once, when a test lets it.
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,19 @@ from tests.support.engines.epochs import Stages
 MAX_MODEL_LEN, NUM_KV_TOKENS = 128, 2048
 
 
+@dataclass(eq=False)
+class RunningStep:
+    """A step that not all stages have computed."""
+
+    plan: StepPlan
+    batches: dict[int, Batch] = field(default_factory=dict)
+    """Micro-batch of each stage that has the plan."""
+    num_computed: int = 0
+    """Stages that have computed it."""
+    output: Any = None
+    """Of the latest stage."""
+
+
 class KvEngine:
     """One engine: its driver, its stages, and its end of the KV mover."""
 
@@ -54,8 +68,8 @@ class KvEngine:
         self.fetches: deque[FetchKv] = deque()
         """Fetches that have not ended."""
         self._cluster = cluster
-        self._plans: deque[StepPlan] = deque()
-        self._batches: dict[tuple[int, int], Batch] = {}
+        self._running: dict[int, RunningStep] = {}
+        """Steps that have not committed, by their number, the oldest first."""
         self._outputs: list[EngineOutputs] = []
         self.scheduler = Scheduler(stages.scheduler_config)
         executors = stages.executors
@@ -121,22 +135,28 @@ class KvEngine:
     def step(self) -> bool:
         """Run a turn of the driver and the oldest step; return False if there was none."""
         self.driver.run_iteration()
-        if self._plans:
-            plan = self._plans.popleft()
-            hidden = None
-            for stage, executor in enumerate(self.stages.executors):
-                hidden = executor.compute(self._batches[plan.step, stage], hidden)
-            assert hidden is not None
-            last = len(self.stages.executors) - 1
-            sampled, details = self.stages.executors[last].sample(
-                self._batches[plan.step, last], hidden
-            )
-            for stage in range(last + 1):
-                del self._batches[plan.step, stage]
-            self.driver.commit(StepDone(StepResult(plan.step, sampled), details))
+        if not self._running:
+            return False
+        oldest = next(iter(self._running.values()))
+        for _ in self.stages.executors:
+            self.compute(oldest)
+        return True
+
+    def compute(self, running: RunningStep) -> None:
+        """Compute a step on its next stage; commit it after the last one."""
+        stage = running.num_computed
+        executor, batch = self.stages.executors[stage], running.batches[stage]
+        output = executor.compute(batch, running.output)
+        running.num_computed += 1
+        if running.num_computed < len(self.stages.executors):
+            # Another step may be next on this stage, which uses the memory again.
+            running.output = output.clone()
+        else:
+            step = running.plan.step
+            sampled, details = executor.sample(batch, output)
+            del self._running[step]
+            self.driver.commit(StepDone(StepResult(step, sampled), details))
             self.driver.run_iteration()
-            return True
-        return False
 
     def deliver(self) -> None:
         """Pass the output to the router, as long as it knows the engine."""
@@ -171,9 +191,8 @@ class KvEngine:
             case RegisterSequences():
                 executor.register(message)
             case RunStep(plan):
-                self._batches[plan.step, stage] = executor.prepare(plan)
-                if stage == 0:
-                    self._plans.append(plan)
+                running = self._running.setdefault(plan.step, RunningStep(plan))
+                running.batches[stage] = executor.prepare(plan)
 
 
 class _Channel:
@@ -292,6 +311,7 @@ def load_stages(
     num_stages: int,
     block_size: int,
     descriptors: Sequence[int] = (),
+    num_kv_tokens: int = NUM_KV_TOKENS,
     **options: object,
 ) -> Stages:
     """Stages of one more engine, in float32.
@@ -301,6 +321,7 @@ def load_stages(
         num_stages: of the engine.
         block_size: in tokens.
         descriptors: files for the KV caches, one per stage; none for own memory.
+        num_kv_tokens: tokens that fit into the KV cache.
         options: of the engine.
     """
     model = read_config(folder)
@@ -311,7 +332,7 @@ def load_stages(
         CpuExecutor(model, config, num_stages, layers)
         for layers in split_layers(model.model, num_stages)
     ]
-    num_blocks = NUM_KV_TOKENS // block_size
+    num_blocks = num_kv_tokens // block_size
     for executor, descriptor in zip_longest(executors, descriptors):
         executor.load(folder, lambda done, total: None)
         executor.allocate(num_blocks, block_size, descriptor)

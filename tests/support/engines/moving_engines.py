@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from gllm.messages.base import WireMessage
 from gllm.messages.handoff import KvPushStarted, PrefetchKv
@@ -22,7 +23,7 @@ from gllm.transport.kv.mover import KvMover
 from gllm.transport.kv.pages import KvPages
 from gllm.transport.kv.progress import LayerProgress
 from tests.support.engines.epochs import Stages
-from tests.support.engines.kv_engines import KvCluster, KvEngine, load_stages
+from tests.support.engines.kv_engines import NUM_KV_TOKENS, KvCluster, KvEngine, load_stages
 
 WAIT_SECONDS = 20.0
 CHUNKED = {"max_prefill_tokens": 48, "max_num_batched_tokens": 48}
@@ -33,10 +34,17 @@ class MappedStages(Stages):
     """Stages whose KV caches are in files, with counters of the computed layers."""
 
     def __init__(
-        self, folder: Path, num_stages: int = 1, block_size: int = 8, **options: object
+        self,
+        folder: Path,
+        num_stages: int = 1,
+        block_size: int = 8,
+        num_kv_tokens: int = NUM_KV_TOKENS,
+        **options: object,
     ) -> None:
         self.descriptors = [os.memfd_create("cache") for _ in range(num_stages)]
-        stages = load_stages(folder, num_stages, block_size, self.descriptors, **options)
+        stages = load_stages(
+            folder, num_stages, block_size, self.descriptors, num_kv_tokens, **options
+        )
         super().__init__(stages.executors, stages.scheduler_config)
         self.layouts: list[KvLayout] = []
         self.progress: list[LayerProgress] = []
@@ -60,15 +68,22 @@ class MovingEngine(KvEngine):
         super().__init__(name, stages, cluster)
         for progress in stages.progress:
             # Steps are counted anew, as in the memory of a new epoch.
-            progress.record(0, 0)
+            for lane in range(stages.scheduler_config.num_lanes):
+                progress.record(lane, 0, 0)
         self.reports: queue.SimpleQueue[KvReport] = queue.SimpleQueue()
         self.commands: list[WireMessage] = []
         self.pushed: set[int] = set()
         """Tickets of prompts that were served while they were computed."""
-        self.mover = KvMover(lambda epoch, report: self.reports.put(report), cluster.backend)
+        self.mover = KvMover(
+            lambda epoch, report: self.reports.put(report), cluster.backend, sleep=self.on_poll
+        )
         caches = [(layout, os.dup(descriptor)) for layout, descriptor in stages.files]
         self.mover.open_caches(1, caches)
         self.pages = [KvPages(layout, each, is_writable=False) for layout, each in stages.files]
+
+    def on_poll(self, seconds: float) -> None:
+        """Wait on a thread of the mover until it looks again what is computed."""
+        time.sleep(seconds)
 
     def endpoint(self) -> bytes:
         return encode_endpoint(KvEndpoint([self.mover.machine()]))
@@ -100,9 +115,13 @@ class MovingEngine(KvEngine):
                 case KvFetched():
                     assert isinstance(self._cluster, MovingCluster)
                     self._cluster.fetched.append(report)
+                    self.on_fetched(report)
             self.receive(report)
             has_reports = True
         return has_reports
+
+    def on_fetched(self, report: KvFetched) -> None:
+        """Handle the end of a fetch, before the driver does."""
 
     def count_fetched_bytes(self) -> int:
         """Return the bytes of the fetches that run."""
@@ -168,8 +187,11 @@ class MovingCluster(KvCluster):
         super().check_empty()
 
 
+Cluster = TypeVar("Cluster", bound=MovingCluster)
+
+
 @contextmanager
-def closing(cluster: MovingCluster) -> Iterator[MovingCluster]:
+def closing(cluster: Cluster) -> Iterator[Cluster]:
     """Close the movers at the end."""
     try:
         yield cluster

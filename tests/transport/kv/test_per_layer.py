@@ -60,7 +60,7 @@ class ComputingEngine(CachedEngine):
         for pages, progress in zip(self.pages, self.progress, strict=True):
             layers = [each.layer for each in pages.layout.layers]
             if layer in layers:
-                progress.record(STEP, layers.index(layer) + 1)
+                progress.record(0, STEP, layers.index(layer) + 1)
 
 
 def fetch_command(num_tokens: int, endpoint: bytes, mode: TransferMode) -> FetchKv:

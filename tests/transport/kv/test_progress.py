@@ -20,29 +20,30 @@ NUM_TOKENS = 20
 POSITIONS = st.tuples(st.integers(1, 2**47 - 1), st.integers(0, 2**16 - 1))
 
 
-@given(recorded=POSITIONS, asked=POSITIONS)
-def test_counter_orders_by_step_and_layer(
-    recorded: tuple[int, int], asked: tuple[int, int]
+@given(recorded=POSITIONS, asked=POSITIONS, lane=st.integers(0, 1))
+def test_counter_of_a_lane_orders_by_step_and_layer(
+    recorded: tuple[int, int], asked: tuple[int, int], lane: int
 ) -> None:
     descriptor = os.memfd_create("cache")
     writer = LayerProgress(descriptor, LAYOUT, is_writable=True)
     reader = LayerProgress(descriptor, LAYOUT)
     os.close(descriptor)
-    assert not reader.has_computed(*asked)
-    writer.record(*recorded)
-    assert reader.has_computed(*recorded)
-    assert reader.has_computed(*asked) == (asked <= recorded)
+    assert not reader.has_computed(lane, *asked)
+    writer.record(lane, *recorded)
+    assert reader.has_computed(lane, *recorded)
+    assert reader.has_computed(lane, *asked) == (asked <= recorded)
+    assert not reader.has_computed(1 - lane, *asked)
 
 
 def test_counter_is_behind_the_cache() -> None:
     descriptor = os.memfd_create("cache")
     os.ftruncate(descriptor, LAYOUT.num_bytes)
     assert open_progress(descriptor, LAYOUT) is None
-    LayerProgress(descriptor, LAYOUT, is_writable=True).record(1, 2)
+    LayerProgress(descriptor, LAYOUT, is_writable=True).record(1, 1, 2)
     assert os.pread(descriptor, LAYOUT.num_bytes, 0) == bytes(LAYOUT.num_bytes)
     reader = open_progress(descriptor, LAYOUT)
     assert reader is not None
-    assert reader.has_computed(1, 2)
+    assert reader.has_computed(1, 1, 2)
     os.close(descriptor)
 
 

@@ -94,9 +94,9 @@ def test_blocks_of_a_ticket_grow_with_the_prefill() -> None:
     book.hold(7, HeldBlocks(10, [1, 2, 3], step=4))
     assert book.is_held(7, held)
     assert (held.num_tokens, held.block_ids, held.is_partial) == (10, [1, 2, 3], False)
-    assert [held.find_chunk(first) for first in (0, 3, 4, 9)] == [(4, 3), (4, 3), (10, 4), (10, 4)]
+    assert [held.find_chunk(first) for first in (0, 3, 4, 9)] == [(4, 3, 0)] * 2 + [(10, 4, 0)] * 2
     book.hold(7, HeldBlocks(10, [1, 2, 3]))
-    assert held.find_chunk(0) == (10, 0)
+    assert held.find_chunk(0) == (10, 0, 0)
     with pytest.raises(TicketError, match="of 10 are requested"):
         book.use(7, 100, 0, 11, accepts_part=True)
 

@@ -125,10 +125,10 @@ class CpuExecutor(Executor):
         """Compute the layers, and count them for other engines that fetch the keys and values."""
         progress, on_layer = self._progress, None
         if progress is not None and self._counts_each_layer and batch.num_tokens >= COUNTED_TOKENS:
-            on_layer = partial(progress.record, batch.step + 1)
+            on_layer = partial(progress.record, batch.lane, batch.step + 1)
         hidden = self._stage.forward(batch.inputs, hidden, self._cache.layers, on_layer)
         if progress is not None:
-            progress.record(batch.step + 1, len(self.layers))
+            progress.record(batch.lane, batch.step + 1, len(self.layers))
         return hidden
 
     def _fill_placeholders(self, batch: Batch) -> None:
