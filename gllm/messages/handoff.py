@@ -61,6 +61,8 @@ class KvHandoff(msgspec.Struct, frozen=True):
     them."""
     source: KvSource | None = None
     """Address of the KV cache of the first tokens at another engine; None to compute it."""
+    is_ticket_foreign: bool = False
+    """As in SubmitRequest."""
 
 
 class KvPushStarted(WireMessage, frozen=True):

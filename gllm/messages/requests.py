@@ -60,6 +60,9 @@ class SubmitRequest(WireMessage, frozen=True):
     reports_first_chunk: bool = False
     """True if the driver has to send FirstChunkComputed; set by the engine's session with the
     router."""
+    is_ticket_foreign: bool = False
+    """True if a router of another project gets the ticket: no message says whether another engine
+    will fetch the blocks."""
 
     def check(self, vocab_size: int | None) -> None:
         """Check the fields that neither decoding nor the scheduler checks.

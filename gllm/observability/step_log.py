@@ -109,6 +109,7 @@ class AddEvent(msgspec.Struct, frozen=True, tag_field="event", tag="add"):
     predicted_output_tokens: int = 0
     kv_source_ticket: int = 0
     reports_first_chunk: bool = False
+    is_ticket_foreign: bool = False
 
 
 class PrefetchEvent(msgspec.Struct, frozen=True, tag_field="event", tag="prefetch"):

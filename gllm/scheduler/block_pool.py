@@ -5,9 +5,10 @@ reference are evicted least recently used first.
 """
 
 from array import array
-from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Sequence
 from hashlib import blake2b
+from itertools import chain
 from typing import NamedTuple
 
 from gllm.scheduler.cache_events import CacheEventLog
@@ -174,6 +175,11 @@ class BlockPool:
     def count_exclusive(self, blocks: Sequence[int]) -> int:
         """Count the blocks with exactly one reference; releasing them makes them allocatable."""
         return sum(self._references[block] == 1 for block in blocks)
+
+    def count_released(self, tables: Iterable[Sequence[int]]) -> int:
+        """Count the blocks that become allocatable once all of these block tables are released."""
+        counts = Counter(chain.from_iterable(tables))
+        return sum(self._references[block] == count for block, count in counts.items())
 
     def _allocate_block(self) -> int:
         if self._free:

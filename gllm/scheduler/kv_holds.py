@@ -3,13 +3,16 @@
 A hold keeps a reference to each of its blocks. Whoever serves the blocks reads them at any time
 until it confirms that it no longer does. A lease that expires, a release by the router and a
 sequence that needs blocks therefore only ask for a revocation; the blocks return with `confirm`.
+Sequences that need blocks revoke the holds with the oldest leases first: those that were renewed
+longest ago.
 
 A running prompt that can be fetched counts as a row in flight, as a fetch does: victims and aborts
 wait for the end of its reader. If the sequence ends as requested, a hold takes over. Source:
 "Splitwise" (ISCA'24, arXiv 2311.18677), section IV-C.
 """
 
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,9 +46,8 @@ class ReadableKv(NamedTuple):
 @dataclass(slots=True)
 class _HoldState:
     hold: ReadableKv
-    rank: tuple[int, float, int]
-    """Rank of the sequence."""
     lease_end: float
+    is_foreign: bool
     is_revoked: bool = False
 
 
@@ -84,19 +86,20 @@ class KvHolds:
         """Count the blocks that become free when the readers of all revoked holds have stopped."""
         if not self.num_revoked:
             return 0
-        states = [state for state in self._states.values() if state.is_revoked]
-        return sum(self._block_pool.count_exclusive(state.hold.block_ids) for state in states)
+        tables = [state.hold.block_ids for state in self._states.values() if state.is_revoked]
+        return self._block_pool.count_released(tables)
 
-    def add(self, hold: ReadableKv, rank: tuple[int, float, int], now: float) -> None:
+    def add(self, hold: ReadableKv, is_foreign: bool, now: float) -> None:
         """Keep blocks that a sequence still references for another engine.
 
         Args:
             hold: the blocks; its ticket is not in use.
-            rank: priority and arrival of the sequence; the lowest ranks are revoked first.
+            is_foreign: `SchedulerRequest.is_ticket_foreign`.
             now: start of the lease in seconds.
         """
         self._block_pool.add_references(hold.block_ids)
-        self._states[hold.ticket] = _HoldState(hold, rank, now + HOLD_LEASE_SECONDS)
+        lease_end = now + HOLD_LEASE_SECONDS
+        self._states[hold.ticket] = _HoldState(hold, lease_end, is_foreign)
 
     def release(self, tickets: Iterable[int]) -> None:
         """End holds, whose blocks the other engine no longer needs; unknown tickets are ignored."""
@@ -110,8 +113,8 @@ class KvHolds:
             if ticket in self._states:
                 self._states[ticket].lease_end = now + HOLD_LEASE_SECONDS
 
-    def revoke_worst(self, num_blocks: int) -> int:
-        """Revoke holds, those of the lowest-priority sequences first, to free blocks.
+    def revoke_oldest(self, num_blocks: int) -> int:
+        """Revoke holds to free blocks, those with the oldest leases first.
 
         Args:
             num_blocks: number of blocks to free.
@@ -119,14 +122,52 @@ class KvHolds:
         Returns:
             The number of blocks that become free with these revocations.
         """
-        states = [state for state in self._states.values() if not state.is_revoked]
-        states.sort(key=lambda state: state.rank)
-        num_returning = 0
-        while states and num_returning < num_blocks:
-            state = states.pop()
-            num_returning += self._block_pool.count_exclusive(state.hold.block_ids)
-            self._revoke(state)
-        return num_returning
+        states = self._list_revocable()
+        num_before = num_returning = self.count_returning_blocks()
+        while states and num_returning - num_before < num_blocks:
+            self._revoke(states.pop(0))
+            num_returning = self.count_returning_blocks()
+        return num_returning - num_before
+
+    def revoke_until(self, fits: Callable[[], bool], only_foreign: bool) -> bool:
+        """Revoke the fewest holds after which a sequence fits, oldest leases first.
+
+        Revokes nothing if the sequence fits without, or not even after all revocations.
+
+        Args:
+            fits: returns True if the sequence fits once the blocks of revoked holds have returned.
+            only_foreign: keep the holds that a router of the fleet renews.
+
+        Returns:
+            True if the sequence fits once these blocks have returned.
+        """
+        if fits():
+            return True
+        states = self._list_revocable(only_foreign)
+        if not states:
+            return False
+
+        def fits_after(count: int) -> bool:
+            for index, state in enumerate(states):
+                state.is_revoked = index < count
+            self.num_revoked = num_before + count
+            return fits()
+
+        num_before, count = self.num_revoked, 0
+        if fits_after(len(states)):
+            count = bisect_left(range(len(states)), True, key=fits_after)
+        fits_after(count)
+        self._revocations += [state.hold.ticket for state in states[:count]]
+        return count > 0
+
+    def _list_revocable(self, only_foreign: bool = False) -> list[_HoldState]:
+        """Return the holds that are not revoked, the one with the oldest lease first."""
+        states = [
+            state
+            for state in self._states.values()
+            if not state.is_revoked and (state.is_foreign or not only_foreign)
+        ]
+        return sorted(states, key=lambda state: state.lease_end)
 
     def pop_revocations(self, now: float) -> list[int]:
         """End holds with an expired lease; return the tickets ended since the last call."""

@@ -144,8 +144,8 @@ class SchedulerTransfers:
 
         Blocks are freed when a fetch ends or another engine stops reading. Prefetches are released.
         Blocks kept for other engines are revoked if a sequence came from another engine, because
-        two engines may otherwise wait for each other's blocks forever. Other requests wait until
-        the kept blocks are fetched.
+        two engines may otherwise wait for each other's blocks forever. What else needs such blocks
+        has revoked them before (PreemptionManager), or is prefilled for another engine and waits.
 
         Args:
             sequences: all sequences of the scheduler, at least one.
@@ -161,7 +161,7 @@ class SchedulerTransfers:
         if holds and any(sequence.request.kv_source_tokens for sequence in sequences):
             best = min(sequences, key=rank_of)
             num_blocks = best.num_missing_blocks(best.num_tokens, self._config.block_size)
-            holds.revoke_worst(num_blocks - self._kv_cache.block_pool.num_free_blocks)
+            holds.revoke_oldest(num_blocks - self._kv_cache.block_pool.num_free_blocks)
         return holds.num_revoked > 0
 
     # Fetches.
@@ -456,7 +456,7 @@ class SchedulerTransfers:
             return None
         block_ids = sequence.block_ids[: -(-num_tokens // self._config.block_size)]
         hold = ReadableKv(ticket, num_tokens, block_ids, is_first=is_first)
-        self._holds.add(hold, sequence.rank, now)
+        self._holds.add(hold, sequence.request.is_ticket_foreign, now)
         self.readable.new.append(hold)
         return hold
 

@@ -4,7 +4,7 @@ Rank is priority, then arrival. docs/scheduler.md proves that every sequence sti
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Container
 
 from gllm.scheduler.admission import AdmissionController
 from gllm.scheduler.config import SchedulerConfig
@@ -12,6 +12,10 @@ from gllm.scheduler.kv_cache_manager import KVCacheManager
 from gllm.scheduler.plan import SchedulerCounters
 from gllm.scheduler.queues import SequenceQueues, rank_of
 from gllm.scheduler.sequence import Sequence
+
+_NO_SEQUENCE = -(2**63)
+"""Id that no sequence has: a victim that frees nothing, beside which all blocks count as free that
+return without a step."""
 
 
 class PreemptionManager:
@@ -64,7 +68,7 @@ class PreemptionManager:
         pool, running = kv_cache.block_pool, kv_cache.running
         pending = kv_cache.num_reclaimable_blocks()
         if kv_cache.holds and pending < missing:
-            pending += kv_cache.holds.revoke_worst(missing - pending)
+            pending += kv_cache.holds.revoke_oldest(missing - pending)
         rank = sequence.rank
         fetches = [
             s
@@ -87,12 +91,14 @@ class PreemptionManager:
         Preempts half-prefilled sequences of worse rank first, worst first, because they do not
         advance while it waits; then decodes of a worse priority. A fetch does advance, so only one
         of a worse priority is preempted. Preempts nothing if the blocks of all these sequences
-        would not be enough.
+        would not be enough, or if revoked holds are.
         """
         head = self._queues.head
         if head is None:
             return
         owners = self._kv_cache.remaining_sequences()
+        if self._kv_cache.holds and self._revoke_for_head(head, len(owners)):
+            return
         rank = head.rank
         priority = rank[0]
         yielding = [
@@ -106,7 +112,7 @@ class PreemptionManager:
         yielding.sort(key=rank_of, reverse=True)
         yielding.sort(key=lambda s: not s.is_prefilling)
         victims: dict[int, Sequence] = {}
-        while not self._fits(head, victims, len(owners)):
+        while not self._fits(head, victims, len(owners) - len(victims)):
             if len(victims) == len(yielding):
                 return
             victim = yielding[len(victims)]
@@ -114,7 +120,19 @@ class PreemptionManager:
         for victim in victims.values():
             self.preempt(victim)
 
-    def _fits(self, head: Sequence, victims: Collection[int], num_owners: int) -> bool:
+    def _revoke_for_head(self, head: Sequence, num_owners: int) -> bool:
+        """Revoke the holds that the first waiting sequence needs; return True if it fits then.
+
+        A request that the fleet hands off needs no hold that its router renews: it waits until the
+        blocks are fetched. In a burst each prompt would otherwise take the blocks of another one,
+        which the decode engine then would have to compute.
+        """
+        return self._kv_cache.holds.revoke_until(
+            lambda: self._fits(head, (_NO_SEQUENCE,), num_owners),
+            only_foreign=head.request.is_fleet_handoff,
+        )
+
+    def _fits(self, head: Sequence, victims: Container[int], num_others: int) -> bool:
         """Return True if the first waiting sequence fits in the cache after preempting `victims`.
 
         Its whole prefill has to fit above the share of the cache at which prefill pauses.
@@ -122,21 +140,18 @@ class PreemptionManager:
         Args:
             head: the first waiting sequence.
             victims: ids of sequences to preempt.
-            num_owners: number of sequences that hold blocks, victims included.
+            num_others: number of sequences that have blocks and keep them.
         """
         kv_cache = self._kv_cache
-        num_victims = len(victims)
         is_running = head.seq in kv_cache.running
         if is_running:
             num_tokens = head.num_prefill_tokens - head.num_scheduled_tokens
             missing = kv_cache.num_missing_blocks(head, num_tokens)
-        elif num_owners - num_victims >= self._max_num_seqs or not self._admission.is_admissible(
-            head, victims
-        ):
+        elif num_others >= self._max_num_seqs or not self._admission.is_admissible(head, victims):
             return False
         else:
             missing = kv_cache.num_admission_blocks(head)
-        reserve = self._reserve if num_owners > num_victims + is_running else 0
+        reserve = self._reserve if num_others > is_running else 0
         return missing + reserve <= kv_cache.num_reclaimable_blocks(victims)
 
     def preempt(self, victim: Sequence) -> None:

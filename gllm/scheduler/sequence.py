@@ -59,6 +59,15 @@ class SchedulerRequest(NamedTuple):
     reports_first_chunk: bool = False
     """True if the router has to know of `kv_ticket` once the first of several chunks is computed.
     """
+    is_ticket_foreign: bool = False
+    """True if a router outside the fleet has `kv_ticket`, which nobody renews or releases."""
+
+    @property
+    def is_fleet_handoff(self) -> bool:
+        """True if one engine of the fleet prefills the request and another one decodes it."""
+        if self.kv_ticket:
+            return not self.is_ticket_foreign
+        return self.kv_source_tokens > 0 and not self.is_kv_foreign
 
     def check(self, max_model_len: int) -> None:
         """Check that the request can run.

@@ -116,6 +116,7 @@ async def test_the_answer_of_the_prefill_engine_lets_the_other_one_fetch(
     (call,) = pair.prefill.engine.calls
     assert call.handoff is not None
     assert call.handoff.ticket > 0
+    assert call.handoff.is_ticket_foreign
     assert (call.params.n, call.params.max_tokens) == (1, 1)
     assert params["do_remote_prefill"]
     assert not params["do_remote_decode"]

@@ -5,13 +5,14 @@ from random import Random
 
 import pytest
 
+from gllm.messages.handoff import KvHandoff, make_ticket
 from gllm.messages.requests import EngineOutputs
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.routing.handoff import HandoffState
 from gllm.runtime.head.request_stream import RequestStream
 from gllm.scheduler.plan import FinishedSequence, SchedulerStats, StepOutput
 from tests.support.engines.epochs import Stages
-from tests.support.engines.kv_engines import KvCluster, load_stages
+from tests.support.engines.kv_engines import MAX_MODEL_LEN, KvCluster, load_stages
 from tests.support.products import covers_pairs
 from tests.support.text.grammar_writing import FOLDER
 
@@ -132,6 +133,20 @@ def test_tokens_stay_with_the_numerics_that_computed_them(state: HandoffState) -
     has_computed = state in (HandoffState.TRANSFER, HandoffState.DECODE)
     assert rig.client.num_dispatched["E"] == has_computed
     rig.check_empty()
+
+
+def test_blocks_that_nobody_fetches_delay_no_other_request() -> None:
+    """As of a router of another project that has lost interest; no lease ends meanwhile."""
+    rig = KvCluster({"one": load_stages(FOLDER, 1, 8, num_kv_tokens=MAX_MODEL_LEN)})
+    given = [[3 + number] * 50 for number in range(4)]
+    for prompt in given[:3]:
+        handoff = KvHandoff(make_ticket(), is_ticket_foreign=True)
+        rig.run([rig.client.submit(prompt, GREEDY, 1, [], handoff=handoff)])
+    assert rig.engines["one"].scheduler.stats().held_blocks == 2 * 7, "the third took the blocks"
+    stream = submit(rig, given[3])
+    rig.run([stream])
+    assert text(stream)[0] == expected(given[3])[0]
+    assert rig.engines["one"].scheduler.stats().held_blocks <= 7
 
 
 @pytest.mark.parametrize("digest", ["", "other"])

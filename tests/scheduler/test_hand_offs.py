@@ -84,7 +84,7 @@ def small_config(num_blocks: int, **changes: object) -> SchedulerConfig:
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(i, marks=FULL) for i in range(2, 10))])
 def test_two_engines_full_of_holds_for_each_other_go_on(seed: int) -> None:
     """All blocks of both are held for requests that the other one has no block for."""
-    pair = EnginePair([small_config(10)] * 2, Random(seed))
+    pair = EnginePair([small_config(10)] * 2, Random(seed), has_foreign=False)
     for number in range(20):
         prompt = [number, *range(11)]
         pair.add(SchedulerRequest(0, prompt, 8), number % 2, is_handed_off=True)
@@ -154,7 +154,7 @@ def test_in_a_burst_waiting_kv_stays_at_the_prefill_engine(seed: int) -> None:
     The decode engine admits only what fits to its end, so it never takes a reservation back.
     """
     configs = [small_config(40), small_config(20, policy="lightllm")]
-    pair = EnginePair(configs, Random(seed))
+    pair = EnginePair(configs, Random(seed), has_foreign=False)
     for number in range(40):
         pair.add(SchedulerRequest(0, [number, *range(15)], 20), 0, is_handed_off=True)
     most_held = 0

@@ -151,11 +151,11 @@ def test_held_blocks_are_not_evicted_from_the_prefix_cache() -> None:
     assert not set(hold.block_ids) & set(plan.rows[0].new_block_ids)
 
 
-def test_a_prompt_waits_for_held_blocks() -> None:
+def test_a_hand_off_waits_for_blocks_that_are_held_for_the_fleet() -> None:
     """Unfetched KV stays where it is: prefill waits for the receivers."""
     scheduler = make_scheduler(num_blocks=4)
     prefill(scheduler, ticket_request(0, 8))
-    scheduler.add(SchedulerRequest(1, list(range(50, 62)), 1), 0.0)
+    scheduler.add(ticket_request(50, 12), 0.0)
     plan = scheduler.schedule(0.0)
     assert plan is not None
     assert plan.rows[0].num_tokens == 8
@@ -165,10 +165,68 @@ def test_a_prompt_waits_for_held_blocks() -> None:
     scheduler.transfers.confirm_revocation(100)
     plan = scheduler.schedule(0.0)
     assert plan is not None
-    assert [end.seq for end in commit(scheduler, plan).finished] == [1]
+    assert [end.seq for end in commit(scheduler, plan).finished] == [50]
 
 
-def test_a_decode_revokes_the_holds_of_worst_rank() -> None:
+@pytest.mark.parametrize("is_foreign", [False, True])
+def test_a_prompt_revokes_as_many_holds_as_it_needs_oldest_lease_first(is_foreign: bool) -> None:
+    """Nobody may ever fetch them; it does not wait until their leases end."""
+    scheduler = make_scheduler(num_blocks=8)
+    for seq in range(4):
+        prefill(scheduler, ticket_request(seq, 8, is_ticket_foreign=is_foreign))
+    scheduler.transfers.renew([100], 1.0)
+    scheduler.add(SchedulerRequest(50, list(range(50, 62)), 1), 2.0)
+    assert scheduler.schedule(2.0) is None, "the blocks have not returned"
+    assert scheduler.schedule(2.0) is None
+    assert scheduler.transfers.pop_revocations(2.0) == [101, 102]
+    for ticket in (101, 102):
+        scheduler.transfers.confirm_revocation(ticket)
+    assert run(scheduler, 2.0) == [50]
+    assert scheduler.transfers.pop_revocations(2.0) == []
+    assert scheduler.transfers.tickets == [100, 103]
+
+
+@pytest.mark.parametrize("is_foreign", [False, True])
+def test_a_hand_off_revokes_holds_that_no_router_of_the_fleet_renews(is_foreign: bool) -> None:
+    scheduler = make_scheduler(num_blocks=4)
+    prefill(scheduler, ticket_request(0, 8))
+    prefill(scheduler, ticket_request(1, 8, is_ticket_foreign=True))
+    scheduler.add(ticket_request(50, 8, is_ticket_foreign=is_foreign), 0.0)
+    assert scheduler.schedule(0.0) is None
+    (ticket,) = scheduler.transfers.pop_revocations(0.0)
+    assert ticket == (100 if is_foreign else 101)
+    scheduler.transfers.confirm_revocation(ticket)
+    assert run(scheduler, 0.0) == [50]
+
+
+def test_holds_that_share_their_blocks_are_revoked_together() -> None:
+    scheduler = make_scheduler(num_blocks=5)
+    for seq in range(3):
+        request = ticket_request(seq, 0, is_ticket_foreign=True)
+        prefill(scheduler, request._replace(prompt_token_ids=[1] * 12))
+    assert scheduler.stats().held_blocks == 5, "two are shared"
+    scheduler.add(SchedulerRequest(50, list(range(50, 66)), 1), 0.0)
+    assert scheduler.schedule(0.0) is None
+    tickets = scheduler.transfers.pop_revocations(0.0)
+    assert tickets == [100, 101, 102]
+    for ticket in tickets:
+        scheduler.transfers.confirm_revocation(ticket)
+    assert run(scheduler, 0.0) == [50]
+
+
+def test_a_prompt_that_would_not_fit_either_revokes_nothing() -> None:
+    scheduler = make_scheduler(num_blocks=8, async_scheduling=False)
+    scheduler.add(SchedulerRequest(0, list(range(40, 60)), 4), 0.0)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    commit(scheduler, plan)
+    prefill(scheduler, ticket_request(1, 4, is_ticket_foreign=True, priority=-1))
+    scheduler.add(SchedulerRequest(2, list(range(100, 120)), 1), 0.0)
+    assert run(scheduler, 0.0) == [0, 2]
+    assert scheduler.transfers.pop_revocations(0.0) == []
+
+
+def test_a_decode_revokes_the_holds_with_the_oldest_leases() -> None:
     scheduler = make_scheduler(num_blocks=6, async_scheduling=False)
     scheduler.add(SchedulerRequest(0, list(range(40, 47)), 9), 0.0)
     plan = scheduler.schedule(0.0)
@@ -177,9 +235,9 @@ def test_a_decode_revokes_the_holds_of_worst_rank() -> None:
     for seq in (1, 2):
         scheduler.add(ticket_request(seq, 5), float(seq))
     assert run(scheduler, 3.0) == [1, 2]
-    assert scheduler.transfers.pop_revocations(3.0) == [102]
+    assert scheduler.transfers.pop_revocations(3.0) == [101]
     assert scheduler.schedule(3.0) is None, "its blocks have not returned"
-    scheduler.transfers.confirm_revocation(102)
+    scheduler.transfers.confirm_revocation(101)
     assert run(scheduler, 3.0) == [0]
     assert scheduler.transfers.pop_revocations(3.0) == []
 

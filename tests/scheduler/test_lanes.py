@@ -159,7 +159,8 @@ def test_freed_blocks_go_to_the_decode_that_waits_for_them() -> None:
     scheduler.add(SchedulerRequest(0, [1] * 32, 1, kv_ticket=7), 0.0)
     commit(scheduler, next_plan(scheduler))
     for seq in (1, 2):
-        scheduler.add(SchedulerRequest(seq, [seq + 1] * 96, 50), 0.0)
+        # As prompts that the fleet hands off they leave the hold to the decode.
+        scheduler.add(SchedulerRequest(seq, [seq + 1] * 96, 50, kv_ticket=7 + seq), 0.0)
     plans: list[StepPlan] = []
     while not scheduler.transfers.pop_revocations(0.0):
         plan = scheduler.schedule(0.0)

@@ -140,7 +140,7 @@ class PrefillHandoff(HandoffSubmitter):
             return await self._engine.submit(prompts, params, **options)
         self._prompts = prompts
         self._tickets = [make_ticket() for _ in prompts]
-        handoffs = [KvHandoff(ticket) for ticket in self._tickets]
+        handoffs = [KvHandoff(ticket, is_ticket_foreign=True) for ticket in self._tickets]
         handles = await self._engine.submit(prompts, params, handoffs=handoffs, **options)
         return [
             PrefillRequestHandle(handle, partial(self._on_ended, prompt))

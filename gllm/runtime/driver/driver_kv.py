@@ -101,6 +101,7 @@ class DriverKv:
             is_kv_foreign=source is not None and source.is_foreign,
             kv_source=source,
             reports_first_chunk=message.reports_first_chunk,
+            is_ticket_foreign=message.is_ticket_foreign,
         )
 
     def start_fetches(self) -> None:

@@ -45,6 +45,8 @@ class JournalEntry:
     continue them. Empty while no engine has left tokens behind."""
     kv_ticket: int = 0
     """As in SubmitRequest; stored, because a scheduler that computes the request again needs it."""
+    is_ticket_foreign: bool = False
+    """As in SubmitRequest."""
     kv_source: KvSource | None = None
     """As in SubmitRequest; for the next submission only, because a ticket is used once."""
     predicted_output_tokens: int = 0
@@ -104,6 +106,7 @@ class JournalEntry:
         )
         outputs = message.outputs or [[] for _ in choices]
         entry.kv_ticket, entry.kv_source = message.kv_ticket, message.kv_source
+        entry.is_ticket_foreign = message.is_ticket_foreign
         entry.predicted_output_tokens = message.predicted_output_tokens
         entry.n = choices[-1] + 1
         entry.alive = set(choices)
@@ -158,6 +161,7 @@ class JournalEntry:
             kv_source=self.kv_source,
             predicted_output_tokens=self.predicted_output_tokens,
             reports_first_chunk=self.reports_first_chunk,
+            is_ticket_foreign=self.is_ticket_foreign,
         )
 
     def on_submitted(self, first_seq: int) -> None:

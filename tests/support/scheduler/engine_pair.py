@@ -52,8 +52,12 @@ class Transfer:
 class EnginePair:
     """Two engines, the router in front of them and the mover between them."""
 
-    def __init__(self, configs: list[SchedulerConfig], rng: Random) -> None:
+    def __init__(
+        self, configs: list[SchedulerConfig], rng: Random, has_foreign: bool = True
+    ) -> None:
+        """has_foreign: routers of other projects hand some of the requests off."""
         self.configs = configs
+        self.has_foreign = has_foreign
         self.rng = rng
         self.engines = [Pipeline(config) for config in configs]
         self.clients: dict[int, ClientRequest] = {}
@@ -95,9 +99,18 @@ class EnginePair:
             self._submit(client_id, engine, request)
             return
         self.num_tickets += 1
-        first = request._replace(max_tokens=1, n=1, kv_ticket=self.num_tickets)
+        first = request._replace(
+            max_tokens=1,
+            n=1,
+            kv_ticket=self.num_tickets,
+            is_ticket_foreign=self._is_foreign(client_id),
+        )
         self.clients[client_id].is_prefill = True
         self._submit(client_id, engine, first)
+
+    def _is_foreign(self, client_id: int) -> bool:
+        """Return True if a router of another project hands the request off."""
+        return self.has_foreign and client_id % 5 == 0
 
     def _submit(self, client_id: int, engine: int, request: SchedulerRequest) -> None:
         client = self.clients[client_id]
@@ -157,7 +170,11 @@ class EnginePair:
         if pipeline.plans and rng.random() < 0.5:
             self._commit(engine)
             return True
-        living = [client.ticket or client.push_ticket for client in self.clients.values()]
+        living = [
+            client.ticket or client.push_ticket
+            for client_id, client in self.clients.items()
+            if not self._is_foreign(client_id)
+        ]
         scheduler.transfers.renew(living, pipeline.now)
         self._start_transfers(engine, scheduler.transfers.start_fetches(pipeline.now))
         plan = pipeline.schedule(fails)
@@ -231,7 +248,7 @@ class EnginePair:
             request._replace(
                 kv_source_tokens=num_tokens,
                 kv_source_ticket=client.ticket,
-                is_kv_foreign=client_id % 5 == 0,
+                is_kv_foreign=self._is_foreign(client_id),
             ),
         )
         if client.ticket:
