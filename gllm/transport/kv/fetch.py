@@ -24,6 +24,10 @@ from gllm.transport.kv.pages import KvPages
 from gllm.transport.kv.part_gate import ReceiverGate
 
 
+class KvFetchLateError(KvTransferError):
+    """The other engine does not go on: the deadline of a fetch has passed."""
+
+
 @dataclass
 class RunningFetch:
     """State of one KV fetch from another engine: deadline, received bytes, cancellation.
@@ -40,7 +44,18 @@ class RunningFetch:
     """Called with this fetch when its first bytes arrive."""
     clock: Callable[[], float] = time.monotonic
     num_bytes: int = 0
+    arrival: float = field(init=False)
+    """Time of the command in seconds."""
     _is_cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        """Count the time from now on."""
+        self.arrival = self.clock()
+
+    @property
+    def is_cancelled(self) -> bool:
+        """True if the fetch has been cancelled."""
+        return self._is_cancelled.is_set()
 
     def cancel(self) -> None:
         """Cancel the fetch; callable on any thread."""
@@ -51,7 +66,7 @@ class RunningFetch:
         if self._is_cancelled.is_set():
             raise KvTransferError("the fetch was cancelled")
         if self.deadline.is_late(self.clock()):
-            raise KvTransferError("the fetch is late")
+            raise KvFetchLateError("the fetch is late")
 
     def on_bytes(self, num_bytes: int) -> None:
         """Count bytes that were written. Raises KvTransferError if the fetch has to end."""

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -33,7 +34,13 @@ from gllm.messages.kv_transfer import (
 from gllm.transport.kv.backends.base import KvBackend, TargetPart
 from gllm.transport.kv.break_even import FetchDeadline
 from gllm.transport.kv.endpoint import KvEndpoint, KvMachine, decode_endpoint
-from gllm.transport.kv.fetch import RunningFetch, fetch_from_machine, find_targets
+from gllm.transport.kv.fetch import (
+    KvFetchLateError,
+    RunningFetch,
+    fetch_from_machine,
+    find_targets,
+)
+from gllm.transport.kv.fetch_queue import FetchQueue, PeerCircuits
 from gllm.transport.kv.frames import KvConnection, KvFrameError, KvTransferError
 from gllm.transport.kv.pages import KvPages
 from gllm.transport.kv.progress import open_progress
@@ -44,15 +51,21 @@ from gllm.transport.kv.transfer_estimate import TransferEstimate
 log = logging.getLogger(__name__)
 
 NUM_FETCH_THREADS = 4
-"""Fetches that run at the same time; further ones wait."""
+"""Fetches from one engine that run at the same time; further ones wait."""
 NUM_WAITING_THREADS = 32
-"""Fetches per layer that run at the same time: they wait for the owner's prefill most of it."""
+"""Fetches per layer from one engine that run at the same time: they wait for its prefill most of
+it."""
+NUM_PARALLEL_PEERS = 4
+"""Engines from which so many fetches run at the same time, so that no thread is left for others."""
+MAX_WAITING_FETCHES = 64
+"""Fetches from one engine that wait for a thread; the prompts of further ones are computed."""
 FIRST_GUESS_BYTES_PER_SECOND = 1e7
 """Rate that a deadline assumes before any transfer was measured."""
 _BACKLOG = 64
 IDLE_SECONDS = 10.0
 """Time after which a connection of another machine that requests nothing is closed."""
 _CREDENTIALS = struct.Struct("3i")
+_SILENT = "the other engine has not answered the last fetch"
 
 Dial = Callable[[KvMachine], socket.socket]
 """Connects to the data port of another machine. Raises OSError, ValueError."""
@@ -123,8 +136,11 @@ class KvMover:
         """Fetches that have not ended, by epoch and number."""
         self._estimates: dict[str, TransferEstimate] = {}
         """By the socket name of the other machine's mover."""
-        self._threads = ThreadPoolExecutor(NUM_FETCH_THREADS, "kv-fetch")
-        self._waiting_threads = ThreadPoolExecutor(NUM_WAITING_THREADS, "kv-fetch-per-layer")
+        self._circuits = PeerCircuits()
+        self._fetch_lanes = [
+            _FetchLane(NUM_FETCH_THREADS, "kv-fetch"),
+            _FetchLane(NUM_WAITING_THREADS, "kv-fetch-per-layer"),
+        ]
         self.socket_name = f"gllm-kv-{secrets.token_hex(16)}"
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listening.bind(f"\0{self.socket_name}")
@@ -211,8 +227,7 @@ class KvMover:
                     self._clock,
                 )
                 self._fetches[fetch.epoch, command.fetch] = fetch
-                threads = self._waiting_threads if command.is_per_layer else self._threads
-                threads.submit(self._run_fetch, fetch, list(self._state.caches.pages))
+                self._enqueue(fetch)
             case CancelKvFetch(number):
                 if running := self._fetches.get((self._state.caches.epoch, number)):
                     running.cancel()
@@ -228,8 +243,8 @@ class KvMover:
         self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
         self._source.close()
-        for threads in (self._threads, self._waiting_threads):
-            threads.shutdown(wait=True, cancel_futures=True)
+        for lane in self._fetch_lanes:
+            lane.threads.shutdown(wait=True, cancel_futures=True)
 
     def _replace_caches(self, caches: ServedCaches) -> None:
         with self._state.lock:
@@ -268,11 +283,64 @@ class KvMover:
         if is_held:
             self._on_report(epoch, KvRevoked(ticket))
 
-    def _run_fetch(self, fetch: RunningFetch, pages: list[KvPages]) -> None:
-        """Fetch from all machines of the owner, one after another, and report the end."""
-        cause, arrival = "", fetch.deadline.begin
+    def _enqueue(self, fetch: RunningFetch) -> None:
+        """Give a fetch to a thread, or fail it at once: its tokens are computed."""
+        peer, lane = fetch.command.endpoint, self._fetch_lanes[fetch.command.is_per_layer]
+        pages = list(self._state.caches.pages)
+        with self._state.lock:
+            is_closed = self._circuits.may_fetch(peer, self._clock())
+            is_queued = is_closed and lane.queue.push(peer, (fetch, pages))
+            if is_closed and not is_queued:
+                self._circuits.on_cancelled(peer)
+        if is_queued:
+            lane.threads.submit(self._run_next, lane)
+        elif is_closed:
+            self._report_end(fetch, f"{MAX_WAITING_FETCHES} fetches from the other engine wait")
+        else:
+            self._report_end(fetch, _SILENT)
+
+    def _run_next(self, lane: "_FetchLane") -> None:
+        """Run the next fetch, and report its end and that of all that it lets fail."""
+        with self._state.lock:
+            item = lane.queue.pop()
+        if item is None:
+            return
+        peer, (fetch, pages) = item
+        begin = self._clock()
+        cause, is_answered = self._run_fetch(fetch, pages)
+        now, seconds = self._clock(), 0.0
+        dropped: list[RunningFetch] = []
+        with self._state.lock:
+            lane.queue.end(peer)
+            if is_answered:
+                self._circuits.on_answer(peer)
+            elif is_answered is None:
+                self._circuits.on_cancelled(peer)
+            elif seconds := self._circuits.on_silence(peer, begin, now):
+                queues = [each.queue for each in self._fetch_lanes]
+                dropped = [each for queue in queues for each, _ in queue.drop(peer)]
+            if lane.queue.num_waiting:
+                # RuntimeError: the mover is being closed.
+                with suppress(RuntimeError):
+                    lane.threads.submit(self._run_next, lane)
+        if seconds:
+            log.warning("no KV of an engine is fetched for %.0f s: %s", seconds, cause)
+        self._report_end(fetch, cause)
+        for each in dropped:
+            self._report_end(each, _SILENT)
+
+    def _run_fetch(self, fetch: RunningFetch, pages: list[KvPages]) -> tuple[str, bool | None]:
+        """Fetch from all machines of the owner, one after another.
+
+        Returns:
+            The cause of a failure, empty for none, and whether the other engine has answered; None
+            if it may not have been asked.
+        """
+        cause, is_answered = "", True
         # Fetches that wait for a thread are not late.
         fetch.deadline.begin = self._clock()
+        if fetch.is_cancelled:
+            return "the fetch was cancelled", None
         try:
             endpoint = decode_endpoint(fetch.command.endpoint)
             targets = find_targets(fetch.command, endpoint, pages)
@@ -283,10 +351,15 @@ class KvMover:
                 self._fetch_parts(fetch, endpoint.machines[number], parts)
         except (OSError, ValueError, ImportError, KvTransferError, KvFrameError) as error:
             cause = str(error) or type(error).__name__
+            is_answered = not isinstance(error, OSError | KvFetchLateError)
         except Exception as error:
             log.exception("fetch %d ends", fetch.command.fetch)
             cause = f"{type(error).__name__}: {error}"
-        seconds = self._clock() - arrival
+        return cause, None if fetch.is_cancelled else is_answered
+
+    def _report_end(self, fetch: RunningFetch, cause: str) -> None:
+        """Report the end of a fetch, unless its epoch has ended; `cause` is empty for success."""
+        seconds = self._clock() - fetch.arrival
         number = fetch.command.fetch
         # Before the report, because the driver may use the number again after it.
         with self._state.lock:
@@ -366,6 +439,16 @@ class KvMover:
                 connection.close()
                 continue
             self._source.adopt(KvConnection(connection))
+
+
+class _FetchLane:
+    """Threads for one kind of fetches, and those that wait for them."""
+
+    def __init__(self, max_running: int, name: str) -> None:
+        self.queue: FetchQueue[tuple[RunningFetch, list[KvPages]]] = FetchQueue(
+            max_running, MAX_WAITING_FETCHES
+        )
+        self.threads = ThreadPoolExecutor(NUM_PARALLEL_PEERS * max_running, name)
 
 
 def read_host_id() -> str:

@@ -21,8 +21,9 @@ from gllm.messages.kv_transfer import (
 from gllm.transport.kv.backends.base import FetchTarget, KvBackend
 from gllm.transport.kv.backends.mock import MockBackend
 from gllm.transport.kv.endpoint import KvEndpoint, KvMachine, encode_endpoint
+from gllm.transport.kv.fetch_queue import OPEN_SECONDS
 from gllm.transport.kv.frames import KvConnection, KvFrameKind, ReadPart, ReadRequest
-from gllm.transport.kv.mover import NUM_FETCH_THREADS, make_backend
+from gllm.transport.kv.mover import MAX_WAITING_FETCHES, NUM_FETCH_THREADS, make_backend
 from gllm.transport.kv.pages import KvPagesError, find_slots
 from tests.support.engines.kv_caches import CachedEngine, dial_plain, make_contents
 from tests.support.engines.kv_layouts import cut_layouts
@@ -268,28 +269,95 @@ def test_slots_of_a_run_over_blocks() -> None:
         find_slots([5, 2, 9], 4, 3, 10)
 
 
-def test_fetches_that_wait_for_others_are_not_late(owner: CachedEngine) -> None:
+def find_endpoint(listening: socket.socket) -> bytes:
+    """Return the endpoint of an engine on another machine that listens at a socket."""
+    address = f"127.0.0.1:{listening.getsockname()[1]}"
+    machine = KvMachine("elsewhere", "", address, b"", cut_layouts(1, 1))
+    return encode_endpoint(KvEndpoint([machine]))
+
+
+def test_fetches_that_wait_for_others_are_not_late() -> None:
+    """The last one waits for a thread while the clock goes on, and is in time afterwards."""
     now = [100.0]
     receiver = CachedEngine(cut_layouts(1, 1), dial=dial_plain, clock=lambda: now[0])
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = f"127.0.0.1:{silent.getsockname()[1]}"
-        machine = KvMachine("elsewhere", "", address, b"", cut_layouts(1, 1))
-        endpoint = encode_endpoint(KvEndpoint([machine]))
-        for number in range(NUM_FETCH_THREADS):
+    with ExitStack() as stack:
+        stack.callback(receiver.mover.close)
+        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        endpoint = find_endpoint(silent)
+        for number in range(NUM_FETCH_THREADS + 1):
             receiver.mover.handle(FetchKv(number, 7, endpoint, 0, 10, BLOCKS))
-        last = FetchKv(NUM_FETCH_THREADS, 7, owner.endpoint(), 0, 10, BLOCKS)
-        receiver.mover.handle(last)
         accepted = [silent.accept()[0] for _ in range(NUM_FETCH_THREADS)]
-        now[0] += 1000
-        ended = [receiver.wait(KvFetched) for _ in range(NUM_FETCH_THREADS + 1)]
-    assert {each.fetch: each.is_ok for each in ended} == {
-        **dict.fromkeys(range(NUM_FETCH_THREADS), False),
-        NUM_FETCH_THREADS: True,
-    }
-    assert all(each.is_ok or "late" in each.cause for each in ended)
-    receiver.mover.close()
-    for connection in accepted:
-        connection.close()
+        for connection in accepted:
+            stack.enter_context(connection)
+        now[0] += 1.5
+        # An answer, so that the engine is not taken for frozen.
+        KvConnection(accepted[0]).refuse("test")
+        assert "test" in receiver.wait(KvFetched).cause
+        stack.enter_context(silent.accept()[0])
+        now[0] += 1.0
+        late = [receiver.wait(KvFetched) for _ in range(NUM_FETCH_THREADS - 1)]
+        assert all("late" in each.cause for each in late)
+        assert receiver.mover.num_fetches == 1
+        now[0] += 1.5
+        assert "late" in receiver.wait(KvFetched).cause
+
+
+def test_a_frozen_engine_delays_few_fetches_and_none_of_other_engines(
+    owner: CachedEngine,
+) -> None:
+    """40 requests with KV at an engine that accepts connections and never answers."""
+    now = [100.0]
+    receiver = CachedEngine(cut_layouts(1, 1), dial=dial_plain, clock=lambda: now[0])
+    with ExitStack() as stack:
+        stack.callback(receiver.mover.close)
+        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+        def fetch(number: int, endpoint: bytes) -> None:
+            receiver.mover.handle(FetchKv(number, 7, endpoint, 0, 10, BLOCKS))
+
+        for number in range(40):
+            fetch(number, find_endpoint(silent))
+        for _ in range(NUM_FETCH_THREADS):
+            stack.enter_context(silent.accept()[0])
+        fetch(40, owner.endpoint())
+        assert receiver.wait(KvFetched).is_ok, "others do not wait"
+        now[0] += 10.0
+        causes = [receiver.wait(KvFetched).cause for _ in range(40)]
+        assert sum("late" in cause for cause in causes) == NUM_FETCH_THREADS
+        # Meanwhile prompts are computed at once, and nothing is sent.
+        for number in range(3):
+            fetch(number, find_endpoint(silent))
+            assert "has not answered" in receiver.wait(KvFetched).cause
+        silent.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            silent.accept()
+        # Afterwards one fetch at a time tries again.
+        now[0] += OPEN_SECONDS
+        silent.settimeout(10)
+        for number in range(3):
+            fetch(number, find_endpoint(silent))
+        probe = stack.enter_context(silent.accept()[0])
+        assert [receiver.wait(KvFetched).fetch for _ in range(2)] == [1, 2]
+        KvConnection(probe).refuse("test")
+        assert "test" in receiver.wait(KvFetched).cause
+        fetch(4, find_endpoint(silent))
+        stack.enter_context(silent.accept()[0])
+
+
+def test_the_queue_of_fetches_from_an_engine_is_bounded() -> None:
+    receiver = CachedEngine(cut_layouts(1, 1), dial=dial_plain, clock=lambda: 100.0)
+    with ExitStack() as stack:
+        stack.callback(receiver.mover.close)
+        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        for number in range(NUM_FETCH_THREADS):
+            receiver.mover.handle(FetchKv(number, 7, find_endpoint(silent), 0, 10, BLOCKS))
+            stack.enter_context(silent.accept()[0])
+        for number in range(NUM_FETCH_THREADS, NUM_FETCH_THREADS + MAX_WAITING_FETCHES + 1):
+            receiver.mover.handle(FetchKv(number, 7, find_endpoint(silent), 0, 10, BLOCKS))
+        refused = receiver.wait(KvFetched)
+        assert refused.fetch == NUM_FETCH_THREADS + MAX_WAITING_FETCHES
+        assert f"{MAX_WAITING_FETCHES} fetches from the other engine wait" in refused.cause
+        receiver.mover.close_caches()
 
 
 def _begin_read(connection: socket.socket, ticket: int) -> KvFrameKind:
