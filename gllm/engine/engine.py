@@ -117,7 +117,7 @@ class Engine(TextEngine):
         """Free the KV blocks that are reserved for other engines under these tickets.
 
         Args:
-            tickets: numbers of finished prefills; unknown ones are ignored.
+            tickets: numbers of prefills; those that still run keep no blocks when they end.
         """
         for start in range(0, len(tickets), MAX_TICKETS):
             batch = tickets[start : start + MAX_TICKETS]

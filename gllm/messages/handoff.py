@@ -104,7 +104,8 @@ class PrefetchKv(WireMessage, frozen=True):
 class ReleaseKvHolds(WireMessage, frozen=True):
     """Command to an engine: free KV blocks that it keeps for another engine or has prefetched.
 
-    Unknown tickets are ignored.
+    It keeps none later under a ticket that it does not know yet: there is no order between this
+    message, the end of the prefill and AbortSequences.
     """
 
     tickets: Tickets

@@ -28,6 +28,9 @@ from gllm.scheduler.plan import SchedulerCounters
 from gllm.scheduler.queues import SequenceQueues, rank_of
 from gllm.scheduler.sequence import SchedulerRequest, Sequence
 
+MAX_RELEASED_TICKETS = 4096
+"""Tickets that were released before their blocks were kept, and are remembered."""
+
 
 class KvFetch(NamedTuple):
     """Command to fetch KV of a sequence from another engine: tokens, destination blocks, source."""
@@ -110,6 +113,9 @@ class SchedulerTransfers:
         """Prefetches that have blocks, by the id of their sequence."""
         self._released: list[KvFetch] = []
         """Fetches of no tokens, for prefetches whose source is needed no longer."""
+        self._released_tickets: dict[int, None] = {}
+        """Tickets that were released while nothing was kept or prefetched under them: their
+        requests may run, or come later. The oldest are first."""
         self._num_prefetches = 0
         """Prefetches so far."""
         self._first_chunks: list[int] = []
@@ -181,10 +187,12 @@ class SchedulerTransfers:
         """Fetch KV of a request that arrives later; return a negative sequence id for it.
 
         Raises:
-            ValueError: the request could not run, or its ticket is in use.
+            ValueError: the request could not run, or its ticket is in use or was released.
         """
         if request.ticket in self._prefetches:
             raise ValueError(f"ticket {request.ticket} has a prefetch already")
+        if request.ticket in self._released_tickets:
+            raise ValueError(f"ticket {request.ticket} was released")
         seq = -1 - self._num_prefetches
         standing = SchedulerRequest(
             seq,
@@ -447,9 +455,12 @@ class SchedulerTransfers:
 
         Returns:
             The blocks that are kept; None if the request has no ticket, nothing was computed, or
-            the ticket is in use.
+            the ticket is in use or was released.
         """
         ticket = sequence.request.kv_ticket
+        if ticket in self._released_tickets:
+            # What can be fetched already is revoked, because the sequence ends.
+            return None
         is_first = self.readable.confirm(ticket) is None
         num_tokens = min(sequence.num_computed_tokens, sequence.num_tokens - 1)
         if not ticket or num_tokens < 1 or ticket in self._holds:
@@ -474,12 +485,19 @@ class SchedulerTransfers:
                 prefetch.lease_end = now + HOLD_LEASE_SECONDS
 
     def release(self, tickets: Iterable[int]) -> None:
-        """Free kept and prefetched blocks that are not needed; unknown tickets are ignored."""
-        tickets = list(tickets)
-        self._holds.release(tickets)
-        for prefetch in map(self._prefetches.get, tickets):
-            if prefetch is not None:
+        """Free kept and prefetched blocks that are not needed, and keep none under these tickets.
+
+        A ticket is released once, and never used again. The end of its request may arrive later.
+        """
+        for ticket in tickets:
+            if ticket in self._holds:
+                self._holds.release([ticket])
+            elif (prefetch := self._prefetches.get(ticket)) is not None:
                 self._remove(prefetch)
+            else:
+                self._released_tickets[ticket] = None
+        while len(self._released_tickets) > MAX_RELEASED_TICKETS:
+            del self._released_tickets[next(iter(self._released_tickets))]
 
     def pop_revocations(self, now: float) -> list[int]:
         """Return the tickets that must not be read any more, since the last call.

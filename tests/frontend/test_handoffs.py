@@ -257,6 +257,22 @@ async def test_a_prefill_that_fails_lets_the_decode_engine_compute(pair: Pair) -
     assert handoffs(pair.decode) == [None]
 
 
+async def test_a_client_that_leaves_releases_the_tickets_of_all_prompts(pair: Pair) -> None:
+    """The engine may end a prompt before it knows of its abort."""
+    engine = pair.prefill.engine
+    engine.delay = 60.0
+    body = {**BODIES[TEXT_PATH], "prompt": ["ab", "cd"], "kv_transfer_params": PREFILL_PARAMS}
+    task = asyncio.create_task(_read(pair.prefill, TEXT_PATH, body))
+    async with asyncio.timeout(5):
+        while len(engine.calls) < 2:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        while not engine.released:
+            await asyncio.sleep(0.001)
+    assert engine.released == [call.handoff.ticket for call in engine.calls if call.handoff]
+    assert len(engine.released) == 2
+
+
 async def test_an_unreachable_prefill_engine_is_an_ordinary_prefill(pair: Pair) -> None:
     async with serving(pair.prefill.engine) as stranger:
         port = stranger.client.port

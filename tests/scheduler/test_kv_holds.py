@@ -1,11 +1,13 @@
 """Holds of KV blocks: when they begin, who asks for them, and when their blocks return."""
 
+from itertools import permutations
 from typing import Any
 
 import pytest
 
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_holds import HOLD_LEASE_SECONDS, ReadableKv
+from gllm.scheduler.kv_transfers import MAX_RELEASED_TICKETS
 from gllm.scheduler.plan import FinishedSequence, SampledToken, StepOutput, StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
@@ -240,6 +242,40 @@ def test_a_decode_revokes_the_holds_with_the_oldest_leases() -> None:
     scheduler.transfers.confirm_revocation(101)
     assert run(scheduler, 3.0) == [0]
     assert scheduler.transfers.pop_revocations(3.0) == []
+
+
+@pytest.mark.parametrize("kv_push", ["off", "layer"])
+@pytest.mark.parametrize("order", list(permutations(["release", "abort", "commit"])))
+def test_a_client_that_leaves_leaves_no_hold(order: tuple[str, ...], kv_push: str) -> None:
+    """However its two messages and the end of the prefill arrive; no lease has to end."""
+    scheduler = make_scheduler(kv_push=kv_push, kv_push_threshold=0)
+    scheduler.add(ticket_request(0, 9), 0.0)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    served: set[int] = set()
+    for event in order:
+        match event:
+            case "release":
+                scheduler.transfers.release([100])
+            case "abort":
+                scheduler.abort([0])
+            case "commit":
+                commit(scheduler, plan)
+        served.update(each.ticket for each in scheduler.transfers.pop_readable())
+        for ticket in scheduler.transfers.pop_revocations(0.0):
+            served.remove(ticket)
+            scheduler.transfers.confirm_revocation(ticket)
+    assert not served
+    stats = scheduler.stats()
+    assert (stats.unfinished, stats.held_blocks, stats.kv_usage) == (0, 0, 0.0)
+    assert not scheduler.transfers.is_active
+
+
+def test_released_tickets_are_forgotten_in_time() -> None:
+    scheduler = make_scheduler()
+    scheduler.transfers.release(range(100, 101 + MAX_RELEASED_TICKETS))
+    assert prefill(scheduler, ticket_request(0, 9)).kv_ticket == 100
+    assert prefill(scheduler, ticket_request(1, 9)).kv_ticket == 0
 
 
 def test_the_fields_of_a_hand_off_are_checked() -> None:

@@ -151,7 +151,8 @@ class PrefillHandoff(HandoffSubmitter):
         """Free the KV blocks and publish an empty grant, unless all prompts have ended."""
         if self._grant is None:
             self._end("")
-            self._engine.release_kv([self._tickets[prompt] for prompt in self._held])
+            # Also those of prompts that end before the engine knows of their abort.
+            self._engine.release_kv(self._tickets)
 
     def _on_ended(self, prompt: int, num_held_tokens: int) -> None:
         self._num_ended += 1
