@@ -109,6 +109,27 @@ def handoffs(server: Server) -> list[KvHandoff | None]:
 
 
 @pytest.mark.parametrize("path", BODIES)
+async def test_the_prefill_half_of_a_request_with_min_tokens_is_accepted(
+    pair: Pair, path: str
+) -> None:
+    """A router of vLLM sets max_tokens to 1 and leaves the rest of the client's request."""
+
+    def limits(max_tokens: int) -> dict[str, Any]:
+        values = {"max_tokens": max_tokens, "min_tokens": 3}
+        return {"sampling_params": values} if path == GENERATE_PATH else values
+
+    params = await pair.prefill_nixl(path, **limits(1))
+    (call,) = pair.prefill.engine.calls
+    assert (call.params.max_tokens, call.params.min_tokens) == (1, 1)
+    answer = await pair.send(pair.decode, path, kv_transfer_params=params, **limits(6))
+    assert answer.status == 200
+    (call,) = pair.decode.engine.calls
+    assert (call.params.max_tokens, call.params.min_tokens) == (6, 3)
+    ordinary = await pair.send(pair.decode, path, **limits(1))
+    assert ordinary.status == 400, "it contradicts itself"
+
+
+@pytest.mark.parametrize("path", BODIES)
 async def test_the_answer_of_the_prefill_engine_lets_the_other_one_fetch(
     pair: Pair, path: str
 ) -> None:

@@ -263,6 +263,12 @@ class HandoffFields(SamplingFields):
         Room | list[Room] | None, doc("random number of the hand-off; only for routers")
     ] = None
 
+    @property
+    def is_remote_decode(self) -> bool:
+        """True if vLLM's router wants only the prefill here: it has set max_tokens to 1."""
+        params = self.kv_transfer_params
+        return params is not None and params.get("do_remote_decode") is True
+
 
 class BaseCompletionFields(HandoffFields):
     """Fields common to chat completions and completions."""
@@ -414,6 +420,9 @@ def to_sampling_params(
     if n > max_choices:
         raise FieldError("n", f"n is {n}, but this server allows at most {max_choices}")
     values = {name: getattr(fields, name) for name in SAMPLING_PARAM_NAMES}
+    if fields.is_remote_decode and fields.min_tokens is not None:
+        # It is the limit of the whole output, but max_tokens that of the prefill.
+        values["min_tokens"] = min(fields.min_tokens, 1)
     stop, allowed = fields.stop, fields.allowed_token_ids
     params = SamplingParams(
         **{**defaults, **{name: value for name, value in values.items() if value is not None}},
