@@ -63,6 +63,8 @@ class KvHandoff(msgspec.Struct, frozen=True):
     """Address of the KV cache of the first tokens at another engine; None to compute it."""
     is_ticket_foreign: bool = False
     """As in SubmitRequest."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens that the engine of the source had in its prefix cache; None without source."""
 
 
 class KvPushStarted(WireMessage, frozen=True):

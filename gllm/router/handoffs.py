@@ -247,6 +247,10 @@ class Handoffs:
         if seqs:
             message = without_ends(message, seqs)
         if shared:
+            for first in message.outcome.first_tokens:
+                if first.seq in shared:
+                    entry = engine.choices[first.seq].stream.entry
+                    entry.num_cached_tokens = first.num_cached_tokens
             message = without_tokens(message, shared)
         if failed:
             message = end_all_choices(message, failed)

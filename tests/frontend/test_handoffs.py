@@ -151,6 +151,7 @@ async def test_the_answer_of_the_prefill_engine_lets_the_other_one_fetch(
     assert (source.engine, source.run, source.endpoint) == ("p", 11, b"endpoint of p")
     assert (source.ticket, source.num_tokens) == (call.handoff.ticket, len(call.prompt))
     assert source.is_foreign
+    assert other.handoff.num_cached_tokens == pair.prefill.engine.cached_tokens > 0
     assert await counted(pair.prefill) == {"prefill/held": 1}
     assert await counted(pair.decode) == {"decode/granted": 1}
     assert not other.handoff.ticket

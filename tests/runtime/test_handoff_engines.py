@@ -244,6 +244,38 @@ def test_several_choices_share_one_prefill_and_one_fetch(stop_ids: list[int]) ->
     pair.check_empty()
 
 
+def count_cached(rig: KvCluster, stream: RequestStream) -> list[int]:
+    """Run a request; return the cached tokens that its choices report."""
+    counts: dict[int, int] = {}
+    while stream.alive or stream.deltas:
+        rig.step()
+        counts |= {
+            choice: delta.first.num_cached_tokens
+            for choice, delta in stream.pop_deltas().items()
+            if delta.first is not None
+        }
+        rig.client.continue_handoffs()
+    return [counts[choice] for choice in range(stream.entry.n)]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_cached_tokens_are_those_of_the_engine_that_prefills(n: int) -> None:
+    rig = cluster()
+    prompt = list(range(10, 45))
+    assert count_cached(rig, submit(rig, prompt, n=n)) == [0] * n
+    rig.engines["D"].scheduler.reset_prefix_cache()
+    assert count_cached(rig, submit(rig, prompt, n=n)) == [32] * n
+    assert rig.engines["P"].scheduler.stats().prefix_hits == 32
+    rig.check_empty()
+
+
+def test_cached_tokens_of_a_foreign_hand_off_are_those_of_its_grant() -> None:
+    rig = cluster("one")
+    handoff = KvHandoff(num_cached_tokens=17)
+    stream = rig.client.submit(list(range(10, 45)), GREEDY, 4, [], handoff=handoff)
+    assert count_cached(rig, stream) == [17]
+
+
 @pytest.mark.parametrize("victim", ["P", "D", "abort", "refuse"])
 @pytest.mark.parametrize("state", [HandoffState.PREFILL, HandoffState.TRANSFER])
 def test_a_death_with_several_choices(state: HandoffState, victim: str) -> None:

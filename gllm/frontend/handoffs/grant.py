@@ -36,6 +36,8 @@ class HeldPrompt(msgspec.Struct, frozen=True, array_like=True):
     """Number of leading prompt tokens whose KV is kept."""
     digest: bytes
     """Hash of these tokens; see `digest_tokens`."""
+    num_cached_tokens: Annotated[int, Meta(ge=0)] = 0
+    """Prompt tokens that the prefill engine had in its prefix cache."""
 
 
 class KvGrant(msgspec.Struct, frozen=True, array_like=True):

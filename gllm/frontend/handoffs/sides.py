@@ -84,12 +84,14 @@ class PrefillRequestHandle:
 
     Args:
         handle: Handle of the engine's request.
-        on_ended: Called with the number of prompt tokens whose KV blocks the engine keeps.
+        on_ended: Called with the number of prompt tokens whose KV blocks the engine keeps, and of
+            those that were in its prefix cache.
     """
 
-    def __init__(self, handle: RequestHandle, on_ended: Callable[[int], None]) -> None:
+    def __init__(self, handle: RequestHandle, on_ended: Callable[[int, int], None]) -> None:
         self._handle = handle
         self._on_ended = on_ended
+        self._num_cached_tokens = 0
         self.set_listener = handle.set_listener
         self.close = handle.close
 
@@ -102,8 +104,9 @@ class PrefillRequestHandle:
         """Return the new output deltas; call `on_ended` if the last one is among them."""
         deltas = self._handle.pop_deltas()
         for delta in deltas:
+            self._num_cached_tokens += delta.cached_tokens
             if delta.finish_reason is not None:
-                self._on_ended(delta.num_held_tokens)
+                self._on_ended(delta.num_held_tokens, self._num_cached_tokens)
         return deltas
 
 
@@ -121,8 +124,8 @@ class PrefillHandoff(HandoffSubmitter):
         self._publish = publish
         self._prompts: Sequence[list[int]] = ()
         self._tickets: list[int] = []
-        self._held: dict[int, int] = {}
-        """Numbers of held tokens, by prompt."""
+        self._held: dict[int, tuple[int, int]] = {}
+        """Numbers of held and of cached tokens, by prompt."""
         self._num_ended = 0
         self._grant: str | None = None
         """None until all prompts have ended."""
@@ -154,10 +157,10 @@ class PrefillHandoff(HandoffSubmitter):
             # Also those of prompts that end before the engine knows of their abort.
             self._engine.release_kv(self._tickets)
 
-    def _on_ended(self, prompt: int, num_held_tokens: int) -> None:
+    def _on_ended(self, prompt: int, num_held_tokens: int, num_cached_tokens: int) -> None:
         self._num_ended += 1
         if num_held_tokens:
-            self._held[prompt] = num_held_tokens
+            self._held[prompt] = num_held_tokens, num_cached_tokens
         if self._num_ended == len(self._prompts):
             self._end(self._seal())
 
@@ -173,10 +176,13 @@ class PrefillHandoff(HandoffSubmitter):
             return ""
         held: list[HeldPrompt | None] = []
         for number, prompt in enumerate(self._prompts):
-            num_tokens = min(self._held.get(number, 0), len(prompt))
+            if number not in self._held:
+                held.append(None)
+                continue
+            num_held_tokens, num_cached_tokens = self._held[number]
+            num_tokens = min(num_held_tokens, len(prompt))
             digest = digest_tokens(prompt[:num_tokens])
-            ticket = self._tickets[number]
-            held.append(HeldPrompt(ticket, num_tokens, digest) if num_tokens else None)
+            held.append(HeldPrompt(self._tickets[number], num_tokens, digest, num_cached_tokens))
         return self._context.sealer.seal(
             KvGrant(
                 VERSION,
@@ -256,4 +262,4 @@ def _to_handoff(grant: KvGrant, held: HeldPrompt) -> KvHandoff:
     source = KvSource(
         grant.engine, grant.run, held.ticket, held.num_tokens, grant.endpoint, is_foreign=True
     )
-    return KvHandoff(0, source)
+    return KvHandoff(0, source, num_cached_tokens=held.num_cached_tokens)

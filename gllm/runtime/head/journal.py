@@ -57,6 +57,9 @@ class JournalEntry:
     """Choices that have not ended."""
     outputs: dict[int, list[int]] = field(init=False)
     """Token ids delivered, by choice. Appending to a list is faster than to an array."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens in the prefix cache of the engine that has computed the prompt, if another one
+    samples the first tokens; None if that one reports them."""
     started: set[int] = field(default_factory=set)
     """Choices whose first token, with its cached tokens and queueing time, was delivered."""
     prompt_logprobs_sent: bool = False

@@ -97,6 +97,7 @@ class RequestClient(ABC):
         if handoff is not None:
             entry.kv_ticket, entry.kv_source = handoff.ticket, handoff.source
             entry.is_ticket_foreign = handoff.is_ticket_foreign
+            entry.num_cached_tokens = handoff.num_cached_tokens
         return self.submit_entry(entry, request_id)
 
     def submit_entry(self, entry: JournalEntry, request_id: str = "") -> RequestStream:

@@ -155,9 +155,11 @@ def deliver_outputs(
                 delta.tokens.append(token)
     for first in outcome.first_tokens:
         if target := choices.get(first.seq):
-            started = target.stream.entry.started
-            if target.choice not in started:
-                started.add(target.choice)
+            entry = target.stream.entry
+            if target.choice not in entry.started:
+                entry.started.add(target.choice)
+                if entry.num_cached_tokens is not None:
+                    first = first._replace(num_cached_tokens=entry.num_cached_tokens)
                 target.stream.delta(target.choice).first = first
     ended = []
     kinds = dict(message.error_kinds)
