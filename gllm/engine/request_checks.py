@@ -98,6 +98,34 @@ def _too_long(
     )
 
 
+def contradiction_error(params: SamplingParams) -> FieldError | None:
+    """Return the error of a request of which a position of the output may have no token at all.
+
+    The sampler finds that out, because it depends on the tokens before.
+
+    Returns:
+        None if no field of the request excludes single tokens: the server is to blame.
+    """
+    is_set = {
+        "allowed_token_ids": params.allowed_token_ids is not None,
+        "bad_words": bool(params.bad_words),
+        "min_tokens": bool(params.min_tokens),
+    }
+    fields = [name for name, given in is_set.items() if given]
+    if not fields:
+        return None
+    if params.structured is not None:
+        fields.append(params.structured.param)
+    elif params.stop_token_ids:
+        fields.append("stop_token_ids")
+    verb = "forbid" if len(fields) > 1 else "forbids"
+    return FieldError(
+        fields[0],
+        f"{' and '.join(fields)} {verb} every token at a position of the output: permit more "
+        f"tokens by {fields[0]}, or leave it out",
+    )
+
+
 def check_request(
     prompt: Sequence[int], params: SamplingParams, model: ModelInfo, param: str = "prompt"
 ) -> None:

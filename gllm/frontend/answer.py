@@ -11,7 +11,9 @@ import msgspec
 from aiohttp import web
 from msgspec.structs import replace
 
+from gllm.config.sampling import SamplingParams
 from gllm.engine.interface import EngineUnavailableError, OutputDelta, PoisonRequestError
+from gllm.engine.request_checks import contradiction_error
 from gllm.frontend.answer_writer import AnswerWriter, WholeAnswerWriter
 from gllm.frontend.choices import CollectedChoice, UsageCounter
 from gllm.frontend.context import ARRIVAL, CONTEXT, REQUEST_ID, RETRY_AFTER_SECONDS
@@ -22,6 +24,7 @@ from gllm.frontend.request_metrics import SUMMARY, RequestSummary
 from gllm.frontend.request_run import PreparedRequest, RequestRun, Submitter
 from gllm.frontend.routing_hints import read_routing_hints
 from gllm.frontend.sse import EventStream
+from gllm.messages.sampling import ALL_TOKENS_BANNED
 
 MAX_INLINE_LOGPROBS = 2048
 """Log-probabilities encoded at once on the event loop; more are encoded in a thread."""
@@ -39,7 +42,7 @@ async def send_answer(
     if not request.fields.stream:
         return await send_whole_answer(http_request, request, writer)
     with _run_request(http_request, request, writer) as (run, usage):
-        return await _send_stream(http_request, run, writer, usage)
+        return await _send_stream(http_request, run, request, writer, usage)
 
 
 async def send_whole_answer(
@@ -116,7 +119,7 @@ async def _collect_choices(
     def collect() -> bool:
         for delta in run.pop_deltas():
             if delta.finish_reason == "error":
-                raise _generation_error(delta)
+                raise _generation_error(delta, request.params)
             usage.add(delta)
             choices[delta.index].add(delta)
         return True
@@ -128,6 +131,7 @@ async def _collect_choices(
 async def _send_stream(
     http_request: web.Request,
     run: RequestRun,
+    request: PreparedRequest,
     writer: AnswerWriter,
     usage: UsageCounter,
 ) -> web.StreamResponse:
@@ -139,7 +143,7 @@ async def _send_stream(
     with stream.monitored():
         try:
             await run.start()
-            await _send_events(stream, run, writer, usage)
+            await _send_events(stream, run, request, writer, usage)
         except ConnectionError:
             return stream.response  # the client has disconnected; closing the run aborts it
         except Exception as error:
@@ -152,7 +156,11 @@ async def _send_stream(
 
 
 async def _send_events(
-    stream: EventStream, run: RequestRun, writer: AnswerWriter, usage: UsageCounter
+    stream: EventStream,
+    run: RequestRun,
+    request: PreparedRequest,
+    writer: AnswerWriter,
+    usage: UsageCounter,
 ) -> None:
     events = writer.start_events(usage)
     """Not written yet: the stream's monitor writes comments until there is output."""
@@ -165,7 +173,7 @@ async def _send_events(
             usage.add(shown)
             events.extend(writer.delta_events(shown, usage))
             if has_failed:
-                raise _generation_error(delta)
+                raise _generation_error(delta, request.params)
 
     def send_output() -> bool:
         deltas = run.pop_deltas()
@@ -193,8 +201,10 @@ async def _send_events(
     stream.write_events(writer.end_events(usage))
 
 
-def _generation_error(delta: OutputDelta) -> ApiError:
+def _generation_error(delta: OutputDelta, params: SamplingParams) -> ApiError:
     """Return the error of a choice that failed."""
+    if delta.error == ALL_TOKENS_BANNED and (error := contradiction_error(params)) is not None:
+        return to_api_error(error)
     match delta.error_kind:
         case "unavailable":
             unavailable = EngineUnavailableError("recovering", delta.error, RETRY_AFTER_SECONDS)

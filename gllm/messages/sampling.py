@@ -4,6 +4,9 @@ import msgspec
 
 from gllm.messages.base import Int64, TokenId
 
+ALL_TOKENS_BANNED = "every token of the vocabulary is forbidden"
+"""Error of a row whose request leaves it no token."""
+
 
 class SequenceSamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """Sampling parameters of one sequence in the form that the last stage uses.

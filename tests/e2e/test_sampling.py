@@ -143,10 +143,16 @@ def test_what_stopped_is_shown_where_asked(server: Server) -> None:
     assert shown["text"] == shown["logprobs"]["tokens"][0] != ""
 
 
-def test_impossible_bans_end_one_request(server: Server) -> None:
-    body = {"prompt": PROMPT, "allowed_token_ids": [9], "stop_token_ids": [9], "min_tokens": 2}
-    status, answer = server.post(PATH, body)
-    assert (status, "forbidden" in answer["error"]["message"]) == (500, True)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stop_token_ids": [9], "min_tokens": 2},
+        {"structured_outputs": {"json": {"type": "object"}}},
+    ],
+)
+def test_impossible_bans_end_one_request(server: Server, fields: dict[str, Any]) -> None:
+    status, answer = server.post(PATH, {"prompt": PROMPT, "allowed_token_ids": [9], **fields})
+    assert (status, answer["error"]["param"]) == (400, "allowed_token_ids")
     assert len(ask(server, max_tokens=2)) == 1
 
 

@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from gllm.engine.interface import EngineUnavailableError, OutputDelta
+from gllm.messages.sampling import ALL_TOKENS_BANNED
 from tests.frontend.conftest import CHAT, CHAT_PATH, TEXT_PATH, serving
 from tests.support.http.fake_engine import FakeEngine
 from tests.support.http.sse import events_of
@@ -106,6 +107,35 @@ async def test_choice_that_fails_before_all_output_has_a_status(server, path):
     body = {**CHAT, "prompt": "Hi", "stream": True}
     answer = await server.post(path, body)
     assert (answer.status, answer.error["code"]) == (500, "generation_failed")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (
+            {"allowed_token_ids": [5], "response_format": {"type": "json_object"}},
+            "allowed_token_ids",
+        ),
+        ({"bad_words": ["{"], "structured_outputs": {"choice": ["{}"]}}, "bad_words"),
+        ({"min_tokens": 2, "stop_token_ids": [5], "allowed_token_ids": [5]}, "allowed_token_ids"),
+        ({"response_format": {"type": "json_object"}}, None),
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT_PATH, TEXT_PATH])
+async def test_fields_that_forbid_every_token_are_an_error_of_the_client(
+    server, path, fields, param
+):
+    """At any position; without such fields it is the server's."""
+    status = 500 if param is None else 400
+    server.engine.fail_text = ALL_TOKENS_BANNED
+    server.engine.fail_after = 0
+    for stream in (False, True):
+        answer = await server.post(path, {**CHAT, "prompt": "Hi", "stream": stream, **fields})
+        assert (answer.status, answer.error["param"]) == (status, param)
+    server.engine.fail_after = 3
+    *_, error = await server.stream(path, **fields)
+    assert error["error"]["param"] == param
+    assert error["error"]["code"] == ("generation_failed" if param is None else "invalid_value")
 
 
 class FailingEngine(FakeEngine):

@@ -25,9 +25,6 @@ from gllm.runtime.worker.logit_edits import RequestLogitEdits
 from gllm.scheduler.plan import SampledToken, ScheduledRow
 from gllm.text.grammar.guide import GrammarGuide, GrammarGuideError
 
-ALL_TOKENS_BANNED = "every token of the vocabulary is forbidden"
-"""Error of a row whose request leaves it no token."""
-
 MAX_SCORED_ROWS = 256
 """Prompt tokens scored at once: their logits are as wide as the vocabulary."""
 NOT_FINITE = "the model computed logits that are not finite"

@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from gllm.config.engine import EngineConfig
-from gllm.messages.sampling import SequenceSamplingParams
+from gllm.messages.sampling import ALL_TOKENS_BANNED, SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
 from gllm.runtime.worker.cuda.executor import CudaExecutor
 from gllm.runtime.worker.cuda.sampler import LogitEditPlanner
 from gllm.runtime.worker.executor import Executor
 from gllm.runtime.worker.sampling import (
-    ALL_TOKENS_BANNED,
     build_sampling_metadata,
     create_sampling_states,
 )

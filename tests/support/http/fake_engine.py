@@ -162,6 +162,8 @@ class FakeEngine:
     raises_after: int | None = None
     """Tokens after which the request raises."""
     cached_tokens: int = 3
+    fail_text: str = "logits are not finite"
+    """Error with which choices end."""
     fail_kind: ErrorKind = ""
     """Kind of the error with which choices end."""
     state: str = "ready"
@@ -389,7 +391,7 @@ class FakeEngine:
             for index in list(streams):
                 cached = self.cached_tokens if at == 0 else 0
                 if at == self.fail_after:
-                    failed = OutputDelta(index, "", [], "error", None, "logits are not finite")
+                    failed = OutputDelta(index, "", [], "error", None, self.fail_text)
                     yield replace(failed, error_kind=self.fail_kind, cached_tokens=cached)
                     return
                 text, _, stop = streams[index].push([ids[at]])

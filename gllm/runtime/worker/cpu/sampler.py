@@ -13,10 +13,9 @@ from gllm.kernels.logprobs import compute_logprobs, gather_logprobs
 from gllm.kernels.masking import add_to_logits, apply_token_bitmask
 from gllm.kernels.penalties import SeenTokens, apply_penalties
 from gllm.kernels.sampling import list_finite_rows, sample
-from gllm.messages.sampling import SampleDetails
+from gllm.messages.sampling import ALL_TOKENS_BANNED, SampleDetails
 from gllm.runtime.worker.logit_edits import plan_static_edits, to_int64
 from gllm.runtime.worker.sampling import (
-    ALL_TOKENS_BANNED,
     NOT_FINITE,
     SampleOutput,
     SamplingMetadata,

@@ -22,7 +22,7 @@ from gllm.kernels.masking import apply_bad_words, apply_token_bitmask
 from gllm.kernels.penalties import apply_history_penalties
 from gllm.kernels.sampling import find_finite_rows, sample
 from gllm.kernels.sampling_plan import SamplingPlan
-from gllm.messages.sampling import SequenceSamplingParams
+from gllm.messages.sampling import ALL_TOKENS_BANNED, SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
 from gllm.options.limits import MAX_LOGPROBS
 from gllm.runtime.worker.batch import Batch
@@ -33,7 +33,6 @@ from gllm.runtime.worker.logit_edits import (
     to_int64,
 )
 from gllm.runtime.worker.sampling import (
-    ALL_TOKENS_BANNED,
     MAX_SCORED_ROWS,
     NOT_FINITE,
     PromptChunk,
