@@ -29,6 +29,16 @@ def check_backend_name(name: str) -> None:
         parse_mock_rate(name)
 
 
+def served_backend(name: str) -> str:
+    """Return the backend that serves a fetch by a backend: only the receiver imitates a bandwidth.
+
+    Raises:
+        ValueError: There is no such backend.
+    """
+    check_backend_name(name)
+    return "shm" if name.startswith(MOCK) else name
+
+
 def parse_mock_rate(name: str) -> float:
     """Parse the simulated bandwidth of a backend `mock:GIGABYTES_PER_SECOND`.
 

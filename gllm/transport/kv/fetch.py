@@ -19,6 +19,7 @@ from gllm.transport.kv.frames import (
     ReadConfirmed,
     ReadPart,
     ReadRequest,
+    ReadTicket,
 )
 from gllm.transport.kv.pages import KvPages
 from gllm.transport.kv.part_gate import ReceiverGate
@@ -37,7 +38,7 @@ class RunningFetch:
 
     command: FetchKv
     reader: int
-    """Random number by which the other engine recognizes this fetch (`ReadRequest.reader`)."""
+    """Random number by which the other engine recognizes this fetch (`ReadTicket.reader`)."""
     epoch: int
     deadline: FetchDeadline
     on_started: "Callable[[RunningFetch], None]"
@@ -140,14 +141,14 @@ def fetch_from_machine(
     command, num_fetched = fetch.command, 0
     while num_fetched < command.num_tokens:
         request = ReadRequest(
-            command.ticket,
-            fetch.reader,
             command.first_token + num_fetched,
             command.num_tokens - num_fetched,
             *names,
             [part.part for part in parts],
             command.is_per_layer,
         )
+        ticket = ReadTicket(command.ticket, fetch.reader)
+        connection.send_struct(KvFrameKind.TICKET, ticket)
         connection.send_struct(KvFrameKind.READ, request)
         gate = None
         if request.is_per_layer:

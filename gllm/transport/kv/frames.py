@@ -1,9 +1,10 @@
 """Frames of a connection between two KV movers.
 
-The receiver of a KV cache sends READ. The owner answers with what the backend needs, and at the
-end, asked by CONFIRM, with CONFIRMED. It may send REFUSE in place of any answer. A connection
-serves one READ after another. If a READ is per layer, READY precedes its parts, and it may be
-answered for its first tokens only: see part_gate.
+The receiver of a KV cache sends TICKET and READ. The owner answers with what the backend needs,
+and at the end, asked by CONFIRM, with CONFIRMED. It may send REFUSE in place of any answer. A
+connection serves one READ after another. The owner stores nothing of a READ before it has found the
+ticket. If a READ is per layer, READY precedes its parts, and it may be answered for its first
+tokens only: see part_gate.
 """
 
 import socket
@@ -22,12 +23,14 @@ from numpy.typing import NDArray
 from gllm.messages.handoff import Ticket
 from gllm.messages.kv_transfer import BlockId, TokenCount
 
-_MAGIC, _VERSION = b"gK", 1
+_MAGIC, _VERSION = b"gK", 2
 _HEADER = struct.Struct("!2sBBI")
 """Magic, version, kind, bytes of the payload."""
 RUN_HEADER = struct.Struct("!III")
 """Begin of RUN: index of the part in READ, first token, number of tokens."""
 MAX_RUN_BYTES = 2**24
+_DISCARD_BYTES = 2**16
+"""Bytes of a payload that are read at once if the payload is discarded."""
 TICK_SECONDS = 0.05
 """Interval at which a wait for bytes checks whether it was cancelled."""
 
@@ -55,6 +58,8 @@ class KvFrameKind(IntEnum):
     REFUSE = 6
     READY = 7
     """Number of tokens and head ranges that are computed, if the request is layer by layer."""
+    TICKET = 8
+    """Permission to read the blocks of the READ that follows."""
 
 
 _MAX_BYTES = {
@@ -65,6 +70,7 @@ _MAX_BYTES = {
     KvFrameKind.CONFIRMED: 16,
     KvFrameKind.REFUSE: 4096,
     KvFrameKind.READY: 8,
+    KvFrameKind.TICKET: 32,
 }
 
 
@@ -83,12 +89,17 @@ class ReadPart(msgspec.Struct, frozen=True, array_like=True):
         return range(self.first_head, self.first_head + self.num_heads)
 
 
-class ReadRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Payload of a READ message: asks another engine for the KV of some tokens, layers, heads."""
+class ReadTicket(msgspec.Struct, frozen=True, array_like=True):
+    """Payload of a TICKET message: permits the READ that follows."""
 
     ticket: Ticket
     reader: Ticket
     """Random number of the fetch; only the first fetch that uses a ticket may read its blocks."""
+
+
+class ReadRequest(msgspec.Struct, frozen=True, array_like=True):
+    """Payload of a READ message: asks another engine for the KV of some tokens, layers, heads."""
+
     first_token: TokenCount
     num_tokens: Annotated[int, Meta(ge=1, lt=2**31)]
     backend: str
@@ -116,7 +127,7 @@ class ReadConfirmed(msgspec.Struct, frozen=True, array_like=True):
     """True if the blocks have not been freed, so that the received contents are valid."""
 
 
-_Payload = TypeVar("_Payload", ReadRequest, ReadGrant, ReadConfirmed)
+_Payload = TypeVar("_Payload", ReadTicket, ReadRequest, ReadGrant, ReadConfirmed)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -154,7 +165,7 @@ class KvConnection:
             self._send_all(part)
 
     def send_struct(
-        self, kind: KvFrameKind, payload: ReadRequest | ReadGrant | ReadConfirmed
+        self, kind: KvFrameKind, payload: ReadTicket | ReadRequest | ReadGrant | ReadConfirmed
     ) -> None:
         """Send a frame with a struct. Raises OSError."""
         self.send(kind, _encoder.encode(payload))
@@ -167,22 +178,17 @@ class KvConnection:
             KvTransferError: The other end refuses.
             OSError: The connection has ended.
         """
-        header = self._receive_all(_HEADER.size, is_first=True)
-        magic, version, number, size = _HEADER.unpack(header)
-        if magic != _MAGIC or version != _VERSION:
-            raise KvFrameError("the bytes are no frame of a KV mover of this version")
-        try:
-            kind = KvFrameKind(number)
-        except ValueError:
-            raise KvFrameError(f"the frame has the unknown kind {number}") from None
-        if size > _MAX_BYTES[kind]:
-            raise KvFrameError(f"a frame {kind.name} has {size} bytes")
-        if kind not in (*expected, KvFrameKind.REFUSE):
-            raise KvFrameError(f"{kind.name} at the wrong time")
+        kind, size = self._receive_header(*expected)
         payload = self._receive_all(size, is_first=False)
         if kind == KvFrameKind.REFUSE and kind not in expected:
             raise KvTransferError(f"the other engine refuses: {payload.decode(errors='replace')}")
         return kind, payload
+
+    def discard(self, expected: KvFrameKind) -> None:
+        """Wait for a frame and drop its payload, of which little is stored; errors as `receive`."""
+        _, size = self._receive_header(expected)
+        while size:
+            size -= len(self._receive_all(min(size, _DISCARD_BYTES), is_first=False))
 
     def receive_struct(self, kind: KvFrameKind, payload: type[_Payload]) -> _Payload:
         """Wait for a frame with a struct; errors as in `receive`."""
@@ -215,6 +221,22 @@ class KvConnection:
     def close(self) -> None:
         """Close the socket."""
         self.socket.close()
+
+    def _receive_header(self, *expected: KvFrameKind) -> tuple[KvFrameKind, int]:
+        """Wait for the header of a frame; return its kind and the size of its payload in bytes."""
+        header = self._receive_all(_HEADER.size, is_first=True)
+        magic, version, number, size = _HEADER.unpack(header)
+        if magic != _MAGIC or version != _VERSION:
+            raise KvFrameError("the bytes are no frame of a KV mover of this version")
+        try:
+            kind = KvFrameKind(number)
+        except ValueError:
+            raise KvFrameError(f"the frame has the unknown kind {number}") from None
+        if size > _MAX_BYTES[kind]:
+            raise KvFrameError(f"a frame {kind.name} has {size} bytes")
+        if kind not in (*expected, KvFrameKind.REFUSE):
+            raise KvFrameError(f"{kind.name} at the wrong time")
+        return kind, size
 
     def _send_all(self, data: bytes | memoryview) -> None:
         view, end = memoryview(data).cast("B"), time.monotonic() + self._timeout

@@ -105,6 +105,7 @@ class KvMover:
         sleep: Callable[[float], None] = time.sleep,
         create_backend: Callable[[str], KvBackend] = make_backend,
         max_connections: int = MAX_CONNECTIONS,
+        on_refused: Callable[[str, str, bool], None] = lambda address, cause, is_malformed: None,
     ) -> None:
         """Start to accept connections of KV movers on this machine.
 
@@ -118,6 +119,7 @@ class KvMover:
             sleep: Waits for a number of seconds, between two checks of the computed layers.
             create_backend: Creates a backend by its name, once per name.
             max_connections: Largest number of connections that are served at the same time.
+            on_refused: See KvSourceState.
 
         Raises:
             ValueError: There is no such backend.
@@ -126,7 +128,7 @@ class KvMover:
         check_backend_name(backend)
         self._on_report, self._backend, self._encoding = on_report, backend, encoding
         self._dial, self._clock = dial, clock
-        self._state = KvSourceState(on_used=self._end_ticket)
+        self._state = KvSourceState(on_used=self._end_ticket, on_refused=on_refused)
         self._find_backend = cache(create_backend)
         """Returns the backend of a name. Raises ValueError, ImportError."""
         self._source = KvSourceServer(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from gllm.config.kv_backends import served_backend
 from gllm.transport.kv.backends.base import KvBackend, ServedRead
 from gllm.transport.kv.frames import (
     KvConnection,
@@ -18,6 +19,7 @@ from gllm.transport.kv.frames import (
     ReadConfirmed,
     ReadPart,
     ReadRequest,
+    ReadTicket,
 )
 from gllm.transport.kv.pages import KvPages, KvPagesError
 from gllm.transport.kv.part_gate import OwnerGate
@@ -86,6 +88,9 @@ class KvSourceState:
     """Connections that have sent invalid frames."""
     on_used: Callable[[int], None] = lambda ticket: None
     """Called on any thread with a ticket whose blocks have been read completely."""
+    on_refused: Callable[[str, str, bool], None] = lambda address, cause, is_malformed: None
+    """Called on any thread with the IP address of a peer without a valid ticket, the cause, and
+    True if its bytes were no frames."""
 
 
 @dataclass(eq=False)
@@ -187,15 +192,26 @@ class KvSourceServer:
         uses: dict[int, _Use] = {}
         try:
             while True:
+                ticket = connection.receive_struct(KvFrameKind.TICKET, ReadTicket)
+                try:
+                    self._await_ticket(ticket)
+                except TicketError as error:
+                    self._on_refused_ticket(reader, ticket.ticket, str(error))
+                    # What was not read would reset the connection before the cause arrives.
+                    connection.discard(KvFrameKind.READ)
+                    connection.refuse(str(error))
+                    return
                 request = connection.receive_struct(KvFrameKind.READ, ReadRequest)
                 try:
-                    self._answer(reader, request, uses)
+                    self._answer(reader, ticket, request, uses)
                 except (KvTransferError, TicketError, KvPagesError, ValueError) as error:
                     connection.refuse(str(error))
                 except ImportError as error:
                     connection.refuse(f"on the owner's machine: {error}")
         except KvFrameError as error:
             self._state.num_malformed += 1
+            if not reader.has_read:
+                self._state.on_refused(reader.address, str(error), True)
             with suppress(OSError):
                 connection.refuse(str(error))
         except OSError:
@@ -206,22 +222,32 @@ class KvSourceServer:
             with self._state.lock:
                 self._readers.pop(reader, None)
             # A ticket has one reader, and a reader has one connection.
-            for ticket, use in sorted(uses.items()):
+            for number, use in sorted(uses.items()):
                 if use.is_complete:
-                    self._state.on_used(ticket)
+                    self._state.on_used(number)
                 else:
                     with self._state.lock:
-                        self._state.book.leave(ticket, use.reader)
+                        self._state.book.leave(number, use.reader)
 
-    def _answer(self, reader: _Reader, request: ReadRequest, uses: dict[int, _Use]) -> None:
+    def _on_refused_ticket(self, reader: _Reader, ticket: int, cause: str) -> None:
+        """Report a peer that has shown a ticket that never was one."""
+        with self._state.lock:
+            # A fetch may be later than the end of its ticket.
+            is_late = self._state.book.has_ended(ticket) or ticket in self._state.book
+        if not (is_late or reader.has_read):
+            self._state.on_refused(reader.address, cause, False)
+
+    def _answer(
+        self, reader: _Reader, ticket: ReadTicket, request: ReadRequest, uses: dict[int, _Use]
+    ) -> None:
         """Answer one READ, and note the use of its ticket.
 
         Raises OSError, and all reasons to refuse it.
         """
         connection = reader.connection
-        backend = self._make_backend(request.backend)
-        held, caches = self._use_ticket(request)
-        use = uses[request.ticket] = _Use(request.reader)
+        held, caches = self._use_ticket(ticket, request)
+        use = uses[ticket.ticket] = _Use(ticket.reader)
+        backend = self._make_backend(served_backend(request.backend))
         last = request.first_token + request.num_tokens
         reader.has_read = True
         for part in request.parts:
@@ -231,7 +257,7 @@ class KvSourceServer:
 
         def is_held() -> bool:
             with self._state.lock:
-                return self._state.book.is_held(request.ticket, held)
+                return self._state.book.is_held(ticket.ticket, held)
 
         read = ServedRead(
             request, caches.pages, caches.descriptors, held.block_ids, is_held, self._yield
@@ -270,22 +296,31 @@ class KvSourceServer:
             gate.wait_for_part(len(awaited) - 1)
         return read._replace(request=request, block_ids=block_ids, wait_for_part=gate.wait_for_part)
 
-    def _use_ticket(self, request: ReadRequest) -> tuple[HeldBlocks, ServedCaches]:
-        """Return the blocks of a ticket, which is awaited, and their caches. Raises TicketError."""
+    def _await_ticket(self, ticket: ReadTicket) -> None:
+        """Wait until a fetch may use its ticket. Raises TicketError if it may not in time."""
         state, end = self._state, self._clock() + _TICKET_SECONDS
         while True:
             with state.lock:
-                is_expected = state.book.may_be_used_later(request.ticket, request.reader)
+                is_expected = state.book.may_be_used_later(ticket.ticket, ticket.reader)
                 if not is_expected or self._clock() >= end:
-                    held = state.book.use(
-                        request.ticket,
-                        request.reader,
-                        request.first_token,
-                        request.num_tokens,
-                        request.is_per_layer,
-                    )
-                    return held, state.caches
+                    state.book.find(ticket.ticket, ticket.reader)
+                    return
             self._sleep(_TICKET_TICK_SECONDS)
+
+    def _use_ticket(
+        self, ticket: ReadTicket, request: ReadRequest
+    ) -> tuple[HeldBlocks, ServedCaches]:
+        """Return the blocks of a ticket and their caches. Raises TicketError."""
+        state = self._state
+        with state.lock:
+            held = state.book.use(
+                ticket.ticket,
+                ticket.reader,
+                request.first_token,
+                request.num_tokens,
+                request.is_per_layer,
+            )
+            return held, state.caches
 
 
 def _is_computed(chunk: ServedChunk, awaited: tuple[LayerProgress, int] | None) -> bool:

@@ -89,6 +89,22 @@ class TicketBook:
             return ticket not in self._ended
         return held.reader not in (0, reader)
 
+    def has_ended(self, ticket: int) -> bool:
+        """Return True if a ticket was served and has ended recently."""
+        return ticket in self._ended
+
+    def find(self, ticket: int, reader: int) -> HeldBlocks:
+        """Return the blocks of a ticket that a fetch may use.
+
+        Raises:
+            TicketError: The ticket is unknown, revoked or used by another fetch.
+        """
+        held = self._held.get(ticket)
+        if held is None or reader <= 0 or held.reader not in (0, reader):
+            self.num_refused += 1
+            raise TicketError("the ticket is not held here")
+        return held
+
     def hold(self, ticket: int, held: HeldBlocks) -> None:
         """Permit reading blocks with a ticket, or further blocks of the same sequence.
 
@@ -128,10 +144,7 @@ class TicketBook:
             TicketError: The ticket is unknown, revoked or used by another fetch, or its blocks do
                 not have the tokens.
         """
-        held = self._held.get(ticket)
-        if held is None or reader <= 0 or held.reader not in (0, reader):
-            self.num_refused += 1
-            raise TicketError("the ticket is not held here")
+        held = self.find(ticket, reader)
         exceeds = first_token + num_tokens > held.num_tokens
         exceeds = exceeds and not (accepts_part and held.is_partial)
         if first_token < 0 or num_tokens <= 0 or exceeds:

@@ -90,13 +90,15 @@ class TlsIdentity:
     def __init__(self, descriptor: int) -> None:
         """Use the certificate file of a NodeCertificate."""
         self._descriptor = descriptor
+        self._open_context: ssl.SSLContext | None = None
+        """Context that accepts clients without a certificate; made once, since anyone may dial."""
 
     def accepting(self, certificates: Iterable[bytes]) -> ssl.SSLContext:
         """Return a server TLS context that accepts clients with one of the certificates, in DER.
 
         Invalid certificates are ignored: machines that announce them cannot connect.
         """
-        context = self.accepting_anyone()
+        context = self._make_accepting()
         # Certificates carry no host names: they are compared as a whole.
         context.verify_mode = ssl.CERT_REQUIRED
         for certificate in certificates:
@@ -106,6 +108,11 @@ class TlsIdentity:
 
     def accepting_anyone(self) -> ssl.SSLContext:
         """Return a server TLS context that accepts clients without a certificate."""
+        if self._open_context is None:
+            self._open_context = self._make_accepting()
+        return self._open_context
+
+    def _make_accepting(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         # Tickets would arrive beside the frames, and no session is ever resumed.

@@ -136,7 +136,12 @@ class KvService:
         try:
             if self._mover is None:
                 self._mover = KvMover(
-                    self._on_report, command.backend, command.encoding, self._dial, self._yield
+                    self._on_report,
+                    command.backend,
+                    command.encoding,
+                    self._dial,
+                    self._yield,
+                    on_refused=self._on_refused,
                 )
             self._mover.open_caches(command.epoch, caches)
         except (OSError, ValueError) as error:
@@ -159,6 +164,11 @@ class KvService:
         driver = self._driver
         if driver is not None and driver.epoch == epoch:
             driver.send(report)
+
+    def _on_refused(self, address: str, cause: str, is_malformed: bool) -> None:
+        """Count and log a peer without a valid ticket, on any thread."""
+        if settings := self._find_settings():
+            settings.refusals.add(address or "this machine", cause, is_malformed)
 
     def _dial(self, machine: KvMachine) -> socket.socket:
         """Connect to another machine's data port. Raises OSError, ValueError, KvTransferError."""

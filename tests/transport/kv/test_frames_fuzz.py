@@ -9,7 +9,14 @@ import msgspec
 import pytest
 
 from gllm.messages.kv_transfer import FetchKv
-from gllm.transport.kv.frames import KvConnection, KvFrameError, KvFrameKind, ReadPart, ReadRequest
+from gllm.transport.kv.frames import (
+    KvConnection,
+    KvFrameError,
+    KvFrameKind,
+    ReadPart,
+    ReadRequest,
+    ReadTicket,
+)
 from tests.support.engines.kv_caches import CachedEngine, dial_plain, make_contents
 from tests.support.engines.kv_layouts import cut_layouts
 
@@ -19,8 +26,10 @@ BLOCKS = [2, 0, 3]
 def _read_frame(backend: str = "tcp", is_per_layer: bool = False) -> bytes:
     own, other = socket.socketpair()
     parts = [ReadPart(0, layer, 0, 2) for layer in range(4)]
-    request = ReadRequest(7, 5, 0, 10, backend, "plain", parts, is_per_layer)
-    KvConnection(own).send_struct(KvFrameKind.READ, request)
+    request = ReadRequest(0, 10, backend, "plain", parts, is_per_layer)
+    connection = KvConnection(own)
+    connection.send_struct(KvFrameKind.TICKET, ReadTicket(7, 5))
+    connection.send_struct(KvFrameKind.READ, request)
     data = other.recv(2**16)
     own.close()
     other.close()
@@ -85,7 +94,9 @@ def _fuzz_receiver(num_rounds: int, seed: int, is_per_layer: bool) -> None:
         for data in answers:
             connection, _ = listening.accept()
             with connection, suppress(OSError):
-                KvConnection(connection).receive(KvFrameKind.READ)
+                frames = KvConnection(connection)
+                frames.receive(KvFrameKind.TICKET)
+                frames.receive(KvFrameKind.READ)
                 connection.sendall(data)
                 connection.shutdown(socket.SHUT_WR)
                 while connection.recv(2**16):
@@ -153,11 +164,11 @@ def test_movers_survive_many_invalid_frames(seed: int) -> None:
     ("data", "cause"),
     [
         (b"gA\1\1\0\0\0\0", "no frame of a KV mover"),
-        (b"gK\2\1\0\0\0\0", "no frame of a KV mover"),
-        (b"gK\1\x63\0\0\0\0", "unknown kind 99"),
-        (b"gK\1\5\0\0\1\0", "CONFIRMED has 256 bytes"),
-        (b"gK\1\2\0\0\0\1", "GRANT at the wrong time"),
-        (b"gK\1\1\0\0\0\1\xff", "is invalid"),
+        (b"gK\1\1\0\0\0\0", "no frame of a KV mover"),
+        (b"gK\2\x63\0\0\0\0", "unknown kind 99"),
+        (b"gK\2\5\0\0\1\0", "CONFIRMED has 256 bytes"),
+        (b"gK\2\2\0\0\0\1", "GRANT at the wrong time"),
+        (b"gK\2\1\0\0\0\1\xff", "is invalid"),
     ],
 )
 def test_invalid_frames_are_named(data: bytes, cause: str) -> None:

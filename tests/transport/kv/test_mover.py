@@ -22,7 +22,7 @@ from gllm.transport.kv.backends.base import FetchTarget, KvBackend
 from gllm.transport.kv.backends.mock import MockBackend
 from gllm.transport.kv.endpoint import KvEndpoint, KvMachine, encode_endpoint
 from gllm.transport.kv.fetch_queue import OPEN_SECONDS
-from gllm.transport.kv.frames import KvConnection, KvFrameKind, ReadPart, ReadRequest
+from gllm.transport.kv.frames import KvConnection, KvFrameKind, ReadPart, ReadRequest, ReadTicket
 from gllm.transport.kv.mover import MAX_WAITING_FETCHES, NUM_FETCH_THREADS, make_backend
 from gllm.transport.kv.pages import KvPagesError, find_slots
 from tests.support.engines.kv_caches import CachedEngine, dial_plain, make_contents
@@ -362,8 +362,10 @@ def test_the_queue_of_fetches_from_an_engine_is_bounded() -> None:
 
 def _begin_read(connection: socket.socket, ticket: int) -> KvFrameKind:
     """Send a READ and return the kind of the answer's first frame."""
-    request = ReadRequest(ticket, 5, 0, 10, "tcp", "plain", [ReadPart(0, 0, 0, 2)])
-    KvConnection(connection).send_struct(KvFrameKind.READ, request)
+    request = ReadRequest(0, 10, "tcp", "plain", [ReadPart(0, 0, 0, 2)])
+    frames = KvConnection(connection)
+    frames.send_struct(KvFrameKind.TICKET, ReadTicket(ticket, 5))
+    frames.send_struct(KvFrameKind.READ, request)
     connection.settimeout(10)
     # A frame begins with two bytes of magic, the version and the kind.
     return KvFrameKind(connection.recv(2**16)[3])
