@@ -103,7 +103,7 @@ class KvMoverGone(WireMessage, frozen=True):
 
 
 class KvMoverStuck(WireMessage, frozen=True):
-    """Report to the head process that the KV transfer process does not read its commands."""
+    """Report to the head process that the KV transfer process does not read or answer commands."""
 
 
 class KvTransferTotals(WireMessage, frozen=True):

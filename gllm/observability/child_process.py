@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 MAX_CAUSE_CHARACTERS = 500
@@ -47,6 +48,20 @@ class ChildProcess(subprocess.Popen[bytes]):
         self._exit_descriptor: int | None = None
         """Descriptor that is readable once the process has exited, while that is watched."""
         super().__init__(command, **({"stdin": subprocess.DEVNULL} | options))
+
+    def read_usage(self) -> tuple[bool, float] | None:
+        """Return whether the process is stopped, and its CPU time in seconds; None if it is gone.
+
+        It is stopped by a signal or a debugger (state T in /proc).
+        """
+        try:
+            text = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:
+            return None
+        # After the name, which may contain anything: state, then 10 fields, user and system time.
+        fields = text.rpartition(")")[2].split()
+        ticks = int(fields[11]) + int(fields[12])
+        return fields[0] in "Tt", ticks / os.sysconf("SC_CLK_TCK")
 
     def watch(self, on_exit: Callable[[], None]) -> None:
         """Call a function in the running event loop once the process has exited."""

@@ -25,8 +25,45 @@ log = logging.getLogger(__name__)
 MIN_PREFILL_TOKENS = 1024
 """Prompt tokens that this engine has to have computed before the fitted step cost counts: steps of
 decodes alone say nothing about prefills."""
+ANSWER_SECONDS = 10.0
+"""Time within which the KV mover has to confirm a revocation or to end a cancelled fetch."""
+_MAX_TURN_SECONDS = 5.0
+"""Interval between two checks of the answers after which this process itself was suspended."""
 _NOTHING = kv_transfer.KvTransferTotals()
 _GONE = "the KV mover has ended"
+
+
+class UnansweredCommands:
+    """Commands that the KV mover has not answered yet, with their deadlines.
+
+    They are here because the mover may freeze. Pure: time is an argument.
+    """
+
+    def __init__(self) -> None:
+        """Create without commands."""
+        self._times: dict[tuple[str, int], float] = {}
+        """Begin of the wait for each answer, by kind and number of the command, oldest first."""
+        self._last_check = 0.0
+
+    def add(self, kind: str, number: int, now: float) -> None:
+        """Expect the answer to a command from now on."""
+        self._times.setdefault((kind, number), now)
+
+    def remove(self, kind: str, number: int) -> None:
+        """Note an answer; one that is not expected is ignored."""
+        self._times.pop((kind, number), None)
+
+    def clear(self) -> None:
+        """Expect no answer any more."""
+        self._times.clear()
+
+    def is_overdue(self, now: float) -> bool:
+        """Return True if an answer is late; called once per turn of the driver."""
+        if now - self._last_check > _MAX_TURN_SECONDS:
+            # The answers may have arrived without being read.
+            self._times = dict.fromkeys(self._times, now)
+        self._last_check = now
+        return any(now - begin > ANSWER_SECONDS for begin in self._times.values())
 
 
 class DriverKv:
@@ -36,13 +73,21 @@ class DriverKv:
     and the scheduler the process's reports.
     """
 
-    def __init__(self, scheduler: Scheduler, report: Callable[[WireMessage], None]) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        report: Callable[[WireMessage], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Create the object, without a KV mover.
 
         Args:
             scheduler: of the driver.
             report: sends to the head process.
+            clock: returns the time in seconds.
         """
+        self._clock = clock
+        self._unanswered = UnansweredCommands()
         self.coefficients: StepCostCoefficients | None = None
         """Fitted step cost, for the decision whether a fetch is worth it."""
         self.fetch_choice = "auto"
@@ -78,6 +123,7 @@ class DriverKv:
         if self._mover is None:
             return
         self._mover = None
+        self._unanswered.clear()
         for seq in list(self._transfers.fetches):
             self._finish(kv_transfer.KvFetched(seq, is_ok=False, cause=_GONE))
         # Also what was not served yet has the tickets of the table.
@@ -106,7 +152,7 @@ class DriverKv:
 
     def start_fetches(self) -> None:
         """Start to fetch the KV blocks that the scheduler has requested; called before it runs."""
-        now = time.monotonic()
+        now = self._clock()
         for fetch in self._transfers.start_fetches(now):
             if not fetch.num_tokens:
                 continue
@@ -142,14 +188,23 @@ class DriverKv:
         transfers = self._transfers
         for readable in transfers.pop_readable():
             self._serve(readable)
-        for ticket in transfers.pop_revocations(time.monotonic()):
+        now = self._clock()
+        for ticket in transfers.pop_revocations(now):
             if self._mover is None:
                 transfers.confirm_revocation(ticket)
             else:
+                self._unanswered.add("revoke", ticket, now)
                 self._command(kv_transfer.RevokeKv(ticket))
         for seq in transfers.pop_cancellations():
             if seq in transfers.fetches:
+                self._unanswered.add("cancel", seq, now)
                 self._command(kv_transfer.CancelKvFetch(seq))
+        if self._unanswered.is_overdue(now) and self._mover is not None:
+            # It may still write: nothing is freed before the process has ended.
+            log.warning("gllm-link has not answered for %g seconds", ANSWER_SECONDS)
+            self._unanswered.clear()
+            self._mover = _drop
+            self._report(kv_transfer.KvMoverStuck())
         if self._totals is not _NOTHING:
             self._report(self._totals)
             self._totals = _NOTHING
@@ -195,12 +250,13 @@ class DriverKv:
             case handoff.ReleaseKvHolds(tickets):
                 self._transfers.release(tickets)
             case handoff.RenewKvHolds(tickets):
-                self._transfers.renew(tickets, time.monotonic())
+                self._transfers.renew(tickets, self._clock())
             case kv_transfer.KvFetchStarted(seq):
                 self._transfers.record_progress(seq)
             case kv_transfer.KvFetched(seq) if seq in self._transfers.fetches:
                 self._finish(message)
             case kv_transfer.KvRevoked(ticket):
+                self._unanswered.remove("revoke", ticket)
                 self._transfers.confirm_revocation(ticket)
             case kv_transfer.KvMoverGone():
                 self._disconnect()
@@ -208,12 +264,13 @@ class DriverKv:
     def _finish(self, message: kv_transfer.KvFetched) -> None:
         """End a fetch, and learn from its duration."""
         fetch, num_bytes = self._transfers.fetches[message.fetch], message.num_bytes
+        self._unanswered.remove("cancel", message.fetch)
         if message.is_ok:
             self._totals += kv_transfer.KvTransferTotals(1, 0, num_bytes, message.seconds)
             if not fetch.is_early:
                 assert isinstance(fetch.source, handoff.KvSource)
                 decision = self._decisions.setdefault(fetch.source.engine, FetchDecision())
-                decision.observe(num_bytes, message.seconds, time.monotonic())
+                decision.observe(num_bytes, message.seconds, self._clock())
             self._bytes_per_token = num_bytes / fetch.num_tokens
         else:
             self._totals += kv_transfer.KvTransferTotals(num_failed=1, num_bytes=num_bytes)
@@ -235,7 +292,7 @@ class DriverKv:
             message.source,
         )
         try:
-            self._transfers.prefetch(request, time.monotonic())
+            self._transfers.prefetch(request, self._clock())
         except ValueError as error:
             log.warning("the KV of a request is not prefetched: %s", error)
 

@@ -17,6 +17,7 @@ from gllm.config.link_encodings import PLAIN
 from gllm.messages.handoff import FirstChunkComputed, KvPushStarted
 from gllm.messages.kv_layout import KvLayout, count_token_bytes
 from gllm.messages.kv_transfer import KvTransferTotals
+from gllm.recovery.liveness import FREEZE_SECONDS
 from gllm.runtime.head.link_process import LinkChild, LinkOwner
 from gllm.runtime.messaging.security import NodeCertificate, create_certificate
 from gllm.transport.descriptors import DescriptorChannel, create_channels
@@ -25,7 +26,9 @@ from gllm.transport.link import commands
 
 log = logging.getLogger(__name__)
 
-CreateChild = Callable[[commands.ConfigureLink, NodeCertificate | None, LinkOwner], LinkChild]
+CreateChild = Callable[
+    [commands.ConfigureLink, NodeCertificate | None, LinkOwner, float], LinkChild
+]
 CreateChannels = Callable[[], tuple[DescriptorChannel, DescriptorChannel]]
 
 
@@ -55,6 +58,7 @@ class EngineKvMover:
         encoding: str = PLAIN,
         address: str = "",
         create_child: CreateChild = LinkChild,
+        freeze_timeout: float = FREEZE_SECONDS,
     ) -> None:
         """Create a mover without caches; the process starts with the first ones.
 
@@ -65,6 +69,7 @@ class EngineKvMover:
             encoding: of fetches over TCP, a name of LINK_ENCODINGS.
             address: HOST:PORT at which engines of other machines fetch; empty if they cannot.
             create_child: creates the owner of the process.
+            freeze_timeout: see LinkChild.
         """
         self.endpoint = b""
         """Address and layouts of the caches for other engines; empty while they are not served."""
@@ -87,7 +92,7 @@ class EngineKvMover:
         identity = commands.ConfigureLink(
             0, "kv", address, bool(address), accepts_engines=bool(address)
         )
-        self._child = create_child(identity, self._certificate, self)
+        self._child = create_child(identity, self._certificate, self, freeze_timeout)
         self._layouts: dict[int, KvLayout] = {}
         """Layouts of the present epoch's workers, by sender."""
         self._caches: _OpenCaches | None = None
@@ -153,8 +158,8 @@ class EngineKvMover:
         self._set_endpoint(b"")
 
     def restart(self) -> None:
-        """End a `gllm-link` process that does not read commands; a new one is started."""
-        log.warning("gllm-link does not read commands about KV blocks")
+        """End a `gllm-link` process that does not answer commands; a new one is started."""
+        log.warning("gllm-link does not answer commands about KV blocks")
         self._child.kill()
 
     def close(self) -> None:

@@ -1,8 +1,9 @@
 """Edges to other machines by a `gllm-link` process, which starts with the first of them.
 
-`LinkChild` starts the process and starts it again after an exit. A new process receives the edges
-of the present epoch again, because this end stores their descriptors; the workers are not affected,
-because the rings stay. This module imports no torch.
+`LinkChild` starts the process and starts it again after an exit. It watches the process as the head
+watches workers, and kills one that is frozen. A new process receives the edges of the present epoch
+again, because this end stores their descriptors; the workers are not affected, because the rings
+stay. This module imports no torch.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from gllm.messages.nodes import LinkState
 from gllm.observability.child_process import ChildProcess
 from gllm.pacing.policy_registry import DEFAULT_LINK_POLICY
 from gllm.recovery.backoff import Backoff
+from gllm.recovery.liveness import FREEZE_SECONDS, FrozenDetector, ProcessSample
 from gllm.runtime.messaging.security import NodeCertificate
 from gllm.transport.descriptors import DescriptorChannel, DescriptorError, create_channels
 from gllm.transport.edge import Edge
@@ -27,6 +29,11 @@ from gllm.transport.link import commands
 
 log = logging.getLogger(__name__)
 
+FREEZE_SHARE = 0.5
+"""Share of the time for a frozen worker after which gllm-link is replaced: that loses nothing but
+the transfers that wait for it, and edges without a connection are lost later."""
+_LINK = 0
+"""Key of the process in its detector."""
 STEADY_SECONDS = 30.0
 """Time after which a process that exits is started again without a long delay."""
 
@@ -52,6 +59,7 @@ class LinkChild:
         identity: commands.ConfigureLink,
         certificate: NodeCertificate | None,
         owner: LinkOwner,
+        freeze_timeout: float = FREEZE_SECONDS,
     ) -> None:
         """Create the owner of a process that has not started.
 
@@ -59,6 +67,7 @@ class LinkChild:
             identity: first message to each process.
             certificate: of this machine; None without encryption. It belongs to the caller.
             owner: gets the starts, messages and ends.
+            freeze_timeout: time in seconds after which a frozen worker is replaced.
         """
         self.num_restarts = 0
         self.identity = identity
@@ -73,6 +82,8 @@ class LinkChild:
         self._listening: asyncio.Future[int] | None = None
         """Port of the process, once it is ready."""
         self._is_closed = False
+        self._detector = FrozenDetector(FREEZE_SHARE * freeze_timeout)
+        self._check_timer: asyncio.TimerHandle | None = None
 
     @property
     def is_running(self) -> bool:
@@ -145,8 +156,23 @@ class LinkChild:
         self._listening.add_done_callback(lambda done: done.cancelled() or done.exception())
         self.process.watch(self._on_exit)
         loop.add_reader(own.fileno(), self._read)
+        self._detector.watch([_LINK])
+        self._check_timer = loop.call_later(self._detector.check_seconds, self._check)
         self._send_identity()
         self._owner.on_started()
+
+    def _check(self) -> None:
+        """Kill the process if it is frozen: stopped, or silent without progress of its CPU time."""
+        loop = asyncio.get_running_loop()
+        self._check_timer = loop.call_later(self._detector.check_seconds, self._check)
+        if self.process is None:
+            return
+        self.send(commands.CheckLink())
+        usage = self.process.read_usage()
+        samples = {} if usage is None else {_LINK: ProcessSample(*usage)}
+        if cause := self._detector.check(samples, loop.time(), is_serving=True).get(_LINK):
+            log.warning("gllm-link is frozen and is replaced: %s", cause)
+            self.kill()
 
     def _send_identity(self) -> None:
         certificate = self._certificate
@@ -172,6 +198,9 @@ class LinkChild:
             return
         if isinstance(message, commands.LinkListening):
             self._on_listening(message.port, message.cause)
+        elif isinstance(message, commands.LinkAlive):
+            now = asyncio.get_running_loop().time()
+            self._detector.on_heartbeat(_LINK, None, 0.0, now)
         else:
             self._owner.on_message(message)
 
@@ -227,6 +256,9 @@ class LinkChild:
         assert self.process is not None
         assert self._channel is not None
         self.process.unwatch()
+        if self._check_timer is not None:
+            self._check_timer.cancel()
+            self._check_timer = None
         asyncio.get_running_loop().remove_reader(self._channel.fileno())
         self._channel.close()
         cause = self.process.describe_exit("gllm-link")
@@ -249,6 +281,7 @@ class LinkProcess:
         node_timeout: float = 5.0,
         policy: str = DEFAULT_LINK_POLICY,
         encoding: str = PLAIN,
+        freeze_timeout: float = FREEZE_SECONDS,
     ) -> None:
         """Create the owner of a process that has not started.
 
@@ -260,6 +293,7 @@ class LinkProcess:
             node_timeout: in seconds; see ConfigureLink.
             policy: order of the steps that wait for a connection, a name of LINK_POLICIES.
             encoding: of activations, a name of LINK_ENCODINGS.
+            freeze_timeout: see LinkChild.
         """
         self.links: list[LinkState] = []
         """Data connections, as the process has reported them last."""
@@ -272,7 +306,7 @@ class LinkProcess:
         identity = commands.ConfigureLink(
             0, node, listen, certificate is not None, congestion, policy, encoding, node_timeout
         )
-        self._child = LinkChild(identity, certificate, self)
+        self._child = LinkChild(identity, certificate, self, freeze_timeout)
         self._on_opened: Callable[[int, int], None] = lambda epoch, edge: None
         self._on_lost: Callable[[int, int, str], None] = lambda epoch, edge, cause: None
         self._edges: dict[tuple[int, int], tuple[commands.OpenLinkEdge, list[int]]] = {}

@@ -389,14 +389,8 @@ class LocalNode(Node):
         """Return the state of a worker's process; None if it has exited or has none of its own."""
         if sender not in self.workers:
             return None
-        try:
-            stat = Path(f"/proc/{self.workers[sender].process.pid}/stat").read_text()
-        except OSError:
-            return None
-        # After the name, which may contain anything: state, then 10 fields, user and system time.
-        fields = stat.rpartition(")")[2].split()
-        ticks = int(fields[11]) + int(fields[12])
-        return ProcessSample(fields[0] in "Tt", ticks / os.sysconf("SC_CLK_TCK"))
+        usage = self.workers[sender].process.read_usage()
+        return None if usage is None else ProcessSample(*usage)
 
     def dump_stacks(self, sender: int) -> None:
         """Make a worker write the stacks of its threads, to be read with `read_stacks`.

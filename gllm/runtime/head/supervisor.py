@@ -149,6 +149,7 @@ class Supervisor:
             config.kv_transfer,
             config.kv_transfer_encoding,
             config.kv_transfer_address,
+            freeze_timeout=config.freeze_timeout,
         )
         self.kv_mover.on_change = self._notify_changed
         self.loaded: dict[int, StageLoaded] = {}

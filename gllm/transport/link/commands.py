@@ -151,9 +151,21 @@ class LinkReport(msgspec.Struct, frozen=True, tag=True):
     """Cause of the last refusal, by IP address."""
 
 
-LinkCommand = ConfigureLink | OpenLinkEdge | CloseLinkEdges | OpenKvCaches | CloseKvCaches
+class CheckLink(msgspec.Struct, frozen=True, tag=True):
+    """Command: answer with LinkAlive, which shows that commands are executed."""
+
+
+class LinkAlive(msgspec.Struct, frozen=True, tag=True):
+    """Answer to CheckLink: all commands before it are executed."""
+
+
+LinkCommand = (
+    ConfigureLink | OpenLinkEdge | CloseLinkEdges | OpenKvCaches | CloseKvCaches | CheckLink
+)
 """Messages to a data mover."""
-LinkMessage = LinkListening | LinkEdgeOpened | LinkEdgeLost | LinkReport | KvCachesOpened
+LinkMessage = (
+    LinkListening | LinkEdgeOpened | LinkEdgeLost | LinkReport | KvCachesOpened | LinkAlive
+)
 """Messages to its parent."""
 
 _encoder = msgspec.msgpack.Encoder()
@@ -184,7 +196,7 @@ def decode_link_command(payload: bytes, descriptors: Sequence[int]) -> LinkComma
             is_valid = len(descriptors) >= 2 * command.num_lanes
         case OpenKvCaches():
             is_valid = len(descriptors) == len(command.layouts) + 1 > 1
-        case CloseLinkEdges() | CloseKvCaches():
+        case CloseLinkEdges() | CloseKvCaches() | CheckLink():
             is_valid = not descriptors
     if not is_valid:
         raise ValueError(f"{type(command).__name__} has {len(descriptors)} descriptors")

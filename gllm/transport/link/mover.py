@@ -15,9 +15,11 @@ import msgspec
 from gllm.observability.logs import LogConfig, configure_logging
 from gllm.transport.descriptors import DescriptorChannel, DescriptorError
 from gllm.transport.link.commands import (
+    CheckLink,
     CloseKvCaches,
     CloseLinkEdges,
     ConfigureLink,
+    LinkAlive,
     LinkEdgeLost,
     LinkEdgeOpened,
     LinkListening,
@@ -202,6 +204,8 @@ class DataMover:
                 self._close_edges(epoch)
             case OpenKvCaches() | CloseKvCaches() as command:
                 self._kv.handle(command, descriptors)
+            case CheckLink():
+                self._outbox.send(LinkAlive())
 
     def _begin(self, identity: ConfigureLink, descriptors: Sequence[int]) -> None:
         """Bind the data port and answer."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +24,7 @@ from gllm.messages.kv_transfer import (
 )
 from gllm.messages.requests import SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
-from gllm.runtime.driver.driver_kv import DriverKv
+from gllm.runtime.driver.driver_kv import ANSWER_SECONDS, DriverKv
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import SampledToken, StepResult
 from gllm.scheduler.scheduler import Scheduler
@@ -79,7 +80,8 @@ class Life:
             min_prefill_tokens=4,
         )
         self.scheduler = Scheduler(config.resolve(1, NUM_BLOCKS, MAX_LEN))
-        self.kv = DriverKv(self.scheduler, self.on_report)
+        self.now = 0.0
+        self.kv = DriverKv(self.scheduler, self.on_report, lambda: self.now)
         self.kv.fetch_choice = "always"
         self.mover: Mover | None = None
         self.num_stuck = 0
@@ -242,3 +244,73 @@ def test_a_mover_that_does_not_read_is_reported_once() -> None:
     life.end_mover()
     assert life.scheduler.kv_cache.free_share == 1
     assert not life.kv.is_active
+
+
+def submit_for_decode(life: Life) -> None:
+    """Submit a request whose blocks are held for another engine."""
+    message = SubmitRequest(0, [1] * 9, SequenceSamplingParams(), 1, [], kv_ticket=1)
+    request = life.kv.add_transfer_fields(SchedulerRequest(0, [1] * 9, 1), message)
+    life.scheduler.add(request, 0.0)
+
+
+def submit_with_fetch(life: Life) -> None:
+    """Submit a request whose KV another engine has."""
+    source = KvSource("P", 1, 7, 9, b"")
+    message = SubmitRequest(
+        0, [1] * 9, SequenceSamplingParams(), 4, [], outputs=[[1]], kv_source=source
+    )
+    request = SchedulerRequest(0, [1] * 9, 4, outputs=[[1]])
+    life.scheduler.add(life.kv.add_transfer_fields(request, message), 0.0)
+
+
+@pytest.mark.parametrize("is_fetch", [False, True])
+@pytest.mark.parametrize("turn_seconds", [1.0, ANSWER_SECONDS])
+def test_a_mover_that_does_not_answer_is_reported_once(is_fetch: bool, turn_seconds: float) -> None:
+    """It reads, and never confirms a revocation or ends a fetch: a frozen process or thread."""
+    life = Life(0)
+    life.connect()
+    (submit_with_fetch if is_fetch else submit_for_decode)(life)
+    for _ in range(3):
+        life.turn()
+    assert life.mover is not None
+    assert life.mover.fetches if is_fetch else life.mover.served
+    life.scheduler.abort([0])
+    life.kv.on_message(ReleaseKvHolds([1]))
+    life.turn()
+    begin = life.now
+    while life.now - begin < ANSWER_SECONDS:
+        assert not life.num_stuck
+        life.now += turn_seconds
+        life.turn()
+    if turn_seconds == ANSWER_SECONDS:
+        # This process was suspended: the answer may be among its unread messages.
+        assert not life.num_stuck
+        assert life.scheduler.kv_cache.free_share < 1
+        life.answer()
+        return
+    for _ in range(3):
+        life.now += turn_seconds
+        life.turn()
+    assert life.num_stuck == 1
+    # It may still read or write the blocks.
+    assert life.scheduler.kv_cache.free_share < 1
+    life.end_mover()
+    assert life.scheduler.kv_cache.free_share == 1
+    assert not life.kv.is_active
+
+
+def test_a_mover_that_answers_in_time_is_left_alone() -> None:
+    life = Life(0)
+    life.connect()
+    submit_for_decode(life)
+    for _ in range(3):
+        life.turn()
+    life.kv.on_message(ReleaseKvHolds([1]))
+    life.turn()
+    life.now += 3.0
+    life.answer()
+    for _ in range(20):
+        life.now += 1.0
+        life.turn()
+    assert not life.num_stuck
+    assert life.scheduler.kv_cache.free_share == 1

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -22,6 +23,7 @@ from gllm.transport.ring import Ring
 LAYOUT = EdgeLayout(slots=4, max_tokens=8, hidden_size=16, itemsize=4)
 SECONDS = 60.0
 RUN = 991
+FREEZE_SECONDS = 0.4
 
 
 async def until(condition: Callable[[], Any]) -> Any:
@@ -43,7 +45,9 @@ class Machine:
     ) -> None:
         self.name = name
         self.certificate = certificate
-        self.links = LinkProcess(name, listen, certificate, node_timeout=node_timeout)
+        self.links = LinkProcess(
+            name, listen, certificate, node_timeout=node_timeout, freeze_timeout=FREEZE_SECONDS
+        )
         self.opened: list[tuple[int, int]] = []
         self.lost: list[tuple[int, int, str]] = []
         self.begin_run(RUN)
@@ -114,7 +118,7 @@ def peer_of(machine: Machine, address: str) -> LinkPeer:
     return LinkPeer(machine.name, address, der)
 
 
-async def test_a_killed_process_is_started_again_and_loses_no_step() -> None:
+async def test_a_killed_or_stopped_process_is_started_again_and_loses_no_step() -> None:
     gc.collect()  # Descriptors of earlier tests.
     before = len(os.listdir("/proc/self/fd"))
     async with two_machines() as (left, right, peer):
@@ -126,13 +130,17 @@ async def test_a_killed_process_is_started_again_and_loses_no_step() -> None:
         assert not left.opened, "the receiving end reports"
         left.send(1)
         assert await right.receive(1) == bytes([1]) * 64
-        for step, machine in ((2, right), (3, left)):
+        for step, machine, number in (
+            (2, right, signal.SIGSTOP),
+            (3, left, signal.SIGKILL),
+        ):
             process = machine.links.process
             assert process is not None
-            process.kill()
+            process.send_signal(number)
             left.send(step)
             assert await right.receive(step) == bytes([step]) * 64
             await until(partial(restarted_once, machine))
+            assert machine.links.process is not process
         await until(lambda: any(each.is_open for each in left.links.links))
         assert not left.lost
         assert not right.lost
