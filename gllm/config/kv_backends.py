@@ -15,6 +15,13 @@ BACKENDS = MappingProxyType(
 )
 """Module and class by name, imported on first use."""
 
+NIXL = "nixl"
+NIXL_MISSING = (
+    "the KV transfer backend nixl needs the package nixl: pip install nixl, or choose "
+    "--kv-transfer tcp"
+)
+"""Error for an engine with this backend where its library is not installed."""
+
 
 def check_backend_name(name: str) -> None:
     """Raise ValueError unless a name is a known KV transfer backend.

@@ -5,11 +5,13 @@ stages, and checks the context length, the size of the KV cache and that ranks c
 """
 
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
 
 from gllm.config.engine import QUANTIZATION_DEVICES, EngineConfig
+from gllm.config.kv_backends import NIXL, NIXL_MISSING
 from gllm.messages.nodes import PROTOCOL
 from gllm.models.config import ModelConfig, read_config
 from gllm.models.hub import resolve_model
@@ -64,6 +66,8 @@ def plan_model(config: EngineConfig) -> ModelPlan:
         except ValueError as error:
             raise ValueError(f"step_log {config.step_log}: {error}") from None
     _check_device(config)
+    if config.kv_transfer == NIXL and find_spec("nixl") is None:
+        raise ValueError(NIXL_MISSING)
     folder = resolve_model(config.model)
     read = read_config(folder)
     for num_ranks in config.stage_degrees:

@@ -37,6 +37,7 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--pp", "2", "--tp", "1,4"], "tensor_parallel_size is 4, but num_attention_heads is 6"),
         (["--pp", "2", "--tp", "1,2,1"], "tensor_parallel_size (1, 2, 1) has to be one number"),
         (["--max-model-len", "99999999"], "max_model_len is 99999999"),
+        (["--kv-transfer", "nixl"], "needs the package nixl: pip install nixl"),
         (["--kv-cache-memory", "4KiB"], "kv_cache_memory is 4096 bytes, but one sequence"),
         (
             ["--device", "cpu", "--attention-backend", "triton"],

@@ -160,7 +160,9 @@ def fetch_from_machine(
         end = num_fetched + request.num_tokens
         left = [part._replace(slots=part.slots[num_fetched:end]) for part in parts]
         wait_for_part = skip_wait if gate is None else gate.wait_for_part
-        backend.fetch(connection, FetchTarget(request, left, fetch.on_bytes, wait_for_part))
+        backend.fetch(
+            connection, FetchTarget(request, left, fetch.on_bytes, wait_for_part, fetch.check)
+        )
         connection.send(KvFrameKind.CONFIRM)
         if not connection.receive_struct(KvFrameKind.CONFIRMED, ReadConfirmed).is_held:
             raise KvTransferError("the other engine did not keep the blocks until the end")

@@ -7,6 +7,7 @@ ticket. If a READ is per layer, READY precedes its parts, and it may be answered
 tokens only: see part_gate.
 """
 
+import os
 import socket
 import ssl
 import struct
@@ -205,6 +206,28 @@ class KvConnection:
             raise KvFrameError(f"a run of {len(payload)} bytes")
         part, first, count = RUN_HEADER.unpack_from(payload)
         return part, first, count, np.frombuffer(payload, np.uint8, offset=RUN_HEADER.size)
+
+    def receive_descriptors(self, num_descriptors: int) -> list[int]:
+        """Wait for the file descriptors that follow a frame on a Unix socket.
+
+        Raises:
+            KvFrameError: Another number of descriptors has arrived.
+            OSError: The connection has ended.
+        """
+        if self.socket.family != socket.AF_UNIX:
+            raise KvFrameError("shared memory needs a Unix socket")
+        end = time.monotonic() + self._timeout
+        while True:
+            try:
+                data, descriptors, _, _ = socket.recv_fds(self.socket, 1, num_descriptors)
+                break
+            except TimeoutError:
+                self._wait(end)
+        if len(data) != 1 or len(descriptors) != num_descriptors:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise KvFrameError(f"{len(descriptors)} descriptors of {num_descriptors} have arrived")
+        return descriptors
 
     def refuse(self, cause: str) -> None:
         """Send REFUSE with a cause. Raises OSError."""

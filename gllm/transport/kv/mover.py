@@ -32,6 +32,7 @@ from gllm.messages.kv_transfer import (
     ServeKv,
 )
 from gllm.transport.kv.backends.base import KvBackend, TargetPart
+from gllm.transport.kv.backends.bounded import BoundedBackend, FetchSupervisor
 from gllm.transport.kv.break_even import FetchDeadline
 from gllm.transport.kv.endpoint import KvEndpoint, KvMachine, decode_endpoint
 from gllm.transport.kv.fetch import (
@@ -91,6 +92,12 @@ def make_backend(name: str) -> KvBackend:
     return backend
 
 
+def _end_process(cause: str) -> None:
+    """End this process at once, because a fetch goes on although it had to end."""
+    log.error("gllm-link ends, because a KV transfer does not end: %s", cause)
+    os._exit(1)
+
+
 class KvMover:
     """Transfers KV blocks for one machine's workers: serves other engines and fetches from them."""
 
@@ -106,6 +113,7 @@ class KvMover:
         create_backend: Callable[[str], KvBackend] = make_backend,
         max_connections: int = MAX_CONNECTIONS,
         on_refused: Callable[[str, str, bool], None] = lambda address, cause, is_malformed: None,
+        supervisor: FetchSupervisor | None = None,
     ) -> None:
         """Start to accept connections of KV movers on this machine.
 
@@ -120,20 +128,28 @@ class KvMover:
             create_backend: Creates a backend by its name, once per name.
             max_connections: Largest number of connections that are served at the same time.
             on_refused: See KvSourceState.
+            supervisor: Watches the fetches; None for one that ends this process.
 
         Raises:
             ValueError: There is no such backend.
+            ImportError: The library of the backend is not installed.
             OSError: No socket can be bound.
         """
         check_backend_name(backend)
         self._on_report, self._backend, self._encoding = on_report, backend, encoding
         self._dial, self._clock = dial, clock
         self._state = KvSourceState(on_used=self._end_ticket, on_refused=on_refused)
-        self._find_backend = cache(create_backend)
+        self._supervisor = supervisor or FetchSupervisor(_end_process)
+        self._find_backend = cache(
+            lambda name: BoundedBackend(create_backend(name), self._supervisor)
+        )
         """Returns the backend of a name. Raises ValueError, ImportError."""
         self._source = KvSourceServer(
             self._state, self._find_backend, yield_to_activations, clock, sleep, max_connections
         )
+        if backend != AUTO:
+            # An engine that cannot fetch must not announce that it can.
+            self._find_backend(backend)
         self._fetches: dict[tuple[int, int], RunningFetch] = {}
         """Fetches that have not ended, by epoch and number."""
         self._estimates: dict[str, TransferEstimate] = {}
@@ -247,6 +263,7 @@ class KvMover:
         self._source.close()
         for lane in self._fetch_lanes:
             lane.threads.shutdown(wait=True, cancel_futures=True)
+        self._supervisor.close()
 
     def _replace_caches(self, caches: ServedCaches) -> None:
         with self._state.lock:

@@ -135,23 +135,35 @@ class KvService:
         caches = list(zip(command.layouts, memory, strict=True))
         try:
             if self._mover is None:
-                self._mover = KvMover(
-                    self._on_report,
-                    command.backend,
-                    command.encoding,
-                    self._dial,
-                    self._yield,
-                    on_refused=self._on_refused,
-                )
+                try:
+                    self._mover = self._create_mover(command)
+                except BaseException:
+                    for descriptor in memory:
+                        os.close(descriptor)
+                    raise
             self._mover.open_caches(command.epoch, caches)
-        except (OSError, ValueError) as error:
+        except Exception as error:
+            # The library of a backend has errors of its own.
+            if not isinstance(error, OSError | ValueError | ImportError):
+                log.exception("KV caches are not opened")
             driver.close()
-            self._send(KvCachesOpened(command.epoch, b"", str(error)))
+            self._send(KvCachesOpened(command.epoch, b"", str(error) or type(error).__name__))
             return
         self._driver = driver
         driver.start(self._mover)
         machine = msgspec.msgpack.encode(self._mover.machine())
         self._send(KvCachesOpened(command.epoch, machine))
+
+    def _create_mover(self, command: OpenKvCaches) -> KvMover:
+        """Create the mover. Raises OSError, ValueError, ImportError and errors of libraries."""
+        return KvMover(
+            self._on_report,
+            command.backend,
+            command.encoding,
+            self._dial,
+            self._yield,
+            on_refused=self._on_refused,
+        )
 
     def _close_driver(self) -> None:
         """End the channel to a driver: none of its commands is executed any more."""

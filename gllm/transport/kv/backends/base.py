@@ -7,6 +7,10 @@ from gllm.transport.kv.frames import KvConnection, ReadPart, ReadRequest
 from gllm.transport.kv.pages import KvPages, Slots
 
 
+def skip_check() -> None:
+    """Let a fetch go on: default of `check`, for one without a deadline."""
+
+
 def skip_wait(index: int) -> None:
     """Do not wait: default of `wait_for_part`, if all KV blocks are computed beforehand."""
 
@@ -51,6 +55,9 @@ class FetchTarget(NamedTuple):
     wait_for_part: Callable[[int], None] = skip_wait
     """Waits until the other engine reports a head range of a layer, by its index, as computed;
     called once for each, in order. Raises OSError, KvFrameError, KvTransferError."""
+    check: Callable[[], None] = skip_check
+    """Raises KvTransferError if the fetch is cancelled or late. Waits for the connection call it;
+    a backend that waits for something else calls it too."""
 
 
 class KvBackend(Protocol):
@@ -69,6 +76,8 @@ class KvBackend(Protocol):
 
     def fetch(self, connection: KvConnection, target: FetchTarget) -> None:
         """Receive KV blocks after a READ request was sent, and write them to the local KV caches.
+
+        Nothing is written once this has returned or raised an error.
 
         Raises:
             OSError, KvFrameError: The connection failed or received invalid data.

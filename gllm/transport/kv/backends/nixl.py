@@ -5,13 +5,18 @@ each worker's memory and the blocks. The receiver reads into its own registered 
 process does nothing meanwhile. Needs `pip install nixl` on both machines.
 """
 
+import logging
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
+from gllm.config.kv_backends import NIXL_MISSING
 from gllm.messages.kv_layout import KvLayout
 from gllm.transport.kv.backends.base import FetchTarget, ServedRead
 from gllm.transport.kv.frames import (
@@ -23,14 +28,21 @@ from gllm.transport.kv.frames import (
 )
 from gllm.transport.kv.pages import KvPages, KvPagesError, find_slots
 
+log = logging.getLogger(__name__)
+
 _POLL_SECONDS = 50e-6
+_RELEASE_SECONDS = 0.01
+"""Interval between two attempts to free a transfer that is not cancelled yet."""
+_DONE = "DONE"
+_ENDED = (_DONE, "ERR")
+"""States of a transfer that does not write any more."""
 _DRAM = "DRAM"
 
 _Extent = tuple[int, int, int]
 """Address, number of bytes and device of a piece of memory, as NIXL describes it."""
 
 
-class _NixlDetails(msgspec.Struct, frozen=True, array_like=True):
+class NixlDetails(msgspec.Struct, frozen=True, array_like=True):
     """ReadGrant.details."""
 
     metadata: bytes
@@ -43,23 +55,19 @@ class _NixlDetails(msgspec.Struct, frozen=True, array_like=True):
 class NixlBackend:
     """KV transfer backend that reads the KV cache of another machine by RDMA, using NIXL."""
 
-    def __init__(self) -> None:
+    def __init__(self, agent: Any = None) -> None:
         """Create the agent of this process.
+
+        Args:
+            agent: NIXL agent to use; None to create one.
 
         Raises:
             ImportError: NIXL is not installed.
         """
-        try:
-            from nixl._api import nixl_agent
-        except ImportError as error:
-            raise ImportError(
-                "the KV transfer backend nixl needs the package nixl: pip install nixl, or choose "
-                "--kv-transfer tcp"
-            ) from error
-        self._agent: Any = nixl_agent(f"gllm-{time.monotonic_ns()}")
+        self._agent = _create_agent() if agent is None else agent
         self._lock = threading.Lock()
-        self._registered: set[int] = set()
-        """Addresses of caches that the agent knows."""
+        self._registered: dict[int, tuple[weakref.ref[KvPages], Any]] = {}
+        """Caches that the agent knows and their descriptors, by address."""
 
     def serve(self, connection: KvConnection, read: ServedRead) -> None:
         """Grant the receiver access to the registered memory of the blocks."""
@@ -67,8 +75,8 @@ class NixlBackend:
         places = sorted({part.place for part in read.request.parts})
         pages = [read.pages[place] for place in places]
         for page in pages:
-            self._register(page)
-        details = _NixlDetails(
+            self.register(page)
+        details = NixlDetails(
             self._agent.get_agent_metadata(),
             [page.address for page in pages],
             [page.layout for page in pages],
@@ -81,12 +89,12 @@ class NixlBackend:
         target.wait_for_part(len(target.parts) - 1)
         grant = connection.receive_struct(KvFrameKind.GRANT, ReadGrant)
         try:
-            details = msgspec.msgpack.decode(grant.details, type=_NixlDetails)
-            own, remote = _find_extents(target, details, grant.block_ids)
+            details = msgspec.msgpack.decode(grant.details, type=NixlDetails)
+            own, remote = find_extents(target, details, grant.block_ids)
         except (msgspec.DecodeError, KvPagesError) as error:
             raise KvFrameError(f"the grant is invalid: {error}") from error
         for part in target.parts:
-            self._register(part.pages)
+            self.register(part.pages)
         name = self._agent.add_remote_agent(details.metadata)
         handle = self._agent.initialize_xfer(
             "READ",
@@ -94,28 +102,57 @@ class NixlBackend:
             self._agent.get_xfer_descs(remote, mem_type=_DRAM),
             name,
         )
-        state = self._agent.transfer(handle)
-        # A read under way is not interrupted: nothing is written once this returns.
-        while state not in ("DONE", "ERR"):
-            time.sleep(_POLL_SECONDS)
-            state = self._agent.check_xfer_state(handle)
-        self._agent.release_xfer_handle(handle)
-        if state != "DONE":
+        state = ""
+        try:
+            state = self._agent.transfer(handle)
+            while state not in _ENDED:
+                target.check()
+                time.sleep(_POLL_SECONDS)
+                state = self._agent.check_xfer_state(handle)
+        finally:
+            self._release(handle)
+        if state != _DONE:
             raise KvTransferError("NIXL reports an error")
         target.on_bytes(sum(size for _, size, _ in own))
 
-    def _register(self, pages: KvPages) -> None:
+    def _release(self, handle: Any) -> None:
+        """Free a transfer, which cancels it; wait until nothing is written any more."""
+        while True:
+            try:
+                self._agent.release_xfer_handle(handle)
+                return
+            except Exception as error:
+                # NIXL has no common class of errors. Some transfers cannot be cancelled.
+                log.debug("a NIXL transfer is not released: %s", error)
+            time.sleep(_RELEASE_SECONDS)
+
+    def register(self, pages: KvPages) -> None:
+        """Let other agents read the memory of caches, and this agent write to it."""
         with self._lock:
+            for address, (registered, descriptors) in list(self._registered.items()):
+                # Caches of an earlier epoch are unmapped; later ones may have the same address.
+                if registered() is None or (address == pages.address and registered() is not pages):
+                    self._agent.deregister_memory(descriptors)
+                    del self._registered[address]
             if pages.address not in self._registered:
                 extent = (pages.address, pages.layout.num_bytes, 0, "")
-                self._agent.register_memory([extent], mem_type=_DRAM)
-                self._registered.add(pages.address)
+                descriptors = self._agent.register_memory([extent], mem_type=_DRAM)
+                self._registered[pages.address] = weakref.ref(pages), descriptors
 
 
-def _find_extents(
-    target: FetchTarget, details: _NixlDetails, block_ids: Sequence[int]
+def _create_agent() -> Any:
+    """Create a NIXL agent. Raises ImportError if NIXL is not installed."""
+    try:
+        from nixl._api import nixl_agent
+    except ImportError as error:
+        raise ImportError(NIXL_MISSING) from error
+    return nixl_agent(f"gllm-{time.monotonic_ns()}")
+
+
+def find_extents(
+    target: FetchTarget, details: NixlDetails, block_ids: Sequence[int]
 ) -> tuple[list[_Extent], list[_Extent]]:
-    """Return corresponding pieces of own and remote memory: one per token, keys and values.
+    """Return corresponding pieces of own and remote memory, as large as both are contiguous.
 
     Raises:
         KvPagesError: The blocks do not have the tokens.
@@ -124,17 +161,32 @@ def _find_extents(
     places = sorted({part.place for part in request.parts})
     if not len(places) == len(details.addresses) == len(details.layouts):
         raise KvPagesError("the grant has the wrong number of workers")
-    own: list[_Extent] = []
-    remote: list[_Extent] = []
+    own: list[NDArray[np.int64]] = []
+    remote: list[NDArray[np.int64]] = []
+    sizes: list[NDArray[np.int64]] = []
     for part, pages, slots in target.parts:
         number = places.index(part.place)
         layout = details.layouts[number]
-        offset, count = request.first_token, request.num_tokens
-        theirs = find_slots(block_ids, layout.block_size, offset, count)
-        for extents, address, cache, positions in (
-            (own, pages.address, pages.layout, slots),
-            (remote, details.addresses[number], layout, theirs),
+        theirs = find_slots(block_ids, layout.block_size, request.first_token, request.num_tokens)
+        for (begin, stride, size), (their_begin, their_stride, _) in zip(
+            pages.layout.find_strides(part.layer, part.heads),
+            layout.find_strides(part.layer, part.heads),
+            strict=True,
         ):
-            for begin, stride, size in cache.find_strides(part.layer, part.heads):
-                extents += [(address + begin + int(slot) * stride, size, 0) for slot in positions]
-    return own, remote
+            own.append(pages.address + begin + slots * stride)
+            remote.append(details.addresses[number] + their_begin + theirs * their_stride)
+            sizes.append(np.full(len(slots), size, np.int64))
+    return _merge(np.concatenate(own), np.concatenate(remote), np.concatenate(sizes))
+
+
+def _merge(
+    own: NDArray[np.int64], remote: NDArray[np.int64], sizes: NDArray[np.int64]
+) -> tuple[list[_Extent], list[_Extent]]:
+    """Join pieces that follow each other in both memories: each is a descriptor of its own."""
+    is_break = (own[1:] != own[:-1] + sizes[:-1]) | (remote[1:] != remote[:-1] + sizes[:-1])
+    begins = np.flatnonzero(np.concatenate([[True], is_break]))
+    joined = np.add.reduceat(sizes, begins).tolist()
+    return (
+        [(address, size, 0) for address, size in zip(own[begins].tolist(), joined, strict=True)],
+        [(address, size, 0) for address, size in zip(remote[begins].tolist(), joined, strict=True)],
+    )

@@ -12,7 +12,6 @@ import msgspec
 from gllm.messages.kv_layout import KvLayout
 from gllm.transport.kv.backends.base import FetchTarget, ServedRead
 from gllm.transport.kv.frames import (
-    TICK_SECONDS,
     KvConnection,
     KvFrameError,
     KvFrameKind,
@@ -48,7 +47,7 @@ class ShmBackend:
         """Map the owner's KV caches and copy the blocks."""
         grant = connection.receive_struct(KvFrameKind.GRANT, ReadGrant)
         places = sorted({part.place for part in target.request.parts})
-        descriptors = _receive_descriptors(connection, len(places))
+        descriptors = connection.receive_descriptors(len(places))
         try:
             layouts = msgspec.msgpack.decode(grant.details, type=list[KvLayout])
             if len(layouts) != len(places):
@@ -83,17 +82,3 @@ def _copy(target: FetchTarget, sources: dict[int, KvPages], block_ids: Sequence[
             run = slice(begin, begin + _RUN_TOKENS)
             pages.copy(part.layer, part.heads, slots[run], source, theirs[run])
             target.on_bytes(len(slots[run]) * num_bytes)
-
-
-def _receive_descriptors(connection: KvConnection, count: int) -> list[int]:
-    """Return the descriptors that follow a grant. Raises OSError, KvFrameError."""
-    if connection.socket.family != socket.AF_UNIX:
-        raise KvFrameError("shared memory needs a Unix socket")
-    connection.socket.settimeout(5.0)
-    data, descriptors, _, _ = socket.recv_fds(connection.socket, 1, count)
-    connection.socket.settimeout(TICK_SECONDS)
-    if len(data) != 1 or len(descriptors) != count:
-        for descriptor in descriptors:
-            os.close(descriptor)
-        raise KvFrameError(f"{len(descriptors)} descriptors of {count} have arrived")
-    return descriptors
