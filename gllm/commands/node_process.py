@@ -25,7 +25,7 @@ from gllm.frontend.listening import raise_open_files_limit
 from gllm.frontend.node_app import start_node_server
 from gllm.models.hub import find_local_model
 from gllm.options.addresses import format_host_port
-from gllm.runtime.head.link_process import LinkProcess
+from gllm.runtime.head.link_process import BYTES_PER_MBIT, LinkProcess
 from gllm.runtime.head.node import LocalNode
 from gllm.runtime.messaging.security import (
     NodeCertificate,
@@ -124,6 +124,7 @@ class NodeProcess:
             NodesConfig.node_timeout if place is None else place.node_timeout,
             options.link_policy,
             options.link_encoding,
+            min_bytes_per_second=options.link_min_mbit_per_second * BYTES_PER_MBIT,
         )
         try:
             data_port = await self._listen(links) if listen else 0

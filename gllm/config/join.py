@@ -59,6 +59,7 @@ class JoinConfig:
     link_congestion: str | None = _same_as(NodesConfig, "link_congestion")
     link_policy: str = _same_as(NodesConfig, "link_policy")
     link_encoding: str = _same_as(NodesConfig, "link_encoding")
+    link_min_mbit_per_second: float = _same_as(NodesConfig, "link_min_mbit_per_second")
     join_timeout: float = _same_as(NodesConfig, "join_timeout")
     host: str = option("127.0.0.1", "address of /health, /ready and /metrics")
     port: int = option(

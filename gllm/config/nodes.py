@@ -113,6 +113,13 @@ class NodesConfig:
         "that end when the next decode is ready; serial: first come, first served",
         choices=tuple(LINK_POLICIES),
     )
+    link_min_mbit_per_second: float = option(
+        0.0,
+        "rate in Mbit/s that the links of this machine carry at least: a lower measurement does "
+        "not delay prompts; 0: measurements alone count",
+        ge=0,
+        le=1e6,
+    )
     spare_preloads: bool = option(
         False,
         "spares keep the layers of the costliest stage of the other machines in memory, so that "

@@ -88,7 +88,12 @@ class LinkSample(NamedTuple):
 class LinkEstimator:
     """Estimates a link's bandwidth, round trip and loss rate from samples of TCP statistics."""
 
-    def __init__(self) -> None:
+    def __init__(self, min_bytes_per_second: float = 0.0) -> None:
+        """Create without samples.
+
+        min_bytes_per_second: rate that the link carries at least, as the operator states.
+        """
+        self._min_rate = min_bytes_per_second
         self.is_saturated = False
         """True if packets queued at the estimated rate: the link cannot send faster."""
         self.queue_begin: float | None = None
@@ -111,7 +116,9 @@ class LinkEstimator:
     @property
     def bytes_per_second(self) -> float | None:
         """Bandwidth of the link for payload; None until the sender has used all of it."""
-        return self._rate if self._is_measured else None
+        if self._rate is None or not self._is_measured:
+            return None
+        return max(self._rate, self._min_rate)
 
     @property
     def has_queue(self) -> bool:

@@ -179,6 +179,7 @@ def make_service_spec(
             "advertise": config.advertise,
             "link_congestion": config.link_congestion,
             "link_policy": config.link_policy,
+            "link_min_mbit_per_second": config.link_min_mbit_per_second,
         }
     return ProcessSpec(
         start.service,

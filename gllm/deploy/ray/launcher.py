@@ -216,7 +216,16 @@ def agent_arguments(
         "log_format": logs.format,
     }
     for config, names in (
-        (nodes, ("join_timeout", "link_congestion", "link_policy", "link_encoding")),
+        (
+            nodes,
+            (
+                "join_timeout",
+                "link_congestion",
+                "link_policy",
+                "link_encoding",
+                "link_min_mbit_per_second",
+            ),
+        ),
         (engine, ("device", "threads", "gpu_memory_utilization")),
     ):
         values |= {name: getattr(config, name) for name in names}

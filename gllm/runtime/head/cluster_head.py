@@ -22,7 +22,7 @@ from gllm.recovery.placement import LOCAL_NODE
 from gllm.recovery.records import RecoveryState
 from gllm.runtime.driver.driver_relay import DriverProxies
 from gllm.runtime.head.layer_planner import Machine
-from gllm.runtime.head.link_process import LinkProcess
+from gllm.runtime.head.link_process import BYTES_PER_MBIT, LinkProcess
 from gllm.runtime.head.node_group import LinkTimesReporter, collect_link_times
 from gllm.runtime.head.node_hub import (
     NodeHub,
@@ -296,6 +296,7 @@ class ClusterHead:
             config.node_timeout,
             config.link_policy,
             config.link_encoding,
+            min_bytes_per_second=config.link_min_mbit_per_second * BYTES_PER_MBIT,
         )
         port = await self._links.listen() if listen else 0
         if is_wildcard(host) and config.master_addr is not None:

@@ -34,6 +34,7 @@ FREEZE_SHARE = 0.5
 the transfers that wait for it, and edges without a connection are lost later."""
 _LINK = 0
 """Key of the process in its detector."""
+BYTES_PER_MBIT = 1e6 / 8
 STEADY_SECONDS = 30.0
 """Time after which a process that exits is started again without a long delay."""
 
@@ -282,6 +283,7 @@ class LinkProcess:
         policy: str = DEFAULT_LINK_POLICY,
         encoding: str = PLAIN,
         freeze_timeout: float = FREEZE_SECONDS,
+        min_bytes_per_second: float = 0.0,
     ) -> None:
         """Create the owner of a process that has not started.
 
@@ -294,6 +296,7 @@ class LinkProcess:
             policy: order of the steps that wait for a connection, a name of LINK_POLICIES.
             encoding: of activations, a name of LINK_ENCODINGS.
             freeze_timeout: see LinkChild.
+            min_bytes_per_second: see ConfigureLink.
         """
         self.links: list[LinkState] = []
         """Data connections, as the process has reported them last."""
@@ -304,7 +307,15 @@ class LinkProcess:
         self._num_malformed_before = 0
         """`num_malformed` when the present process started."""
         identity = commands.ConfigureLink(
-            0, node, listen, certificate is not None, congestion, policy, encoding, node_timeout
+            0,
+            node,
+            listen,
+            certificate is not None,
+            congestion,
+            policy,
+            encoding,
+            node_timeout,
+            min_bytes_per_second=min_bytes_per_second,
         )
         self._child = LinkChild(identity, certificate, self, freeze_timeout)
         self._on_opened: Callable[[int, int], None] = lambda epoch, edge: None

@@ -52,6 +52,8 @@ class ConfigureLink(msgspec.Struct, frozen=True, tag=True):
     accepts_engines: bool = False
     """True if the data port is for engines of other machines that fetch KV blocks: they show no
     certificate, because tickets permit what they read."""
+    min_bytes_per_second: float = 0.0
+    """Rate of every link that the operator guarantees; a lower measurement does not count."""
     log_level: str = "warning"
     log_format: str = "text"
 

@@ -5,7 +5,7 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from math import isinf
 from typing import NamedTuple
@@ -20,6 +20,7 @@ _INFO = struct.Struct("<8B24I4Q6I4Q2I2Q")
 _APP_LIMITED_BYTE, _APP_LIMITED_BIT = 7, 1
 _SEND_MSS, _UNACKED, _ROUND_TRIP, _WINDOW = 10, 12, 23, 26
 _UNSENT, _MIN_ROUND_TRIP, _DELIVERY_RATE, _DELIVERED = 38, 39, 42, 46
+_BUSY, _RECEIVER_LIMITED, _BUFFER_LIMITED = 43, 44, 45
 _BYTES_SENT, _BYTES_RETRANSMITTED = 48, 49
 _MICROSECONDS = 1e-6
 _NO_ROUND_TRIP = 2**32 - 1
@@ -48,6 +49,10 @@ class TcpInfo(NamedTuple):
     num_sent_bytes: int
     """Bytes sent so far, including retransmissions."""
     num_retransmitted_bytes: int
+    busy_seconds: float = 0.0
+    """Time for which bytes were unsent or not acknowledged, by the kernel's clock."""
+    limited_seconds: float = 0.0
+    """Part of it in which the receiver's window or the own send buffer was the limit."""
 
 
 HANDSHAKE_SECONDS = 5.0
@@ -217,6 +222,28 @@ class FrameConnection:
             self._socket.sendall(part)
         self.num_bytes += size
 
+    def send_watched(self, on_resumed: Callable[[], None], *parts: bytes | memoryview) -> None:
+        """Send bytes as `send`; call a function each time before the kernel gets more of them.
+
+        A thread that waits within one system call cannot know whether the kernel ran out of bytes.
+        Raises OSError.
+        """
+        self._set_timeout(0)
+        size = sum(len(part) for part in parts)
+        for part in [b"".join(parts)] if size <= _JOINED_BYTES else parts:
+            view = memoryview(part).cast("B")
+            while view:
+                on_resumed()
+                try:
+                    view = view[self._socket.send(view) :]
+                    continue
+                except (BlockingIOError, ssl.SSLWantWriteError):
+                    pass
+                waiting = select.poll()
+                waiting.register(self._socket, select.POLLOUT)
+                waiting.poll()
+        self.num_bytes += size
+
     def read_tcp_info(self) -> TcpInfo | None:
         """Return TCP's measurements; None if the system has none. Raises OSError."""
         data = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
@@ -236,6 +263,8 @@ class FrameConnection:
             fields[_DELIVERED],
             fields[_BYTES_SENT],
             fields[_BYTES_RETRANSMITTED],
+            fields[_BUSY] * _MICROSECONDS,
+            (fields[_RECEIVER_LIMITED] + fields[_BUFFER_LIMITED]) * _MICROSECONDS,
         )
 
     def set_pacing(self, bytes_per_second: float) -> None:

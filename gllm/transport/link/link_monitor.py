@@ -23,6 +23,8 @@ FULL_WINDOW_SHARE = 0.9
 """Used share of the congestion window from which on the window limits the rate."""
 MIN_WINDOW_SECONDS, MAX_WINDOW_SECONDS = 0.05, 0.1
 """Bounds of the time over which the rate of arrivals is measured: the round trip, clamped."""
+MAX_LIMITED_SHARE = 0.05
+"""Share of a window for which the receiver or the send buffer may have limited the rate."""
 LIMIT_TOLERANCE = 0.05
 """Relative change of a limit that is worth a system call."""
 
@@ -33,21 +35,24 @@ class LinkMonitor:
     Estimates are kept across reconnections.
     """
 
-    def __init__(self, is_shaped: bool) -> None:
+    def __init__(self, is_shaped: bool, min_bytes_per_second: float = 0.0) -> None:
         """Create without a connection.
 
-        is_shaped: True to keep the kernel's send buffer short and to pace prefills.
+        Args:
+            is_shaped: True to keep the kernel's send buffer short and to pace prefills.
+            min_bytes_per_second: Rate that the link carries at least, as the operator states.
         """
-        self.estimator = LinkEstimator()
+        self.estimator = LinkEstimator(min_bytes_per_second)
         self._is_shaped = is_shaped
         self._rate = SendRate(self.estimator)
         self._connection: FrameConnection | None = None
         self._last: TcpInfo | None = None
         """Last sample of this connection."""
-        self._deliveries: deque[tuple[float, int]] = deque()
-        """Times and numbers of delivered segments of the samples of the last window."""
-        self._busy_since = inf
-        """Time since which the kernel has always had bytes to send."""
+        self._samples: deque[TcpInfo] = deque()
+        """Samples of the last window. Their times are the kernel's: this process may be scheduled
+        long after it has read a clock."""
+        self._supplied_since = inf
+        """Busy time (TcpInfo.busy_seconds) since which the kernel has always had bytes to send."""
         self._sample_time = self._active_time = 0.0
         """Times of the last sample and of the last traffic."""
         self._step_time = -inf
@@ -62,8 +67,8 @@ class LinkMonitor:
 
     def begin(self, connection: FrameConnection, now: float) -> None:
         """Start to measure a new connection. Raises OSError."""
-        self._connection, self._last, self._busy_since = connection, None, inf
-        self._deliveries.clear()
+        self._connection, self._last, self._supplied_since = connection, None, inf
+        self._samples.clear()
         self._sample_time, self._active_time, self._probe_time = 0.0, now, None
         self._has_prefill, self._pacing, self._unsent_bytes = False, inf, 0
         self.observe(now, is_busy=False, has_prefill=False)
@@ -79,9 +84,10 @@ class LinkMonitor:
         Raises:
             OSError: the connection is closed.
         """
-        self._busy_since = min(self._busy_since, now) if is_busy else inf
         if is_busy:
             self._step_time = now
+        else:
+            self._supplied_since = inf
         begins_prefill = has_prefill and not self._has_prefill
         self._has_prefill = has_prefill
         if self._connection is None:
@@ -95,6 +101,8 @@ class LinkMonitor:
         info = self._connection.read_tcp_info()
         if info is None:
             return
+        if is_busy:
+            self._note_supply(info)
         last, self._last = self._last, info
         has_arrived = last is not None and info.num_delivered != last.num_delivered
         if last is not None and has_arrived:
@@ -110,10 +118,16 @@ class LinkMonitor:
         Called before bytes are written. Raises OSError.
         """
         info = self._connection.read_tcp_info() if self._connection else None
-        if info is None or info.unsent_bytes:
-            return
-        if info.unacknowledged_bytes < FULL_WINDOW_SHARE * info.window_bytes:
-            self._busy_since = inf
+        if info is not None:
+            self._note_supply(info)
+
+    def _note_supply(self, info: TcpInfo) -> None:
+        """Note whether the kernel has bytes to send, or a full window of them under way."""
+        is_full = info.unacknowledged_bytes >= FULL_WINDOW_SHARE * info.window_bytes
+        if info.unsent_bytes or is_full:
+            self._supplied_since = min(self._supplied_since, info.busy_seconds)
+        else:
+            self._supplied_since = inf
 
     def send_bytes_per_second(self) -> float:
         """Return the rate in bytes per second at which data can be sent now; 0 if it is unknown."""
@@ -156,7 +170,7 @@ class LinkMonitor:
 
     def _compare(self, now: float, last: TcpInfo, info: TcpInfo) -> LinkSample:
         """Return what has happened since the last sample."""
-        rate = self._arrival_rate(now, info)
+        rate = self._arrival_rate(info)
         is_app_limited = rate is None
         if rate is None:
             # The kernel keeps an older rate where a later one says less.
@@ -173,22 +187,26 @@ class LinkMonitor:
             info.num_retransmitted_bytes - last.num_retransmitted_bytes,
         )
 
-    def _arrival_rate(self, now: float, info: TcpInfo) -> float | None:
-        """Return the rate of arrivals over a window; None if the sender was the limit.
+    def _arrival_rate(self, info: TcpInfo) -> float | None:
+        """Return the rate of arrivals over a window; None if the network was not the limit.
 
         The kernel's own rate does not tell: with few unsent bytes it takes each pause of the
-        writing thread for a lack of bytes, and drops the rate.
+        writing thread for a lack of bytes, and keeps an older rate.
         """
         window = min(max(info.round_trip_seconds, MIN_WINDOW_SECONDS), MAX_WINDOW_SECONDS)
-        deliveries = self._deliveries
-        deliveries.append((now, info.num_delivered))
-        while now - deliveries[1][0] >= window if len(deliveries) > 1 else False:
-            deliveries.popleft()
-        begin, num_delivered = deliveries[0]
+        samples = self._samples
+        samples.append(info)
+        while len(samples) > 1 and info.busy_seconds - samples[1].busy_seconds >= window:
+            samples.popleft()
+        first = samples[0]
+        seconds = info.busy_seconds - first.busy_seconds
         # What arrived in the window was sent a round trip earlier.
-        if now - begin < window or self._busy_since > begin - info.round_trip_seconds:
+        is_supplied = self._supplied_since <= first.busy_seconds - info.round_trip_seconds
+        limited_seconds = info.limited_seconds - first.limited_seconds
+        is_limited = limited_seconds > MAX_LIMITED_SHARE * seconds
+        if seconds < window or not is_supplied or is_limited:
             return None
-        return (info.num_delivered - num_delivered) * info.segment_bytes / (now - begin)
+        return (info.num_delivered - first.num_delivered) * info.segment_bytes / seconds
 
     def _adapt(self, now: float, has_prefill: bool) -> None:
         assert self._connection is not None

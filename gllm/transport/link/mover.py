@@ -222,6 +222,7 @@ class DataMover:
             self._refusals,
             self._on_opened,
             self._on_lost,
+            identity.min_bytes_per_second,
         )
         port = 0
         if identity.listen:

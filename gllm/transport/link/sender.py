@@ -233,7 +233,7 @@ class SendingEnd(EdgeEnd):
         super().__init__(name, command, descriptors, settings)
         self._is_shaped = command.num_lanes > 1
         """True if the policy has a choice."""
-        self._monitor = LinkMonitor(self._is_shaped)
+        self._monitor = LinkMonitor(self._is_shaped, settings.min_bytes_per_second)
         self._clock = DecodeClock()
         self._queue = self._make_queue()
 
@@ -320,17 +320,21 @@ class SendingEnd(EdgeEnd):
         now = time.monotonic()
         slack_seconds = None
         if self._is_shaped:
-            self._monitor.check_supply()
             if (ring := self._rings[TrafficClass.DECODE]) is not None:
                 self._observe_begin(ring)
             slack_seconds = self._clock.slack_seconds(now)
         view = LinkView(now, self._monitor.send_bytes_per_second(), slack_seconds)
         has_prefill = self._queue.has_prefill
         headers, payload = self._queue.pop(view)
-        connection.send(headers, payload[:_PIECE_BYTES])
-        for begin in range(_PIECE_BYTES, len(payload), _PIECE_BYTES):
-            self._monitor.observe(time.monotonic(), True, has_prefill)
-            connection.send(payload[begin : begin + _PIECE_BYTES])
+        for begin in range(0, max(len(payload), 1), _PIECE_BYTES):
+            if begin:
+                self._monitor.observe(time.monotonic(), True, has_prefill)
+            piece = payload[begin : begin + _PIECE_BYTES]
+            parts = (piece,) if begin else (headers, piece)
+            if self._is_shaped:
+                connection.send_watched(self._monitor.check_supply, *parts)
+            else:
+                connection.send(*parts)
 
     def _has_more(self) -> bool:
         return bool(self._queue)

@@ -75,3 +75,5 @@ class LinkSettings:
     refusals: Refusals
     on_opened: Callable[[EdgeName], None]
     on_lost: Callable[[EdgeName, str], None]
+    min_bytes_per_second: float = 0.0
+    """Rate that every link carries at least, as the operator states."""

@@ -123,8 +123,8 @@ class ScriptedAgent(FakeAgent):
 class FakeLinks(LinkProcess):
     """Data mover of the head that connects nothing."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self.links: list[LinkState] = []
         self.refused: dict[str, int] = {}
         self.opened: list[Any] = []

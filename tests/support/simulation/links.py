@@ -18,7 +18,7 @@ LINK_WORLD: ContextVar[tuple[Random, Process]] = ContextVar("LINK_WORLD")
 class SimulatedLinks:
     """Links with the interface of gllm.runtime.head.link_process.LinkProcess."""
 
-    def __init__(self, node: str, *options: Any) -> None:
+    def __init__(self, node: str, *arguments: Any, **options: Any) -> None:
         self.links: list[LinkState] = []
         self.refused: dict[str, int] = {}
         self.num_malformed = 0

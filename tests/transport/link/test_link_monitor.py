@@ -1,6 +1,7 @@
 """Measurements of a connection, the limits that follow, and the prediction of decode steps."""
 
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from math import inf
 
 import pytest
@@ -22,6 +23,7 @@ from gllm.transport.link.link_monitor import (
 )
 from gllm.transport.link.sender import MAX_GAP_SECONDS, DecodeClock
 from tests.support.network.records import replaced
+from tests.support.network.simulated_tcp import BusyMachines, Lateness, SimulatedTcp
 
 SEGMENT = 1448
 RATE = 5e6
@@ -49,8 +51,9 @@ class ScriptedConnection(FrameConnection):
 class Course:
     """A monitor and the time of its connection."""
 
-    def __init__(self, is_shaped: bool = True) -> None:
-        self.monitor, self.connection = LinkMonitor(is_shaped), ScriptedConnection()
+    def __init__(self, is_shaped: bool = True, min_bytes_per_second: float = 0.0) -> None:
+        self.monitor = LinkMonitor(is_shaped, min_bytes_per_second)
+        self.connection = ScriptedConnection()
         self.now = 100.0
         self.monitor.begin(self.connection, self.now)
 
@@ -73,6 +76,7 @@ class Course:
                 bytes_per_second=kernel_rate,
                 round_trip_seconds=round_trip,
                 num_delivered=round(num_delivered),
+                busy_seconds=self.connection.info.busy_seconds + 1.01 * SAMPLE_SECONDS,
                 unacknowledged_bytes=SEGMENT,
                 unsent_bytes=unsent_bytes,
             )
@@ -128,6 +132,68 @@ def test_a_thread_that_is_late_does_not_lower_the_rate() -> None:
     assert course.monitor.estimator.bytes_per_second == before
     course.send(2, rate=0.2 * RATE, round_trip=0.1)
     assert course.monitor.estimator.bytes_per_second == pytest.approx(0.2 * RATE, rel=0.1)
+
+
+LATE = [
+    # Punctual, and late only at the receiver, which leaves no window.
+    (Lateness(), 0.0, 6.0),
+    (Lateness(read=0.05), 0.0, 1.2),
+    # Between the clock and the counters.
+    (Lateness(clock=0.02), 0.4, 6.0),
+    (Lateness(clock=0.05), 0.4, 6.0),
+    # With bytes, so that the kernel runs out of them; and everywhere.
+    (Lateness(write=0.005), 0.0, 6.0),
+    (Lateness(write=0.01, clock=0.01, read=0.03), 0.1, 2.0),
+]
+"""Where machines are late, seconds for which the kernel has bytes, and the receiver's buffer in
+products of rate and round trip."""
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("lateness", "unsent_seconds", "buffer_share"), LATE)
+@pytest.mark.parametrize(("rate", "round_trip_seconds"), [(12.5e6, 0.03), (2.5e6, 0.02)])
+def test_busy_neighbours_do_not_lower_the_rate(
+    rate: float,
+    round_trip_seconds: float,
+    lateness: Lateness,
+    unsent_seconds: float,
+    buffer_share: float,
+    seed: int,
+) -> None:
+    """No estimate is better than one of how the machines schedule their processes."""
+    tcp = SimulatedTcp(rate, round_trip_seconds, int(buffer_share * rate * round_trip_seconds))
+    machines = BusyMachines(tcp, lateness, seed, unsent_seconds)
+    machines.run(6.0)
+    assert all(0.9 * rate < estimate < 1.1 * rate for estimate in machines.estimates)
+    if not (lateness.write or lateness.read):
+        assert machines.estimates, "a late clock alone is no reason to measure nothing"
+
+
+def test_a_lower_measurement_than_the_stated_rate_does_not_count() -> None:
+    course = Course(min_bytes_per_second=2 * RATE)
+    course.send(0.5, is_busy=False)
+    course.send(2, round_trip=0.1)
+    assert course.monitor.estimator.bytes_per_second == 2 * RATE
+    assert min(course.connection.pacings) >= DRAIN_SHARE * 2 * RATE
+    course.send(2, rate=5 * RATE, round_trip=0.1)
+    assert course.monitor.estimator.bytes_per_second == pytest.approx(5 * RATE, rel=0.1)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 10, 300_000])
+def test_a_sender_looks_each_time_before_the_kernel_gets_more(num_bytes: int) -> None:
+    """Not once before a write that waits: the kernel may have run out of bytes meanwhile."""
+    data, resumed = bytes(range(256)) * (num_bytes // 256 + 1), list[int]()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = listening.getsockname()[:2]
+        with socket.create_connection(address) as own, listening.accept()[0] as other:
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            connection = FrameConnection(own)
+            with ThreadPoolExecutor(1) as threads:
+                received = threads.submit(other.recv, 4 + num_bytes, socket.MSG_WAITALL)
+                connection.send_watched(lambda: resumed.append(1), b"head", data[:num_bytes])
+                assert received.result(20) == b"head" + data[:num_bytes]
+    assert connection.num_bytes == 4 + num_bytes
+    assert len(resumed) > num_bytes // 2**17
 
 
 def test_limits_are_set_again_only_for_large_changes() -> None:
