@@ -124,8 +124,8 @@ class RouterConfig:
     )
     migration_limit: int = option(
         3,
-        "engines that may be lost one after the other while they compute a request, until it ends "
-        "with an error",
+        "engines that may die one after the other while they compute a request, until it ends with "
+        "an error",
         ge=2,
         le=INT32_MAX,
     )

@@ -14,16 +14,16 @@ from gllm.router.dispatch_target import ChooseEngine, DispatchTarget, KvPeer, Pa
 from gllm.router.handoffs import Handoffs, PairChooser
 from gllm.router.output_checks import drop_stale, split_refused
 from gllm.routing.disaggregation.policy import EnginePair
+from gllm.routing.engine_losses import EngineLosses, LossKind, PoisonRequest
 from gllm.routing.handoff import HandoffLimits
 from gllm.runtime.head.journal import JournalEntry
 from gllm.runtime.head.request_client import RequestClient, SendFunction
 from gllm.runtime.head.request_stream import RequestStream, deliver_outputs
-from gllm.runtime.head.suspects import SuspectTracker
 
 log = logging.getLogger(__name__)
 
 MIGRATION_LIMIT = 3
-"""Unplanned deaths of engines in a row after which the request that they computed is ended."""
+"""Proven deaths of engines in a row after which the request that they computed is ended."""
 _POISON_ERROR = (
     "an engine was lost each time that it computed this request, the last time while it had no "
     "other request; it is not tried again"
@@ -114,8 +114,8 @@ class FleetClient(RequestClient):
 
         Args:
             choose: chooses the engine of a request. It must not call the client.
-            migration_limit: unplanned deaths of engines in a row after which a request is ended;
-                at least 2. Before its last trial it has an engine for itself.
+            migration_limit: proven deaths of engines in a row after which a request is ended; at
+                least 2. Before its last trial it has an engine for itself.
             on_output_length: called with a request and the tokens of each output that has ended.
             numerics_patience: seconds after which other numerics may continue a request's tokens.
             pairs: chooses who prefills and who decodes; None if one engine does both.
@@ -139,7 +139,7 @@ class FleetClient(RequestClient):
         self.handoffs = Handoffs(self._engines, pairs, handoff_limits)
         self.numerics = NumericsIndex(numerics_patience)
         self._parked: dict[RequestStream, Parked] = {}
-        self._suspects: SuspectTracker[RequestStream] = SuspectTracker(migration_limit - 1)
+        self._suspects: EngineLosses[RequestStream] = EngineLosses(migration_limit - 1)
         self._reserved = ""
         """Engine that a suspect has for itself."""
 
@@ -159,7 +159,12 @@ class FleetClient(RequestClient):
         return len(attached.streams) if attached is not None else 0
 
     def attach(
-        self, engine: str, numerics: str, send: SendFunction, kv: KvPeer | None = None
+        self,
+        engine: str,
+        numerics: str,
+        send: SendFunction,
+        kv: KvPeer | None = None,
+        run: int = 0,
     ) -> None:
         """Add an engine and dispatch the waiting requests.
 
@@ -169,33 +174,33 @@ class FleetClient(RequestClient):
             send: sends a message to the engine, in order; must not raise once a message could be
                 encoded.
             kv: its KV transfer interface; None if it neither gives nor fetches KV blocks.
+            run: random number of this start of its process.
         """
-        self.detach(engine, "another session took its place", is_planned=False)
-        self._engines[engine] = DispatchTarget(engine, numerics, send, kv)
+        if former := self._engines.get(engine):
+            kind = LossKind.SILENT if former.run == run else LossKind.DIED
+            self.detach(engine, "another session took its place", kind)
+        self._engines[engine] = DispatchTarget(engine, numerics, send, kv, run, self._clock())
         self.numerics.update(self._engines.values())
+        self._end_poisons(self._suspects.on_attached(engine, run))
         self.dispatch_parked()
 
-    def detach(self, engine: str, cause: str, is_planned: bool) -> None:
+    def detach(self, engine: str, cause: str, kind: LossKind) -> None:
         """Remove an engine whose connection has ended; its requests continue on other engines.
 
         Args:
             engine: name; nothing happens if it is not attached.
             cause: description of the end, for the error of a request that has caused it.
-            is_planned: it has finished or drained; otherwise the requests that it had may have
-                caused its death.
+            kind: kind of the end; the requests that the engine had may have caused its death.
         """
         attached = self._engines.pop(engine, None)
         if attached is None:
             return
         self.handoffs.on_lost(engine)
         self.numerics.update(self._engines.values())
-        owners = {seq: choice.stream for seq, choice in attached.choices.items()}
-        for stream in list(attached.streams):
-            self._take_back(attached, stream, "drained" if is_planned else "lost")
-        if not is_planned:
-            self._count_death(owners, cause)
-        elif self._reserved == engine:
-            self._suspects.isolated = None
+        streams = list(attached.streams)
+        for stream in streams:
+            self._take_back(attached, stream, "drained" if kind is LossKind.PLANNED else "lost")
+        self._count_loss(attached, kind, cause, streams)
         self.dispatch_parked()
         self._notify()
 
@@ -228,7 +233,8 @@ class FleetClient(RequestClient):
         if seqs:
             attached.send(AbortSequences(list(seqs)))
         if not is_planned:
-            self._count_death(seqs, "the engine did not recover in time")
+            cause = "the engine did not recover in time"
+            self._count_loss(attached, LossKind.DIED, cause, moved)
         suspects = self._suspects.suspects(moved)
         for stream in moved:
             target = chosen[stream]
@@ -260,7 +266,7 @@ class FleetClient(RequestClient):
         """
         limit = self._clock() - parked_for
         for stream, parked in list(self._parked.items()):
-            if parked.since <= limit:
+            if parked.since <= limit and not self._suspects.awaits_proof(stream):
                 self._end(stream, stream.alive, "error", cause, "unavailable")
         self._notify()
 
@@ -281,7 +287,7 @@ class FleetClient(RequestClient):
         message, prefilled = self.handoffs.split_prefilled(attached, message)
         ended = deliver_outputs(message, attached.choices)
         self.handoffs.on_tokens(attached, message.outcome.seqs)
-        if self._suspects.has_deaths:
+        if self._suspects.has_losses:
             for seq in message.outcome.seqs:
                 if target := attached.choices.get(seq):
                     self._suspects.clear(target.stream)
@@ -303,6 +309,25 @@ class FleetClient(RequestClient):
         self._notify()
         if prefilled:
             self.continue_handoffs()
+
+    def check_losses(self) -> None:
+        """Decide which lost engines have died; to be called every second.
+
+        Requests that waited for the decision continue with the next `dispatch_parked`.
+        """
+        if self._suspects.has_losses:
+            self._end_poisons(self._suspects.on_tick(bool(self._engines), self._clock()))
+            self._notify()
+
+    def on_refused(self, run: int) -> None:
+        """Record that the address of a lost engine refuses connections: it has died.
+
+        Args:
+            run: number of the start of its process.
+        """
+        self._end_poisons(self._suspects.on_refused(run))
+        self.dispatch_parked()
+        self._notify()
 
     def continue_handoffs(self) -> None:
         """Submit prefilled requests to their decode engines; renew and release kept KV blocks.
@@ -347,7 +372,9 @@ class FleetClient(RequestClient):
         """Submit parked requests, except suspects, if engines are chosen for them."""
         suspects = set(self._suspects.suspects(self._parked))
         for stream in streams:
-            if stream not in suspects and not self.handoffs.is_reading(stream):
+            if stream in suspects or self._suspects.awaits_proof(stream):
+                continue
+            if not self.handoffs.is_reading(stream):
                 self._place(stream, avoid)
 
     def _submit_to(
@@ -381,17 +408,25 @@ class FleetClient(RequestClient):
             since = submitted.waits_since
         self._parked[stream] = Parked(since, cause)
 
-    def _count_death(self, owners: dict[int, RequestStream], cause: str) -> None:
-        """Count the death of an engine for the requests that it had.
+    def _count_loss(
+        self, engine: DispatchTarget, kind: LossKind, cause: str, streams: Iterable[RequestStream]
+    ) -> None:
+        """Record the loss of an engine for the requests that it had, which are parked."""
+        others = [other for other in self._engines.values() if other is not engine]
+        oldest = min((other.attached_at for other in others), default=None)
+        self._end_poisons(
+            self._suspects.on_lost(
+                engine.name, engine.run, kind, cause, streams, oldest, self._clock()
+            )
+        )
 
-        Args:
-            owners: by wire id; they are parked.
-            cause: description of the death.
-        """
-        poison = self._suspects.on_death(owners, owners)
-        if poison is not None:
-            self._ban(poison.entry)
-            self._end(poison, poison.alive, "error", f"{_POISON_ERROR}: {cause}", "poison")
+    def _end_poisons(self, poisons: Iterable[PoisonRequest[RequestStream]]) -> None:
+        """End requests that kill engines, and refuse equal ones."""
+        for stream, cause in poisons:
+            self._ban(stream.entry)
+            text = f"{_POISON_ERROR}: {cause}"
+            seqs = self._end(stream, stream.alive, "error", text, "poison")
+            self._abort_seqs(stream, seqs)
 
     def _ban(self, entry: JournalEntry) -> None:
         """Refuse requests equal to one that has killed workers."""
@@ -405,6 +440,8 @@ class FleetClient(RequestClient):
         suspects = self._suspects.suspects(self._parked)
         # Who is to blame has seldom come far.
         for suspect in sorted(suspects, key=lambda suspect: suspect.entry.num_output_tokens):
+            if self._suspects.awaits_proof(suspect):
+                continue
             if engine := self._find_engine_alone(suspect, avoid):
                 self._isolate(suspect, engine)
                 return
@@ -429,7 +466,7 @@ class FleetClient(RequestClient):
         if seqs:
             engine.send(AbortSequences(seqs))
         self._submit_to(engine, suspect)
-        self._suspects.isolate(suspect, suspect.entry.seqs.values())
+        self._suspects.isolate(suspect, self._clock())
 
     def _move_refused(self, engine: DispatchTarget, streams: Iterable[RequestStream]) -> None:
         """Let requests go on elsewhere that an engine has given back."""

@@ -42,6 +42,10 @@ class DispatchTarget:
     send: SendFunction
     kv: KvPeer | None = None
     """None if the engine neither gives nor fetches KV blocks."""
+    run: int = 0
+    """Random number of this start of its process."""
+    attached_at: float = 0.0
+    """Time in seconds."""
     choices: dict[int, SubmittedChoice] = field(default_factory=dict)
     """Running choices by their ids in messages to the engine."""
     streams: dict[RequestStream, "Submitted"] = field(default_factory=dict)

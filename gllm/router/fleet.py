@@ -30,10 +30,12 @@ from gllm.router.role_control import RoleControl
 from gllm.router.scale_control import ScaleControl
 from gllm.router.workload_monitor import WorkloadMonitor
 from gllm.routing.disaggregation.policy import PairPolicy
+from gllm.routing.engine_losses import LossKind
 from gllm.routing.health import FleetHealth
 from gllm.routing.policy import RoutingPolicy
 from gllm.routing.policy_registry import make_policy
 from gllm.runtime.head.request_client import SendFunction
+from gllm.runtime.messaging.bus_socket import CLOSED
 from gllm.runtime.messaging.command_runner import CommandRunner
 from gllm.runtime.messaging.connection_pool import make_router_links
 from gllm.runtime.messaging.fleet_links import EngineLink, FleetLinks
@@ -98,6 +100,7 @@ class Fleet:
         self._links = create_links(
             make_router_links(config), self.name, self._on_attached, self._on_lost, self._on_message
         )
+        self._links.on_died = self.client.on_refused
         self.roles = RoleControl(self._links, self._dispatcher.records, config, clock, pair_policy)
         """Roles of the engines."""
         self.scaling = ScaleControl(
@@ -305,7 +308,11 @@ class Fleet:
             link.send(WatchKvCache(True))
         self._on_engines_changed()
         self.client.attach(
-            name, announce.numerics, request_sender(link, record, self._clock), kv_peer(link)
+            name,
+            announce.numerics,
+            request_sender(link, record, self._clock),
+            kv_peer(link),
+            announce.run,
         )
 
     def _on_lost(self, link: EngineLink, cause: str) -> None:
@@ -325,7 +332,7 @@ class Fleet:
         self._dispatcher.health.on_lost(name, self._clock(), is_planned)
         self._commands.on_lost(name, cause)
         self._on_engines_changed()
-        self.client.detach(name, cause, is_planned)
+        self.client.detach(name, cause, loss_kind(cause, is_planned))
         fleet_status.forget_departed(self.client.num_dispatched, self._dispatcher.records)
 
     def _on_message(self, link: EngineLink, message: AnyMessage) -> None:
@@ -409,6 +416,7 @@ class Fleet:
             self.client.continue_handoffs()
         self.roles.on_tick()
         self.scaling.on_tick()
+        self.client.check_losses()
         if self.client.num_parked:
             self.client.dispatch_parked()
             self.client.reject_parked(
@@ -425,6 +433,18 @@ class Fleet:
             raise UnknownEngineError(f"no engine is named {name!r}")
         self._dispatcher.records[name].is_drain_requested = is_on
         self._links.links[name].send(DrainEngine(is_on))
+
+
+def loss_kind(cause: str, is_planned: bool) -> LossKind:
+    """Return what the end of a session says about the engine.
+
+    Args:
+        cause: of the end, by the session.
+        is_planned: True if the engine has announced that it leaves.
+    """
+    if is_planned:
+        return LossKind.PLANNED
+    return LossKind.CLOSED if cause == CLOSED else LossKind.SILENT
 
 
 def request_sender(

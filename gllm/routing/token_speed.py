@@ -105,7 +105,12 @@ class TokenSpeed:
         if len(self._baseline) < MIN_BASELINE_SAMPLES:
             self._baseline.append(ratio)
             return False
-        self._set_slowdown(ratio / median(self._baseline), now)
+        baseline = median(self._baseline)
+        if not baseline:
+            # All outputs were read at once, so no gap says anything.
+            self._baseline.append(ratio)
+            return False
+        self._set_slowdown(ratio / baseline, now)
         if self.slowdown < HEALTHY_SLOWDOWN:
             self._baseline.append(ratio)
             self._follow_fit(snapshot, earlier)

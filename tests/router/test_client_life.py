@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from gllm.messages.requests import EngineOutputs, PoisonRequestError
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.router.client import FleetClient
+from gllm.routing.engine_losses import LossKind
 from gllm.runtime.head.request_stream import RequestStream
 from tests.support.engines.request_reader import RequestReader
 from tests.support.examples import num_examples
@@ -33,6 +34,10 @@ class FleetLife:
         self.late: list[tuple[str, EngineOutputs]] = []
         """Messages that engines sent in sessions that have ended."""
         self.num_deaths = 0
+        self.num_runs = 0
+        """Number of starts of engines."""
+        self.runs: dict[str, int] = {}
+        """Latest start of each engine."""
         for name, numerics in zip(NAMES, "xxy", strict=False):
             self.attach(name, numerics)
 
@@ -45,6 +50,7 @@ class FleetLife:
             self.close_or_open: 4,
             self.die: 4,
             self.leave: 2,
+            self.flap: 2,
             self.migrate: 4,
             self.give_back: 2,
             self.abort: 2,
@@ -53,7 +59,7 @@ class FleetLife:
             self.repeat_poison: 1,
             self.deliver_late: 3,
         }
-        needs_engine = {self.die, self.leave, self.migrate, self.give_back}
+        needs_engine = {self.die, self.leave, self.flap, self.migrate, self.give_back}
         for _ in range(num_moves):
             (move,) = self.rng.choices(list(moves), list(moves.values()))
             if self.engines or move not in needs_engine:
@@ -88,8 +94,21 @@ class FleetLife:
             self.end_session(old)
         engine = self.engines[name] = FakeEngine(name, numerics)
         before = self.num_poisons()
-        self.client.attach(name, numerics, engine.send)
+        self.num_runs += 1
+        self.runs[name] = self.num_runs
+        self.client.attach(name, numerics, engine.send, run=self.num_runs)
         self.check_poisons(before)
+
+    def flap(self) -> None:
+        """Let an engine be lost that lives on, with its requests aborted, and return."""
+        old = self.any_engine()
+        self.end_session(old)
+        before = self.num_poisons()
+        kind = self.rng.choice([LossKind.SILENT, LossKind.CLOSED])
+        self.client.detach(old.name, "no message", kind)
+        engine = self.engines[old.name] = FakeEngine(old.name, old.driver.numerics)
+        self.client.attach(old.name, old.driver.numerics, engine.send, run=self.runs[old.name])
+        assert self.num_poisons() == before
 
     def die(self) -> None:
         self.lose(self.any_engine())
@@ -101,7 +120,7 @@ class FleetLife:
         before = self.num_poisons()
         self.expect_deaths(self.readers_at(engine.name))
         self.end_session(engine)
-        self.client.detach(engine.name, "killed", is_planned=False)
+        self.client.detach(engine.name, "killed", LossKind.DIED)
         self.check_poisons(before)
 
     def leave(self) -> None:
@@ -109,7 +128,7 @@ class FleetLife:
         engine = self.any_engine()
         self.end_session(engine)
         before = self.num_poisons()
-        self.client.detach(engine.name, "left", is_planned=True)
+        self.client.detach(engine.name, "left", LossKind.PLANNED)
         assert self.num_poisons() == before
 
     def end_session(self, engine: FakeEngine) -> None:

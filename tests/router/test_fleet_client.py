@@ -14,6 +14,7 @@ from gllm.messages.requests import (
 )
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.router.client import FleetClient
+from gllm.routing.engine_losses import RETURN_SECONDS, LossKind
 from gllm.runtime.head.request_stream import RequestStream
 from gllm.scheduler.plan import FinishedSequence, SchedulerStats, StepOutput
 
@@ -29,20 +30,24 @@ class Rig:
         self.client = FleetClient(self.choose, clock=lambda: self.now)
         self.sent: dict[str, list[Any]] = {}
         self.closed: set[str] = set()
+        self.num_runs = 0
+        """Number of starts of engines."""
         for engine in engines:
             self.attach(engine)
 
     def choose(self, stream: RequestStream, names: frozenset[str]) -> str | None:
         return min(names - self.closed, default=None)
 
-    def attach(self, engine: str, numerics: str = "x") -> None:
+    def attach(self, engine: str, numerics: str = "x", run: int | None = None) -> None:
+        """Attach an engine, another start of it unless there is a run."""
+        self.num_runs += 1
         sent = self.sent[engine] = list[Any]()
 
         def send(message: SubmitRequest | AbortSequences) -> None:
             encode(message)
             sent.append(message)
 
-        self.client.attach(engine, numerics, send)
+        self.client.attach(engine, numerics, send, run=self.num_runs if run is None else run)
 
     def submit(self, *prompt: int, n: int = 1, max_tokens: int = 8) -> RequestStream:
         return self.client.submit(list(prompt), SAMPLING, max_tokens, [], n, request_id="id")
@@ -68,8 +73,14 @@ class Rig:
         kinds: list[tuple[int, ErrorKind]] = [(seq, kind) for seq in ends if kind]
         self.client.on_outputs(engine, EngineOutputs(outcome, SchedulerStats(), [], kinds))
 
-    def lose(self, engine: str, is_planned: bool = False) -> None:
-        self.client.detach(engine, "killed", is_planned)
+    def lose(self, engine: str, kind: LossKind = LossKind.DIED) -> None:
+        self.client.detach(engine, "killed", kind)
+
+    def tick(self, seconds: float) -> None:
+        """Let time pass and the router decide about losses."""
+        self.now += seconds
+        self.client.check_losses()
+        self.client.dispatch_parked()
 
 
 def seq_of(stream: RequestStream, choice: int = 0) -> int:
@@ -201,7 +212,7 @@ def test_parked_requests_are_dispatched_in_order_of_arrival() -> None:
     rig = Rig("a")
     for name in (1, 2, 3):
         rig.submit(name)
-    rig.lose("a", is_planned=True)
+    rig.lose("a", LossKind.PLANNED)
     rig.submit(4)
     assert rig.client.num_parked == 4
     rig.attach("b")
@@ -387,7 +398,7 @@ def test_a_suspect_that_leaves_its_engine_frees_it(how: str) -> None:
         assert rig.submitted("c") == [1, 2], "the next suspect is first"
         return
     else:
-        rig.lose("c", is_planned=True)
+        rig.lose("c", LossKind.PLANNED)
         rig.attach("c")
         assert suspect.alive
         assert rig.submitted("c") == [2]
@@ -396,11 +407,49 @@ def test_a_suspect_that_leaves_its_engine_frees_it(how: str) -> None:
     assert other.alive
 
 
+@pytest.mark.parametrize("kind", [LossKind.SILENT, LossKind.CLOSED])
+def test_engines_that_are_out_of_reach_for_a_while_have_not_died(kind: LossKind) -> None:
+    rig = Rig("a", "b", "c")
+    stream = rig.submit(1)
+    for _ in range(3):
+        for engine in "abc":
+            rig.lose(engine, kind)
+            rig.tick(0.5)
+            assert stream.alive
+        for run, engine in enumerate("abc", 1):
+            rig.attach(engine, run=run)
+        assert stream.entry.seqs, "it goes on at once"
+    assert rig.submit(1).alive, "an equal request is not refused"
+
+
+def test_a_suspect_waits_until_it_is_known_if_its_engine_has_died() -> None:
+    rig = Rig("a", "b", "c", "d")
+    poison = rig.submit(1)
+    for engine in "abc":
+        rig.lose(engine, LossKind.CLOSED)
+    assert (rig.submitted("d"), rig.client.num_parked) == ([], 1), "no further engine is risked"
+    rig.tick(1.0)
+    rig.client.reject_parked("too long")
+    assert poison.alive
+    rig.tick(RETURN_SECONDS)
+    assert end_of(poison)[:2] == ("error", "poison")
+
+
+def test_a_refused_connection_proves_a_death() -> None:
+    rig = Rig("a", "b", "c", "d")
+    poison = rig.submit(1)
+    for run, engine in enumerate("abc", 1):
+        rig.lose(engine, LossKind.CLOSED)
+        rig.client.on_refused(run)
+    assert end_of(poison)[:2] == ("error", "poison")
+    assert rig.submitted("d") == []
+
+
 def test_planned_departures_are_nobodys_fault() -> None:
     rig = Rig("a", "b")
     stream = rig.submit(1)
     for engine in "abababab":
-        rig.lose(engine, is_planned=True)
+        rig.lose(engine, LossKind.PLANNED)
         rig.attach(engine)
     assert stream.alive
     other = rig.submit(2)

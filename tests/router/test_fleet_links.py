@@ -245,3 +245,29 @@ async def test_a_hub_that_cannot_be_bound(links: Links) -> None:
     router = await links.router(hub=HUB)
     with pytest.raises(OSError, match="cannot listen"):
         await links.router(hub=router.address)
+
+
+async def test_an_address_that_refuses_connections_tells_the_end_of_its_engine(
+    links: Links,
+) -> None:
+    _, attachment = await links.engine(announcement(run=5), hub=HUB)
+    router = await links.router(dial=(attachment.hub_address.removeprefix("tcp://"),))
+    died: list[int] = []
+    router.links.on_died = died.append
+    await until(lambda: router.attached)
+    await attachment.stop()
+    await until(lambda: died)
+    assert died == [5]
+
+
+async def test_a_session_that_ends_is_no_death_while_the_address_accepts_connections(
+    links: Links,
+) -> None:
+    _, attachment = await links.engine(hub=HUB)
+    router = await links.router(dial=(attachment.hub_address.removeprefix("tcp://"),))
+    died: list[int] = []
+    router.links.on_died = died.append
+    await until(lambda: router.attached)
+    attachment.end_sessions()
+    await until(lambda: len(router.attached) == 2)
+    assert died == []

@@ -15,6 +15,7 @@ from gllm.messages.sampling import SequenceSamplingParams
 from gllm.router.client import FleetClient
 from gllm.router.dispatch_target import KvPeer
 from gllm.router.handoffs import Handoffs, TicketDeadlines
+from gllm.routing.engine_losses import LossKind
 from gllm.routing.handoff import HandoffLimits, HandoffState, ReleaseHold, RenewHold
 from gllm.runtime.head.request_stream import RequestStream
 from gllm.scheduler.plan import FinishedSequence, SchedulerStats, StepOutput
@@ -205,7 +206,7 @@ def test_due_hand_offs_do_what_a_visit_to_all_does(
                 rig.client.abort(rng.choice(alive), [0])
             case 7 if rng.random() < 0.1:
                 name = rng.choice("PD")
-                rig.client.detach(name, "killed", is_planned=True)
+                rig.client.detach(name, "killed", LossKind.PLANNED)
                 rig.attach(name)
         assert rig.handoffs.has_unread == bool(rig.streams_in(READY))
         expected, continued = expected_actions(rig.handoffs, rig.now)

@@ -345,6 +345,9 @@ class SilentHandler:
     def on_lost(self, connection: PeerConnection, cause: str) -> None:
         pass
 
+    def on_refused(self, address: str) -> None:
+        pass
+
     def on_tick(self) -> None:
         pass
 

@@ -29,7 +29,7 @@ class BusyEngine:
         self._unread = 0
         self._health = health
         self._next_step = self._next_report = offset
-        self._num_steps = 0
+        self.num_steps = 0
 
     def run(self, until: float) -> None:
         """Report outputs and statistics up to a time."""
@@ -40,7 +40,7 @@ class BusyEngine:
             else:
                 self._next_step += self.step_seconds
                 if not self.is_hung:
-                    self._num_steps += 1
+                    self.num_steps += 1
                     self._on_output(now)
 
     def _on_output(self, now: float) -> None:
@@ -53,8 +53,8 @@ class BusyEngine:
     def snapshot(self) -> EngineSnapshot:
         stats = SchedulerStats(
             running=RUNNING,
-            steps=self._num_steps,
-            decode_tokens=RUNNING * self._num_steps,
+            steps=self.num_steps,
+            decode_tokens=RUNNING * self.num_steps,
             decode_context_tokens=100 * RUNNING,
         )
         return EngineSnapshot(
@@ -179,6 +179,18 @@ def test_outputs_that_the_router_reads_late_and_together_are_not_slowness() -> N
     fleet.engines[0].num_read_at_once = 1
     fleet.run(30)
     assert fleet.weights == [1, 1]
+
+
+def test_reports_and_outputs_that_are_read_at_one_time_say_nothing() -> None:
+    fleet = Fleet(1)
+    engine = fleet.engines[0]
+    for step in range(1, 400):
+        fleet.health.on_outputs(engine.name, range(RUNNING), 1.0)
+        engine.num_steps = step
+        if step % 10 == 0:
+            fleet.health.on_report(engine.snapshot(), 1.0)
+    assert fleet.weights == [1]
+    assert not fleet.ejected
 
 
 def test_one_odd_sample_at_the_start_is_not_the_normal_speed() -> None:

@@ -5,6 +5,8 @@ attachment down to the scheduler, run on a virtual clock. Only sockets, processe
 simulated.
 """
 
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -48,6 +50,28 @@ def test_a_rolling_restart_of_the_fleet_costs_no_request() -> None:
     assert len(scenario.starts) == 6
     assert ends(scenario) <= {"stop", "length", "abort"}
     assert len(scenario.readers) > limits.num_requests / 2
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        [11, 14, 23, 34, 47],
+        *(pytest.param(range(at, at + 20), marks=pytest.mark.full) for at in range(0, 200, 20)),
+    ],
+)
+def test_no_flap_of_any_engines_ends_a_request(seeds: Iterable[int]) -> None:
+    for seed in seeds:
+        limits = FleetLimits(
+            num_requests=25,
+            seconds=40.0,
+            num_faults=8,
+            num_engines=2 + seed % 3,
+            has_bad_requests=False,
+            has_flaps_only=True,
+        )
+        scenario = FleetScenario(seed, limits)
+        scenario.play()
+        assert ends(scenario) <= {"stop", "length", "abort"}, f"seed {seed}: {scenario.faults}"
 
 
 @pytest.mark.full

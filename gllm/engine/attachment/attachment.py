@@ -207,6 +207,9 @@ class RouterAttachment:
                 cause,
             )
 
+    def on_refused(self, address: str) -> None:
+        """Do nothing about a router that has ended; implements PeerHandler."""
+
     def on_tick(self) -> None:
         """Send changes and a load report; implements PeerHandler."""
         if not self._sessions:

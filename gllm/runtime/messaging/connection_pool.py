@@ -25,7 +25,7 @@ from gllm.messages.lifecycle import Hello
 from gllm.options.addresses import Resolve, format_host_port, parse_host_port, resolve_host
 from gllm.recovery.backoff import REFUSED_SECONDS, Backoff
 from gllm.routing.disaggregation.policy import DecodeChoice
-from gllm.runtime.messaging.bus import Hub, Spoke
+from gllm.runtime.messaging.bus import UNREACHABLE, Hub, Spoke
 from gllm.runtime.messaging.bus_socket import Decode
 from gllm.runtime.messaging.security import (
     RELOAD_SECONDS,
@@ -202,6 +202,8 @@ class PeerConnection:
         self.is_open = True
         self.is_established = False
         """Set by the handler once both ends have accepted each other."""
+        self.is_dialed = False
+        """True if this process dialled, so that `address` is where the peer listens."""
         self._send = send
 
     def send(self, message: WireMessage) -> None:
@@ -222,8 +224,29 @@ class PeerHandler(Protocol):
     def on_lost(self, connection: PeerConnection, cause: str) -> None:
         """Handle a session that the peer or the connection has ended."""
 
+    def on_refused(self, address: str) -> None:
+        """Handle that nothing listens any more at an address that was dialled with success."""
+
     def on_tick(self) -> None:
         """Send heartbeats."""
+
+
+PROBE_SECONDS = 1.0
+"""Time limit of the connection that tells a refusal from an unreachable host."""
+
+
+async def is_refused(address: str) -> bool:
+    """Return True if a host is reachable and refuses connections to HOST:PORT."""
+    host, port = parse_host_port(address)
+    try:
+        async with asyncio.timeout(PROBE_SECONDS):
+            _, writer = await asyncio.open_connection(host, port)
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    writer.close()
+    return False
 
 
 LOG_SECONDS = 60.0
@@ -238,7 +261,14 @@ when it ends, with the cause and whether one end refused it."""
 class Dialer:
     """Keeps a connection to one address open: reconnects after each loss, with growing delays."""
 
-    def __init__(self, address: str, dial: Dial, resolve: Resolve, backoff: Backoff) -> None:
+    def __init__(
+        self,
+        address: str,
+        dial: Dial,
+        resolve: Resolve,
+        backoff: Backoff,
+        on_refused: Callable[[str], None],
+    ) -> None:
         """Create a dialer that has not started.
 
         Args:
@@ -246,8 +276,12 @@ class Dialer:
             dial: begins a session.
             resolve: resolution of host names.
             backoff: delays between the attempts.
+            on_refused: called with an address at which a peer has listened and none does now.
         """
         self._address = address
+        self._on_refused = on_refused
+        self._peer = ""
+        """Numeric address of the latest established session; empty once it has refused another."""
         self._host, self._port = parse_host_port(address)
         self._dial = dial
         self._resolve = resolve
@@ -276,18 +310,22 @@ class Dialer:
 
     async def _run(self) -> None:
         while self.should_dial:
-            connection, cause, is_refused = await self._attempt()
+            connection, cause, has_refused = await self._attempt()
             if connection is not None and connection.is_established:
                 self._backoff.reset()
                 self._num_failures = 0
                 self._last_log = float("-inf")
+                self._peer = connection.address
             else:
                 self._num_failures += 1
-                if not is_refused:
+                if not has_refused:
                     self._log_failure(cause)
+                if cause == UNREACHABLE and self._peer and await is_refused(self._peer):
+                    self._on_refused(self._peer)
+                    self._peer = ""
             if self.should_dial:
                 backoff = self._backoff
-                delay = backoff.refused_delay() if is_refused else backoff.next_delay()
+                delay = backoff.refused_delay() if has_refused else backoff.next_delay()
                 await asyncio.sleep(delay)
 
     async def _attempt(self) -> tuple[PeerConnection | None, str, bool]:
@@ -506,7 +544,9 @@ class ConnectionPool:
         for address in addresses:
             if address not in self._dialers:
                 backoff = Backoff(self._rng, self._config.refused_seconds)
-                dialer = Dialer(address, self._dial, self._resolve, backoff)
+                dialer = Dialer(
+                    address, self._dial, self._resolve, backoff, self._handler.on_refused
+                )
                 self._dialers[address] = dialer
                 dialer.start()
 
@@ -539,6 +579,7 @@ class ConnectionPool:
             on_end(cause, is_refused)
 
         connection = PeerConnection(address, spoke.send, time.monotonic())
+        connection.is_dialed = True
         spoke.start(partial(self._deliver, connection), partial(self._lose, connection))
         self._begin(connection, close)
         return connection

@@ -153,6 +153,10 @@ class FleetLinks:
         self._peers: dict[PeerConnection, _Peer] = {}
         self._superseded: dict[str, set[int]] = {}
         """Runs of engines whose names others have now, by name."""
+        self._runs: dict[str, int] = {}
+        """Runs of the engines that were attached last, by address that was dialled."""
+        self.on_died: Callable[[int], None] = lambda run: None
+        """Called with the run of a lost engine whose address refuses connections now."""
         self._pool = create_pool(config, decode_for_router, self, resolve)
 
     @property
@@ -204,6 +208,11 @@ class FleetLinks:
         if peer.link is not None:
             self._detach(peer.link)
             self._on_lost(peer.link, cause)
+
+    def on_refused(self, address: str) -> None:
+        """Report that the process of an engine has ended."""
+        if (run := self._runs.pop(address, None)) is not None:
+            self.on_died(run)
 
     def on_tick(self) -> None:
         """Send a heartbeat to each engine."""
@@ -276,6 +285,8 @@ class FleetLinks:
         if previous := self.links.get(announce.name):
             self._replace(previous, announce)
         connection.is_established = True
+        if connection.is_dialed:
+            self._runs[connection.address] = announce.run
         link = EngineLink(connection, announce, report, self._refuse_link)
         peer.link = self.links[announce.name] = link
         self._on_attached(link)

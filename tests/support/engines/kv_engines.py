@@ -33,6 +33,7 @@ from gllm.models.split import split_layers
 from gllm.router.client import FleetClient
 from gllm.router.dispatch_target import KvPeer
 from gllm.routing.disaggregation.policy import EnginePair
+from gllm.routing.engine_losses import LossKind
 from gllm.runtime.driver.driver import Driver
 from gllm.runtime.head.request_stream import RequestStream
 from gllm.runtime.worker.batch import Batch
@@ -269,7 +270,7 @@ class KvCluster:
         """End an engine without a warning; its KV goes with it."""
         engine = self.engines.pop(name)
         self.departed.append(engine)
-        self.client.detach(name, "killed", is_planned=False)
+        self.client.detach(name, "killed", LossKind.DIED)
 
     def step(self) -> None:
         """Let every engine compute a step and move KV."""

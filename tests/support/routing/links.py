@@ -81,9 +81,15 @@ class _RouterLinks(FleetLinks):
 
 
 class EngineSessions(RouterAttachment):
-    """Sessions of an engine whose heartbeats and reports on ticks a test can stop."""
+    """Sessions of an engine that a test can end, or whose heartbeats and reports it can stop."""
 
     is_silent = False
+
+    def end_sessions(self) -> None:
+        """End all sessions, as after a silence of the routers."""
+        for session in self.routers:
+            self._pool.close(session.connection, "the test ends it")
+            self.on_lost(session.connection, "the test ends it")
 
     def on_tick(self) -> None:
         if not self.is_silent:

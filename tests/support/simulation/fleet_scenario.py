@@ -47,6 +47,9 @@ class FleetLimits:
     """Requests that kill workers or machines; None: drawn."""
     is_rolling_restart: bool = False
     """Restart each engine in good order, one after the other, in place of faults."""
+    has_flaps_only: bool = False
+    """Only faults after which every request can go on: subsets of the engines that are silent or
+    whose connections are cut for less than the time-out, at most two lost hosts, planned ends."""
 
 
 class FleetScenario:
@@ -71,7 +74,7 @@ class FleetScenario:
         }
         self.do_routers_dial = rng.random() < 0.3
         self.policy = rng.choice(sorted(POLICIES))
-        self.park_timeout = rng.choice([5.0, 60.0])
+        self.park_timeout = 120.0 if limits.has_flaps_only else rng.choice([5.0, 60.0])
         self.has_bad_requests = rng.random() < 0.2
         if limits.has_bad_requests is not None:
             self.has_bad_requests = limits.has_bad_requests
@@ -281,6 +284,8 @@ class FleetScenario:
             self._slow_down,
             self._kill_router,
         ]
+        if self.limits.has_flaps_only:
+            faults = [self._flap] * 4 + [self._cut, self._drain, self._restart, self._lose_host]
         for _ in range(self.limits.num_faults):
             when = start + self.rng.uniform(0.0, self.limits.seconds)
             self.loop.call_at(when, self.rng.choice(faults))
@@ -338,6 +343,34 @@ class FleetScenario:
         self.network.separate(engine, router)
         seconds = self.rng.choice([0.5, 4.0, 7.0, 30.0])
         self.loop.call_later(seconds, self.network.unite, engine, router)
+
+    def _flap(self) -> None:
+        """Separate a subset of the engines from all routers, one by one or at once."""
+        self.faults["flap"] += 1
+        seconds = self.rng.choice([0.5, 4.0, 7.0, 30.0])
+        for name in self.rng.sample(self.names, self.rng.randint(1, len(self.names))):
+            engine = self.engines[name].process
+            late = self.rng.choice([0.0, 0.0, self.rng.uniform(0.0, 5.0)])
+            for router in [router.process for router in self.routers]:
+                if self.rng.random() < 0.2:
+                    self._cut_sessions(engine, router)
+                self.loop.call_later(late, self.network.separate, engine, router)
+                self.loop.call_later(late + seconds, self.network.unite, engine, router)
+
+    def _cut_sessions(self, engine: Process, router: Process) -> None:
+        for connection in list(engine.connections):
+            if router in {end.process for end in connection.ends}:
+                connection.cut()
+
+    def _lose_host(self) -> None:
+        """Let a host vanish, so that nothing tells its end; at most twice."""
+        if self.faults["host lost"] == 2:
+            return
+        self.faults["host lost"] += 1
+        engine = self._any_engine()
+        for router in self.routers:
+            self.network.separate(engine.process, router.process)
+        engine.kill()
 
     def _cut(self) -> None:
         """Cut a session between an engine and a router."""
