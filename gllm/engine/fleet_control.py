@@ -200,13 +200,16 @@ class FleetControl(Protocol):
     def totals(self) -> RouterTotals:
         """Return the router's counters."""
 
-    def drain_engine(self, name: str, migrates: bool) -> int:
+    def drain_engine(self, name: str, migrates: bool, is_scaling: bool = False) -> int:
         """Send no new requests to an engine; return the number of its running requests.
+
+        Autoscaling leaves the engine drained until `undrain_engine`, unless the drain is its own.
 
         Args:
             name: name of a connected engine.
             migrates: move its running requests to other engines at once; otherwise they finish
                 there.
+            is_scaling: the drain is autoscaling's, not an operator's.
 
         Raises:
             UnknownEngineError: No engine has this name.

@@ -118,6 +118,8 @@ class EngineReport(ProcessMessage, frozen=True):
     leader: int = 0
     """Random number (run) of the router that may change the engine's role by itself: the lowest of
     those attached. 0: none."""
+    is_held: bool = False
+    """True if it drains by an operator's command, until one ends that: autoscaling leaves it."""
 
 
 class RouterHeartbeat(ProcessMessage, frozen=True):
@@ -129,6 +131,8 @@ class DrainEngine(ProcessMessage, frozen=True):
 
     is_on: bool
     """True to refuse requests."""
+    is_held: bool = False
+    """True for an operator's command, which autoscaling does not revert."""
 
 
 class SetEngineRole(ProcessMessage, frozen=True):

@@ -65,6 +65,8 @@ class EngineRecord:
         self.attached_at = now
         self.is_drain_requested = False
         """True from a drain by this router until the engine reports that it drains."""
+        self._is_hold_requested = False
+        """True after an operator's drain at this router, until the engine is ready again."""
         self.not_ready_since: float | None = None
         """Time since which the engine reports another state than ready."""
         self.num_next_tokens = 0
@@ -84,6 +86,21 @@ class EngineRecord:
         return self.report.state == "ready" and not self.is_drain_requested
 
     @property
+    def is_held(self) -> bool:
+        """True if an operator has drained the engine, so that autoscaling leaves it."""
+        return self.report.is_held or self._is_hold_requested
+
+    def request_drain(self, is_on: bool, is_held: bool) -> None:
+        """Record a command to drain, or to accept requests again.
+
+        Args:
+            is_on: True to drain.
+            is_held: True for an operator's command.
+        """
+        self.is_drain_requested = is_on
+        self._is_hold_requested = is_on and is_held
+
+    @property
     def state(self) -> str:
         """State that the engine reports; `draining` from the operator's command on."""
         return "draining" if self.is_drain_requested else self.report.state
@@ -95,6 +112,8 @@ class EngineRecord:
             self.is_drain_requested = False
         if report.state == "ready":
             self.not_ready_since = None
+            if not self.is_drain_requested:
+                self._is_hold_requested = False
         elif self.not_ready_since is None:
             self.not_ready_since = now
         self.stats = report.stats

@@ -229,9 +229,12 @@ class Fleet:
                     "no engine is likely to meet the request's SLO at present", reason, retry_after
                 )
 
-    def drain_engine(self, name: str, migrates: bool) -> int:
-        """Send an engine no new requests; return the number of requests that still run on it."""
-        self._set_draining(name, True)
+    def drain_engine(self, name: str, migrates: bool, is_scaling: bool = False) -> int:
+        """Send an engine no new requests; return the number of requests that still run on it.
+
+        Autoscaling leaves an engine drained until `undrain_engine`, unless it wants the drain.
+        """
+        self._set_draining(name, True, not is_scaling and not self.scaling.wants_drain(name))
         if migrates:
             self.client.migrate(name)
         self._on_engines_changed()
@@ -427,12 +430,12 @@ class Fleet:
         since = self._unready_since
         return since is not None and self._clock() - since > self._config.park_timeout
 
-    def _set_draining(self, name: str, is_on: bool) -> None:
+    def _set_draining(self, name: str, is_on: bool, is_held: bool = False) -> None:
         """Command an engine to drain, or to accept requests again. Raises UnknownEngineError."""
         if name not in self._dispatcher.records:
             raise UnknownEngineError(f"no engine is named {name!r}")
-        self._dispatcher.records[name].is_drain_requested = is_on
-        self._links.links[name].send(DrainEngine(is_on))
+        self._dispatcher.records[name].request_drain(is_on, is_held)
+        self._links.links[name].send(DrainEngine(is_on, is_held))
 
 
 def loss_kind(cause: str, is_planned: bool) -> LossKind:

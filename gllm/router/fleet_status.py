@@ -19,6 +19,8 @@ COUNTERS = (
     "decode_tokens",
 )
 """Fields of SchedulerStats that count up."""
+HELD = "an operator has drained it; POST /engines/NAME/undrain ends that"
+"""Cause of the state of an engine that autoscaling leaves drained."""
 RETRY_SECONDS = 5
 """Time after which a client may try again while no engine takes requests."""
 MAX_NAMES = 1000
@@ -105,7 +107,7 @@ def engine_rows(
                 name=name,
                 role=announce.role,
                 state="ejected" if is_ejected else record.state,
-                cause=report.cause or ejected.get(name, ""),
+                cause=report.cause or ejected.get(name, "") or (HELD if record.is_held else ""),
                 address=link.address,
                 version=announce.version,
                 attached_seconds=now - record.attached_at,

@@ -88,6 +88,10 @@ class ScaleControl:
             self._woken_at = self._clock()
             self._observe()
 
+    def wants_drain(self, name: str) -> bool:
+        """Return True if the present decision names an engine to drain."""
+        return name in self._decision.drain
+
     def on_tick(self) -> None:
         """Update the number of engines that should run."""
         if self._scaler is not None:
@@ -116,6 +120,7 @@ class ScaleControl:
                 record.name,
                 PHASES.get(record.state, EnginePhase.STARTING),
                 record.snapshot().num_requests,
+                record.is_held,
             )
             for record in self._records.values()
             if record.state != "dead"

@@ -78,10 +78,10 @@ class ScriptedFleet:
         counts = (4, {"lost": 2}, {"drained": 1}, 0, 5, {"rejected": 3}, 0, 9)
         return RouterTotals("predict", *counts, "", "", False, {})
 
-    def drain_engine(self, name: str, migrates: bool) -> int:
+    def drain_engine(self, name: str, migrates: bool, is_scaling: bool = False) -> int:
         if name not in ("a", "b"):
             raise UnknownEngineError(f"no engine is named {name!r}")
-        self.done.append((name, migrates))
+        self.done.append((name, migrates, is_scaling) if is_scaling else (name, migrates))
         return 2
 
     def undrain_engine(self, name: str) -> None:
@@ -137,10 +137,11 @@ async def test_drain_and_undrain(engine, fleet):
         assert (await server.post("/engines/b/undrain", {})).status == 200
         answer = await server.post("/engines/a/drain?migrate=maybe", {})
         assert (answer.status, answer.error["param"]) == (400, "migrate")
+        assert (await server.post("/engines/a/drain?scaling=true", {})).status == 200
         for action in ("drain", "undrain"):
             answer = await server.post(f"/engines/c/{action}", {})
             assert (answer.status, answer.error["code"]) == (404, "engine_not_found")
-    assert fleet.done == [("a", False), ("b", True), ("b", False)]
+    assert fleet.done == [("a", False), ("b", True), ("b", False), ("a", False, True)]
 
 
 async def test_roles_of_engines_are_changed(engine, fleet):

@@ -203,7 +203,7 @@ def test_a_drained_engine_gets_nothing_new() -> None:
     streams = [rig.submit() for _ in range(2)]
     assert (len(a.requests), len(b.requests)) == (1, 1)
     assert rig.fleet.drain_engine("a", migrates=False) == 1
-    assert a.sent[-1] == DrainEngine(True)
+    assert a.sent[-1] == DrainEngine(True, is_held=True)
     rig.submit()
     rig.submit()
     assert (len(a.requests), len(b.requests)) == (1, 3)

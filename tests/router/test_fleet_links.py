@@ -116,10 +116,13 @@ async def test_a_router_drains_an_engine_for_all_routers(links: Links) -> None:
     await links.engine(dial=tuple(router.address for router in routers))
     for router in routers:
         await until(lambda: router.attached)  # noqa: B023
-    for is_on, state in ((True, "draining"), (False, "ready")):
-        routers[0].link().send(DrainEngine(is_on))
+    for is_on, is_held in ((True, False), (True, True), (False, False)):
+        routers[0].link().send(DrainEngine(is_on, is_held))
+        expected = "draining" if is_on else "ready", is_held
         for router in routers:
-            await until(lambda: router.link().report.state == state)  # noqa: B023
+            await until(
+                lambda: (router.link().report.state, router.link().report.is_held) == expected  # noqa: B023
+            )
 
 
 async def test_changed_facts_are_announced_again(links: Links) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from gllm.config.router import RouterConfig
 from gllm.engine.interface import EngineUnavailableError
-from gllm.messages.fleet import EngineReport
+from gllm.messages.fleet import DrainEngine, EngineReport
 from gllm.routing.scaling.engine_rate import RecentLengths, sustained_rate
 from gllm.routing.scaling.scale_config import ScaleConfig
 from gllm.routing.state import EngineSnapshot
@@ -79,6 +79,32 @@ def test_first_request_wakes_a_service_without_engines_and_waits() -> None:
     rig.fleet.drain_engine("a", migrates=False)
     rig.pass_time(1)
     assert (rig.status.drain, rig.status.removable) == ([], ["a"])
+
+
+def test_an_operators_drain_lasts_until_undrain() -> None:
+    rig = ScaledRig()
+    a = leading(rig.attach("a"))
+    rig.fleet.drain_engine("a", migrates=False)
+    assert a.sent[-1] == DrainEngine(True, is_held=True)
+    for state in ("ready", "draining", "draining"):
+        a.links.on_message(a, EngineReport(state, "", SchedulerStats(), COSTS, leader=77))
+        rig.pass_time(10)
+        assert (rig.status.removable, rig.status.undrain) == ([], [])
+    (row,) = rig.fleet.engines()
+    assert (row.state, "operator" in row.cause) == ("draining", True)
+    rig.fleet.undrain_engine("a")
+    leading(a)
+    rig.arrive()
+    assert a.requests
+
+
+def test_an_engine_that_autoscaling_drains_is_removable() -> None:
+    rig = ScaledRig()
+    a = leading(rig.attach("a"))
+    rig.fleet.drain_engine("a", migrates=False, is_scaling=True)
+    assert a.sent[-1] == DrainEngine(True)
+    rig.pass_time(1)
+    assert rig.status.removable == ["a"]
 
 
 def test_requests_end_with_503_if_no_engine_ever_comes() -> None:

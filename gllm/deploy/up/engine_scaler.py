@@ -117,10 +117,11 @@ class EngineScaler:
             self._spawn(name, self._start(name))
         for name in actions.stop:
             self._spawn(name, self._stop(name))
-        for verb in ("drain", "undrain"):
-            for name in getattr(actions, verb):
-                await asyncio.to_thread(self._router.post, f"/engines/{name}/{verb}")
-                log.info("engine %s: %s", name, verb)
+        commands = [(name, "drain?scaling=true") for name in actions.drain]
+        commands += [(name, "undrain") for name in actions.undrain]
+        for name, command in commands:
+            await asyncio.to_thread(self._router.post, f"/engines/{name}/{command}")
+            log.info("engine %s: %s", name, command.partition("?")[0])
 
     def _spawn(self, name: str, action: Coroutine[Any, Any, None]) -> None:
         """Run an action, unless the engine has one."""

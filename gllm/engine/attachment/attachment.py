@@ -95,13 +95,15 @@ class RouterAttachment:
         """
         self.is_draining = False
         """True if routers send their new requests elsewhere."""
+        self._is_held = False
+        """True if it drains by an operator's command at a router."""
         self._engine = engine
         self._announce = announce
         self._announced: AnnounceEngine | None = None
         self._role: str | None = None
         """Role by command of a router or an operator; None for that of the configuration."""
-        self._reported = ("", "", 0)
-        """State, cause and leader of the latest report."""
+        self._reported = ("", "", 0, False)
+        """State, cause, leader and hold of the latest report."""
         self._pacer = ReportPacer()
         self._sessions: dict[PeerConnection, RouterSession | None] = {}
         """None before the router has been accepted."""
@@ -189,8 +191,9 @@ class RouterAttachment:
                 self._on_refused(connection, cause)
             case NoticeToEngine(text):
                 log.warning("the router at %s: %s", connection.address, text)
-            case DrainEngine(is_on) if session is not None:
+            case DrainEngine(is_on, is_held) if session is not None:
                 log.info("router %s %s", session.greeting.router, "drains" if is_on else "undrains")
+                self._is_held = is_on and is_held
                 self._set_draining(is_on)
             case SetEngineRole(role) if session is not None and role in ROLES:
                 self.set_role(role)
@@ -285,7 +288,7 @@ class RouterAttachment:
             state = "draining"
         client = engine.client
         leader = min((session.greeting.run for session in self.routers), default=0)
-        self._reported = state, engine.state_cause, leader
+        self._reported = state, engine.state_cause, leader, self._is_held
         return EngineReport(
             state,
             engine.state_cause,
@@ -293,6 +296,7 @@ class RouterAttachment:
             client.coefficients,
             client.num_requests,
             leader,
+            self._is_held,
         )
 
     def _report(self) -> None:

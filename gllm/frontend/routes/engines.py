@@ -54,19 +54,25 @@ async def reset_workload_profile(request: web.Request) -> web.Response:
 async def drain_engine(request: web.Request) -> web.Response:
     """Stop sending new requests to an engine of a router, so that the engine can be stopped.
 
-    With `migrate=true` its running requests move to other engines at once.
+    With `migrate=true` its running requests move to other engines at once. Autoscaling leaves the
+    engine drained until `undrain`, unless `scaling=true` says that the drain is its own.
     """
     fleet, name = _fleet(request), request.match_info["name"]
-    text = request.query.get("migrate", "").lower()
-    if text not in (*TRUE_VALUES, *FALSE_VALUES):
-        raise ApiError(
-            400, f"migrate is {text!r}, but has to be true or false", param="migrate",
-            code="invalid_value",
-        )  # fmt: skip
-    num_running = fleet.drain_engine(name, text in TRUE_VALUES)
+    migrates, is_scaling = (_read_switch(request, key) for key in ("migrate", "scaling"))
+    num_running = fleet.drain_engine(name, migrates, is_scaling)
     return json_response(
         schemas.DrainResponse(name=name, state="draining", num_requests=num_running)
     )
+
+
+def _read_switch(request: web.Request, key: str) -> bool:
+    """Return a query parameter that is true or false; raises ApiError for another value."""
+    text = request.query.get(key, "").lower()
+    if text not in (*TRUE_VALUES, *FALSE_VALUES):
+        raise ApiError(
+            400, f"{key} is {text!r}, but has to be true or false", param=key, code="invalid_value"
+        )
+    return text in TRUE_VALUES
 
 
 async def undrain_engine(request: web.Request) -> web.Response:

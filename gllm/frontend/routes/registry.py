@@ -184,6 +184,11 @@ FLEET_ENDPOINTS = (
                 "true: its running requests go to other engines at once; default false",
                 {"type": "boolean"},
             ),
+            EndpointParameter(
+                "scaling",
+                "true: autoscaling may remove the engine or use it again; default false",
+                {"type": "boolean"},
+            ),
         ),
     ),
     post_command(

@@ -45,6 +45,8 @@ class EngineLoad(NamedTuple):
     phase: EnginePhase
     num_requests: int = 0
     """Unfinished requests, of all routers."""
+    is_held: bool = False
+    """True if an operator drains it: it is neither removed nor used again until that ends."""
 
 
 class FleetLoad(NamedTuple):
@@ -258,7 +260,11 @@ class Autoscaler:
         num_wanted: int,
     ) -> ScaleDecision:
         """Return the engines to drain, to undrain and to remove."""
-        draining = [engine for engine in engines if engine.phase is EnginePhase.DRAINING]
+        draining = [
+            engine
+            for engine in engines
+            if engine.phase is EnginePhase.DRAINING and not engine.is_held
+        ]
         own = [engine for engine in draining if engine.name in self._draining]
         num_lacking = max(0, self.num_needed - len(ready) - len(starting))
         back = sorted(own, key=lambda engine: (-engine.num_requests, engine.name))[:num_lacking]

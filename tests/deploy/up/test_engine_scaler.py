@@ -105,7 +105,7 @@ async def test_processes_follow_the_decision() -> None:
     router.attached["b"] = "ready"
     router.decision = {**IDLE, "num_wanted": 1, "drain": ["a"]}
     await rig.until(lambda: router.posts)
-    assert router.posts[0] == "/engines/a/drain"
+    assert router.posts[0] == "/engines/a/drain?scaling=true"
     router.attached["a"] = "draining"
     router.decision = {**IDLE, "num_wanted": 1, "removable": ["a"]}
     await rig.until(lambda: "a" not in manager.running)

@@ -286,6 +286,21 @@ def test_draining_engines_are_used_again_before_others_start() -> None:
     assert scaler.observe(FleetLoad(1, 1, 0.0, [other], 1.0), second + 2.0).undrain == ()
 
 
+@pytest.mark.parametrize("phase", [EnginePhase.READY, EnginePhase.DRAINING])
+def test_an_engine_that_an_operator_drains_is_left_alone(phase: EnginePhase) -> None:
+    """Whether autoscaling had drained it before or not."""
+    scaler = Autoscaler(config("0:4"), 0.0, num_engines=1)
+    ready = EngineLoad("a", phase)
+    for second in range(1, 70):
+        scaler.observe(FleetLoad(0, 0, 0.0, [ready], 1.0), float(second))
+    held = EngineLoad("a", EnginePhase.DRAINING, is_held=True)
+    for second in range(70, 140):
+        waiting = int(second > 100)
+        decision = scaler.observe(FleetLoad(waiting, waiting, 0.0, [held], 1.0), float(second))
+        assert (decision.removable, decision.undrain, decision.drain) == ((), (), ())
+    assert decision.num_wanted == 1, "others take its place"
+
+
 @pytest.mark.parametrize("text", ["3", "a:b", "2:1", "0:0", "-1:2", ":"])
 def test_limits_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="MIN:MAX"):
