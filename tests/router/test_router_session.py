@@ -157,6 +157,28 @@ async def test_what_an_engine_cannot_finish_goes_elsewhere(links: Links) -> None
     assert "no memory" in router.errors()[1]
 
 
+async def test_an_abort_of_all_requests_at_the_engine_gives_those_of_routers_back(
+    links: Links,
+) -> None:
+    """As POST /abort with abort_all, and /sleep?mode=abort, do it."""
+    router, engine, _ = await links.pair()
+    own = engine.client.submit([7], SequenceSamplingParams(), 8, [], request_id="own")
+    router.link().send(request(1, [1], 400, request_id="named"))
+    router.link().send(request(2, [2], 400, n=2))
+    await until(lambda: len(engine.driver.sequences) == 4)
+    assert engine.client.abort_request("named") == 1
+    await until(lambda: 1 in router.ends())
+    assert engine.client.abort_request(None) == 2
+    await until(lambda: len(router.ends()) == 3)
+    unavailable = ("error", "unavailable")
+    assert router.ends() == {1: ("abort", ""), 2: unavailable, 3: unavailable}
+    end = own.pop_deltas()[0].end
+    assert end is not None
+    assert (end.finish_reason, end.error) == ("abort", "")
+    engine.client.release(own)
+    assert engine.client.num_requests == 0
+
+
 async def test_requests_wait_for_a_recovery_until_it_is_overdue(links: Links) -> None:
     router, engine, _ = await links.pair()
     engine.client.detach("killed")

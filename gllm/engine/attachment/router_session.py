@@ -72,6 +72,10 @@ class AttachedEngine(Protocol):
         """Register a function to call after each event that may change the state."""
 
 
+_ABORTED = "the engine has aborted all its requests"
+"""Error of a router's request that goes on elsewhere."""
+
+
 @dataclass(slots=True, eq=False)
 class _Running:
     """One request of the router."""
@@ -249,6 +253,8 @@ class RouterSession:
                     if is_dead and delta.end.error and not delta.error_kind:
                         # The engine ends the request, but another one can continue it.
                         delta.error_kind = "unavailable"
+                    if delta.end.finish_reason == "abort" and delta.error_kind == "unavailable":
+                        delta.end = delta.end._replace(finish_reason="error", error=_ABORTED)
                     del running.seqs[choice], self._choices[seq]
                 outcome.token_ids.extend(delta.tokens)
                 outcome.seqs.extend([seq] * len(delta.tokens))

@@ -129,19 +129,24 @@ class RequestClient(ABC):
         self._abort_seqs(stream, self._remove(stream, sorted(stream.alive.intersection(choices))))
 
     def abort_request(self, request_id: str | None) -> int:
-        """End the requests of an id, or all for None, with reason `abort`; return their number."""
+        """End the requests of an id, or all for None, with reason `abort`; return their number.
+
+        An abort of all is about this process and not about the requests: its kind `unavailable`
+        tells a router to continue those of its clients elsewhere.
+        """
+        kind: ErrorKind = "unavailable" if request_id is None else ""
         streams = [
             stream
             for stream in self._streams
             if request_id is None or stream.request_id == request_id
         ]
-        self.abort_streams(streams)
+        self.abort_streams(streams, kind)
         return len(streams)
 
-    def abort_streams(self, streams: list[RequestStream]) -> None:
+    def abort_streams(self, streams: list[RequestStream], kind: ErrorKind = "") -> None:
         """End requests with the finish reason `abort`."""
         for stream in streams:
-            self._abort_seqs(stream, self._end(stream, stream.alive, "abort"))
+            self._abort_seqs(stream, self._end(stream, stream.alive, "abort", kind=kind))
         self._notify()
 
     def release(self, stream: RequestStream) -> None:
