@@ -142,7 +142,8 @@ class RealPool:
                 await stack.enter_async_context(started("gllm.serve", free_port(), flags))
             )
         for engine in engines:
-            await engine.wait_until(self._session, "/ready")
+            # Not /ready: the router starts later.
+            await engine.wait_until(self._session, "/health")
 
     async def measure(self, policy: str, rate: float | None, count: int, seed: int) -> Figures:
         """Return the figures of one load; without a rate with all seats taken all the time."""

@@ -20,6 +20,7 @@ LEFT_OUT = {
     "tensor_parallel_size": "a constant",
     "epoch": "1 plus the recoveries since the server's start",
     "stale_frames": "messages that a recovery made void; of use to developers",
+    "attached_routers": "of an engine behind routers; an alert rather than a panel",
     "event_loop_tasks": "follows the open connections; benchmarks/soak.py looks for growth",
     "cache_config_info": "a constant, for routers of other projects",
     "request_inference_time_seconds": "prefill and decode together; the panel has each",

@@ -46,6 +46,11 @@ class AttachmentConfig:
         le=MAX_TIMEOUT_SECONDS,
     )
 
+    ready_without_router: bool = option(
+        False,
+        "GET /ready of an engine with --router answers 200 although no router has attached it",
+    )
+
     def __post_init__(self) -> None:
         """Convert and check the fields. Raises ValueError that names the field and the fix."""
         convert_fields(self)

@@ -142,6 +142,10 @@ class EngineStatus:
     """Connections of other machines that the head refused, by IP address."""
     tensor_parallel_size: int | None = None
     """Ranks of a stage; the largest number if stages differ, None for a router."""
+    num_routers: int | None = None
+    """Routers that have attached the engine; None without `--router`."""
+    unattached_cause: str = ""
+    """Reason for which the engine is not ready although it works: no router has attached it."""
     kv_transfers: KvTransferTotals | None = None
     """Transfers of KV blocks; None for an engine that neither gives nor fetches any."""
 
@@ -149,8 +153,8 @@ class EngineStatus:
 class EngineUnavailableError(Exception):
     """The engine cannot take requests now, as while it loads, drains, sleeps or is full.
 
-    `reason` is loading, recovering, draining, sleeping, dead, full or no_engines. `dropped_reason`
-    is llm-d's name of the cause, if it differs from the usual one of the reason.
+    `reason` is loading, recovering, draining, sleeping, dead, full, no_engines or no_router.
+    `dropped_reason` is llm-d's name of the cause, if it differs from the usual one of the reason.
     """
 
     def __init__(

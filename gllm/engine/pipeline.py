@@ -1,6 +1,7 @@
 """Backend of an engine whose requests run on one pipeline of worker processes of its own."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,13 @@ class PipelineBackend:
 
     def status(self) -> EngineStatus:
         """Return a snapshot of state and counters."""
-        return read_status(self.supervisor, self._config, self._cluster)
+        status = read_status(self.supervisor, self._config, self._cluster)
+        attachment = self.attachment
+        if attachment is None or not attachment.needs_router:
+            return status
+        num_routers = len(attachment.attached_routers)
+        cause = "" if attachment.is_ready_without else attachment.unattached_cause
+        return replace(status, num_routers=num_routers, unattached_cause=cause)
 
     @property
     def num_local_workers(self) -> int:
@@ -117,6 +124,7 @@ class PipelineBackend:
             "kv_blocks": self.supervisor.num_blocks,
             "kv_bytes": self.supervisor.kv_bytes,
             "config": msgspec.to_builtins(self._config),
+            **({} if self.attachment is None else {"routers": self.attachment.describe()}),
         }
 
     def nodes(self) -> list[NodeReport]:

@@ -252,6 +252,9 @@ class EngineCollector(Collector):
         yield self._step_sizes(self._engine.model.name, status)
         yield from self._stages(model, status)
         yield from self._recoveries(model, status)
+        if status.num_routers is not None:
+            text = "Routers that have attached this engine"
+            yield gauge("attached_routers", text, model, status.num_routers)
         yield from kv_transfer_metrics(model, status)
         yield adapter_metric(self._engine.model.name)
         text = "Tasks of the event loop: one per open connection, and those of the server itself"

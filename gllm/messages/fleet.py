@@ -47,6 +47,8 @@ class GreetEngine(ProcessMessage, frozen=True):
     """True if the router understands KvPushStarted."""
     needs_first_chunks: bool = False
     """True if the router has to receive FirstChunkComputed."""
+    confirms_attachment: bool = False
+    """True if heartbeats of the router tell if it has attached the engine."""
 
 
 class AnnounceEngine(ProcessMessage, frozen=True):
@@ -123,7 +125,10 @@ class EngineReport(ProcessMessage, frozen=True):
 
 
 class RouterHeartbeat(ProcessMessage, frozen=True):
-    """Heartbeat of a router: sent each second while its event loop runs."""
+    """Heartbeat of a router: sent each second while its event loop runs, and once it attaches."""
+
+    is_attached: bool = False
+    """True if the router sends the engine requests. Read only if GreetEngine announced it."""
 
 
 class DrainEngine(ProcessMessage, frozen=True):

@@ -55,6 +55,16 @@ async def test_health_and_ready(server, state, well, health, ready):
     assert (await get(server, "/ready"))[0] == ready
 
 
+async def test_an_engine_that_no_router_has_is_healthy_but_not_ready(server):
+    server.engine.num_routers, server.engine.unattached_cause = 0, "the router refuses it"
+    assert (await get(server, "/health"))[0] == 200
+    status, body = await get(server, "/ready")
+    assert (status, body["error"]["message"]) == (503, "the router refuses it")
+    assert (await metrics(server))['gllm:attached_routers{model_name="fake/model"}'] == 0
+    server.engine.num_routers, server.engine.unattached_cause = 1, ""
+    assert (await get(server, "/ready"))[0] == 200
+
+
 async def metrics(server):
     async with server.client.get("/metrics") as response:
         assert response.headers["Content-Type"].startswith("text/plain")

@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from gllm.engine.attachment.attachment import RouterAttachment
+from gllm.config.attachment import AttachmentConfig
+from gllm.config.engine import EngineConfig
+from gllm.engine.attachment.attachment import AttachmentWatch, RouterAttachment
+from gllm.engine.engine import Engine
 from gllm.messages.fleet import AnnounceEngine, DrainEngine, EngineReport, GreetEngine
 from gllm.runtime.messaging.connection_pool import FleetLinkConfig
 from gllm.runtime.messaging.security import create_secret_file
+from tests.support.network.ports import free_port
 from tests.support.routing.links import FakeEngine, Links, announcement, request, until
 
 HUB = "127.0.0.1:0"
@@ -274,3 +278,61 @@ async def test_a_session_that_ends_is_no_death_while_the_address_accepts_connect
     attachment.end_sessions()
     await until(lambda: len(router.attached) == 2)
     assert died == []
+
+
+async def test_an_engine_knows_the_routers_that_have_attached_it(links: Links) -> None:
+    router, _, attachment = await links.pair()
+    await until(lambda: attachment.attached_routers == ["router"])
+    assert attachment.describe() == {"attached": ["router"], "cause": ""}
+    router.link().refuse("its maximum length is 64 tokens")
+    await until(lambda: not attachment.attached_routers)
+    await until(lambda: "its maximum length is 64 tokens" in attachment.unattached_cause)
+
+
+async def test_a_session_that_a_router_refuses_is_no_attachment(links: Links) -> None:
+    router = await links.router(hub=HUB)
+    router.refusal = "it serves another model"
+    _, attachment = await links.engine(dial=(router.address,))
+    attached: set[str] = set()
+
+    def is_refused() -> bool:
+        attached.update(attachment.attached_routers)
+        return "another model" in attachment.unattached_cause
+
+    await until(is_refused)
+    assert not attached
+
+
+async def test_an_earlier_router_has_every_engine_that_it_has_a_session_with(links: Links) -> None:
+    router = await links.router("earlier", GreetEngine(1, 1, "earlier", 3), hub=HUB)
+    _, attachment = await links.engine(dial=(router.address,))
+    await until(lambda: attachment.attached_routers == ["earlier"])
+    await asyncio.sleep(0)
+    assert attachment.attached_routers == ["earlier"]
+
+
+async def test_why_no_router_has_an_engine(links: Links) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    _, attachment = await links.engine(dial=(address,))
+    await until(lambda: f"{address}: nothing accepts" in attachment.unattached_cause)
+
+
+def test_an_engine_without_a_router_warns_after_a_while_and_then_seldom() -> None:
+    watch = AttachmentWatch()
+    times = [now for now in range(1000) if watch.should_warn(False, float(now))]
+    assert times == [30, 330, 630, 930]
+    assert not watch.should_warn(True, 1000.0)
+    assert not watch.should_warn(False, 1001.0)
+    assert watch.should_warn(False, 1031.0)
+
+
+def test_an_engine_is_ready_without_a_router_only_by_the_flag() -> None:
+    causes = []
+    for is_ready in (False, True):
+        attachment = AttachmentConfig(("127.0.0.1:1",), ready_without_router=is_ready)
+        status = Engine(EngineConfig("demo"), attachment=attachment).status()
+        assert status.num_routers == 0
+        causes.append(status.unattached_cause)
+    assert causes == ["no router has attached the engine", ""]
+    hub_only = Engine(EngineConfig("demo"), attachment=AttachmentConfig(hub="0"))
+    assert (hub_only.status().num_routers, hub_only.status().unattached_cause) == (None, "")

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -24,6 +25,7 @@ from gllm.messages.fleet import (
     NoticeToEngine,
     RefuseEngine,
     RefuseRouter,
+    RouterHeartbeat,
     SetEngineRole,
     is_compatible,
 )
@@ -72,6 +74,37 @@ class ReportPacer:
         self._reported_at = now
 
 
+WARN_SECONDS = 30.0
+"""Time without a router after which an engine that needs one warns."""
+REPEAT_SECONDS = 300.0
+"""Time between two such warnings."""
+
+
+class AttachmentWatch:
+    """Decides when an engine warns that no router has attached it. Time is an argument."""
+
+    def __init__(self) -> None:
+        self._due_at: float | None = None
+        """Time of the next warning; None while a router has the engine."""
+
+    def should_warn(self, is_attached: bool, now: float) -> bool:
+        """Return True if a warning is due.
+
+        Args:
+            is_attached: True if a router has the engine.
+            now: time in seconds.
+        """
+        if is_attached:
+            self._due_at = None
+            return False
+        if self._due_at is None:
+            self._due_at = now + WARN_SECONDS
+        if now < self._due_at:
+            return False
+        self._due_at = now + REPEAT_SECONDS
+        return True
+
+
 class RouterAttachment:
     """Connections of an engine to its routers: announcements, load reports and requests."""
 
@@ -81,6 +114,7 @@ class RouterAttachment:
         announce: Callable[[], AnnounceEngine],
         config: FleetLinkConfig,
         resolve: Resolve = resolve_host,
+        is_ready_without: bool = False,
     ) -> None:
         """Create the attachment of an engine; nothing is bound or dialled yet.
 
@@ -89,6 +123,7 @@ class RouterAttachment:
             announce: returns its description, with the present figures.
             config: hub, routers to dial, limits.
             resolve: resolution of host names.
+            is_ready_without: the engine is ready before a router has attached it.
 
         Raises:
             ValueError: an address or the secret cannot be used.
@@ -110,6 +145,11 @@ class RouterAttachment:
         self._refusals: dict[str, str] = {}
         """Causes of the latest refusals by routers, by address."""
         self._pool = ConnectionPool(config, decode_for_engine, self, resolve)
+        self._watch = AttachmentWatch()
+        self.needs_router = bool(config.dial)
+        """True if the engine dials routers, so that it serves once one has attached it."""
+        self.is_ready_without = is_ready_without
+        """True if the engine is ready before a router has attached it."""
         engine.add_change_listener(self._on_change)
         engine.client.set_stats_listener(self._on_stats)
 
@@ -122,6 +162,23 @@ class RouterAttachment:
     def routers(self) -> list[RouterSession]:
         """Sessions with the accepted routers."""
         return [session for session in self._sessions.values() if session is not None]
+
+    @property
+    def attached_routers(self) -> list[str]:
+        """Names of the routers that send the engine requests, in order."""
+        return sorted(session.greeting.router for session in self.routers if session.is_attached)
+
+    @property
+    def unattached_cause(self) -> str:
+        """Text that says why no router has the engine; empty if one has."""
+        if self.attached_routers:
+            return ""
+        causes = [f"{address}: {cause}" for address, cause in self._pool.failures.items() if cause]
+        return "no router has attached the engine" + "".join(f"; {cause}" for cause in causes)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the routers that have attached the engine, and the cause if there are none."""
+        return {"attached": self.attached_routers, "cause": self.unattached_cause}
 
     @property
     def announcement(self) -> AnnounceEngine:
@@ -189,6 +246,9 @@ class RouterAttachment:
                 self._on_greeting(connection, message)
             case RefuseEngine(cause):
                 self._on_refused(connection, cause)
+            case RouterHeartbeat(is_attached):
+                if session is not None and session.greeting.confirms_attachment:
+                    session.is_attached = is_attached
             case NoticeToEngine(text):
                 log.warning("the router at %s: %s", connection.address, text)
             case DrainEngine(is_on, is_held) if session is not None:
@@ -215,6 +275,9 @@ class RouterAttachment:
 
     def on_tick(self) -> None:
         """Send changes and a load report; implements PeerHandler."""
+        is_attached = bool(self.attached_routers) or not self.needs_router
+        if self._watch.should_warn(is_attached, time.monotonic()):
+            log.warning("%s", self.unattached_cause)
         if not self._sessions:
             return
         self._announce_changes()
@@ -411,6 +474,8 @@ def attach_to_routers(
     links = FleetLinkConfig(
         attachment.hub, attachment.router, attachment.node_secret_file, attachment.router_timeout
     )
-    routers = RouterAttachment(supervisor, announcer, links)
+    routers = RouterAttachment(
+        supervisor, announcer, links, is_ready_without=attachment.ready_without_router
+    )
     supervisor.kv_mover.on_prefill = routers.on_prefill
     return routers

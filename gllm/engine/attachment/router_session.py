@@ -96,6 +96,8 @@ class RouterSession:
     ) -> None:
         self.connection = connection
         self.greeting = greeting
+        self.is_attached = not greeting.confirms_attachment
+        """True if the router sends requests, as far as it tells."""
         self._engine = engine
         self._choices: dict[int, tuple[_Running, int]] = {}
         """Requests and choices by the router's wire ids."""

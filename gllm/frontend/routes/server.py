@@ -70,8 +70,14 @@ async def get_health(request: web.Request) -> web.Response:
 
 
 async def get_readiness(request: web.Request) -> web.Response:
-    """Return 200 while the server can run requests, else 503."""
-    request.app[CONTEXT].check_ready()
+    """Return 200 while the server can run requests, else 503.
+
+    An engine with --router can while a router has attached it.
+    """
+    context = request.app[CONTEXT]
+    context.check_ready()
+    if cause := context.engine.status().unattached_cause:
+        raise EngineUnavailableError("no_router", cause)
     return json_response(schemas.StatusResponse(status="ready"))
 
 

@@ -156,6 +156,8 @@ class Discovery:
         self._host, self._port = parse_host_port(entry.removeprefix(DNS * self.has_many))
         self.target = format_host_port(self._host, self._port)
         """HOST:PORT of the entry, before its host is resolved."""
+        self.failure = ""
+        """Cause for which a name with several addresses is not resolved; empty if it is."""
         self._resolve = resolve
         self._resolve_seconds = resolve_seconds
 
@@ -169,16 +171,15 @@ class Discovery:
             on_change(frozenset((self.target,)))
             return
         known: frozenset[str] | None = None
-        has_failed = False
         while True:
             try:
                 addresses = frozenset(await self._resolve(self._host, self._port))
             except OSError as error:
-                if not has_failed:
+                if not self.failure:
                     log.warning("%s cannot be resolved: %s; trying again", self._host, error)
-                has_failed = True
+                self.failure = f"it cannot be resolved: {error}"
             else:
-                has_failed = False
+                self.failure = ""
                 if addresses != known:
                     known = addresses
                     on_change(addresses)
@@ -288,6 +289,8 @@ class Dialer:
         self._backoff = backoff
         self.should_dial = True
         """False to dial no more once the session has ended."""
+        self.failure = ""
+        """Cause of the end of the latest session or attempt."""
         self._num_failures = 0
         """Attempts since the last session that was established."""
         self._last_log = float("-inf")
@@ -311,6 +314,7 @@ class Dialer:
     async def _run(self) -> None:
         while self.should_dial:
             connection, cause, has_refused = await self._attempt()
+            self.failure = cause
             if connection is not None and connection.is_established:
                 self._backoff.reset()
                 self._num_failures = 0
@@ -420,6 +424,13 @@ class ConnectionPool:
     def dialed_addresses(self) -> list[str]:
         """Addresses that are dialled; a removed address counts until its session has ended."""
         return [address for address, dialer in self._dialers.items() if not dialer.has_ended]
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """Causes of the latest ends of sessions by address, and of names without addresses."""
+        failures = {each.target: each.failure for each in self._discoveries if each.failure}
+        dialers = self._dialers.items()
+        return failures | {address: each.failure for address, each in dialers if each.failure}
 
     @property
     def num_refused(self) -> int:

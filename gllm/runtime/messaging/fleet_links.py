@@ -148,6 +148,7 @@ class FleetLinks:
             new_run(),
             accepts_pushes=True,
             needs_first_chunks=config.needs_first_chunks,
+            confirms_attachment=True,
         )
         """First message to every engine."""
         self._peers: dict[PeerConnection, _Peer] = {}
@@ -216,8 +217,8 @@ class FleetLinks:
 
     def on_tick(self) -> None:
         """Send a heartbeat to each engine."""
-        for connection in self._peers:
-            connection.send(RouterHeartbeat())
+        for connection, peer in self._peers.items():
+            connection.send(RouterHeartbeat(peer.link is not None))
 
     def _on_announce(
         self, connection: PeerConnection, peer: _Peer, announce: AnnounceEngine
@@ -290,6 +291,8 @@ class FleetLinks:
         link = EngineLink(connection, announce, report, self._refuse_link)
         peer.link = self.links[announce.name] = link
         self._on_attached(link)
+        # Dropped if the router has refused the engine.
+        connection.send(RouterHeartbeat(True))
 
     def _replace(self, previous: EngineLink, announce: AnnounceEngine) -> None:
         """End the session of an engine whose name another session takes."""

@@ -34,7 +34,8 @@ def families() -> dict[str, set[str]]:
     """Metrics of a server, and what their samples are called."""
     texts = []
     for fleet in (ScriptedFleet(), None):
-        metrics = Metrics(FakeEngine(Tokenizer(some.byte_level()), fleet=fleet))
+        engine = FakeEngine(Tokenizer(some.byte_level()), fleet=fleet, num_routers=1)
+        metrics = Metrics(engine)
         metrics.finished.count("stop")
         texts.append(metrics.render().decode())
     found = [family for text in texts for family in text_string_to_metric_families(text)]

@@ -206,6 +206,8 @@ class FakeEngine:
     num_node_losses: int = 0
     num_malformed_frames: int = 0
     refused_peers: dict[str, int] = field(default_factory=dict)
+    num_routers: int | None = None
+    unattached_cause: str = ""
     kv_transfers: KvTransferTotals | None = field(default_factory=KvTransferTotals)
     participant: KvParticipant | None = None
     """Its part in hand-offs."""
@@ -239,6 +241,8 @@ class FakeEngine:
             kv_cache_bytes=2**20,
             block_size=16,
             epoch=1 + sum(self.recoveries.values()),
+            num_routers=self.num_routers,
+            unattached_cause=self.unattached_cause,
             recovering_since=self.recovering_since,
             recovery_cause=self.recovery_cause,
             is_recovery_overdue=self.is_recovery_overdue,

@@ -106,6 +106,8 @@ class TestRouter:
     ) -> None:
         self.attached: list[str] = []
         self.lost: list[tuple[str, str]] = []
+        self.refusal = ""
+        """Cause for which it refuses all engines; empty to accept them."""
         self.messages: list[AnyMessage] = []
         self.links = _RouterLinks(
             FleetLinkConfig(**config),
@@ -160,6 +162,9 @@ class TestRouter:
 
     def _on_attached(self, link: EngineLink) -> None:
         assert isinstance(link.report, EngineReport)
+        if self.refusal:
+            link.refuse(self.refusal)
+            return
         self.attached.append(link.name)
 
     def _on_lost(self, link: EngineLink, cause: str) -> None:
