@@ -4,6 +4,8 @@
 # gllm reads rank, number of machines and the head's address from the variables of torchrun. This
 # script is checked for syntax, but has not been run on several machines.
 set -euo pipefail
+# Code in the current directory is not imported.
+export PYTHONSAFEPATH=1
 
 head=$1
 num_machines=$2

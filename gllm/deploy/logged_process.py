@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -11,7 +10,7 @@ from subprocess import PIPE, STDOUT
 
 from gllm.config.node_environment import remove_launcher
 from gllm.deploy.server_client import ServerClient
-from gllm.observability.child_process import ChildProcess
+from gllm.observability.child_process import ChildProcess, module_command
 from gllm.plan.processes import ProcessSpec
 from gllm.runtime.messaging.parent_death import die_with_parent
 
@@ -195,4 +194,4 @@ class LocalProcess:
 
 def python_command(spec: ProcessSpec) -> list[str]:
     """Return the command line that runs a router or engine with this Python interpreter."""
-    return [sys.executable, "-m", spec.module, *spec.arguments]
+    return module_command(spec.module, *spec.arguments)

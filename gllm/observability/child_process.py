@@ -1,4 +1,4 @@
-"""Child processes: their exit as an event, and its cause in words.
+"""Child processes: their command lines, their exit as an event, and its cause in words.
 
 It is in this room because gllm/text, gllm/runtime and gllm/deploy start processes, and an exit is a
 part of the record of a run. gllm/deploy/logged_process.py adds a log and an orderly end.
@@ -8,12 +8,48 @@ import asyncio
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from gllm.observability.child_start import IMPORT_ERROR_STATUS
+
 MAX_CAUSE_CHARACTERS = 500
 """Length limit of the line of a log that is a part of the cause of an exit."""
+IMPORT_FAILURE = "a module cannot be imported, see its traceback"
+"""Words for IMPORT_ERROR_STATUS in descriptions of exits."""
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """Return the command line that runs a module with this Python interpreter, as `python -m` does.
+
+    All child processes of gllm that are Python modules are started by it. The child imports from
+    its current directory only if this process does, because `python -m` would search it before the
+    standard library: whoever can write there, or has a `queue.py`, would replace modules.
+
+    Args:
+        module: dotted name of the module.
+        arguments: its arguments.
+    """
+    safe_path = [] if _imports_from_current_directory() else ["-P"]
+    return [sys.executable, *safe_path, "-m", module, *arguments]
+
+
+def _imports_from_current_directory() -> bool:
+    """Return True if this process searches the current directory before the standard library."""
+    standard = os.path.dirname(os.__file__)
+    before = sys.path[: sys.path.index(standard)] if standard in sys.path else sys.path
+    try:
+        return "" in before or os.getcwd() in before
+    except FileNotFoundError:
+        # The directory was deleted, so that nothing can be imported from it.
+        return False
+
+
+def has_import_failure(description: str) -> bool:
+    """Return True if `describe_exit` has said that the modules of a process cannot be imported."""
+    return IMPORT_FAILURE in description
 
 
 def describe_exit(status: int, subject: str = "it", last_lines: Sequence[str] = ()) -> str:
@@ -28,6 +64,8 @@ def describe_exit(status: int, subject: str = "it", last_lines: Sequence[str] = 
     if status < 0:
         names = {member.value: member.name for member in signal.Signals}
         return f"{subject} was killed by {names.get(-status, f'signal {-status}')}"
+    if status == IMPORT_ERROR_STATUS:
+        return f"{subject} exited with {status}: {IMPORT_FAILURE}"
     text = next((line for line in reversed(last_lines) if line.strip()), "") if status else ""
     cause = f"{subject} exited with {status}"
     return f"{cause}: {text[:MAX_CAUSE_CHARACTERS]}" if text else cause

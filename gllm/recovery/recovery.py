@@ -245,6 +245,19 @@ class Recovery:
             actions += self._on_death(worker.place, worker.activity, cause, now, is_poison)
         return [*actions, *self._advance(now)]
 
+    def on_import_failed(
+        self, sender: int, cause: str, now: float, is_poison: bool = False
+    ) -> list[Action]:
+        """Handle the exit of a worker whose modules cannot be imported.
+
+        The first start gives up, because each further worker would fail in the same way.
+        """
+        worker = self._pool.workers.get(sender)
+        if self.has_been_ready or self.is_over or worker is None or worker.place is None:
+            return self.on_exit(sender, cause, now, is_poison)
+        self._pool.remove(sender)
+        return self._give_up(cause)
+
     def on_failed(
         self, sender: int, cause: str, now: float, is_poison: bool = False
     ) -> list[Action]:

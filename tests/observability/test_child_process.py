@@ -4,11 +4,20 @@ import asyncio
 import gc
 import os
 import signal
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from gllm.observability.child_process import ChildProcess, describe_exit
+from gllm.observability.child_process import (
+    IMPORT_FAILURE,
+    ChildProcess,
+    describe_exit,
+    has_import_failure,
+    module_command,
+)
+from gllm.observability.child_start import IMPORT_ERROR_STATUS
 
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 
@@ -24,6 +33,7 @@ def num_open() -> int:
         (0, ["bye"], "it exited with 0"),
         (1, ["start", "gllm: no memory", " "], "it exited with 1: gllm: no memory"),
         (2, [], "it exited with 2"),
+        (IMPORT_ERROR_STATUS, ["x"], f"it exited with {IMPORT_ERROR_STATUS}: {IMPORT_FAILURE}"),
         (-9, ["x"], "it was killed by SIGKILL"),
         (-99, ["x"], "it was killed by signal 99"),
     ],
@@ -31,6 +41,40 @@ def num_open() -> int:
 def test_causes_of_exits(status: int, lines: list[str], cause: str) -> None:
     assert describe_exit(status, last_lines=lines) == cause
     assert describe_exit(status, "process 7", lines) == cause.replace("it", "process 7", 1)
+    assert has_import_failure(cause) == (status == IMPORT_ERROR_STATUS)
+
+
+def test_code_in_the_current_directory_is_not_executed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = [entry for entry in sys.path if entry not in ("", os.getcwd())]
+    monkeypatch.setattr(sys, "path", path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "argparse.py").write_text("open('executed', 'w')\n")
+    command = module_command("json.tool", "-h")
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("entry", ["", "current"])
+def test_a_child_imports_from_the_current_directory_if_its_parent_does(
+    entry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = [item for item in sys.path if item]
+    for before, after, is_safe in ((path, [], True), ([], path, False)):
+        monkeypatch.setattr(sys, "path", [*before, entry and str(tmp_path), *after])
+        assert module_command("m", "x") == [sys.executable, *["-P"] * is_safe, "-m", "m", "x"]
+
+
+def test_a_deleted_current_directory_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    assert module_command("m")[1:] == ["-P", "-m", "m"]
 
 
 async def test_an_exit_is_an_event_of_a_process_that_was_reaped() -> None:

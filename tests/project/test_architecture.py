@@ -214,3 +214,19 @@ def test_cycle_through_a_package_is_found() -> None:
 def test_no_module_loads_objects_that_run_code() -> None:
     unsafe = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
     assert [name_of(path) for path in MODULES if imported(text_of(path)) & unsafe] == []
+
+
+def constants_of(source: str) -> set[object]:
+    return {node.value for node in ast.walk(parse(source)) if isinstance(node, ast.Constant)}
+
+
+def test_one_place_builds_the_command_lines_of_child_processes() -> None:
+    builders = {name_of(path) for path in MODULES if "-m" in constants_of(text_of(path))}
+    # The tuner only writes its own command line into its results.
+    assert builders == {"gllm.observability.child_process", "gllm.kernels.tune"}
+    starters = {
+        name
+        for path in MODULES
+        if "sys.executable" in text_of(path) and (name := name_of(path)) not in builders
+    }
+    assert starters == set(), "a child process is started by module_command"

@@ -417,6 +417,19 @@ def test_a_reported_failure_of_the_first_start_is_final(stage: int) -> None:
     assert "fails" in world.given_up
 
 
+def test_modules_that_cannot_be_imported_end_the_first_start_only() -> None:
+    world = World([1, 1], RecoveryLimits())
+    world.start()
+    world.fail_import(sender_of(world, 1))
+    assert "import" in world.given_up
+    world = ready_world(1)
+    world.fail_import(sender_of(world, 0))
+    world.settle()
+    assert (world.given_up, world.epoch) == ("", 2), (
+        "the update of an installation may be the cause"
+    )
+
+
 def test_a_death_during_the_first_start_is_recovered() -> None:
     world = World([1, 1], RecoveryLimits())
     world.start()

@@ -16,7 +16,7 @@ from gllm.config.node_environment import remove_launcher
 from gllm.deploy.logged_process import LoggedProcess
 from gllm.deploy.ports import probe_port
 from gllm.deploy.ray.bundles import port_offset, ray_node_name, read_ray_machines
-from gllm.runtime.messaging.parent_death import dying_command
+from gllm.observability.child_process import module_command
 
 RESTART_SECONDS = 2.0
 """Time from the end of a process until Ray may start the next one."""
@@ -33,11 +33,11 @@ class ChildActor:
     """
 
     def start(self, name: str, command: Sequence[str]) -> None:
-        """Run `python COMMAND...` as a child process, on a thread.
+        """Run a command as a child process, on a thread.
 
         Args:
             name: prefix of the process's output lines.
-            command: arguments of Python.
+            command: program and arguments.
         """
         self._child = LoggedProcess(
             lambda line: print(f"{name} | {line}", file=sys.stderr, flush=True)
@@ -83,7 +83,7 @@ class AgentActor(ChildActor):
 def agent_command(
     arguments: Sequence[str], name: str, ports: dict[str, int], offset: int
 ) -> list[str]:
-    """Return the arguments of Python that run `gllm node` on this machine, with free ports.
+    """Return the command line that runs `gllm node` on this machine, with free ports.
 
     Args:
         arguments: arguments of `gllm node`, without name and ports.
@@ -93,7 +93,7 @@ def agent_command(
     """
     free = {flag: free_port(port + offset) if port else 0 for flag, port in ports.items()}
     flags = [text for flag, port in free.items() for text in (flag, str(port))]
-    return ["-m", "gllm", "node", *arguments, "--node-name", name, *flags]
+    return module_command("gllm", "node", *arguments, "--node-name", name, *flags)
 
 
 def free_port(preferred: int) -> int:
@@ -102,3 +102,11 @@ def free_port(preferred: int) -> int:
         with suppress(OSError):
             return probe_port("", port)
     return preferred
+
+
+def dying_command(command: Sequence[str]) -> list[str]:
+    """Return a command that runs another one, which is killed when the starting thread exits.
+
+    It is for parents with threads of other libraries, in which no code may run after a fork.
+    """
+    return module_command("gllm.runtime.messaging.parent_death", str(os.getpid()), *command)

@@ -8,7 +8,6 @@ import contextlib
 import logging
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +20,7 @@ from gllm.config.join import JoinConfig
 from gllm.config.node_environment import parse_head_address
 from gllm.config.nodes import DEFAULT_HEAD_PORT, NodesConfig
 from gllm.deploy.ray.agents import LaunchEvent, LaunchSpec
-from gllm.observability.child_process import ChildProcess
+from gllm.observability.child_process import ChildProcess, module_command
 from gllm.observability.logs import DEFAULT_LOG_CONFIG, LogConfig
 from gllm.options.addresses import format_host_port
 from gllm.options.degrees import expand_degrees
@@ -33,7 +32,8 @@ STOP_SECONDS = 15.0
 MIN_RESTART_SECONDS = 1.0
 MAX_RESTART_SECONDS = 30.0
 """Shortest and longest time between the end of a launcher and the start of the next one."""
-LAUNCHER = (sys.executable, "-m", "gllm.deploy.ray")
+LAUNCHER = "gllm.deploy.ray"
+"""Module of the launcher process."""
 log = logging.getLogger("gllm")
 
 
@@ -45,7 +45,7 @@ class RayLauncher:
         nodes: flags about machines.
         node_secret_file: path of the node secret on every machine; None without one.
         logs: log configuration.
-        command: command line of the child process.
+        command: command line of the child process; None for the launcher of this package.
         min_restart_seconds: shortest time between the end of the child process and its restart.
 
     Raises:
@@ -58,7 +58,7 @@ class RayLauncher:
         nodes: NodesConfig,
         node_secret_file: str | None = None,
         logs: LogConfig = DEFAULT_LOG_CONFIG,
-        command: Sequence[str] = LAUNCHER,
+        command: Sequence[str] | None = None,
         min_restart_seconds: float = MIN_RESTART_SECONDS,
     ) -> None:
         if nodes.node_rank:
@@ -67,7 +67,7 @@ class RayLauncher:
                 "the other machines; start gllm on one machine, without --node-rank"
             )
         self._nodes = nodes
-        self._command = command
+        self._command = command or module_command(LAUNCHER)
         self._min_restart_seconds = min_restart_seconds
         self._spec = make_launch_spec(engine, nodes, node_secret_file, logs)
         self._process: ChildProcess | None = None

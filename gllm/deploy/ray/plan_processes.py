@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from gllm.deploy.logged_process import python_command
 from gllm.deploy.ray.actors import INVALID_STATUS, ChildActor
 from gllm.deploy.ray.bundles import NODE_SHARE
 from gllm.deploy.ray.ray_cluster import RayCluster
@@ -160,7 +161,7 @@ class ProcessActor(ChildActor):
             msgspec.json.decode(task, type=ProcessTask), own, find_head(ray, group) or own
         )
         self._server = ServerClient(spec.url, None, ACTOR_PROBE_SECONDS, is_own=True)
-        self.start(spec.name, ["-m", spec.module, *spec.arguments])
+        self.start(spec.name, python_command(spec))
 
     def status(self) -> bytes:
         """Return the `ProcessStatus` of the process as JSON."""

@@ -7,7 +7,6 @@ import asyncio
 import logging
 import os
 import shutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from gllm.deploy.logged_process import LoggedProcess
 from gllm.deploy.server_client import ServerClient, ServerError, follow_router
 from gllm.deploy.up.engine_manager import EngineManager
+from gllm.observability.child_process import module_command
 from gllm.plan.plan_change import (
     ChangeAction,
     ChangeRole,
@@ -127,7 +127,7 @@ class PlanSearch:
 def nice_command(arguments: list[str]) -> list[str]:
     """Return a command line that runs `gllm` with the lowest CPU priority, if `nice` exists."""
     nice = shutil.which("nice")
-    return [*([nice, "-n", "19"] if nice else []), sys.executable, "-m", "gllm", *arguments]
+    return [*([nice, "-n", "19"] if nice else []), *module_command("gllm", *arguments)]
 
 
 @dataclass(frozen=True)

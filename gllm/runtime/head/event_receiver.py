@@ -17,6 +17,7 @@ from gllm.messages.kv_cache import KvCacheEvents
 from gllm.messages.kv_transfer import KvMoverStuck, KvTransferTotals
 from gllm.messages.reports import BubbleReport, StageMeasured, StageUtilization, StepCostReport
 from gllm.messages.requests import EngineOutputs
+from gllm.observability.child_process import has_import_failure
 from gllm.recovery.actions import Action, GiveUp, KillWorker
 from gllm.recovery.liveness import FrozenDetector
 from gllm.recovery.placement import LOCAL_NODE, Placement
@@ -248,7 +249,10 @@ class EventReceiver:
         place, is_exiting = self._recovery.name_of(sender), self._recovery.is_exiting(sender)
         if place is not None and not is_exiting:
             cause = f"the worker of {place} ({description})"
-            self._on_death(sender, "killed", cause, self._recovery.on_exit, stacks, now)
+            recovery = self._recovery
+            is_final = has_import_failure(description)
+            report = recovery.on_import_failed if is_final else recovery.on_exit
+            self._on_death(sender, "killed", cause, report, stacks, now)
             return
         if not (is_exiting or self._recovery.is_over):
             log.warning("a standby worker has ended: %s", description)

@@ -9,7 +9,6 @@ stay. This module imports no torch.
 import asyncio
 import logging
 import os
-import sys
 from collections.abc import Callable, Sequence
 from random import Random
 from typing import Protocol
@@ -18,7 +17,7 @@ import msgspec
 
 from gllm.config.link_encodings import PLAIN
 from gllm.messages.nodes import LinkState
-from gllm.observability.child_process import ChildProcess
+from gllm.observability.child_process import ChildProcess, module_command
 from gllm.pacing.policy_registry import DEFAULT_LINK_POLICY
 from gllm.recovery.backoff import Backoff
 from gllm.recovery.liveness import FREEZE_SECONDS, FrozenDetector, ProcessSample
@@ -143,7 +142,7 @@ class LinkChild:
         own, inherited = create_channels()
         try:
             self.process = ChildProcess(
-                [sys.executable, "-m", "gllm.transport.link", str(inherited.fileno())],
+                module_command("gllm.transport.link", str(inherited.fileno())),
                 pass_fds=[inherited.fileno()],
             )
         except BaseException:

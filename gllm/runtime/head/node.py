@@ -10,7 +10,6 @@ import logging
 import os
 import shutil
 import signal
-import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from gllm.kernels.native.builds import select_build
-from gllm.observability.child_process import ChildProcess
+from gllm.observability.child_process import ChildProcess, module_command
 from gllm.recovery.liveness import ProcessSample
 from gllm.recovery.placement import LOCAL_NODE, EdgeSpec, Placement, source_dials
 from gllm.runtime.head.assignment import (
@@ -459,7 +458,7 @@ class LocalNode(Node):
         numbers = map(str, (*descriptors, os.getpid()))
         try:
             process = self._popen(
-                [sys.executable, "-m", "gllm.runtime.worker", *numbers], pass_fds=descriptors
+                module_command("gllm.runtime.worker", *numbers), pass_fds=descriptors
             )
         except BaseException:
             own.close()

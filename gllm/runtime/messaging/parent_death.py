@@ -1,13 +1,12 @@
 """Death of a process with its parent, by the kernel.
 
-`python -m gllm.runtime.messaging.parent_death PARENT ARGUMENTS...` becomes `python ARGUMENTS...`.
+`python -m gllm.runtime.messaging.parent_death PARENT COMMAND...` becomes `COMMAND...`.
 """
 
 import ctypes
 import os
 import signal
 import sys
-from collections.abc import Sequence
 
 PR_SET_PDEATHSIG = 1
 """Option of prctl(2): the signal that this process gets when its parent exits."""
@@ -26,14 +25,6 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def dying_command(arguments: Sequence[str]) -> list[str]:
-    """Return a command that runs `python ARGUMENTS...`, killed when the starting thread exits.
-
-    It is for parents with threads of other libraries, in which no code may run after a fork.
-    """
-    return [sys.executable, "-m", __name__, str(os.getpid()), *arguments]
-
-
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))
-    os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+    os.execv(sys.argv[2], sys.argv[2:])

@@ -10,9 +10,9 @@ import gc
 import os
 import signal
 import sys
+import traceback
 
-import setproctitle
-
+from gllm.observability.child_start import IMPORT_ERROR_STATUS, leave_signals_to_parent
 from gllm.runtime.messaging.parent_death import die_with_parent
 
 
@@ -21,20 +21,26 @@ def main() -> None:
 
     It reads four integers from the command line: the descriptors of the channel to the parent, the
     stack-dump file and the file of kernel measurements, and the parent's process id. It exits with
-    1 after a failure.
+    1 after a failure, and with IMPORT_ERROR_STATUS if its modules cannot be imported.
     """
     channel, stacks, ratios, parent = map(int, sys.argv[1:])
     die_with_parent(parent)
     for descriptor in (channel, stacks, ratios):
         os.set_inheritable(descriptor, False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles Ctrl-C.
-    setproctitle.setproctitle("gllm-standby")
+    leave_signals_to_parent()
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)
     # Objects of imports and loading stay alive; visiting them takes a tenth of the start-up time.
     gc.disable()
-    from gllm.runtime.worker.worker import run_worker
+    try:
+        import setproctitle
 
+        setproctitle.setproctitle("gllm-standby")
+        from gllm.runtime.worker.worker import run_worker
+    except ImportError:
+        # The parent gives up: another process would fail in the same way.
+        traceback.print_exc()
+        sys.exit(IMPORT_ERROR_STATUS)
     run_worker(channel, ratios)
 
 

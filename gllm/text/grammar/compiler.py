@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import signal
-import sys
 from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gllm.config.sampling import StructuredOutput
-from gllm.observability.child_process import describe_exit
+from gllm.observability.child_process import describe_exit, module_command
 from gllm.options.field_types import FieldError
 from gllm.text.grammar.compiler_process import CPU_SECONDS, MEMORY_BYTES, STACK_BYTES
 from gllm.text.grammar.sources.structured_output import GrammarSource, to_grammar_source
@@ -260,7 +259,7 @@ class GrammarCompiler:
         """
         # The limits apply to one thread, which is all that the process uses.
         environment = {**os.environ, "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        command = (sys.executable, "-m", self._process_module, *self._arguments)
+        command = module_command(self._process_module, *self._arguments)
         limit = self._limits.max_answer_bytes
         process = await asyncio.create_subprocess_exec(
             *command, stdin=PIPE, stdout=PIPE, limit=limit, env=environment

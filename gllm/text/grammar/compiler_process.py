@@ -18,6 +18,8 @@ from typing import Any, cast
 
 import setproctitle
 
+from gllm.observability.child_start import leave_signals_to_parent
+
 CPU_SECONDS = 2.0
 """Limit of CPU time per grammar."""
 MEMORY_BYTES = 2**30
@@ -144,7 +146,7 @@ def main(compile_source: CompileFunction = compile_grammar) -> None:
     Reads a grammar per line of standard input, as JSON, and prints the compiled grammar or an error
     per line. Exits with status 0 at the end of the input.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles Ctrl-C.
+    leave_signals_to_parent()
     setproctitle.setproctitle("gllm-grammar")
     folder, vocab_size, *eos_ids = sys.argv[1:]
     threading.stack_size(STACK_BYTES)

@@ -5,11 +5,11 @@ channel is closed then.
 """
 
 import os
-import signal
 import sys
 
 import setproctitle
 
+from gllm.observability.child_start import leave_signals_to_parent
 from gllm.transport.descriptors import DescriptorChannel
 from gllm.transport.link.mover import DataMover
 
@@ -20,7 +20,7 @@ def main() -> None:
     Reads from the command line the number of an inherited socket, over which the parent process
     sends commands. Exits with status 0 once the parent closes the socket.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles Ctrl-C.
+    leave_signals_to_parent()
     setproctitle.setproctitle("gllm-link")
     DataMover(DescriptorChannel.from_descriptor(int(sys.argv[1]))).run()
     # Threads may wait for connections; the kernel ends these.

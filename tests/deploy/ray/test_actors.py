@@ -7,14 +7,16 @@ from pathlib import Path
 
 from gllm.commands.node import make_parser
 from gllm.deploy.ray.actors import agent_command, free_port
+from gllm.observability.child_process import module_command
 from tests.support.servers.server import alive, wait_until
 
 
 def test_the_command_line_is_one_of_gllm_node_with_free_ports() -> None:
     ports = {"--data-port": free_port(0), "--port": free_port(0)}
     command = agent_command(["--join", "10.0.0.1:29600", "--spare"], "ray-x", ports, 0)
-    assert command[:3] == ["-m", "gllm", "node"]
-    values = make_parser().parse_args(command[3:])
+    start = module_command("gllm", "node")
+    assert command[: len(start)] == start
+    values = make_parser().parse_args(command[len(start) :])
     assert (values.join, values.spare, values.node_name) == ("10.0.0.1:29600", True, "ray-x")
     assert (values.data_port, values.port) == (ports["--data-port"], ports["--port"])
 
@@ -46,7 +48,7 @@ def test_the_agent_dies_with_its_actor(tmp_path: Path) -> None:
     actor = (
         "import threading\n"
         "from gllm.deploy.ray.actors import ChildActor\n"
-        f"ChildActor().start('agent', ['-c', {agent!r}])\n"
+        f"ChildActor().start('agent', [{sys.executable!r}, '-c', {agent!r}])\n"
         "threading.Event().wait()"
     )
     process = subprocess.Popen([sys.executable, "-c", actor])
@@ -62,10 +64,11 @@ def test_the_agent_dies_with_its_actor(tmp_path: Path) -> None:
 
 def test_an_actor_ends_some_time_after_its_agent_so_that_ray_restarts_it() -> None:
     program = (
-        "import threading\n"
+        "import sys, threading\n"
         "from gllm.deploy.ray import actors\n"
         "actors.RESTART_SECONDS = 0.1\n"
-        "actors.ChildActor().start('agent', ['-c', 'raise SystemExit(7)'])\n"
+        "command = [sys.executable, '-c', 'raise SystemExit(7)']\n"
+        "actors.ChildActor().start('agent', command)\n"
         "threading.Event().wait()"
     )
     result = subprocess.run(

@@ -3,7 +3,10 @@
 import asyncio
 import os
 import signal
+import sys
+from functools import partial
 from pathlib import Path
+from subprocess import DEVNULL
 from typing import Any, NoReturn
 
 import pytest
@@ -11,6 +14,7 @@ import zmq
 
 from gllm.messages.codec import decode_for_head
 from gllm.messages.lifecycle import Heartbeat, Hello, Shutdown
+from gllm.observability.child_process import ChildProcess, has_import_failure
 from gllm.observability.logs import LogConfig
 from gllm.runtime.head.assignment import WorkerIdentity
 from gllm.runtime.head.node import LocalNode
@@ -200,3 +204,15 @@ async def test_what_fails_in_its_own_thread_is_raised() -> None:
     done: list[int] = []
     await run_in_thread(lambda: done.append(1))
     assert done == [1]
+
+
+async def test_a_worker_whose_modules_cannot_be_imported_says_so(tmp_path: Path) -> None:
+    (tmp_path / "setproctitle.py").write_text("raise ImportError('broken')\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    popen = partial(ChildProcess, env={**os.environ, "PYTHONPATH": path}, stderr=DEVNULL)
+    head = Head(tmp_path, LocalNode(1, popen=popen))
+    try:
+        head.spawn(1)
+        assert has_import_failure(await head.wait_for_exit(1))
+    finally:
+        await head.close()

@@ -286,6 +286,14 @@ class World:
         self.run(self.recovery.on_exit(sender, f"{sender} died", self.now, is_poison))
         self._check_count()
 
+    def fail_import(self, sender: int) -> None:
+        """Let a process exit because its modules cannot be imported."""
+        if self.has_been_ready:
+            self._count(sender, False)
+        self.alive.discard(sender)
+        self._forget(sender)
+        self.run(self.recovery.on_import_failed(sender, f"{sender} cannot import", self.now))
+
     def lose(self, sender: int, is_report: bool, is_poison: bool = False) -> None:
         """Let a worker fail or freeze."""
         is_placed = self.recovery.name_of(sender) is not None and sender not in self.killed
