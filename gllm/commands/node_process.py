@@ -24,6 +24,7 @@ from gllm.deploy.cluster.service_processes import ServiceMachine
 from gllm.frontend.listening import raise_open_files_limit
 from gllm.frontend.node_app import start_node_server
 from gllm.models.hub import find_local_model
+from gllm.observability.stop_signals import StopAction, StopSignals
 from gllm.options.addresses import format_host_port
 from gllm.runtime.head.link_process import BYTES_PER_MBIT, LinkProcess
 from gllm.runtime.head.node import LocalNode
@@ -84,6 +85,7 @@ class NodeProcess:
             parse_head_address(config.advertise)
         self._name = config.node_name or socket.gethostname()
         self._should_stop = asyncio.Event()
+        self._signals = StopSignals()
         self._agent: Agent | ClusterMember | None = None
         setproctitle.setproctitle(TITLE)
         self._node = LocalNode(place.num_workers if place else 0, node_name=self._name)
@@ -224,9 +226,10 @@ class NodeProcess:
         return None
 
     def _on_signal(self, number: int) -> None:
-        if self._should_stop.is_set():
+        action = self._signals.on_signal(number, asyncio.get_running_loop().time())
+        if action is StopAction.KILL:
             # Workers die with their parent.
             os._exit(1)
         self._should_stop.set()
-        if self._agent is not None:
+        if action is StopAction.DRAIN and self._agent is not None:
             self._agent.leave(f"it got {signal.Signals(number).name}")

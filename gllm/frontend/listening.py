@@ -10,6 +10,7 @@ import ssl
 from aiohttp import web
 
 from gllm.config.server import ServerConfig
+from gllm.observability.stop_signals import StopAction, StopSignals
 
 log = logging.getLogger(__name__)
 
@@ -53,15 +54,15 @@ def _reason(error: OSError) -> str:
 
 def watch_signals() -> asyncio.Event:
     """Return an event that SIGTERM and SIGINT set; a second signal ends the process at once."""
-    should_stop = asyncio.Event()
+    should_stop, signals, loop = asyncio.Event(), StopSignals(), asyncio.get_running_loop()
 
-    def on_signal() -> None:
-        if should_stop.is_set():
+    def on_signal(number: int) -> None:
+        if signals.on_signal(number, loop.time()) is StopAction.KILL:
             os._exit(1)  # workers exit with their parent
         should_stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+        loop.add_signal_handler(number, on_signal, number)
     return should_stop
 
 

@@ -173,3 +173,22 @@ def test_the_end_of_the_head_ends_all(cluster: Cluster) -> None:
         code, log = server.end()
         assert code == 0, log[-3000:]
     wait_until(lambda: not any(map(alive, pids)))
+
+
+@pytest.mark.full
+def test_sigterm_of_all_processes_at_once_drains(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """Slurm, a shutdown and `kill` of a process group signal the head, agents and children."""
+    flags = ("--pp", "2", "--shutdown-timeout", "100")
+    with make_rig(2) as rig, running_cluster(rig, tmp_path, 2, *flags) as cluster:
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(greedy_tokens, cluster.head)
+            wait_until(lambda: scrape(cluster.head).value("generation_tokens_total") > 4)
+            for server in reversed(cluster.servers.values()):
+                for pid in reversed(server.pids()):
+                    os.kill(pid, signal.SIGTERM)
+            assert answer.result() == undisturbed.token_ids
+        for server in cluster.servers.values():
+            code, log = server.end()
+            assert code == 0, log[-3000:]
+            assert "killed by" not in log
+            assert "requests resumed" not in log

@@ -6,7 +6,6 @@ agents running until standard input ends, which is when the head closes it or di
 
 import contextlib
 import os
-import signal
 import sys
 import threading
 from typing import IO
@@ -16,6 +15,7 @@ import setproctitle
 
 from gllm.deploy.ray.agents import LaunchEvent, LaunchSpec, RayAgents
 from gllm.deploy.ray.ray_cluster import POLL_SECONDS, LaunchError
+from gllm.observability.child_start import leave_signals_to_parent
 from gllm.observability.logs import LogConfig, configure_logging
 
 END_SECONDS = 10.0
@@ -40,10 +40,11 @@ def main() -> int:
     threading.Thread(target=_watch_input, args=(is_ended,), daemon=True).start()
     try:
         agents = RayAgents(spec, is_ended=is_ended)
-        _ignore_signals()
+        # The head closes standard input; Ray handles signals too.
+        leave_signals_to_parent()
         try:
             event = agents.start()
-            _ignore_signals()
+            leave_signals_to_parent()
             _write(events, event)
             while not is_ended.wait(POLL_SECONDS):
                 agents.poll()
@@ -62,12 +63,6 @@ def _watch_input(is_ended: threading.Event) -> None:
     is_ended.set()
     threading.Event().wait(END_SECONDS)
     os._exit(1)
-
-
-def _ignore_signals() -> None:
-    """Leave Ctrl-C and SIGTERM to the head, which closes standard input; Ray handles them too."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
 
 
 def _write(events: IO[bytes], event: LaunchEvent) -> None:

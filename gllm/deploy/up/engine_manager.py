@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from gllm.deploy.lifecycle import RunningProcess, next_to_end, run_to_end
+from gllm.observability.stop_signals import StopAction, StopSignals
 from gllm.plan.processes import ProcessSpec
 
 PROBE_SECONDS = 0.2
@@ -70,6 +71,7 @@ class EngineManager:
         self._probe_seconds = probe_seconds
         self._processes: dict[str, _ManagedProcess] = {}
         self._should_stop = asyncio.Event()
+        self._signals = StopSignals()
 
     @property
     def running(self) -> list[str]:
@@ -185,7 +187,10 @@ class EngineManager:
         self.stop()
 
     def _on_signal(self, number: int) -> None:
-        if self._should_stop.is_set():
+        action = self._signals.on_signal(number, asyncio.get_running_loop().time())
+        if action is StopAction.IGNORE:
+            return
+        if action is StopAction.KILL:
             log.warning("second signal: all processes are killed")
             for managed in self._processes.values():
                 managed.process.kill()

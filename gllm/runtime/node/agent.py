@@ -19,6 +19,7 @@ from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage
 from gllm.options.addresses import Resolve, resolve_host
 from gllm.recovery.clock_offset import ClockOffset
+from gllm.recovery.departure import Departure
 from gllm.runtime.head.link_process import LinkProcess
 from gllm.runtime.head.node import Node
 from gllm.runtime.node.agent_workers import AgentWorkers
@@ -78,6 +79,7 @@ class Agent:
         )
         self._agent = secrets.randbits(63)
         self._engine = nodes.EngineState("", "", 0)
+        self._departure = Departure(config.settle_seconds)
         self._end_cause = ""
         self._load = nodes.NodeLoad()
         self._num_sessions = 0
@@ -121,11 +123,26 @@ class Agent:
         return self._dialer.is_refused_by_master
 
     def leave(self, cause: str) -> None:
-        """Leave the cluster and end the workers; `run` then returns 0."""
-        if self._is_running:
-            self._finish(0, cause)
-        else:
-            self._end_cause = cause
+        """Leave the cluster and end the workers, once no request needs them; `run` then returns 0.
+
+        See `Departure`: if the whole engine ends, its head drains first.
+        """
+        self._end_cause = self._end_cause or cause
+        if not self._is_running:
+            return
+        loop = asyncio.get_running_loop()
+        self._departure.request(loop.time())
+        self._check_departure()
+        if not self._finished.done():
+            log.info("node %s got %s: it stays while the engine drains", self._config.name, cause)
+            loop.call_at(self._departure.settles_at, self._check_departure)
+
+    def _check_departure(self) -> None:
+        """Leave if that was requested and no request needs this machine any more."""
+        now = asyncio.get_running_loop().time()
+        has_stages = self._dialer.is_member and self._workers.has_stages
+        if self._departure.may_leave(now, has_stages, self._engine.state):
+            self._finish(0, self._end_cause)
 
     async def run(self) -> int:
         """Serve until the membership ends; return the exit status of the process.
@@ -234,6 +251,7 @@ class Agent:
         """Close the stages; processes and weights stay."""
         self._cancel_preparing()
         self._engine = nodes.EngineState("", "", 0)
+        self._check_departure()
         await self._workers.close_stages()
 
     def _cancel_preparing(self) -> None:
@@ -290,6 +308,7 @@ class Agent:
             cause = f": {message.cause}" if message.cause else ""
             log.info("the engine is %s%s", message.state, cause)
         self._engine = message
+        self._check_departure()
 
     def _handle(self, message: AnyMessage) -> None:
         """Handle a command or a frame of the head."""

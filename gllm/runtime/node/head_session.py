@@ -19,6 +19,7 @@ from gllm.messages.codec import AnyMessage, decode_for_agent
 from gllm.options.addresses import Resolve, parse_host_port
 from gllm.recovery.backoff import Backoff
 from gllm.recovery.clock_offset import ClockOffset
+from gllm.recovery.departure import SETTLE_SECONDS
 from gllm.runtime.messaging.bus import Spoke
 from gllm.runtime.messaging.bus_socket import Decode
 from gllm.runtime.messaging.security import KeyPair, SecretFile, check_dialed_address
@@ -69,6 +70,8 @@ class AgentConfig:
     """Seconds for which the agent tries to become a member."""
     close_seconds: float = 10.0
     """Seconds in which a worker closes its stage before it is killed."""
+    settle_seconds: float = SETTLE_SECONDS
+    """Seconds after a signal in which the head may begin to drain because it got one too."""
     lost_seconds: float = LOST_SECONDS
     """Seconds after the end of a stage's session with the driver in which the head may close the
     stage; then the end is reported."""

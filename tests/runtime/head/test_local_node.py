@@ -20,7 +20,7 @@ from gllm.runtime.head.assignment import WorkerIdentity
 from gllm.runtime.head.node import LocalNode
 from gllm.runtime.messaging.bus import Hub
 from gllm.runtime.worker.stage_instance import run_in_thread
-from tests.support.servers.server import alive
+from tests.support.servers.server import alive, wait_until
 
 SECONDS = 60.0
 """Limit for anything that should happen at once."""
@@ -87,6 +87,24 @@ def test_processes_without_an_identity_leave_nothing_behind() -> None:
     assert not any(alive(pid) for pid in pids)
     node.close()
     assert num_open() == before
+
+
+def ignores(pid: int, number: signal.Signals) -> bool:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    mask = next(line.split()[1] for line in lines if line.startswith("SigIgn"))
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def test_signals_that_all_processes_get_are_for_the_parent_of_workers() -> None:
+    node = LocalNode(1)
+    try:
+        [process] = node.processes
+        for number in (signal.SIGTERM, signal.SIGINT):
+            wait_until(partial(ignores, process.pid, number))
+            process.send_signal(number)
+        assert alive(process.pid)
+    finally:
+        node.close()
 
 
 @pytest.mark.full

@@ -42,6 +42,7 @@ from gllm.runtime.messaging.security import create_secret_file
 from gllm.scheduler.plan import StepPlan, StepTime
 from tests.support.nodes.agent_head import (
     FACTS,
+    SECONDS,
     FakeHead,
     RunningAgent,
     head_and_agent,
@@ -318,6 +319,39 @@ async def test_leaving_notifies_the_head_and_ends_the_workers() -> None:
         assert left == LeaveCluster("SIGTERM", False)
         assert not agent.node.workers
         await until(lambda: head.num_lost)
+
+
+async def assigned(head: FakeHead) -> None:
+    """Wait until the agent has a stage."""
+    await head.start_workers(2)
+    head.assign(two_stages(1))
+    await until(lambda: head.from_worker(2, StageLoaded))
+
+
+async def test_an_agent_stays_until_the_head_that_drains_has_finished() -> None:
+    async with head_and_agent() as (head, agent):
+        await assigned(head)
+        head.send(EngineState("draining", "", 1))
+        await until(lambda: agent.agent.status().engine_state == "draining")
+        agent.agent.leave("SIGTERM")
+        num_beats = len(head.beats)
+        await until(lambda: len(head.beats) > num_beats + 1)
+        assert agent.node.workers, "requests need its layers"
+        assert not head.of(LeaveCluster)
+        head.send(LeaveCluster("it was stopped"))
+        assert await agent.ended() == 0
+        assert not head.of(LeaveCluster), "the head knows"
+
+
+async def test_an_agent_waits_for_the_signal_of_its_head() -> None:
+    async with head_and_agent(settle_seconds=SECONDS) as (head, agent):
+        await assigned(head)
+        agent.agent.leave("SIGTERM")
+        head.send(EngineState("draining", "", 1))
+        await until(lambda: agent.agent.status().engine_state == "draining")
+        assert agent.node.workers
+        head.hub.forget(head.agent)
+        assert await agent.ended() == 0, "the head is gone"
 
 
 @pytest.mark.parametrize("is_failure", [False, True])

@@ -178,7 +178,14 @@ class RunningAgent:
         self.find_error: Exception | None = None
         self.find_model: FindModel = lambda name, digest: self.folder
         self.read_load: Callable[[], NodeLoad] = NodeLoad
-        options = {"head": fake.address, "name": "b", "rank": 1, "join_timeout": 20.0, **options}
+        options = {
+            "head": fake.address,
+            "name": "b",
+            "rank": 1,
+            "join_timeout": 20.0,
+            "settle_seconds": 0.0,
+            **options,
+        }
         self.agent = Agent(
             AgentConfig(**options),
             FACTS,

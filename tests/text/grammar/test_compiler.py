@@ -111,6 +111,15 @@ async def test_an_answer_is_remembered_good_or_bad(compiler):
     assert compiler.describe()["num_compiled"] == 2
 
 
+async def test_signals_that_all_processes_get_are_for_the_parent(compiler):
+    await compiler.compile(GrammarSource("regex", "a"))
+    before = compiler.describe()["process_id"]
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(before, number)
+    await compiler.compile(GrammarSource("regex", "b"))
+    assert compiler.describe()["process_id"] == before
+
+
 async def test_a_process_that_is_gone_is_replaced(compiler):
     await compiler.compile(GOOD)
     process_id = kill(compiler)

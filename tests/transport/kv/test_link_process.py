@@ -1,6 +1,7 @@
 """Two gllm-link processes move KV blocks by the commands of their parents."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -104,6 +105,9 @@ class LinkParent:
 def test_blocks_get_from_one_process_to_the_other() -> None:
     (layout,) = cut_layouts(1, 1)
     owner, receiver = LinkParent(layout), LinkParent(layout)
+    # They are for its parent, which may drain.
+    owner.process.send_signal(signal.SIGTERM)
+    owner.process.send_signal(signal.SIGINT)
     owner.driver.send(b"no command")
     receiver.command(FetchKv(0, 9, owner.local, 0, 10, BLOCKS))
     (refused,) = receive_reports(receiver)
