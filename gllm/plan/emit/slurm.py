@@ -17,17 +17,18 @@ SCRIPT = """#!/bin/bash
 # A plan over the machines of a job: each one runs `gllm up` for its node.
 {secret_comment}#   sbatch {script}
 # The folder of this script, which has {plan} with places for the names of the machines, is one that
-# all machines share. This script is checked for syntax, but has not been run on a cluster.
+# all machines share.
 #SBATCH --job-name=gllm
 {resources}
-# Two minutes before the time limit running requests end.
-#SBATCH --signal=B:TERM@120
 set -euo pipefail
 
 # SLURM runs a copy of the script; the folder is that of the submission.
 folder=${{GLLM_PLAN_FOLDER:-$SLURM_SUBMIT_DIR}}
 plan="$folder/plan.$SLURM_JOB_ID.yaml"
 {secret}nodes=({nodes})
+# Positions of those that receive requests: they drain before the others end.
+entries=({entries})
+others=({others})
 groups=({groups})
 hosts=()
 {host_lines}
@@ -37,40 +38,67 @@ for index in "${{!nodes[@]}}"; do
 done
 sed "${{substitutions[@]}}" "$folder/{plan}" >"$plan"
 
+steps=()
+# srun kills its tasks at SIGTERM, so that scancel sends it to the step itself.
+stop_step() {{
+    local step
+    while kill -0 "${{steps[$1]}}" 2>/dev/null; do
+        step=$(squeue --noheader --steps --jobs="{jobs}" --format="%i %j" |
+            awk -v name="gllm-${{nodes[$1]}}" '$2 == name {{ print $1 }}') || step=""
+        # A step that has not begun cannot get the signal yet.
+        if [ -n "$step" ]; then
+            # Once, whatever it answers: some versions report an error for a signal that they sent.
+            scancel --signal=TERM "$step" || true
+            return
+        fi
+        sleep 1
+    done
+}}
+has_stopped=""
+# shellcheck disable=SC2329 # The trap calls it.
+stop_entries() {{
+    [ -z "$has_stopped" ] || return 0
+    has_stopped=1
+    for index in "${{entries[@]}}"; do
+        stop_step "$index" &
+    done
+}}
 wait_for() {{
-    local code=0
-    wait "$1" || code=$?
-    if [ "$code" -gt 128 ]; then
-        # A signal has interrupted the wait.
+    local code
+    while true; do
         code=0
         wait "$1" || code=$?
-    fi
-    return "$code"
+        # A signal interrupts the wait; the process is still there then, if only to be waited for.
+        if [ "$code" -le 128 ] || ! kill -0 "$1" 2>/dev/null; then
+            return "$code"
+        fi
+    done
 }}
 run_step() {{
-    local code=0 child="" stopped=""
-    # srun passes the signal on, and gllm up drains its processes.
-    trap 'stopped=1; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null || true' TERM
-    srun "$@" &
-    child=$!
-    # The signal may have come before the number of the process was known.
-    [ -z "$stopped" ] || kill -TERM "$child" 2>/dev/null || true
-    wait_for "$child" || code=$?
+    local code=0
+    srun "$@" || code=$?
     # A step that fails ends the others.
     [ "$code" -eq 0 ] || kill -TERM $$
     return "$code"
 }}
-steps=()
-trap 'kill -TERM "${{steps[@]}}" 2>/dev/null || true' TERM INT
+trap stop_entries TERM INT
 for index in "${{!nodes[@]}}"; do
-    run_step {group_flag}--nodes=1 --ntasks=1 --overlap --nodelist="${{hosts[index]}}" \\
+    run_step {group_flag}--job-name="gllm-${{nodes[index]}}" \
+        --nodes=1 --ntasks=1 --overlap --nodelist="${{hosts[index]}}" \
         gllm up "$plan" --node "${{nodes[index]}}"{secret_flag} &
     steps+=($!)
 done
 
 status=0
-for step in "${{steps[@]}}"; do
-    wait_for "$step" || status=1
+for index in "${{entries[@]}}"; do
+    wait_for "${{steps[index]}}" || status=1
+done
+# No request is left.
+for index in ${{others[@]+"${{others[@]}}"}}; do
+    stop_step "$index" &
+done
+for index in ${{others[@]+"${{others[@]}}"}}; do
+    wait_for "${{steps[index]}}" || status=1
 done
 rm -f "$plan"
 exit "$status"
@@ -102,6 +130,11 @@ def emit(plan: ServingPlan, options: EmitOptions) -> dict[str, str]:
     groups = group_nodes(placed, nodes)
     ordered = [node for group in groups for node in group]
     numbers = [str(number) for number, group in enumerate(groups) for _ in group]
+    entries = _entry_nodes(placed)
+    positions = {
+        is_entry: [str(i) for i, node in enumerate(ordered) if (node in entries) == is_entry]
+        for is_entry in (True, False)
+    }
     is_het = len(groups) > 1
     script = SCRIPT.format(
         script=SCRIPT_FILE,
@@ -111,7 +144,10 @@ def emit(plan: ServingPlan, options: EmitOptions) -> dict[str, str]:
         secret_flag=' --node-secret-file "$secret"' if has_secret else "",
         resources=_resources(placed, groups),
         nodes=" ".join(ordered),
+        entries=" ".join(positions[True]),
+        others=" ".join(positions[False]),
         groups=" ".join(numbers),
+        jobs=",".join(_job_variables(len(groups))),
         host_lines="\n".join(_host_line(number, is_het) for number in range(len(groups))),
         group_flag='--het-group="${groups[index]}" ' if is_het else "",
     )
@@ -137,7 +173,7 @@ def group_nodes(plan: ServingPlan, nodes: list[str]) -> list[list[str]]:
 
 def _resources(plan: ServingPlan, groups: list[list[str]]) -> str:
     """Return the directives that request the machines, those of unlike devices as components."""
-    components = []
+    components: list[str] = []
     for group in groups:
         node: NodePlan = plan.nodes[group[0]]
         lines = [f"#SBATCH --nodes={len(group)}", "#SBATCH --ntasks-per-node=1"]
@@ -146,8 +182,26 @@ def _resources(plan: ServingPlan, groups: list[list[str]]) -> str:
             kinds = ", ".join(sorted(set(node.devices)))
             lines.append(f"# Devices of the plan: {kinds}. Name the type as your cluster does.")
             lines.append(f"#SBATCH --gpus-per-node={len(node.devices)}")
+        if not components:
+            # It has no effect in a later component of a heterogeneous job.
+            lines.append("# Two minutes before the time limit running requests end.")
+            lines.append("#SBATCH --signal=B:TERM@120")
         components.append("\n".join(lines))
     return "\n#SBATCH hetjob\n".join(components)
+
+
+def _entry_nodes(plan: ServingPlan) -> set[str]:
+    """Return the nodes that receive requests: that of the router, or the heads of the engines."""
+    if plan.router is not None:
+        return {plan.router.node}
+    return {engine.nodes[0] for engine in plan.engines.values()}
+
+
+def _job_variables(num_groups: int) -> list[str]:
+    """Return the variables with the ids of the jobs that the steps of the groups belong to."""
+    if num_groups == 1:
+        return ["$SLURM_JOB_ID"]
+    return [f"$SLURM_JOB_ID_HET_GROUP_{number}" for number in range(num_groups)]
 
 
 def _host_line(number: int, is_het: bool) -> str:

@@ -210,14 +210,35 @@ def test_compose_reserves_the_gpus_of_the_plan() -> None:
 
 
 SRUN = """#!/bin/bash
-# A step: notes its arguments, and ends with the status of its node, after SIGTERM with 0.
-for node in x y z; do
-    case " $* " in *" --node $node "*) own=STATUS_$node ;; esac
+# A step: notes its arguments, and ends with the status of its node. As the real one it kills its
+# task at SIGTERM; the task ends well if it gets the signal itself.
+for word in "$@"; do
+    case "$word" in --job-name=*) name=${word#*=} ;; esac
 done
-trap 'echo "ended $own" >>"$STEPS"; exit 0' TERM
+own=STATUS_${name#gllm-}
 echo "$*" >>"$STEPS"
-[ "${!own}" = wait ] && { sleep 60 & wait; }
-exit "${!own}"
+(
+    trap 'echo "ended $own" >>"$STEPS"; exit 0' TERM
+    echo "$BASHPID" >"$STEPS.$name"
+    [ "${!own}" = wait ] && { sleep 60 & wait; }
+    exit "${!own}"
+) &
+task=$!
+trap 'echo "killed $own" >>"$STEPS"; kill -KILL "$task"; exit 1' TERM
+wait "$task"
+"""
+SQUEUE = """#!/bin/bash
+# The steps of the job, with their names.
+for word in "$@"; do
+    case "$word" in --jobs=*) jobs=${word#*=} ;; esac
+done
+echo "${jobs%%,*}.batch batch"
+for file in "$STEPS".gllm-*; do
+    [ ! -e "$file" ] || echo "${jobs##*,}.$(<"$file") ${file#"$STEPS".}"
+done
+"""
+SCANCEL = """#!/bin/bash
+kill -TERM "${2##*.}"
 """
 SCONTROL = """#!/bin/bash
 [ "$1 $2" = "show hostnames" ] && echo "$3" | tr , '\\n'
@@ -230,7 +251,7 @@ class SlurmJob:
     def __init__(self, tmp_path: Path, plan: ServingPlan) -> None:
         self.folder = tmp_path
         files = emit_manifests("slurm", plan, OPTIONS)
-        programs = {"srun": SRUN, "scontrol": SCONTROL}
+        programs = {"srun": SRUN, "scontrol": SCONTROL, "squeue": SQUEUE, "scancel": SCANCEL}
         for name, text in (files | programs).items():
             (tmp_path / name).write_text(text)
             (tmp_path / name).chmod(0o755)
@@ -264,7 +285,12 @@ def test_slurm_scripts_have_no_mistake_that_linters_find(plan: ServingPlan, tmp_
     nodes = sum(int(line.partition("--nodes=")[2]) for line in directives if "--nodes=" in line)
     assert nodes == len(plan.nodes)
     kinds = {tuple(node.devices) for node in plan.nodes.values()}
-    assert directives.count("#SBATCH hetjob") == len(kinds) - 1
+    components = "\n".join(directives).split("#SBATCH hetjob")
+    assert len(components) == len(kinds)
+    # SLURM reads it in the first component only.
+    assert ["--signal=B:TERM@" in component for component in components] == [
+        index == 0 for index in range(len(kinds))
+    ]
 
 
 def test_a_slurm_job_runs_each_node_on_its_machine(tmp_path: Path) -> None:
@@ -274,6 +300,7 @@ def test_a_slurm_job_runs_each_node_on_its_machine(tmp_path: Path) -> None:
         SLURM_JOB_NODELIST_HET_GROUP_0="big1",
         SLURM_JOB_NODELIST_HET_GROUP_1="small7",
         SLURM_JOB_NODELIST_HET_GROUP_2="login2",
+        **{f"SLURM_JOB_ID_HET_GROUP_{group}": str(7 + group) for group in range(3)},
         **{f"STATUS_{node}": "0" for node in "xyz"},
     )
     assert process.wait(30) == 0
@@ -285,7 +312,7 @@ def test_a_slurm_job_runs_each_node_on_its_machine(tmp_path: Path) -> None:
         rows[values.node] = words[:at]
         assert values.node_secret_file == "/home/me/secrets/gllm"
         assert values.plan == tmp_path / "plan.7.yaml"
-    assert {node: words[4] for node, words in rows.items()} == {
+    assert {node: words[5] for node, words in rows.items()} == {
         "x": "--nodelist=big1", "y": "--nodelist=small7", "z": "--nodelist=login2",
     }  # fmt: skip
     assert {words[0] for words in rows.values()} == {f"--het-group={group}" for group in "012"}
@@ -314,17 +341,40 @@ def test_a_slurm_job_writes_the_names_of_the_machines_into_the_plan(tmp_path: Pa
         }  # fmt: skip
     finally:
         process.terminate()
-    # SIGTERM reaches all steps, which end well.
+    # SIGTERM reaches all steps, which end well, and first the head.
     assert process.wait(30) == 0
-    assert sorted(line for line in job.steps if line.startswith("ended")) == [
-        f"ended STATUS_{node}" for node in "xyz"
-    ]
+    ended = [line for line in job.steps if "STATUS" in line]
+    assert ended[0] == "ended STATUS_x"
+    assert sorted(ended) == [f"ended STATUS_{node}" for node in "xyz"]
 
 
 def test_a_step_that_fails_ends_the_others(tmp_path: Path) -> None:
     job = SlurmJob(tmp_path, ALONE)
     variables = {"SLURM_JOB_NODELIST": "n1,n2,n3", "STATUS_x": "wait"}
     assert job.start(**variables, STATUS_y="wait", STATUS_z="3").wait(30) == 1
+    ended = [line for line in job.steps if "STATUS" in line]
+    assert ended == ["ended STATUS_x", "ended STATUS_y"]
+
+
+def test_the_steps_of_a_heterogeneous_job_end_after_the_router(tmp_path: Path) -> None:
+    plan = msgspec.structs.replace(GPUS, router=RouterPlan("z"))
+    job = SlurmJob(tmp_path, plan)
+    process = job.start(
+        SLURM_JOB_NODELIST_HET_GROUP_0="big1",
+        SLURM_JOB_NODELIST_HET_GROUP_1="small7",
+        SLURM_JOB_NODELIST_HET_GROUP_2="login2",
+        **{f"SLURM_JOB_ID_HET_GROUP_{group}": str(7 + group) for group in range(3)},
+        **{f"STATUS_{node}": "wait" for node in "xyz"},
+    )
+    while len(job.steps) < 3:
+        assert process.poll() is None
+    # Also if the signal comes twice.
+    process.terminate()
+    process.terminate()
+    assert process.wait(30) == 0
+    ended = [line for line in job.steps if "STATUS" in line]
+    assert ended[0] == "ended STATUS_z"
+    assert sorted(ended) == [f"ended STATUS_{node}" for node in "xyz"]
 
 
 def test_ray_jobs_fit_their_schema() -> None:
