@@ -144,8 +144,8 @@ class EngineConfig:
     )
     max_restarts: int = option(
         3,
-        "restarts of a stage's worker without a finished step between, until the engine ends; 0: "
-        "it ends when a worker dies",
+        "restarts of a stage's worker without a finished step or five ready minutes between, until "
+        "the engine ends; 0: it ends when a worker dies",
         ge=0,
         le=INT32_MAX,
     )

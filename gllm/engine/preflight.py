@@ -23,6 +23,8 @@ from gllm.options.flags import output_file
 from gllm.options.version import __version__
 from gllm.recovery.join_check import JoinFacts
 
+MIN_MODEL_LEN = 2
+"""Tokens of the shortest sequence: one of the prompt, and one of output."""
 KV_ITEM_BYTES = {"fp8": 1, "fp8_e4m3": 1}
 """Bytes of one element of the KV cache by `kv_cache_dtype`; other values have at least 2."""
 
@@ -79,6 +81,11 @@ def plan_model(config: EngineConfig) -> ModelPlan:
         raise ValueError(
             f"max_model_len is {length}, but the model's context is {read.model.context_length} "
             "tokens"
+        )
+    if length < MIN_MODEL_LEN:
+        raise ValueError(
+            f"max_model_len is {length}, but a sequence has a token of a prompt and a token of "
+            f"output at least: set --max-model-len to {MIN_MODEL_LEN} or more"
         )
     _check_kv_cache(config, read.model, length)
     return ModelPlan(folder, read, layers, length)

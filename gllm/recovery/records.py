@@ -14,6 +14,10 @@ MAX_BACKOFF_SECONDS = 30.0
 """Longest delay before a restart, with jitter."""
 
 
+STEADY_SECONDS = 300.0
+"""Time for which an engine has to be ready before its earlier deaths no longer count."""
+
+
 class RecoveryState(StrEnum):
     """State of an engine's worker processes, from the start of processes to ready or dead."""
 
@@ -39,7 +43,8 @@ class RecoveryLimits:
     """Limits of worker restarts, and timeouts of a recovery in seconds."""
 
     max_restarts: int = 3
-    """Restarts of one worker without a completed step between; the next death ends the engine."""
+    """Restarts of one worker without a completed step or `STEADY_SECONDS` between; the next death
+    ends the engine."""
     recovery_timeout: float = 60.0
     """Seconds after which requests that wait for the recovery end with an error."""
     num_standbys: int = 0

@@ -42,6 +42,7 @@ from gllm.recovery.planned_changes import (
     PlannedChanges,
 )
 from gllm.recovery.records import (
+    STEADY_SECONDS,
     Activity,
     RecoveryLimits,
     RecoveryState,
@@ -109,6 +110,8 @@ class Recovery:
         knows."""
         self._was_poisoned = False
         """True if a request ended the last epoch."""
+        self._ready_since = math.inf
+        """Time since which the engine is ready; infinity while it is not."""
         self._assignments = RetryRecord()
         """Epochs that could not be assigned since the engine was ready."""
         self._connections = RetryRecord()
@@ -395,6 +398,7 @@ class Recovery:
         self.state = RecoveryState.READY
         self.has_been_ready = True
         self.recovering_since, self.is_overdue = None, False
+        self._ready_since = now
         self._assignments, self._connections = RetryRecord(), RetryRecord()
         for worker in self._pool.placed:
             worker.deadline = math.inf
@@ -462,6 +466,7 @@ class Recovery:
         self._stages.allow_repartition()
         was_poisoned = self._was_poisoned
         is_counted = is_death and not is_poison
+        self._forget_old_deaths(now)
         if is_counted and not self._pool.count_deaths(gone, was_poisoned, now):
             return self._give_up(self._pool.describe_restarts(cause))
         if self.state is not RecoveryState.FORMING:
@@ -692,6 +697,7 @@ class Recovery:
         """
         self._was_poisoned = is_poison
         actions: list[Action] = []
+        self._ready_since = math.inf
         if self.state is RecoveryState.READY:
             self.recovering_since = now
             actions.append(DetachClient(cause))
@@ -722,12 +728,18 @@ class Recovery:
         if is_closing:
             # The ranks of a stage compute a request together, so it may kill several of them.
             is_poison = is_poison or self._was_poisoned
+        self._forget_old_deaths(now)
         if not is_poison and not self._pool.count_death(place):
             return self._give_up(self._pool.describe_restarts(cause))
         self._pool.delay_respawn(place, now)
         if self.state is RecoveryState.FORMING:
             return []
         return self._leave(cause, now, is_poison)
+
+    def _forget_old_deaths(self, now: float) -> None:
+        """Forget the deaths before a long time without one, in which no request may have come."""
+        if now - self._ready_since >= STEADY_SECONDS:
+            self._pool.forget_deaths()
 
     def _give_up(self, cause: str) -> list[Action]:
         self.state = RecoveryState.DEAD

@@ -83,6 +83,12 @@ def test_the_smallest_cache_that_may_be_enough_passes() -> None:
             plan_model(less)
 
 
+def test_a_length_without_a_token_of_output_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve.main(["demo", "--max-model-len", "1"]) == 2
+    assert "set --max-model-len to 2 or more" in capsys.readouterr().err
+    assert plan_model(EngineConfig(max_model_len=2)).max_model_len == 2
+
+
 def test_ranks_that_hold_the_same_kv_head_need_more_memory() -> None:
     enough = {}
     for ranks in (1, 2, 6):

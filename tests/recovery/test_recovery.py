@@ -22,6 +22,7 @@ from gllm.recovery.actions import (
 from gllm.recovery.records import (
     FIRST_BACKOFF_SECONDS,
     MAX_BACKOFF_SECONDS,
+    STEADY_SECONDS,
     RecoveryLimits,
     RecoveryState,
 )
@@ -201,6 +202,20 @@ def test_deaths_are_counted_by_rank() -> None:
         world.settle()
     assert not world.given_up
     world.exit(sender_of(world, 0, 1))
+    assert "died" in world.given_up
+
+
+def test_deaths_that_are_far_apart_do_not_end_an_idle_engine() -> None:
+    world = ready_world(max_restarts=1)
+    for _ in range(5):
+        world.exit(sender_of(world, 1))
+        world.settle()
+        world.wait(STEADY_SECONDS)
+    assert not world.given_up
+    for seconds in (STEADY_SECONDS - 1.0, 0.0):
+        world.exit(sender_of(world, 1))
+        world.settle()
+        world.wait(seconds)
     assert "died" in world.given_up
 
 

@@ -17,7 +17,7 @@ from gllm.recovery.actions import (
     SpawnWorker,
 )
 from gllm.recovery.placement import LOCAL_NODE
-from gllm.recovery.records import RecoveryLimits, RecoveryState
+from gllm.recovery.records import STEADY_SECONDS, RecoveryLimits, RecoveryState
 from tests.recovery.test_recovery import EVENTS, happen
 from tests.support.examples import num_examples
 from tests.support.recovery.node_world import NodeWorld
@@ -447,6 +447,16 @@ def test_a_committed_step_clears_the_deaths_of_a_node() -> None:
         world.join("b")
         world.settle()
         world.commit()
+    assert not world.given_up
+
+
+def test_deaths_of_a_node_that_are_far_apart_do_not_end_an_idle_engine() -> None:
+    world = ready_world(max_restarts=1)
+    for _ in range(4):
+        world.lose_node("b", is_death=True)
+        world.join("b")
+        world.settle()
+        world.wait(STEADY_SECONDS)
     assert not world.given_up
 
 

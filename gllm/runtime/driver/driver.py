@@ -6,7 +6,7 @@ outputs out.
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -126,6 +126,56 @@ class HeldRequest(NamedTuple):
     """Sequences of the request that were aborted since."""
 
 
+class HeldRequests:
+    """Requests that wait for their grammar, and their totals; each change takes constant time."""
+
+    def __init__(self) -> None:
+        self._requests: dict[int, HeldRequest] = {}
+        """By the id of the first sequence."""
+        self._first_seqs: dict[int, int] = {}
+        """Id of the first sequence of its request by the id of a sequence."""
+        self.num_waiting_tokens = 0
+        """Prefill tokens of all of them."""
+
+    @property
+    def num_seqs(self) -> int:
+        """Number of their sequences."""
+        return len(self._first_seqs)
+
+    @property
+    def seqs(self) -> Iterator[int]:
+        """Ids of their sequences, in the order of their submission."""
+        return iter(self._first_seqs)
+
+    def add(self, request: SchedulerRequest, now: float) -> None:
+        """Add a request that was submitted at `now`."""
+        self._requests[request.seq] = HeldRequest(request, now, set())
+        self._first_seqs |= dict.fromkeys(range(request.seq, request.seq + request.n), request.seq)
+        self.num_waiting_tokens += _count_prefill_tokens(request)
+
+    def pop(self, seq: int) -> HeldRequest | None:
+        """Remove and return a request by the id of its first sequence; None if it is not held."""
+        held = self._requests.pop(seq, None)
+        if held is not None:
+            for each in range(seq, seq + held.request.n):
+                del self._first_seqs[each]
+            self.num_waiting_tokens -= _count_prefill_tokens(held.request)
+        return held
+
+    def abort(self, seqs: Iterable[int]) -> list[int]:
+        """Record aborted sequences; return the requests that have no other, by first sequence."""
+        ended = []
+        for seq in seqs:
+            first = self._first_seqs.get(seq)
+            if first is None:
+                continue
+            held = self._requests[first]
+            held.aborted.add(seq)
+            if len(held.aborted) == held.request.n:
+                ended.append(first)
+        return ended
+
+
 class Driver:
     """Runs the scheduler: sends step plans to the stages, commits their results, reports outputs.
 
@@ -176,7 +226,7 @@ class Driver:
         self._frontend = frontend
         self._outputs: list[tuple[StepOutput, list[SampleDetails]]] = []
         """Not sent to the frontend yet."""
-        self._held: dict[int, HeldRequest] = {}
+        self._held = HeldRequests()
         """By first sequence."""
         self._has_new_stats = False
         """True if requests or plans changed since the frontend got the last statistics."""
@@ -238,7 +288,7 @@ class Driver:
         except Exception as error:
             if not isinstance(error, ValueError):
                 log.exception("request %d could not be submitted", message.seq)
-            if self._held.pop(message.seq, None) is not None:
+            if self._held.pop(message.seq) is not None:
                 self._record_held()
             self._fail(message.seq, message.n, str(error) or type(error).__name__)
 
@@ -272,7 +322,7 @@ class Driver:
         message.check(self._vocab_size)
         now = time.monotonic()
         if message.sampling.grammar:
-            self._held[message.seq] = HeldRequest(request, now, set())
+            self._held.add(request, now)
             self._record_held()
         else:
             self.scheduler.add(request, now)
@@ -292,12 +342,9 @@ class Driver:
     def abort(self, message: AbortSequences) -> None:
         """Abort sequences, for example because their client has disconnected."""
         self._has_new_stats = True
-        aborted = set(message.seqs)
-        for seq, held in list(self._held.items()):
-            held.aborted.update(aborted.intersection(range(seq, seq + held.request.n)))
-            if len(held.aborted) == held.request.n:
-                # The scheduler makes the stages release the registered sequences.
-                self._add_held_request(seq)
+        for seq in self._held.abort(message.seqs):
+            # The scheduler makes the stages release the registered sequences.
+            self._add_held_request(seq)
         self.scheduler.abort(message.seqs)
 
     def _add_held_request(self, seq: int) -> int:
@@ -306,7 +353,7 @@ class Driver:
         Returns:
             The number of its choices; 0 if it is not held.
         """
-        held = self._held.pop(seq, None)
+        held = self._held.pop(seq)
         if held is None:
             return 0
         self._record_held()
@@ -320,11 +367,7 @@ class Driver:
     def _record_held(self) -> None:
         """Record the held requests: a death may be due to the compilation of a grammar."""
         if self._plan_record is not None:
-            requests = [held.request for held in self._held.values()]
-            seqs = [
-                seq for request in requests for seq in range(request.seq, request.seq + request.n)
-            ]
-            self._plan_record.on_held(seqs)
+            self._plan_record.on_held(self._held.seqs)
 
     def reset_prefix_cache(self, message: ResetPrefixCache) -> None:
         """Empty the prefix cache."""
@@ -405,11 +448,10 @@ class Driver:
         self._has_new_stats = False
         if outputs:
             # Held requests count as waiting.
-            held = [request.request for request in self._held.values()]
             stats = self.scheduler.stats()
             stats = stats._replace(
-                waiting=stats.waiting + sum(request.n for request in held),
-                waiting_tokens=stats.waiting_tokens + sum(map(_count_prefill_tokens, held)),
+                waiting=stats.waiting + self._held.num_seqs,
+                waiting_tokens=stats.waiting_tokens + self._held.num_waiting_tokens,
             )
             for output, details in outputs:
                 self._frontend.send(EngineOutputs(output, stats, details))

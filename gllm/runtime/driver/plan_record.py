@@ -9,6 +9,8 @@ import mmap
 import os
 import struct
 from array import array
+from collections.abc import Iterable
+from itertools import islice
 from operator import itemgetter
 
 from gllm.scheduler.plan import ScheduledRow, StepPlan
@@ -69,9 +71,10 @@ class PlanRecord:
         """Remove a plan."""
         self._words[_HEADER_WORDS + self._indices.pop(step) * self._stride] = 0
 
-    def on_held(self, seqs: list[int]) -> None:
+    def on_held(self, seqs: Iterable[int]) -> None:
         """Replace the recorded sequences that wait for their grammar."""
-        self._write(self._num_plans, 1 if seqs else 0, seqs)
+        recorded = list(islice(seqs, self._max_rows))
+        self._write(self._num_plans, 1 if recorded else 0, recorded)
 
     def _write(self, index: int, number: int, seqs: list[int]) -> None:
         """Write a slot."""

@@ -1,6 +1,8 @@
 """Who is told what of a request."""
 
+import sys
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -123,6 +125,41 @@ def test_stages_forget_choices_that_were_aborted_before_they_began(grammar: str)
     assert outputs[-1].stats.unfinished == 3
     released = [one.plan.released_seqs for one in stage.messages if isinstance(one, RunStep)]
     assert released[0] == [7]
+
+
+def count_calls(function: Callable[[], object]) -> int:
+    """Return the number of calls of functions, of C too, that a call makes."""
+    num_calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal num_calls
+        num_calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return num_calls
+
+
+@pytest.mark.parametrize("grammar", ["", "a grammar that is still being compiled"])
+def test_waiting_requests_are_aborted_in_linear_time(grammar: str) -> None:
+    num_calls = []
+    sampling = SequenceSamplingParams(grammar=grammar)
+    for num_requests in (100, 400):
+        config = SchedulerConfig().resolve(1, 64, 128)
+        driver = Driver(Scheduler(config), Heard().send, [], Heard())
+        for seq in range(num_requests):
+            driver.submit(SubmitRequest(seq, [1, 2], sampling, 4, []))
+
+        def abort(driver: Driver = driver, num_requests: int = num_requests) -> None:
+            for seq in range(num_requests):
+                driver.abort(AbortSequences([seq]))
+
+        num_calls.append(count_calls(abort))
+        assert driver.scheduler.stats().unfinished == 0
+    assert num_calls[1] < 5 * num_calls[0]
 
 
 def test_a_stage_s_times_reach_the_policy_and_the_frontend() -> None:

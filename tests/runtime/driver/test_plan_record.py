@@ -146,3 +146,11 @@ def test_a_slot_that_changes_is_read_again(
     words: Any = Words()
     assert plan_record._read_slot(words, 0, MAX_ROWS) == [9]
     assert next(words.numbers, None) is None
+
+
+def test_as_many_held_requests_are_read_as_are_recorded(descriptor: int) -> None:
+    record, seqs = PlanRecord(descriptor, 2, MAX_ROWS), iter(range(10**6))
+    record.on_held(seqs)
+    assert read_uncommitted(descriptor) == set(range(MAX_ROWS))
+    assert next(seqs) == MAX_ROWS, "the others cost no time"
+    record.close()

@@ -24,7 +24,7 @@ from gllm.recovery.actions import (
 )
 from gllm.recovery.node_layout import NodeShape
 from gllm.recovery.placement import Placement, rank_names
-from gllm.recovery.records import RecoveryLimits, RecoveryState
+from gllm.recovery.records import STEADY_SECONDS, RecoveryLimits, RecoveryState
 from gllm.recovery.recovery import Recovery
 
 
@@ -81,6 +81,7 @@ class World:
         """Processes that have sent their first message."""
         self.epoch = 0
         self.is_attached = False
+        self.attached_at = 0.0
         self.has_been_ready = False
         self.has_rejected = False
         self.given_up = ""
@@ -190,6 +191,7 @@ class World:
                 assert epoch == self.epoch
                 assert not any(self.pending.values())
                 self.is_attached = self.has_been_ready = True
+                self.attached_at = self.now
                 self.before_change = None
                 self.has_rejected = False
                 self.num_failed_assignments = 0
@@ -318,12 +320,18 @@ class World:
         if (is_trial or self.is_new(sender)) and sender not in self.closing:
             self.was_poisoned = False
             return
+        self.forget_old_deaths()
         if sender in self.closing:
             # Whatever killed the first worker may have killed this one too.
             is_poison = is_poison or self.was_poisoned
         if self.recovery.state is not RecoveryState.FORMING:
             self.was_poisoned = is_poison
         self.num_deaths[self.names.index(name)] += not is_poison
+
+    def forget_old_deaths(self) -> None:
+        """Count no death before a long time in which the engine was ready."""
+        if self.is_attached and self.now - self.attached_at >= STEADY_SECONDS:
+            self.num_deaths = [0] * len(self.names)
 
     def _check_count(self) -> None:
         is_over = max(*self.num_deaths, self.num_failed_assignments) > self.limits.max_restarts
