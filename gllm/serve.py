@@ -3,7 +3,7 @@
 This process is the HTTP frontend and the parent of the workers. With --nnodes, the same command
 runs on every machine: rank 0 is the head, which serves the API, and the others run its workers.
 Exit status: 0 after SIGTERM or SIGINT, 1 if the engine failed, 2 for an invalid command line or a
-model that cannot be served.
+model that cannot be served, 75 if an address, a name or the model hub is not available now.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     With `--node-rank` above 0 it runs the workers of that node, without a server.
 
     Returns:
-        The exit status: 1 after a failure of the engine, 2 for invalid options or addresses.
+        The exit status; see the docstring of the module.
     """
     values, logs = parse_command_line(make_parser(), argv, "gllm-frontend")
     try:
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
             return _run_node(engine_config, plan, nodes, secret, server_config)
         return _serve_head(engine_config, attachment, server_config, nodes, logs)
     except (ValueError, OSError) as error:
-        return report_error(error, 2, logs)
+        return report_error(error, logs)
 
 
 def _place_in(nodes: NodesConfig, place: NodeRank) -> NodesConfig:
@@ -138,7 +138,7 @@ def _serve_head(
             served = Engine(engine, name, logs, shows_progress, node, attachment, nodes)
             return uvloop.run(Server(served, server).run())
         except EngineError as error:
-            return report_error(error, 1, logs)
+            return report_error(error, logs, 1)
     finally:
         node.close()
 

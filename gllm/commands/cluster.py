@@ -1,6 +1,7 @@
 """`gllm cluster`: own nodes that have no model, and run services on them.
 
-Exit status: 0 after SIGTERM or SIGINT, 2 for an invalid command line.
+Exit status: 0 after SIGTERM or SIGINT, 2 for an invalid command line, 75 if an address or a name is
+not available now.
 """
 
 import argparse
@@ -28,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     The master starts engines, called services, on the nodes that join it.
 
     Returns:
-        The exit status: 2 for invalid options or an address in use.
+        The exit status: 2 for invalid options, 75 for an address that is in use or not there.
     """
     values = make_parser().parse_args(argv)
     logs = parse_logs(values, TITLE)
@@ -49,4 +50,4 @@ def main(argv: list[str] | None = None) -> int:
         master = Master(cluster, server.shutdown_timeout)
         return uvloop.run(serve_cluster(master, server))
     except (ValueError, OSError) as error:
-        return report_error(error, 2, logs)
+        return report_error(error, logs)

@@ -26,6 +26,7 @@ from gllm.frontend.node_app import start_node_server
 from gllm.models.hub import find_local_model
 from gllm.observability.stop_signals import StopAction, StopSignals
 from gllm.options.addresses import format_host_port
+from gllm.options.exit_status import UnavailableError
 from gllm.runtime.head.link_process import BYTES_PER_MBIT, LinkProcess
 from gllm.runtime.head.node import LocalNode
 from gllm.runtime.messaging.security import (
@@ -191,7 +192,7 @@ class NodeProcess:
         try:
             return await links.listen()
         except OSError as error:
-            raise ValueError(
+            raise UnavailableError(
                 f"--data-port {self._config.data_port}: cannot listen there: "
                 f"{error.strerror or error}; choose a free port, or 0 if no other machine reaches "
                 "this one"

@@ -1,7 +1,7 @@
 """`gllm router MODEL`: serve the engines of a fleet over HTTP, as if they were one.
 
 Exit status: 0 after SIGTERM or SIGINT, 2 for an invalid command line or a model that cannot be
-served.
+served, 75 if an address, a name or the model hub is not available now.
 """
 
 import argparse
@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run a router, which serves several engines of one model under one URL, until a signal.
 
     Returns:
-        The exit status: 2 for invalid options or an address in use.
+        The exit status: 2 for invalid options, 75 for an address that is in use or not there.
     """
     values, logs = parse_command_line(make_parser(), argv, "gllm-router")
     # Imported late: --help needs none of it.
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         engine = FleetEngine(config_from_flags(RouterConfig, values), server.served_model_name)
         return uvloop.run(Server(engine, server).run())
     except (ValueError, OSError) as error:
-        return report_error(error, 2, logs)
+        return report_error(error, logs)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from gllm.config.server import ServerConfig, check_api_key
 from gllm.deploy.server_client import ServerClient, ServerError
 from gllm.observability.logs import LogConfig, configure_logging
 from gllm.observability.streams import protect_standard_streams
+from gllm.options.exit_status import find_exit_status
 from gllm.options.flags import FlagParser, FlagType, add_flags, config_from_flags, parse_url
 from gllm.options.version import __version__
 
@@ -132,22 +133,25 @@ def report_failure(command: str, error: Exception) -> int:
 
     Args:
         command: name of the command, such as drain.
-        error: cause; the status is 1 for a ServerError, otherwise 2.
+        error: cause; the status is 1 for a ServerError, otherwise that of `find_exit_status`.
     """
     print(f"gllm {command}: {error}", file=sys.stderr)
-    return 1 if isinstance(error, ServerError) else 2
+    return 1 if isinstance(error, ServerError) else find_exit_status(error)
 
 
-def report_error(error: Exception, status: int, logs: LogConfig) -> int:
-    """Report the error that ends a server, as a log record or on standard error; return `status`.
+def report_error(error: Exception, logs: LogConfig, status: int | None = None) -> int:
+    """Report the error that ends a server, as a log record or on standard error.
 
     Args:
         error: cause of the end.
-        status: exit status.
         logs: log configuration; its format decides between a JSON record and text.
+        status: exit status; None for that of `find_exit_status`.
+
+    Returns:
+        The exit status.
     """
     if logs.format == "json":
         log.critical("%s", error)
     else:
         print(f"gllm: {error}", file=sys.stderr)
-    return status
+    return find_exit_status(error) if status is None else status

@@ -9,6 +9,7 @@ from typing import Protocol
 from gllm.models.errors import ModelError
 from gllm.models.identity import hash_model
 from gllm.models.weight_files import INDEX, SINGLE, missing_weights_reason, names_of_index
+from gllm.options.exit_status import UnavailableError
 
 _SHOWN = 12
 """Characters of a hash that a message shows."""
@@ -30,6 +31,10 @@ FILES = [
 ]
 """Files of a hub repository that are downloaded before the weights. Patterns match whole paths, so
 that copies in subfolders are not downloaded."""
+
+
+class ModelUnreachableError(ModelError, UnavailableError):
+    """The model hub cannot be reached now, and the model is not on this machine."""
 
 
 class HubClient(Protocol):
@@ -109,7 +114,7 @@ def _download(name: str, hub: HubClient | None) -> Path:
             "is no folder, and huggingface.co cannot be reached and it is not in the local "
             f"cache: pass the path of a model folder, or `demo` for the shipped model ({cause})"
         )
-        raise ModelError(f"model {name!r} {reason}") from error
+        raise ModelUnreachableError(f"model {name!r} {reason}") from error
 
 
 def find_local_model(

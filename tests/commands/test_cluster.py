@@ -4,7 +4,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -13,6 +13,7 @@ from gllm.config.cluster import ClusterConfig
 from gllm.deploy.cluster.master import Master
 from gllm.deploy.doctor.finding import Verdict
 from gllm.deploy.doctor.head_probe import check_answer, probe_head
+from gllm.options.exit_status import UNAVAILABLE_STATUS
 from gllm.runtime.messaging.security import create_secret_file
 from tests.commands.test_node_join import SECONDS, get, node_process, read_until
 from tests.deploy.doctor.test_head_probe import make_facts
@@ -39,7 +40,6 @@ def address_of(master: Master) -> tuple[str, int]:
     [
         ([], "needs an API key"),
         (["--api-key", "k", "--hub", "0.0.0.0:29600"], "--node-secret-file"),
-        (["--api-key", "k", "--hub", "nowhere"], "nowhere"),
         (["--api-key", "k", "--node-secret-file", "/no/such/file"], "/no/such/file"),
     ],
 )
@@ -50,13 +50,24 @@ def test_a_master_that_cannot_start_says_why(
     assert cause in capfd.readouterr().err
 
 
-def test_a_busy_port_is_named(tmp_path, capfd: pytest.CaptureFixture[str]) -> None:
+def raise_unknown_name(*_: object, **__: object) -> NoReturn:
+    raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+
+def test_a_busy_port_and_an_unknown_name_are_named(
+    tmp_path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     create_secret_file(tmp_path / "secret")
     with socket.create_server(("127.0.0.1", 0)) as probe:
         hub = f"127.0.0.1:{probe.getsockname()[1]}"
         flags = ["--api-key", "k", "--hub", hub, "--port", "0"]
-        assert main(["cluster", *flags, "--node-secret-file", str(tmp_path / "secret")]) == 2
+        flags += ["--node-secret-file", str(tmp_path / "secret")]
+        assert main(["cluster", *flags]) == UNAVAILABLE_STATUS
     assert hub in capfd.readouterr().err
+    monkeypatch.setattr(socket, "getaddrinfo", raise_unknown_name)
+    flags[flags.index("--hub") + 1] = "nowhere"
+    assert main(["cluster", *flags]) == UNAVAILABLE_STATUS
+    assert "the host name of 'nowhere' is unknown" in capfd.readouterr().err
 
 
 async def test_a_probe_learns_that_it_is_a_master(master: Master) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from gllm import serve
 from gllm.__main__ import main
+from gllm.options.exit_status import UNAVAILABLE_STATUS
 from gllm.recovery.join_check import JoinFacts
 from gllm.runtime.head.node_hub import AgentSession, NodeHub
 from gllm.runtime.messaging.security import create_secret_file
@@ -134,9 +135,9 @@ def test_a_port_in_use_is_named(capsys):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
         head = ["--join", "127.0.0.1:1", "--port"]
-        assert main(["node", *head, port, "--data-port", "0"]) == 2
+        assert main(["node", *head, port, "--data-port", "0"]) == UNAVAILABLE_STATUS
         assert f"--port {port}: cannot listen there" in capsys.readouterr().err
-        assert main(["node", *head, "0", "--data-port", port]) == 2
+        assert main(["node", *head, "0", "--data-port", port]) == UNAVAILABLE_STATUS
         assert f"--data-port {port}: cannot listen there" in capsys.readouterr().err
 
 

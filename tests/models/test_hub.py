@@ -15,6 +15,7 @@ from gllm.models.config import read_config
 from gllm.models.errors import ModelError
 from gllm.models.hub import DEMO, resolve_model
 from gllm.models.weight_files import find_weight_files
+from gllm.options.exit_status import UNAVAILABLE_STATUS, find_exit_status
 from gllm.text.tokenizer import Tokenizer
 from tests.support.engines.pipeline import Pipeline
 from tests.support.models.tiny_models import save
@@ -181,8 +182,10 @@ def test_git_lfs_pointers_are_named(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_failed_download_says_what_to_do(error: Exception, said: str, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=said) as caught:
         resolve_model("org/name", FailingHub(tmp_path, error))
+    is_passing = find_exit_status(caught.value) == UNAVAILABLE_STATUS
+    assert is_passing == ("cannot be reached" in said)
 
 
 def test_configuration_is_read_without_torch() -> None:

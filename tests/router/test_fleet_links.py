@@ -1,6 +1,7 @@
 """Sessions of routers and engines over real sockets: attachment, loss, and who is refused."""
 
 import asyncio
+import socket
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from gllm.config.engine import EngineConfig
 from gllm.engine.attachment.attachment import AttachmentWatch, RouterAttachment
 from gllm.engine.engine import Engine
 from gllm.messages.fleet import AnnounceEngine, DrainEngine, EngineReport, GreetEngine
+from gllm.options.exit_status import UNAVAILABLE_STATUS, find_exit_status
 from gllm.runtime.messaging.connection_pool import FleetLinkConfig
 from gllm.runtime.messaging.security import create_secret_file
 from tests.support.network.ports import free_port
@@ -336,3 +338,25 @@ def test_an_engine_is_ready_without_a_router_only_by_the_flag() -> None:
     assert causes == ["no router has attached the engine", ""]
     hub_only = Engine(EngineConfig("demo"), attachment=AttachmentConfig(hub="0"))
     assert (hub_only.status().num_routers, hub_only.status().unattached_cause) == (None, "")
+
+
+async def test_a_hub_whose_name_is_unknown_is_named(links: Links, tmp_path: Path) -> None:
+    secret = str(tmp_path / "secret")
+    create_secret_file(tmp_path / "secret")
+
+    async def resolve(host: str, port: int) -> list[str]:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    with pytest.raises(OSError, match=r"'unknown\.name' cannot be resolved: Name or") as caught:
+        await links.engine(resolve=resolve, hub="unknown.name:29700", node_secret_file=secret)
+    assert find_exit_status(caught.value) == UNAVAILABLE_STATUS
+
+
+async def test_a_hub_may_have_a_name(links: Links) -> None:
+    async def resolve(host: str, port: int) -> list[str]:
+        assert host == "localhost"
+        return [f"127.0.0.1:{port}"]
+
+    _, attachment = await links.engine(resolve=resolve, hub="localhost:0")
+    router = await links.router(dial=(attachment.hub_address.removeprefix("tcp://"),))
+    await until(lambda: router.attached)

@@ -17,11 +17,10 @@ from gllm.deploy.logged_process import LoggedProcess
 from gllm.deploy.ports import probe_port
 from gllm.deploy.ray.bundles import port_offset, ray_node_name, read_ray_machines
 from gllm.observability.child_process import module_command
+from gllm.options.exit_status import INVALID_STATUS
 
 RESTART_SECONDS = 2.0
 """Time from the end of a process until Ray may start the next one."""
-INVALID_STATUS = 2
-"""Exit status of a process whose command line or model is invalid on its machine."""
 INVALID_RESTART_SECONDS = 30.0
 """The same as RESTART_SECONDS after INVALID_STATUS, because a person has to change something."""
 

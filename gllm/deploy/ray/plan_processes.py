@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from gllm.deploy.logged_process import python_command
-from gllm.deploy.ray.actors import INVALID_STATUS, ChildActor
+from gllm.deploy.ray.actors import ChildActor
 from gllm.deploy.ray.bundles import NODE_SHARE
 from gllm.deploy.ray.ray_cluster import RayCluster
 from gllm.deploy.server_client import ServerClient
 from gllm.options.addresses import format_host_port
+from gllm.options.exit_status import INVALID_STATUS
 from gllm.plan.emit.registry import replace_flags, with_hosts
 from gllm.plan.processes import (
     ROUTER_NAME,

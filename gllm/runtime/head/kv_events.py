@@ -352,5 +352,5 @@ def _bind(socket: "zmq.Socket[bytes] | zmq.asyncio.Socket", field: str, address:
     except zmq.ZMQError as error:
         raise ValueError(
             f"{field} of --kv-events-config: {address} cannot be bound: {error.strerror}"
-        ) from None
+        ) from error
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)

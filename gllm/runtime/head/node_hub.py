@@ -652,7 +652,7 @@ def resolve_hub(config: NodesConfig, text: str | None = None) -> tuple[str, int]
         # ZeroMQ binds numeric addresses only.
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise ValueError(f"the host name of {text!r} is unknown: {error}") from None
+        raise ValueError(f"the host name of {text!r} is unknown: {error}") from error
     return str(found[0][4][0]), port
 
 

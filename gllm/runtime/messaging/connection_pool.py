@@ -22,7 +22,13 @@ from gllm.config.router import RouterConfig
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage
 from gllm.messages.lifecycle import Hello
-from gllm.options.addresses import Resolve, format_host_port, parse_host_port, resolve_host
+from gllm.options.addresses import (
+    Resolve,
+    format_host_port,
+    parse_host_port,
+    parse_ip_address,
+    resolve_host,
+)
 from gllm.recovery.backoff import REFUSED_SECONDS, Backoff
 from gllm.routing.disaggregation.policy import DecodeChoice
 from gllm.runtime.messaging.bus import UNREACHABLE, Hub, Spoke
@@ -456,8 +462,8 @@ class ConnectionPool:
             hub = Hub(self._context, RUN, self._decode, authenticator, self._config.max_guests)
             self._hub = hub
             try:
-                self.hub_address = hub.bind(self._bind_address)
-            except zmq.ZMQError as error:
+                self.hub_address = hub.bind(await self._resolve_hub())
+            except (zmq.ZMQError, OSError) as error:
                 await self.stop()
                 text = f"the hub cannot listen on {self._bind_address}: {error.strerror}"
                 raise OSError(error.errno, text) from error
@@ -466,6 +472,23 @@ class ConnectionPool:
         for index, discovery in enumerate(self._discoveries):
             watch = discovery.watch(partial(self._on_found, index))
             self._tasks.append(asyncio.create_task(watch))
+
+    async def _resolve_hub(self) -> str:
+        """Return the hub's address with a numeric host, because ZeroMQ binds no other.
+
+        Raises:
+            OSError: the host name cannot be resolved; the text names it.
+        """
+        host, _, port = self._bind_address.removeprefix("tcp://").rpartition(":")
+        if host == "*" or parse_ip_address(host.strip("[]")) is not None:
+            return self._bind_address
+        try:
+            # Any port does for the look-up; 0 is bound to a free one.
+            found = await self._resolve(host, int(port) or 1)
+        except OSError as error:
+            cause = f"the host name {host!r} cannot be resolved: {error.strerror or error}"
+            raise OSError(error.errno, cause) from error
+        return f"tcp://{found[0].rpartition(':')[0]}:{port}"
 
     async def stop(self) -> None:
         """End all sessions, without calls of the handler."""

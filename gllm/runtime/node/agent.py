@@ -18,6 +18,7 @@ from gllm.messages import nodes
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage
 from gllm.options.addresses import Resolve, resolve_host
+from gllm.options.exit_status import UNAVAILABLE_STATUS
 from gllm.recovery.clock_offset import ClockOffset
 from gllm.recovery.departure import Departure
 from gllm.runtime.head.link_process import LinkProcess
@@ -148,7 +149,8 @@ class Agent:
         """Serve until the membership ends; return the exit status of the process.
 
         0 after `leave`, or when the head ends the engine; 1 if the engine failed, or no head was
-        there for too long; 2 if this machine cannot be a member, such as without the model.
+        there for too long; 2 if this machine cannot be a member, such as without the model; 75 if
+        its data port is in use.
         """
         self._finished = asyncio.get_running_loop().create_future()
         # One I/O thread, so that events of connections arrive in order.
@@ -191,7 +193,7 @@ class Agent:
         try:
             port = await self._links.listen()
         except OSError as error:
-            self._finish(2, str(error))
+            self._finish(UNAVAILABLE_STATUS, str(error))
             return
         if not self._facts.data_port:
             self._facts = msgspec.structs.replace(self._facts, data_port=port)

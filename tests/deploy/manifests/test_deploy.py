@@ -15,6 +15,7 @@ from gllm.commands.router import make_parser as build_router_parser
 from gllm.config.server import ServerConfig
 from gllm.frontend.metrics import Metrics
 from gllm.frontend.routes.registry import ENDPOINTS
+from gllm.options.exit_status import INVALID_STATUS, UNAVAILABLE_STATUS
 from gllm.runtime.head.node import STOP_SECONDS
 from gllm.runtime.messaging.security import SecretFile, create_secret_file
 from gllm.serve import make_parser
@@ -145,6 +146,13 @@ def test_systemd_leaves_the_stages_to_the_frontend_and_waits_long_enough() -> No
     unit.read(DEPLOY / "gllm.service")
     service = unit["Service"]
     assert service["KillMode"] == "mixed"
+    # What passes is tried again, for ever and not in a loop.
+    assert service["Restart"] == "on-failure"
+    prevented = {int(status) for status in service["RestartPreventExitStatus"].split()}
+    assert prevented == {INVALID_STATUS}
+    assert UNAVAILABLE_STATUS not in prevented
+    assert unit["Unit"]["StartLimitIntervalSec"] == "0"
+    assert float(service["RestartSec"]) >= 1
     assert float(service["TimeoutStopSec"]) > time_to_stop(shlex.split(service["ExecStart"]))
 
 
