@@ -25,7 +25,7 @@ from gllm.frontend.listening import raise_open_files_limit
 from gllm.frontend.node_app import start_node_server
 from gllm.models.hub import find_local_model
 from gllm.observability.stop_signals import StopAction, StopSignals
-from gllm.options.addresses import format_host_port
+from gllm.options.addresses import format_host_port, undialable_reason
 from gllm.options.exit_status import UnavailableError
 from gllm.runtime.head.link_process import BYTES_PER_MBIT, LinkProcess
 from gllm.runtime.head.node import LocalNode
@@ -77,6 +77,8 @@ class NodeProcess:
         self._config = config
         self._place = place
         host, port = parse_head_address(head)
+        if reason := undialable_reason(host):
+            raise ValueError(f"the head's address: {reason}")
         self._head = host, port
         secret = config.node_secret_file
         check_dialed_address(f"tcp://{format_host_port(host, port)}", secret is not None)

@@ -11,7 +11,7 @@ from typing import Any
 from gllm.config.kv_backends import AUTO, check_backend_name
 from gllm.config.kv_events import KvEventsConfig, parse_kv_events
 from gllm.config.link_encodings import LINK_ENCODINGS, PLAIN
-from gllm.options.addresses import is_wildcard, parse_host_port
+from gllm.options.addresses import parse_host_port, undialable_reason
 from gllm.options.degrees import as_degrees, expand_degrees
 from gllm.options.field_types import FieldError, convert_fields
 from gllm.options.flags import (
@@ -278,13 +278,11 @@ class EngineConfig:
         if self.kv_transfer is None:
             raise FieldError(name, f"{name} needs kv_transfer: set it, or leave {name} out")
         try:
-            host, _ = parse_host_port(self.kv_transfer_address)
+            parse_host_port(self.kv_transfer_address)
         except ValueError as error:
             raise FieldError(name, f"{name}: {error}") from None
-        if is_wildcard(host):
-            raise FieldError(
-                name, f"{name}: other machines cannot dial {host}: give the address that they reach"
-            )
+        if reason := undialable_reason(self.kv_transfer_address):
+            raise FieldError(name, f"{name}: {reason}")
 
     @property
     def stage_degrees(self) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gllm.config.engine import DEVICES, EngineConfig
-from gllm.config.nodes import NodesConfig
+from gllm.config.nodes import NodesConfig, check_advertised
 from gllm.config.server import ServerConfig
 from gllm.options.field_types import convert_fields
 from gllm.options.options import option
@@ -94,6 +94,7 @@ class JoinConfig:
     def __post_init__(self) -> None:
         """Convert and check the fields. Raises ValueError that names the field and the fix."""
         convert_fields(self)
+        check_advertised(self.advertise)
         ports = self.service_ports
         if len(ports) != 2 or ports[0] > ports[1]:
             raise ValueError(

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from gllm.config.link_encodings import LINK_ENCODINGS, PLAIN
-from gllm.options.field_types import convert_fields
+from gllm.options.addresses import undialable_reason
+from gllm.options.field_types import FieldError, convert_fields
 from gllm.options.flags import parse_counts
 from gllm.options.options import INT32_MAX, MAX_TIMEOUT_SECONDS, option
 from gllm.pacing.policy_registry import DEFAULT_LINK_POLICY, LINK_POLICIES
@@ -141,8 +142,19 @@ class NodesConfig:
     def __post_init__(self) -> None:
         """Convert and check the fields. Raises ValueError that names the field and the fix."""
         convert_fields(self)
+        if reason := undialable_reason(self.master_addr or ""):
+            raise FieldError(
+                "master_addr", f"master_addr: {reason}; to listen on all of them, set node_listen"
+            )
+        check_advertised(self.advertise)
 
     @property
     def is_used(self) -> bool:
         """True if the engine has other machines, or may get them."""
         return self.nnodes > 1 or self.master_addr is not None
+
+
+def check_advertised(advertise: str | None) -> None:
+    """Raise FieldError if other machines cannot dial the address of a data port."""
+    if reason := undialable_reason(advertise or ""):
+        raise FieldError("advertise", f"advertise: {reason}")

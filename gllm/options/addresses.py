@@ -22,6 +22,21 @@ def is_wildcard(name: str) -> bool:
     return address is not None and address.is_unspecified
 
 
+def undialable_reason(text: str) -> str:
+    """Return the reason for which other machines cannot dial an address; empty if they may.
+
+    Args:
+        text: HOST, or HOST:PORT; its form is checked elsewhere.
+    """
+    try:
+        host, _ = parse_host_port(text)
+    except ValueError:
+        host = text.removeprefix("[").removesuffix("]")
+    if not is_wildcard(host):
+        return ""
+    return f"other machines cannot dial {host}: give the address that they reach"
+
+
 def is_loopback(name: str) -> bool:
     """Return True for localhost and loopback IP addresses, which only this machine can reach."""
     address = parse_ip_address(name)

@@ -301,7 +301,9 @@ class ClusterHead:
         port = await self._links.listen() if listen else 0
         if is_wildcard(host) and config.master_addr is not None:
             host, _ = resolve_hub(config, config.master_addr)
-        address = config.advertise or (format_host_port(host, port) if port else "")
+        # The others cannot dial a wildcard, so that this machine has to dial them.
+        is_dialable = port != 0 and not is_wildcard(host)
+        address = config.advertise or (format_host_port(host, port) if is_dialable else "")
         certificate = b"" if self._certificate is None else self._certificate.certificate
         self._peer = LinkPeer(self.name, address, certificate)
         self._facts = read_facts(

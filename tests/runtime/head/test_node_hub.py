@@ -306,7 +306,7 @@ async def check_new_secret(secured: HubUnderTest, path: Path) -> None:
 
 async def test_off_loopback_a_secret_is_required() -> None:
     with pytest.raises(ValueError, match="node secret"):
-        NodeHub(NodesConfig(nnodes=2, master_addr="0.0.0.0:29600"), None, 1, HEAD_FACTS)
+        NodeHub(NodesConfig(nnodes=2, node_listen="0.0.0.0:29600"), None, 1, HEAD_FACTS)
     with pytest.raises(ValueError, match="--master-addr"):
         NodeHub(NodesConfig(nnodes=2), None, 1, HEAD_FACTS)
     config = NodesConfig(nnodes=2, master_addr="203.0.113.7:29600", node_listen="127.0.0.1:29600")
