@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import msgspec
 
@@ -130,6 +131,31 @@ def extend_layers(
         The stages; None if there are too few layers, or they do not fit.
     """
     return _cut([*shape.nodes, *nodes], [*shape.degrees, *degrees], costs, memory)
+
+
+def fit_layers(
+    shape: NodeShape, layer_counts: Sequence[int], memory: NodeMemory
+) -> NodeShape | None:
+    """Return a shape with other numbers of layers per stage.
+
+    Args:
+        shape: the stages.
+        layer_counts: number of layers of each stage.
+        memory: limits of the nodes and of each stage.
+
+    Returns:
+        The stages; None if their number differs, or the layers do not fit into the memory.
+    """
+    ends = list(accumulate(layer_counts))
+    if len(ends) != len(shape.nodes):
+        return None
+    layers = [range(end - count, end) for end, count in zip(ends, layer_counts, strict=True)]
+    limits = memory.stage_limits or [math.inf] * len(layers)
+    sizes = [memory.needs.cost_of(part.start, part.stop) for part in layers]
+    is_small = all(size <= limit for size, limit in zip(sizes, limits, strict=True))
+    if not is_small or not _fits(layers, shape.nodes, memory):
+        return None
+    return NodeShape([(part.start, part.stop) for part in layers], shape.degrees, shape.nodes)
 
 
 def _cut(

@@ -7,7 +7,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gllm.recovery.node_layout import NodeMemory, NodeShape, distribute_stages, repartition_layers
+from gllm.recovery.node_layout import (
+    NodeMemory,
+    NodeShape,
+    distribute_stages,
+    fit_layers,
+    repartition_layers,
+)
 from gllm.recovery.partition import StageCosts, slowest_cost
 from tests.support.examples import num_examples
 
@@ -114,6 +120,25 @@ def test_own_memory_of_the_stages_limits_the_layers() -> None:
     assert shape is not None
     assert shape.layers == [(0, 2), (2, 9), (9, 12)]
     assert repartition(["local", "c"], {}, stage_limits=[2.0, 2.0, 99.0, 3.0]) is None
+
+
+@pytest.mark.parametrize(
+    ("counts", "limits", "stage_limits", "fits"),
+    [
+        ([3, 9], {}, [], True),
+        ([3, 9], {"b": 9.0}, [3.0, 9.0], True),
+        ([3, 9], {"b": 8.0}, [], False),
+        ([3, 9], {}, [2.0, math.inf], False),
+        ([3, 4, 5], {}, [], False),
+    ],
+)
+def test_given_numbers_of_layers_fit_or_not(
+    counts: list[int], limits: dict[str, float], stage_limits: list[float], fits: bool
+) -> None:
+    shape = NodeShape([(0, 6), (6, 12)], [1, 2], ["local", "b"])
+    memory = NodeMemory(StageCosts((1.0,) * 12), limits, stage_limits)
+    expected = NodeShape([(0, 3), (3, 12)], [1, 2], ["local", "b"])
+    assert fit_layers(shape, counts, memory) == (expected if fits else None)
 
 
 def test_without_the_first_stage_nothing_is_left() -> None:

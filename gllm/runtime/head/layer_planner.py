@@ -20,6 +20,7 @@ from gllm.recovery.node_layout import (
     NodeMemory,
     NodeShape,
     extend_layers,
+    fit_layers,
     match_stages,
     repartition_layers,
 )
@@ -191,6 +192,8 @@ class LayerPlanner:
         )
         has_moved = (shape.nodes, shape.degrees) != (self._nodes, self._degrees)
         self._layers = [range(begin, end) for begin, end in shape.layers]
+        if has_moved and (reason := self._unkept_reason()):
+            log.warning("%s", reason)
         if not has_moved:
             return
         if len(shape.nodes) != len(self._nodes):
@@ -202,6 +205,16 @@ class LayerPlanner:
         # Other machines have another memory, which is known once they have loaded their layers.
         self._memory = None
         self._rebalancer = Rebalancer(self._costs, None, self._limits)
+
+    def _unkept_reason(self) -> str:
+        """Return the reason for which the layers are not those of --layers; empty if they are."""
+        configured = self._config.layer_counts
+        if configured is None or [len(part) for part in self._layers] == list(configured):
+            return ""
+        flag = f"--layers {','.join(map(str, configured))} is not kept"
+        if len(configured) != len(self._layers):
+            return f"{flag}: it is for {len(configured)} stages, and there are {len(self._layers)}"
+        return f"{flag}: its layers do not fit into the memory of the machines"
 
     def set_nodes(self, nodes: Sequence[str], machines: Mapping[str, Machine]) -> None:
         """Set the name of the node of each stage, and the machines, before the start."""
@@ -260,6 +273,9 @@ class LayerPlanner:
         memory.stage_limits.extend([math.inf] * len(nodes))
         costs = [*self._costs, *[self._costs[0]] * len(nodes)]
         extended = extend_layers(shape, nodes, degrees, costs, memory)
+        configured = self._config.layer_counts
+        if extended is not None and configured is not None:
+            extended = fit_layers(extended, configured, memory) or extended
         if extended is None or not should_gain:
             return extended
         before, after = (

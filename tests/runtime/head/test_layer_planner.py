@@ -275,6 +275,42 @@ def test_a_machine_that_joins_gets_layers_if_its_memory_suffices(
     assert plan(3).extend(SHAPE, ["d"], [1], should_gain) is None, "nothing is known yet"
 
 
+@pytest.mark.parametrize(
+    ("memory_bytes", "layers", "reason"),
+    [
+        (10**6, [(0, 2), (2, 7), (7, 12)], ""),
+        # Two layers of 316 bytes fit.
+        (800, [(0, 5), (5, 10), (10, 12)], "do not fit into the memory"),
+    ],
+)
+def test_configured_layers_are_kept_where_they_fit(
+    memory_bytes: int,
+    layers: list[tuple[int, int]],
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A machine is lost for long, and returns."""
+    planner = plan(3, block_size=16, layers=(2, 5, 5))
+    planner.set_nodes(SHAPE.nodes, {})
+    loaded = [StageLoaded(stage, 1200, 16, host_available_bytes=10**6) for stage in range(3)]
+    planner.begin_epoch(loaded)
+    left = planner.repartition(SHAPE, ["local", "b"])
+    assert left is not None
+    planner.change_shape(left)
+    assert "--layers 2,5,5 is not kept: it is for 3 stages, and there are 2" in caplog.text
+    caplog.clear()
+    planner.begin_epoch(
+        [StageLoaded(stage, 1800, 24, host_available_bytes=10**6) for stage in range(2)]
+    )
+    planner.add_machine("c", machine(memory_bytes=memory_bytes))
+    shape = planner.extend(left, ["c"], [1], False)
+    assert shape is not None
+    assert shape.layers == layers
+    planner.change_shape(shape)
+    assert reason in caplog.text
+    assert bool(reason) == bool(caplog.text)
+
+
 def test_before_the_first_epoch_nobody_knows_what_fits() -> None:
     planner = plan(3)
     planner.set_nodes(SHAPE.nodes, {})
