@@ -14,7 +14,7 @@ import msgspec
 import setproctitle
 
 from gllm.deploy.ray.agents import LaunchEvent, LaunchSpec, RayAgents
-from gllm.deploy.ray.ray_cluster import POLL_SECONDS, LaunchError
+from gllm.deploy.ray.ray_cluster import POLL_SECONDS, LaunchError, RayUnavailableError
 from gllm.observability.child_start import leave_signals_to_parent
 from gllm.observability.logs import LogConfig, configure_logging
 
@@ -51,7 +51,9 @@ def main() -> int:
         finally:
             agents.close()
     except LaunchError as error:
-        _write(events, LaunchEvent(error=str(error)))
+        _write(
+            events, LaunchEvent(error=str(error), may_pass=isinstance(error, RayUnavailableError))
+        )
         return 1
     return 0
 

@@ -21,6 +21,7 @@ from gllm.deploy.ray.ray_cluster import (
     POLL_SECONDS,
     LaunchError,
     RayCluster,
+    RayUnavailableError,
     import_ray,
 )
 from gllm.options.addresses import format_host_port
@@ -74,6 +75,8 @@ class LaunchEvent(msgspec.Struct, frozen=True):
     """GPUs of this machine that Ray has reserved for the head's workers."""
     error: str = ""
     """The launcher has ended for this reason; empty if Ray has found the machines."""
+    may_pass: bool = False
+    """True if another start may succeed without a change, because Ray or machines may come."""
 
 
 class RayAgents:
@@ -180,7 +183,7 @@ class RayAgents:
             if self._is_ended.is_set():
                 raise LaunchError("the head has ended while Ray was looking for machines")
             if timeout is not None and time.monotonic() - begin > timeout:
-                raise LaunchError(f"{text}; gave up after --join-timeout {timeout:g} s")
+                raise RayUnavailableError(f"{text}; gave up after --join-timeout {timeout:g} s")
 
     def _start_agent(self, bundle: dict[str, float], place: tuple[Any, int] | str) -> Any:
         """Start the agent of a machine: one of the placement group, or a spare by its id."""

@@ -24,6 +24,7 @@ from gllm.observability.child_process import ChildProcess, module_command
 from gllm.observability.logs import DEFAULT_LOG_CONFIG, LogConfig
 from gllm.options.addresses import format_host_port
 from gllm.options.degrees import expand_degrees
+from gllm.options.exit_status import UnavailableError
 from gllm.plan.processes import render_flags
 from gllm.recovery.backoff import Backoff
 
@@ -90,7 +91,7 @@ class RayLauncher:
 
         Raises:
             ValueError: Ray is not installed or not running, or has no such machines; the message
-                has the fix.
+                has the fix. An UnavailableError if that may pass.
         """
         try:
             event = self._start()
@@ -99,7 +100,7 @@ class RayLauncher:
             raise
         if event.error:
             self.close()
-            raise ValueError(event.error)
+            raise (UnavailableError if event.may_pass else ValueError)(event.error)
         if event.gpu_ids:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(event.gpu_ids)
         self._spec = msgspec.structs.replace(

@@ -18,6 +18,10 @@ class LaunchError(RuntimeError):
     """Raised if Ray is not available or lacks resources; the message has the fix."""
 
 
+class RayUnavailableError(LaunchError):
+    """Raised if Ray does not run yet, or has too few machines now."""
+
+
 def import_ray(flag: str = "--distributed-executor-backend ray") -> Any:
     """Import and return the module ray.
 
@@ -70,7 +74,7 @@ class RayCluster:
                 address=address or "auto", log_to_driver=shows_logs, configure_logging=False
             )
         except (ConnectionError, RuntimeError, ValueError) as error:
-            raise LaunchError(
+            raise RayUnavailableError(
                 f"Ray cannot be reached: {error}; start it on this machine with `ray start "
                 "--head`, or `ray start --address HOST:6379` to join a cluster, or pass "
                 "--ray-address"

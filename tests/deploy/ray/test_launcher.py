@@ -8,13 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from gllm.commands.node import make_parser
 from gllm.config.engine import EngineConfig
 from gllm.config.nodes import NodesConfig
+from gllm.deploy.ray.agents import LaunchEvent
 from gllm.deploy.ray.launcher import RayLauncher, make_launch_spec
 from gllm.observability.logs import LogConfig
+from gllm.options.exit_status import INVALID_STATUS, UNAVAILABLE_STATUS, find_exit_status
 from tests.support.sources import ROOT
 
 FAKE = ROOT / "tests" / "support" / "nodes" / "fake_launcher.py"
@@ -90,6 +93,16 @@ def test_an_error_of_ray_ends_the_start_with_its_fix(tmp_path: Path) -> None:
     launcher = start(tmp_path, lives=0)
     with pytest.raises(ValueError, match="no machines"):
         launcher.place()
+
+
+@pytest.mark.parametrize("may_pass", [False, True])
+def test_an_error_that_may_pass_is_worth_a_restart(may_pass: bool) -> None:
+    event = msgspec.json.encode(LaunchEvent(error="Ray cannot be reached", may_pass=may_pass))
+    command = [sys.executable, "-c", f"input(); print({event.decode()!r})"]
+    launcher = RayLauncher(EngineConfig("demo"), NodesConfig(), None, LogConfig(), command)
+    with pytest.raises(ValueError, match="cannot be reached") as caught:
+        launcher.place()
+    assert find_exit_status(caught.value) == (UNAVAILABLE_STATUS if may_pass else INVALID_STATUS)
 
 
 def test_a_launcher_that_ends_without_a_word_is_an_error() -> None:

@@ -89,6 +89,7 @@ def test_it_reports_the_machines_and_returns_them_when_its_input_ends(
     processes.append(process)
     assert json.loads(process.stdout.readline()) == {
         "num_nodes": 2, "host": "127.0.0.11", "gpu_ids": [], "error": "",
+        "may_pass": False,
     }  # fmt: skip
     output, errors = process.communicate(timeout=90)
     assert process.returncode == 0
@@ -112,7 +113,9 @@ def test_an_error_is_an_event(folder: Path, processes: list[Any]) -> None:
     process = start(folder, spec(host="10.0.0.1"))
     processes.append(process)
     output, _ = process.communicate(timeout=90)
-    assert "needs a node secret" in json.loads(output)["error"]
+    event = json.loads(output)
+    assert "needs a node secret" in event["error"]
+    assert not event["may_pass"]
     assert process.returncode == 1
     # A launcher that fails reserves nothing.
     assert (folder / "ray" / "__init__.py.ended").read_text() == "0"
