@@ -49,6 +49,8 @@ class RequestClient(ABC):
         """Wire ids are never used again, not even for another scheduler."""
         self._streams: dict[RequestStream, None] = {}
         """Running requests in order of arrival."""
+        self._streams_by_id: dict[str, dict[RequestStream, None]] = {}
+        """The same by request id, which several may have."""
         self._pending: list[RequestStream] = []
         """Streams with new output whose listeners have not been notified."""
         self.num_requests = 0
@@ -119,6 +121,7 @@ class RequestClient(ABC):
             with suppress(TypeError, OverflowError):
                 entry.prompt = array("i", entry.prompt)
         self._streams[stream] = None
+        self._streams_by_id.setdefault(request_id, {})[stream] = None
         self.num_requests += 1
         if self.on_submitted is not None:
             self.on_submitted(entry)
@@ -135,11 +138,8 @@ class RequestClient(ABC):
         tells a router to continue those of its clients elsewhere.
         """
         kind: ErrorKind = "unavailable" if request_id is None else ""
-        streams = [
-            stream
-            for stream in self._streams
-            if request_id is None or stream.request_id == request_id
-        ]
+        found = self._streams if request_id is None else self._streams_by_id.get(request_id, {})
+        streams = list(found)
         self.abort_streams(streams, kind)
         return len(streams)
 
@@ -222,11 +222,19 @@ class RequestClient(ABC):
             del stream.submitted_to[seq]
         entry.alive.difference_update(choices)
         if not entry.alive:
-            self._streams.pop(stream, None)
+            self._forget(stream)
             self._on_removed(stream)
             if self.on_ended is not None:
                 self.on_ended(entry)
         return seqs
+
+    def _forget(self, stream: RequestStream) -> None:
+        """Remove a request from the running ones, unless it has been."""
+        self._streams.pop(stream, None)
+        same_id = self._streams_by_id.get(stream.request_id, {})
+        same_id.pop(stream, None)
+        if not same_id:
+            self._streams_by_id.pop(stream.request_id, None)
 
     def _end(
         self,

@@ -11,6 +11,7 @@ from gllm.plan.emit.registry import EmitOptions, emit_manifests
 from gllm.plan.serving_plan import EnginePlan, NodePlan, RouterPlan, ServingPlan, StagePlan
 from tests.support.servers.server import wait_until
 from tests.support.servers.slurm import Slurm, running_slurm
+from tests.support.sources import ROOT
 
 NODES = ("x", "y", "z")
 PLAN = ServingPlan(
@@ -26,7 +27,7 @@ GLLM = """#!{python}
 # Stands for `gllm up`: notes its signals, and finishes its requests within a second of the first.
 import os, signal, sys, time
 
-node = sys.argv[sys.argv.index("--node") + 1]
+node = os.environ["SLURMD_NODENAME"]
 ends_at = None
 
 
@@ -63,12 +64,12 @@ def lines_of(notes: Path) -> list[str]:
     return notes.read_text().splitlines() if notes.exists() else []
 
 
-def wait_for_start(slurm: Slurm, job: str, notes: Path) -> None:
+def wait_for_start(slurm: Slurm, job: str, notes: Path, num_nodes: int = len(NODES)) -> None:
     """Wait until all nodes run."""
 
     def runs() -> bool:
         assert slurm.state(job) in ("PENDING", "RUNNING"), (slurm.folder / "job.out").read_text()
-        return len(lines_of(notes)) == len(NODES)
+        return len(lines_of(notes)) == num_nodes
 
     wait_until(runs)
 
@@ -93,6 +94,23 @@ def test_the_signal_of_a_batch_script_drains_the_router_first(tmp_path: Path) ->
         wait_for_start(slurm, job, notes)
         slurm.run("scancel", "--batch", "--signal=TERM", job)
         wait_for_end(slurm, job, notes)
+
+
+@pytest.mark.full
+def test_the_signal_of_an_engine_reaches_all_machines(tmp_path: Path) -> None:
+    """Of deploy/slurm.sbatch; the agents stay until their head has drained."""
+    notes = prepare(tmp_path, PLAN)[1]
+    script = tmp_path / "slurm.sbatch"
+    text = (ROOT / "deploy" / "slurm.sbatch").read_text()
+    script.write_text(text.replace("--cpus-per-task=16", "--cpus-per-task=1"))
+    path = f"{tmp_path}/bin:{os.environ['PATH']}"
+    with running_slurm(tmp_path / "slurm", NODES[:2], NOTES=str(notes), PATH=path) as slurm:
+        job = slurm.submit(script)
+        wait_for_start(slurm, job, notes, 2)
+        slurm.run("scancel", "--signal=TERM", job)
+        wait_until(lambda: slurm.state(job) not in ("RUNNING", "COMPLETING"))
+        assert slurm.state(job) == "COMPLETED"
+    assert sorted(lines_of(notes)[-2:]) == ["x has drained", "y has drained"]
 
 
 @pytest.mark.long

@@ -201,3 +201,26 @@ async def test_steps_are_counted_by_their_size():
     for tokens in (1, 3, 4, 5, 0):
         client.on_report(EngineOutputs(StepOutput([], [], [], [], tokens), SchedulerStats()))
     assert client.step_sizes == {1: 1, 4: 2, 8: 1}
+
+
+class CountedId(str):
+    """Request id that counts its comparisons."""
+
+    num_comparisons = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        CountedId.num_comparisons += 1
+        return super().__eq__(other)
+
+
+async def test_requests_are_aborted_by_id_in_linear_time():
+    client, sent = connected()
+    num_requests = 300
+    for number in range(num_requests):
+        client.submit([5], SequenceSamplingParams(), 8, [], request_id=CountedId(number))
+    assert [client.abort_request(CountedId(n)) for n in range(num_requests)] == [1] * num_requests
+    aborted = [message for message in sent if isinstance(message, AbortSequences)]
+    assert [message.seqs for message in aborted] == [[seq] for seq in range(num_requests)]
+    assert CountedId.num_comparisons < 10 * num_requests
+    assert client.abort_request(CountedId(0)) == 0
