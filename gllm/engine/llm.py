@@ -4,11 +4,12 @@ Runs the engine's event loop on a thread of its own and shows a progress bar.
 """
 
 import asyncio
-import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 from tqdm import tqdm
 
@@ -19,6 +20,7 @@ from gllm.config.output_parsers import OutputParserConfig
 from gllm.config.sampling import SamplingParams
 from gllm.engine.chat import prepare_chat
 from gllm.engine.engine import Engine, EngineError
+from gllm.engine.engine_thread import EngineThread
 from gllm.engine.request_checks import check_options, check_request, truncate_prompt
 from gllm.messages.sampling import TokenLogprobs
 from gllm.options.field_types import to_str, to_token_ids
@@ -28,7 +30,6 @@ from gllm.text.chat.tools import parse_tools
 from gllm.text.output.events import ToolCall
 from gllm.text.output.parser import OutputFormat
 
-T = TypeVar("T")
 Launcher = Callable[[EngineConfig, NodesConfig, str | None], AbstractContextManager[NodesConfig]]
 """Starts the other machines of an engine and returns them once entered; ends them on exit. Its
 arguments: the engine, the options about machines, the path of the secret file."""
@@ -123,28 +124,28 @@ class LLM:
     ) -> None:
         self._progress = progress
         self._parsers = OutputParserConfig(tool_call_parser, reasoning_parser)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="gllm", daemon=True)
-        self._thread.start()
-        self._machines = ExitStack()
-        """Machines that a launcher has started."""
+        self._thread = thread = EngineThread()
+        # It must not wait: garbage is collected on any thread, which may hold any lock.
+        weakref.finalize(self, thread.end).atexit = False
+        nodes, secret_file = _pop_nodes(options, launcher is not None)
+        config = EngineConfig.from_options(model, **options)
         try:
-            nodes, secret_file = _pop_nodes(options, launcher is not None)
-            config = EngineConfig.from_options(model, **options)
             if launcher is not None:
-                nodes = self._machines.enter_context(launcher(config, nodes, secret_file))
+                nodes = thread.machines.enter_context(launcher(config, nodes, secret_file))
+            thread.start()
             attachment = AttachmentConfig(node_secret_file=secret_file)
-            self._engine = self._wait(
-                _start(create_engine, config, progress=progress, attachment=attachment, nodes=nodes)
-            )
+            start = partial(thread.start_engine, create_engine, config)
+            thread.run(partial(start, progress=progress, attachment=attachment, nodes=nodes))
         except BaseException:
-            self._end_loop()
+            self.close()
             raise
 
     @property
     def engine(self) -> Engine:
         """The underlying engine."""
-        return self._engine
+        engine = self._thread.engine
+        assert engine is not None, "an LLM has an engine"
+        return engine
 
     def __enter__(self) -> "LLM":
         return self
@@ -171,7 +172,8 @@ class LLM:
             EngineError: A request failed.
         """
         prompt_list: Sequence[str | list[int]] = [prompts] if isinstance(prompts, str) else prompts
-        return self._wait(self._generate_all(prompt_list, self._params(sampling_params)))
+        params = self._params(sampling_params)
+        return self._thread.run(partial(self._generate_all, prompt_list, params))
 
     def chat(
         self,
@@ -220,37 +222,30 @@ class LLM:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        engine = self._engine
+        engine = self.engine
         chat = prepare_chat(request, params, engine.model, engine.tokenizer, self._parsers)
-        (output,) = self._wait(self._generate_all([chat.token_ids], chat.params))
+        (output,) = self._thread.run(partial(self._generate_all, [chat.token_ids], chat.params))
         choices = [_parse_choice(choice, chat.output_format) for choice in output.outputs]
         return ChatOutput(chat.token_ids, choices, output.prompt_logprobs)
 
     def close(self) -> None:
-        """Stop the workers."""
-        if self._thread.is_alive():
-            self._wait(self._engine.stop())
-            self._end_loop()
+        """Stop the workers; calls of other threads get the output so far, with an error.
+
+        Later calls have no effect. If the wait is interrupted, the workers end nevertheless.
+        """
+        self._thread.end()
+        self._thread.join()
 
     def _params(self, params: SamplingParams | None) -> SamplingParams:
         """Return the given parameters, or else the model's own sampling defaults."""
-        return SamplingParams(**self._engine.model.defaults) if params is None else params
-
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-    def _end_loop(self) -> None:
-        self._machines.close()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        return SamplingParams(**self.engine.model.defaults) if params is None else params
 
     async def _generate_all(
         self, prompts: Sequence[str | list[int]], params: SamplingParams
     ) -> list[RequestOutput]:
         check_options(params, 0, "", "")
         ids = [self._token_ids(f"prompts[{index}]", p) for index, p in enumerate(prompts)]
-        model = self._engine.model
+        model = self.engine.model
         ids = [truncate_prompt(prompt, params, model) for prompt in ids]
         for prompt in ids:
             check_request(prompt, params, model)
@@ -264,7 +259,7 @@ class LLM:
     def _token_ids(self, name: str, prompt: object) -> list[int]:
         """Return a prompt's token ids. Raises FieldError."""
         if isinstance(prompt, str):
-            return self._engine.tokenizer.encode(to_str(name, prompt))
+            return self.engine.tokenizer.encode(to_str(name, prompt))
         return to_token_ids(name, prompt)
 
     async def _run(
@@ -272,7 +267,7 @@ class LLM:
     ) -> tuple[list[CompletionOutput], list[TokenLogprobs]]:
         outputs = [CompletionOutput() for _ in range(params.n)]
         prompt_logprobs: list[TokenLogprobs] = []
-        async for delta in self._engine.generate(prompt, params):
+        async for delta in self.engine.generate(prompt, params):
             if delta.finish_reason == "error":
                 raise EngineError(delta.error)
             output = outputs[delta.index]
@@ -300,13 +295,6 @@ def _parse_choice(choice: CompletionOutput, output_format: OutputFormat) -> Chat
         reasoning=message.reasoning,
         tool_calls=list(message.tool_calls.values()),
     )
-
-
-async def _start(create_engine: Callable[..., Engine], *args: Any, **options: Any) -> Engine:
-    """Create an engine on the running event loop and start it."""
-    engine = create_engine(*args, **options)
-    await engine.start()
-    return engine
 
 
 def _pop_nodes(

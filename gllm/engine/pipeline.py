@@ -1,6 +1,8 @@
 """Backend of an engine whose requests run on one pipeline of worker processes of its own."""
 
+import asyncio
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from gllm.runtime.head.cluster_head import ClusterHead
 from gllm.runtime.head.kv_events import KvEventPublisher
 from gllm.runtime.head.layer_planner import LayerPlanner
 from gllm.runtime.head.node import LocalNode, Node
-from gllm.runtime.head.supervisor import Supervisor
+from gllm.runtime.head.supervisor import STOPPED, Supervisor
 from gllm.runtime.node.machine import MachineMonitor, read_facts
 
 RECOVERY_RETRY_SECONDS = 5
@@ -194,14 +196,15 @@ class PipelineBackend:
             if self._cluster is not None:
                 names = await self._cluster.form()
                 self.supervisor.set_nodes(names, self._cluster.machines)
-            node = self._node or LocalNode(self.num_local_workers)
-            await self.supervisor.start(self._folder, node, self._logs, self._cluster)
+            self._node = self._node or LocalNode(self.num_local_workers)
+            await self.supervisor.start(self._folder, self._node, self._logs, self._cluster)
             if self.attachment is not None:
                 await self.attachment.start()
-        except BaseException:
-            await self._stop_publisher()
-            if self._cluster is not None:
-                await self._cluster.stop("the engine could not start", is_failure=True)
+        except BaseException as error:
+            is_cancelled = isinstance(error, asyncio.CancelledError)
+            cause = STOPPED if is_cancelled else f"the engine could not start: {error}"
+            self.supervisor.die(cause)
+            await self.stop()
             raise
         finally:
             if self._bar is not None:
@@ -215,11 +218,18 @@ class PipelineBackend:
 
     async def stop(self) -> None:
         """Stop the workers; running requests end with an error."""
-        # First, so that routers continue the remaining requests elsewhere.
-        if self.attachment is not None:
-            await self.attachment.stop()
-        await self.supervisor.stop()
-        await self._stop_publisher()
+        # The steps run from the last one to the first, each even if an earlier one fails.
+        async with AsyncExitStack() as steps:
+            if self._node is not None:
+                steps.push_async_callback(self._node.stop)
+            if self._cluster is not None:
+                cause = self.supervisor.cause or STOPPED
+                steps.push_async_callback(self._cluster.stop, cause, cause != STOPPED)
+            steps.push_async_callback(self._stop_publisher)
+            steps.push_async_callback(self.supervisor.stop)
+            # First, so that routers continue the remaining requests elsewhere.
+            if self.attachment is not None:
+                steps.push_async_callback(self.attachment.stop)
 
     async def start_profile(self, folder: str) -> str:
         """Start a profile on all stages; return the first error, empty on success."""

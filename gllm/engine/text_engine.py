@@ -36,6 +36,7 @@ from gllm.messages.sampling import SequenceSamplingParams
 from gllm.models.config import ModelConfig, model_notes
 from gllm.options.field_types import FieldError, to_str, to_token_ids
 from gllm.options.slo import Slo
+from gllm.runtime.head.deaths import EngineError
 from gllm.runtime.head.request_client import RequestClient
 from gllm.runtime.head.request_stream import RequestStream
 from gllm.text.grammar.compiler import CompilerBusyError, GrammarCompiler
@@ -163,6 +164,10 @@ class TextEngine:
         self._client = backend.client
         self._seeds = secrets.SystemRandom() if seed is None else Random(seed)
         """Source of seeds for requests without one."""
+        self._starting: asyncio.Task[None] | None = None
+        """The start, which happens at most once."""
+        self._stopping: asyncio.Task[None] | None = None
+        """The end, which happens at most once."""
 
     @property
     def fleet(self) -> FleetControl | None:
@@ -205,17 +210,50 @@ class TextEngine:
         await self._backend.died.wait()
 
     async def start(self) -> None:
-        """Start the backend and wait until it runs requests. Raises EngineError."""
-        await self._backend.start()
+        """Start the backend and wait until it runs requests.
+
+        Raises:
+            EngineError: a worker failed, or the engine was started or stopped before.
+        """
+        if self._stopping is not None:
+            raise EngineError("the engine was stopped: create another one")
+        if self._starting is not None:
+            raise EngineError(f"the engine was started before and is {self.state}")
+        self._starting = asyncio.create_task(self._backend.start())
+        try:
+            await self._starting
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._is_stopped and task is not None and not task.cancelling():
+                raise EngineError("the engine was stopped while it started") from None
+            raise
 
     async def drain(self, seconds: float) -> None:
         """Reject new requests and wait at most `seconds` for the running ones."""
         await self._backend.drain(seconds)
 
     async def stop(self) -> None:
-        """Stop the backend; running requests end with an error."""
-        await self._backend.stop()
-        await self._grammars.close()
+        """Stop the backend; running requests end with an error.
+
+        All callers wait for the same end, and one that is cancelled does not interrupt it.
+        """
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._stop())
+        await asyncio.shield(self._stopping)
+
+    @property
+    def _is_stopped(self) -> bool:
+        """True from the beginning of the end."""
+        return self._stopping is not None
+
+    async def _stop(self) -> None:
+        if self._starting is not None and not self._starting.done():
+            self._starting.cancel()
+            await asyncio.wait([self._starting])
+        try:
+            await self._backend.stop()
+        finally:
+            await self._grammars.close()
 
     async def generate(
         self,

@@ -9,8 +9,6 @@ import logging
 import secrets
 from collections.abc import Callable
 
-import zmq
-
 from gllm.deploy.cluster.service_processes import MakeCommand, ServiceMachine, ServiceProcesses
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage, decode_for_service_node
@@ -24,6 +22,7 @@ from gllm.messages.nodes import (
 )
 from gllm.messages.services import DrainServiceNode, EndServiceProcess, StartServiceProcess
 from gllm.options.addresses import resolve_host
+from gllm.runtime.messaging.owned_context import create_context
 from gllm.runtime.node.head_session import AgentConfig, AgentStatus, HeadDialer, NodeReading
 
 log = logging.getLogger(__name__)
@@ -115,8 +114,7 @@ class ClusterMember:
         too long; 2 if this machine cannot be a member.
         """
         self._finished = asyncio.get_running_loop().create_future()
-        # One I/O thread, so that events of connections arrive in order.
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
+        context = create_context(self)
         self._is_running = True
         if self._end_cause:
             self._finish(0, self._end_cause)

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any, cast
 
 import msgspec
 import zmq
@@ -18,6 +19,7 @@ import zmq.asyncio
 
 from gllm.config.kv_events import KvEventsConfig, is_bound
 from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
+from gllm.runtime.messaging.owned_context import create_context
 from gllm.scheduler.block_pool import root_hash
 from gllm.scheduler.cache_events import StoredBlocks
 
@@ -255,8 +257,8 @@ class KvEventPublisher:
         """Batches published; the number of the next one."""
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         """Numbers and payloads of the latest batches."""
-        self._context = zmq.asyncio.Context()
-        self._publisher: zmq.Socket[bytes] = zmq.Socket(self._context, zmq.PUB)
+        self._context = create_context(self)
+        self._publisher = self._context.socket(zmq.PUB)
         self._serving: asyncio.Task[None] | None = None
         """Answers requests for replays."""
 
@@ -294,8 +296,6 @@ class KvEventPublisher:
         self._close()
 
     def _close(self) -> None:
-        # It is not among the context's own sockets, which are asynchronous.
-        self._publisher.close(linger=0)
         self._context.destroy(linger=0)
 
     def _publish(self, message: KvCacheEvents) -> None:
@@ -311,7 +311,8 @@ class KvEventPublisher:
         self._publisher.send_multipart((self._topic, _encode_number(number), payload))
 
     def _open_replays(self, address: str) -> zmq.asyncio.Socket:
-        socket = self._context.socket(zmq.ROUTER)
+        create_socket: Any = zmq.asyncio.Socket
+        socket = cast(zmq.asyncio.Socket, self._context.socket(zmq.ROUTER, create_socket))
         # A client's queue has space for one replay; what exceeds it is dropped.
         socket.sndhwm = self._config.buffer_steps + 1
         socket.maxmsgsize = MAX_REQUEST_BYTES

@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import signal
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -352,6 +353,7 @@ class LocalNode(Node):
         self._on_exit: OnExit | None = None
         self._kernel_ratios: int | None = os.memfd_create("gllm-kernel-ratios")
         """File in which the workers share measurements of compiled kernels."""
+        weakref.finalize(self, _kill_all, self.workers, self._unused, os.getpid())
         try:
             for _ in range(num_processes):
                 self._unused.append(self._start_process())
@@ -410,20 +412,17 @@ class LocalNode(Node):
     async def stop(self) -> None:
         """Wait until the workers have exited after the shutdown message; kill late workers."""
         self._on_exit = None
-        with suppress(TimeoutError):
-            async with asyncio.timeout(STOP_SECONDS):
-                for worker in [*self.workers.values()]:
-                    await worker.process.exited()
-        self.close()
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STOP_SECONDS):
+                    for worker in [*self.workers.values()]:
+                        await worker.process.exited()
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Kill all processes and remove all files."""
-        for worker in (*self.workers.values(), *self._unused):
-            worker.process.kill()
-            worker.process.wait()
-            worker.close()
-        self.workers.clear()
-        self._unused.clear()
+        _kill_all(self.workers, self._unused, os.getpid())
         if self._kernel_ratios is not None:
             os.close(self._kernel_ratios)
             self._kernel_ratios = None
@@ -476,3 +475,17 @@ class LocalNode(Node):
                 self._on_exit(sender, process.describe_exit(f"process {process.pid}"))
         finally:
             self.workers.pop(sender).close()
+
+
+def _kill_all(
+    workers: dict[int, WorkerProcess], unused: deque[WorkerProcess], process: int
+) -> None:
+    """Kill and reap all processes of a node, unless this process is a fork of the node's own."""
+    if os.getpid() != process:
+        return
+    for worker in (*workers.values(), *unused):
+        worker.process.kill()
+        worker.process.wait()
+        worker.close()
+    workers.clear()
+    unused.clear()

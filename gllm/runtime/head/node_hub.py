@@ -41,6 +41,7 @@ from gllm.runtime.head.deaths import EngineError
 from gllm.runtime.messaging.bus import Hub
 from gllm.runtime.messaging.bus_socket import CLOSED
 from gllm.runtime.messaging.connection_pool import MAX_NAME_LENGTH, is_valid_name
+from gllm.runtime.messaging.owned_context import create_context
 from gllm.runtime.messaging.security import (
     RELOAD_SECONDS,
     Authenticator,
@@ -335,8 +336,7 @@ class NodeHub:
         Raises:
             OSError: the address cannot be bound.
         """
-        # One I/O thread, so that events of connections arrive in order.
-        self._context = zmq.Context(1)
+        self._context = create_context(self)
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         authenticator = None
         if self._secret is not None:

@@ -12,6 +12,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -79,6 +80,7 @@ from gllm.runtime.head.node_group import EdgeGate, NodeGroup
 from gllm.runtime.head.worker_channels import HeadSocket, WorkerChannels
 from gllm.runtime.messaging.bus import Hub
 from gllm.runtime.messaging.command_runner import CommandRunner
+from gllm.runtime.messaging.owned_context import create_context
 
 log = logging.getLogger(__name__)
 
@@ -253,20 +255,8 @@ class Supervisor:
         """
         if self._is_stopped:
             raise EngineError(self.cause)
-        context = self._context = zmq.Context()
-        self._cluster, self._folder, self._logs = cluster, folder, logs
-        self._run = secrets.randbits(64) if cluster is None else cluster.run
-        hub = Hub(context, self._run, decode_for_head)
-        self.channels = WorkerChannels(hub, HeadSocket(hub))
-        self.group = None if cluster is None else NodeGroup(node)
-        self.nodes = self.group or node
-        receiver = self._receiver = EventReceiver(self, self._on_progress, cluster)
-        self._has_connections = True
-        hub.start(receiver.on_messages, receiver.on_session_lost)
-        self.nodes.watch(receiver.on_exit)
-        if cluster is not None:
-            cluster.begin(context, self, receiver)
         try:
+            receiver = self._connect(folder, node, logs, cluster)
             self.execute(self.recovery.start(time.monotonic()))
             if cluster is not None:
                 receiver.add_spares(cluster.members)
@@ -280,6 +270,25 @@ class Supervisor:
         except BaseException:
             await self.stop()
             raise
+
+    def _connect(
+        self, folder: Path, node: Node, logs: LogConfig, cluster: ClusterHead | None
+    ) -> EventReceiver:
+        """Create the sessions with workers and nodes; the arguments are those of `start`."""
+        context = self._context = create_context(self)
+        self._cluster, self._folder, self._logs = cluster, folder, logs
+        self._run = secrets.randbits(64) if cluster is None else cluster.run
+        hub = Hub(context, self._run, decode_for_head)
+        self.channels = WorkerChannels(hub, HeadSocket(hub))
+        self.group = None if cluster is None else NodeGroup(node)
+        self.nodes = self.group or node
+        receiver = self._receiver = EventReceiver(self, self._on_progress, cluster)
+        self._has_connections = True
+        hub.start(receiver.on_messages, receiver.on_session_lost)
+        self.nodes.watch(receiver.on_exit)
+        if cluster is not None:
+            cluster.begin(context, self, receiver)
+        return receiver
 
     def set_nodes(self, nodes: Sequence[str], machines: Mapping[str, Machine]) -> None:
         """Set the node of each stage, with the head's node first, and the machines by name."""
@@ -304,18 +313,21 @@ class Supervisor:
             return
         self._is_stopped = True
         self.die(STOPPED)
-        if self._has_connections:
-            await self.nodes.stop()
-        if self._cluster is not None:
-            await self._cluster.stop(self.cause, is_failure=self.cause != STOPPED)
-        if self._has_connections:
-            self.channels.close()
-        if self._context is not None:
-            self._context.term()
         self._actions.clear()
-        self.kv_mover.close()
-        self._close_plan_record()
-        self.deaths.close(self._has_given_up and self.config.max_restarts > 0)
+        # The steps run from the last one to the first, each even if an earlier one fails.
+        async with AsyncExitStack() as steps:
+            steps.callback(self.deaths.close, self._has_given_up and self.config.max_restarts > 0)
+            steps.callback(self._close_plan_record)
+            steps.callback(self.kv_mover.close)
+            if self._context is not None:
+                steps.callback(self._context.destroy, 0)
+            if self._has_connections:
+                steps.callback(self.channels.close)
+            if self._cluster is not None:
+                is_failure = self.cause != STOPPED
+                steps.push_async_callback(self._cluster.stop, self.cause, is_failure)
+            if self._has_connections:
+                steps.push_async_callback(self.nodes.stop)
 
     def set_sleeping(self, is_on: bool) -> None:
         """Change the state between ready and sleeping; users of the engine then refuse requests."""

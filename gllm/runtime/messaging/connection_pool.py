@@ -33,6 +33,7 @@ from gllm.recovery.backoff import REFUSED_SECONDS, Backoff
 from gllm.routing.disaggregation.policy import DecodeChoice
 from gllm.runtime.messaging.bus import UNREACHABLE, Hub, Spoke
 from gllm.runtime.messaging.bus_socket import Decode
+from gllm.runtime.messaging.owned_context import create_context
 from gllm.runtime.messaging.security import (
     RELOAD_SECONDS,
     Authenticator,
@@ -449,8 +450,7 @@ class ConnectionPool:
         Raises:
             OSError: the hub's address cannot be bound.
         """
-        # One I/O thread, so that events of connections arrive in order.
-        self._context = zmq.Context(1)
+        self._context = create_context(self)
         # A session has three: its own and two for the events of its connection.
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         if self._bind_address:

@@ -23,6 +23,7 @@ from gllm.recovery.clock_offset import ClockOffset
 from gllm.recovery.departure import Departure
 from gllm.runtime.head.link_process import LinkProcess
 from gllm.runtime.head.node import Node
+from gllm.runtime.messaging.owned_context import create_context
 from gllm.runtime.node.agent_workers import AgentWorkers
 from gllm.runtime.node.head_session import AgentConfig as AgentConfig
 from gllm.runtime.node.head_session import AgentStatus as AgentStatus
@@ -153,8 +154,7 @@ class Agent:
         its data port is in use.
         """
         self._finished = asyncio.get_running_loop().create_future()
-        # One I/O thread, so that events of connections arrive in order.
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
+        context = create_context(self)
         self._workers = AgentWorkers(context, self._node, self._send, self._clock, self._config)
         self._node.remote_edges = self._links
         self._is_running = True

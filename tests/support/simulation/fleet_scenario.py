@@ -23,9 +23,7 @@ from tests.support.simulation.process import Process
 from tests.support.simulation.requests import Reader, draw_request
 from tests.support.simulation.world import BOMB_TOKEN, POISON_TOKEN
 
-SIMULATED_ZMQ = SimpleNamespace(
-    Context=lambda _: LINKS.get(), ZMQError=OSError, MAX_SOCKETS=zmq.MAX_SOCKETS
-)
+SIMULATED_ZMQ = SimpleNamespace(ZMQError=OSError, MAX_SOCKETS=zmq.MAX_SOCKETS)
 LAST_WAIT_SECONDS = 1200.0
 """Time after the last fault in which everything has to end."""
 
@@ -107,6 +105,7 @@ class FleetScenario:
             AssertionError: an invariant does not hold.
         """
         sockets = {"zmq": SIMULATED_ZMQ, "Hub": Hub, "Spoke": Spoke}
+        sockets["create_context"] = lambda owner: LINKS.get()
         parts = [(connection_pool, name, part) for name, part in sockets.items()]
         with patched_runtime(self.loop, self.rng, parts):
             try:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import count
 from random import Random
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -93,7 +93,7 @@ def patched_runtime(loop: VirtualLoop, rng: Random, parts: Sequence[Part] = ()) 
         (secrets, "randbits", rng.getrandbits),
         (supervisor_module, "Hub", Hub),
         (supervisor_module, "HeadSocket", HubAddress),
-        (supervisor_module, "zmq", SimpleNamespace(Context=HEAD.get)),
+        (supervisor_module, "create_context", lambda owner: HEAD.get()),
     ]
     with pytest.MonkeyPatch.context() as patch:
         for module, name, part in (*own, *parts):

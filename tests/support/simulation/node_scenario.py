@@ -235,13 +235,12 @@ class NodeScenario(Scenario):
     @contextmanager
     def _patched(self) -> Iterator[None]:
         """Replace sockets, the clock, files and machines."""
-        zmq = SimpleNamespace(Context=lambda *_: HEAD.get(), MAX_SOCKETS=0)
         facts = NodeFacts("head", "simulated", __version__, "127.0.0.1", 1, "", b"", [], 8, 2**30)
         monitor = SimpleNamespace(read=NodeLoad, gpu_names=[])
         parts: list[Part] = [
             *((module, "Hub", Hub) for module in (node_hub, agent_workers, driver_relay)),
             *((module, "Spoke", Spoke) for module in (head_session, driver_relay)),
-            *((module, "zmq", zmq) for module in (agent, node_hub)),
+            *((module, "create_context", lambda owner: HEAD.get()) for module in (agent, node_hub)),
             (agent_workers, "HeadSocket", HubAddress),
             (cluster_head, "MachineMonitor", lambda: monitor),
             (cluster_head, "read_facts", lambda *_: facts),
