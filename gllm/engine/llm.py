@@ -5,11 +5,11 @@ Runs the engine's event loop on a thread of its own and shows a progress bar.
 
 import asyncio
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing
+from dataclasses import fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from tqdm import tqdm
 
@@ -18,78 +18,29 @@ from gllm.config.engine import EngineConfig
 from gllm.config.nodes import NodesConfig
 from gllm.config.output_parsers import OutputParserConfig
 from gllm.config.sampling import SamplingParams
-from gllm.engine.chat import prepare_chat
-from gllm.engine.engine import Engine, EngineError
+from gllm.engine.chat import PreparedChat, prepare_chat
+from gllm.engine.engine import Engine
 from gllm.engine.engine_thread import EngineThread
+from gllm.engine.interface import EmbeddingError, EngineUnavailableError, PoisonRequestError
+from gllm.engine.llm_outputs import (
+    ChatCompletionOutput,
+    ChatOutput,
+    CompletionOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+)
+from gllm.engine.llm_prompts import ConvertedPrompt, Prompts, convert_params, convert_prompts
 from gllm.engine.request_checks import check_options, check_request, truncate_prompt
-from gllm.messages.sampling import TokenLogprobs
-from gllm.options.field_types import to_str, to_token_ids
+from gllm.options.field_types import FieldError
 from gllm.text.chat.output_parser import ChatOutputParser
 from gllm.text.chat.prompt import ChatRequest, ReasoningEffort
 from gllm.text.chat.tools import parse_tools
-from gllm.text.output.events import ToolCall
 from gllm.text.output.parser import OutputFormat
 
+Output = TypeVar("Output", RequestOutput, EmbeddingRequestOutput)
 Launcher = Callable[[EngineConfig, NodesConfig, str | None], AbstractContextManager[NodesConfig]]
 """Starts the other machines of an engine and returns them once entered; ends them on exit. Its
 arguments: the engine, the options about machines, the path of the secret file."""
-
-
-@dataclass
-class CompletionOutput:
-    """Generated text, tokens and finish reason of one choice of a prompt."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str = ""
-    """stop, length or abort; of a chat also tool_calls."""
-    stop_reason: int | str | None = None
-    """The stop token id or stop string that ended the choice, if one did."""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Log-probabilities of each token, if requested."""
-
-
-@dataclass
-class RequestOutput:
-    """Prompt with all of its finished choices, as `LLM.generate` returns it."""
-
-    prompt: str | list[int]
-    outputs: list[CompletionOutput]
-    """The choices, `n` of them."""
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Log-probabilities of the prompt's tokens from the second on, if requested."""
-
-
-@dataclass
-class ChatCompletionOutput(CompletionOutput):
-    """Finished choice of a chat: text, reasoning and tool calls, and the raw output."""
-
-    content: str = ""
-    """The answer without reasoning and tool calls."""
-    reasoning: str = ""
-    tool_calls: list[ToolCall] = field(default_factory=list)
-
-    @property
-    def message(self) -> dict[str, Any]:
-        """The assistant message, to be appended to the messages of the next request."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.content}
-        if self.reasoning:
-            message["reasoning_content"] = self.reasoning
-        if self.tool_calls:
-            message["tool_calls"] = [call.to_dict() for call in self.tool_calls]
-        return message
-
-
-@dataclass
-class ChatOutput:
-    """Prompt of a chat with all of its finished choices, as `LLM.chat` returns it."""
-
-    prompt: list[int]
-    """Token ids of the rendered chat."""
-    outputs: list[ChatCompletionOutput]
-    """The choices, `n` of them."""
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Log-probabilities of the prompt's tokens from the second on, if requested."""
 
 
 class LLM:
@@ -155,30 +106,66 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Sequence[str] | Sequence[list[int]],
-        sampling_params: SamplingParams | None = None,
+        prompts: Prompts,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Return the completions of each prompt, in the order of the prompts.
 
-        All prompts are in the engine at once.
+        All prompts are in the engine at once. A prompt that fails has an `error` in its output, and
+        the others are completed. An interrupt aborts all of them.
 
         Args:
-            prompts: Texts or token ids, which may be numpy arrays.
-            sampling_params: Parameters of all prompts; by default the model's own sampling
-                parameters, with outputs of any length.
+            prompts: One or several: texts, token ids, or dicts with `prompt` or `prompt_token_ids`
+                and perhaps `cache_salt`. Iterators and numpy arrays are accepted.
+            sampling_params: Parameters of all prompts, or a list with one for each; by default the
+                model's own sampling parameters, with outputs of any length.
 
         Raises:
             FieldError: A prompt or parameter is invalid; no prompt has run then.
-            EngineError: A request failed.
+            EngineUnavailableError: The engine accepts no requests at present.
+            EngineError: The LLM was closed.
         """
-        prompt_list: Sequence[str | list[int]] = [prompts] if isinstance(prompts, str) else prompts
-        params = self._params(sampling_params)
-        return self._thread.run(partial(self._generate_all, prompt_list, params))
+        converted = convert_prompts(prompts)
+        model = self.engine.model
+        params = convert_params(sampling_params, model.defaults, len(converted))
+        for each in params[:1] if isinstance(sampling_params, SamplingParams) else params:
+            check_options(each, 0, "", "")
+        return self._generate_all(converted, params)
 
+    @overload
     def chat(
         self,
         messages: Sequence[dict[str, Any]],
         sampling_params: SamplingParams | None = None,
+        *,
+        tools: Sequence[dict[str, Any]] | None = ...,
+        tool_choice: str | dict[str, Any] | None = ...,
+        parallel_tool_calls: bool = ...,
+        reasoning_effort: ReasoningEffort | None = ...,
+        chat_template_kwargs: Mapping[str, Any] | None = ...,
+        add_generation_prompt: bool = ...,
+        continue_final_message: bool = ...,
+    ) -> ChatOutput: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Sequence[dict[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[dict[str, Any]] | None = ...,
+        tool_choice: str | dict[str, Any] | None = ...,
+        parallel_tool_calls: bool = ...,
+        reasoning_effort: ReasoningEffort | None = ...,
+        chat_template_kwargs: Mapping[str, Any] | None = ...,
+        add_generation_prompt: bool = ...,
+        continue_final_message: bool = ...,
+    ) -> list[ChatOutput]: ...
+
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[dict[str, Any]] | None = None,
         tool_choice: str | dict[str, Any] | None = None,
@@ -187,15 +174,15 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-    ) -> ChatOutput:
-        """Return the assistant's answer to a conversation, with reasoning and tool calls.
+    ) -> ChatOutput | list[ChatOutput]:
+        """Return the assistant's answer to each conversation, with reasoning and tool calls.
 
         Arguments mean what the fields of `/v1/chat/completions` mean (docs/tools.md). Special
         tokens spelled in messages and tools are ordinary text.
 
         Args:
             messages: The conversation: `role`, `content` and, of calls and results, `tool_calls`
-                and `tool_call_id`.
+                and `tool_call_id`. Or several conversations, which run at once.
             sampling_params: Parameters as for `generate`; `structured` applies to the content.
             tools: Functions and custom tools that the model may call.
             tool_choice: auto (the default), none, required, or an object that names a tool.
@@ -205,80 +192,228 @@ class LLM:
             add_generation_prompt: Begin the assistant's answer.
             continue_final_message: Continue the last message, which is the assistant's.
 
+        Returns:
+            One output, or a list with one for each of several conversations.
+
         Raises:
             FieldError: An argument is invalid.
-            EngineError: The request failed.
+            EngineUnavailableError: The engine accepts no requests at present.
+            EngineError: The LLM was closed.
         """
-        params = self._params(sampling_params)
-        check_options(params, 0, "", "")
-        request = ChatRequest(
-            messages=list(messages),
-            tool_options=replace(
-                parse_tools(None if tools is None else list(tools), tool_choice),
-                is_single_call=not parallel_tool_calls,
-            ),
-            template_variables=chat_template_kwargs or {},
-            reasoning_effort=reasoning_effort,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-        )
+        items: list[Any] = list(messages)
+        is_batch = bool(items) and all(isinstance(item, list | tuple) for item in items)
+        conversations: list[Any] = items if is_batch else [items]
         engine = self.engine
-        chat = prepare_chat(request, params, engine.model, engine.tokenizer, self._parsers)
-        (output,) = self._thread.run(partial(self._generate_all, [chat.token_ids], chat.params))
-        choices = [_parse_choice(choice, chat.output_format) for choice in output.outputs]
-        return ChatOutput(chat.token_ids, choices, output.prompt_logprobs)
+        params = convert_params(sampling_params, engine.model.defaults, len(conversations))
+        tool_options = replace(
+            parse_tools(None if tools is None else list(tools), tool_choice),
+            is_single_call=not parallel_tool_calls,
+        )
+        chats: list[PreparedChat] = []
+        for conversation, each in zip(conversations, params, strict=True):
+            check_options(each, 0, "", "")
+            request = ChatRequest(
+                messages=list(conversation),
+                tool_options=tool_options,
+                template_variables=chat_template_kwargs or {},
+                reasoning_effort=reasoning_effort,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
+            chats.append(prepare_chat(request, each, engine.model, engine.tokenizer, self._parsers))
+        outputs = self._generate_all(
+            [ConvertedPrompt(chat.token_ids, chat.token_ids) for chat in chats],
+            [chat.params for chat in chats],
+        )
+        answers = [_parse_chat(chat, output) for chat, output in zip(chats, outputs, strict=True)]
+        return answers if is_batch else answers[0]
+
+    def embed(self, prompts: Prompts) -> list[EmbeddingRequestOutput]:
+        """Return the embedding of each prompt, in the order of the prompts.
+
+        An embedding is the hidden state of the prompt's last token after the final norm. A prompt
+        that fails has an `error` in its output.
+
+        Args:
+            prompts: As for `generate`.
+
+        Raises:
+            FieldError: A prompt is invalid; no prompt has run then.
+            EngineUnavailableError: The engine accepts no requests at present.
+            EngineError: The LLM was closed.
+        """
+        params = SamplingParams(max_tokens=1)
+        converted = convert_prompts(prompts)
+        outputs = [
+            EmbeddingRequestOutput(prompt.shown, self._token_ids(prompt, params))
+            for prompt in converted
+        ]
+        salts = [prompt.cache_salt for prompt in converted]
+        return self._thread.run(partial(self._run_all, self._embed, outputs, salts))
+
+    def abort(self) -> int:
+        """Abort all running requests, of calls in other threads; return their number.
+
+        The calls return the output so far, with the finish reason `abort`.
+        """
+
+        async def abort() -> int:
+            return self.engine.abort(None)
+
+        return self._thread.run(abort)
+
+    def sleep(self, level: int = 1) -> None:
+        """Refuse new requests until `wake_up`, and wait for the running ones.
+
+        Weights and KV cache stay in memory.
+
+        Args:
+            level: 1 empties the prefix cache too, 0 keeps it.
+
+        Raises:
+            FieldError: vLLM's level 2 would free the weights: close the LLM instead.
+            EngineUnavailableError: The engine is not ready, or was awakened or lost a worker
+                meanwhile.
+        """
+        if level not in (0, 1):
+            raise FieldError(
+                "level", f"level is {level!r}, but has to be 0 or 1: the weights stay in memory"
+            )
+        self._thread.run(partial(self.engine.sleep, keeps_prefix_cache=level == 0))
+
+    def wake_up(self) -> None:
+        """Accept requests again after `sleep`; no effect if the engine is awake."""
+
+        async def wake_up() -> None:
+            self.engine.wake_up()
+
+        self._thread.run(wake_up)
+
+    def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache; running requests continue. Raises EngineUnavailableError."""
+        self._thread.run(self.engine.reset_prefix_cache)
+
+    def start_profile(self, folder: str) -> None:
+        """Start a torch profile of all workers; `stop_profile` writes it to the folder.
+
+        Raises EngineUnavailableError, and ProfileError if a stage cannot record.
+        """
+        self._thread.run(partial(self.engine.start_profile, folder))
+
+    def stop_profile(self) -> None:
+        """Stop the profile and write it, one file per stage.
+
+        Raises EngineUnavailableError, and ProfileError if a stage cannot write its file.
+        """
+        self._thread.run(self.engine.stop_profile)
 
     def close(self) -> None:
-        """Stop the workers; calls of other threads get the output so far, with an error.
+        """Stop the workers; calls of other threads return the output so far, with an error.
 
-        Later calls have no effect. If the wait is interrupted, the workers end nevertheless.
+        Later calls have no effect. If the wait is interrupted, the workers end nevertheless. The
+        workers also end when the LLM is garbage, and with this process.
         """
         self._thread.end()
         self._thread.join()
 
-    def _params(self, params: SamplingParams | None) -> SamplingParams:
-        """Return the given parameters, or else the model's own sampling defaults."""
-        return SamplingParams(**self.engine.model.defaults) if params is None else params
-
-    async def _generate_all(
-        self, prompts: Sequence[str | list[int]], params: SamplingParams
+    def _generate_all(
+        self, prompts: list[ConvertedPrompt], params: list[SamplingParams]
     ) -> list[RequestOutput]:
-        check_options(params, 0, "", "")
-        ids = [self._token_ids(f"prompts[{index}]", p) for index, p in enumerate(prompts)]
-        model = self.engine.model
-        ids = [truncate_prompt(prompt, params, model) for prompt in ids]
-        for prompt in ids:
-            check_request(prompt, params, model)
-        with tqdm(total=len(ids), desc="prompts", disable=not self._progress) as bar:
-            runs = [self._run(prompt, params, bar) for prompt in ids]
-            outputs = await asyncio.gather(*runs)
-        return [
-            RequestOutput(prompt, *output) for prompt, output in zip(prompts, outputs, strict=True)
-        ]
+        """Return the completions of checked prompts. Raises FieldError if one is invalid."""
+        outputs = []
+        for prompt, each in zip(prompts, params, strict=True):
+            choices = [CompletionOutput() for _ in range(each.n)]
+            token_ids = self._token_ids(prompt, each)
+            outputs.append(RequestOutput(prompt.shown, choices, prompt_token_ids=token_ids))
+        options = [(prompt.cache_salt, each) for prompt, each in zip(prompts, params, strict=True)]
+        return self._thread.run(partial(self._run_all, self._generate, outputs, options))
 
-    def _token_ids(self, name: str, prompt: object) -> list[int]:
-        """Return a prompt's token ids. Raises FieldError."""
-        if isinstance(prompt, str):
-            return self.engine.tokenizer.encode(to_str(name, prompt))
-        return to_token_ids(name, prompt)
+    def _token_ids(self, prompt: ConvertedPrompt, params: SamplingParams) -> list[int]:
+        """Return the token ids of a prompt, truncated and checked. Raises FieldError."""
+        engine, token_ids = self.engine, prompt.token_ids
+        if token_ids is None:
+            token_ids = engine.tokenizer.encode(str(prompt.shown))
+        token_ids = truncate_prompt(token_ids, params, engine.model)
+        check_request(token_ids, params, engine.model)
+        return token_ids
 
-    async def _run(
-        self, prompt: list[int], params: SamplingParams, bar: "tqdm[Any]"
-    ) -> tuple[list[CompletionOutput], list[TokenLogprobs]]:
-        outputs = [CompletionOutput() for _ in range(params.n)]
-        prompt_logprobs: list[TokenLogprobs] = []
-        async for delta in self.engine.generate(prompt, params):
-            if delta.finish_reason == "error":
-                raise EngineError(delta.error)
-            output = outputs[delta.index]
-            output.text += delta.text
-            output.token_ids += delta.token_ids
-            output.logprobs += delta.logprobs
-            prompt_logprobs = delta.prompt_logprobs or prompt_logprobs
-            output.finish_reason = delta.finish_reason or ""
-            output.stop_reason = delta.stop_reason
-        bar.update()
-        return outputs, prompt_logprobs
+    async def _run_all(
+        self,
+        run: Callable[[Output, Any], Awaitable[None]],
+        outputs: list[Output],
+        options: list[Any],
+    ) -> list[Output]:
+        """Run a request per output, all at once, and return the outputs.
+
+        Args:
+            run: fills an output.
+            outputs: one per prompt.
+            options: second arguments of `run`.
+
+        Raises:
+            EngineUnavailableError: no request was accepted.
+        """
+        with tqdm(total=len(outputs), desc="prompts", disable=not self._progress) as bar:
+
+            async def run_one(output: Output, option: Any) -> EngineUnavailableError | None:
+                try:
+                    await run(output, option)
+                except (EmbeddingError, PoisonRequestError) as error:
+                    _set_error(output, str(error))
+                except EngineUnavailableError as error:
+                    _set_error(output, str(error))
+                    return error
+                bar.update()
+                return None
+
+            pairs = zip(outputs, options, strict=True)
+            tasks = [asyncio.create_task(run_one(*pair)) for pair in pairs]
+            try:
+                errors = await asyncio.gather(*tasks)
+            finally:
+                # After an interrupt, or an error that concerns all: each task aborts its request.
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+        if errors and (first := errors[0]) is not None and all(errors):
+            raise first
+        return outputs
+
+    async def _generate(self, output: RequestOutput, options: tuple[str, SamplingParams]) -> None:
+        """Run a request and fill its output."""
+        cache_salt, params = options
+        deltas = self.engine.generate(output.prompt_token_ids, params, cache_salt=cache_salt)
+        async with aclosing(deltas):
+            async for delta in deltas:
+                choice = output.outputs[delta.index]
+                choice.text += delta.text
+                choice.token_ids += delta.token_ids
+                choice.logprobs += delta.logprobs
+                output.prompt_logprobs = delta.prompt_logprobs or output.prompt_logprobs
+                choice.finish_reason = delta.finish_reason or ""
+                choice.stop_reason = delta.stop_reason
+                choice.error = delta.error
+
+    async def _embed(self, output: EmbeddingRequestOutput, cache_salt: str) -> None:
+        """Compute an embedding and fill its output."""
+        token_ids = output.prompt_token_ids
+        output.outputs.embedding = await self.engine.embed(token_ids, cache_salt=cache_salt)
+
+
+def _set_error(output: RequestOutput | EmbeddingRequestOutput, error: str) -> None:
+    """End an output with an error; choices that have finished stay as they are."""
+    if isinstance(output, EmbeddingRequestOutput):
+        output.error = error
+        return
+    for choice in output.outputs:
+        if not choice.finish_reason:
+            choice.finish_reason, choice.error = "error", error
+
+
+def _parse_chat(chat: PreparedChat, output: RequestOutput) -> ChatOutput:
+    """Return an output with the text of each choice parsed into a message."""
+    choices = [_parse_choice(choice, chat.output_format) for choice in output.outputs]
+    return ChatOutput(chat.token_ids, choices, output.prompt_logprobs)
 
 
 def _parse_choice(choice: CompletionOutput, output_format: OutputFormat) -> ChatCompletionOutput:
@@ -291,6 +426,7 @@ def _parse_choice(choice: CompletionOutput, output_format: OutputFormat) -> Chat
         finish_reason or "",
         choice.stop_reason,
         choice.logprobs,
+        choice.error,
         content=message.content,
         reasoning=message.reasoning,
         tool_calls=list(message.tool_calls.values()),

@@ -74,11 +74,15 @@ def test_a_chat(llm: LLM) -> None:
     assert len(answer.outputs[0].token_ids) == 10
 
 
-def test_a_prompt_that_cannot_be_computed_is_an_error(llm: LLM) -> None:
+def test_a_prompt_that_cannot_be_computed_fails_alone(llm: LLM) -> None:
     alone = llm.generate([[5, 6, 7]], GREEDY)
-    with pytest.raises(EngineError, match="not finite"):
-        llm.generate([[POISON]], GREEDY)
-    assert llm.generate([[5, 6, 7]], GREEDY) == alone
+    bad, good = llm.generate([[POISON], [5, 6, 7]], GREEDY)
+    assert "not finite" in bad.error
+    assert (bad.outputs[0].finish_reason, good.error) == ("error", "")
+    assert [good] == alone
+    bad_vector, vector = llm.embed([[POISON], [5, 6, 7]])
+    assert "not finite" in bad_vector.error
+    assert len(vector.outputs.embedding) == 48
 
 
 def test_bad_prompts_are_refused_before_anything_runs(llm: LLM) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from gllm.config.sampling import SamplingParams
-from gllm.engine.llm import LLM, RequestOutput
+from gllm.engine.llm import LLM
+from gllm.engine.llm_outputs import RequestOutput
 from gllm.recovery.balance import BalanceLimits
 from gllm.runtime.head import layer_planner
 from tests.support.servers.recovery_load import HAS_EXACT_TEXTS

@@ -9,7 +9,8 @@ from tokenizers import AddedToken
 
 from gllm.config.sampling import SamplingParams, StructuredOutput
 from gllm.engine.interface import OutputDelta
-from gllm.engine.llm import LLM, ChatCompletionOutput
+from gllm.engine.llm import LLM
+from gllm.engine.llm_outputs import ChatCompletionOutput
 from gllm.engine.request_checks import PromptTooLongError
 from gllm.options.field_types import FieldError
 from gllm.text.chat.template import ChatTemplate
@@ -44,9 +45,9 @@ class ScriptedEngine(FakeEngine):
     """A fake engine with the methods that LLM uses."""
 
     async def generate(
-        self, prompt: list[int], params: SamplingParams
+        self, prompt: list[int], params: SamplingParams, cache_salt: str = ""
     ) -> AsyncGenerator[OutputDelta, None]:
-        self.calls.append(Call(prompt, params, 0, ""))
+        self.calls.append(Call(prompt, params, 0, cache_salt))
         async for delta in self.script(prompt, params):
             yield delta
 

@@ -22,7 +22,10 @@ import pytest
 from gllm.config.engine import EngineConfig
 from gllm.config.sampling import SamplingParams
 from gllm.engine.engine import Engine, EngineError
+from gllm.engine.interface import EngineUnavailableError
 from gllm.engine.llm import LLM
+from gllm.engine.llm_outputs import RequestOutput
+from gllm.options.field_types import FieldError
 from tests.support.engines.scripted_engine import scripted_engine
 
 LONG = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0)
@@ -144,16 +147,67 @@ def test_an_error_of_the_start_leaves_nothing() -> None:
     assert threading.active_count() == num_threads
 
 
-def test_a_closed_llm_says_so() -> None:
-    llm = scripted_llm()
-    llm.close()
-    llm.close()
-    for call in (
-        lambda: llm.generate("Hello"),
-        lambda: llm.chat([{"role": "user", "content": "Hi"}]),
-    ):
-        with pytest.raises(EngineError, match="was closed"):
-            call()
+METHODS: dict[str, Callable[[LLM], object]] = {
+    "generate": lambda llm: llm.generate([[5]], LONG)[0].outputs[0].finish_reason,
+    "chat": lambda llm: llm.chat([{"role": "user", "content": "Hi"}], LONG),
+    "embed": lambda llm: llm.embed([[5]]),
+    "abort": lambda llm: llm.abort(),
+    "sleep": lambda llm: llm.sleep(),
+    "wake_up": lambda llm: llm.wake_up(),
+    "reset_prefix_cache": lambda llm: llm.reset_prefix_cache(),
+    "start_profile": lambda llm: llm.start_profile("x"),
+    "stop_profile": lambda llm: llm.stop_profile(),
+    "close": lambda llm: llm.close(),
+    "engine": lambda llm: llm.engine,
+}
+REFUSED_ASLEEP = {"generate", "chat", "embed", "reset_prefix_cache"}
+REFUSED_ASLEEP |= {"start_profile", "stop_profile"}
+
+
+def test_each_method_in_each_state() -> None:
+    assert METHODS.keys() == {name for name in dir(LLM) if not name.startswith("_")}
+    with scripted_llm() as llm:
+        for name, method in METHODS.items():
+            if name not in ("close", "sleep"):
+                method(llm)
+            assert llm.engine.state == "ready", name
+        llm.sleep()
+        for name, method in METHODS.items():
+            if name in REFUSED_ASLEEP:
+                with pytest.raises(EngineUnavailableError, match="sleeping"):
+                    method(llm)
+            elif name not in ("close", "wake_up"):
+                method(llm)
+            assert llm.engine.state == "sleeping", name
+        llm.wake_up()
+        assert METHODS["generate"](llm) == "length"
+    for name, method in METHODS.items():
+        if name in ("close", "engine"):
+            method(llm)
+        else:
+            with pytest.raises(EngineError, match="was closed"):
+                method(llm)
+
+
+def test_another_thread_aborts() -> None:
+    with scripted_llm() as llm:
+
+        def abort() -> None:
+            until(lambda: llm.engine.status().stats.running)
+            assert llm.abort() == 2
+
+        thread = threading.Thread(target=abort)
+        thread.start()
+        outputs = llm.generate([[5], [6]], SamplingParams(max_tokens=250, ignore_eos=True))
+        thread.join()
+        assert {output.outputs[0].finish_reason for output in outputs} == {"abort"}
+
+
+def test_sleep_has_two_levels() -> None:
+    with scripted_llm() as llm:
+        llm.sleep(level=0)
+        with pytest.raises(FieldError, match="level is 2"):
+            llm.sleep(level=2)
 
 
 def test_two_threads_close() -> None:
@@ -169,13 +223,11 @@ def test_two_threads_close() -> None:
 
 def test_close_ends_the_calls_of_other_threads() -> None:
     llm = scripted_llm()
-    errors: list[str] = []
+    outputs: list[RequestOutput] = []
 
     def generate() -> None:
-        try:
-            llm.generate([[5]] * 4, SamplingParams(max_tokens=250, ignore_eos=True))
-        except EngineError as error:
-            errors.append(str(error))
+        params = SamplingParams(max_tokens=250, ignore_eos=True)
+        outputs.extend(llm.generate([[5]] * 4, params))
 
     thread = threading.Thread(target=generate)
     thread.start()
@@ -183,7 +235,7 @@ def test_close_ends_the_calls_of_other_threads() -> None:
     llm.close()
     thread.join(20)
     assert not thread.is_alive()
-    assert errors == ["the engine was stopped"]
+    assert {output.error for output in outputs} == {"the engine was stopped"}
 
 
 DROPPED = """
