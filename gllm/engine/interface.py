@@ -94,6 +94,8 @@ class EngineStatus:
 
     state: str
     """loading, ready, recovering, sleeping, draining or dead."""
+    is_sleeping: bool = False
+    """True after /sleep and before /wake_up, also while the engine recovers or drains."""
     cause_of_death: str = ""
     """Reason of the death, if the engine is dead; otherwise empty."""
     is_healthy: bool = False
@@ -153,8 +155,9 @@ class EngineStatus:
 class EngineUnavailableError(Exception):
     """The engine cannot take requests now, as while it loads, drains, sleeps or is full.
 
-    `reason` is loading, recovering, draining, sleeping, dead, full, no_engines or no_router.
-    `dropped_reason` is llm-d's name of the cause, if it differs from the usual one of the reason.
+    `reason` is loading, recovering, draining, sleeping, dead, full, no_engines or no_router; of a
+    sleep that was interrupted also awake. `dropped_reason` is llm-d's name of the cause, if it
+    differs from the usual one of the reason.
     """
 
     def __init__(
@@ -329,7 +332,12 @@ class EngineInterface(Protocol):
     async def sleep(self, keeps_prefix_cache: bool = False) -> None:
         """Refuse new requests until `wake_up`, finish the running ones, reset the prefix cache.
 
-        Weights and KV cache stay in memory. Raises EngineUnavailableError.
+        Weights and KV cache stay in memory. If a worker dies meanwhile, the requests are resumed
+        and finished before this returns.
+
+        Raises:
+            EngineUnavailableError: The engine is not ready, or it was woken, drained or stopped
+                meanwhile, or it does not recover in time.
         """
 
     def wake_up(self) -> None:

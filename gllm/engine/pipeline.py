@@ -99,6 +99,11 @@ class PipelineBackend:
         """Current state: loading, ready, recovering, sleeping, draining or dead."""
         return self.supervisor.state
 
+    @property
+    def is_sleeping(self) -> bool:
+        """True after `set_sleeping`, also while the engine recovers."""
+        return self.supervisor.admission.is_sleeping
+
     def status(self) -> EngineStatus:
         """Return a snapshot of state and counters."""
         status = read_status(self.supervisor, self._config, self._cluster)
@@ -159,14 +164,14 @@ class PipelineBackend:
     @property
     def accepts_requests(self) -> bool:
         """True if requests run, or wait for the end of a recovery."""
-        state = self.supervisor.state
-        return state == "ready" or (
-            state == "recovering" and not self.supervisor.is_recovery_overdue
-        )
+        return not self.supervisor.admission.reason_to_refuse
 
     def check_ready(self) -> None:
         """Raise EngineUnavailableError unless the engine is ready."""
-        state, cause = self.supervisor.state, self.supervisor.cause
+        admission, cause = self.supervisor.admission, self.supervisor.cause
+        state = admission.name
+        if state == "recovering" and admission.is_sleeping:
+            state = "sleeping"
         if state == "recovering":
             cause = f"the engine is recovering: {self.supervisor.deaths.cause}"
             raise EngineUnavailableError(state, cause, RECOVERY_RETRY_SECONDS)
@@ -276,6 +281,7 @@ def read_status(
     is_moving = client.stalled_seconds < config.health_timeout
     return EngineStatus(
         state=supervisor.state,
+        is_sleeping=supervisor.admission.is_sleeping,
         cause_of_death=supervisor.cause,
         is_healthy=supervisor.state == "recovering"
         or (supervisor.state in ("ready", "sleeping", "draining") and is_moving),

@@ -55,6 +55,10 @@ class Backend(Protocol):
         """Current state: loading, ready, recovering, sleeping, draining or dead."""
 
     @property
+    def is_sleeping(self) -> bool:
+        """True after `set_sleeping`, also while the backend recovers or drains."""
+
+    @property
     def died(self) -> asyncio.Event:
         """Set when the backend is dead."""
 
@@ -420,17 +424,40 @@ class TextEngine:
     async def sleep(self, keeps_prefix_cache: bool = False) -> None:
         """Refuse new requests until `wake_up`, finish the running ones, reset the prefix cache.
 
-        Weights and KV cache stay in memory. Raises EngineUnavailableError.
+        Weights and KV cache stay in memory. If a worker dies meanwhile, the requests are resumed
+        and finished before this returns.
+
+        Raises:
+            EngineUnavailableError: The engine is not ready, or it was woken, drained or stopped
+                meanwhile, or it does not recover in time.
         """
-        if self._backend.state != "sleeping":
+        backend = self._backend
+        if not backend.is_sleeping:
+            backend.check_ready()
+        backend.set_sleeping(True)
+        while True:
+            while self._client.num_requests or backend.state == "recovering":
+                self._check_sleeping()
+                await asyncio.sleep(0.02)
+            self._check_sleeping()
+            cause = "" if keeps_prefix_cache else await backend.reset_prefix_cache()
+            # After a death during the reset the next epoch is awaited.
+            if backend.state != "recovering":
+                break
+        self._check_sleeping()
+        if cause:
+            raise EngineUnavailableError(backend.state, cause)
+
+    def _check_sleeping(self) -> None:
+        """Raise EngineUnavailableError if a sleep that waits for requests cannot go on."""
+        state = self._backend.state
+        if not self._backend.is_sleeping:
+            raise EngineUnavailableError("awake", "the engine was woken before it was idle")
+        if state == "recovering" and (status := self._backend.status()).is_recovery_overdue:
+            cause = f"the engine sleeps, but does not recover: {status.recovery_cause}"
+            raise EngineUnavailableError("recovering", cause)
+        if state not in ("sleeping", "recovering"):
             self._backend.check_ready()
-        self._backend.set_sleeping(True)
-        while self._client.num_requests and self._backend.state == "sleeping":
-            await asyncio.sleep(0.02)
-        if keeps_prefix_cache or self._backend.state != "sleeping":
-            return
-        if cause := await self._backend.reset_prefix_cache():
-            raise EngineUnavailableError(self._backend.state, cause)
 
     def wake_up(self) -> None:
         """Accept requests again after `sleep`; no effect if the engine is awake."""

@@ -45,6 +45,8 @@ class ServerContext:
         match status.state:
             case "ready":
                 return
+            case "recovering" if status.is_sleeping:
+                reason, why = "sleeping", UNAVAILABLE_CAUSES["sleeping"]
             case "recovering" if self.engine.fleet is not None:
                 reason, why = "no_engines", status.recovery_cause
             case "recovering" as reason:

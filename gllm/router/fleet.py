@@ -21,6 +21,7 @@ from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
 from gllm.messages.lifecycle import CommandDone, ResetPrefixCache
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
 from gllm.options.slo import Slo
+from gllm.recovery.admission_state import AdmissionState
 from gllm.router import fleet_status
 from gllm.router.client import FleetClient
 from gllm.router.dispatch_target import KvPeer
@@ -125,13 +126,19 @@ class Fleet:
     @property
     def state(self) -> str:
         """State: ready, recovering (no engine is ready), draining, sleeping or dead."""
-        if self.died.is_set():
-            return "dead"
-        if self._is_draining:
-            return "draining"
-        if self._unready_since is not None and not self.scaling.holds_requests:
-            return "recovering"
-        return "sleeping" if self._is_sleeping else "ready"
+        return self._admission.name
+
+    @property
+    def is_sleeping(self) -> bool:
+        """True after `set_sleeping`, also while no engine is ready."""
+        return self._is_sleeping
+
+    @property
+    def _admission(self) -> AdmissionState:
+        """Facts that decide whether requests are taken."""
+        is_unready = self._unready_since is not None and not self.scaling.holds_requests
+        phase = "dead" if self.died.is_set() else "recovering" if is_unready else "ready"
+        return AdmissionState(phase, self._is_sleeping, self._is_draining, self._is_overdue())
 
     def status(self) -> EngineStatus:
         """Return the status; counters are sums over all engines, departed ones too."""
@@ -139,6 +146,7 @@ class Fleet:
         now = self._clock()
         return EngineStatus(
             state=self.state,
+            is_sleeping=self._is_sleeping,
             cause_of_death="the router was stopped" if self.died.is_set() else "",
             is_healthy=not self.died.is_set(),
             num_requests=self.client.num_requests,
@@ -191,20 +199,20 @@ class Fleet:
     @property
     def accepts_requests(self) -> bool:
         """True if new requests are accepted, even if they wait for an engine at first."""
-        state = self.state
-        return state == "ready" or (state == "recovering" and not self._is_overdue())
+        return not self._admission.reason_to_refuse
 
     def check_ready(self) -> None:
         """Raise EngineUnavailableError unless the router can compute requests now."""
         match self.state:
             case "ready":
                 return
-            case "recovering":
+            case "recovering" if not self._is_sleeping:
                 raise fleet_status.no_engines_error(
                     fleet_status.unready_cause(self._dispatcher.records)
                 )
-            case state:
-                raise EngineUnavailableError(state, f"the router is {state}")
+            case _:
+                reason = self._admission.reason_to_refuse
+                raise EngineUnavailableError(reason, f"the router is {reason}")
 
     def check_admission(
         self,

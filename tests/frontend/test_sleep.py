@@ -53,3 +53,11 @@ async def test_what_cannot_be(server, query, param):
 async def test_a_server_that_loads_cannot_sleep(server):
     server.engine.state = "loading"
     assert (await server.post("/sleep", b"")).status == 503
+
+
+async def test_a_server_that_recovers_stays_asleep(server):
+    server.engine.state, server.engine.is_asleep = "recovering", True
+    assert await get(server, "/is_sleeping") == (200, {"is_sleeping": True})
+    answer = await server.complete()
+    assert (answer.status, answer.error["code"]) == (503, "engine_sleeping")
+    assert await get(server, "/health") == (200, {"status": "ok", "state": "recovering"})

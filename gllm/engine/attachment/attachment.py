@@ -339,10 +339,8 @@ class RouterAttachment:
         """Return why requests go elsewhere; empty if they run, or wait for a recovery."""
         if self.is_draining:
             return "the engine is draining"
-        state = self._engine.state
-        if state == "ready" or (state == "recovering" and not self._engine.is_recovery_overdue):
-            return ""
-        return self._engine.state_cause or f"the engine is {state}"
+        reason = self._engine.admission.reason_to_refuse
+        return reason and (self._engine.state_cause or f"the engine is {reason}")
 
     def _current_report(self) -> EngineReport:
         engine = self._engine

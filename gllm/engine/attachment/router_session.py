@@ -31,6 +31,7 @@ from gllm.messages.requests import (
     SubmitRequest,
 )
 from gllm.messages.sampling import SampleDetails, TokenLogprobs
+from gllm.recovery.admission_state import AdmissionState
 from gllm.runtime.head.client import EngineClient
 from gllm.runtime.head.journal import JournalEntry
 from gllm.runtime.head.kv_events import KvEventSource
@@ -59,8 +60,8 @@ class AttachedEngine(Protocol):
         """Cause of the death or of the running recovery; otherwise empty."""
 
     @property
-    def is_recovery_overdue(self) -> bool:
-        """True if the recovery takes so long that requests no longer wait for it."""
+    def admission(self) -> AdmissionState:
+        """Facts that decide whether requests are taken."""
 
     async def reset_prefix_cache(self) -> str:
         """Empty the prefix cache; return the error, empty on success."""

@@ -77,7 +77,7 @@ async def sleep(request: web.Request) -> web.Response:
         )
     if mode not in ("wait", "abort"):
         raise FieldError("mode", f"mode is {mode[:100]!r}, but has to be wait or abort")
-    if engine.state != "sleeping":
+    if not engine.status().is_sleeping:
         request.app[CONTEXT].check_ready()
     if mode == "abort":
         engine.abort(None)
@@ -93,5 +93,5 @@ async def wake_up(request: web.Request) -> web.Response:
 
 async def get_is_sleeping(request: web.Request) -> web.Response:
     """Return true if the server rejects requests because of /sleep."""
-    is_sleeping = request.app[CONTEXT].engine.state == "sleeping"
-    return json_response(schemas.SleepingResponse(is_sleeping=is_sleeping))
+    status = request.app[CONTEXT].engine.status()
+    return json_response(schemas.SleepingResponse(is_sleeping=status.is_sleeping))

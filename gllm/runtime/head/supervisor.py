@@ -52,6 +52,7 @@ from gllm.recovery.actions import (
     SpawnWorker,
     WarmUp,
 )
+from gllm.recovery.admission_state import AdmissionState
 from gllm.recovery.placement import Placement
 from gllm.recovery.records import RecoveryLimits, RecoveryState
 from gllm.recovery.recovery import Recovery
@@ -188,15 +189,19 @@ class Supervisor:
     @property
     def state(self) -> str:
         """loading, ready, recovering, sleeping, draining or dead."""
+        return self.admission.name
+
+    @property
+    def admission(self) -> AdmissionState:
+        """Facts that decide whether requests are taken."""
         if self.recovery.is_over:
-            return "dead"
-        if not self.recovery.has_been_ready:
-            return "loading"
-        if self._is_draining:
-            return "draining"
-        if self.recovery.state is not RecoveryState.READY:
-            return "recovering"
-        return "sleeping" if self._is_sleeping else "ready"
+            phase = "dead"
+        elif not self.recovery.has_been_ready:
+            phase = "loading"
+        else:
+            is_ready = self.recovery.state is RecoveryState.READY
+            phase = "ready" if is_ready else "recovering"
+        return AdmissionState(phase, self._is_sleeping, self._is_draining, self.is_recovery_overdue)
 
     @property
     def recovering_since(self) -> float | None:
@@ -301,7 +306,7 @@ class Supervisor:
 
     async def drain(self, seconds: float) -> None:
         """Wait until running requests have ended, at most for a number of seconds."""
-        self._is_draining = self.state in ("ready", "recovering")
+        self._is_draining = self.admission.phase in ("ready", "recovering")
         self._notify_changed()
         deadline = time.monotonic() + seconds
         while self.client.num_requests and self.state == "draining" and time.monotonic() < deadline:
@@ -330,7 +335,7 @@ class Supervisor:
                 steps.push_async_callback(self.nodes.stop)
 
     def set_sleeping(self, is_on: bool) -> None:
-        """Change the state between ready and sleeping; users of the engine then refuse requests."""
+        """Let users of the engine refuse new requests, or accept them again."""
         self._is_sleeping = is_on
         self._notify_changed()
 

@@ -167,6 +167,8 @@ class FakeEngine:
     fail_kind: ErrorKind = ""
     """Kind of the error with which choices end."""
     state: str = "ready"
+    is_asleep: bool = False
+    """It sleeps, whatever the state."""
     cause: str = ""
     recovering_since: float | None = None
     recovery_cause: str = ""
@@ -224,11 +226,13 @@ class FakeEngine:
     @property
     def accepts_requests(self) -> bool:
         is_parking = self.state == "recovering" and not self.is_recovery_overdue
+        is_parking &= not self.is_asleep
         return self.state == "ready" or is_parking
 
     def status(self) -> EngineStatus:
         return EngineStatus(
             state=self.state,
+            is_sleeping=self.is_asleep or self.state == "sleeping",
             cause_of_death=self.cause,
             is_healthy=self.well and self.state != "dead",
             num_requests=self.num_requests,

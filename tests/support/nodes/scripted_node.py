@@ -21,6 +21,7 @@ from gllm.messages.lifecycle import (
     EpochClosed,
     Heartbeat,
     InitializeCache,
+    LayersPrepared,
     LoadProgress,
     ResetPrefixCache,
     Shutdown,
@@ -86,7 +87,10 @@ class ScriptedWorker:
         self._tasks = [asyncio.create_task(self._beat())]
 
     def assign(self, assignment: StageAssignment) -> None:
-        """Begin an epoch."""
+        """Begin an epoch, or prepare a planned change."""
+        if assignment.change:
+            self.send(LayersPrepared(assignment.change, 0))
+            return
         stage = self.stage = assignment.stage
         self.rank, self.has_driver = assignment.rank, assignment.has_driver
         self._spoke.advance(assignment.placement.epoch)

@@ -14,6 +14,7 @@ from gllm.messages.handoff import HandoffCommand
 from gllm.messages.requests import EngineOutputs, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.options.addresses import Resolve, resolve_host
+from gllm.recovery.admission_state import AdmissionState
 from gllm.runtime.head.client import EngineClient
 from gllm.runtime.head.kv_events import KvEventSource
 from gllm.runtime.messaging.connection_pool import FleetLinkConfig
@@ -49,6 +50,12 @@ class FakeEngine:
         self.kv_commands: list[HandoffCommand] = []
         self._listeners: list[Callable[[], None]] = []
         self._rng = random.Random(1)
+
+    @property
+    def admission(self) -> AdmissionState:
+        is_sleeping, is_draining = self.state == "sleeping", self.state == "draining"
+        phase = "ready" if is_sleeping or is_draining else self.state
+        return AdmissionState(phase, is_sleeping, is_draining, self.is_recovery_overdue)
 
     async def reset_prefix_cache(self) -> str:
         return self.reset_error
