@@ -1,6 +1,7 @@
 """Backend of an engine whose requests run on one pipeline of worker processes of its own."""
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -30,6 +31,8 @@ from gllm.runtime.head.layer_planner import LayerPlanner
 from gllm.runtime.head.node import LocalNode, Node
 from gllm.runtime.head.supervisor import STOPPED, Supervisor
 from gllm.runtime.node.machine import MachineMonitor, read_facts
+
+log = logging.getLogger(__name__)
 
 RECOVERY_RETRY_SECONDS = 5
 """Time after which a client may try again while the engine recovers."""
@@ -195,7 +198,11 @@ class PipelineBackend:
         """
         if self._config.step_log is not None:
             # Drivers append: the log of a run has the events of all its drivers.
-            open(self._config.step_log, "wb").close()
+            try:
+                open(self._config.step_log, "wb").close()
+            except OSError as error:
+                path = self._config.step_log
+                log.warning("the step log %s cannot be emptied: %s", path, error.strerror)
         try:
             self._start_publisher()
             if self._cluster is not None:

@@ -6,8 +6,10 @@ after it, because the scheduler is new. Times are seconds of one monotonic clock
 field on disk is the tag of its class.
 """
 
+import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +17,8 @@ import msgspec
 
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepPlan, StepResult, StepTime
+
+_log = logging.getLogger(__name__)
 
 BUFFER_BYTES = 2**18
 """Size of the file buffer."""
@@ -227,7 +231,7 @@ class StepLogWriter:
         appends: Append to the file instead of replacing it.
 
     Raises:
-        OSError: The file cannot be written.
+        OSError: The file cannot be written. Its methods raise it too.
     """
 
     def __init__(self, path: str | Path, appends: bool = False) -> None:
@@ -251,9 +255,65 @@ class StepLogWriter:
         self._file.close()
 
 
+class DriverStepLog:
+    """Step log of a driver, which serves on if the log cannot be written.
+
+    The first error is a warning and ends the log of this epoch; the next epoch tries again.
+    """
+
+    def __init__(self, path: str | Path, open_log: Callable[[], StepLogWriter]) -> None:
+        """Open the log.
+
+        Args:
+            path: The file, for the warning.
+            open_log: Opens the file; may raise OSError.
+        """
+        self._path = path
+        self._log: StepLogWriter | None = None
+        """None after an error."""
+        try:
+            self._log = open_log()
+        except OSError as error:
+            self._end(error)
+
+    def write(self, event: StepLogEvent) -> None:
+        """Append an event."""
+        if self._log is not None:
+            try:
+                self._log.write(event)
+            except OSError as error:
+                self._end(error)
+
+    def flush(self) -> None:
+        """Write the buffered events to the file."""
+        if self._log is not None:
+            try:
+                self._log.flush()
+            except OSError as error:
+                self._end(error)
+
+    def close(self) -> None:
+        """Write the buffered events and close the file."""
+        if self._log is not None:
+            try:
+                self._log.close()
+            except OSError as error:
+                self._end(error)
+
+    def _end(self, error: OSError) -> None:
+        log, self._log = self._log, None
+        if log is not None:
+            # It tries once more to write what is buffered, and closes the file nevertheless.
+            with suppress(OSError):
+                log.close()
+        _log.warning(
+            "the step log %s ends, because it cannot be written: %s", self._path, error.strerror
+        )
+
+
 def continue_step_log(
     path: str | Path, start: StartEvent, restart: RestartEvent, buffer_bytes: int = BUFFER_BYTES
-) -> StepLogWriter:
+) -> DriverStepLog:
     """Open a run's step log for appending, when the engine starts or restarts.
 
     Appends `start` if the file has no event yet, otherwise `restart`. Removes a truncated last
@@ -264,13 +324,16 @@ def continue_step_log(
         start: First event of the log.
         restart: First event after a restart.
         buffer_bytes: Size of the chunks in which the end of the file is read.
-
-    Raises:
-        OSError: The file cannot be written.
     """
-    # Pipes and terminals cannot be read: their readers get a start per epoch.
-    is_empty = not Path(path).is_file() or not _remove_torn_line(path, buffer_bytes)
-    log = StepLogWriter(path, appends=True)
+    is_empty = True
+
+    def open_log() -> StepLogWriter:
+        nonlocal is_empty
+        # Pipes and terminals cannot be read: their readers get a start per epoch.
+        is_empty = not Path(path).is_file() or not _remove_torn_line(path, buffer_bytes)
+        return StepLogWriter(path, appends=True)
+
+    log = DriverStepLog(path, open_log)
     log.write(start if is_empty else restart)
     # A driver that is killed at once must not leave the log without its beginning.
     log.flush()

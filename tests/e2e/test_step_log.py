@@ -142,3 +142,18 @@ async def test_a_file_that_cannot_be_written_is_named(tiny_model: Path) -> None:
     config = EngineConfig.from_options(str(tiny_model), step_log="/nowhere/steps.jsonl")
     with pytest.raises(ValueError, match=r"step_log /nowhere/steps\.jsonl"):
         await serve(config, 1)
+
+
+@pytest.mark.full
+async def test_an_engine_whose_step_log_finds_no_space_serves(tiny_model: Path) -> None:
+    config = EngineConfig.from_options(
+        str(tiny_model), step_log="/dev/full", kv_cache_memory=2**24, threads=1
+    )
+    async with Engine(config) as engine:
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        deltas = [delta async for delta in engine.generate([5], params)]
+        # The log is flushed twice per second.
+        await asyncio.sleep(0.7)
+        deltas += [delta async for delta in engine.generate([6], params)]
+        assert not any(delta.error for delta in deltas)
+        assert engine.status().epoch == 1

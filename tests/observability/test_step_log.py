@@ -1,5 +1,6 @@
 """The step log as a file over the epochs of an engine."""
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -68,9 +69,9 @@ def test_a_killed_driver_s_last_line_is_removed(
     log.close()
     data = path.read_bytes()[:cut]
     path.write_bytes(data)
-    log = continue_step_log(path, START, RESTART, buffer_bytes=64)
-    log.write(add(3))
-    log.close()
+    continued = continue_step_log(path, START, RESTART, buffer_bytes=64)
+    continued.write(add(3))
+    continued.close()
     whole = events[: data.count(b"\n")]
     expected = [*whole, RESTART, add(3)] if whole else [START, add(3)]
     assert list(read_step_log(path)) == expected
@@ -92,3 +93,61 @@ def test_each_epoch_is_a_log_of_its_own() -> None:
     start = StartEvent(9.0, "m", [2, 0], RESTART.scheduler, "driver", warm_ups=1)
     assert second == [start]
     assert third == [start, add(1), add(2)]
+
+
+FULL = Path("/dev/full")
+"""A device without space: each write to it fails."""
+
+
+def test_a_driver_whose_log_finds_no_space_warns_once_and_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log = continue_step_log(FULL, START, RESTART)
+    for seq in range(2000):
+        log.write(add(seq, 100))
+        log.flush()
+    log.close()
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith("the step log /dev/full ends")
+    assert "No space left on device" in warning
+
+
+def test_a_disk_that_becomes_full_ends_the_log_where_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, limits = tmp_path / "log", resource.getrlimit(resource.RLIMIT_FSIZE)
+    log = continue_step_log(path, START, RESTART)
+    log.write(add(0))
+    log.flush()
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
+        for seq in range(1, 9):
+            log.write(add(seq, 10_000))
+        log.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(caplog.records) == 1
+    assert list(read_step_log(path)) == [START, add(0)]
+    # The next epoch has space again.
+    log = continue_step_log(path, START, RESTART)
+    log.close()
+    assert list(read_step_log(path)) == [START, add(0), RESTART]
+
+
+def test_a_log_that_cannot_be_opened_is_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = continue_step_log(tmp_path / "nowhere" / "log", START, RESTART)
+    log.write(add(0))
+    log.flush()
+    log.close()
+    assert "No such file or directory" in caplog.text
+
+
+def test_the_writer_of_a_simulation_raises() -> None:
+    log = StepLogWriter(FULL)
+    log.write(START)
+    with pytest.raises(OSError, match="No space left"):
+        log.flush()
+    with pytest.raises(OSError, match="No space left"):
+        log.close()

@@ -156,6 +156,8 @@ class CrashFolder:
         self._lock: int | None = None
         """Descriptor of the lock of the private folder."""
         self._num_crashes = 0
+        self._has_warned = False
+        """True once a warning has said that reports cannot be written."""
         self._files: list[Path] = []
 
     def record(self, subject: str, sections: dict[str, str]) -> Path | None:
@@ -181,7 +183,15 @@ class CrashFolder:
             self._path.mkdir(parents=True, exist_ok=True)
             file = self._path / name
             file.write_text(text, encoding="utf-8")
-        except OSError:
+        except OSError as error:
+            # A full disk has space for a part of it.
+            if self._path is not None:
+                with suppress(OSError):
+                    (self._path / name).unlink(missing_ok=True)
+            if not self._has_warned:
+                self._has_warned = True
+                folder = self._path or "a temporary folder"
+                log.warning("crash reports cannot be written to %s: %s", folder, error.strerror)
             return None
         self._files.append(file)
         while len(self._files) > MAX_CRASHES:

@@ -22,9 +22,9 @@ from gllm.messages.reports import StageTimes, StageUtilization
 from gllm.messages.steps import GrammarReady, RegisterSequences, RunStep, StepDone
 from gllm.observability.logged_scheduler import LoggedScheduler
 from gllm.observability.step_log import (
+    DriverStepLog,
     RestartEvent,
     StartEvent,
-    StepLogWriter,
     continue_step_log,
 )
 from gllm.runtime.driver.driver import Driver, DriverPacing
@@ -51,7 +51,7 @@ REPORT_SECONDS = 0.5
 
 def create_scheduler(
     assignment: StageAssignment, config: SchedulerConfig
-) -> tuple[Scheduler, StepLogWriter | None]:
+) -> tuple[Scheduler, DriverStepLog | None]:
     """Create the scheduler of the pipeline, and its step log if one is configured.
 
     Args:
@@ -165,7 +165,7 @@ class StageInstance:
         """Channel from the driver to the KV mover, which reads it as long as it runs."""
         self._turn_timer: asyncio.TimerHandle | None = None
         """Next turn of a driver whose transfers of KV blocks have leases."""
-        self._step_log: StepLogWriter | None = None
+        self._step_log: DriverStepLog | None = None
         self._plan_record: PlanRecord | None = None
 
     @property

@@ -1,10 +1,13 @@
 """Private folders with evidence: removed at the end, or by the next process after a kill."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from gllm.runtime.head.deaths import CrashFolder
 
@@ -71,3 +74,19 @@ def test_what_others_put_there_is_left_alone(tmp_path: Path) -> None:
     CrashFolder(None, tmp_path)
     assert len(list(tmp_path.iterdir())) == 4
     assert len(list(elsewhere.iterdir())) == 2
+
+
+def test_a_full_disk_is_warned_of_once_and_leaves_no_part(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, limits = CrashFolder(str(tmp_path)), resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+        reports = [folder.record("stage-1", {"Cause": "a" * 100}) for _ in range(3)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert reports == [None] * 3
+    assert not list(tmp_path.iterdir())
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith(f"crash reports cannot be written to {tmp_path}: ")
+    assert folder.record("stage-1", {"Cause": "killed"}) is not None
