@@ -285,13 +285,12 @@ def read_status(
     """
     client, deaths = supervisor.client, supervisor.deaths
     mover = supervisor.kv_mover
-    is_moving = client.stalled_seconds < config.health_timeout
     return EngineStatus(
         state=supervisor.state,
         is_sleeping=supervisor.admission.is_sleeping,
         cause_of_death=supervisor.cause,
         is_healthy=supervisor.state == "recovering"
-        or (supervisor.state in ("ready", "sleeping", "draining") and is_moving),
+        or (supervisor.state in ("ready", "sleeping", "draining") and not supervisor.has_stalled),
         num_requests=client.num_requests,
         stats=client.stats,
         step_sizes=dict(client.step_sizes),

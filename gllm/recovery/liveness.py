@@ -25,6 +25,9 @@ STEP_FREEZE_TIMES = 3.0
 """... and by this multiple of the time for a stopped worker, without progress of its CPU time."""
 WAITING_FACTOR = 2.0
 """A step that waits for another rank of its stage may take longer by this factor."""
+BUSY_STEP_TIMES = 20.0
+"""Multiple of the health timeout that a step may take while its process uses its cores. A process
+that computes without an end is unhealthy after it."""
 IDLE_SHARE = 0.02
 """Share of a core below which a process makes no progress; heartbeats alone need less."""
 MAX_CHECK_SECONDS = 5.0
@@ -147,6 +150,35 @@ class FrozenDetector:
                     # Later stages wait for the first one whose step does not end.
                     return {sender: cause}
         return causes
+
+    def has_living_step(
+        self, now: float, timeout_seconds: float, predicted_seconds: float = 0.0
+    ) -> bool:
+        """Return True if a step is under way that may still end by itself.
+
+        A step may take `timeout_seconds` longer than STEP_FACTOR times what is expected of it, or
+        BUSY_STEP_TIMES times that while its process uses its cores.
+
+        Args:
+            now: time in seconds.
+            timeout_seconds: health timeout.
+            predicted_seconds: predicted time of the longest step under way.
+        """
+        return any(
+            self._is_living(worker, now, timeout_seconds, predicted_seconds)
+            for worker in self._watched.values()
+        )
+
+    def _is_living(
+        self, worker: _Watched, now: float, timeout_seconds: float, predicted_seconds: float
+    ) -> bool:
+        is_stopped = worker.stopped_since < math.inf
+        if worker.step is None or is_stopped or self._silence(worker, now, is_serving=True):
+            return False
+        expected = STEP_FACTOR * max(worker.longest_step_seconds, predicted_seconds)
+        is_busy = now - worker.busy_at < self._silent_seconds
+        patience = timeout_seconds * (BUSY_STEP_TIMES if is_busy else 1.0)
+        return now - worker.step_started < expected + patience
 
     @staticmethod
     def _restart_times(worker: _Watched, now: float) -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from gllm.recovery.liveness import (
     BUSY_SILENT_SECONDS,
+    BUSY_STEP_TIMES,
     FREEZE_SECONDS,
     MIN_SILENT_SECONDS,
     STEP_FACTOR,
@@ -194,3 +195,57 @@ def test_workers_of_earlier_epochs_are_not_watched() -> None:
     clock.detector.watch([2])
     causes = clock.run(100, lambda sender: (1, 50.0) if sender == 1 else (None, 0.0), idle)
     assert causes == {}
+
+
+HEALTH_SECONDS = 30.0
+
+
+def computing(clock: Clock, seconds: float, is_busy: bool, predicted: float = 0.0) -> float:
+    """Let worker 1 compute one step; return the seconds after which the engine is unhealthy."""
+    begin = clock.now
+
+    def beats(sender: int) -> tuple[int | None, float]:
+        return (7, clock.now - begin) if sender == 1 else (None, 0.0)
+
+    def sample(sender: int) -> ProcessSample:
+        return ProcessSample(False, clock.now if is_busy and sender == 1 else 5.0)
+
+    while clock.now < begin + seconds:
+        clock.run(1, beats, sample, is_serving=False)
+        if not clock.detector.has_living_step(clock.now, HEALTH_SECONDS, predicted):
+            break
+    return clock.now - begin
+
+
+def test_a_long_step_that_uses_its_cores_is_healthy_for_long() -> None:
+    limit = BUSY_STEP_TIMES * HEALTH_SECONDS
+    assert computing(Clock(), 3 * limit, is_busy=True) == limit
+
+
+def test_a_step_without_progress_is_healthy_for_the_timeout() -> None:
+    # The first samples count as progress.
+    seconds = computing(Clock(), 1000, is_busy=False)
+    assert HEALTH_SECONDS <= seconds <= HEALTH_SECONDS + FREEZE_SECONDS
+
+
+def test_a_step_of_a_device_is_healthy_as_long_as_predicted() -> None:
+    """The host waits: its process uses no core."""
+    predicted = 9.0
+    seconds = computing(Clock(), 1000, is_busy=False, predicted=predicted)
+    assert seconds == STEP_FACTOR * predicted + HEALTH_SECONDS
+
+
+def test_no_step_and_a_stopped_or_silent_worker_are_no_progress() -> None:
+    clock = Clock()
+    assert not clock.detector.has_living_step(clock.now, HEALTH_SECONDS)
+    clock.run(3, beating, idle)
+    assert not clock.detector.has_living_step(clock.now, HEALTH_SECONDS)
+    clock.run(3, lambda _: (7, 0.5), lambda _: ProcessSample(False, clock.now))
+    assert clock.detector.has_living_step(clock.now, HEALTH_SECONDS)
+    stopped = lambda _: ProcessSample(True, 5.0)  # noqa: E731
+    clock.run(3, lambda _: None, stopped)
+    assert not clock.detector.has_living_step(clock.now, HEALTH_SECONDS)
+    clock = Clock()
+    clock.run(3, lambda _: (7, 0.5), lambda _: ProcessSample(False, clock.now))
+    clock.run(BUSY_SILENT_SECONDS + 1, lambda _: None, lambda _: ProcessSample(False, clock.now))
+    assert not clock.detector.has_living_step(clock.now, HEALTH_SECONDS)

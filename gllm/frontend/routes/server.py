@@ -65,7 +65,7 @@ async def get_health(request: web.Request) -> web.Response:
         context.check_ready()
     # A recovery takes its time without a step, and ends by itself.
     if not status.is_healthy and status.state != "recovering":
-        raise EngineUnavailableError("stuck", "requests are pending, but no step completes")
+        raise EngineUnavailableError("stuck", "requests are pending, but no step makes progress")
     return json_response(schemas.HealthResponse(status="ok", state=status.state))
 
 

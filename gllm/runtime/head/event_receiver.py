@@ -86,27 +86,35 @@ class EventReceiver:
         """Latest progress of each worker that loads."""
         self._timers: dict[int, asyncio.TimerHandle] = {}
         """By worker: the handling of its exit, or of the end of its session without an exit."""
-        self._liveness: LivenessWatch | None = None
-        """None if frozen workers are left alone."""
-        if supervisor.config.max_restarts:
-            self._liveness = LivenessWatch(
-                self._recovery,
-                self._nodes,
-                supervisor.config.freeze_timeout,
-                self._on_frozen,
-                None if cluster is None else self._group.is_silent,
-            )
+        # Without restarts frozen workers are left alone, but /health says so.
+        self._liveness = LivenessWatch(
+            self._recovery,
+            self._nodes,
+            supervisor.config.freeze_timeout,
+            self._on_frozen if supervisor.config.max_restarts else None,
+            None if cluster is None else self._group.is_silent,
+        )
 
     def begin_epoch(self, placement: Placement) -> None:
         """Reset the progress of loading, and check the workers of a new epoch for freezes."""
         self._loading.clear()
-        if self._liveness is not None:
-            self._liveness.watch(placement)
+        self._liveness.watch(placement)
 
     def close(self) -> None:
         """Stop the checks for frozen workers."""
-        if self._liveness is not None:
-            self._liveness.close()
+        self._liveness.close()
+
+    def has_living_step(self, timeout_seconds: float) -> bool:
+        """Return True if a worker computes a step that may still end by itself.
+
+        timeout_seconds: health timeout; see `FrozenDetector.has_living_step`.
+        """
+        predicted, costs = 0.0, self._client.coefficients
+        if costs is not None:
+            beats = self._deaths.heartbeats.values()
+            sizes = [beat.num_tokens for beat in beats if beat.step >= 0]
+            predicted = max((costs.predict_prefill_seconds([size]) for size in sizes), default=0.0)
+        return self._liveness.has_living_step(timeout_seconds, predicted)
 
     # Reports of workers.
 
@@ -142,8 +150,7 @@ class EventReceiver:
                 self._supervisor.kv_mover.restart()
             case lifecycle.Heartbeat():
                 self._deaths.heartbeats[sender] = message
-                if self._liveness is not None:
-                    self._liveness.on_heartbeat(sender, message)
+                self._liveness.on_heartbeat(sender, message)
             case lifecycle.CommandDone():
                 self._supervisor.commands.on_done(sender, message)
             case lifecycle.LoadProgress():
@@ -557,7 +564,7 @@ class LivenessWatch:
         recovery: Recovery,
         nodes: Node,
         freeze_seconds: float,
-        on_frozen: Callable[[int, str], None],
+        on_frozen: Callable[[int, str], None] | None,
         is_silent: Callable[[int], bool] | None = None,
     ) -> None:
         """Start the checks on the running event loop.
@@ -566,7 +573,8 @@ class LivenessWatch:
             recovery: knows which workers have been killed.
             nodes: run the workers.
             freeze_seconds: time for which a frozen worker has been stopped.
-            on_frozen: called with the sender of a frozen worker and a description.
+            on_frozen: called with the sender of a frozen worker and a description; None if frozen
+                workers are left alone.
             is_silent: returns True if nothing is known of a worker, because its machine is silent;
                 None if all workers run on this machine.
         """
@@ -590,6 +598,11 @@ class LivenessWatch:
         now, seconds = time.monotonic(), message.step_seconds
         self._detector.on_heartbeat(sender, step, seconds, now, message.is_waiting)
 
+    def has_living_step(self, timeout_seconds: float, predicted_seconds: float) -> bool:
+        """Return True if a step is under way that may still end by itself."""
+        now = time.monotonic()
+        return self._detector.has_living_step(now, timeout_seconds, predicted_seconds)
+
     def close(self) -> None:
         """End the checks."""
         self._timer.cancel()
@@ -606,7 +619,7 @@ class LivenessWatch:
             self._detector.restart_times(filter(self._is_silent, self._placement.senders), now)
         is_serving = self._recovery.state is RecoveryState.READY
         causes = self._detector.check(samples, now, is_serving)
-        for sender, cause in causes.items():
+        for sender, cause in causes.items() if self._on_frozen is not None else ():
             if not self._recovery.is_exiting(sender):
                 self._nodes.dump_stacks(sender)
                 place = self._placement.name_of(sender)
@@ -615,7 +628,7 @@ class LivenessWatch:
 
     def _report(self, sender: int, cause: str) -> None:
         """Report a frozen worker, once it had the time to write its stacks."""
-        if not self._recovery.is_exiting(sender):
+        if self._on_frozen is not None and not self._recovery.is_exiting(sender):
             stacks = self._nodes.read_stacks(sender) or "none"
             log.warning("%s; its stacks: %s", cause, stacks, extra={"about": sender})
             self._on_frozen(sender, cause)

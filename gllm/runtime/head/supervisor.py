@@ -214,6 +214,14 @@ class Supervisor:
         return self.recovery.is_overdue
 
     @property
+    def has_stalled(self) -> bool:
+        """True if requests are pending, no step has ended in time, and none is likely to end."""
+        timeout = self.config.health_timeout
+        if self.client.stalled_seconds < timeout:
+            return False
+        return not self._receiver.has_living_step(timeout)
+
+    @property
     def state_cause(self) -> str:
         """Reason of the death or of the running recovery; otherwise empty."""
         return self.cause or (self.deaths.cause if self.recovering_since is not None else "")

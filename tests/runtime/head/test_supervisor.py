@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import tempfile
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from gllm.config.engine import EngineConfig
+from gllm.engine.pipeline import read_status
 from gllm.messages.lifecycle import StageFailed, StartProfile, StopProfile
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.observability.logs import DEFAULT_LOG_CONFIG
@@ -352,6 +354,25 @@ async def test_a_frozen_worker_is_replaced(
         assert supervisor.deaths.recoveries == {"frozen": 1}
         assert node.killed == [frozen.identity.sender]
     assert f"Thread of worker {frozen.identity.sender}" in caplog.text
+
+
+async def test_a_long_step_is_healthy_and_pending_requests_without_a_step_are_not() -> None:
+    options: dict[str, Any] = {"health_timeout": 0.1, "freeze_timeout": 0.2, "max_restarts": 0}
+    async with running(**options) as (supervisor, node):
+
+        def is_healthy() -> bool:
+            return read_status(supervisor, supervisor.config).is_healthy
+
+        task = asyncio.create_task(generate(supervisor, [1], 100))
+        await until(lambda: supervisor.client.stats.running)
+        node.has_endless_steps, node.long_step_began = True, time.monotonic()
+        await until(lambda: supervisor.client.stalled_seconds > 0.15)
+        assert is_healthy()
+        node.long_step_began = None
+        await until(lambda: not is_healthy())
+        node.has_endless_steps = False
+        await until(is_healthy)
+        assert await task == (expected([1], 100), [""])
 
 
 async def test_a_poison_request_ends_alone() -> None:

@@ -6,6 +6,7 @@ whether it was resumed where it ended. Its prefix cache has one block, named aft
 
 import asyncio
 import os
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -132,7 +133,9 @@ class ScriptedWorker:
     async def _beat(self) -> None:
         while True:
             if not self.is_frozen:
-                self.send(Heartbeat(-1, 0.0, 0, 0.0))
+                began = self.node.long_step_began
+                step = (-1, 0.0, 0) if began is None else (9, time.monotonic() - began, 5)
+                self.send(Heartbeat(*step, 0.0))
             await asyncio.sleep(0.02)
 
     async def _load(self, stage: int) -> None:
@@ -179,7 +182,7 @@ class ScriptedWorker:
         """Compute one token of all sequences per step."""
         while True:
             await asyncio.sleep(STEP_SECONDS)
-            if self._running and not self.is_frozen:
+            if self._running and not (self.is_frozen or self.node.has_endless_steps):
                 self._run_step()
 
     def _run_step(self) -> None:
@@ -227,6 +230,10 @@ class ScriptedNode(Node):
         """Spawns that are still to fail."""
         self.is_poison: Callable[[list[int]], bool] = lambda prompt: False
         self.answers_commands = True
+        self.has_endless_steps = False
+        """No step ends."""
+        self.long_step_began: float | None = None
+        """Begin of the step that heartbeats report, whose process uses a core."""
         self.block_counts: list[int] = []
         self._on_exit: OnExit | None = None
 
@@ -265,7 +272,8 @@ class ScriptedNode(Node):
 
     def sample(self, sender: int) -> ProcessSample | None:
         worker = self.workers.get(sender)
-        return None if worker is None else ProcessSample(worker.is_frozen, 0.0)
+        seconds = 0.0 if self.long_step_began is None else time.monotonic()
+        return None if worker is None else ProcessSample(worker.is_frozen, seconds)
 
     def dump_stacks(self, sender: int) -> None:
         pass
