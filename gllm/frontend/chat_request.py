@@ -10,8 +10,8 @@ import msgspec
 from aiohttp import web
 
 from gllm.engine.chat import PreparedChat, prepare_chat
-from gllm.frontend.context import CONTEXT, ServerContext
-from gllm.frontend.fields.base import ModelRequestFields
+from gllm.frontend.context import CONTEXT, WARNINGS, ServerContext
+from gllm.frontend.fields.base import ModelRequestFields, Warn
 from gllm.frontend.fields.chat import ChatCompletionFields, ChatTemplateOptions
 from gllm.frontend.fields.generation import SamplingFields, to_sampling_params
 from gllm.frontend.fields.parsing import (
@@ -26,6 +26,9 @@ from gllm.text.chat.prompt import ChatRequest, render_chat
 from gllm.text.chat.tools import parse_functions, parse_tools
 
 Fields = TypeVar("Fields", bound=ModelRequestFields)
+Conversion = Callable[[Fields, Warn], Mapping[str, Any]]
+"""Function that converts the body of another API to the fields of a chat completion request. It
+warns of each part that has no effect."""
 
 
 async def prepare_chat_request(
@@ -82,11 +85,33 @@ def to_chat_request(fields: ChatCompletionFields) -> ChatRequest:
     )
 
 
+async def read_converted_chat(
+    request: web.Request,
+    schema: type[Fields],
+    as_chat: Conversion[Fields],
+    names: Mapping[str, str],
+) -> tuple[Fields, ChatCompletionFields]:
+    """Return the body of a Messages or Responses API request, and its chat completion.
+
+    The answer gets the warnings of the conversion as a header. Arguments and errors are those of
+    `prepare_converted_chat`.
+    """
+    fields = await read_fields(request, schema)
+    request.app[CONTEXT].check_model(fields.model)
+    warnings: list[str] = []
+    request[WARNINGS] = warnings
+
+    def convert() -> ChatCompletionFields:
+        return to_chat_fields(fields, as_chat(fields, warnings.append), names)
+
+    return fields, await run_off_loop(request, convert)
+
+
 @asynccontextmanager
 async def prepare_converted_chat(
     request: web.Request,
     schema: type[Fields],
-    as_chat: Callable[[Fields], Mapping[str, Any]],
+    as_chat: Conversion[Fields],
     names: Mapping[str, str],
 ) -> AsyncIterator[tuple[Fields, PreparedRequest]]:
     """Convert a Messages or Responses API request to a chat completion, and prepare it to run.
@@ -106,9 +131,7 @@ async def prepare_converted_chat(
         EngineUnavailableError: The engine accepts no requests, or too many are queued.
     """
     context = request.app[CONTEXT]
-    fields = await read_fields(request, schema)
-    context.check_model(fields.model)
-    chat = await run_off_loop(request, lambda: to_chat_fields(fields, as_chat(fields), names))
+    fields, chat = await read_converted_chat(request, schema, as_chat, names)
     with context.admit(), rename_error_fields(names):
         yield fields, await prepare_chat_request(context, chat)
 
@@ -116,7 +139,7 @@ async def prepare_converted_chat(
 async def count_prompt_tokens(
     request: web.Request,
     schema: type[Fields],
-    as_chat: Callable[[Fields], Mapping[str, Any]],
+    as_chat: Conversion[Fields],
     names: Mapping[str, str],
 ) -> int:
     """Return the number of prompt tokens of a Messages or Responses API request.
@@ -124,10 +147,8 @@ async def count_prompt_tokens(
     The request is not run. Arguments and errors are those of `prepare_converted_chat`.
     """
     context = request.app[CONTEXT]
-    fields = await read_fields(request, schema)
+    _, chat = await read_converted_chat(request, schema, as_chat, names)
     context.check_accepting()
-    context.check_model(fields.model)
-    chat = await run_off_loop(request, lambda: to_chat_fields(fields, as_chat(fields), names))
     tokenizer, parsers = context.engine.tokenizer, context.config.output_parsers
     with rename_error_fields(names):
         prompt = await asyncio.to_thread(

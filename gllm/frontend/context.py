@@ -95,5 +95,7 @@ ARRIVAL = web.RequestKey("arrival", float)
 """Arrival time of the request, in seconds of the monotonic clock."""
 REQUEST_ID = web.RequestKey("request_id", str)
 """Key of the request's id."""
+WARNINGS = web.RequestKey("warnings", list[str])
+"""Parts of the request that have no effect, for the header `Warning` of the answer."""
 CLIENT_ID = web.RequestKey("client", str)
 """Client of the request, identified by its API key; absent without keys."""

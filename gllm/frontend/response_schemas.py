@@ -328,6 +328,7 @@ class ResponsesOutputItem(ResponseSchema):
     type: ItemType
     role: Literal["assistant"] | Unset = UNSET
     call_id: str | Unset = UNSET
+    namespace: str | Unset = UNSET
     name: str | Unset = UNSET
     arguments: str | Unset = UNSET
     input: str | Unset = UNSET

@@ -221,7 +221,7 @@ BAD: dict[str, list[Any]] = {
         [
             {
                 "role": "user",
-                "content": [{"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}],
+                "content": [{"type": "tool_result", "tool_use_id": "a", "content": [{"text": 7}]}],
             }
         ],
         [{"role": "assistant", "content": [{"type": "thinking"}]}],
@@ -233,7 +233,7 @@ BAD: dict[str, list[Any]] = {
     "top_p": [0, 1.1],
     "top_k": [-2, 0.5],
     "stop_sequences": ["x", [7], [""], ["x"] * 33],
-    "tools": ["x", [7], [{"type": "web_search_20260209"}], [{}], [{"name": "f"}]],
+    "tools": ["x", [7], [{"type": "custom"}], [{}], [{"name": "f"}]],
     "tool_choice": ["auto", {}, {"type": "odd"}, {"type": "tool"}, {"type": "any"}],
     "thinking": [True, {}, {"type": "odd"}],
     "output_config": [7, {"effort": "odd"}, {"format": {"type": "text"}}],

@@ -1,6 +1,6 @@
 """Base classes of request bodies: supported, ignored and unsupported fields."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -9,6 +9,8 @@ from msgspec import Meta
 from gllm.options.options import INT32_MAX
 
 JsonObject = dict[str, Any]
+Warn = Callable[[str], object]
+"""Function that gets a warning for the client: a part of the request that has no effect."""
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Int32 = Annotated[int, Meta(ge=-(2**31), le=INT32_MAX)]
 PositiveInt = Annotated[int, Meta(ge=1, le=INT32_MAX)]

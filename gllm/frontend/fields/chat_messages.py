@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-from gllm.frontend.fields.base import JsonObject
+from gllm.frontend.fields.base import JsonObject, Warn
 from gllm.frontend.fields.value_errors import raise_field_error, raise_unsupported
+from gllm.text.chat.placeholders import describe_part, describe_parts, is_media_part
 
 
 class ChatMessageBuilder:
@@ -97,13 +98,16 @@ def get_string(values: JsonObject, name: str, path: str) -> str:
     return value
 
 
-def parse_text(content: object, path: str, part_types: Sequence[str]) -> str:
+def parse_text(
+    content: object, path: str, part_types: Sequence[str], shows_media: bool = False
+) -> str:
     """Return the text of a message's `content`; texts of several parts are joined by newlines.
 
     Args:
         content: A string or a list of content parts.
         path: Path of the value in the request body, for errors.
         part_types: Allowed `type` values of a part; these parts have a `text`.
+        shows_media: Replace images and files by a text that says so, instead of an error.
 
     Raises:
         FieldError: The content is neither, or a part has another type.
@@ -115,9 +119,42 @@ def parse_text(content: object, path: str, part_types: Sequence[str]) -> str:
     texts = []
     for index, part in enumerate(parse_object_list(content, path)):
         part_path = f"{path}[{index}]"
+        if shows_media and is_media_part(part):
+            texts.append(describe_part(part))
+            continue
         check_type(part, part_path, part_types)
         texts.append(get_string(part, "text", part_path))
     return "\n".join(texts)
+
+
+def parse_result_text(content: object, path: str) -> str:
+    """Return the text of a tool result; a part that is not text becomes a text that says so.
+
+    Args:
+        content: A string, a list of content parts, or None.
+        path: Path of the value in the request body, for errors.
+
+    Raises:
+        FieldError: The content is neither, or a text is not a string.
+    """
+    text = describe_parts(content)
+    if text is None:
+        raise_field_error(path, "a string or a list of objects", content)
+    for index, part in enumerate(content if isinstance(content, list) else ()):
+        if "text" in part or part.get("type") in (None, "text", "input_text", "output_text"):
+            get_string(part, "text", f"{path}[{index}]")
+    return text
+
+
+def is_hosted_tool(tool: JsonObject) -> bool:
+    """Return True for a tool that the API's own server runs or defines, such as a web search."""
+    kind = tool.get("type")
+    return isinstance(kind, str) and kind not in ("function", "custom", "namespace")
+
+
+def warn_left_out(warn: Warn, value: JsonObject, path: str) -> None:
+    """Warn that a part of the request has no effect because this server lacks its type."""
+    warn(f"{path} of type {value.get('type')} is left out: this server does not have it")
 
 
 def check_type(value: JsonObject, path: str, supported_types: Sequence[str]) -> None:

@@ -14,18 +14,23 @@ from gllm.frontend.fields.base import (
     ModelRequestFields,
     PositiveInt,
     UnsupportedField,
+    Warn,
     doc,
 )
 from gllm.frontend.fields.chat_messages import (
     ChatMessageBuilder,
     check_type,
     get_string,
+    is_hosted_tool,
     parse_object_list,
+    parse_result_text,
     parse_text,
+    warn_left_out,
 )
 from gllm.frontend.fields.generation import COMMON_UNSUPPORTED_FIELDS, ParseSpecial, SamplingFields
 from gllm.frontend.fields.value_errors import raise_field_error
 from gllm.options.field_types import FieldError
+from gllm.text.chat.placeholders import describe_part, is_media_part
 
 TEXT_ONLY = ("text",)
 BLOCK_TYPES = {
@@ -34,6 +39,20 @@ BLOCK_TYPES = {
     "system": TEXT_ONLY,
 }
 """Supported types of content blocks for each role."""
+SERVER_BLOCK_TYPES = (
+    "server_tool_use",
+    "web_search_tool_result",
+    "web_fetch_tool_result",
+    "code_execution_tool_result",
+    "bash_code_execution_tool_result",
+    "text_editor_code_execution_tool_result",
+    "tool_search_tool_result",
+    "mcp_tool_use",
+    "mcp_tool_result",
+    "compaction",
+    "fallback",
+)
+"""Blocks of the assistant that only Anthropic's own server writes. They are left out."""
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 """`tool_choice` of chat completions for each type except `tool`."""
 CLIENT_FIELD_NAMES = {
@@ -88,14 +107,16 @@ MessagesField = Annotated[
     list[dict[str, Any]] | None,
     doc(
         "messages of the chat, each with role and content; content is a string or a list of "
-        "blocks; images are not supported"
+        "blocks; an image in the last message of the user is rejected, an earlier one becomes a "
+        "text that says so"
     ),
 ]
 SystemField = Annotated[
     str | list[dict[str, Any]] | None, doc("system message: a string or a list of text blocks")
 ]
 ToolsField = Annotated[
-    list[dict[str, Any]] | None, doc("tools that the client runs; no other types are supported")
+    list[dict[str, Any]] | None,
+    doc("tools that the client runs; those of other types are left out, with a header `Warning`"),
 ]
 ToolChoiceField = Annotated[
     MessagesToolChoice | None,
@@ -151,17 +172,22 @@ class CountTokensFields(ModelRequestFields):
     parse_special: ParseSpecial = None
 
 
-def convert_messages_to_chat(fields: MessagesFields | CountTokensFields) -> JsonObject:
+def convert_messages_to_chat(
+    fields: MessagesFields | CountTokensFields, warn: Warn = bool
+) -> JsonObject:
     """Convert a Messages API request to the fields of the equivalent chat completion request.
+
+    Args:
+        fields: The parsed request body.
+        warn: Gets a warning for each part of the request that has no effect.
 
     Raises:
         FieldError: A value is invalid or not supported.
     """
     output_config = fields.output_config or OutputConfig()
-    tools = [_convert_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.tools or ())]
     values: JsonObject = {
-        "messages": _convert_messages(fields),
-        "tools": tools or None,
+        "messages": _convert_messages(fields, warn),
+        "tools": _convert_tools(fields.tools or [], warn) or None,
         "reasoning_effort": output_config.effort,
         "response_format": _convert_format(output_config),
     }
@@ -179,13 +205,14 @@ def convert_messages_to_chat(fields: MessagesFields | CountTokensFields) -> Json
     return values
 
 
-def _convert_messages(fields: MessagesFields | CountTokensFields) -> list[JsonObject]:
+def _convert_messages(fields: MessagesFields | CountTokensFields, warn: Warn) -> list[JsonObject]:
     """Return the system message and the messages in the form of chat completions."""
     builder = ChatMessageBuilder(merge_user_messages=True)
     if fields.system:
         builder.add_message("system", parse_text(fields.system, "system", TEXT_ONLY))
     if not fields.messages:
         raise FieldError("messages", "messages has to be a list of messages, and not empty")
+    new_index = _last_question(fields.messages)
     for index, message in enumerate(fields.messages):
         role, content, path = message.get("role"), message.get("content"), f"messages[{index}]"
         if not isinstance(role, str) or role not in BLOCK_TYPES:
@@ -193,16 +220,40 @@ def _convert_messages(fields: MessagesFields | CountTokensFields) -> list[JsonOb
         if isinstance(content, str):
             content = [{"type": "text", "text": content}]
         blocks = parse_object_list(content, f"{path}.content")
-        _add_blocks(builder, role, blocks, f"{path}.content")
+        _add_blocks(builder, role, blocks, f"{path}.content", index != new_index, warn)
     if not builder.messages:
         raise FieldError("messages", "messages contain no content, but some is required")
     return builder.messages
 
 
+def _last_question(messages: list[JsonObject]) -> int:
+    """Return the index of the last message of the user, unless it has results of tools; else -1.
+
+    An image in it is new. Agents send older images, and those beside results, in every request.
+    """
+    for index in range(len(messages) - 1, -1, -1):
+        if messages[index].get("role") == "user":
+            content = messages[index].get("content")
+            blocks = content if isinstance(content, list) else []
+            has_result = any(
+                isinstance(block, dict) and block.get("type") == "tool_result" for block in blocks
+            )
+            return -1 if has_result else index
+    return -1
+
+
 def _add_blocks(
-    builder: ChatMessageBuilder, role: str, blocks: list[JsonObject], path: str
+    builder: ChatMessageBuilder,
+    role: str,
+    blocks: list[JsonObject],
+    path: str,
+    shows_media: bool,
+    warn: Warn,
 ) -> None:
-    """Add the content blocks of a message; consecutive text blocks are joined by newlines."""
+    """Add the content blocks of a message; consecutive text blocks are joined by newlines.
+
+    With `shows_media`, images and documents of the user become a text that says so.
+    """
     texts: list[str] = []
 
     def add_texts() -> None:
@@ -215,6 +266,14 @@ def _add_blocks(
 
     for index, block in enumerate(blocks):
         block_path = f"{path}[{index}]"
+        if role == "assistant" and block.get("type") in SERVER_BLOCK_TYPES:
+            warn_left_out(warn, block, block_path)
+            continue
+        if role == "user" and (
+            block.get("type") == "search_result" or (shows_media and is_media_part(block))
+        ):
+            texts.append(describe_part(block))
+            continue
         check_type(block, block_path, BLOCK_TYPES[role])
         if block["type"] == "text":
             texts.append(get_string(block, "text", block_path))
@@ -236,8 +295,20 @@ def _add_block(builder: ChatMessageBuilder, block: JsonObject, path: str) -> Non
             call_id, name = get_string(block, "id", path), get_string(block, "name", path)
             builder.add_tool_call(call_id, name, json.dumps(arguments, ensure_ascii=False))
         case "tool_result":
-            text = parse_text(block.get("content") or "", f"{path}.content", TEXT_ONLY)
+            text = parse_result_text(block.get("content") or "", f"{path}.content")
             builder.add_tool_result(get_string(block, "tool_use_id", path), text)
+
+
+def _convert_tools(tools: list[JsonObject], warn: Warn) -> list[JsonObject]:
+    """Return the tools that the client runs in the form of chat completions. Raises FieldError."""
+    converted = []
+    for index, tool in enumerate(tools):
+        path = f"tools[{index}]"
+        if is_hosted_tool(tool):
+            warn_left_out(warn, tool, path)
+        else:
+            converted.append(_convert_tool(tool, path))
+    return converted
 
 
 def _convert_tool(tool: JsonObject, path: str) -> JsonObject:

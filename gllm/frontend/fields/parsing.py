@@ -24,6 +24,7 @@ from gllm.frontend.fields.value_errors import to_field_error
 from gllm.frontend.request_id import current_request_id
 from gllm.options.field_types import FieldError
 from gllm.options.limits import MAX_JSON_DEPTH, MAX_JSON_FIELDS, MAX_JSON_NUMBERS, MAX_JSON_VALUES
+from gllm.text.surrogates import replace_escaped_surrogates
 
 SMALL_BODY_BYTES = 2**16
 """Texts up to this size cannot exceed the limits and are not counted."""
@@ -151,6 +152,8 @@ _MAX_DIGITS = 400
 async def read_fields(request: web.Request, schema: type[Fields]) -> Fields:
     """Read the JSON body of an HTTP request and convert it to a request schema.
 
+    Lone surrogates in its strings become U+FFFD.
+
     Args:
         request: The HTTP request.
         schema: Class of the request body.
@@ -162,7 +165,14 @@ async def read_fields(request: web.Request, schema: type[Fields]) -> Fields:
     body = await _read_body(request)
     if len(body) > SMALL_BODY_BYTES:
         await asyncio.to_thread(check_json_size, body)
-    return parse_fields(parse_body(body), schema)
+    try:
+        values = parse_body(body)
+    except (FieldError, ApiError):
+        repaired = await run_off_loop(request, replace_escaped_surrogates, body)
+        if repaired == body:
+            raise
+        values = parse_body(repaired)
+    return parse_fields(values, schema)
 
 
 async def run_off_loop(request: web.Request, function: Callable[..., Result], *args: Any) -> Result:

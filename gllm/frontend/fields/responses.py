@@ -6,8 +6,9 @@ the same request.
 
 import base64
 import binascii
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -18,14 +19,18 @@ from gllm.frontend.fields.base import (
     ModelRequestFields,
     PositiveInt,
     UnsupportedField,
+    Warn,
     doc,
 )
 from gllm.frontend.fields.chat_messages import (
     ChatMessageBuilder,
     check_type,
     get_string,
+    is_hosted_tool,
     parse_object_list,
+    parse_result_text,
     parse_text,
+    warn_left_out,
 )
 from gllm.frontend.fields.generation import COMMON_UNSUPPORTED_FIELDS, SamplingFields
 from gllm.frontend.fields.value_errors import raise_field_error, raise_unsupported
@@ -41,7 +46,7 @@ from gllm.options.limits import (
 from gllm.text.chat.tools import CUSTOM_INPUT_KEY, TOOL_TYPES
 
 ROLES = ("user", "assistant", "system", "developer")
-TEXT_PART_TYPES = ("input_text", "output_text", "text")
+TEXT_PART_TYPES = ("input_text", "output_text", "text", "refusal")
 ITEM_TYPES = (
     "message",
     "function_call",
@@ -51,6 +56,29 @@ ITEM_TYPES = (
     "reasoning",
     "compaction",
 )
+SERVER_ITEM_TYPES = (
+    "web_search_call",
+    "file_search_call",
+    "code_interpreter_call",
+    "image_generation_call",
+    "computer_call",
+    "computer_call_output",
+    "local_shell_call",
+    "local_shell_call_output",
+    "shell_call",
+    "shell_call_output",
+    "apply_patch_call",
+    "apply_patch_call_output",
+    "tool_search_call",
+    "tool_search_output",
+    "mcp_list_tools",
+    "mcp_approval_request",
+    "mcp_approval_response",
+    "mcp_call",
+)
+"""Items of hosted tools, from an earlier answer of another server. They are left out."""
+MAX_TOOL_NAME = 64
+"""Maximum characters of a tool's name."""
 TOOL_CHOICE_TYPES = (*TOOL_TYPES, "allowed_tools")
 SUMMARY_PREFIX = "gllm-summary:"
 """Start of `encrypted_content` of the compaction items that this server creates."""
@@ -59,9 +87,14 @@ CUSTOM_TOOL_KEYS = ("name", "description", "format")
 
 
 def convert_input(
-    input_items: str | list[JsonObject] | None, instructions: str | None
+    input_items: str | list[JsonObject] | None, instructions: str | None, warn: Warn = bool
 ) -> list[JsonObject]:
     """Convert `input` and `instructions` of the Responses API to chat messages.
+
+    Args:
+        input_items: Value of `input`.
+        instructions: Value of `instructions`.
+        warn: Gets a warning for each item that is left out.
 
     Raises:
         FieldError: An item is invalid or not supported.
@@ -76,8 +109,15 @@ def convert_input(
     builder = ChatMessageBuilder(merge_user_messages=has_summary)
     if instructions:
         builder.add_message("system", instructions)
+    users = [i for i, item in enumerate(items) if item.get("role") == "user"]
+    new_index = users[-1] if users else -1
     for index, item in enumerate(items):
-        _add_item(builder, item, f"input[{index}]")
+        path = f"input[{index}]"
+        if item.get("type") in SERVER_ITEM_TYPES:
+            warn_left_out(warn, item, path)
+        else:
+            # Agents send earlier images again in every request.
+            _add_item(builder, item, path, shows_media=index != new_index)
     if not builder.messages:
         raise FieldError("input", "input contains no messages, but at least one is required")
     return builder.messages
@@ -89,6 +129,61 @@ def convert_format(text_format: JsonObject | None) -> JsonObject | None:
         return text_format
     json_schema = {name: value for name, value in text_format.items() if name != "type"}
     return {"type": "json_schema", "json_schema": json_schema}
+
+
+def convert_tools(tools: list[JsonObject], warn: Warn = bool) -> list[JsonObject]:
+    """Convert `tools` of the Responses API to the form of chat completions.
+
+    Tools of a namespace become tools with longer names. Hosted tools are left out.
+
+    Raises:
+        FieldError: A tool is invalid.
+    """
+    return [
+        convert_tool({**tool, "name": flat_name(namespace, tool.get("name"))}, path)
+        for namespace, tool, path in _client_tools(tools, warn)
+    ]
+
+
+def namespaced_names(tools: list[JsonObject]) -> dict[str, tuple[str, str]]:
+    """Return namespace and name of the tools in namespaces, by the name that the model sees."""
+    return {
+        flat_name(namespace, tool["name"]): (namespace, tool["name"])
+        for namespace, tool, _ in _client_tools(tools, bool)
+        if namespace
+    }
+
+
+def flat_name(namespace: object, name: Any) -> Any:
+    """Return the name by which the model calls a tool of a namespace.
+
+    A name that is too long is cut and ends with a digest. A value that is not a string is returned
+    as it is, and so is a name without a namespace.
+    """
+    if not isinstance(namespace, str) or not namespace or not isinstance(name, str):
+        return name
+    flat = f"{namespace.rstrip('_')}__{name}"
+    if len(flat) <= MAX_TOOL_NAME:
+        return flat
+    digest = hashlib.sha256(flat.encode("utf-8", "replace")).hexdigest()[:8]
+    return f"{flat[: MAX_TOOL_NAME - 9]}_{digest}"
+
+
+def _client_tools(tools: list[JsonObject], warn: Warn) -> Iterator[tuple[str, JsonObject, str]]:
+    """Yield namespace, tool and path of the tools that the client runs. Raises FieldError."""
+    for index, tool in enumerate(tools):
+        path = f"tools[{index}]"
+        if tool.get("type") == "namespace":
+            namespace = get_string(tool, "name", path)
+            for i, member in enumerate(parse_object_list(tool.get("tools"), f"{path}.tools")):
+                if is_hosted_tool(member):
+                    warn_left_out(warn, member, f"{path}.tools[{i}]")
+                else:
+                    yield namespace, member, f"{path}.tools[{i}]"
+        elif is_hosted_tool(tool):
+            warn_left_out(warn, tool, path)
+        else:
+            yield "", tool, path
 
 
 def convert_tool(tool: JsonObject, path: str) -> JsonObject:
@@ -128,7 +223,10 @@ def convert_tool_choice(tool_choice: str | JsonObject | None) -> str | JsonObjec
     tools = [
         _convert_tool_name(tool, f"{path}[{index}]")
         for index, tool in enumerate(parse_object_list(tool_choice.get("tools"), path))
+        if not is_hosted_tool(tool)
     ]
+    if tool_choice.get("tools") and not tools and tool_choice.get("mode") == "auto":
+        return "none"
     allowed_tools = {"mode": tool_choice.get("mode"), "tools": tools}
     return {"type": "allowed_tools", "allowed_tools": allowed_tools}
 
@@ -137,17 +235,19 @@ def _convert_tool_name(tool: JsonObject, path: str) -> JsonObject:
     """Return a tool's type and name in the form of chat completions. Raises FieldError."""
     check_type(tool, path, TOOL_TYPES)
     kind = tool["type"]
-    return {"type": kind, kind: {"name": get_string(tool, "name", path)}}
+    name = flat_name(tool.get("namespace"), get_string(tool, "name", path))
+    return {"type": kind, kind: {"name": name}}
 
 
-def _add_item(builder: ChatMessageBuilder, item: JsonObject, path: str) -> None:
+def _add_item(builder: ChatMessageBuilder, item: JsonObject, path: str, shows_media: bool) -> None:
     """Add an input item to the chat messages. Raises FieldError."""
     check_type({"type": "message", **item}, path, ITEM_TYPES)
     match item.get("type", "message"):
         case "message":
-            _add_message(builder, item, path)
+            _add_message(builder, item, path, shows_media)
         case "function_call" | "custom_tool_call" as kind:
-            call_id, name = get_string(item, "call_id", path), get_string(item, "name", path)
+            call_id = get_string(item, "call_id", path)
+            name = flat_name(item.get("namespace"), get_string(item, "name", path))
             if kind == "function_call":
                 arguments = get_string(item, "arguments", path)
             else:
@@ -155,7 +255,7 @@ def _add_item(builder: ChatMessageBuilder, item: JsonObject, path: str) -> None:
                 arguments = json.dumps(values, ensure_ascii=False)
             builder.add_tool_call(call_id, name, arguments)
         case "function_call_output" | "custom_tool_call_output":
-            text = parse_text(item.get("output"), f"{path}.output", TEXT_PART_TYPES)
+            text = parse_result_text(item.get("output"), f"{path}.output")
             builder.add_tool_result(get_string(item, "call_id", path), text)
         case "reasoning":
             parts = parse_object_list(item.get("content") or [], f"{path}.content")
@@ -166,12 +266,14 @@ def _add_item(builder: ChatMessageBuilder, item: JsonObject, path: str) -> None:
             builder.add_assistant_text(_decode_summary(item, path))
 
 
-def _add_message(builder: ChatMessageBuilder, item: JsonObject, path: str) -> None:
+def _add_message(
+    builder: ChatMessageBuilder, item: JsonObject, path: str, shows_media: bool
+) -> None:
     """Add an input item of type message to the chat messages. Raises FieldError."""
     role = item.get("role")
     if role not in ROLES:
         raise_field_error(f"{path}.role", f"one of {', '.join(ROLES)}", role)
-    text = parse_text(item.get("content"), f"{path}.content", TEXT_PART_TYPES)
+    text = parse_text(item.get("content"), f"{path}.content", TEXT_PART_TYPES, shows_media)
     if role == "assistant":
         builder.add_assistant_text(text)
     else:
@@ -254,7 +356,10 @@ ReasoningField = Annotated[
 ]
 ToolsField = Annotated[
     list[dict[str, Any]] | None,
-    doc("tools that the model may call, of type function or custom, whose input is text"),
+    doc(
+        "tools that the model may call, of type function or custom, whose input is text, or "
+        "namespace, which has such tools; others are left out, with a header `Warning`"
+    ),
 ]
 ToolChoiceField = Annotated[
     str | dict[str, Any] | None,
@@ -382,31 +487,40 @@ class CompactFields(ModelRequestFields):
     instructions: InstructionsField = None
 
 
-def convert_prompt_to_chat(fields: ResponsesFields | InputTokensFields) -> JsonObject:
+def convert_prompt_to_chat(
+    fields: ResponsesFields | InputTokensFields, warn: Warn = bool
+) -> JsonObject:
     """Convert input, instructions and tools of a Responses API request to chat completion fields.
+
+    Args:
+        fields: The parsed request body.
+        warn: Gets a warning for each part of the request that has no effect.
 
     Raises:
         FieldError: A value is invalid or not supported.
     """
-    tools = [convert_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.tools or ())]
     return {
-        "messages": convert_input(fields.input, fields.instructions),
+        "messages": convert_input(fields.input, fields.instructions, warn),
         "response_format": convert_format(fields.text.format if fields.text else None),
         "reasoning_effort": None if fields.reasoning is None else fields.reasoning.effort,
-        "tools": tools or None,
+        "tools": convert_tools(fields.tools or [], warn) or None,
         "tool_choice": convert_tool_choice(fields.tool_choice),
     }
 
 
-def convert_responses_to_chat(fields: ResponsesFields) -> JsonObject:
+def convert_responses_to_chat(fields: ResponsesFields, warn: Warn = bool) -> JsonObject:
     """Convert a Responses API request to the fields of the equivalent chat completion request.
+
+    Args:
+        fields: The parsed request body.
+        warn: Gets a warning for each part of the request that has no effect.
 
     Raises:
         FieldError: A value is invalid or not supported.
     """
     has_logprobs = INCLUDE_LOGPROBS in (fields.include or ()) or fields.top_logprobs
     values: JsonObject = {
-        **convert_prompt_to_chat(fields),
+        **convert_prompt_to_chat(fields, warn),
         "parallel_tool_calls": fields.parallel_tool_calls,
         "max_tokens": fields.max_output_tokens,
         "stop": fields.stop,

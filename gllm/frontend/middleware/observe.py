@@ -5,14 +5,16 @@ Neither log nor traces contain prompts or outputs.
 
 import asyncio
 import logging
+import re
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 
 from gllm.config.server import ServerConfig
 from gllm.frontend.connection import SERVER_NAME
-from gllm.frontend.context import ARRIVAL, CONTEXT, REQUEST_ID
+from gllm.frontend.context import ARRIVAL, CONTEXT, REQUEST_ID, WARNINGS
 from gllm.frontend.endpoint import find_endpoint
 from gllm.frontend.errors import Handler, error_response, to_api_error
 from gllm.frontend.request_id import request_id
@@ -27,6 +29,9 @@ log = logging.getLogger(__name__)
 
 CLIENT_DISCONNECTED_STATUS = 499
 """Status in logs and traces if the client disconnected before the answer."""
+
+MAX_WARNING_CHARACTERS = 1000
+"""Maximum characters of a Warning header, which may quote the request."""
 
 STATUS_LINE = web.AppKey("status_line", StatusLine)
 TRACER: web.AppKey["RequestTracer"] = web.AppKey("tracer")
@@ -101,6 +106,8 @@ async def _observe(request: web.Request, handler: Handler) -> web.StreamResponse
 
 async def _set_headers(request: web.Request, response: web.StreamResponse) -> None:
     response.headers["Server"] = SERVER_NAME
+    if warnings := request.get(WARNINGS):
+        response.headers["Warning"] = warning_header(warnings)
     if REQUEST_ID in request:
         response.headers["X-Request-Id"] = request[REQUEST_ID]
     context = request.app.get(CONTEXT)
@@ -109,6 +116,15 @@ async def _set_headers(request: web.Request, response: web.StreamResponse) -> No
         response.force_close()
         # aiohttp has already set its own headers.
         response.headers["Connection"] = "close"
+
+
+def warning_header(warnings: Sequence[str]) -> str:
+    """Return a `Warning` header with the warnings about a request. Source: RFC 7234, section 5.5.
+
+    Characters that a quoted header cannot have are replaced.
+    """
+    text = re.sub(r"[^ !#-\[\]-~]", "?", "; ".join(warnings))
+    return f'299 gllm "{text[:MAX_WARNING_CHARACTERS]}"'
 
 
 def _log(request: web.Request, path: str, status: int, seconds: float) -> None:

@@ -23,6 +23,7 @@ EXPOSED_HEADERS = ", ".join(
         "X-Request-Id",
         "Retry-After",
         "WWW-Authenticate",
+        "Warning",
         DROPPED_REASON_HEADER,
         *(f"x-ratelimit-{what}-requests" for what in ("limit", "remaining", "reset")),
     )

@@ -27,6 +27,7 @@ from gllm.frontend.output_blocks import BlockKind, BlockSplitter, OutputBlock
 from gllm.frontend.request_run import PreparedRequest
 from gllm.frontend.sse import ServerSentEvent
 from gllm.text.chat.output_parser import ChatOutputParser
+from gllm.text.surrogates import replace_surrogates_in
 
 
 async def create_message(request: web.Request) -> web.StreamResponse:
@@ -202,8 +203,8 @@ def _content_block(block: OutputBlock) -> schemas.MessagesContentBlock:
 def _parse_object(text: str) -> JsonObject:
     """Return a JSON object; an empty one if the text was cut off."""
     try:
-        value = json.loads(text)
-    except ValueError:
+        value = replace_surrogates_in(json.loads(text))
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -15,6 +15,7 @@ from gllm.frontend.chat_request import count_prompt_tokens, prepare_converted_ch
 from gllm.frontend.choices import CollectedChoice, UsageCounter
 from gllm.frontend.context import CONTEXT, REQUEST_ID
 from gllm.frontend.errors import ApiError
+from gllm.frontend.fields.base import Warn
 from gllm.frontend.fields.chat import ChatCompletionFields
 from gllm.frontend.fields.responses import (
     CLIENT_FIELD_NAMES,
@@ -25,6 +26,7 @@ from gllm.frontend.fields.responses import (
     convert_prompt_to_chat,
     convert_responses_to_chat,
     encode_summary,
+    namespaced_names,
 )
 from gllm.frontend.json_encoding import json_response
 from gllm.frontend.logprobs import chat_logprobs
@@ -112,9 +114,9 @@ async def compact_conversation(request: web.Request) -> web.StreamResponse:
         return await send_whole_answer(request, prepared, writer)
 
 
-def _summary_fields(fields: CompactFields) -> dict[str, Any]:
+def _summary_fields(fields: CompactFields, warn: Warn) -> dict[str, Any]:
     """Return the fields of the chat completion that summarizes the conversation."""
-    messages = convert_input(fields.input, fields.instructions)
+    messages = convert_input(fields.input, fields.instructions, warn)
     return {"messages": [*messages, {"role": "user", "content": SUMMARY_PROMPT}]}
 
 
@@ -172,6 +174,8 @@ class ResponsesWriter(AnswerWriter):
         self._created = int(time.time())
         self._params = request.params
         self._fields = fields
+        self._namespaced = namespaced_names(fields.tools or [])
+        """Namespace and name of tools in namespaces, by the name that the model sees."""
         self._sequence_number = 0
         self._parser = ChatOutputParser(request.output_format)
         self._splitter = BlockSplitter(self)
@@ -261,7 +265,8 @@ class ResponsesWriter(AnswerWriter):
         )
         events.append(self._event(done))
         if block.kind == "call":
-            done.name, done.arguments = block.name, block.text
+            _, done.name = self._tool_name(block)
+            done.arguments = block.text
         elif block.kind == "custom":
             done.input = block.text
         else:
@@ -304,13 +309,18 @@ class ResponsesWriter(AnswerWriter):
     def _item_id(self, block: OutputBlock) -> str:
         return f"{BLOCK_NAMES[block.kind].id_prefix}_{self._id}_{block.index}"
 
+    def _tool_name(self, block: OutputBlock) -> tuple[str | schemas.Unset, str]:
+        """Return the namespace and the name of a called tool, as the client knows it."""
+        return self._namespaced.get(block.name, (UNSET, block.name))
+
     def _item(self, block: OutputBlock) -> schemas.ResponsesOutputItem:
         """Return a block as an output item, with its content once the block has ended."""
         item = schemas.ResponsesOutputItem(
             self._item_id(block), block.status, BLOCK_NAMES[block.kind].item_type
         )
         if block.is_call:
-            item.call_id, item.name = block.call_id, block.name
+            item.call_id = block.call_id
+            item.namespace, item.name = self._tool_name(block)
         if block.kind == "call":
             item.arguments = block.text
         elif block.kind == "custom":

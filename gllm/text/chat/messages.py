@@ -5,10 +5,16 @@ from typing import Any, NoReturn
 
 from gllm.options.field_types import FieldError
 from gllm.options.limits import MAX_CALLS, MAX_MESSAGES
+from gllm.text.chat.placeholders import describe_part, is_media_part
 from gllm.text.chat.tools import CUSTOM_INPUT_KEY
+from gllm.text.surrogates import replace_surrogates_in
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles of messages; the deprecated role `function` becomes `tool`."""
+
+RAW_ARGUMENTS_KEY = "arguments"
+"""Name of the argument with the text of a call whose arguments are not a JSON object, for templates
+that read them as an object."""
 
 ChatMessage = dict[str, Any]
 
@@ -38,6 +44,8 @@ def normalize_messages(messages: object) -> list[ChatMessage]:
     """Validate the `messages` of a chat request; return copies as chat templates expect them.
 
     A deprecated `function_call` becomes a tool call, and a message with role `function` its result.
+    Images and files become a text that says so in results of tools and in all messages of the user
+    but the last.
 
     Raises:
         FieldError: A message is invalid; the error names `messages`.
@@ -46,6 +54,8 @@ def normalize_messages(messages: object) -> list[ChatMessage]:
         raise FieldError("messages", f"messages must be a list of 1 to {MAX_MESSAGES}")
     last_call_id = ""
     normalized = []
+    users = [i for i, message in enumerate(messages) if _role(message) == "user"]
+    question = users[-1] if users else -1
     for i, message in enumerate(messages):
         path = f"messages[{i}]"
         if isinstance(message, dict) and message.get("function_call"):
@@ -55,8 +65,12 @@ def normalize_messages(messages: object) -> list[ChatMessage]:
             if not isinstance(message.get("name"), str):
                 _fail(path, "has the role function, but no name")
             message = {**message, "role": "tool", "tool_call_id": last_call_id or f"call{i:05}"}
-        normalized.append(_normalize(path, message))
+        normalized.append(_normalize(path, message, shows_media=i != question))
     return normalized
+
+
+def _role(message: object) -> object:
+    return message.get("role") if isinstance(message, dict) else None
 
 
 def _with_tool_call(path: str, message: ChatMessage, call_id: str) -> ChatMessage:
@@ -71,8 +85,11 @@ def _fail(path: str, problem: str) -> NoReturn:
     raise FieldError("messages", f"{path} {problem}")
 
 
-def _normalize(path: str, message: object) -> ChatMessage:
-    """Return a copy of one message without null values, except for a content that may be null."""
+def _normalize(path: str, message: object, shows_media: bool) -> ChatMessage:
+    """Return a copy of one message without null values, except for a content that may be null.
+
+    With `shows_media`, images and files become a text that says so.
+    """
     if not isinstance(message, dict):
         _fail(path, "must be an object")
     role = message.get("role")
@@ -90,35 +107,42 @@ def _normalize(path: str, message: object) -> ChatMessage:
     if "reasoning" in normalized:
         # Answers have both names; templates know the longer one.
         normalized["reasoning_content"] = normalized.pop("reasoning")
-    normalized["content"] = _normalize_content(path, normalized)
+    normalized["content"] = _normalize_content(path, normalized, shows_media)
     return normalized
 
 
-def _normalize_content(path: str, message: ChatMessage) -> str | None:
-    """Return the text of a message.
+def _normalize_content(path: str, message: ChatMessage, shows_media: bool) -> str | None:
+    """Return the text of a message; None for a null content beside tool calls.
 
-    The content may be null only beside tool calls, and may be missing only beside reasoning.
+    Only an assistant's content may be null or missing: an answer can be empty.
     """
     content = message.get("content")
     if content is None and message["role"] == "assistant":
         if "tool_calls" in message:
             return None
-        content = "" if "reasoning_content" in message else None
-    text = get_content_text(content)
+        refusal = message.get("refusal")
+        content = refusal if isinstance(refusal, str) else ""
+    text = get_content_text(content, shows_media)
     if text is None:
         _fail(path, "must have a content that is a string or a list of parts of type text")
     return text
 
 
-def get_content_text(content: object) -> str | None:
-    """Return the text of a message's `content`, one line per text part; None if it is not text."""
+def get_content_text(content: object, shows_media: bool = False) -> str | None:
+    """Return the text of a message's `content`, one line per text part; None if it is not text.
+
+    With `shows_media`, images and files are shown as a text that says so.
+    """
     if not isinstance(content, list):
         return content if isinstance(content, str) else None
     texts = []
     for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text":
+        if shows_media and is_media_part(part):
+            texts.append(describe_part(part))
+            continue
+        if not isinstance(part, dict) or part.get("type") not in ("text", "refusal"):
             return None
-        text = part.get("text")
+        text = part.get(part["type"])
         if not isinstance(text, str):
             return None
         texts.append(text)
@@ -162,12 +186,22 @@ def _to_json(value: object) -> str:
 
 
 def _parse_arguments(path: str, arguments: object) -> ToolCallArguments:
-    """Return arguments that are the text of a JSON object, or the object itself."""
+    """Return arguments that are a JSON object, or a text.
+
+    A text is what a model has written, so any is accepted: most are the text of a JSON object.
+    """
+    if arguments is not None and not isinstance(arguments, str | dict):
+        _fail(path, "has arguments that are neither an object nor a text")
     try:
         text = arguments if isinstance(arguments, str) else _to_json(arguments)
-        values = json.loads(text) if text not in ("", "null") else {}
-    except (ValueError, RecursionError):
+        values = json.loads(text) if text.strip() not in ("", "null") else {}
+        values = replace_surrogates_in(values)
+    except RecursionError:
+        if not isinstance(arguments, str):
+            _fail(path, "has arguments that are nested too deeply")
+        values = None
+    except ValueError:
         values = None
     if not isinstance(values, dict):
-        _fail(path, "has arguments that are not the text of a JSON object")
+        values = {RAW_ARGUMENTS_KEY: text}
     return ToolCallArguments(values, text if values else "{}")

@@ -102,7 +102,7 @@ BAD = [
     bad(function={"arguments": "{}"}),
     bad(function={"name": 7}),
     bad(id=7, function=FUNCTION),
-    *[bad(function={"name": "f", "arguments": text}) for text in ("{", "[1]", "x", "7", 7, [1])],
+    *[bad(function={"name": "f", "arguments": text}) for text in (7, [1])],
     [{"role": "assistant", "content": None, "tool_calls": {}}, {"role": "user", "content": None}],
     [{"role": "assistant", "content": None, "tool_calls": [{}] * 129}],
     [{"role": "assistant", "content": None, "tool_calls": ["x"]}],
@@ -116,7 +116,6 @@ BAD = [
     [{"role": "function", "content": None, "name": "f"}],
     bad(type="custom", custom={"name": "f"}),
     bad(type="custom", custom={"input": "x"}),
-    [{"role": "assistant", "content": None}],
     [{"role": "assistant", "content": "x", "reasoning": 7}],
     [{"role": "tool", "content": None, "tool_call_id": "x"}],
     [{"role": "tool", "content": "x", "tool_call_id": 7}],
@@ -129,6 +128,27 @@ def test_bad_messages(messages):
     with pytest.raises(FieldError) as caught:
         ChatTemplate(AS_OBJECT, {}).render(messages)
     assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "x", "7", "[" * 100_000, "9" * 5000, '{"a": 1,}'])
+@pytest.mark.parametrize("source", [AS_OBJECT, AS_TEXT])
+def test_arguments_that_are_no_object_are_text(text, source):
+    prompt = ChatTemplate(source, {}).render(bad(function={"name": "f", "arguments": text}))
+    assert text in prompt
+
+
+def test_lone_surrogates_in_arguments_become_characters():
+    arguments = r'{"a\ud800": ["\udc00x", "\ud83d\ude00"]}'
+    call = {"name": "f", "arguments": arguments}
+    prompt = ChatTemplate(AS_OBJECT, {}).render(bad(function=call))
+    assert "\ufffdx" in prompt
+    assert "😀" in prompt
+    prompt.encode()
+
+
+def test_an_assistant_may_have_said_nothing():
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]
+    assert ChatTemplate(AS_OBJECT, {}).render(messages)
 
 
 def test_empty_arguments_are_an_empty_object():
