@@ -5,6 +5,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,6 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gllm.options.field_types import FieldError
 from gllm.text.chat.messages import normalize_messages
+from gllm.text.chat.strict_turns import rearrangements
 
 MAX_CHARACTERS = 32 * 2**20
 """Size limit of a rendered chat, in characters."""
@@ -24,6 +26,10 @@ MAX_SECONDS = 10.0
 """Time limit of one rendering."""
 _NULL_TEST = re.compile(r"""\bcontent(['"]\])?\s+is\s+(not\s+)?none""")
 """Expression by which a template tells a null content from an empty text."""
+
+
+class RejectedChatError(FieldError):
+    """The template rejects the messages, as by their order. Another order may be accepted."""
 
 
 class GenerationTag(Extension):
@@ -98,6 +104,9 @@ class ChatTemplate:
     ) -> str:
         """Render a chat as the text of its prompt.
 
+        If the template rejects the order of roles, system messages that are not at the start become
+        part of the neighboring turns of the user, and consecutive messages of a role become one.
+
         Args:
             messages: The conversation, not yet validated.
             add_generation_prompt: End with the header of an assistant message.
@@ -126,7 +135,7 @@ class ChatTemplate:
                     "continue_final_message requires a text of the assistant as the last message",
                 )
             last["content"] += mark
-        text = self._rendered(
+        text = self._rendered_in_some_order(
             self._with_tools if tools else self._plain,
             {
                 **self._special_tokens,
@@ -144,18 +153,33 @@ class ChatTemplate:
             raise FieldError("messages", "the chat template does not render the last message")
         return text
 
-    def _rendered(self, template: Template, variables: dict[str, Any]) -> str:
+    def _rendered_in_some_order(self, template: Template, variables: dict[str, Any]) -> str:
+        """Render a chat, rearranged if the template rejects it. Raises FieldError.
+
+        The error is that of the chat as it is.
+        """
+        deadline = time.monotonic() + MAX_SECONDS
+        try:
+            return self._rendered(template, variables, deadline)
+        except RejectedChatError as error:
+            for messages in rearrangements(variables["messages"]):
+                with suppress(RejectedChatError):
+                    return self._rendered(template, {**variables, "messages": messages}, deadline)
+            raise error
+
+    def _rendered(self, template: Template, variables: dict[str, Any], deadline: float) -> str:
         pieces: list[str] = []
         size = 0
-        deadline = time.monotonic() + MAX_SECONDS
         try:
             for piece in template.generate(variables):
                 pieces.append(piece)
                 size += len(piece)
                 if size > MAX_CHARACTERS or time.monotonic() > deadline:
-                    _raise_exception("the rendered chat is too large")
+                    raise FieldError("messages", "the rendered chat is too large")
+        except FieldError:
+            raise
         except Exception as error:  # a template may raise anything for unusual messages
-            raise FieldError(
+            raise RejectedChatError(
                 "messages", f"the chat template rejects the messages: {error}"
             ) from error
         return "".join(pieces)
