@@ -22,7 +22,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
 from gllm.config.server import ServerConfig
-from gllm.frontend.errors import ApiError, error_response, to_api_error
+from gllm.frontend.errors import ApiError, error_response, to_client_error
 from gllm.frontend.request_id import current_request_id, request_id
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,11 @@ class Connection(web.RequestHandler):
                         f"The headers have more than {MAX_HEADERS_BYTES} bytes."
                     )
                 )
-            elif self._header_timer is None:
+                return
+            # The keep-alive timeout is that of an idle connection; it would close this one without
+            # an answer.
+            self.keep_alive(True)
+            if self._header_timer is None:
                 self._start_header_timer()
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -88,7 +92,7 @@ class Connection(web.RequestHandler):
     ) -> tuple[web.StreamResponse, bool]:
         """Write a response; abort the connection if the client does not read it in time."""
         if isinstance(resp, web.HTTPException):  # raised before any middleware
-            resp = _error_answer(to_api_error(resp))
+            resp = _error_answer(to_client_error(resp, request.path))
         is_broken = request.content.exception() is not None
         if is_broken:
             resp.force_close()
@@ -118,7 +122,8 @@ class Connection(web.RequestHandler):
         if isinstance(exc, HttpProcessingError):
             api_error = _malformed_request_error(exc)
         else:
-            api_error = to_api_error(exc if isinstance(exc, Exception) else RuntimeError(message))
+            cause = exc if isinstance(exc, Exception) else RuntimeError(message)
+            api_error = to_client_error(cause, request.path)
         response = _error_answer(api_error)
         response.force_close()
         return response

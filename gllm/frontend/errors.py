@@ -57,6 +57,9 @@ ENGINE_ERRORS: Mapping[type[Exception], tuple[int, str, str | None]] = {
 }
 """Status, code and `param` of the engine's errors whose message is the answer's."""
 
+ANTHROPIC_PATH = "/v1/messages"
+"""Start of the paths of Anthropic's API."""
+
 DROPPED_REASON_HEADER = "x-llm-d-request-dropped-reason"
 """Header with llm-d's name of the reason why a request was refused."""
 DROPPED_REASONS = {
@@ -129,6 +132,20 @@ def to_api_error(error: Exception) -> ApiError:
         case _:
             log.error("request %s failed", current_request_id(), exc_info=error)
             return ApiError(500, "The server failed on this request.", code="internal_error")
+
+
+def to_client_error(error: Exception, path: str) -> ApiError:
+    """Convert any exception to an `ApiError` in the format of the API that the path belongs to.
+
+    Clients of Anthropic's API expect `"type": "error"`, from every step before the endpoint too.
+    They recognize a prompt that is too long by its message.
+    """
+    api_error = to_api_error(error)
+    if path.startswith(ANTHROPIC_PATH):
+        api_error.body_type = "error"
+        if api_error.code == "context_length_exceeded":
+            api_error.message = f"prompt is too long: {api_error.message}"
+    return api_error
 
 
 def _dropped(

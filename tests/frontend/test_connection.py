@@ -156,6 +156,20 @@ async def test_silent_sockets_are_closed_without_a_word(engine, caplog):
     assert not [record for record in caplog.records if record.levelname in ("ERROR", "WARNING")]
 
 
+@pytest.mark.parametrize("count", [0, 1])
+async def test_a_slow_request_is_answered_although_idle_connections_end_sooner(engine, count):
+    async with (
+        serving(engine, keep_alive_timeout=0.05, header_timeout=0.15) as server,
+        connected(server.client) as raw,
+    ):
+        for _ in range(count):
+            await raw.send(post(CHAT_PATH, CHAT))
+            assert (await raw.answer())[0] == 200
+        await raw.send(post(CHAT_PATH, CHAT)[:30])
+        status, _, body = await raw.answer()
+        assert (status, body["error"]["code"]) == (408, "read_timeout")
+
+
 async def test_idle_connections_are_closed(engine):
     async with serving(engine, keep_alive_timeout=0.2) as server, connected(server.client) as raw:
         await raw.send(post(CHAT_PATH, CHAT))

@@ -10,6 +10,7 @@ import pytest
 from gllm.engine.interface import EngineUnavailableError
 from gllm.frontend.fields.messages import MessagesFields, convert_messages_to_chat
 from gllm.frontend.fields.parsing import parse_fields
+from tests.frontend.conftest import serving
 from tests.frontend.test_stream import until
 from tests.support.http.sse import named_events_of
 
@@ -344,3 +345,17 @@ async def test_too_long_a_prompt_is_told_in_the_words_of_its_clients(server, str
     assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
     assert answer.error["message"].startswith("prompt is too long: messages has ")
     assert "maximum context length" in answer.error["message"]
+
+
+async def test_errors_of_every_step_have_their_type(engine):
+    async with serving(engine, api_key=("key",), rate_limit=1) as server:
+        key = {"x-api-key": "key"}
+        statuses = []
+        for headers in ({}, {"Host": "other.example", **key}, key, key):
+            for path in (PATH, f"{PATH}/count_tokens"):
+                answer = await server.post(path, {}, headers=headers)
+                statuses.append(answer.status)
+                assert answer.json["type"] == "error", answer.json
+        answer = await server.post(f"{PATH}/none", {}, headers=key)
+        assert (answer.status, answer.json["type"]) == (404, "error")
+        assert statuses == [401, 401, 403, 403, 400, 429, 429, 429]

@@ -56,6 +56,22 @@ async def test_fields_are_refused_by_name(server, name, asks, asks_nothing):
 
 
 @pytest.mark.parametrize("path", [CHAT_PATH, TEXT_PATH])
+@pytest.mark.parametrize(
+    ("name", "value", "equivalent"),
+    [
+        ("regex", "a+", "structured_outputs.regex"),
+        ("ebnf", 'root ::= "a"', "structured_outputs.grammar"),
+        ("n_predict", 7, "max_tokens"),
+    ],
+)
+async def test_names_of_other_servers_are_refused_with_ours(server, path, name, value, equivalent):
+    answer = await server.post(path, {**EXAMPLES[path], name: value})
+    assert (answer.status, answer.error["param"]) == (400, name)
+    assert equivalent in answer.error["message"]
+    assert (await server.post(path, {**EXAMPLES[path], name: None})).status == 200
+
+
+@pytest.mark.parametrize("path", [CHAT_PATH, TEXT_PATH])
 async def test_the_grammar_fields_of_llama_cpp(server, path):
     example = EXAMPLES[path]
     assert (await server.post(path, {**example, "grammar": GBNF})).status == 200

@@ -280,6 +280,12 @@ class BaseCompletionFields(HandoffFields):
     }
     unsupported_fields: ClassVar[Mapping[str, UnsupportedField]] = {
         **COMMON_UNSUPPORTED_FIELDS,
+        "regex": UnsupportedField("is SGLang's name: use structured_outputs.regex"),
+        "ebnf": UnsupportedField(
+            "is SGLang's name: use structured_outputs.grammar, in the syntax of "
+            "docs/structured-output.md"
+        ),
+        "n_predict": UnsupportedField("is llama.cpp's name: use max_tokens", (-1,)),
         "suffix": UnsupportedField(VALUE_REASON, ("",)),
         "guided_json": UnsupportedField(OLD_NAME_REASON),
         "guided_regex": UnsupportedField(OLD_NAME_REASON),

@@ -16,7 +16,7 @@ from gllm.config.server import ServerConfig
 from gllm.frontend.connection import SERVER_NAME
 from gllm.frontend.context import ARRIVAL, CONTEXT, REQUEST_ID, WARNINGS
 from gllm.frontend.endpoint import find_endpoint
-from gllm.frontend.errors import Handler, error_response, to_api_error
+from gllm.frontend.errors import Handler, error_response, to_client_error
 from gllm.frontend.request_id import request_id
 from gllm.frontend.request_metrics import SUMMARY
 from gllm.frontend.status_line import StatusLine
@@ -92,7 +92,7 @@ async def _observe(request: web.Request, handler: Handler) -> web.StreamResponse
         except ConnectionError:
             raise  # the client has disconnected
         except Exception as error:
-            response = error_response(to_api_error(error))
+            response = error_response(to_client_error(error, request.path))
         status = response.status
         return response
     finally:

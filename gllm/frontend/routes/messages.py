@@ -1,8 +1,6 @@
 """POST /v1/messages and POST /v1/messages/count_tokens (Anthropic's Messages API)."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from aiohttp import web
 from msgspec import UNSET
@@ -14,7 +12,7 @@ from gllm.frontend.answer_writer import AnswerWriter
 from gllm.frontend.chat_request import count_prompt_tokens, prepare_converted_chat
 from gllm.frontend.choices import CollectedChoice, UsageCounter
 from gllm.frontend.context import CONTEXT, REQUEST_ID
-from gllm.frontend.errors import ApiError, to_api_error
+from gllm.frontend.errors import ApiError
 from gllm.frontend.fields.base import JsonObject
 from gllm.frontend.fields.messages import (
     CLIENT_FIELD_NAMES,
@@ -33,39 +31,19 @@ from gllm.text.surrogates import replace_surrogates_in
 async def create_message(request: web.Request) -> web.StreamResponse:
     """Generate the assistant's next message, in the format of Anthropic's Messages API."""
     context = request.app[CONTEXT]
-    with _convert_errors():
-        async with prepare_converted_chat(
-            request, MessagesFields, convert_messages_to_chat, CLIENT_FIELD_NAMES
-        ) as (_, prepared):
-            writer = MessagesWriter(context.engine, prepared, request[REQUEST_ID])
-            return await send_answer(request, prepared, writer)
+    async with prepare_converted_chat(
+        request, MessagesFields, convert_messages_to_chat, CLIENT_FIELD_NAMES
+    ) as (_, prepared):
+        writer = MessagesWriter(context.engine, prepared, request[REQUEST_ID])
+        return await send_answer(request, prepared, writer)
 
 
 async def count_message_tokens(request: web.Request) -> web.StreamResponse:
     """Return the number of prompt tokens of a Messages API request, without running it."""
-    with _convert_errors():
-        num_tokens = await count_prompt_tokens(
-            request, CountTokensFields, convert_messages_to_chat, CLIENT_FIELD_NAMES
-        )
-        return json_response(schemas.CountTokensResponse(input_tokens=num_tokens))
-
-
-@contextmanager
-def _convert_errors() -> Iterator[None]:
-    """Convert errors to the format of Anthropic's API.
-
-    Its clients expect `"type": "error"`, and recognize a prompt that is too long by its message.
-    """
-    try:
-        yield
-    except ConnectionError:
-        raise  # The client has disconnected.
-    except Exception as error:
-        api_error = to_api_error(error)
-        if api_error.code == "context_length_exceeded":
-            api_error.message = f"prompt is too long: {api_error.message}"
-        api_error.body_type = "error"
-        raise api_error from error
+    num_tokens = await count_prompt_tokens(
+        request, CountTokensFields, convert_messages_to_chat, CLIENT_FIELD_NAMES
+    )
+    return json_response(schemas.CountTokensResponse(input_tokens=num_tokens))
 
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

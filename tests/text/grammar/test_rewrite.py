@@ -31,6 +31,28 @@ def takes(schema, value, strict=False):
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
+ANNOTATED = [
+    ({"type": "string", "format": "uint"}, "x", 7),
+    ({"type": "string", "format": "json-pointer", "pattern": "^a+$"}, "aa", "b"),
+    ({"$id": "http://x/y", "id": "z", "type": "null"}, None, 1),
+    ({"$defs": {"a": {"$id": "b", "$anchor": "c", "type": "null"}}, "$ref": "#/$defs/a"}, None, 1),
+    (
+        {"type": "object", "properties": {"x-a": {"x-b": {}, "type": "null"}}},
+        {"x-a": None},
+        {"x": 1},
+    ),
+    ({"type": "string", "contentEncoding": "base64", "contentMediaType": "x"}, "x", 7),
+    ({"type": "array", "items": {"type": "null", "x-guidance": {"whitespace": "x"}}}, [None], [1]),
+]
+
+
+@pytest.mark.parametrize(("schema", "value", "other"), ANNOTATED)
+@pytest.mark.parametrize("strict", [False, True])
+def test_annotations_have_no_effect(schema, value, other, strict):
+    assert takes(schema, value, strict)
+    assert not takes(schema, other, strict)
+
+
 OPEN_OBJECTS = [
     # schema, a value with a property that is not listed, whether it fits, whether it does strictly
     (LISTED, {"a": 1, "x": 1}, False, False),

@@ -17,12 +17,9 @@ OTHERS = [
     "contains",
     "minContains",
     "dependentRequired",
-    "$id",
-    "$anchor",
     "unevaluatedProperties",
     "unevaluatedItems",
     "$dynamicRef",
-    "x-guidance",
     "nullable",
     "Type",
 ]

@@ -81,6 +81,28 @@ KEYWORDS: dict[str, Callable[[str, object], Iterator[Position]]] = {
 last three lines do not restrict valid values."""
 
 
+IGNORED_ANNOTATIONS = frozenset(
+    (
+        *("$id", "id", "$anchor", "$dynamicAnchor", "$vocabulary"),
+        *("contentEncoding", "contentMediaType", "contentSchema", "example", "externalDocs", "xml"),
+        *("markdownDescription", "enumDescriptions", "enumNames"),
+    )
+)
+"""Further keywords that do not restrict valid values; the compiler does not know them."""
+FORMATS = (
+    *("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"),
+    "unknown",
+)
+"""Values of `format` that are enforced. Others do not restrict valid values."""
+
+
+def is_ignored(keyword: str, value: object) -> bool:
+    """Return True for a keyword that the compiler does not get: an annotation of any vocabulary."""
+    if keyword == "format":
+        return isinstance(value, str) and value not in FORMATS
+    return keyword in IGNORED_ANNOTATIONS or keyword.startswith("x-")
+
+
 def check_schema(schema: object) -> None:
     """Check that the grammar compiler supports all keywords and references of a JSON Schema.
 
@@ -99,6 +121,8 @@ def check_schema(schema: object) -> None:
         if not isinstance(value, dict):
             raise ValueError(f"the schema at {pointer} must be an object, true or false")
         for keyword, item in value.items():
+            if is_ignored(keyword, item):
+                continue
             if keyword not in KEYWORDS:
                 raise ValueError(
                     f"the keyword {keyword!r:.100} at {pointer:.200} is not supported: "

@@ -15,6 +15,7 @@ from gllm.text.grammar.sources.json_schema import (
     NAMED_SCHEMAS,
     SCHEMA_LISTS,
     SINGLE_SCHEMAS,
+    is_ignored,
     resolve_reference,
 )
 
@@ -63,7 +64,11 @@ def rewrite_schema(schema: Mapping[str, Any], strict: bool, lenient: bool = Fals
 
     def rewrite(original: Schema) -> object:
         closed = {} if id(original) in parts else _closing_keywords(original, strict)
-        rewritten = {name: _map_values(name, value, rewrite) for name, value in original.items()}
+        rewritten = {
+            name: _map_values(name, value, rewrite)
+            for name, value in original.items()
+            if not is_ignored(name, value)
+        }
         rewritten = _without_older_drafts(rewritten | closed)
         for keyword, express in KEYWORD_REWRITES.items():
             if keyword in rewritten:
