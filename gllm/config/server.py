@@ -56,6 +56,20 @@ class ServerConfig:
         le=INT64_MAX,
         parse=parse_bytes,
     )
+    response_store_size: int = option(
+        64 * 2**20,
+        "memory for responses of /v1/responses that later requests refer to, such as 64MiB; 0: "
+        "nothing is stored",
+        ge=0,
+        le=INT64_MAX,
+        parse=parse_bytes,
+    )
+    response_store_ttl: float = option(
+        3600.0,
+        "seconds for which a response is stored after its last use",
+        gt=0,
+        le=MAX_TIMEOUT_SECONDS,
+    )
     api_key: tuple[str, ...] = option(
         (),
         "API key that clients have to send; repeatable, in addition to the comma-separated keys of "

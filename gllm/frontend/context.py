@@ -11,6 +11,7 @@ from gllm.engine.interface import EngineInterface, EngineUnavailableError
 from gllm.frontend.errors import ApiError
 from gllm.frontend.load_window import LoadWindow
 from gllm.frontend.metrics import Metrics
+from gllm.frontend.response_store import ResponseStore
 
 RETRY_AFTER_SECONDS = 5
 """Retry-After of an engine that is loading, recovering, draining or dead."""
@@ -33,6 +34,12 @@ class ServerContext:
     """Number of requests being handled, including those not yet submitted to the engine."""
     load_window: LoadWindow = field(default_factory=LoadWindow)
     """Recent readings of the engine's counters, from which /v1/loads computes rates."""
+    responses: ResponseStore = field(init=False)
+    """Responses that later requests refer to."""
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.responses = ResponseStore(config.response_store_size, config.response_store_ttl)
 
     def check_accepting(self) -> None:
         """Raise EngineUnavailableError unless new requests are accepted."""

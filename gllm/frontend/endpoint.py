@@ -102,6 +102,7 @@ class Endpoint:
 
 get = partial(Endpoint, "GET")
 post = partial(Endpoint, "POST")
+delete = partial(Endpoint, "DELETE")
 get_probe = partial(Endpoint, "GET", is_public=True, is_polled=True)
 """Endpoint for probes and scrapers."""
 post_command = partial(Endpoint, "POST", is_control=True)

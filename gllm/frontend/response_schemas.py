@@ -397,10 +397,28 @@ class ResponsesResponse(ResponseSchema):
     parallel_tool_calls: bool
     truncation: str
     metadata: dict[str, str]
-    previous_response_id: None
+    previous_response_id: str | None
     background: bool
     store: bool
     service_tier: str
+
+
+class ResponseDeletion(ResponseSchema):
+    """Answer to DELETE /v1/responses/{id}."""
+
+    id: str
+    object: Literal["response"]
+    deleted: bool
+
+
+class InputItemList(ResponseSchema):
+    """Answer to GET /v1/responses/{id}/input_items: all of them at once."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
 
 
 ResponsesStateType = Literal[

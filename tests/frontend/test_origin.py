@@ -31,7 +31,8 @@ def origin_of(server, host="127.0.0.1"):
 
 async def ask(server, method, path, headers):
     """Status and error code of a request with a body that the endpoint accepts."""
-    url = path.format(path="app.js", model="fake/model", name="a", room="1")
+    names = {"path": "app.js", "model": "fake/model", "name": "a", "room": "1"}
+    url = path.format(**names, response_id="resp_1")
     body = json.dumps(EXAMPLES[path]).encode() if path in EXAMPLES else None
     # A form of another site sends text/plain, for which a browser asks nobody before.
     sent = {"Content-Type": "text/plain", **headers}

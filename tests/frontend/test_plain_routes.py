@@ -127,7 +127,8 @@ async def test_two_servers_share_no_metrics(server, engine):
     ],
 )
 async def test_head_answers_as_get_without_a_body(server, path):
-    url = path.format(path="app.js", model="fake/model")
+    await server.post("/v1/responses", {"input": "Hi", "request_id": "one"})
+    url = path.format(path="app.js", model="fake/model", response_id="resp_one")
     async with server.client.get(url) as response:
         expected, kind = response.status, response.content_type
         await response.read()

@@ -41,7 +41,7 @@ async def test_whole(server):
     body = answer.json
     assert (answer.status, body["object"], body["status"]) == (200, "response", "completed")
     assert (body["id"], body["model"], body["metadata"]) == ("resp_one", "fake/model", {"a": "b"})
-    assert (body["temperature"], body["store"], body["error"]) == (0.5, False, None)
+    assert (body["temperature"], body["store"], body["error"]) == (0.5, True, None)
     text = {"type": "output_text", "text": server.engine.reply, "annotations": [], "logprobs": []}
     item = {"id": "msg_one_0", "type": "message", "role": "assistant", "status": "completed"}
     assert body["output"] == [{**item, "content": [text]}]

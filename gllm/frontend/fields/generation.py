@@ -275,7 +275,7 @@ class BaseCompletionFields(HandoffFields):
 
     ignored_fields: ClassVar[Mapping[str, str]] = {
         "user": "identifies the end user",
-        "store": "requests that the answer is stored; this server stores nothing",
+        "store": "requests that the answer is stored; only those of /v1/responses are",
         "metadata": "holds labels for the client's own use",
     }
     unsupported_fields: ClassVar[Mapping[str, UnsupportedField]] = {

@@ -8,7 +8,7 @@ import base64
 import binascii
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -87,7 +87,10 @@ CUSTOM_TOOL_KEYS = ("name", "description", "format")
 
 
 def convert_input(
-    input_items: str | list[JsonObject] | None, instructions: str | None, warn: Warn = bool
+    input_items: str | list[JsonObject] | None,
+    instructions: str | None,
+    warn: Warn = bool,
+    history: Sequence[JsonObject] = (),
 ) -> list[JsonObject]:
     """Convert `input` and `instructions` of the Responses API to chat messages.
 
@@ -95,15 +98,14 @@ def convert_input(
         input_items: Value of `input`.
         instructions: Value of `instructions`.
         warn: Gets a warning for each item that is left out.
+        history: Items of the stored conversation that the input continues.
 
     Raises:
         FieldError: An item is invalid or not supported.
     """
-    items = input_items
-    if isinstance(items, str):
-        items = [{"role": "user", "content": items}]
-    if not items or not input_items:
+    if not input_items:
         raise FieldError("input", "input has to be a string or a list of items, and not empty")
+    items = [*history, *to_items(input_items)]
     # A compacted conversation begins with consecutive user messages.
     has_summary = any(item.get("type") == "compaction" for item in items)
     builder = ChatMessageBuilder(merge_user_messages=has_summary)
@@ -112,7 +114,8 @@ def convert_input(
     users = [i for i, item in enumerate(items) if item.get("role") == "user"]
     new_index = users[-1] if users else -1
     for index, item in enumerate(items):
-        path = f"input[{index}]"
+        number = index - len(history)
+        path = f"input[{number}]" if number >= 0 else f"stored[{index}]"
         if item.get("type") in SERVER_ITEM_TYPES:
             warn_left_out(warn, item, path)
         else:
@@ -121,6 +124,49 @@ def convert_input(
     if not builder.messages:
         raise FieldError("input", "input contains no messages, but at least one is required")
     return builder.messages
+
+
+def to_items(input_items: str | list[JsonObject]) -> list[JsonObject]:
+    """Return the value of `input` as a list of items."""
+    if isinstance(input_items, str):
+        return [{"type": "message", "role": "user", "content": input_items}]
+    return input_items
+
+
+NOT_STORED = (
+    "is not stored: send the conversation as input, or start the server with a larger "
+    "--response-store-size or --response-store-ttl"
+)
+
+
+def resolve_references(
+    items: list[JsonObject], get_items: Callable[[Collection[str]], Mapping[str, JsonObject]]
+) -> list[JsonObject]:
+    """Return items with stored ones in place of references to them.
+
+    Args:
+        items: The items of `input`.
+        get_items: Returns the stored ones of several ids.
+
+    Raises:
+        FieldError: A reference has no id, the id of another reference, or that of no stored item.
+    """
+    references: dict[str, int] = {}
+    for index, item in enumerate(items):
+        if item.get("type") == "item_reference" or item.keys() == {"id"}:
+            item_id = get_string(item, "id", f"input[{index}]")
+            if item_id in references:
+                raise_unsupported(f"input[{index}]", f"refers to {item_id!r:.200} a second time")
+            references[item_id] = index
+    if not references:
+        return items
+    stored = get_items(references.keys())
+    resolved = list(items)
+    for item_id, index in references.items():
+        if item_id not in stored:
+            raise_unsupported(f"input[{index}]", f"has the id {item_id!r:.200}, which {NOT_STORED}")
+        resolved[index] = stored[item_id]
+    return resolved
 
 
 def convert_format(text_format: JsonObject | None) -> JsonObject | None:
@@ -302,7 +348,8 @@ def _decode_summary(item: JsonObject, path: str) -> str:
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 """Value of `include` that requests log-probabilities."""
 NOTHING_STORED_REASON = (
-    "refers to a stored answer, but this server stores none: send the whole conversation as input"
+    "refers to a stored conversation, but this server has none: use previous_response_id, or send "
+    "the whole conversation as input"
 )
 CACHE_KEY_PURPOSE = "selects a prefix cache; prefixes are found by their content"
 CACHE_RETENTION_PURPOSE = "time to keep cached prefixes; they are kept while memory allows"
@@ -339,8 +386,12 @@ InputField = Annotated[
     str | list[dict[str, Any]] | None,
     doc(
         f"text of the user, or a list of items of type {', '.join(ITEM_TYPES)}, whose content is "
-        "text"
+        "text, or item_reference, which has the id of a stored item"
     ),
+]
+PreviousResponseField = Annotated[
+    str | None,
+    doc("id of a stored response: its conversation, without instructions, precedes the input"),
 ]
 InstructionsField = Annotated[str | None, doc("system message in front of the input")]
 TextField = Annotated[
@@ -372,7 +423,6 @@ class ResponsesFields(SamplingFields):
 
     required_fields: ClassVar[tuple[str, ...]] = ("input",)
     ignored_fields: ClassVar[Mapping[str, str]] = {
-        "store": "requests that the answer is stored; this server stores nothing",
         "user": "identifies the end user",
         "safety_identifier": "identifies the end user",
         "service_tier": SERVICE_TIER_PURPOSE,
@@ -384,10 +434,9 @@ class ResponsesFields(SamplingFields):
     }
     unsupported_fields: ClassVar[Mapping[str, UnsupportedField]] = {
         **COMMON_UNSUPPORTED_FIELDS,
-        "previous_response_id": UnsupportedField(NOTHING_STORED_REASON),
         "conversation": UnsupportedField(NOTHING_STORED_REASON),
         "background": UnsupportedField(
-            "requests an answer that is stored, which is not supported", (False,)
+            "requests an answer without a connection, which is not supported", (False,)
         ),
         "prompt": UnsupportedField("refers to a stored template, but this server stores none"),
         "moderation": UnsupportedField("is not supported"),
@@ -428,6 +477,11 @@ class ResponsesFields(SamplingFields):
             "auto: remove the beginning of the rendered prompt if it is too long; default disabled"
         ),
     ] = None
+    store: Annotated[
+        bool | None,
+        doc("false: do not store the response; default true, within --response-store-size"),
+    ] = None
+    previous_response_id: PreviousResponseField = None
     metadata: Annotated[dict[str, str] | None, doc("labels that the answer repeats")] = None
     prompt_cache_options: Annotated[
         PromptCacheOptions | None, doc("no effect; prewarm true is rejected")
@@ -456,11 +510,11 @@ class InputTokensFields(ModelRequestFields):
         "truncation": "truncates the input; tokens are counted before truncation",
     }
     unsupported_fields: ClassVar[Mapping[str, UnsupportedField]] = {
-        "previous_response_id": UnsupportedField(NOTHING_STORED_REASON),
         "conversation": UnsupportedField(NOTHING_STORED_REASON),
     }
 
     input: InputField = None
+    previous_response_id: PreviousResponseField = None
     instructions: InstructionsField = None
     text: TextField = None
     reasoning: ReasoningField = None
@@ -479,28 +533,28 @@ class CompactFields(ModelRequestFields):
         "service_tier": SERVICE_TIER_PURPOSE,
         "image": IMAGE_PURPOSE,
     }
-    unsupported_fields: ClassVar[Mapping[str, UnsupportedField]] = {
-        "previous_response_id": UnsupportedField(NOTHING_STORED_REASON)
-    }
-
     input: InputField = None
+    previous_response_id: PreviousResponseField = None
     instructions: InstructionsField = None
 
 
 def convert_prompt_to_chat(
-    fields: ResponsesFields | InputTokensFields, warn: Warn = bool
+    fields: ResponsesFields | InputTokensFields,
+    warn: Warn = bool,
+    history: Sequence[JsonObject] = (),
 ) -> JsonObject:
     """Convert input, instructions and tools of a Responses API request to chat completion fields.
 
     Args:
         fields: The parsed request body.
         warn: Gets a warning for each part of the request that has no effect.
+        history: Items of the stored conversation that the request continues.
 
     Raises:
         FieldError: A value is invalid or not supported.
     """
     return {
-        "messages": convert_input(fields.input, fields.instructions, warn),
+        "messages": convert_input(fields.input, fields.instructions, warn, history),
         "response_format": convert_format(fields.text.format if fields.text else None),
         "reasoning_effort": None if fields.reasoning is None else fields.reasoning.effort,
         "tools": convert_tools(fields.tools or [], warn) or None,
@@ -508,19 +562,22 @@ def convert_prompt_to_chat(
     }
 
 
-def convert_responses_to_chat(fields: ResponsesFields, warn: Warn = bool) -> JsonObject:
+def convert_responses_to_chat(
+    fields: ResponsesFields, warn: Warn = bool, history: Sequence[JsonObject] = ()
+) -> JsonObject:
     """Convert a Responses API request to the fields of the equivalent chat completion request.
 
     Args:
         fields: The parsed request body.
         warn: Gets a warning for each part of the request that has no effect.
+        history: Items of the stored conversation that the request continues.
 
     Raises:
         FieldError: A value is invalid or not supported.
     """
     has_logprobs = INCLUDE_LOGPROBS in (fields.include or ()) or fields.top_logprobs
     values: JsonObject = {
-        **convert_prompt_to_chat(fields, warn),
+        **convert_prompt_to_chat(fields, warn, history),
         "parallel_tool_calls": fields.parallel_tool_calls,
         "max_tokens": fields.max_output_tokens,
         "stop": fields.stop,

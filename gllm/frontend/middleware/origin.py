@@ -108,7 +108,7 @@ def preflight_answer(request: web.Request) -> web.Response | None:
     if "Access-Control-Request-Method" not in request.headers:
         return None
     headers = {
-        "Access-Control-Allow-Methods": "GET, HEAD, POST",
+        "Access-Control-Allow-Methods": "GET, HEAD, POST, DELETE",
         "Access-Control-Max-Age": str(PREFLIGHT_SECONDS),
     }
     # Allow all headers: clients send their own, which the server ignores.

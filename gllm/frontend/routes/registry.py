@@ -8,7 +8,7 @@ from typing import get_args
 
 from gllm.frontend import response_schemas as schemas
 from gllm.frontend import server_response_schemas as server_schemas
-from gllm.frontend.endpoint import EndpointParameter, get, get_probe, post, post_command
+from gllm.frontend.endpoint import EndpointParameter, delete, get, get_probe, post, post_command
 from gllm.frontend.fields.chat import ChatCompletionFields, DetokenizeFields, TokenizeFields
 from gllm.frontend.fields.completions import CompletionFields, EmbeddingFields
 from gllm.frontend.fields.control import AbortFields, EngineRoleFields, RoleSwitchFields
@@ -32,6 +32,7 @@ from gllm.frontend.routes import (
     unsupported,
 )
 
+RESPONSE_ID = EndpointParameter("response_id", "id of a stored response")
 GENERATION_ENDPOINTS = (
     post(
         "/v1/chat/completions",
@@ -89,6 +90,24 @@ GENERATION_ENDPOINTS = (
         responses.compact_conversation,
         schemas.CompactionResponse,
         CompactFields,
+    ),
+    get(
+        "/v1/responses/{response_id}/input_items",
+        responses.list_input_items,
+        schemas.InputItemList,
+        path_parameters=(RESPONSE_ID,),
+    ),
+    get(
+        "/v1/responses/{response_id}",
+        responses.get_response,
+        schemas.ResponsesResponse,
+        path_parameters=(RESPONSE_ID,),
+    ),
+    delete(
+        "/v1/responses/{response_id}",
+        responses.delete_response,
+        schemas.ResponseDeletion,
+        path_parameters=(RESPONSE_ID,),
     ),
     post(
         "/v1/messages",

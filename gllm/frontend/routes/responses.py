@@ -2,8 +2,10 @@
 
 import time
 from collections import defaultdict
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 from aiohttp import web
 from msgspec import UNSET
 
@@ -13,12 +15,13 @@ from gllm.frontend.answer import send_answer, send_whole_answer
 from gllm.frontend.answer_writer import AnswerWriter, WholeAnswerWriter
 from gllm.frontend.chat_request import count_prompt_tokens, prepare_converted_chat
 from gllm.frontend.choices import CollectedChoice, UsageCounter
-from gllm.frontend.context import CONTEXT, REQUEST_ID
+from gllm.frontend.context import CLIENT_ID, CONTEXT, REQUEST_ID
 from gllm.frontend.errors import ApiError
-from gllm.frontend.fields.base import Warn
+from gllm.frontend.fields.base import JsonObject, Warn
 from gllm.frontend.fields.chat import ChatCompletionFields
 from gllm.frontend.fields.responses import (
     CLIENT_FIELD_NAMES,
+    NOT_STORED,
     CompactFields,
     InputTokensFields,
     ResponsesFields,
@@ -27,20 +30,120 @@ from gllm.frontend.fields.responses import (
     convert_responses_to_chat,
     encode_summary,
     namespaced_names,
+    resolve_references,
+    to_items,
 )
 from gllm.frontend.json_encoding import json_response
 from gllm.frontend.logprobs import chat_logprobs
 from gllm.frontend.output_blocks import BlockKind, BlockSplitter, OutputBlock
 from gllm.frontend.request_run import PreparedRequest
+from gllm.frontend.response_store import NotStoredError, StoredResponse
 from gllm.frontend.sse import ServerSentEvent
 from gllm.text.chat.output_parser import ChatOutputParser
 from gllm.text.output.events import ContentDelta
 
+Fields = TypeVar("Fields", bound=ResponsesFields | InputTokensFields | CompactFields)
 SUMMARY_PROMPT = (
     "Summarize the conversation above, so that it can go on without it: facts, decisions, results "
     "of tool calls, and what is left to do. Answer with the summary alone."
 )
 """Last message of the chat, which requests the summary."""
+
+
+class StoredConversation:
+    """The stored conversation that a request continues, and the one that its response ends.
+
+    Args:
+        request: The HTTP request.
+    """
+
+    def __init__(self, request: web.Request) -> None:
+        self._store = request.app[CONTEXT].responses
+        self._owner = request.get(CLIENT_ID) or ""
+        self._new_items: list[JsonObject] = []
+        """Items of the request's input, after `converter` has resolved them."""
+
+    def converter(
+        self, convert: Callable[[Fields, Warn, Sequence[JsonObject]], JsonObject]
+    ) -> Callable[[Fields, Warn], JsonObject]:
+        """Return a conversion to a chat that includes the stored items.
+
+        It raises FieldError or ApiError if an item or the previous response is not stored.
+        """
+
+        def convert_with_history(fields: Fields, warn: Warn) -> JsonObject:
+            self._new_items = resolve_references(to_items(fields.input or []), self._get_items)
+            history: list[JsonObject] = []
+            if fields.previous_response_id is not None:
+                history = self._get_history(fields.previous_response_id)
+            resolved = msgspec.structs.replace(fields, input=self._new_items)
+            return convert(resolved, warn, history)
+
+        return convert_with_history
+
+    def is_stored(self, fields: ResponsesFields) -> bool:
+        """Return True if the response of a request is stored."""
+        return fields.store is not False and self._store.is_enabled
+
+    def save(self, response: schemas.ResponsesResponse) -> None:
+        """Store a response with the conversation that it ends, if its request asks for it.
+
+        One that is too large, or whose previous response is gone by now, gets `store` false.
+        """
+        if not response.store:
+            return
+        stored = StoredResponse(msgspec.json.encode(response), msgspec.json.encode(self._new_items))
+        named = [item["id"] for item in self._new_items if isinstance(item.get("id"), str)]
+        named += [item.id for item in response.output]
+        previous = response.previous_response_id
+        response.store = self._store.add(
+            self._owner, response.id, stored, named, previous, time.monotonic()
+        )
+
+    def _get_history(self, response_id: str) -> list[JsonObject]:
+        """Return the items up to a stored response. Raises ApiError."""
+        try:
+            return self._store.get_conversation(self._owner, response_id, time.monotonic())
+        except NotStoredError:
+            message = f"previous_response_id: {response_id!r:.200} {NOT_STORED}"
+            code = "previous_response_not_found"
+            raise ApiError(400, message, param="previous_response_id", code=code) from None
+
+    def _get_items(self, item_ids: Collection[str]) -> Mapping[str, JsonObject]:
+        """Return those items of several ids that are stored, by id."""
+        return self._store.get_items(self._owner, item_ids, time.monotonic())
+
+
+def _stored_response(request: web.Request) -> StoredResponse:
+    """Return the stored response that a path names. Raises ApiError."""
+    store, response_id = request.app[CONTEXT].responses, request.match_info["response_id"]
+    try:
+        return store.get(request.get(CLIENT_ID) or "", response_id, time.monotonic())
+    except NotStoredError:
+        message = f"{response_id!r:.200} {NOT_STORED}"
+        raise ApiError(404, message, code="response_not_found") from None
+
+
+async def get_response(request: web.Request) -> web.Response:
+    """Return a stored response, as it was sent."""
+    return web.Response(body=_stored_response(request).response, content_type="application/json")
+
+
+async def list_input_items(request: web.Request) -> web.Response:
+    """Return the input items of the request of a stored response, without those before it."""
+    items = msgspec.json.decode(_stored_response(request).input_items)
+    ids = [item.get("id") for item in items]
+    return json_response(
+        schemas.InputItemList("list", items, False, *((ids[0], ids[-1]) if ids else (None, None)))
+    )
+
+
+async def delete_response(request: web.Request) -> web.Response:
+    """Remove a stored response; responses that continue it stay."""
+    _stored_response(request)
+    response_id, owner = request.match_info["response_id"], request.get(CLIENT_ID) or ""
+    request.app[CONTEXT].responses.remove(owner, response_id, time.monotonic())
+    return json_response(schemas.ResponseDeletion(response_id, "response", True))
 
 
 class CompactionWriter(WholeAnswerWriter):
@@ -88,18 +191,23 @@ class CompactionWriter(WholeAnswerWriter):
 async def create_response(request: web.Request) -> web.StreamResponse:
     """Generate output for the input items, in the format of OpenAI's Responses API."""
     context = request.app[CONTEXT]
+    conversation = StoredConversation(request)
     async with prepare_converted_chat(
-        request, ResponsesFields, convert_responses_to_chat, CLIENT_FIELD_NAMES
+        request,
+        ResponsesFields,
+        conversation.converter(convert_responses_to_chat),
+        CLIENT_FIELD_NAMES,
     ) as (fields, prepared):
-        writer = ResponsesWriter(context.engine, prepared, fields, request[REQUEST_ID])
+        writer = ResponsesWriter(
+            context.engine, prepared, fields, request[REQUEST_ID], conversation
+        )
         return await send_answer(request, prepared, writer)
 
 
 async def count_input_tokens(request: web.Request) -> web.Response:
     """Return the number of prompt tokens of a Responses API request, without running it."""
-    num_tokens = await count_prompt_tokens(
-        request, InputTokensFields, convert_prompt_to_chat, CLIENT_FIELD_NAMES
-    )
+    as_chat = StoredConversation(request).converter(convert_prompt_to_chat)
+    num_tokens = await count_prompt_tokens(request, InputTokensFields, as_chat, CLIENT_FIELD_NAMES)
     return json_response(
         schemas.InputTokensResponse(object="response.input_tokens", input_tokens=num_tokens)
     )
@@ -108,15 +216,20 @@ async def count_input_tokens(request: web.Request) -> web.Response:
 async def compact_conversation(request: web.Request) -> web.StreamResponse:
     """Replace a conversation by its user messages and a summary that the model generates."""
     async with prepare_converted_chat(
-        request, CompactFields, _summary_fields, CLIENT_FIELD_NAMES
+        request,
+        CompactFields,
+        StoredConversation(request).converter(_summary_fields),
+        CLIENT_FIELD_NAMES,
     ) as (_, prepared):
         writer = CompactionWriter(prepared, request[REQUEST_ID])
         return await send_whole_answer(request, prepared, writer)
 
 
-def _summary_fields(fields: CompactFields, warn: Warn) -> dict[str, Any]:
+def _summary_fields(
+    fields: CompactFields, warn: Warn, history: Sequence[JsonObject]
+) -> dict[str, Any]:
     """Return the fields of the chat completion that summarizes the conversation."""
-    messages = convert_input(fields.input, fields.instructions, warn)
+    messages = convert_input(fields.input, fields.instructions, warn, history)
     return {"messages": [*messages, {"role": "user", "content": SUMMARY_PROMPT}]}
 
 
@@ -159,6 +272,7 @@ class ResponsesWriter(AnswerWriter):
         request: The prepared request, converted to a chat completion.
         fields: The parsed request body, whose parameters the response repeats.
         default_id: Id of the response if the request has no `request_id`.
+        conversation: Stores the response.
     """
 
     def __init__(
@@ -167,7 +281,9 @@ class ResponsesWriter(AnswerWriter):
         request: PreparedRequest,
         fields: ResponsesFields,
         default_id: str,
+        conversation: StoredConversation,
     ) -> None:
+        self._conversation = conversation
         self._id = fields.request_id or default_id
         self._model = engine.model.name
         self._tokenizer = engine.tokenizer
@@ -205,7 +321,7 @@ class ResponsesWriter(AnswerWriter):
 
     def end_events(self, usage: UsageCounter) -> list[ServerSentEvent]:
         """Return the last events of the stream, with the complete response."""
-        response = self._response(self._final_status, usage)
+        response = self._finished_response(usage)
         if self._incomplete_reason:
             return [self._state_event("response.incomplete", response)]
         return [self._state_event("response.completed", response)]
@@ -223,7 +339,7 @@ class ResponsesWriter(AnswerWriter):
         """Return the complete Responses API response."""
         (choice,) = choices
         self.delta_events(choice.to_delta(), usage)
-        return self._response(self._final_status, usage)
+        return self._finished_response(usage)
 
     def start_block(self, block: OutputBlock) -> list[ServerSentEvent]:
         """Return the events that start an output item."""
@@ -275,10 +391,12 @@ class ResponsesWriter(AnswerWriter):
             events.append(self._part_event("response.content_part.done", block))
         return [*events, self._item_event("response.output_item.done", block)]
 
-    @property
-    def _final_status(self) -> schemas.ResponsesStatus:
-        """Status of a response without an error."""
-        return "incomplete" if self._incomplete_reason else "completed"
+    def _finished_response(self, usage: UsageCounter) -> schemas.ResponsesResponse:
+        """Return the response without an error, and store it."""
+        status: schemas.ResponsesStatus = "incomplete" if self._incomplete_reason else "completed"
+        response = self._response(status, usage)
+        self._conversation.save(response)
+        return response
 
     def _delta_logprobs(self, delta: OutputDelta) -> list[schemas.TokenLogprob]:
         if self._params.logprobs is None:
@@ -369,9 +487,9 @@ class ResponsesWriter(AnswerWriter):
             parallel_tool_calls=fields.parallel_tool_calls is not False,
             truncation=fields.truncation or "disabled",
             metadata=fields.metadata or {},
-            previous_response_id=None,
+            previous_response_id=fields.previous_response_id,
             background=False,
-            store=False,
+            store=self._conversation.is_stored(fields),
             service_tier="default",
         )
 

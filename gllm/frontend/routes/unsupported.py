@@ -22,7 +22,7 @@ UNSUPPORTED_ENDPOINT_NAMES = {
         "POST /v1/images/generations"
     ),
     "the model does not classify texts": "POST /v1/moderations",
-    "this server stores nothing": (
+    "this server stores no files": (
         "POST /v1/files, GET /v1/files, POST /v1/batches, GET /v1/batches"
     ),
 }
