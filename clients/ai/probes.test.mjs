@@ -312,6 +312,31 @@ test('reasoning effort', async () => {
   for (const result of results) assert.equal(result.text, DEFAULT);
 });
 
+for (const name of CHATS) {
+  test(`${name}: a second and a third turn`, async () => {
+    const base = { model: plain[name], maxRetries: 0, tools: { weather: running } };
+    const messages = [{ role: 'user', content: say(call('weather', { city: 'Rome' })) }];
+    const first = await generateText({ ...base, messages });
+    assert.equal(first.toolResults.length, 1);
+    messages.push(...first.response.messages, { role: 'user', content: say('two') });
+    const second = await generateText({ ...base, messages });
+    assert.equal(second.text, 'two');
+    messages.push(...second.response.messages, { role: 'user', content: say('three') });
+    const third = streamText({ ...base, messages });
+    assert.equal(await third.text, 'three');
+  });
+}
+
+test('responses: a conversation by the id of its last response', async () => {
+  const base = { model: plain.responses, maxRetries: 0 };
+  const first = await generateText({ ...base, prompt: 'Hi' });
+  const previousResponseId = first.providerMetadata.openai.responseId;
+  const options = { providerOptions: { openai: { previousResponseId } } };
+  const second = await generateText({ ...base, ...options, prompt: say('two') });
+  assert.equal(second.text, 'two');
+  assert.ok(second.usage.inputTokens > first.usage.inputTokens);
+});
+
 test('embeddings', async () => {
   const model = plain.embeddings;
   assert.equal((await embed({ model, value: 'a' })).embedding.length, 8);
