@@ -6,6 +6,7 @@ Agents send the whole conversation with every request: a part that is refused on
 import json
 import random
 from collections.abc import AsyncIterator, Iterator
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,13 @@ from gllm.frontend.context import CONTEXT
 from gllm.text.surrogates import replace_escaped_surrogates, replace_surrogates_in
 from gllm.text.tokenizer import Tokenizer
 from tests.frontend.conftest import CHAT_PATH, TEXT_PATH, Server, serving
-from tests.frontend.test_agents import MESSAGES_PATH, REQUESTS, RESPONSES_PATH
+from tests.frontend.test_agents import (
+    MESSAGES_PATH,
+    REQUESTS,
+    RESPONSES_PATH,
+    messages,
+    responses,
+)
 from tests.support.examples import further_runs, num_examples
 from tests.support.http.fake_engine import FakeEngine
 from tests.support.http.scripted_server import DEMO
@@ -48,7 +55,6 @@ ONCE_REFUSED = (
     CALL % r'{"a": "\ud800"}',
     CALL % ('{"a": ' + "9" * 80 + "}"),
     CALL % '{"a": NaN}',
-    CALL % ('{"a": ' + "[" * 1100),
     "<tool_call>\n<function=f>\n<parameter=a>\n" + r'["\ud800"]' + "\n</parameter>\n</function>",
     "\n",
 )
@@ -183,6 +189,14 @@ async def test_what_was_sent_is_accepted_back(server, run):
                 await read(server, path, {**body, field: [USER, *turns(answer)]})
 
 
+@pytest.mark.full
+async def test_arguments_deeper_than_python_reads(server):
+    server.engine.reply = CALL % ('{"a": ' + "[" * 1100 + "]" * 1100 + "}")
+    body = {"tools": TOOLS[MESSAGES_PATH], "max_tokens": 9000, "messages": [USER]}
+    turns = message_turns(await read(server, MESSAGES_PATH, body))
+    await read(server, MESSAGES_PATH, {**body, "messages": [USER, *turns]})
+
+
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1.5, 1e308, 10**30, 10**400, -(10**4000)),
     *("", "x", "\ud800", "x\udfff", "\x00", "<|im_end|>", "a" * 3000, "9" * 5000, "[" * 3000),
@@ -203,7 +217,25 @@ NAMES = (
 VARIANTS = {
     MESSAGES_PATH: (MESSAGES_PATH, MESSAGES_PATH, "/v1/messages/count_tokens"),
     RESPONSES_PATH: (RESPONSES_PATH, "/v1/responses/input_tokens", "/v1/responses/compact"),
+    CHAT_PATH: (CHAT_PATH, CHAT_PATH, f"{CHAT_PATH}/render"),
+    TEXT_PATH: (TEXT_PATH, TEXT_PATH, f"{TEXT_PATH}/render"),
 }
+
+
+def sent_bodies() -> list[tuple[str, dict[str, Any]]]:
+    """Return path and body of the recorded requests, and of the same for the two other APIs."""
+    sent = [(request["path"], request["body"]) for request in REQUESTS]
+    for path, body in list(sent):
+        convert = messages if path == MESSAGES_PATH else responses
+        chat = {name: value for name, value in convert(**body)[0].items() if value is not None}
+        sent.append((CHAT_PATH, chat))
+    text = {
+        "prompt": "Hi",
+        "stop": ["x"],
+        "logit_bias": {"7": 1},
+        "structured_outputs": {"regex": "a"},
+    }
+    return [*sent, (TEXT_PATH, {**text, "max_tokens": 5, "n": 2, "logprobs": 2})]
 
 
 def paths_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -226,22 +258,22 @@ def value_at(value: Any, path: tuple[Any, ...]) -> Any:
 
 def mutate(body: Any, chance: random.Random) -> Any:
     """Return a copy of a body with one to three values changed, removed, added or moved."""
-    body = json.loads(json.dumps(body))
+    body = deepcopy(body)
     for _ in range(chance.choice((1, 1, 1, 2, 3))):
         *outer, key = chance.choice(list(paths_of(body)))
         parent = value_at(body, tuple(outer))
         match chance.randrange(6):
             case 0 | 1 | 2:
-                parent[key] = chance.choice(VALUES)
+                parent[key] = deepcopy(chance.choice(VALUES))
             case 3 if len(body) > 1:
                 del parent[key]
             case 4:
                 source = value_at(body, chance.choice(list(paths_of(body))))
-                parent[key] = json.loads(json.dumps(source))
+                parent[key] = deepcopy(source)
             case _ if isinstance(parent, list):
-                parent.insert(key, json.loads(json.dumps(parent[key])))
+                parent.insert(key, deepcopy(parent[key]))
             case _:
-                parent[chance.choice(NAMES)] = chance.choice(VALUES)
+                parent[chance.choice(NAMES)] = deepcopy(chance.choice(VALUES))
     return body
 
 
@@ -250,11 +282,12 @@ async def post_mutants(server: Server, seed: int, number: int) -> dict[int, int]
     chance = random.Random(seed)
     statuses: dict[int, int] = {}
     server.engine.reply = "x"
+    bodies = sent_bodies()
     for _ in range(number):
-        request = chance.choice(REQUESTS)
-        body = mutate({**request["body"], "stream": chance.random() < 0.5}, chance)
+        path, body = chance.choice(bodies)
+        body = mutate({**body, "stream": chance.random() < 0.5}, chance)
         data = json.dumps(body).encode()
-        path = chance.choice(VARIANTS[request["path"]])
+        path = chance.choice(VARIANTS[path])
         async with server.client.post(path, data=data) as response:
             text = await response.text()
         assert response.status < 500, (path, data, text)
