@@ -108,6 +108,7 @@ MANY = f"`prompt`: {MAX_PROMPTS} texts"
 SCHEMA = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2000)}}
 MESSAGE_PATH, RESPONSE_PATH = "/v1/messages", "/v1/responses"
 MESSAGE_PREFIX = b'{"messages":[{"role":"user","content":"'
+ONE_USER = as_json(messages=[message("a" * 1900)] * MAX_MESSAGES, max_tokens=4)
 COMPRESSED = filled(b'{"messages": "', b"a", b'"}')
 
 CASES = (
@@ -129,6 +130,19 @@ CASES = (
         f"`messages` of /v1/messages: {PARTS} blocks",
         MESSAGE_PATH,
         as_json(messages=[message(BLOCKS)], max_tokens=4),
+    ),
+    Case(
+        f"`messages` of /v1/messages: {MAX_MESSAGES} of one user, compressed",
+        MESSAGE_PATH,
+        lambda: gzip.compress(
+            as_json(messages=[message("a" * 1900)] * MAX_MESSAGES, max_tokens=4)()
+        ),
+        True,
+    ),
+    Case(
+        f"`input` of /v1/responses: {MAX_MESSAGES} system messages",
+        RESPONSE_PATH,
+        as_json(input=[message("a" * 1900, "system")] * MAX_MESSAGES),
     ),
     Case(
         f"`input` of /v1/responses: {MAX_MESSAGES} items",

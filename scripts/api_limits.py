@@ -22,7 +22,11 @@ LIMITS = (
     ),
     RequestLimit("", limits.MAX_JSON_FIELDS, "fields of a body"),
     RequestLimit("", limits.MAX_JSON_DEPTH, "lists and objects within one another"),
-    RequestLimit("`messages`, `input`", limits.MAX_MESSAGES, "messages"),
+    RequestLimit(
+        "`messages`, `input`",
+        limits.MAX_MESSAGES,
+        "messages or items, before consecutive ones are merged",
+    ),
     RequestLimit("`messages`", limits.MAX_CALLS, "tool calls of one message"),
     RequestLimit("`tools`", limits.MAX_TOOLS, "tools"),
     RequestLimit("`tools`", limits.MAX_TOOL_BYTES, "bytes of JSON"),

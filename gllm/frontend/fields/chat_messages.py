@@ -18,8 +18,16 @@ class ChatMessageBuilder:
     """
 
     def __init__(self, merge_user_messages: bool = False) -> None:
-        self.messages: list[JsonObject] = []
+        self._messages: list[JsonObject] = []
         self._merge_user_messages = merge_user_messages
+        self._texts: list[str] = []
+        """Texts of the last message that are not joined yet: joining each time is quadratic."""
+
+    @property
+    def messages(self) -> list[JsonObject]:
+        """The messages so far."""
+        self._join_texts()
+        return self._messages
 
     def add_message(self, role: str, text: str) -> None:
         """Add a system, developer or user message.
@@ -27,13 +35,14 @@ class ChatMessageBuilder:
         System messages at the start become one message, because chat templates support only one.
         """
         system_roles = ("system", "developer")
-        last = self.messages[-1] if self.messages else {"role": ""}
-        if role in system_roles and last["role"] in system_roles and len(self.messages) == 1:
-            last["content"] += "\n\n" + text
-        elif role == last["role"] == "user" and self._merge_user_messages:
-            last["content"] += "\n" + text
+        last_role = self._last_role()
+        if role in system_roles and last_role in system_roles and len(self._messages) == 1:
+            self._texts += ["\n\n", text]
+        elif role == last_role == "user" and self._merge_user_messages:
+            self._texts += ["\n", text]
         else:
-            self.messages.append({"role": role, "content": text})
+            self._append({"role": role, "content": text})
+            self._texts = [text]
 
     def add_reasoning(self, text: str) -> None:
         """Add reasoning to the assistant message whose text or tool call follows."""
@@ -52,15 +61,29 @@ class ChatMessageBuilder:
 
     def add_tool_result(self, call_id: str, text: str) -> None:
         """Add the result of a tool call."""
-        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+        self._append({"role": "tool", "tool_call_id": call_id, "content": text})
 
     def _assistant_message(self, *absent_keys: str) -> JsonObject:
         """Return the last message if it is the assistant's and lacks the keys, else add one."""
-        last = self.messages[-1] if self.messages else {"role": ""}
-        if last["role"] != "assistant" or any(last.get(key) for key in absent_keys):
-            last = {"role": "assistant", "content": ""}
-            self.messages.append(last)
-        return last
+        is_assistant = self._last_role() == "assistant"
+        if not is_assistant or any(self._messages[-1].get(key) for key in absent_keys):
+            self._append({"role": "assistant", "content": ""})
+        return self._messages[-1]
+
+    def _last_role(self) -> str:
+        """Return the role of the last message; empty without one."""
+        return self._messages[-1]["role"] if self._messages else ""
+
+    def _append(self, message: JsonObject) -> None:
+        self._join_texts()
+        self._messages.append(message)
+        self._texts = []
+
+    def _join_texts(self) -> None:
+        """Complete the last message."""
+        if len(self._texts) > 1:
+            self._texts = ["".join(self._texts)]
+            self._messages[-1]["content"] = self._texts[0]
 
 
 def parse_object_list(value: object, path: str) -> list[JsonObject]:

@@ -30,6 +30,7 @@ from gllm.frontend.fields.chat_messages import (
 from gllm.frontend.fields.generation import COMMON_UNSUPPORTED_FIELDS, ParseSpecial, SamplingFields
 from gllm.frontend.fields.value_errors import raise_field_error
 from gllm.options.field_types import FieldError
+from gllm.options.limits import MAX_MESSAGES, check_size
 from gllm.text.chat.placeholders import describe_part, is_media_part
 
 TEXT_ONLY = ("text",)
@@ -212,6 +213,7 @@ def _convert_messages(fields: MessagesFields | CountTokensFields, warn: Warn) ->
         builder.add_message("system", parse_text(fields.system, "system", TEXT_ONLY))
     if not fields.messages:
         raise FieldError("messages", "messages has to be a list of messages, and not empty")
+    check_size("messages", fields.messages, MAX_MESSAGES, "messages")
     new_index = _last_question(fields.messages)
     for index, message in enumerate(fields.messages):
         role, content, path = message.get("role"), message.get("content"), f"messages[{index}]"

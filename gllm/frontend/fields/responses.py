@@ -37,6 +37,7 @@ from gllm.frontend.fields.value_errors import raise_field_error, raise_unsupport
 from gllm.options.field_types import FieldError
 from gllm.options.limits import (
     MAX_LOGPROBS,
+    MAX_MESSAGES,
     MAX_METADATA,
     MAX_METADATA_KEY,
     MAX_METADATA_VALUE,
@@ -106,6 +107,7 @@ def convert_input(
     if not input_items:
         raise FieldError("input", "input has to be a string or a list of items, and not empty")
     items = [*history, *to_items(input_items)]
+    check_size("input", items, MAX_MESSAGES, "items")
     # A compacted conversation begins with consecutive user messages.
     has_summary = any(item.get("type") == "compaction" for item in items)
     builder = ChatMessageBuilder(merge_user_messages=has_summary)

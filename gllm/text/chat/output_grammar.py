@@ -75,9 +75,11 @@ def constrain_output(
     if output_format.tool_call_format is not None:
         delimiters = output_format.tool_call_format.delimiters(template_source)
         allows_several = not (tool_options.required_tool or tool_options.is_single_call)
-        answers.append(
-            add_tool_call_rule(grammar, delimiters, _enforced_schemas(tool_options), allows_several)
-        )
+        schemas = _enforced_schemas(tool_options)
+        try:
+            answers.append(add_tool_call_rule(grammar, delimiters, schemas, allows_several))
+        except ValueError as error:
+            raise FieldError("tools", f"tools: {error}") from error
     text = build_output_grammar(
         grammar, answers, output_format.reasoning_tags, output_format.starts_in_reasoning
     )

@@ -4,6 +4,7 @@ Contains the parts that all formats share: an optional reasoning section, then n
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,9 @@ _STYLE = {
 that cannot be enforced are ignored."""
 _ANYTHING = r"/(.|\n)*/"
 """Expression of any text."""
+MAX_CHARACTERS = 2**18
+"""Size limit of a grammar while it is built, above that of a grammar to compile: a schema whose
+definitions each of its properties repeats could fill the memory."""
 _BLANKS = r"/[ \n]{0,4}/"
 """Expression of the whitespace after a reasoning section."""
 
@@ -37,18 +41,22 @@ class GrammarBuilder:
     def __init__(self, token_id: Callable[[str], int | None], markers: tuple[str, ...]) -> None:
         ids = {marker: token_id(marker) for marker in markers}
         self._ids = {marker: number for marker, number in ids.items() if number is not None}
+        # The longest first: one marker may be the beginning of another.
+        names = sorted(map(re.escape, self._ids), key=len, reverse=True)
+        self._marker = re.compile(f"({'|'.join(names)})" if names else "(?!)")
         self._rules: list[str] = []
+        self._num_characters = 0
 
     def literal(self, text: str) -> str:
         """Return the expression of a fixed text; markers become special tokens."""
-        positions = [(text.find(marker), marker) for marker in self._ids]
-        matches = [match for match in positions if match[0] >= 0]
-        if not matches:
-            return json.dumps(text, ensure_ascii=False) if text else ""
-        start, marker = min(matches)
-        remainder = text[start + len(marker) :]
+        parts = filter(None, self._marker.split(text))
         return _join(
-            self.literal(text[:start]), f"<[{self._ids[marker]}]>", self.literal(remainder)
+            *(
+                f"<[{self._ids[part]}]>"
+                if part in self._ids
+                else json.dumps(part, ensure_ascii=False)
+                for part in parts
+            )
         )
 
     def json_value(self, schema: Schema) -> str:
@@ -62,7 +70,10 @@ class GrammarBuilder:
         return self.add_rule(_ANYTHING, f"[suffix={json.dumps(end)}]")
 
     def add_rule(self, body: str, attributes: str = "") -> str:
-        """Add a rule and return its name."""
+        """Add a rule and return its name. Raises ValueError if the grammar is too large."""
+        self._num_characters += len(body)
+        if self._num_characters > MAX_CHARACTERS:
+            raise ValueError(f"its grammar has more than {MAX_CHARACTERS} characters")
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name}{attributes}: {body}")
         return name

@@ -48,26 +48,35 @@ class CustomToolInputDecoder:
     def __init__(self) -> None:
         self._pending = ""
         """Text that cannot be decoded yet."""
+        self._prefix: list[str] = []
+        """Text of the state `prefix`; joined once, because a model may write blanks for long."""
+        self._visible_prefix = ""
+        """The same without whitespace."""
         self._state = "prefix"
         """prefix, string, end or verbatim."""
 
     def push(self, text: str) -> str:
         """Add text of the arguments; return the new text of the input."""
-        self._pending += text
         if self._state == "prefix":
-            self._match_prefix()
+            self._match_prefix(text)
+        else:
+            self._pending += text
         if self._state == "verbatim":
             text, self._pending = self._pending, ""
             return text
         return self._decode_string() if self._state == "string" else ""
 
-    def _match_prefix(self) -> None:
+    def _match_prefix(self, text: str) -> None:
         """Leave the state `prefix` once it is known whether the arguments have the usual form."""
-        if match := _PREFIX.match(self._pending):
-            self._pending = self._pending[match.end() :]
-            self._state = "string"
-        elif not _PREFIX_WITHOUT_SPACE.startswith(_SPACE.sub("", self._pending)):
-            self._state = "verbatim"
+        self._prefix.append(text)
+        self._visible_prefix += _SPACE.sub("", text)
+        is_complete = len(self._visible_prefix) >= len(_PREFIX_WITHOUT_SPACE)
+        if not is_complete and _PREFIX_WITHOUT_SPACE.startswith(self._visible_prefix):
+            return
+        self._pending = "".join(self._prefix)
+        match = _PREFIX.match(self._pending)
+        self._state = "string" if match else "verbatim"
+        self._pending = self._pending[match.end() if match else 0 :]
 
     def _decode_string(self) -> str:
         """Return the complete part of the pending string, decoded."""

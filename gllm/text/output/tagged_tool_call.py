@@ -83,7 +83,7 @@ def tagged_arguments_expression(
         end_tag: Text after a value.
         separator: Text after the end tag.
     """
-    required = schema.get("required", [])
+    required = frozenset(schema.get("required", []))
     parts = []
     for key, value in schema.get("properties", {}).items():
         value_schema = value if isinstance(value, Mapping) else {}

@@ -3,7 +3,9 @@
 The values of single keywords are checked by the grammar compiler.
 """
 
+import re
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 from urllib.parse import unquote
 
 MAX_DEPTH = 96
@@ -19,49 +21,70 @@ SINGLE_SCHEMAS = ("items", "additionalItems", "additionalProperties", "propertyN
 SCHEMA_LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
 """Keywords whose value is a list of schemas."""
 
-Position = tuple[str, object]
+
+class Pointer(NamedTuple):
+    """JSON pointer of a part of a schema. The text is built for errors alone: long names repeat."""
+
+    parent: "Pointer | None"
+    step: str
+
+    def __str__(self) -> str:
+        """Return the text of the pointer; `#` is the whole schema."""
+        steps: list[str] = []
+        pointer: Pointer | None = self
+        while pointer is not None:
+            steps.append(pointer.step.replace("~", "~0").replace("/", "~1"))
+            pointer = pointer.parent
+        return "/".join(reversed(steps))
+
+
+ROOT = Pointer(None, "#")
+"""The whole schema."""
+_INDEX = re.compile("0|[1-9][0-9]{0,8}")
+"""Index of a list in a JSON pointer."""
+Position = tuple[Pointer, object]
 """A JSON pointer within the schema, and the value there."""
 
 
-def _no_schemas(pointer: str, value: object) -> Iterator[Position]:
+def _no_schemas(pointer: Pointer, value: object) -> Iterator[Position]:
     """Return nothing: the value contains no schema."""
     return iter(())
 
 
-def _check_values(pointer: str, value: object) -> Iterator[Position]:
+def _check_values(pointer: Pointer, value: object) -> Iterator[Position]:
     """Check a value that is written as it is, or that is a bound. Raises ValueError."""
     if any(isinstance(item, int) and abs(item) > MAX_INTEGER for item in _nested_values(value)):
         raise ValueError(
-            f"{pointer:.200} has an integer beyond 2^53, which is not represented exactly"
+            f"{pointer!s:.200} has an integer beyond 2^53, which is not represented exactly"
         )
     return iter(())
 
 
-def _single_schema(pointer: str, value: object) -> Iterator[Position]:
+def _single_schema(pointer: Pointer, value: object) -> Iterator[Position]:
     """Yield the value, which is a schema."""
     yield pointer, value
 
 
-def _schema_list(pointer: str, value: object) -> Iterator[Position]:
+def _schema_list(pointer: Pointer, value: object) -> Iterator[Position]:
     """Yield the members of the value, which is a list of schemas. Raises ValueError."""
     if not isinstance(value, list):
-        raise ValueError(f"{pointer} must be a list of schemas")
-    yield from ((f"{pointer}/{index}", item) for index, item in enumerate(value))
+        raise ValueError(f"{pointer!s:.200} must be a list of schemas")
+    yield from ((Pointer(pointer, str(index)), item) for index, item in enumerate(value))
 
 
-def _named_schemas(pointer: str, value: object) -> Iterator[Position]:
+def _named_schemas(pointer: Pointer, value: object) -> Iterator[Position]:
     """Yield the members of the value, which maps names to schemas. Raises ValueError."""
     if not isinstance(value, dict):
-        raise ValueError(f"{pointer} must be an object of schemas")
-    yield from ((f"{pointer}/{_escape(name)}", item) for name, item in value.items())
+        raise ValueError(f"{pointer!s:.200} must be an object of schemas")
+    yield from ((Pointer(pointer, name), item) for name, item in value.items())
 
 
-def _items_schemas(pointer: str, value: object) -> Iterator[Position]:
+def _items_schemas(pointer: Pointer, value: object) -> Iterator[Position]:
     """Yield the value, or its members if it is a list, as permitted up to draft 2019-09."""
     yield from (_schema_list if isinstance(value, list) else _single_schema)(pointer, value)
 
 
-KEYWORDS: dict[str, Callable[[str, object], Iterator[Position]]] = {
+KEYWORDS: dict[str, Callable[[Pointer, object], Iterator[Position]]] = {
     "type": _no_schemas,
     **dict.fromkeys(("enum", "const"), _check_values),
     **dict.fromkeys(NAMED_SCHEMAS, _named_schemas),
@@ -110,45 +133,45 @@ def check_schema(schema: object) -> None:
         ValueError: A keyword is not supported or a reference leads outside the schema; the message
             has the JSON pointer.
     """
-    pointers: set[str] = set()
+    checked: set[int] = set()
     references: list[Position] = []
-    pending: list[Position] = [("#", schema)]
+    pending: list[Position] = [(ROOT, schema)]
     while pending:
         pointer, value = pending.pop()
-        pointers.add(pointer)
+        checked.add(id(value))
         if isinstance(value, bool):
             continue
         if not isinstance(value, dict):
-            raise ValueError(f"the schema at {pointer} must be an object, true or false")
+            raise ValueError(f"the schema at {pointer!s:.200} must be an object, true or false")
         for keyword, item in value.items():
             if is_ignored(keyword, item):
                 continue
             if keyword not in KEYWORDS:
                 raise ValueError(
-                    f"the keyword {keyword!r:.100} at {pointer:.200} is not supported: "
+                    f"the keyword {keyword!r:.100} at {pointer!s:.200} is not supported: "
                     f"use one of {', '.join(KEYWORDS)}"
                 )
-            pending += KEYWORDS[keyword](f"{pointer}/{_escape(keyword)}", item)
+            pending += KEYWORDS[keyword](Pointer(pointer, keyword), item)
             if keyword == "$ref":
                 references.append((pointer, item))
     for pointer, target in references:
         # A reference to another document would include schemas that were not checked.
-        if not isinstance(target, str) or unquote(target) not in pointers:
+        if id(resolve_reference(schema, target)) not in checked:
             raise ValueError(
-                f"$ref at {pointer:.200} leads to no schema within this one: {target!r}"
+                f"$ref at {pointer!s:.200} leads to no schema within this one: {target!r:.200}"
             )
 
 
 def resolve_reference(root: object, reference: object) -> object:
     """Return the part of the schema `root` that a `$ref` refers to; None if there is none."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
+    if not isinstance(reference, str) or not f"{reference}/".startswith("#/"):
         return None
     target = root
     for step in unquote(reference[1:]).split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")
         if isinstance(target, dict) and name in target:
             target = target[name]
-        elif isinstance(target, list) and name.isdigit() and int(name) < len(target):
+        elif isinstance(target, list) and _INDEX.fullmatch(name) and int(name) < len(target):
             target = target[int(name)]
         else:
             return None
@@ -176,8 +199,3 @@ def _levels(value: object) -> Iterator[list[object]]:
             if isinstance(item, (dict, list)):
                 nested += item.values() if isinstance(item, dict) else item
         level = nested
-
-
-def _escape(name: str) -> str:
-    """Return a name as a step of a JSON pointer."""
-    return name.replace("~", "~0").replace("/", "~1")

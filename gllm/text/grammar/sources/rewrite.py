@@ -128,7 +128,8 @@ def _closing_keywords(schema: Schema, strict: bool) -> Schema:
     required, min_properties = schema.get("required", []), schema.get("minProperties", 0)
     if not isinstance(required, list) or not isinstance(min_properties, int):
         return {}
-    needs_others = any(name not in [*listed] for name in required) or min_properties > len(listed)
+    is_listed = [isinstance(name, str) and name in listed for name in required]
+    needs_others = not all(is_listed) or min_properties > len(listed)
     return {} if needs_others else {"additionalProperties": False}
 
 
@@ -259,7 +260,7 @@ def _express_not(schema: Schema, excluded: object, root: Schema) -> Schema:
         return {"enum": []}
     removed, known = _values_of(excluded, root), _values_of(schema, root)
     if removed is not None and known is not None:
-        texts = [json.dumps(value, sort_keys=True) for value in removed]
+        texts = {json.dumps(value, sort_keys=True) for value in removed}
         kept = [value for value in known if json.dumps(value, sort_keys=True) not in texts]
         return {key: schema[key] for key in schema.keys() & ANNOTATIONS} | {"enum": kept}
     raise UnsupportedKeywordError(

@@ -57,6 +57,7 @@ def _schema_text(schema: object, strict: bool) -> str:
         raise ValueError(f"the schema is nested deeper than {MAX_DEPTH} levels")
     if not isinstance(schema, dict):
         raise ValueError("the schema must be an object")
+    _check_bounds("json", json.dumps(schema, ensure_ascii=False))
     check_schema(schema)
     rewritten = {**rewrite_schema(schema, strict), "x-guidance": JSON_STYLE}
     return _check_bounds("json", json.dumps(rewritten, ensure_ascii=False))
