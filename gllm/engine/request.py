@@ -45,6 +45,7 @@ class RequestState:
                 params.skip_special_tokens,
                 params.include_stop_str_in_output,
                 params.shown_tokens,
+                params.min_tokens,
             )
             for choice in range(params.n)
         }

@@ -67,10 +67,15 @@ class StopMatcher:
         self._stops = stops
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, str | None]:
-        """Add text; return the text that is safe to show, and the stop string if one was found."""
+    def push(self, text: str, may_stop: bool = True) -> tuple[str, str | None]:
+        """Add text; return the text that is safe to show, and the stop string if one was found.
+
+        Args:
+            text: Further text of the choice.
+            may_stop: False to ignore stop strings that end in this text; they may begin in it.
+        """
         window = self._held + text
-        match = self._stops.find(window, len(self._held))
+        match = self._stops.find(window, len(self._held)) if may_stop else None
         if match is not None:
             begin, stop = match
             self._held = ""
@@ -157,6 +162,7 @@ class IncrementalDetokenizer:
         skip_special_tokens: Leave special tokens out of the text.
         include_stop: Keep the stop string in the text.
         visible_special_tokens: Special tokens that are not skipped.
+        min_tokens: Number of tokens before which no stop string ends the text.
     """
 
     def __init__(
@@ -166,6 +172,7 @@ class IncrementalDetokenizer:
         skip_special_tokens: bool = True,
         include_stop: bool = False,
         visible_special_tokens: Sequence[str] = (),
+        min_tokens: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
         decoder = _ByteLevelDecoder if tokenizer.is_byte_level else _WindowDecoder
@@ -176,6 +183,8 @@ class IncrementalDetokenizer:
         )
         self._stops = None if stop is NO_STOPS else StopMatcher(stop)
         self._include_stop = include_stop
+        self._num_early_tokens = min_tokens
+        """Number of tokens to come that cannot end the text."""
 
     def push(self, token_ids: Sequence[int]) -> tuple[str, int, str | None]:
         """Add tokens; return the new text, the number of tokens used, and the stop string.
@@ -190,10 +199,12 @@ class IncrementalDetokenizer:
         for num_used, token_id in enumerate(token_ids, start=1):
             if token_id in skipped:
                 continue
-            text, stop = self._stops.push(decode(token_id))
+            may_stop = num_used > self._num_early_tokens
+            text, stop = self._stops.push(decode(token_id), may_stop)
             pieces.append(text)
             if stop is not None:
                 return "".join(pieces) + self._visible_stop(stop), num_used, stop
+        self._num_early_tokens -= len(token_ids)
         return "".join(pieces), len(token_ids), None
 
     def finish(self) -> str:
@@ -201,7 +212,7 @@ class IncrementalDetokenizer:
         text = self._decoder.finish()
         if self._stops is None:
             return text
-        text, stop = self._stops.push(text)
+        text, stop = self._stops.push(text, self._num_early_tokens < 0)
         return text + (self._stops.finish() if stop is None else self._visible_stop(stop))
 
     def _visible_stop(self, stop: str) -> str:

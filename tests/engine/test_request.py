@@ -113,6 +113,18 @@ async def test_a_stop_string_ends_its_choice_where_it_is_heard(rig):
     request.close()
 
 
+async def test_min_tokens_holds_back_stop_strings(rig):
+    params = SamplingParams(stop=("dog",), min_tokens=len(ids(rig, "a dog")))
+    (request,) = await rig.engine.submit([[5]], params)
+    tokens = ids(rig, "a dog") + ids(rig, " dog")
+    for token in tokens:
+        bring(rig, (0, token))
+    deltas = request.pop_deltas()
+    assert "".join(delta.text for delta in deltas) == "a dog "
+    assert deltas[-1].stop_reason == "dog"
+    request.close()
+
+
 class Compilation:
     """A request of two prompts whose grammar is under way until the test lets it end."""
 

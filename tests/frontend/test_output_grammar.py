@@ -231,6 +231,25 @@ async def test_a_strict_function_has_to_be_enforced(server):
     assert "'contains'" in answer.error["message"]
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"type": "string", "pattern": "^(?=a)a$"},
+        {"type": "string", "pattern": r"\bword\b"},
+        {"type": "any"},
+        {"type": "string", "minLength": "1"},
+    ],
+)
+async def test_what_the_compiler_refuses_is_not_enforced_in_tools_that_are_not_strict(server, odd):
+    serve(server, f"{WITH_TOOLS}{{# {MARKS['hermes']} #}}")
+    schema = {"type": "object", "properties": {"a": odd, "b": {"type": "null"}}, "required": ["b"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    assert (await server.chat(tools=tools, tool_choice="required")).status == 200
+    judge = judge_of(server)
+    assert judge.takes(FORMATS[0][1]([("f", {"a": "any", "b": None})]))
+    assert not judge.takes(FORMATS[0][1]([("f", {"a": "any", "b": 1})]))
+
+
 @pytest.mark.parametrize(("parallel", "several"), [(None, True), (True, True), (False, False)])
 async def test_parallel_calls_can_be_forbidden(server, parallel, several):
     serve(server, f"{WITH_TOOLS}{{# {MARKS['hermes']} #}}")

@@ -138,3 +138,29 @@ def test_some_special_tokens_are_shown(kind):
     assert len(ids) == 3
     stream = IncrementalDetokenizer(tokenizer, visible_special_tokens=[shown, "no such token"])
     assert "".join(stream.push([i])[0] for i in ids) + stream.finish() == shown * 2
+
+
+@settings(max_examples=num_examples(100, 5000), deadline=None)
+@given(
+    text=st.text("ab", max_size=12),
+    stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    min_tokens=st.integers(0, 13),
+    cut=st.integers(0, 12),
+)
+def test_stop_strings_that_end_before_min_tokens_do_not_end_the_text(text, stops, min_tokens, cut):
+    tokenizer = KINDS["byte-level"]
+    ids = [tokenizer.encode(char)[0] for char in text]
+    stream = IncrementalDetokenizer(tokenizer, StopStrings(stops), min_tokens=min_tokens)
+    shown, num_used, stop = stream.push(ids[:cut])
+    if stop is None:
+        more, num_more, stop = stream.push(ids[cut:])
+        shown, num_used = shown + more, num_used + num_more
+    shown += stream.finish() if stop is None else ""
+    ends = range(min_tokens + 1, len(text) + 1)
+    end = next((end for end in ends if text[:end].endswith(tuple(stops))), None)
+    if end is None:
+        assert (shown, stop) == (text, None)
+    else:
+        assert stop is not None
+        assert stop == max(filter(text[:end].endswith, stops), key=len)
+        assert (shown, num_used) == (text[: end - len(stop)], end)

@@ -224,7 +224,9 @@ def _check_tool(param: str, path: str, tool: object) -> _CheckedTool:
         fail("has parameters that are not a JSON Schema of an object")
     fields = {"name": name, "description": description, "parameters": parameters}
     function = {key: value for key, value in fields.items() if value is not None}
-    return _CheckedTool(name, {"type": "function", "function": function}, kind, bool(strict))
+    # The schema of a custom tool is the grammar of its input, which has to be enforced.
+    is_strict = bool(strict) or kind == "custom"
+    return _CheckedTool(name, {"type": "function", "function": function}, kind, is_strict)
 
 
 def _custom_tool_schema(input_format: object, fail: Callable[[str], NoReturn]) -> Tool:

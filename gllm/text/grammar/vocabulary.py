@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from llguidance import LLParserLimits, LLTokenizer
+from llguidance import LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from gllm.text.grammar.guide import filter_eos_ids
 
@@ -45,9 +45,38 @@ def load_grammar_tokenizer(folder: Path, vocab_size: int, eos_ids: Sequence[int]
     description["truncation"] = description["padding"] = None
     text = json.dumps(description, ensure_ascii=False)
     try:
-        tokenizer = LLTokenizer(text, eos_token=eos_tokens)
+        # The slices, which make masks faster, are those of the tokenizer that is returned.
+        tokenizer = LLTokenizer(text, eos_token=eos_tokens, slices=[])
         if tokenizer.vocab_size < vocab_size:
-            tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_tokens)
+            tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_tokens, slices=[])
+        plain = TokenizerWrapper(_PlainTextTokenizer(tokenizer, eos_tokens[0]))
+        return LLTokenizer(plain, n_vocab=tokenizer.vocab_size, eos_token=eos_tokens)
     except Exception as error:
         raise ValueError(f"this model's tokenizer does not support grammars: {error}") from None
-    return tokenizer
+
+
+class _PlainTextTokenizer:
+    """Tokenizer of forced texts, in which spelled special tokens are ordinary text.
+
+    The library's own tokenizer makes control tokens of them, which do not match the grammar.
+
+    Args:
+        tokenizer: The library's tokenizer.
+        eos_id: Token that ends a sequence.
+    """
+
+    def __init__(self, tokenizer: LLTokenizer, eos_id: int) -> None:
+        ids = range(tokenizer.vocab_size)
+        self._tokenizer = tokenizer
+        self.eos_token_id, self.bos_token_id = eos_id, None
+        self.tokens = [tokenizer.decode_bytes([token]) for token in ids]
+        """Bytes of every token."""
+        self.special_token_ids = [token for token in ids if tokenizer.is_special_token(token)]
+        self._special_ids = frozenset(self.special_token_ids)
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Return the ids of a text in UTF-8."""
+        ids = self._tokenizer.tokenize_bytes(text)
+        if self._special_ids.isdisjoint(ids):
+            return ids
+        return self._tokenizer.greedy_tokenize(text.decode())

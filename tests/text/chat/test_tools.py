@@ -190,6 +190,9 @@ def test_a_custom_tool_is_a_function_of_one_string():
 def test_strict_functions_are_known_by_name():
     use = parse_tools([tool("f", strict=True), tool("g", strict=False), tool("h")], None)
     assert use.strict_functions == {"f"}
+    regex = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "a+"}}
+    custom = {"type": "custom", "custom": {"name": "c", "format": regex}}
+    assert parse_tools([custom], None).strict_functions == {"c"}
 
 
 def test_the_older_functions():

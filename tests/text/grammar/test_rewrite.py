@@ -1,21 +1,27 @@
 """Keywords that others stand for, and which objects have no other properties."""
 
+import itertools
 import json
 from contextlib import suppress
 from typing import Any
 
 import jsonschema
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 from gllm.config.sampling import StructuredOutput
 from gllm.options.field_types import FieldError
+from gllm.text.grammar.compiler_process import compile_or_error
+from gllm.text.grammar.sources.json_schema import KEYWORDS
 from gllm.text.grammar.sources.rewrite import (
     MAX_ARRANGEMENTS,
     UnsupportedKeywordError,
     rewrite_schema,
 )
 from gllm.text.grammar.sources.structured_output import to_grammar_source
+from tests.support.examples import num_examples
 from tests.support.text.grammar_writing import TOKENIZER, TOKENS, compiled_grammar
 
 LISTED = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -188,3 +194,122 @@ def test_values_of_no_sense_are_no_error_of_the_server(keyword, other):
             schema = {"type": "object", "items": COLORS, "uniqueItems": True, keyword: value}
             with suppress(UnsupportedKeywordError):
                 rewrite_schema({**schema, other: more}, strict=True, lenient=True)
+
+
+QUARTERS = st.integers(-12, 12).map(lambda quarters: quarters / 4)
+BOUNDS = st.fixed_dictionaries(
+    {},
+    optional=dict.fromkeys(
+        ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"),
+        QUARTERS.map(lambda bound: int(bound) if bound.is_integer() else bound),
+    ),
+)
+
+
+@settings(max_examples=num_examples(40, 1000), deadline=None)
+@example(bounds={"exclusiveMinimum": 1, "maximum": 1.25}, is_split=False, kind="number")
+@example(bounds={"exclusiveMaximum": 0, "minimum": -0.5}, is_split=False, kind="number")
+@example(bounds={"exclusiveMinimum": 1, "maximum": 1.25}, is_split=True, kind="number")
+@given(bounds=BOUNDS, is_split=st.booleans(), kind=st.sampled_from(["number", "integer"]))
+def test_numbers_are_within_their_bounds(bounds, is_split, kind):
+    schema: dict[str, Any] = {"type": kind, **bounds}
+    if is_split:
+        schema = {"allOf": [{"type": kind}, *({name: value} for name, value in bounds.items())]}
+    values = sorted({*bounds.values(), -4, 0, 4})
+    middles = [(lower + upper) / 2 for lower, upper in itertools.pairwise(values)]
+    numbers = [value for value in [*values, *middles] if kind == "number" or value == int(value)]
+    numbers = [int(value) if kind == "integer" else value for value in numbers]
+    fitting = [
+        number for number in numbers if jsonschema.Draft202012Validator(schema).is_valid(number)
+    ]
+    try:
+        grammar = compiled_grammar(StructuredOutput(json=schema))
+        LLMatcher(TOKENS, grammar, log_level=0)
+        taken = [number for number in numbers if takes(schema, number)]
+    except (AssertionError, ValueError):
+        taken = []
+    assert taken == fitting
+
+
+JUNK: st.SearchStrategy[Any] = st.sampled_from(
+    [None, True, -1, 0, 2.5, 10**400, "a", "", [], ["a", "a"], {}, {"a": 1}, [{}], {"a": {}}]
+)
+PATTERNS = [
+    r"^(?=a)b",
+    r"^(?!x).*$",
+    r"(?<=a)b",
+    r"\bword\b",
+    r"(a)\1",
+    "a$|^b",
+    "[",
+    "(",
+    "a)",
+    "\\",
+    r"^[\w$^-]+\$$",
+    r"^\d{3}-\d{4}$",
+    "x" * 9000,
+    r"(?:a|b)+",
+    r"(?i)a",
+    r"[^\]]*",
+]
+KINDS = ["any", "file", "object ", ["string", "any"], [], None, 5, "string", "integer", "object"]
+ODD_SCHEMAS = st.recursive(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "type": st.sampled_from(KINDS),
+            "pattern": st.sampled_from(PATTERNS) | JUNK,
+            **dict.fromkeys([*KEYWORDS, "contains", "if", "$anchor"], JUNK),
+            "$ref": st.sampled_from(["#", "#/properties/p", "#/nowhere", "https://x.org/s", "#a"]),
+            "const": st.just("a"),
+        },
+    ),
+    lambda inner: st.fixed_dictionaries(
+        {},
+        optional={
+            "type": st.sampled_from(KINDS),
+            "properties": st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
+            "patternProperties": st.dictionaries(st.sampled_from(PATTERNS), inner, max_size=1),
+            "items": inner,
+            "allOf": st.lists(inner, max_size=1),
+        },
+    ),
+    max_leaves=4,
+)
+UNSATISFIABLE = ("Unsatisfiable schema", "nothing fits", "no value fits", "out of range")
+
+
+@settings(max_examples=num_examples(40, 5000), deadline=None)
+@given(schema=ODD_SCHEMAS)
+def test_what_is_not_enforced_leniently_does_not_refuse_a_tool(schema):
+    """A schema without any odd values of keywords may still have nothing that fits."""
+    rewritten: dict[str, Any] = {}
+    with suppress(UnsupportedKeywordError):
+        rewritten = rewrite_schema({"properties": {"p": schema}}, strict=False, lenient=True)
+    text = json.dumps({**rewritten, "x-guidance": {"lenient": True}})
+    _, error = compile_or_error(["json_schema", text], TOKENS)
+    assert not error or error.startswith(UNSATISFIABLE), error
+
+
+@pytest.mark.parametrize(
+    ("schema", "kept"),
+    [
+        ({"type": "any", "title": "t"}, {}),
+        ({"type": "string", "pattern": r"\bword\b"}, {"type": "string"}),
+        (
+            {"type": "string", "pattern": "^(?=a)b$", "maxLength": 5},
+            {"type": "string", "maxLength": 5},
+        ),
+        (
+            {"type": "string", "pattern": r"^[\^$]\$\.$"},
+            {"type": "string", "pattern": r"^[\^$]\$\.$"},
+        ),
+        (
+            {"patternProperties": {"(?!a)": {}}},
+            {"patternProperties": {}, "additionalProperties": True},
+        ),
+        ({"$ref": "https://x.org/schema", "type": "null"}, {"type": "null"}),
+    ],
+)
+def test_what_is_dropped_leniently(schema, kept):
+    assert rewrite_schema(schema, strict=False, lenient=True) == kept

@@ -58,3 +58,21 @@ def test_kinds_without_grammars_are_told(tmp_path: Path, kind) -> None:
 def test_some_token_has_to_end_a_text(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no token that ends"):
         load_grammar_tokenizer(save(tmp_path, byte_level()), 402, (402,))
+
+
+@pytest.mark.parametrize("text", ["<|im_end|>", "so: <|im_end|>  <|im_end|> ü"])
+@pytest.mark.parametrize("kind", [byte_level, sentencepiece])
+def test_a_forced_text_may_spell_a_special_token(tmp_path: Path, kind, text: str) -> None:
+    backend = kind()
+    backend.add_special_tokens(["<|im_end|>"])
+    tokenizer = Tokenizer.load(save(tmp_path, backend))
+    tokens = load_grammar_tokenizer(tmp_path, tokenizer.vocab_size, (EOS,))
+    for wanted in (StructuredOutput(choice=(text,)), StructuredOutput(json={"const": text})):
+        grammar, error = compile_grammar(list(to_grammar_source(wanted)), tokens)
+        assert error == ""
+        matcher = LLMatcher(tokens, grammar, limits=create_parser_limits())
+        forced = matcher.compute_ff_tokens()
+        assert matcher.consume_tokens(forced)
+        assert matcher.is_stopped()
+        assert tokenizer.token_to_id("<|im_end|>") not in forced
+        assert tokens.decode_str(forced) in (text, json.dumps(text, ensure_ascii=False))

@@ -53,7 +53,7 @@ def _no_schemas(pointer: Pointer, value: object) -> Iterator[Position]:
 
 def _check_values(pointer: Pointer, value: object) -> Iterator[Position]:
     """Check a value that is written as it is, or that is a bound. Raises ValueError."""
-    if any(isinstance(item, int) and abs(item) > MAX_INTEGER for item in _nested_values(value)):
+    if not is_exact(value):
         raise ValueError(
             f"{pointer!s:.200} has an integer beyond 2^53, which is not represented exactly"
         )
@@ -84,6 +84,21 @@ def _items_schemas(pointer: Pointer, value: object) -> Iterator[Position]:
     yield from (_schema_list if isinstance(value, list) else _single_schema)(pointer, value)
 
 
+ANNOTATIONS = frozenset(
+    {
+        "title",
+        "description",
+        "default",
+        "examples",
+        "$comment",
+        "$schema",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+        "discriminator",
+    }
+)
+"""Keywords that do not restrict valid values."""
 KEYWORDS: dict[str, Callable[[Pointer, object], Iterator[Position]]] = {
     "type": _no_schemas,
     **dict.fromkeys(("enum", "const"), _check_values),
@@ -96,12 +111,11 @@ KEYWORDS: dict[str, Callable[[Pointer, object], Iterator[Position]]] = {
     **dict.fromkeys(("minLength", "maxLength", "pattern", "format", "multipleOf"), _no_schemas),
     **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), _check_values),
     "$ref": _no_schemas,
-    **dict.fromkeys(("title", "description", "default", "examples", "$comment"), _no_schemas),
-    **dict.fromkeys(("$schema", "deprecated", "readOnly", "writeOnly"), _no_schemas),
-    "discriminator": _no_schemas,
+    **dict.fromkeys(ANNOTATIONS, _no_schemas),
 }
-"""Supported keywords, and the function that yields the schemas in their values. The keywords of the
-last three lines do not restrict valid values."""
+"""Supported keywords, and the function that yields the schemas in their values."""
+ENFORCED_KEYWORDS = KEYWORDS.keys() - ANNOTATIONS
+"""Keywords that restrict valid values."""
 
 
 IGNORED_ANNOTATIONS = frozenset(
@@ -181,6 +195,12 @@ def resolve_reference(root: object, reference: object) -> object:
 def compute_nesting_depth(value: object) -> int:
     """Return the nesting depth of a JSON value; 0 for a value without members."""
     return sum(1 for _ in _levels(value)) - 1
+
+
+def is_exact(value: object) -> bool:
+    """Return whether all integers in a JSON value are represented exactly by the compiler."""
+    integers = (item for item in _nested_values(value) if isinstance(item, int))
+    return all(abs(item) <= MAX_INTEGER for item in integers)
 
 
 def _nested_values(value: object) -> Iterator[object]:

@@ -6,18 +6,21 @@ most `json_schema.MAX_DEPTH` levels deep here.
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from itertools import permutations
 from math import perm
 from typing import Any
 
 from gllm.text.grammar.sources.json_schema import (
+    ANNOTATIONS,
     NAMED_SCHEMAS,
     SCHEMA_LISTS,
     SINGLE_SCHEMAS,
     is_ignored,
     resolve_reference,
 )
+from gllm.text.grammar.sources.lenient import drop_unsupported_values
 
 Schema = dict[str, Any]
 
@@ -27,21 +30,10 @@ MAX_ARRANGEMENTS = 256
 """Largest number of these arrays."""
 MAX_ARRANGEMENT_CHARACTERS = 2**14
 """Largest length of the JSON text of these arrays."""
+BOUND_STEP = 1e-12
+"""Distance of an inclusive bound from the exclusive bound that it stands for."""
 COMPOSITIONS = ("allOf", "anyOf", "oneOf", "$ref")
 """Keywords that compose a schema of others."""
-ANNOTATIONS = {
-    "title",
-    "description",
-    "default",
-    "examples",
-    "$comment",
-    "$schema",
-    "deprecated",
-    "readOnly",
-    "writeOnly",
-    "discriminator",
-}
-"""Keywords that do not restrict valid values."""
 
 
 class UnsupportedKeywordError(ValueError):
@@ -63,13 +55,16 @@ def rewrite_schema(schema: Mapping[str, Any], strict: bool, lenient: bool = Fals
     parts = _composed_parts(root)
 
     def rewrite(original: Schema) -> object:
-        closed = {} if id(original) in parts else _closing_keywords(original, strict)
+        is_part = id(original) in parts
+        closed = {} if is_part else _closing_keywords(original, strict)
+        accepted = drop_unsupported_values(original, root) if lenient else original
         rewritten = {
             name: _map_values(name, value, rewrite)
-            for name, value in original.items()
+            for name, value in accepted.items()
             if not is_ignored(name, value)
         }
-        rewritten = _without_older_drafts(rewritten | closed)
+        rewritten = _without_older_drafts(closed | rewritten)
+        rewritten = _with_inclusive_bounds(rewritten, is_part)
         for keyword, express in KEYWORD_REWRITES.items():
             if keyword in rewritten:
                 value = rewritten.pop(keyword)
@@ -110,6 +105,42 @@ def _without_older_drafts(schema: Schema) -> Schema:
         prefix = converted.pop("items")
         converted |= {"prefixItems": prefix} if prefix else {}
         converted |= {} if additional is None else {"items": additional}
+    return converted
+
+
+def _with_inclusive_bounds(schema: Schema, is_part: bool) -> Schema:
+    """Return a schema with `minimum` and `maximum` for exclusive bounds that are not enforced.
+
+    The compiler permits an exclusive bound that is an integer if the other bound is less than 1
+    away. The inclusive bound is `BOUND_STEP` further inside. The other bound may be in another part
+    of a composed schema.
+    """
+    bounds = {
+        name: schema[name]
+        for name in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+        if isinstance(schema.get(name), int | float) and not isinstance(schema[name], bool)
+    }
+    if schema.get("type") == "integer" or not bounds.keys() & {
+        "exclusiveMinimum",
+        "exclusiveMaximum",
+    }:
+        return schema
+    lower = max(bounds.get("minimum", -math.inf), bounds.get("exclusiveMinimum", -math.inf))
+    upper = min(bounds.get("maximum", math.inf), bounds.get("exclusiveMaximum", math.inf))
+    if upper - lower >= 1 and not is_part:
+        return schema
+    converted = dict(schema)
+    for exclusive, inclusive, direction, combine in (
+        ("exclusiveMinimum", "minimum", math.inf, max),
+        ("exclusiveMaximum", "maximum", -math.inf, min),
+    ):
+        bound = bounds.get(exclusive)
+        if bound is not None and float(bound).is_integer():
+            del converted[exclusive]
+            # A step that is short as a decimal, where floats are that close.
+            step = math.copysign(BOUND_STEP, direction)
+            closest = combine(math.nextafter(bound, direction), bound + step)
+            converted[inclusive] = combine(closest, bounds.get(inclusive, closest))
     return converted
 
 

@@ -1,0 +1,133 @@
+"""Remove from a JSON Schema what the grammar compiler refuses, for tools that are not strict.
+
+Such a tool can be called with arguments that its schema does not permit, which its program has to
+check in any case. A call that is refused for its schema would be of less use.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from gllm.text.grammar.sources.json_schema import ENFORCED_KEYWORDS, is_exact, resolve_reference
+
+Schema = dict[str, Any]
+
+TYPES = frozenset({"string", "integer", "number", "boolean", "array", "object", "null"})
+"""Types of JSON Schema."""
+MAX_PATTERN_CHARACTERS = 2**13
+"""Largest length of an enforced pattern."""
+MAX_REFERENCES = 16
+"""Largest number of references from one to the next; in a circle there is no end."""
+_PATTERN_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?<?[=!]|.", re.DOTALL)
+"""Part of a regular expression: an escape, a class of characters, a look-around or a character."""
+_UNSUPPORTED_ESCAPES = frozenset("bBAzZGkKQ123456789")
+"""Second characters of escapes for positions and back references."""
+
+
+def drop_unsupported_values(schema: Schema, root: Schema) -> Schema:
+    """Return a schema without keywords whose values the grammar compiler refuses.
+
+    Args:
+        schema: A schema, without its nested schemas: they are treated by themselves.
+        root: The whole schema, which references lead into.
+    """
+    kept = {
+        name: value
+        for name, value in schema.items()
+        if name in ENFORCED_KEYWORDS
+        and (name not in _IS_SUPPORTED or _IS_SUPPORTED[name](value, root))
+    }
+    if "$ref" in kept:
+        # The keywords beside it have no effect, as up to draft 7: in a circle they are refused.
+        kept = {name: kept[name] for name in ("$ref", "$defs", "definitions") if name in kept}
+    named = kept.get("patternProperties")
+    if isinstance(named, dict):
+        supported = {pattern: each for pattern, each in named.items() if is_supported(pattern)}
+        kept["patternProperties"] = supported
+        if len(supported) < len(named):
+            # Names that a dropped pattern allows stay allowed.
+            kept["additionalProperties"] = True
+    return kept
+
+
+def is_supported(pattern: object) -> bool:
+    """Return whether the grammar compiler supports a regular expression of a JSON Schema.
+
+    It has no look-around, word boundaries and back references, and `^` and `$` only at the ends.
+    """
+    if not isinstance(pattern, str) or len(pattern) > MAX_PATTERN_CHARACTERS:
+        return False
+    depth = 0
+    for match in _PATTERN_PART.finditer(pattern):
+        part, start, end = match[0], match.start(), match.end()
+        is_unsupported_escape = part[0] == "\\" and part[1:] in _UNSUPPORTED_ESCAPES
+        if part in ("\\", "[") or part.startswith("(?") or is_unsupported_escape:
+            return False
+        if (part == "^" and start > 0) or (part == "$" and end < len(pattern)):
+            return False
+        depth += (part == "(") - (part == ")")
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+def _is_type(value: object, _: Schema) -> bool:
+    names = value if isinstance(value, list) else [value]
+    return all(isinstance(name, str) and name in TYPES for name in names) and names != []
+
+
+def _is_count(value: object, _: Schema) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+def _is_number(value: object, _: Schema) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and is_exact(value)
+
+
+def _is_positive(value: object, root: Schema) -> bool:
+    return _is_number(value, root) and isinstance(value, int | float) and value > 0
+
+
+def _is_schema(value: object, _: Schema) -> bool:
+    return isinstance(value, dict | bool)
+
+
+def _is_list_of_schemas(value: object, _: Schema) -> bool:
+    return isinstance(value, list) and all(isinstance(each, dict | bool) for each in value)
+
+
+def _is_object_of_schemas(value: object, _: Schema) -> bool:
+    return isinstance(value, dict) and all(isinstance(each, dict | bool) for each in value.values())
+
+
+def _is_reference(value: object, root: Schema) -> bool:
+    """Return whether a reference leads to a schema, through at most MAX_REFERENCES others."""
+    target = resolve_reference(root, value)
+    for _ in range(MAX_REFERENCES):
+        if not isinstance(target, dict) or "$ref" not in target:
+            return isinstance(target, dict | bool)
+        target = resolve_reference(root, target["$ref"])
+    return False
+
+
+_IS_SUPPORTED: dict[str, Callable[[object, Schema], bool]] = {
+    "type": _is_type,
+    "enum": lambda value, _: isinstance(value, list) and value != [] and is_exact(value),
+    "const": lambda value, _: is_exact(value),
+    "required": lambda value, _: (
+        isinstance(value, list) and all(isinstance(each, str) for each in value)
+    ),
+    "pattern": lambda value, _: is_supported(value),
+    "format": lambda value, _: isinstance(value, str),
+    "$ref": _is_reference,
+    "multipleOf": _is_positive,
+    "items": lambda value, root: _is_schema(value, root) or _is_list_of_schemas(value, root),
+    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems"), _is_count),
+    **dict.fromkeys(("minProperties", "maxProperties"), _is_count),
+    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), _is_number),
+    **dict.fromkeys(("additionalProperties", "additionalItems"), _is_schema),
+    **dict.fromkeys(("prefixItems", "anyOf", "oneOf", "allOf"), _is_list_of_schemas),
+    **dict.fromkeys(("properties", "patternProperties", "$defs"), _is_object_of_schemas),
+    "definitions": _is_object_of_schemas,
+}
+"""By keyword: whether the compiler supports a value, which may refer into the whole schema."""
