@@ -90,7 +90,9 @@ def properties(size: int) -> dict[str, Any]:
 def tagged(size: int) -> Work:
     names = numbered("p", size)
     value = {"properties": {key: {"type": "integer"} for key in names}, "required": names}
-    return lambda: tagged_arguments_expression(GrammarBuilder(lambda _: 5, ()), value, "", "", "")
+    return lambda: tagged_arguments_expression(
+        GrammarBuilder(lambda _: 5, ()), value, False, start_tag="", end_tag="", separator=""
+    )
 
 
 def marker_literal(size: int) -> Work:
@@ -300,4 +302,4 @@ def test_repeated_definitions_do_not_fill_the_memory() -> None:
     value = {"properties": properties(5000), **definitions}
     grammar = GrammarBuilder(lambda _: None, ())
     with pytest.raises(ValueError, match="characters"):
-        tagged_arguments_expression(grammar, value, "", "", "")
+        tagged_arguments_expression(grammar, value, False, start_tag="", end_tag="", separator="")

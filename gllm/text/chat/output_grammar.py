@@ -77,7 +77,11 @@ def constrain_output(
         allows_several = not (tool_options.required_tool or tool_options.is_single_call)
         schemas = _enforced_schemas(tool_options)
         try:
-            answers.append(add_tool_call_rule(grammar, delimiters, schemas, allows_several))
+            answers.append(
+                add_tool_call_rule(
+                    grammar, delimiters, schemas, allows_several, tool_options.strict_functions
+                )
+            )
         except ValueError as error:
             raise FieldError("tools", f"tools: {error}") from error
     text = build_output_grammar(

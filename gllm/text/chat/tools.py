@@ -14,6 +14,7 @@ import msgspec
 
 from gllm.options.field_types import FieldError
 from gllm.options.limits import MAX_TOOL_BYTES, MAX_TOOL_DEPTH, MAX_TOOLS, check_size
+from gllm.text.grammar.sources.patterns import split_alternatives, strip_anchors
 
 MAX_PATTERN_CHARACTERS = 8192
 """Length limit of a custom tool's regular expression."""
@@ -243,7 +244,9 @@ def _custom_tool_schema(input_format: object, fail: Callable[[str], NoReturn]) -
     pattern = grammar.get("definition")
     if not isinstance(pattern, str) or not 0 < len(pattern) <= MAX_PATTERN_CHARACTERS:
         fail(f"must have a grammar with a definition of 1 to {MAX_PATTERN_CHARACTERS} characters")
-    return _input_object({**text, "pattern": f"^(?:{pattern})$"})
+    # The whole input matches in any case, and the grammar compiler has no anchors within a group.
+    core = "|".join(map(strip_anchors, split_alternatives(pattern)))
+    return _input_object({**text, "pattern": f"^(?:{core})$"})
 
 
 def _input_object(text_schema: Tool) -> Tool:

@@ -5,7 +5,7 @@ Contains the parts that all formats share: an optional reasoning section, then n
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,18 +63,30 @@ class GrammarBuilder:
         """Return the expression of a JSON value that matches a schema."""
         return f"%json {json.dumps({**schema, 'x-guidance': _STYLE}, ensure_ascii=False)}"
 
-    def text_until(self, end: str) -> str:
-        """Return the expression of any text up to and including the first `end`."""
+    def text_until(self, end: str, text: str = _ANYTHING) -> str:
+        """Return the expression of a text up to and including the first `end`.
+
+        Args:
+            end: The text after it.
+            text: Expression of the text; that of any text by default.
+        """
         if end in self._ids:
-            return f"{self.add_rule(_ANYTHING)} {self.literal(end)}"
-        return self.add_rule(_ANYTHING, f"[suffix={json.dumps(end)}]")
+            return f"{self.add_rule(text)} {self.literal(end)}"
+        return self.add_rule(text, f"[suffix={json.dumps(end)}]")
+
+    def add_terminal(self, body: str) -> str:
+        """Add a terminal, whose expressions may be intersected by `&`, and return its name."""
+        return self._add("T", body, "")
 
     def add_rule(self, body: str, attributes: str = "") -> str:
         """Add a rule and return its name. Raises ValueError if the grammar is too large."""
+        return self._add("r", body, attributes)
+
+    def _add(self, kind: str, body: str, attributes: str) -> str:
         self._num_characters += len(body)
         if self._num_characters > MAX_CHARACTERS:
             raise ValueError(f"its grammar has more than {MAX_CHARACTERS} characters")
-        name = f"r{len(self._rules)}"
+        name = f"{kind}{len(self._rules)}"
         self._rules.append(f"{name}{attributes}: {body}")
         return name
 
@@ -85,8 +97,11 @@ class GrammarBuilder:
         return grammar.replace("::=", r":\u003a=")
 
 
-def add_json_arguments_rule(grammar: GrammarBuilder, schema: Schema) -> str:
-    """Add a grammar rule for tool call arguments written as a JSON object; return its name."""
+def add_json_arguments_rule(grammar: GrammarBuilder, schema: Schema, is_strict: bool) -> str:
+    """Add a grammar rule for tool call arguments written as a JSON object; return its name.
+
+    The same rules of a schema are enforced whether the tool is strict or not.
+    """
     return grammar.add_rule(grammar.json_value({"type": "object", **schema}))
 
 
@@ -106,8 +121,9 @@ class ToolCallDelimiters:
     """Text after all calls."""
     allows_parallel: bool = True
     """True if an answer may contain more than one call."""
-    arguments_rule: Callable[[GrammarBuilder, Schema], str] = add_json_arguments_rule
-    """Returns the expression of arguments that fit a schema."""
+    arguments_rule: Callable[[GrammarBuilder, Schema, bool], str] = add_json_arguments_rule
+    """Returns the expression of arguments that fit a schema; True if the tool is strict, so that a
+    rule that cannot be enforced raises a ValueError."""
 
 
 def add_tool_call_rule(
@@ -115,6 +131,7 @@ def add_tool_call_rule(
     delimiters: ToolCallDelimiters,
     tool_schemas: Mapping[str, Schema],
     allows_parallel: bool,
+    strict_tools: Collection[str] = (),
 ) -> str:
     """Add a grammar rule for one or more calls of the given tools; return its name.
 
@@ -123,11 +140,18 @@ def add_tool_call_rule(
         delimiters: Texts around the calls and their arguments.
         tool_schemas: JSON Schema of the arguments by name of the tool.
         allows_parallel: True to allow more than one call, if the format does.
+        strict_tools: Names of the tools whose schema has to be enforced as a whole.
+
+    Raises:
+        ValueError: The schema of a strict tool cannot be enforced, or the grammar is too large.
     """
     calls = []
     for name, schema in tool_schemas.items():
         prefix = grammar.literal(delimiters.call_prefix.replace("NAME", name))
-        arguments = delimiters.arguments_rule(grammar, schema)
+        try:
+            arguments = delimiters.arguments_rule(grammar, schema, name in strict_tools)
+        except ValueError as error:
+            raise ValueError(f"the function {name!r}: {error}") from error
         calls.append(
             grammar.add_rule(_join(prefix, arguments, grammar.literal(delimiters.call_suffix)))
         )

@@ -7,13 +7,11 @@ from gllm.text.output import json_parser
 from gllm.text.output.reader import ParserCoroutine, TextReader, discard
 from gllm.text.output.tool_calls import ToolCallEmitter
 
+ARGUMENT_KEYS = ("arguments", "parameters")
+"""Keys of the arguments; models write the one of another family at times."""
 
-def parse_json_call(
-    reader: TextReader,
-    emitter: ToolCallEmitter,
-    *,
-    argument_keys: tuple[str, ...] = ("arguments",),
-) -> ParserCoroutine[bool]:
+
+def parse_json_call(reader: TextReader, emitter: ToolCallEmitter) -> ParserCoroutine[bool]:
     """Parse a tool call written as a JSON object with a name and arguments, as its text arrives.
 
     The object is a call as soon as it has a name and arguments: invalid text after them is left
@@ -22,12 +20,11 @@ def parse_json_call(
     Args:
         reader: Text of the output.
         emitter: Receives the events of the call.
-        argument_keys: Keys under which the arguments may be found; the key of the name is `name`.
 
     Returns:
         True if there is a call; all of its events have been emitted then.
     """
-    parser = _CallParser(reader, emitter, argument_keys)
+    parser = _CallParser(reader, emitter)
     yield from parser.parse_members()
     return parser.finish()
 
@@ -35,12 +32,9 @@ def parse_json_call(
 class _CallParser:
     """Parser of one object."""
 
-    def __init__(
-        self, reader: TextReader, emitter: ToolCallEmitter, argument_keys: tuple[str, ...]
-    ) -> None:
+    def __init__(self, reader: TextReader, emitter: ToolCallEmitter) -> None:
         self._reader = reader
         self._emitter = emitter
-        self._argument_keys = argument_keys
         self._name: str | None = None
         self._arguments: str | None = None
         """Complete arguments that came before the name."""
@@ -83,7 +77,7 @@ class _CallParser:
         if key == "name" and self._name is None:
             self._name = yield from json_parser.parse_decoded_string(self._reader)
             return self._name is not None
-        if key in self._argument_keys and self._arguments is None and not self._is_emitted:
+        if key in ARGUMENT_KEYS and self._arguments is None and not self._is_emitted:
             return (yield from self._parse_arguments())
         return (yield from json_parser.parse_value(self._reader, discard))
 

@@ -5,24 +5,18 @@ complete.
 """
 
 import json
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Set
 
 from gllm.text.output import json_parser
+from gllm.text.output.argument_schemas import (
+    ArgumentSchemas,
+    StringRules,
+    is_of_type,
+)
 from gllm.text.output.grammar_builder import GrammarBuilder, Schema
 from gllm.text.output.reader import ParserCoroutine, TextSink
 from gllm.text.output.tool_calls import ToolCallEmitter
 
-_PYTHON_TYPES: dict[str, type | tuple[type, ...]] = {
-    "string": str,
-    "integer": int,
-    "number": (int, float),
-    "boolean": bool,
-    "array": list,
-    "object": dict,
-    "null": type(None),
-}
-"""Python types by JSON type."""
 _PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 """JSON texts of Python's constants, which models write at times."""
 
@@ -37,7 +31,7 @@ class TaggedArguments:
 
     def __init__(self, emitter: ToolCallEmitter, schema: Schema) -> None:
         self._emitter = emitter
-        self._schema = schema
+        self._schemas = ArgumentSchemas(schema)
         self._num_arguments = 0
 
     def finish(self) -> None:
@@ -56,7 +50,7 @@ class TaggedArguments:
         Returns:
             The end tag.
         """
-        types = get_property_types(self._schema, key)
+        types = self._schemas.find_types(key)
         lead = ", " if self._num_arguments else "{"
         self._num_arguments += 1
         self._emitter.add_arguments(f"{lead}{json.dumps(key, ensure_ascii=False)}: ")
@@ -72,88 +66,93 @@ class TaggedArguments:
 
 
 def tagged_arguments_expression(
-    grammar: GrammarBuilder, schema: Schema, start_tag: str, end_tag: str, separator: str
+    grammar: GrammarBuilder,
+    schema: Schema,
+    is_strict: bool,
+    *,
+    start_tag: str,
+    end_tag: str,
+    separator: str,
 ) -> str:
     """Return the Lark expression of arguments written between tags, in the order of the schema.
 
     Args:
         grammar: Receives the rules.
         schema: JSON Schema of the arguments.
+        is_strict: Raise an error for a rule of the schema that cannot be enforced.
         start_tag: Text before a value; KEY stands for the argument's name.
         end_tag: Text after a value.
         separator: Text after the end tag.
+
+    Raises:
+        ValueError: The function is strict, and a rule of its schema cannot be enforced.
     """
-    required = frozenset(schema.get("required", []))
     parts = []
-    for key, value in schema.get("properties", {}).items():
-        value_schema = value if isinstance(value, Mapping) else {}
-        argument = grammar.add_rule(
-            f"{grammar.literal(start_tag.replace('KEY', key))} "
-            f"{_value_rule(grammar, schema, value_schema, end_tag)} {grammar.literal(separator)}"
-        )
-        parts.append(argument if key in required else f"{argument}?")
+    arguments = ArgumentSchemas(schema)
+    for key, is_required in arguments.names.items():
+        if arguments.find_types(key) == {"string"}:
+            value = _string_rule(grammar, arguments.find_string_rules(key), end_tag, is_strict)
+        else:
+            value = _json_rule(grammar, schema, arguments.find(key), end_tag)
+        start = grammar.literal(start_tag.replace("KEY", key))
+        argument = grammar.add_rule(f"{start} {value} {grammar.literal(separator)}")
+        parts.append(argument if is_required else f"{argument}?")
     return " ".join(parts)
 
 
-def _value_rule(grammar: GrammarBuilder, schema: Schema, value_schema: Schema, end_tag: str) -> str:
-    """Return the expression of a value and its end tag."""
-    if _json_types(value_schema) == {"string"}:
-        if not isinstance(value_schema.get("enum"), list):
-            return grammar.text_until(end_tag)
-        words = [grammar.literal(word) for word in value_schema["enum"] if isinstance(word, str)]
+def _json_rule(grammar: GrammarBuilder, root: Schema, schema: Schema, end_tag: str) -> str:
+    """Return the expression of a value that is written as JSON, and its end tag."""
+    text = grammar.json_value(schema)
+    if '"$ref"' in text:
+        definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
+        text = grammar.json_value({**schema, **definitions})
+    return f"{grammar.add_rule(text)} {grammar.literal(end_tag)}"
+
+
+def _string_rule(grammar: GrammarBuilder, rules: StringRules, end_tag: str, is_strict: bool) -> str:
+    """Return the expression of a string and its end tag.
+
+    Raises:
+        ValueError: The function is strict, and a rule of its schema cannot be enforced.
+    """
+    if is_strict and rules.unsupported:
+        raise ValueError(
+            f"the keyword {min(rules.unsupported)!r} of a string is not supported by the tool call "
+            "format of this model, which writes strings without quotes"
+        )
+    if rules.values is not None and not rules.expressions:
+        words = [grammar.literal(word) or '""' for word in rules.values]
+        if not words:
+            raise ValueError("no string fits its schema")
         return f"({' | '.join(words)}) {grammar.literal(end_tag)}"
-    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    value = grammar.add_rule(grammar.json_value({**value_schema, **definitions}))
-    return f"{value} {grammar.literal(end_tag)}"
+    if not rules.expressions:
+        return grammar.text_until(end_tag)
+    expressions = rules.expressions
+    if rules.values is not None:
+        expressions = [f"({' | '.join(map(_quoted, rules.values))})", *expressions]
+    return grammar.text_until(end_tag, grammar.add_terminal(" & ".join(expressions)))
 
 
-def get_property_types(schema: Schema, key: str) -> set[str]:
-    """Return the JSON types that a schema allows for a property; empty for no restriction."""
-    properties = schema.get("properties")
-    value_schema = properties.get(key) if isinstance(properties, Mapping) else None
-    return _json_types(value_schema) if isinstance(value_schema, Mapping) else set()
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
-def _json_types(schema: Schema) -> set[str]:
-    """Return the JSON types that a schema permits; empty if it does not say."""
-    declared = schema.get("type")
-    types = {declared} if isinstance(declared, str) else set()
-    if isinstance(declared, list):
-        types |= {name for name in declared if isinstance(name, str)}
-    for keyword in ("anyOf", "oneOf"):
-        alternatives = schema.get(keyword)
-        for alternative in alternatives if isinstance(alternatives, list) else ():
-            if isinstance(alternative, Mapping):
-                types |= _json_types(alternative)
-    if not types and isinstance(schema.get("enum"), list):
-        types = {name for value in schema["enum"] for name in _PYTHON_TYPES if _is(value, name)}
-    return types & _PYTHON_TYPES.keys()
-
-
-def to_typed_json(text: str, types: set[str]) -> str:
+def to_typed_json(text: str, types: Set[str]) -> str:
     """Convert an argument's text to JSON of one of the types, or to a JSON string if impossible.
 
-    Without types, any JSON value is accepted. Unless a string is permitted, Python's True, False
-    and None are accepted as well.
+    Unless a string is permitted, Python's True, False and None are accepted as well.
     """
     candidates = [text.strip()]
-    if types and "string" not in types:
+    if "string" not in types:
         candidates.append(_PYTHON_CONSTANTS.get(candidates[0], ""))
     for candidate in candidates:
         try:
             value = json_parser.load_json(candidate)
         except ValueError:
             continue
-        if any(_is(value, name) for name in (types or _PYTHON_TYPES)):
+        if any(is_of_type(value, name) for name in types):
             return candidate
     return json.dumps(text, ensure_ascii=False)
-
-
-def _is(value: Any, json_type: str) -> bool:
-    """Return whether a value has a JSON type; Python's booleans are integers, JSON's are not."""
-    if isinstance(value, bool) and json_type != "boolean":
-        return False
-    return isinstance(value, _PYTHON_TYPES[json_type])
 
 
 def _escape(text: str) -> str:

@@ -195,6 +195,16 @@ def test_strict_functions_are_known_by_name():
     assert parse_tools([custom], None).strict_functions == {"c"}
 
 
+@pytest.mark.parametrize(
+    ("definition", "pattern"),
+    [("a+", "^(?:a+)$"), ("^a+$", "^(?:a+)$"), (r"^(a|$)|b\$", r"^(?:(a|$)|b\$)$")],
+)
+def test_the_input_of_a_custom_tool_matches_as_a_whole(definition, pattern):
+    regex = {"type": "grammar", "grammar": {"syntax": "regex", "definition": definition}}
+    use = parse_tools([{"type": "custom", "custom": {"name": "c", "format": regex}}], None)
+    assert use.schemas["c"]["properties"]["input"]["pattern"] == pattern
+
+
 def test_the_older_functions():
     functions = [{"name": "f", "parameters": SCHEMA}, {"name": "g"}]
     assert parse_functions(functions, "none") == parse_functions(None, None) == ToolOptions()

@@ -4,24 +4,18 @@ Such a tool can be called with arguments that its schema does not permit, which 
 check in any case. A call that is refused for its schema would be of less use.
 """
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 from gllm.text.grammar.sources.json_schema import ENFORCED_KEYWORDS, is_exact, resolve_reference
+from gllm.text.grammar.sources.patterns import is_supported
 
 Schema = dict[str, Any]
 
 TYPES = frozenset({"string", "integer", "number", "boolean", "array", "object", "null"})
 """Types of JSON Schema."""
-MAX_PATTERN_CHARACTERS = 2**13
-"""Largest length of an enforced pattern."""
 MAX_REFERENCES = 16
 """Largest number of references from one to the next; in a circle there is no end."""
-_PATTERN_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?<?[=!]|.", re.DOTALL)
-"""Part of a regular expression: an escape, a class of characters, a look-around or a character."""
-_UNSUPPORTED_ESCAPES = frozenset("bBAzZGkKQ123456789")
-"""Second characters of escapes for positions and back references."""
 
 
 def drop_unsupported_values(schema: Schema, root: Schema) -> Schema:
@@ -48,27 +42,6 @@ def drop_unsupported_values(schema: Schema, root: Schema) -> Schema:
             # Names that a dropped pattern allows stay allowed.
             kept["additionalProperties"] = True
     return kept
-
-
-def is_supported(pattern: object) -> bool:
-    """Return whether the grammar compiler supports a regular expression of a JSON Schema.
-
-    It has no look-around, word boundaries and back references, and `^` and `$` only at the ends.
-    """
-    if not isinstance(pattern, str) or len(pattern) > MAX_PATTERN_CHARACTERS:
-        return False
-    depth = 0
-    for match in _PATTERN_PART.finditer(pattern):
-        part, start, end = match[0], match.start(), match.end()
-        is_unsupported_escape = part[0] == "\\" and part[1:] in _UNSUPPORTED_ESCAPES
-        if part in ("\\", "[") or part.startswith("(?") or is_unsupported_escape:
-            return False
-        if (part == "^" and start > 0) or (part == "$" and end < len(pattern)):
-            return False
-        depth += (part == "(") - (part == ")")
-        if depth < 0:
-            return False
-    return depth == 0
 
 
 def _is_type(value: object, _: Schema) -> bool:

@@ -1,10 +1,12 @@
 """Tool calls of GLM-4.5 and later: `<tool_call>NAME`, tagged keys and values, `</tool_call>`.
 
 Arguments are `<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>`, with and without line ends
-between tags. Source: the models' chat templates.
+between tags. A key or value also ends at the tag after its missing end tag. Source: the models'
+chat templates.
 """
 
 import re
+from functools import partial
 
 from gllm.text.output.grammar_builder import ToolCallDelimiters
 from gllm.text.output.reader import ParserCoroutine, TextReader
@@ -17,6 +19,7 @@ KEY, KEY_END = "<arg_key>", "</arg_key>"
 """Tags around the name of an argument."""
 VALUE, VALUE_END = "<arg_value>", "</arg_value>"
 """Tags around the value of an argument."""
+_VALUE_STOPS = (VALUE_END, f"\n{KEY}", KEY, f"\n{CLOSE}", CLOSE)
 _NAME = re.compile(r"[^<\s]+")
 _KEY = re.compile(r"[^<\n]+")
 
@@ -32,16 +35,17 @@ def _parse_call(reader: TextReader, emitter: ToolCallEmitter, _: str) -> ParserC
     arguments = TaggedArguments(emitter, emitter.tool_schemas.get(name, {}))
     while tag == KEY:
         key = yield from reader.read_while(_KEY)
-        if not (yield from reader.consume_any(KEY_END)):
-            return False
+        yield from reader.consume_any(KEY_END)
         if not (yield from reader.consume_next(VALUE)):
             return False
         end = yield from arguments.parse(
-            key.strip(), lambda sink: reader.consume_until((VALUE_END,), sink)
+            key.strip(), lambda sink: reader.consume_until(_VALUE_STOPS, sink)
         )
         if not end:
             return False
-        tag = yield from reader.consume_next(KEY, CLOSE)
+        tag = end.strip()
+        if tag == VALUE_END:
+            tag = yield from reader.consume_next(KEY, CLOSE)
     if tag:
         arguments.finish()
     return bool(tag)
@@ -56,8 +60,11 @@ FORMAT = ToolCallFormat(
         call_prefix=f"{OPEN}NAME\n",
         call_suffix=CLOSE,
         separator="\n",
-        arguments_rule=lambda grammar, schema: tagged_arguments_expression(
-            grammar, schema, f"{KEY}KEY{KEY_END}\n{VALUE}", VALUE_END, "\n"
+        arguments_rule=partial(
+            tagged_arguments_expression,
+            start_tag=f"{KEY}KEY{KEY_END}\n{VALUE}",
+            end_tag=VALUE_END,
+            separator="\n",
         ),
     ),
     model_types=("glm4_moe",),

@@ -33,11 +33,7 @@ def _parse_series(
 def _parse_call(reader: TextReader, emitter: ToolCallEmitter) -> ParserCoroutine[bool]:
     yield from reader.consume_next(TAG)
     yield from reader.skip_space()
-    return (
-        yield from json_tool_call.parse_json_call(
-            reader, emitter, argument_keys=("parameters", "arguments")
-        )
-    )
+    return (yield from json_tool_call.parse_json_call(reader, emitter))
 
 
 FORMAT = ToolCallFormat(

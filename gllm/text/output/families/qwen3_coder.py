@@ -1,7 +1,8 @@
 """Tool calls of Qwen3-Coder: functions and parameters as tags, one tag per line.
 
 A call is `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>` with
-line ends between all tags and values. Source: the models' chat templates.
+line ends between all tags and values. A value also ends where a line begins with the tag after its
+missing end tag. Source: the models' chat templates.
 """
 
 import re
@@ -18,6 +19,9 @@ FUNCTION, FUNCTION_END = "<function=", "</function>"
 """Tags around the parameters; the first one continues with the tool's name and `>`."""
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 """Tags around a value; the first one continues with the parameter's name and `>`."""
+_VALUE_TAGS = (PARAMETER, FUNCTION_END, CLOSE)
+"""Tags after a value: the next one, and the ends of the function and of the call."""
+_VALUE_STOPS = (f"\n{PARAMETER_END}", PARAMETER_END, *(f"\n{tag}" for tag in _VALUE_TAGS))
 _NAME = re.compile(r"[^<>\n]+")
 
 
@@ -28,15 +32,18 @@ def _parse_call(reader: TextReader, emitter: ToolCallEmitter, marker: str) -> Pa
     if not emitter.start_call(name):
         return False
     arguments = TaggedArguments(emitter, emitter.tool_schemas.get(name, {}))
-    while True:
-        tag = yield from reader.consume_next(PARAMETER, FUNCTION_END)
-        if tag != PARAMETER:
-            break
+    tag = yield from reader.consume_next(*_VALUE_TAGS)
+    while tag == PARAMETER:
         key = yield from _parse_tag_name(reader)
-        if not key or not (yield from arguments.parse(key, partial(_parse_value, reader))):
+        end = "" if not key else (yield from arguments.parse(key, partial(_parse_value, reader)))
+        if not end:
             return False
+        tag = end.strip()
+        if tag == PARAMETER_END:
+            tag = yield from reader.consume_next(*_VALUE_TAGS)
     if tag:
         arguments.finish()
+    if tag == FUNCTION_END:
         yield from reader.consume_next(CLOSE)
     return bool(tag)
 
@@ -49,7 +56,7 @@ def _parse_tag_name(reader: TextReader) -> ParserCoroutine[str]:
 
 def _parse_value(reader: TextReader, sink: TextSink) -> ParserCoroutine[str]:
     yield from reader.consume_any("\n")
-    return (yield from reader.consume_until(("\n" + PARAMETER_END, PARAMETER_END), sink))
+    return (yield from reader.consume_until(_VALUE_STOPS, sink))
 
 
 FORMAT = ToolCallFormat(
@@ -61,8 +68,11 @@ FORMAT = ToolCallFormat(
         call_prefix=f"{OPEN}\n{FUNCTION}NAME>\n",
         call_suffix=f"{FUNCTION_END}\n{CLOSE}",
         separator="\n",
-        arguments_rule=lambda grammar, schema: tagged_arguments_expression(
-            grammar, schema, f"{PARAMETER}KEY>\n", f"\n{PARAMETER_END}", "\n"
+        arguments_rule=partial(
+            tagged_arguments_expression,
+            start_tag=f"{PARAMETER}KEY>\n",
+            end_tag=f"\n{PARAMETER_END}",
+            separator="\n",
         ),
     ),
 )
