@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 from asyncio.subprocess import PIPE, Process
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,8 +30,8 @@ MAX_CACHED_GRAMMARS = 1024
 """Largest number of cached results."""
 MAX_CACHED_CHARACTERS = 2**24
 """Largest total length of cached grammars and their sources."""
-MAX_WAITING = 64
-"""Largest number of grammars that wait to be compiled."""
+STALL_SECONDS = 5.0
+"""Time without an answer and without CPU time after which the process is replaced."""
 ANSWER_SECONDS = 60.0
 """Time without an answer after which the process is replaced. Its own limit is CPU time, of which
 it may get little on a busy machine."""
@@ -51,11 +51,11 @@ MAX_ATTEMPTS = 2
 
 @dataclass(frozen=True)
 class CompilerLimits:
-    """Limits of `GrammarCompiler`: cache size, queue length, compile time and size of a result."""
+    """Limits of `GrammarCompiler`: cache size, compile time and size of a result."""
 
     max_cached_grammars: int = MAX_CACHED_GRAMMARS
     max_cached_characters: int = MAX_CACHED_CHARACTERS
-    max_waiting: int = MAX_WAITING
+    stall_seconds: float = STALL_SECONDS
     answer_seconds: float = ANSWER_SECONDS
     max_answer_bytes: int = MAX_ANSWER_BYTES
 
@@ -65,13 +65,19 @@ class GrammarError(ValueError):
 
 
 class CompilerBusyError(Exception):
-    """No grammar can be compiled now: the queue is full, or the compiler process has failed."""
+    """No grammar can be compiled now: the compiler process has failed."""
+
+
+class _StalledError(Exception):
+    """The process neither answers nor computes."""
 
 
 class GrammarCompiler:
     """Compiles grammars of structured outputs for one model, in a child process with a cache.
 
-    Concurrent requests with the same grammar share one compilation.
+    Concurrent requests with the same grammar share one compilation. Any number of grammars may
+    wait: the limit on queued requests bounds them. A grammar whose requests have all left is not
+    compiled.
 
     Args:
         folder: The model folder.
@@ -96,6 +102,10 @@ class GrammarCompiler:
         self._num_cached_characters = 0
         self._num_compiled = 0
         self._tasks: dict[GrammarSource, asyncio.Task[tuple[str, str]]] = {}
+        self._num_waiting: Counter[GrammarSource] = Counter()
+        """Number of callers that wait for each compilation."""
+        self._running: GrammarSource | None = None
+        """Grammar that the process compiles."""
         self._lock = asyncio.Lock()
         self._process: Process | None = None
         self._is_fresh = False
@@ -135,7 +145,7 @@ class GrammarCompiler:
             self._cache.move_to_end(source)
             grammar, error = self._cache[source]
         else:
-            grammar, error = await self._wait(self._find_or_create_task(source))
+            grammar, error = await self._wait(source)
         if error:
             raise GrammarError(error)
         return grammar
@@ -144,40 +154,48 @@ class GrammarCompiler:
         """Stop the process; requests that wait for it get CompilerBusyError."""
         for task in self._tasks.values():
             task.cancel()
+        self._tasks.clear()
         await self._end()
 
-    async def _wait(self, task: "asyncio.Task[tuple[str, str]]") -> tuple[str, str]:
-        """Return the result of a task.
+    async def _wait(self, source: GrammarSource) -> tuple[str, str]:
+        """Return the result of compiling a grammar.
 
-        A cancelled caller does not cancel the task: its answer would be read as the next one's.
+        A cancelled caller does not cancel a compilation that the process has begun: its answer
+        would be read as the next one's.
         """
+        task = self._find_or_create_task(source)
+        self._num_waiting[source] += 1
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             if not task.cancelled():
                 raise
             raise CompilerBusyError("the engine was stopped") from None
+        finally:
+            self._num_waiting[source] -= 1
+            if not self._num_waiting[source]:
+                del self._num_waiting[source]
+                if source != self._running and self._tasks.get(source) is task:
+                    del self._tasks[source]
+                    task.cancel()
 
     def _find_or_create_task(self, source: GrammarSource) -> "asyncio.Task[tuple[str, str]]":
         """Return the running compilation of a grammar, or start one."""
-        if source in self._tasks:
-            return self._tasks[source]
-        if len(self._tasks) >= self._limits.max_waiting:
-            raise CompilerBusyError(
-                f"{self._limits.max_waiting} grammars are waiting to be compiled: try again later"
-            )
-        task = asyncio.create_task(self._compile(source))
-        self._tasks[source] = task
-        task.add_done_callback(lambda _: self._tasks.pop(source, None))
-        return task
+        if source not in self._tasks:
+            self._tasks[source] = asyncio.create_task(self._compile(source))
+        return self._tasks[source]
 
     async def _compile(self, source: GrammarSource) -> tuple[str, str]:
         async with self._lock:
             self._num_compiled += 1
+            self._running = source
             try:
                 answer = await self._request(source)
             except GrammarError as error:
                 answer = "", str(error)
+            finally:
+                self._running = None
+                self._tasks.pop(source, None)
         self._remember(source, answer)
         return answer
 
@@ -193,8 +211,8 @@ class GrammarCompiler:
     async def _request(self, source: GrammarSource) -> tuple[str, str]:
         """Return grammar and error from the process.
 
-        A process that ends for a reason other than a limit is replaced, and the new one compiles
-        the grammar.
+        A process that ends for a reason other than a limit, or that is stopped, is replaced, and
+        the new one compiles the grammar.
 
         Raises:
             GrammarError: The grammar exceeds a limit.
@@ -209,7 +227,13 @@ class GrammarCompiler:
                 ending = "it does not start"
                 continue
             was_fresh, self._is_fresh = self._is_fresh, False
-            line = await self._exchange(process, source)
+            try:
+                line = await self._exchange(process, source)
+            except _StalledError:
+                await self._end()
+                ending = f"no answer and no progress in {self._limits.stall_seconds:g} s"
+                log.warning("the process that compiles grammars is replaced: %s", ending)
+                continue
             if line:
                 grammar, error = json.loads(line)
                 return grammar, error
@@ -224,18 +248,26 @@ class GrammarCompiler:
         raise CompilerBusyError(f"grammars cannot be compiled now ({ending}): try again later")
 
     async def _exchange(self, process: Process, source: GrammarSource) -> bytes:
-        """Send a grammar to the process and return its answer, empty if the process has ended."""
+        """Send a grammar to the process and return its answer, empty if the process has ended.
+
+        Raises:
+            _StalledError: The process neither answers nor computes.
+        """
         assert process.stdin is not None
         assert process.stdout is not None
         try:
             process.stdin.write(json.dumps(source).encode() + b"\n")
-            await process.stdin.drain()
+            async with asyncio.timeout(self._limits.stall_seconds):
+                await process.stdin.drain()
+        except TimeoutError:
+            raise _StalledError from None
         except (ConnectionError, RuntimeError):
             # uvloop raises RuntimeError once it has closed the pipe of a process that has ended.
             return b""
         try:
             seconds = self._limits.answer_seconds
-            line = await asyncio.wait_for(process.stdout.readline(), seconds)
+            async with asyncio.timeout(seconds):
+                line = await self._read_line(process.pid, process.stdout)
         except TimeoutError:
             await self._end()
             # The process did not get its CPU time: the machine is too busy.
@@ -250,6 +282,18 @@ class GrammarCompiler:
                 f"{self._limits.max_answer_bytes / 2**20:g} MiB"
             ) from None
         return _complete_line(line)
+
+    async def _read_line(self, process_id: int, output: asyncio.StreamReader) -> bytes:
+        """Return the next line of a process. Raises _StalledError if it does not compute."""
+        cpu_ticks = _read_cpu_ticks(process_id)
+        while True:
+            try:
+                async with asyncio.timeout(self._limits.stall_seconds):
+                    return await output.readline()
+            except TimeoutError:
+                before, cpu_ticks = cpu_ticks, _read_cpu_ticks(process_id)
+                if before == cpu_ticks:
+                    raise _StalledError from None
 
     async def _start(self) -> Process | None:
         """Start a process; return None if it ends before it is ready.
@@ -286,6 +330,16 @@ class GrammarCompiler:
         await process.wait()
         assert process.stdin is not None
         process.stdin.close()
+
+
+def _read_cpu_ticks(process_id: int) -> int:
+    """Return the CPU time of a process in clock ticks; 0 if there is none."""
+    try:
+        # The name of the program, in parentheses, may contain blanks.
+        fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return int(fields[11]) + int(fields[12])
 
 
 def _complete_line(line: bytes) -> bytes:

@@ -252,8 +252,9 @@ async def test_who_waits_when_it_is_closed_is_told(compiler):
 
 
 async def test_one_without_an_answer_is_given_up():
-    async with opened(answer_seconds=0.5) as compiler:
-        with pytest.raises(CompilerBusyError, match=r"no answer in 0\.5 s"):
+    """It computes, so it is not taken for one that is stopped."""
+    async with opened(answer_seconds=0.9, stall_seconds=0.4) as compiler:
+        with pytest.raises(CompilerBusyError, match=r"no answer in 0\.9 s"):
             await compiler.compile(GrammarSource("lark", HANGS))
         state = compiler.describe()
         assert (state["process_id"], state["num_cached_grammars"]) == (None, 0)
@@ -266,13 +267,38 @@ async def test_one_grammar_is_compiled_once_for_all_that_wait(compiler):
     assert compiler.describe()["num_compiled"] == 1
 
 
-async def test_those_that_wait_are_bounded():
-    sources = [GrammarSource("regex", f"b{{{i}}}") for i in range(1, 9)]
-    async with opened(max_waiting=3) as compiler:
-        tasks = [asyncio.create_task(compiler.compile(source)) for source in sources]
-        answers = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [isinstance(one, CompilerBusyError) for one in answers] == [False] * 3 + [True] * 5
-        assert await compiler.compile(sources[-1])
+async def test_many_different_grammars_at_once_wait_for_one_another(compiler):
+    sources = [GrammarSource("regex", f"b{{{i}}}") for i in range(1, 201)]
+    answers = await asyncio.gather(*map(compiler.compile, sources))
+    assert all(
+        f"/{source.text}/" in answer for source, answer in zip(sources, answers, strict=True)
+    )
+
+
+async def test_a_grammar_that_nobody_waits_for_is_not_compiled(compiler):
+    await compiler.compile(GOOD)
+    running, *others = [GrammarSource("regex", f"e{{{i}}}") for i in range(1, 9)]
+    tasks = [asyncio.create_task(compiler.compile(each)) for each in (running, *others, *others)]
+    await asyncio.sleep(0)
+    for task in tasks[1 : 1 + len(others)]:
+        task.cancel()
+    tasks[-1].cancel()
+    answers = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [isinstance(one, str) for one in answers] == [True, *[False] * 7, *[True] * 6, False]
+    assert compiler.describe()["num_compiled"] == 8, "one each of those that somebody waited for"
+    assert await compiler.compile(others[-1])
+
+
+async def test_a_process_that_is_stopped_is_replaced(caplog):
+    async with opened(stall_seconds=0.5) as compiler:
+        await compiler.compile(GOOD)
+        process_id = compiler.describe()["process_id"]
+        os.kill(process_id, signal.SIGSTOP)
+        sources = [GrammarSource("regex", f"f{{{i}}}") for i in range(1, 4)]
+        answers = await asyncio.gather(*map(compiler.compile, sources))
+        assert all(answers)
+        assert compiler.describe()["process_id"] != process_id
+        assert "no answer and no progress in 0.5 s" in caplog.text
 
 
 async def compiled_anew(compiler, *texts):
