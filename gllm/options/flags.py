@@ -74,8 +74,12 @@ class FlagParser(argparse.ArgumentParser):
             return []
         arguments: list[str] = []
         try:
+            keys: dict[str, str] = {}
             for key, value in read_flags(path).items():
                 action = self.action_of(key)
+                first = keys.setdefault(action.dest, key)
+                if first != key:
+                    raise ValueError(f"{first!r} and {key!r} set the same flag: keep one of them")
                 if getattr(named, action.dest) is None:
                     flag = action.option_strings[0]
                     arguments += flag_arguments(flag, action, value, key)
@@ -123,10 +127,14 @@ def read_flags(path: str) -> dict[str, Any]:
     import yaml
 
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        _check_keys(yaml.compose(text, yaml.SafeLoader))
+        values = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ValueError(f"cannot be read: {why}") from None
+    except RepeatedKeyError:
+        raise
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"is not YAML: {' '.join(str(error).split())}") from None
     values = {} if values is None else values
@@ -134,6 +142,38 @@ def read_flags(path: str) -> dict[str, Any]:
         raise ValueError("has to be a mapping of flags to values, such as `max-model-len: 4096`")
     section = values.get("configuration")
     return section if isinstance(section, dict) else values
+
+
+class RepeatedKeyError(ValueError):
+    """A mapping in a YAML file has one key twice; PyYAML would silently use the last value."""
+
+
+def _check_keys(root: Any) -> None:
+    """Raise RepeatedKeyError if a mapping in a YAML document has one key twice.
+
+    Args:
+        root: The document's root node; None if it is empty.
+    """
+    pending, seen = [root], set[int]()
+    while pending:
+        node = pending.pop()
+        if node is None or id(node) in seen or not isinstance(node.value, list):
+            continue
+        seen.add(id(node))  # an alias is the node that it refers to
+        if node.id == "sequence":
+            pending += node.value
+            continue
+        lines: dict[tuple[str, str], int] = {}
+        for key, value in node.value:
+            pending.append(value)
+            line = key.start_mark.line + 1
+            if key.id == "scalar":
+                if (key.tag, key.value) in lines:
+                    first = lines[key.tag, key.value]
+                    raise RepeatedKeyError(
+                        f"has {key.value!r} twice, in lines {first} and {line}: keep one of them"
+                    )
+                lines[key.tag, key.value] = line
 
 
 def flag_arguments(flag: str, action: argparse.Action, value: object, key: str) -> list[str]:
