@@ -12,7 +12,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
+from gllm.options.addresses import is_loopback
 from gllm.recovery.backoff import Backoff
 
 log = logging.getLogger("gllm")
@@ -41,6 +43,14 @@ class ServerError(Exception):
         self.reason = reason
 
 
+def _is_on_loopback(url: str) -> bool:
+    """Return True if a URL has a host that only this machine can reach."""
+    try:
+        return is_loopback(urlsplit(url).hostname or "")
+    except ValueError:
+        return False
+
+
 class ServerClient:
     """Blocking HTTP client of a gllm server.
 
@@ -49,7 +59,7 @@ class ServerClient:
         api_key: API key for the Authorization header; None or empty for none.
         timeout_seconds: timeout of each request; None for no limit.
         is_own: True for a server of the same deployment: its certificate is not verified, and
-            proxies are not used.
+            proxies are not used. A server on a loopback address is never reached by a proxy.
     """
 
     def __init__(
@@ -63,13 +73,12 @@ class ServerClient:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout_seconds = timeout_seconds
         handlers: list[urllib.request.BaseHandler] = []
+        if is_own or _is_on_loopback(url):
+            handlers.append(urllib.request.ProxyHandler({}))
         if is_own:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-            handlers = [
-                urllib.request.ProxyHandler({}),
-                urllib.request.HTTPSHandler(context=context),
-            ]
+            handlers.append(urllib.request.HTTPSHandler(context=context))
         self._opener = urllib.request.build_opener(*handlers)
 
     def open(self, path: str, body: Any = None, method: str | None = None) -> Any:

@@ -7,6 +7,8 @@ and HTTP servers; latencies, which the conventions do not name, are named as in 
 """
 
 import asyncio
+import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,13 +30,18 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from gllm.frontend.context import REQUEST_ID
 from gllm.frontend.request_metrics import SUMMARY, RequestSummary
+from gllm.options.addresses import is_loopback
 from gllm.options.version import __version__
+
+log = logging.getLogger(__name__)
 
 MAX_QUEUED_SPANS = 4096
 """Spans that wait for the collector; further ones are dropped and counted."""
 SHUTDOWN_SECONDS = 5.0
 """Time for the queued spans to reach the collector when the server stops."""
 
+SDK_LOGGER = "opentelemetry.exporter"
+"""Logger of the SDK's exporters, which write several lines for each batch that fails."""
 AttributeValue = str | bool | int | float | list[str]
 
 
@@ -59,6 +66,7 @@ class RequestTracer:
 
     def __init__(self, endpoint: str, model: str, on_drop: OnDrop) -> None:
         _check_endpoint(endpoint)
+        _exempt_loopback_from_proxies(urlsplit(endpoint).hostname or "")
         self._model = model
         service_name = OTELResourceDetector().detect().attributes.get(SERVICE_NAME, "gllm")
         resource = Resource.create({SERVICE_NAME: service_name, SERVICE_VERSION: __version__})
@@ -174,8 +182,25 @@ class CountingSpanProcessor(BatchSpanProcessor):
         self._free_places.release(num_spans)
 
 
+class _LastMessage(logging.Handler):
+    """Log handler that keeps the text of the last record and writes nothing."""
+
+    text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the text of a record."""
+        self.text = record.getMessage()
+
+
+_SDK_MESSAGE = _LastMessage(logging.WARNING)
+"""The SDK's reason why the last batch failed."""
+
+
 class _CountingExporter(SpanExporter):
-    """Exporter that reports the size of each batch, and the spans of batches that failed."""
+    """Exporter that reports the size of each batch, and the spans of batches that failed.
+
+    A failed batch is one warning, which the log handler writes once per minute.
+    """
 
     def __init__(
         self, exporter: SpanExporter, on_export: Callable[[int], None], on_drop: OnDrop
@@ -183,6 +208,9 @@ class _CountingExporter(SpanExporter):
         self._exporter = exporter
         self._on_export = on_export
         self._on_drop = on_drop
+        sdk_log = logging.getLogger(SDK_LOGGER)
+        sdk_log.addHandler(_SDK_MESSAGE)
+        sdk_log.propagate = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Export a batch."""
@@ -193,11 +221,20 @@ class _CountingExporter(SpanExporter):
         finally:
             if result is not SpanExportResult.SUCCESS:
                 self._on_drop("export_failed", amount=len(spans))
+                log.warning("traces do not reach the OTLP collector: %s", _SDK_MESSAGE.text)
         return result
 
     def shutdown(self) -> None:
         """Stop the exporter."""
         self._exporter.shutdown()
+
+
+def _exempt_loopback_from_proxies(host: str) -> None:
+    """Add a loopback host to $NO_PROXY, because the SDK's HTTP client reads the environment."""
+    exempt = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    if is_loopback(host) and host not in exempt.split(","):
+        exempt = f"{exempt},{host}".removeprefix(",")
+        os.environ["no_proxy"] = os.environ["NO_PROXY"] = exempt
 
 
 def _check_endpoint(endpoint: str) -> None:

@@ -5,7 +5,7 @@ import json
 import ssl
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +23,7 @@ from gllm.deploy.server_client import (
     follow_router,
     read_events,
 )
+from gllm.plan.emit import compose
 from tests.support.network.certificates import make_certificate
 
 Answers = list[tuple[int, bytes]]
@@ -162,3 +163,24 @@ def test_a_stream_ends_at_its_last_event() -> None:
     assert list(read_events([STREAM[:9], STREAM[9:], b"data: late\n"])) == [
         b'{"a": 1}', b'{"b":2}',
     ]  # fmt: skip
+
+
+def test_a_server_on_loopback_is_never_reached_by_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proxy refuses everything."""
+    with serving([(502, b"{}")]) as (proxy, asked), serving([(200, b'{"a": 1}')]) as (url, _):
+        for name in ("http_proxy", "https_proxy", "all_proxy"):
+            monkeypatch.setenv(name, proxy)
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        for host in ("127.0.0.1", "localhost", "127.1.2.3"):
+            client = ServerClient(url.replace("127.0.0.1", host))
+            with suppress(ServerError):  # the server listens on one of them
+                assert client.get("/x") == {"a": 1}
+        assert ServerClient(url).get("/x") == {"a": 1}
+        with pytest.raises(SystemExit) as end:
+            exec(compose.PROBE.format(url=url))
+        assert not end.value.code
+        assert asked == []
+        with pytest.raises(ServerError, match="502"):
+            ServerClient("http://engine.invalid:8000").get("/x")
+        assert len(asked) == 1

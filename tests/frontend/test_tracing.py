@@ -1,6 +1,9 @@
 """Spans as a collector gets them."""
 
 import asyncio
+import io
+import logging
+import os
 import sys
 import threading
 from collections.abc import AsyncIterator
@@ -20,6 +23,7 @@ from gllm.frontend import tracing
 from gllm.frontend.app import make_app
 from gllm.frontend.metrics import Metrics
 from gllm.frontend.routes.registry import ENDPOINTS
+from gllm.observability.logs import DeduplicatingHandler
 from tests.frontend.conftest import CHAT, CHAT_PATH, CONFIG, TEXT_PATH, Server
 from tests.support.http.fake_engine import FakeEngine
 
@@ -161,6 +165,51 @@ async def test_a_collector_that_is_not_there_holds_nobody_up(
     config = replace(CONFIG, otlp_traces_endpoint="http://127.0.0.1:9/v1/traces")
     async with TestClient(TestServer(make_app(engine, config))) as client:
         assert (await Server(engine, client).chat()).status == 200
+
+
+async def test_a_dead_collector_is_one_warning_per_minute(engine: FakeEngine) -> None:
+    """Each batch of the SDK fails with several lines of its own, which differ."""
+
+    class Dead(SpanExporter):
+        num_batches = 0
+
+        def export(self, spans: Any) -> SpanExportResult:
+            self.num_batches += 1
+            log = logging.getLogger("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+            log.warning("Transient error, retrying in %.2fs.", self.num_batches)
+            log.error(f"Failed to export batch {self.num_batches}: connection refused")
+            return SpanExportResult.FAILURE
+
+    now, lines = 0.0, io.StringIO()
+    handler = DeduplicatingHandler(lines, lambda: now)
+    logging.getLogger().addHandler(handler)
+    metrics = Metrics(engine)
+    processor = tracing.CountingSpanProcessor(Dead(), metrics.dropped_spans.count, 9, 5000, 3)
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(processor)
+    try:
+        for number in range(30):
+            now = 4.0 * number
+            provider.get_tracer("test").start_span("one").end()
+            processor.force_flush()
+    finally:
+        logging.getLogger().removeHandler(handler)
+        provider.shutdown()
+    first, second = lines.getvalue().splitlines()
+    assert first.endswith("OTLP collector: Failed to export batch 1: connection refused")
+    assert "Failed to export batch 16: connection refused (14 more in 60 s)" in second
+
+
+async def test_a_collector_on_loopback_is_not_reached_by_a_proxy(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    async with traced(engine) as (server, collector):
+        assert (await server.chat()).status == 200
+    assert len(collector.spans) == 1
+    assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "example.org,127.0.0.1"
 
 
 class Stuck(SpanExporter):

@@ -11,8 +11,8 @@ from gllm.plan.serving_plan import ServingPlan
 
 SECRET_PATH = f"/run/secrets/{SECRET_NAME}"
 PROBE = (
-    "import sys, urllib.request; "
-    "sys.exit(urllib.request.urlopen('{url}/ready', timeout=5).status != 200)"
+    "import sys, urllib.request as r; opener = r.build_opener(r.ProxyHandler({{}})); "
+    "sys.exit(opener.open('{url}/ready', timeout=5).status != 200)"
 )
 COMMENT = """Services of node {node}: docker compose -f {file} up -d
 The image is Dockerfile.cpu or Dockerfile.cuda of deploy/."""
