@@ -22,7 +22,9 @@ class ServerConfig:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 picks a free one", ge=0, le=65535)
     served_model_name: str | None = option(
-        None, "name of the model in requests and answers; default: that of --model"
+        None,
+        "name of the model in requests and answers; default: the name of its folder or repository. "
+        "Without this flag, requests may also name the model as --model does",
     )
     shutdown_timeout: float = option(
         30.0, "seconds for running requests to finish after SIGTERM", ge=0, le=MAX_TIMEOUT_SECONDS

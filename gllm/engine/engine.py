@@ -17,6 +17,7 @@ from gllm.engine.preflight import plan_model
 from gllm.engine.text_engine import TextEngine
 from gllm.messages.handoff import MAX_TICKETS, ReleaseKvHolds
 from gllm.messages.node_report import NodeReport
+from gllm.models.hub import public_name
 from gllm.models.split import layer_costs
 from gllm.observability.logs import DEFAULT_LOG_CONFIG, LogConfig
 from gllm.runtime.head.client import EngineClient
@@ -32,7 +33,8 @@ class Engine(TextEngine):
 
     Args:
         config: Model, stages, memory and scheduler.
-        served_model_name: Public name of the model; by default `config.model`.
+        served_model_name: Public name of the model; by default the name of its folder or
+            repository, beside which requests may name `config.model` itself.
         logs: Level and format of the workers' logs.
         progress: Show a progress bar while the weights load.
         node: Node with worker processes that were started before; by default `start` creates it.
@@ -71,14 +73,14 @@ class Engine(TextEngine):
         self._pipeline = backend
         super().__init__(
             backend,
-            served_model_name or config.model,
+            served_model_name or public_name(config.model),
             plan.folder,
             plan.config,
             plan.max_model_len,
             config.chat_template,
             config.seed,
         )
-        self.model = replace(self.model, root=config.model)
+        self.model = replace(self.model, root=config.model, has_alias=served_model_name is None)
         self._folder = plan.folder
         self._attachment_config = attachment or AttachmentConfig()
         if self._attachment_config.is_used:

@@ -70,6 +70,13 @@ class ModelInfo:
     """Unix time of the start, in seconds."""
     root: str = ""
     """Folder or hub name from which the model was loaded; empty if unknown."""
+    has_alias: bool = False
+    """True if requests may also name the model by `root`."""
+
+    def is_named(self, name: str) -> bool:
+        """Return True if a name in a request is that of this model."""
+        is_root = self.has_alias and name.rstrip("/") == self.root.rstrip("/")
+        return name == self.name or is_root
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ class ServerContext:
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError (404) if `name` is not the served model; None is accepted."""
-        if name is not None and name != self.engine.model.name:
+        if name is not None and not self.engine.model.is_named(name):
             raise ApiError(
                 404,
                 f"The model `{name}` does not exist.",

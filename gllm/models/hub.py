@@ -81,6 +81,17 @@ def _expand_home(model: str) -> Path:
         raise ModelError(f"{model!r} {reason}") from error
 
 
+def public_name(model: str) -> str:
+    """Return the name of a model for clients: a folder's own name, or the name of a repository.
+
+    Args:
+        model: as in `resolve_model`.
+    """
+    path = _expand_home(model)
+    is_folder = model != "demo" and path.is_dir()
+    return (path.resolve().name if is_folder else "") or model
+
+
 def _download(name: str, hub: HubClient | None) -> Path:
     """Download a hub repository; return its folder."""
     from huggingface_hub import HfApi

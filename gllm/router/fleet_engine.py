@@ -7,7 +7,7 @@ from gllm.config.router import RouterConfig
 from gllm.engine.fleet_control import FleetControl
 from gllm.engine.text_engine import TextEngine
 from gllm.models.config import read_config
-from gllm.models.hub import resolve_model
+from gllm.models.hub import public_name, resolve_model
 from gllm.models.identity import hash_model
 from gllm.router.fleet import Fleet
 from gllm.routing.disaggregation.policy_registry import make_pair_policy
@@ -18,7 +18,8 @@ class FleetEngine(TextEngine):
 
     Args:
         config: model, addresses and policy of the router.
-        served_model_name: public name of the model; by default `config.model`.
+        served_model_name: public name of the model; by default the name of its folder or
+            repository, beside which requests may name `config.model` itself.
 
     Raises:
         ModelError: The model cannot be served.
@@ -41,14 +42,14 @@ class FleetEngine(TextEngine):
         self._fleet = Fleet(config, hash_model(folder), max_model_len, pair_policy=pairs)
         super().__init__(
             self._fleet,
-            served_model_name or config.model,
+            served_model_name or public_name(config.model),
             folder,
             model,
             max_model_len,
             config.chat_template,
             config.seed,
         )
-        self.model = replace(self.model, root=config.model)
+        self.model = replace(self.model, root=config.model, has_alias=served_model_name is None)
 
     @property
     def fleet(self) -> FleetControl:

@@ -11,6 +11,7 @@ from gllm.engine.engine import Engine
 from gllm.engine.interface import EngineUnavailableError, PoisonRequestError
 from gllm.engine.text_engine import TextEngine
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
+from gllm.models.hub import DEMO
 from gllm.options.field_types import FieldError
 from gllm.scheduler.plan import FinishedSequence, FirstToken, SchedulerStats, StepOutput
 from tests.support.engines.ready import (
@@ -284,3 +285,16 @@ async def test_a_prompt_that_kills_workers_refuses_all_prompts_with_it(rig):
     assert [type(message) for message in rig.sent] == [SubmitRequest, AbortSequences]
     request.close()
     assert rig.engine.status().num_requests == 0
+
+
+def test_the_served_name_is_that_of_the_folder(tmp_path):
+    link = tmp_path / "my-model"
+    link.mkdir()
+    for file in DEMO.iterdir():
+        if file.is_file():
+            (link / file.name).symlink_to(file)
+    engine = Engine(EngineConfig(f"{link}/"))
+    assert (engine.model.name, engine.model.root) == ("my-model", f"{link}/")
+    assert engine.model.is_named(str(link))
+    named = Engine(EngineConfig(str(link)), served_model_name="other")
+    assert [named.model.is_named(name) for name in ("other", str(link))] == [True, False]

@@ -269,6 +269,14 @@ async def test_broken_compression(server):
     assert answer.status == 400
 
 
+async def test_the_path_of_a_model_is_an_alias_of_its_name(server):
+    server.engine.root = "/models/fake/"
+    for name in ("fake/model", "/models/fake/", "/models/fake"):
+        answer = await server.chat(model=name)
+        assert (answer.status, answer.json["model"]) == (200, "fake/model")
+    assert (await server.chat(model="/models")).status == 404
+
+
 async def test_unknown_model(server):
     answer = await server.chat(model="other")
     assert answer.status == 404

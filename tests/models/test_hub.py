@@ -13,7 +13,7 @@ from huggingface_hub.utils._paths import filter_repo_objects
 
 from gllm.models.config import read_config
 from gllm.models.errors import ModelError
-from gllm.models.hub import DEMO, resolve_model
+from gllm.models.hub import DEMO, public_name, resolve_model
 from gllm.models.weight_files import find_weight_files
 from gllm.options.exit_status import UNAVAILABLE_STATUS, find_exit_status
 from gllm.text.tokenizer import Tokenizer
@@ -28,6 +28,22 @@ def test_folders_and_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "org" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert resolve_model("org/name") == Path("org/name")
+
+
+def test_the_public_name_of_a_folder_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "my-model"
+    (folder / "org" / "name").mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    for path in (str(folder), f"{folder}/", ".", "../my-model", "./org/.."):
+        assert public_name(path) == "my-model"
+    assert [public_name(name) for name in ("demo", "org/name", "org/other")] == [
+        "demo",
+        "name",
+        "org/other",
+    ]
+    assert public_name("/") == "/"
 
 
 @pytest.mark.parametrize("path", ["/no/such", "./no", "../no", "a/b/c"])

@@ -203,6 +203,8 @@ class FakeEngine:
     fleet: FleetControl | None = None
     role: str = "mixed"
     has_routers: bool = False
+    root: str = ""
+    """Path of the model, which is an alias of its name."""
     tensor_parallel_size: int | None = 1
     node_reports: list[NodeReport] = field(default_factory=lambda: [node_report()])
     num_node_losses: int = 0
@@ -220,7 +222,14 @@ class FakeEngine:
     def model(self) -> ModelInfo:
         vocab = self.tokenizer.vocab_size
         return ModelInfo(
-            "fake/model", self.max_model_len, vocab, (0,), self.defaults, 1_700_000_000
+            "fake/model",
+            self.max_model_len,
+            vocab,
+            (0,),
+            self.defaults,
+            1_700_000_000,
+            self.root,
+            bool(self.root),
         )
 
     @property
