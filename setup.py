@@ -80,6 +80,9 @@ setup(
     long_description=(ROOT / "README.md").read_text(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    # gllm is installed from its checkout. The package index refuses this classifier, so nothing is
+    # uploaded by mistake under a name that the project does not own there.
+    classifiers=["Private :: Do Not Upload"],
     python_requires=">=3.11",
     packages=find_packages(include=["gllm", "gllm.*"]),
     ext_modules=[native(flavor, flags) for flavor, flags in FLAVORS.items()],

@@ -294,7 +294,7 @@ def test_without_scikit_learn_the_error_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.ensemble", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install gllm\[sim\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install '\.\[sim\]'"):
         operators.OperatorForest(operators.decode_samples())
 
 

@@ -168,7 +168,7 @@ def test_without_matplotlib_the_error_names_the_fix(tmp_path: Path) -> None:
         f"plot_grid([ChartPanel('', '', '', {{}})], {str(tmp_path / 'x.svg')!r})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "pip install gllm[sim]" in done.stderr.splitlines()[-1]
+    assert "pip install '.[sim]'" in done.stderr.splitlines()[-1]
 
 
 def test_a_run_has_a_bar_for_each_stage_of_a_micro_batch(run: RunRecord) -> None:

@@ -83,7 +83,9 @@ def _check_plots() -> None:
     try:
         import matplotlib  # noqa: F401 (availability check)
     except ImportError as error:
-        raise ImportError("--plot needs matplotlib: pip install gllm[sim]") from error
+        raise ImportError(
+            "--plot needs matplotlib: pip install '.[sim]' in gllm's checkout"
+        ) from error
 
 
 def _parse_limit(text: str) -> Slo:

@@ -91,11 +91,24 @@ def check_shared_memory(
     try:
         status = os.statvfs(folder)
     except OSError as error:
-        size, text = 0, f"{folder}: {error.strerror}"
-    else:
-        size = status.f_bavail * status.f_frsize
-        text = f"{size / 2**20:.0f} MiB are free in {folder}"
-    if size >= min_bytes:
+        return judge_shared_memory(num_gpus, 0, f"{folder}: {error.strerror}", min_bytes)
+    size = status.f_bavail * status.f_frsize
+    text = f"{size / 2**20:.0f} MiB are free in {folder}"
+    return judge_shared_memory(num_gpus, size, text, min_bytes)
+
+
+def judge_shared_memory(
+    num_gpus: int, num_bytes: int, text: str, min_bytes: int = MIN_SHARED_BYTES
+) -> Finding:
+    """Compare the free space of /dev/shm with the space that NCCL needs.
+
+    Args:
+        num_gpus: number of GPUs of the machine or container; up to one needs no space.
+        num_bytes: free space.
+        text: description of the free space.
+        min_bytes: free space that several GPUs need.
+    """
+    if num_bytes >= min_bytes:
         return good("shared memory", text)
     fix = "run the container with `--shm-size=1g`, or `mount -o remount,size=1g /dev/shm`"
     if num_gpus > 1:

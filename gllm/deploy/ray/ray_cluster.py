@@ -37,8 +37,8 @@ def import_ray(flag: str = "--distributed-executor-backend ray") -> Any:
         import ray.util.scheduling_strategies
     except ImportError as error:
         raise LaunchError(
-            f"{flag} needs the package ray ({error}): run `pip install 'gllm[ray]'` on all "
-            "machines, or leave the flag out"
+            f"{flag} needs the package ray ({error}): run `pip install -r "
+            "requirements-ray.txt` in gllm's checkout on all machines, or leave the flag out"
         ) from error
     return ray
 

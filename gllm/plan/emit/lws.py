@@ -13,6 +13,7 @@ from gllm.plan.emit.registry import (
     PAUSE_SECONDS,
     SECRET_NAME,
     EmitOptions,
+    add_shared_memory,
     kubernetes_object,
     kubernetes_service,
     pod_spec,
@@ -160,7 +161,14 @@ def _router_objects(node: str, spec: ProcessSpec, options: EmitOptions) -> list[
     }  # fmt: skip
     pod = _pod(spec, replace_flags(spec.arguments, flags), labels, options)
     pod["spec"] |= _placement([node], labels)
-    deployment = {"replicas": 1, "selector": {"matchLabels": labels}, "template": pod}
+    # The machine has no place for a second router: its pods repel each other.
+    rolling = {"maxSurge": 0, "maxUnavailable": 1}
+    deployment = {
+        "replicas": 1,
+        "strategy": {"type": "RollingUpdate", "rollingUpdate": rolling},
+        "selector": {"matchLabels": labels},
+        "template": pod,
+    }
     records = kubernetes_service(ROUTER_HUB, labels, ROUTER_HUB_PORT, "hub")
     # A router without engines is not ready, and they have to find it.
     records["spec"] |= {"clusterIP": "None", "publishNotReadyAddresses": True}
@@ -232,9 +240,10 @@ def _placement(nodes: list[str], labels: dict[str, str]) -> dict[str, Any]:
 
 
 def _add_devices(pod: dict[str, Any], engine: EnginePlan, node: str) -> None:
-    """Request the GPUs of an engine's stages on a node."""
+    """Request the GPUs of an engine's stages on a node, and shared memory for NCCL."""
     num_devices = sum(len(stage.devices) for stage in engine.stages_of(node))
     (container,) = pod["spec"]["containers"]
+    add_shared_memory(pod["spec"])
     request_gpus(container, num_devices)
 
 

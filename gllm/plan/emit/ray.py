@@ -7,6 +7,7 @@ import msgspec
 from gllm.plan.emit.registry import (
     SECRET_NAME,
     EmitOptions,
+    add_shared_memory,
     kubernetes_object,
     kubernetes_service,
     pod_spec,
@@ -25,7 +26,8 @@ RAY_VERSION = "2.60.0"
 COMMENT = """A plan in a Ray cluster of its own, by KubeRay (https://docs.ray.io, RayJob).
   gllm node --new-secret secret && kubectl create secret generic {secret} --from-file=secret
   kubectl apply -f {file}
-The image is Dockerfile.cpu or Dockerfile.cuda of deploy/, with `pip install 'gllm[ray]'`."""
+The image is Dockerfile.cpu or Dockerfile.cuda of deploy/, with `pip install 'ray[default]=={ray}'`:
+RayJobs are submitted to the server that `default` installs."""
 
 
 def emit(plan: ServingPlan, options: EmitOptions) -> dict[str, str]:
@@ -72,7 +74,8 @@ def emit(plan: ServingPlan, options: EmitOptions) -> dict[str, str]:
     }
     job = kubernetes_object("ray.io/v1", "RayJob", NAME, job)
     service = kubernetes_service(NAME, {"app": NAME, "role": "head"}, plan.router.port, "http")
-    return {FILE: to_yaml([config, job, service], COMMENT.format(secret=SECRET_NAME, file=FILE))}
+    comment = COMMENT.format(secret=SECRET_NAME, file=FILE, ray=RAY_VERSION)
+    return {FILE: to_yaml([config, job, service], comment)}
 
 
 def count_workers(plan: ServingPlan) -> dict[int, int]:
@@ -100,7 +103,6 @@ def _pod(role: str, num_devices: int, port: int | None, options: EmitOptions) ->
     if port is not None:
         container["ports"] = [{"name": "http", "containerPort": port}]
     request_gpus(container, num_devices)
-    return {
-        "metadata": {"labels": {"app": NAME, "role": role}},
-        "spec": pod_spec(container, plan={"configMap": {"name": f"{NAME}-plan"}}),
-    }
+    spec = pod_spec(container, plan={"configMap": {"name": f"{NAME}-plan"}})
+    add_shared_memory(spec)
+    return {"metadata": {"labels": {"app": NAME, "role": role}}, "spec": spec}

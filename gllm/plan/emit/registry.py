@@ -15,6 +15,8 @@ STOP_SECONDS = 10
 """Time beyond --shutdown-timeout and the pause until a process is killed."""
 IMAGE = "registry.example.com/gllm:0.1.0"
 """Default image; deploy/ has Dockerfiles for it."""
+SHARED_MEMORY = "1Gi"
+"""Size of /dev/shm in the containers of engines; several GPUs need half of it (gllm doctor)."""
 SECRET_NAME = "gllm-node"
 """Name of the secret object that has the node secret."""
 
@@ -99,6 +101,21 @@ def pod_spec(container: dict[str, Any], **volumes: dict[str, Any]) -> dict[str, 
         "containers": [container],
         "volumes": [{"name": name, **volume} for name, volume in volumes.items()],
     }
+
+
+def add_shared_memory(pod: dict[str, Any]) -> None:
+    """Mount a memory volume at /dev/shm in all containers of a pod spec.
+
+    Container runtimes give 64 MiB, too little for NCCL between the GPUs of a pod.
+
+    Args:
+        pod: spec of the pod (`pod_spec`).
+    """
+    pod["volumes"].append(
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": SHARED_MEMORY}}
+    )
+    for container in pod["containers"]:
+        container["volumeMounts"].append({"name": "shared-memory", "mountPath": "/dev/shm"})
 
 
 def request_gpus(container: dict[str, Any], count: int) -> None:

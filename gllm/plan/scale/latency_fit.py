@@ -107,5 +107,6 @@ def import_optimize() -> Any:
         return importlib.import_module("scipy.optimize")
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "planning the number of engines needs scipy: pip install gllm[plan]", name=error.name
+            "planning the number of engines needs scipy: pip install '.[plan]' in gllm's checkout",
+            name=error.name,
         ) from error

@@ -331,7 +331,8 @@ def make_regressor(num_trees: int) -> Any:
         ensemble = importlib.import_module("sklearn.ensemble")
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "the forest cost model needs scikit-learn: pip install gllm[sim]", name=error.name
+            "the forest cost model needs scikit-learn: pip install '.[sim]' in gllm's checkout",
+            name=error.name,
         ) from error
     return ensemble.RandomForestRegressor(
         n_estimators=num_trees, max_depth=MAX_TREE_DEPTH, random_state=0, n_jobs=1

@@ -128,7 +128,9 @@ def open_picture(path: str | Path, height: float) -> Iterator["Figure"]:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install gllm[sim]") from error
+        raise ImportError(
+            "pictures need matplotlib: pip install '.[sim]' in gllm's checkout"
+        ) from error
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # a user's matplotlibrc must not change the picture
         matplotlib.rcParams.update(STYLE)

@@ -200,4 +200,4 @@ def test_plots_without_matplotlib(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["--plot", "anywhere"]) == 2
-    assert "pip install gllm[sim]" in capsys.readouterr().err
+    assert "pip install '.[sim]'" in capsys.readouterr().err

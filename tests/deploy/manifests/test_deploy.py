@@ -21,6 +21,7 @@ from gllm.runtime.messaging.security import SecretFile, create_secret_file
 from gllm.serve import make_parser
 from gllm.text.tokenizer import Tokenizer
 from scripts import grafana_dashboard
+from tests.deploy.manifests.test_manifests import mounted
 from tests.frontend.test_engines import ScriptedFleet
 from tests.support.http.fake_engine import FakeEngine
 from tests.support.sources import ROOT
@@ -196,11 +197,10 @@ def test_kubernetes_mounts_the_node_secret_so_that_it_is_accepted(tmp_path: Path
     found = manifests("kubernetes-router.yaml")
     for name in ("gllm-router", "gllm-engine"):
         pod = found["Deployment", name]["spec"]["template"]["spec"]
-        (container,), (volume,) = pod["containers"], pod["volumes"]
-        (mount,) = container["volumeMounts"]
+        (container,) = pod["containers"]
+        mount, volume = mounted(pod, "node-secret")
         path = container["args"][container["args"].index("--node-secret-file") + 1]
         assert path == f"{mount['mountPath']}/secret"
-        assert mount["name"] == volume["name"]
         secret = tmp_path / name
         create_secret_file(secret)
         secret.chmod(volume["secret"]["defaultMode"])

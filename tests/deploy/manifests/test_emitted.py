@@ -38,6 +38,7 @@ from tests.deploy.manifests.test_manifests import (
     POD,
     check_schema,
     expand,
+    mounted,
     pod_templates,
 )
 from tests.plan.test_processes import CPU_PHASES, GPUS, LOCAL
@@ -93,7 +94,7 @@ def test_objects_for_kubernetes_fit_their_schemas(plan: ServingPlan) -> None:
 def check_pod(template: Any, objects: dict[tuple[str, str], Any]) -> None:
     """Check probes, ports, the time to end, the secret and the budget of a pod."""
     spec, labels = template["spec"], template["metadata"]["labels"]
-    (container,), (volume,) = spec["containers"], spec["volumes"]
+    (container,) = spec["containers"]
     values = parse(expand(container, POD))
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert (values.host, values.port) == ("0.0.0.0", ports["http"])
@@ -102,9 +103,8 @@ def check_pod(template: Any, objects: dict[tuple[str, str], Any]) -> None:
     needed = PAUSE_SECONDS + values.shutdown_timeout + STOP_SECONDS
     assert spec["terminationGracePeriodSeconds"] > needed
     assert container["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", str(PAUSE_SECONDS)]
-    (mount,) = container["volumeMounts"]
+    mount, _ = mounted(spec, "node-secret")
     assert values.node_secret_file == f"{mount['mountPath']}/secret"
-    assert mount["name"] == volume["name"]
     budgets = [each for (kind, _), each in objects.items() if kind == "PodDisruptionBudget"]
     selectors = [each["spec"]["selector"]["matchLabels"] for each in budgets]
     assert sum(selector.items() <= labels.items() for selector in selectors) == 1
@@ -397,7 +397,8 @@ def test_ray_jobs_fit_their_schema() -> None:
     assert values.on == "ray"
     mounts = groups[0]["template"]["spec"]["containers"][0]["volumeMounts"]
     folders = {mount["mountPath"] for mount in mounts}
-    assert {str(Path(values.plan).parent), str(Path(values.node_secret_file).parent)} == folders
+    files = {str(Path(values.plan).parent), str(Path(values.node_secret_file).parent)}
+    assert folders == {*files, "/dev/shm"}
     assert (
         service["spec"]["selector"].items() <= groups[0]["template"]["metadata"]["labels"].items()
     )

@@ -77,6 +77,14 @@ def test_the_schemas_notice_wrong_fields(name: str, keys: tuple[str, ...], value
         check_schema(manifest)
 
 
+def mounted(pod: Any, name: str) -> tuple[Any, Any]:
+    """Return the only mount of a volume in the only container of a pod, and the volume."""
+    (container,) = pod["containers"]
+    (mount,) = (each for each in container["volumeMounts"] if each["name"] == name)
+    (volume,) = (each for each in pod["volumes"] if each["name"] == name)
+    return mount, volume
+
+
 def expand(container: Any, environment: dict[str, str]) -> list[str]:
     """Return the arguments as Kubernetes passes them, with the values of variables."""
     assert {each["name"] for each in container["env"]} == set(environment)
@@ -179,11 +187,10 @@ def test_every_pod_has_time_to_end(name: str, template: Any) -> None:
 def test_every_pod_reads_a_secret_that_gllm_accepts(
     name: str, template: Any, tmp_path: Path
 ) -> None:
-    (container,), (volume,) = template["spec"]["containers"], template["spec"]["volumes"]
-    (mount,) = container["volumeMounts"]
+    (container,) = template["spec"]["containers"]
+    mount, volume = mounted(template["spec"], "node-secret")
     path = container["args"][container["args"].index("--node-secret-file") + 1]
     assert path == f"{mount['mountPath']}/secret"
-    assert mount["name"] == volume["name"]
     create_secret_file(tmp_path / "secret")
     (tmp_path / "secret").chmod(volume["secret"]["defaultMode"])
     SecretFile(tmp_path / "secret")

@@ -49,7 +49,7 @@ def create(ray: FakeRay, spec: LaunchSpec, **options: Any) -> RayAgents:
 
 def test_without_ray_the_error_has_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(LaunchError, match=r"pip install 'gllm\[ray\]'"):
+    with pytest.raises(LaunchError, match=r"pip install -r requirements-ray\.txt"):
         import_ray()
 
 

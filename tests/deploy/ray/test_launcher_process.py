@@ -132,5 +132,5 @@ def test_serve_reports_what_keeps_ray_from_starting(tmp_path: Path) -> None:
         timeout=90,
     )
     assert result.returncode == 2
-    assert "pip install 'gllm[ray]'" in result.stderr
+    assert "pip install -r requirements-ray.txt" in result.stderr
     assert "not for this Python" in result.stderr
