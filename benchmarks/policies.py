@@ -127,7 +127,7 @@ def make_jobs(rate: float, count: int) -> list[WorkloadRequest]:
 def measure_capacity(serve: Serve, count: int) -> float:
     """Return the requests per second that throttle serves with all of them queued at once."""
     run, _ = serve("throttle", [job._replace(arrival_seconds=0.0) for job in make_jobs(1.0, count)])
-    return count / (run.end - run.begin)
+    return count / (run.end_time() - run.begin_time())
 
 
 @dataclass

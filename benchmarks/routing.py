@@ -113,7 +113,7 @@ def simulated_capacity(pool: str, count: int, seed: int) -> float:
         jobs = make_workload(WORKLOAD, count // len(POOLS[pool]), 1.0, "static", seed)
         router = PolicyRouter(make_policy(CAPACITY_POLICY, Random(0)))
         record = simulate_cluster({name: engine}, jobs, router).engines[name].record
-        total += len(jobs) / (record.end - record.begin)
+        total += len(jobs) / (record.end_time() - record.begin_time())
     return total
 
 

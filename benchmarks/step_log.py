@@ -58,7 +58,7 @@ def main() -> None:
         run = build_run_record(events)
         with tempfile.TemporaryDirectory() as folder:
             spent = [writing_seconds(events, Path(folder)) for _ in range(options.rounds)]
-        seconds, steps = run.end - run.begin, len(run.micro_batches)
+        seconds, steps = run.end_time() - run.begin_time(), len(run.micro_batches)
         cost = statistics.median(spent)
         print(
             f"| {stages} | {steps} | {1e3 * seconds / steps:.2f} | {1e6 * cost / steps:.0f} "

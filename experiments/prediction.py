@@ -211,7 +211,7 @@ def capacity(config: EngineConfig, count: int) -> float:
     """Return the requests per second served when all arrive at once."""
     jobs = make_workload(WORKLOAD, count, 1.0, "static", seed=3)
     run = build_run_record(serve_logged(config, jobs))
-    return count / (run.end - run.begin)
+    return count / (run.end_time() - run.begin_time())
 
 
 def _rows(title: str, comparison: RunComparison) -> list[list[str]]:

@@ -180,4 +180,4 @@ def _measure(run: ClusterRun) -> TetriOutcome:
     lines = [served.line for served in run.requests.values()]
     ttfts = [line.ttft for line in lines if line.ttft is not None]
     jcts = [line.e2el for line in lines if line.e2el is not None]
-    return TetriOutcome(fmean(ttfts), fmean(jcts), run.busy_seconds)
+    return TetriOutcome(fmean(ttfts), fmean(jcts), run.busy_seconds())

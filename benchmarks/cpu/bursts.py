@@ -112,7 +112,7 @@ async def _measure_one(
 ) -> dict[str, Any]:
     probes = [job._replace(arrival_seconds=0.0) for job in make_jobs(workload, PROBES, 1.0, seed=1)]
     probe = await engines[POLICIES[0]].serve(probes, seed=1)
-    rate = SHARE * PROBES / (probe.end - probe.begin)
+    rate = SHARE * PROBES / (probe.end_time() - probe.begin_time())
     count = max(BURST, round(rate * seconds))
     foreign = ForeignCpu()
     summaries: dict[str, list[dict[str, Any]]] = {policy: [] for policy in POLICIES}

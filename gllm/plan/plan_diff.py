@@ -34,9 +34,8 @@ class LoggedRun:
         """True if the engine decodes."""
         return self.role != "prefill"
 
-    @property
-    def rate(self) -> float | None:
-        """Requests per second between the first and the last arrival; None for fewer than two."""
+    def measure_rate(self) -> float | None:
+        """Return the rate between first and last arrival, per second; None for fewer than two."""
         arrivals = sorted(line.arrival for line in self.timelines)
         span = arrivals[-1] - arrivals[0] if arrivals else 0.0
         return (len(arrivals) - 1) / span if span else None
@@ -133,10 +132,11 @@ def compare_with_plan(plan: ServingPlan, runs: Sequence[LoggedRun]) -> list[Figu
     arriving = [line for run in runs if run.serves_prefill for line in run.timelines]
     ending = [line for run in runs if run.serves_decode for line in run.timelines]
     ttft, tpot = collect_latencies(arriving)["ttft"], collect_latencies(ending)["tpot"]
-    rates = [run.rate for run in runs if run.serves_prefill and run.rate is not None]
+    rates = [run.measure_rate() for run in runs if run.serves_prefill]
+    known = [rate for rate in rates if rate is not None]
     startups = [run.startup_seconds for run in runs if run.startup_seconds is not None]
     return [
-        FigureComparison("requests/s", expected.rate or None, sum(rates) if rates else None),
+        FigureComparison("requests/s", expected.rate or None, sum(known) if known else None),
         FigureComparison(
             "SLO attainment, %",
             expected.attainment,
@@ -212,7 +212,7 @@ def format_runs(runs: Sequence[LoggedRun]) -> str:
                 run.name,
                 run.role,
                 str(len(run.timelines)),
-                show_value(run.rate),
+                show_value(run.measure_rate()),
                 *(show_value(value, 1e3) for value in medians),
                 show_value(run.startup_seconds),
             ]

@@ -55,7 +55,7 @@ def live(events: list[StepLogEvent], run: RunRecord) -> BubbleMeter:
                 latest = max(time.end for time in event.steps)
                 meter.record_steps(event.stage, event.steps, latest)
     for stage in range(len(run.start.layers)):
-        meter.record_steps(stage, [], run.end)
+        meter.record_steps(stage, [], run.end_time())
     return meter
 
 

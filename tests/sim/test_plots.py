@@ -126,7 +126,7 @@ def test_png_by_suffix(run: RunRecord, tmp_path: Path) -> None:
 @pytest.mark.full
 def test_long_runs_stay_small(run: RunRecord, tmp_path: Path) -> None:
     assert len(run.micro_batches) > 1000
-    plot_gantt(run, tmp_path / "gantt.svg", 0.0, run.end)
+    plot_gantt(run, tmp_path / "gantt.svg", 0.0, run.end_time())
     plot_tokens(run, tmp_path / "tokens.svg")
     for path in tmp_path.iterdir():
         assert path.stat().st_size < 300_000
@@ -189,17 +189,19 @@ def test_a_run_has_a_bar_for_each_stage_of_a_micro_batch(run: RunRecord) -> None
 def test_a_window_as_asked(run: RunRecord) -> None:
     start, end = select_window(run)
     assert select_window(run, seconds=2.0) == (start, start + 2)
-    assert select_window(run, begin=3.0) == (run.begin + 3, run.begin + 3 + (end - start))
+    begin = run.begin_time()
+    assert select_window(run, begin=3.0) == (begin + 3, begin + 3 + (end - start))
 
 
 def test_bubbles_add_up_to_the_stages_use(run: RunRecord) -> None:
     bubbles = bubble_intervals(run)
-    whole = stage_usages_in(run, micro_batch_intervals(run), bubbles, run.begin, run.end)
+    begin, end = run.begin_time(), run.end_time()
+    whole = stage_usages_in(run, micro_batch_intervals(run), bubbles, begin, end)
     for use, expected in zip(whole, run.stage_usages(), strict=True):
         assert use.bubble == pytest.approx(expected.bubble)
         assert use.busy == pytest.approx(expected.busy)
         assert use.span == expected.span
-    halves = [*bubble_intervals(run, end=run.end / 2), *bubble_intervals(run, run.end / 2)]
+    halves = [*bubble_intervals(run, end=end / 2), *bubble_intervals(run, end / 2)]
     assert sum(b.seconds for b in halves) == pytest.approx(sum(b.seconds for b in bubbles))
     for stage in range(STAGES):
         bars = [bar for bar in micro_batch_intervals(run) if bar.stage == stage]

@@ -159,7 +159,7 @@ def test_timelines_of_requests(run: RunRecord) -> None:
     assert (first.ttft, first.tpot, first.itl, first.e2el) == (5, 5, [6, 4], 15)
     assert (second.ttft, second.tpot, second.itl, second.e2el) == (10, 4, [4], 14)
     assert [served.num_prompt_tokens for served in run.requests.values()] == [4, 6]
-    assert (run.begin, run.end) == (10, 25)
+    assert (run.begin_time(), run.end_time()) == (10, 25)
 
 
 def test_micro_batches_with_their_tokens_and_times(run: RunRecord) -> None:
@@ -321,14 +321,14 @@ def test_warm_ups_are_left_out() -> None:
     run = build_run_record(warm)
     assert list(run.requests) == [2]
     assert [step.work.step for step in run.micro_batches] == [1]
-    assert (run.begin, run.end) == (10, 12)
+    assert (run.begin_time(), run.end_time()) == (10, 12)
     assert [(use.busy, use.bubble) for use in run.stage_usages()] == [(1, 0), (1, 0)]
 
 
 def test_a_run_cut_off_is_read_as_far_as_it_goes() -> None:
     for length in range(1, len(LOG)):
         run = build_run_record(LOG[:length])
-        assert run.end >= run.begin
+        assert run.end_time() >= run.begin_time()
         assert all(0 <= use.busy + use.bubble <= use.span for use in run.stage_usages())
     run = build_run_record(LOG[:8])
     assert [step.committed_time for step in run.micro_batches] == [None, None]
@@ -426,10 +426,10 @@ def assert_equal(recorded: RunRecord, read: RunRecord) -> None:
     assert recorded.requests == read.requests
     assert without_kv_usage(recorded.micro_batches) == read.micro_batches
     assert recorded.parallelism == read.parallelism
-    assert (recorded.begin, recorded.end) == (read.begin, read.end)
+    assert (recorded.begin_time(), recorded.end_time()) == (read.begin_time(), read.end_time())
     assert list(recorded.iterate_intervals()) == list(read.iterate_intervals())
     assert recorded.stage_usages() == read.stage_usages()
-    if read.end > read.begin:  # Otherwise rates are not numbers.
+    if read.end_time() > read.begin_time():  # Otherwise rates are not numbers.
         figures = summarize_run(recorded, Slo(1.0, 0.5))
         assert figures.pop("kv_usage")["max"] > 0, "a log does not have it"
         assert figures == summarize_run(read, Slo(1.0, 0.5))

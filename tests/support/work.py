@@ -8,12 +8,19 @@ from types import CodeType, FrameType
 from typing import Any
 
 
-def count_lines(function: Callable[[], object]) -> int:
-    """Return the number of lines of Python that a call executes."""
+def count_lines(function: Callable[[], object], folder: str = "") -> int:
+    """Return the number of lines of Python that a call executes.
+
+    Args:
+        function: the call.
+        folder: only lines of files whose path contains this text count; empty for all.
+    """
     num_lines = 0
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
         nonlocal num_lines
+        if event == "call" and folder not in frame.f_code.co_filename:
+            return None
         num_lines += event == "line"
         return trace
 

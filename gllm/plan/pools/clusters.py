@@ -261,7 +261,7 @@ def _serve(point: ClusterPoint, jobs: list[WorkloadRequest]) -> tuple[list[Reque
     prompts = machines(design.prompt, design.num_prompt, True)
     if not design.num_token:
         run = simulate_pool(prompts, jobs, "pending-tokens", point.seed)
-        return [run.requests[seq].line for seq in range(len(jobs))], run.busy_seconds
+        return [run.requests[seq].line for seq in range(len(jobs))], run.busy_seconds()
     tokens = machines(design.token, design.num_token, False)
     split = simulate_split(
         prompts,

@@ -137,9 +137,8 @@ class ClusterRun(NamedTuple):
     unserved: list[int]
     """Positions in the workload of the requests that still wait in the central queue at the end."""
 
-    @property
     def busy_seconds(self) -> float:
-        """Seconds of computation, summed over all stages of all engines."""
+        """Return the seconds of computation, summed over all stages of all engines."""
         return sum(
             usage.busy for engine in self.engines.values() for usage in engine.record.stage_usages()
         )

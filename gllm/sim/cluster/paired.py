@@ -533,6 +533,6 @@ def simulate_split(
     requests = [*first.requests.values(), *second.requests.values()]
     return SplitRun(
         lines,
-        first.busy_seconds + second.busy_seconds,
+        first.busy_seconds() + second.busy_seconds(),
         sum(served.num_preemptions for served in requests),
     )

@@ -78,7 +78,8 @@ def steady_throughput(run: RunRecord) -> tuple[float, float]:
     Args:
         run: Record of the run.
     """
-    return measure_micro_batches(run.micro_batches).steady_rates(run.begin, len(run.requests))
+    batches = measure_micro_batches(run.micro_batches)
+    return batches.steady_rates(run.begin_time(), len(run.requests))
 
 
 class RunLoad(NamedTuple):

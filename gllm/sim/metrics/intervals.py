@@ -84,7 +84,7 @@ def select_window(
     start = min(time.start for time in times)
     length = max(time.end for time in times) - start
     if begin is not None:
-        start = run.begin + begin
+        start = run.begin_time() + begin
     return start, start + (length if seconds is None else seconds)
 
 
@@ -153,7 +153,7 @@ def stage_usages_in(
         begin: Begin of the part in seconds of the run's clock.
         end: End of the part.
     """
-    uses = [StageUsage(span=end - begin) for _ in range(run.num_stages)]
+    uses = [StageUsage(span=end - begin) for _ in range(run.max_stages())]
     for bar in bars:
         uses[bar.stage].busy += max(0.0, min(bar.end, end) - max(bar.start, begin))
     for bubble in bubbles:
@@ -170,18 +170,19 @@ def token_intervals(run: RunRecord) -> list[TokenInterval]:
     Args:
         run: Record of the run.
     """
+    begin, end_of_run = run.begin_time(), run.end_time()
     # Several may be planned at one moment, but the first stage takes one after another.
     entries = [
         step.stage_times[0].start if step.stage_times[0] else step.planned_time
         for step in run.micro_batches
     ]
     # A log cut off has plans at its end that the first stage never came to.
-    entries = list(accumulate((max(entry - run.begin, 0.0) for entry in entries), max))
-    spans = pairwise([*entries, max([*entries[-1:], run.end - run.begin])])
+    entries = list(accumulate((max(entry - begin, 0.0) for entry in entries), max))
+    spans = pairwise([*entries, max([*entries[-1:], end_of_run - begin])])
     found = []
     for step, (start, end) in zip(run.micro_batches, spans, strict=True):
         if step.committed_time is not None:
-            end = max(start, min(end, step.committed_time - run.begin))
+            end = max(start, min(end, step.committed_time - begin))
         prefill, decode = step.num_prefill_tokens, step.num_decode_tokens
         found.append(TokenInterval(start, end, prefill, decode, prefill + decode))
     return found

@@ -279,10 +279,11 @@ def plot_gantt(
     stages = range(len(uses))
     with open_picture(path, 1.5 + 0.5 * len(uses)) as figure:
         axes = figure.subplots()
-        _draw_shapes(axes, bars, bubbles, run.begin)
+        origin = run.begin_time()
+        _draw_shapes(axes, bars, bubbles, origin)
         count = len({bar.step for bar in bars})
         axes.set_title(f"{_caption(run)}: {count} micro-batches")
-        axes.set(xlim=(start - run.begin, end - run.begin), ylim=(len(uses) - 0.5, -0.5))
+        axes.set(xlim=(start - origin, end - origin), ylim=(len(uses) - 0.5, -0.5))
         axes.set(xlabel="seconds since the first request", yticks=stages)
         axes.set_yticklabels([f"stage {stage}" for stage in stages])
         axes.grid(visible=False, axis="y")

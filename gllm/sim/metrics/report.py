@@ -53,15 +53,16 @@ def summarize_with_batches(
         deployment: Engine configuration of a simulated run, or None.
     """
     uses = run.stage_usages()
+    begin, end = run.begin_time(), run.end_time()
     figures = summarize_requests(list(run.requests.values()), slo)
-    tokens, requests = batches.steady_rates(run.begin, len(run.requests))
+    tokens, requests = batches.steady_rates(begin, len(run.requests))
     figures["steady_tokens_per_second"] = tokens
     figures["steady_requests_per_second"] = requests
     figures |= summarize_batches(batches)
     figures["busy_share"] = [use.busy_share for use in uses]
     figures["bubble_share"] = [use.bubble_share for use in uses]
-    if deployment and deployment.peak_flops and run.end > run.begin:
-        peak = deployment.peak_flops * (run.end - run.begin)
+    if deployment and deployment.peak_flops and end > begin:
+        peak = deployment.peak_flops * (end - begin)
         figures["model_flops_utilization"] = batches.flops / peak
     if deployment:
         figures["time_by_operator"] = operator_shares(

@@ -169,27 +169,25 @@ class RunRecord:
     """Restarts after failures; from the last event before each until it, no work counts as
     available."""
 
-    @property
-    def num_stages(self) -> int:
-        """Number of pipeline stages; the maximum if restarts changed it."""
+    def max_stages(self) -> int:
+        """Return the number of pipeline stages; the maximum if restarts changed it."""
         numbers = (len(restart.layers) for restart in self.restarts)
         return max([len(self.start.layers), *numbers])
 
-    @property
-    def begin(self) -> float:
-        """Time of the first arrival, in seconds."""
+    def begin_time(self) -> float:
+        """Return the time of the first arrival in seconds, from all requests."""
         return min((served.line.arrival for served in self.requests.values()), default=0.0)
 
-    @property
-    def end(self) -> float:
-        """Time of the last token, in seconds; `begin` without tokens."""
+    def end_time(self) -> float:
+        """Return the time of the last token in seconds; `begin_time` without tokens."""
         lines = [served.line for served in self.requests.values()]
-        return max((line.times[-1] for line in lines if line.times), default=self.begin)
+        last = max((line.times[-1] for line in lines if line.times), default=None)
+        return self.begin_time() if last is None else last
 
     def stage_usages(self) -> list[StageUsage]:
         """Return the busy and bubble time of each stage over the run, in seconds."""
-        begin, end = self.begin, self.end
-        totals = BubbleTotals(self.num_stages, begin)
+        begin, end = self.begin_time(), self.end_time()
+        totals = BubbleTotals(self.max_stages(), begin)
         for time, stage, value in self._changes():
             totals.advance(time if time < end else end)
             totals.apply(stage, value)
@@ -207,8 +205,8 @@ class RunRecord:
             begin: Begin in seconds of the run's clock.
             end: End in seconds of the run's clock.
         """
-        begin, end = max(begin, self.begin), min(end, self.end)
-        sweep = IntervalSweep(self.num_stages, begin)
+        begin, end = max(begin, self.begin_time()), min(end, self.end_time())
+        sweep = IntervalSweep(self.max_stages(), begin)
         for time, stage, value in self._changes():
             interval = sweep.advance(min(time, end))
             if interval is not None:
@@ -258,6 +256,7 @@ class _Reader:
     def __init__(self, start: StartEvent, skips_warm_ups: bool) -> None:
         self._micro_batches: list[MicroBatch] = []
         self.run = RunRecord(start, micro_batches=self._micro_batches)
+        self._max_stages = len(start.layers)
         self._skips_warm_ups = skips_warm_ups
         self._warm_ups = start.warm_ups if skips_warm_ups else 0
         """Warm-up requests that are still to come."""
@@ -320,6 +319,7 @@ class _Reader:
     def _restart(self, restart: RestartEvent) -> None:
         """Forget what was in flight, and keep the unfinished requests to recognize them."""
         self.run.restarts.append(restart)
+        self._max_stages = max(self._max_stages, len(restart.layers))
         self._set_parallelism(self._last_time, 0)
         self._unfinished = {
             add.seq: [self._served[seq] for seq in seqs if self._is_unfinished(seq)]
@@ -374,7 +374,7 @@ class _Reader:
             changes.append((time, parallelism))
 
     def _schedule(self, event: ScheduleEvent) -> None:
-        run, plan = self.run, event.plan
+        plan = event.plan
         self._set_parallelism(event.time, event.parallelism)
         for unplanned in self._unplanned:
             unplanned.received_time = self._news
@@ -383,7 +383,7 @@ class _Reader:
             return
         decodes = sum(self._prefilled.get(row.seq) == row.num_preemptions for row in plan.rows)
         work = compute_stage_work(plan.step, plan.rows)
-        stages: list[StepTime | None] = [None] * run.num_stages
+        stages: list[StepTime | None] = [None] * self._max_stages
         step = MicroBatch(event.time, work, work.num_tokens - decodes, decodes, stages)
         step.trigger_time = self._news
         self._steps[plan.step] = step

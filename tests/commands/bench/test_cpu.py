@@ -50,7 +50,7 @@ def test_own_work_is_not_foreign() -> None:
 def test_a_pipeline_beside_its_loops() -> None:
     jobs = [WorkloadRequest(0.0, 32, 16)] * 8
     run = served(jobs)
-    seconds = run.end - run.begin
+    seconds = run.end_time() - run.begin_time()
     loops = [[seconds / 10] * 6, [seconds / 10] * 8]
     rounds = [Round(jobs, seconds * factor, run, loops, 0.0) for factor in (1.0, 1.25, 0.8)]
     figures = pipeline.figures_of(rounds)

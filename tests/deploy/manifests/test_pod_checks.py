@@ -73,8 +73,7 @@ def pod_container(pod: Any, variables: dict[str, str]) -> Container:
 
 
 def parse_size(text: str) -> int:
-    number, unit = re.fullmatch(r"(\d+)(\w+)", text).groups()
-    return int(number) * UNITS[unit]
+    return int(text[:-2]) * UNITS[text[-2:]]
 
 
 def compose_containers(document: Any) -> list[Container]:
@@ -106,7 +105,9 @@ def problems(each: Container, folder: Path) -> list[str]:
         if not path.exists():
             create_secret_file(path)
             path.chmod(each.secret_mode)
-        findings.append(host_checks.check_secret(str(path)))
+        finding = host_checks.check_secret(str(path))
+        assert finding is not None
+        findings.append(finding)
     if each.command[:2] == ["gllm", "serve"]:
         variables = POD | {"NODE_RANK": "1"}
         arguments = [re.sub(r"\$\((\w+)\)", lambda m: variables[m[1]], t) for t in each.command]
