@@ -121,4 +121,4 @@ def run_capacity(task: VidurCapacityTask) -> AssessedDesign:
         return estimate
     start = estimate.capacity or 1.0
     candidate = task.design, start, planner.rule_of(task.design)
-    return simulate_design(planner.problem, planner.config, candidate)
+    return simulate_design(planner.problem, planner.config, SearchBudget(), candidate)

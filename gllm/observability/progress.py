@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from math import inf
 from typing import Protocol, Self, cast
 
 from tqdm import tqdm
@@ -12,6 +13,8 @@ MIN_SECONDS = 10.0
 """Least time between two lines: a command that takes no longer prints none."""
 MAX_SECONDS = 60.0
 """Time after which the next unit prints a line, however little was done."""
+REFRESH_SECONDS = 0.5
+"""Least time between two refreshes of a bar."""
 LINE_SHARE = 0.1
 """Share of the work between two lines otherwise."""
 
@@ -24,6 +27,9 @@ class ProgressBar(AbstractContextManager["ProgressBar"], Protocol):
 
     def update(self, count: int = 1, /) -> None:
         """Add to the number of finished units."""
+
+    def refresh(self) -> None:
+        """Show that time passes while no unit ends; may be called often."""
 
 
 class ProgressLines:
@@ -51,10 +57,19 @@ class ProgressLines:
         elapsed, done = now - self._last_time, self._num_done - self._last_done
         is_much = self.total is not None and done >= LINE_SHARE * self.total
         if elapsed >= (MIN_SECONDS if is_much else MAX_SECONDS):
-            self._last_time, self._last_done = now, self._num_done
-            of_total = "" if self.total is None else f" of {self.total}"
-            line = f"{self._name}: {self._num_done}{of_total}, {now - self._begin:.0f} s"
-            print(line, file=sys.stderr, flush=True)
+            self._print(now)
+
+    def refresh(self) -> None:
+        """Print a line if the last one is some seconds ago, although no unit has ended."""
+        now = self._clock()
+        if now - self._last_time >= MIN_SECONDS:
+            self._print(now)
+
+    def _print(self, now: float) -> None:
+        self._last_time, self._last_done = now, self._num_done
+        of_total = "" if self.total is None else f" of {self.total}"
+        line = f"{self._name}: {self._num_done}{of_total}, {now - self._begin:.0f} s"
+        print(line, file=sys.stderr, flush=True)
 
     def __enter__(self) -> Self:
         """Return the bar."""
@@ -62,6 +77,29 @@ class ProgressLines:
 
     def __exit__(self, *error: object) -> None:
         """Do nothing: every line printed is complete."""
+
+
+def throttle(
+    function: Callable[[], object],
+    seconds: float = REFRESH_SECONDS,
+    clock: Callable[[], float] = time.monotonic,
+) -> Callable[[], None]:
+    """Return a function that calls another one, and does nothing if it has done so just before.
+
+    Args:
+        function: Function to call.
+        seconds: Least time between two calls.
+        clock: Returns the time in seconds.
+    """
+    last = -inf
+
+    def call() -> None:
+        nonlocal last
+        if clock() - last >= seconds:
+            last = clock()
+            function()
+
+    return call
 
 
 def show_progress(

@@ -15,17 +15,22 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Generic, NamedTuple, TypeVar
 
+from gllm.sim.capacity import SimulationDeadline
+
 
 class SearchBudget:
     """Time limit and limit of the number of evaluations of a planner's search.
 
     The search asks before each evaluation whether it may continue. An evaluation is assumed to take
-    as long as the longest one so far, so that the search ends within the time limit.
+    as long as the longest one so far, so that the search ends within the time limit. One that takes
+    longer is cut off at the `deadline`.
 
     Args:
         seconds: Time limit in seconds from the creation of the object; None: no limit.
         max_evaluations: Largest number of candidates that may be evaluated; None: no limit.
-        clock: Returns the current time in seconds; must be monotonic.
+        clock: Returns the current time in seconds; must be monotonic, and the same in all
+            processes.
+        reserve: Share of the time, 0..1, that is left at the deadline for work after the search.
 
     Raises:
         ValueError: A limit is below 0.
@@ -36,6 +41,7 @@ class SearchBudget:
         seconds: float | None = None,
         max_evaluations: int | None = None,
         clock: Callable[[], float] = time.monotonic,
+        reserve: float = 0.0,
     ) -> None:
         for name, limit in (("seconds", seconds), ("max_evaluations", max_evaluations)):
             if limit is not None and limit < 0:
@@ -43,6 +49,7 @@ class SearchBudget:
         self._clock = clock
         self._begin = clock()
         self._seconds = seconds
+        self._search_seconds = inf if seconds is None else seconds * (1 - reserve)
         self._max_evaluations = max_evaluations
         self._longest = 0.0
         self._last = self._begin
@@ -58,9 +65,40 @@ class SearchBudget:
         limit = self._max_evaluations
         if limit is not None and self.num_evaluations >= limit:
             return f"beyond the best {limit} by closed forms"
-        if self._seconds is not None and self.elapsed_seconds + self._longest > self._seconds:
-            return f"the budget of {self._seconds:g} s is spent"
+        if (
+            self._seconds is not None
+            and self.elapsed_seconds + self._longest > self._search_seconds
+        ):
+            return self._spent_reason
         return ""
+
+    @property
+    def _spent_reason(self) -> str:
+        return f"the budget of {self._seconds:g} s is spent"
+
+    @property
+    def deadline(self) -> SimulationDeadline | None:
+        """Deadline at which running evaluations are cut off; None without a time limit."""
+        if self._seconds is None:
+            return None
+        end = self._begin + self._search_seconds
+        return SimulationDeadline(end, self._spent_reason, self._clock)
+
+    @property
+    def final_deadline(self) -> SimulationDeadline | None:
+        """Deadline of work after the search, for which `reserve` is; None without a time limit."""
+        if self._seconds is None:
+            return None
+        return SimulationDeadline(self._begin + self._seconds, self._spent_reason, self._clock)
+
+    def for_one_evaluation(self) -> "SearchBudget":
+        """Return a budget with the same deadline for the steps of one evaluation.
+
+        It can be sent to another process if its clock can.
+        """
+        budget = SearchBudget(self._seconds, clock=self._clock)
+        budget._begin, budget._search_seconds = self._begin, self._search_seconds
+        return budget
 
     def end_evaluation(self) -> None:
         """Count an evaluation that has just ended, and measure its duration.

@@ -1,5 +1,6 @@
 """Capacity of a configuration within latency limits, by simulation."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from gllm.sim.capacity import (
     CAPACITY_RULES,
     CapacityRule,
     RateTrial,
+    SearchEndedError,
     TrialObserver,
     find_capacity,
 )
@@ -74,6 +76,7 @@ def measure_capacity(
     jobs: int = 1,
     on_trial: TrialObserver = lambda rate, trial: None,
     budget: SearchBudget | None = None,
+    on_tick: Callable[[], None] | None = None,
 ) -> ConfigurationCapacity:
     """Search by simulation for the highest request rate within delay and latency limits.
 
@@ -84,14 +87,25 @@ def measure_capacity(
         limits: Latency limits (SLO).
         jobs: Number of processes that simulate in parallel.
         on_trial: Called with request rate and result after each simulation of the search.
-        budget: Time and evaluation limit; when it is spent, the highest rate so far is returned.
+        budget: Time and evaluation limit; when it is spent, a running simulation ends, and the
+            highest rate so far is returned.
+        on_tick: Called now and then during simulations of this process.
 
     Raises:
         ValueError: The options are invalid.
         OSError: The file of measured step times cannot be read.
     """
-    run = SimulationAtRate(config, rule, limits)
     budget = budget or SearchBudget()
+    deadline = budget.deadline
+
+    def check() -> None:
+        if deadline is not None:
+            deadline()
+        if on_tick is not None:
+            on_tick()
+
+    # Other processes get the deadline alone.
+    run = SimulationAtRate(config, rule, limits, check=deadline if jobs > 1 else check)
     trials: list[tuple[float, RateTrial]] = []
 
     def observe(rate: float, trial: RateTrial) -> None:
@@ -103,11 +117,16 @@ def measure_capacity(
         found = find_capacity(run, start_rate, rule, jobs, observe, budget.refusal)
     except CostRangeError as error:
         return ConfigurationCapacity(0.0, None, tuple(trials), f"outside of the profile: {error}")
+    except SearchEndedError as error:
+        return ConfigurationCapacity(0.0, None, tuple(trials), str(error))
     except ValueError as error:
-        if not trials:
+        if not trials and not budget.refusal():
             raise
         return ConfigurationCapacity(0.0, None, tuple(trials), str(error))
-    rate = found.rate
+    rate, note = found.rate, found.note
     if rate not in run.figures:
-        run(rate)
-    return ConfigurationCapacity(rate, run.figures[rate], tuple(trials), found.note)
+        try:
+            run(rate)
+        except SearchEndedError as error:
+            note = str(error)
+    return ConfigurationCapacity(rate, run.figures.get(rate), tuple(trials), note)

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from math import ceil, inf
 from statistics import fmean
+from time import monotonic
 from typing import NamedTuple
 
 from gllm.observability.latency import percentile
@@ -172,6 +173,26 @@ class Capacity:
 
 class SearchEndedError(Exception):
     """Raised when a capacity search ends before its result is exact; the message says why."""
+
+
+@dataclass(frozen=True)
+class SimulationDeadline:
+    """Time at which running simulations end, on a clock that all processes of a machine share.
+
+    A call raises SearchEndedError once the time has come: the check of an `EventLoop`.
+    """
+
+    time: float
+    """Time in seconds of the clock."""
+    reason: str
+    """Message of the error."""
+    clock: Callable[[], float] = monotonic
+    """Returns the current time in seconds."""
+
+    def __call__(self) -> None:
+        """Raise SearchEndedError if the deadline has passed."""
+        if self.clock() >= self.time:
+            raise SearchEndedError(self.reason)
 
 
 Refusal = Callable[[], str]

@@ -187,14 +187,18 @@ def _simulate_engines(
     deployment: Deployment,
     jobs: list[WorkloadRequest],
     open_log: LogOpener | None = None,
+    check: Callable[[], None] | None = None,
 ) -> ClusterRun:
     names = [f"engine-{index}" for index in range(config.engines)]
     router = make_router(config.routing_policy, config.seed)
-    return simulate_cluster(dict.fromkeys(names, deployment), jobs, router, open_log=open_log)
+    return simulate_cluster(dict.fromkeys(names, deployment), jobs, router, (), open_log, check)
 
 
 def simulate_requests(
-    config: SimulationConfig, deployment: Deployment, jobs: list[WorkloadRequest]
+    config: SimulationConfig,
+    deployment: Deployment,
+    jobs: list[WorkloadRequest],
+    check: Callable[[], None] | None = None,
 ) -> RequestRecords:
     """Simulate a workload and return only the record of each request, by position in the workload.
 
@@ -202,10 +206,11 @@ def simulate_requests(
         config: Options of `gllm simulate`: number of engines, routing policy and seed are read.
         deployment: Model, cost model and scheduler configuration of each engine.
         jobs: Requests sorted by arrival time.
+        check: Called now and then; an error that it raises ends the simulation.
     """
     if config.engines == 1:
-        return simulate(deployment, jobs).requests
-    return _simulate_engines(config, deployment, jobs).requests
+        return simulate(deployment, jobs, check=check).requests
+    return _simulate_engines(config, deployment, jobs, check=check).requests
 
 
 def simulate_trial(
@@ -213,6 +218,7 @@ def simulate_trial(
     deployment: Deployment,
     jobs: list[WorkloadRequest],
     rule: CapacityRule,
+    check: Callable[[], None] | None = None,
 ) -> tuple[RateTrial, RequestRecords]:
     """Simulate a workload for a capacity search; return its scheduling delays and request records.
 
@@ -225,12 +231,13 @@ def simulate_trial(
         deployment: Model, cost model and scheduler configuration of each engine.
         jobs: Requests sorted by arrival time.
         rule: Limit of the P99 scheduling delay.
+        check: Called now and then; an error that it raises ends the simulation.
     """
     if config.engines > 1:
-        requests = simulate_requests(config, deployment, jobs)
+        requests = simulate_requests(config, deployment, jobs, check)
         return make_rate_trial(scheduling_delays(requests.values())), requests
     stop = DelayLimitStop([job.arrival_seconds for job in jobs], rule.max_p99_delay_seconds)
-    run = simulate(deployment, jobs, stop=stop)
+    run = simulate(deployment, jobs, stop=stop, check=check)
     if stop.has_stopped:
         return stopped_trial(len(jobs)), run.requests
     return measure_rate_trial(run), run.requests
@@ -286,6 +293,8 @@ class SimulationAtRate:
         limits: Latency limits that a sustained rate has to meet.
         stops_early: True to stop a simulation whose P99 scheduling delay is certain to exceed the
             limit of the rule; such runs get no latency percentiles.
+        check: Called now and then during a run; an error that it raises ends the run. To run in
+            other processes it must be picklable.
     """
 
     def __init__(
@@ -294,7 +303,9 @@ class SimulationAtRate:
         rule: CapacityRule,
         limits: Slo = NO_SLO,
         stops_early: bool = True,
+        check: Callable[[], None] | None = None,
     ) -> None:
+        self._check = check
         self._config, self._rule, self._limits = config, rule, limits
         self._stops_early = stops_early
         self._deployment: Deployment | None = None
@@ -316,11 +327,11 @@ class SimulationAtRate:
             # Profiles take seconds to be fitted.
             deployment = self._deployment = build_deployment(config, longest)
         if self._stops_early:
-            trial, requests = simulate_trial(config, deployment, jobs, self._rule)
+            trial, requests = simulate_trial(config, deployment, jobs, self._rule, self._check)
             if not self._rule.is_bounded(trial):
                 return trial
         else:
-            requests = simulate_requests(config, deployment, jobs)
+            requests = simulate_requests(config, deployment, jobs, self._check)
             trial = make_rate_trial(scheduling_delays(requests.values()))
         figures = summarize_latencies([served.line for served in requests.values()], self._limits)
         self.figures[rate] = figures

@@ -11,6 +11,7 @@ from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.costs.base import CostModel
 from gllm.sim.costs.roofline import DeviceEfficiency, RooflineCostModel
 from gllm.sim.depth_control import replay_depth, start_depth
+from gllm.sim.event_loop import EventLoop
 from gllm.sim.hardware.stages import PipelineSpec, build_hardware
 from gllm.sim.metrics.run_record import (
     DepthChange,
@@ -89,6 +90,7 @@ def simulate(
     jobs: list[WorkloadRequest],
     log: Callable[[StepLogEvent], None] | None = None,
     stop: "DelayLimitStop | None" = None,
+    check: Callable[[], None] | None = None,
 ) -> RunRecord:
     """Simulate a workload on one engine and return the record of its requests and micro-batches.
 
@@ -97,6 +99,7 @@ def simulate(
         jobs: Requests sorted by arrival time.
         log: Receives the events of the step log; None: no log.
         stop: Condition that stops the simulation early, with unfinished requests; None: none.
+        check: Called now and then; an error that it raises ends the simulation.
 
     Raises:
         ValueError: A request is longer than the model's context.
@@ -111,6 +114,7 @@ def simulate(
         deployment.cost,
         [recorder],
         log,
+        loop=EventLoop(check=check),
         output_lengths=deployment.output_lengths,
     )
     start_depth(pipeline, deployment.depth)

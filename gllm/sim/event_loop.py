@@ -17,6 +17,8 @@ COMMIT, ARRIVAL, ABORT, REPORT, DRIVER_TURN, PIPELINE = range(6)
 
 NANOSECONDS = 1e9
 """Units of an event's time per second: finer differences are rounding errors."""
+CHECK_EVENTS = 256
+"""Events between two calls of a loop's check: a few milliseconds."""
 MAX_SCALED_SECONDS = 2.0**21
 """Time below which a product with NANOSECONDS has an error of less than half a nanosecond."""
 
@@ -29,11 +31,20 @@ class EventLoop:
 
     Args:
         parent: Loop of which this one is a child (`make_child`); None for a loop on its own.
+        check: Called now and then while events run; an error that it raises ends the run. None:
+            nothing is called.
     """
 
-    __slots__ = ("_children", "_heap", "_numbers", "_until", "is_child", "now")
+    __slots__ = (
+        "_check", "_children", "_heap", "_num_unchecked", "_numbers", "_until", "is_child", "now",
+    )  # fmt: skip
 
-    def __init__(self, parent: "EventLoop | None" = None) -> None:
+    def __init__(
+        self, parent: "EventLoop | None" = None, check: Callable[[], None] | None = None
+    ) -> None:
+        self._check = check
+        self._num_unchecked = 0
+        """Events since the last call of `check`."""
         self.now: float = 0.0 if parent is None else parent.now
         """Time of the present event in seconds."""
         self.is_child = parent is not None
@@ -51,7 +62,7 @@ class EventLoop:
         not. The order within a child, and between a child and this loop, is that of a single heap.
         Events of a child push no event into another loop.
         """
-        child = EventLoop(self)
+        child = EventLoop(self, self._check)
         self._children.append(child)
         return child
 
@@ -149,6 +160,9 @@ class EventLoop:
             time, _, _, handle, argument = heappop(heap)
             self.now = time
             handle(time, argument)
+            self._num_unchecked += 1
+            if self._num_unchecked >= CHECK_EVENTS:
+                self._run_check()
         self._run_children((until, inf))
         self.now = max([self.now, *(child.now for child in children)])
 
@@ -168,6 +182,11 @@ class EventLoop:
         for child in self._children:
             child.run_before(limit)
 
+    def _run_check(self) -> None:
+        self._num_unchecked = 0
+        if self._check is not None:
+            self._check()
+
     def run_before(self, limit: Event | tuple[float, float]) -> None:
         """Run the events that precede an event, or a time and a rank, with all that they push."""
         heap = self._heap
@@ -175,3 +194,6 @@ class EventLoop:
             time, _, _, handle, argument = heappop(heap)
             self.now = time
             handle(time, argument)
+            self._num_unchecked += 1
+            if self._num_unchecked >= CHECK_EVENTS:
+                self._run_check()

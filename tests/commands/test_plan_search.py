@@ -48,8 +48,10 @@ def test_the_best_designs_are_simulated_and_the_others_counted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     space = ["--devices", "H100", "--pp", "1", "--tp", "1,2,4", "--simulate", "1"]
-    status, text, _ = run(capsys, *SMALL, *space, "--objective", "cost", "--rate", "1")
+    status, text, error = run(capsys, *SMALL, *space, "--objective", "cost", "--rate", "1")
     assert status == 0
+    # Before the first simulation.
+    assert error.startswith("3 designs, of which at most 1 are simulated, within 600 s\n")
     assert "1 of 3 designs simulated" in text
     assert "bound is below the best candidate" in text
     assert "requests/s: capacity" in text
@@ -201,7 +203,7 @@ def test_errors_name_the_flag_and_the_fix(
 ) -> None:
     status, _, error = run(capsys, *argv)
     assert status == 2
-    assert error.startswith(f"gllm plan {argv[0]}: ")
+    assert error.splitlines()[-1].startswith(f"gllm plan {argv[0]}: ")
     assert message in error
 
 

@@ -11,6 +11,7 @@ from gllm.observability.progress import (
     MIN_SECONDS,
     ProgressLines,
     show_progress,
+    throttle,
 )
 
 
@@ -67,3 +68,24 @@ def test_terminal_gets_a_bar() -> None:
         with show_progress("search", 2, is_shown=False) as bar:
             bar.update()
     assert terminal.getvalue().count("0/2") == 1
+
+
+def test_a_line_shows_that_time_passes_while_no_unit_ends(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    now = 0.0
+    lines = ProgressLines("simulated", None, lambda: now)
+    for _ in range(25):
+        now += 0.1 * MIN_SECONDS
+        lines.refresh()
+    assert capsys.readouterr().err == "simulated: 0, 10 s\nsimulated: 0, 20 s\n"
+
+
+def test_frequent_calls_are_throttled() -> None:
+    now = 0.0
+    times: list[float] = []
+    call = throttle(lambda: times.append(now), 2.0, lambda: now)
+    for _ in range(9):
+        call()
+        now += 0.5
+    assert times == [0.0, 2.0, 4.0]

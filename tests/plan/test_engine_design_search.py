@@ -32,8 +32,9 @@ from gllm.plan.search.planner import (
     forecast_closed,
     forecast_fleet,
 )
-from gllm.sim.capacity import CapacityRule
+from gllm.sim.capacity import CapacityRule, SearchEndedError
 from gllm.sim.options import SimulationConfig
+from tests.plan.test_limited_capacity import TickingClock
 from tests.support.examples import num_examples
 
 SHORT_RULE = replace(
@@ -236,3 +237,26 @@ def test_wrong_names_are_refused() -> None:
     with pytest.raises(ValueError, match="--devices H1000"):
         parse_devices("H1000")
     assert parse_policies("vllm, orca+:64") == (("vllm", None), ("orca+", 64))
+
+
+@pytest.mark.parametrize("objective", ["qps-per-dollar", "makespan"])
+def test_a_search_ends_within_its_budget_while_a_design_is_simulated(objective: str) -> None:
+    """One simulation takes longer than the budget; the clock is read within simulations."""
+    rule = replace(SHORT_RULE, usual_requests=2000)
+    planner = make_planner(requests=2000, rule=rule, objective=objective)
+    clock = TickingClock(1.0)
+    budget = SearchBudget(40.0, clock=clock, reserve=0.2)
+    num_ticks = 0
+
+    def on_tick() -> None:
+        nonlocal num_ticks
+        num_ticks += 1
+
+    outcome = planner.search(list(SPACE.designs(16)), budget, on_tick=on_tick)
+    assert clock.now <= 1.1 * 40.0
+    assert outcome.left_out["the budget of 40 s is spent"]
+    assert num_ticks or objective == "makespan"
+    best = outcome.best[1] if outcome.best else planner.estimate(next(SPACE.designs(16)))
+    with pytest.raises(SearchEndedError):
+        forecast_fleet(planner, best, "least-requests", budget.final_deadline)
+    assert clock.now <= 1.2 * 40.0

@@ -14,6 +14,7 @@ from gllm.plan.capacity import (
     extend_rule,
     measure_capacity,
 )
+from gllm.sim.capacity import SearchEndedError
 from gllm.sim.configured import SimulationAtRate
 from gllm.sim.options import SimulationConfig
 from tests.support.full_cases import full_but
@@ -109,3 +110,48 @@ def test_runs_outlast_their_requests(seconds: float, name: str, rate: float) -> 
 def test_a_request_has_a_duration(seconds: float) -> None:
     with pytest.raises(ValueError, match="request_seconds is"):
         extend_rule(PLAN_RULES["vidur"], seconds)
+
+
+class TickingClock:
+    """Clock that advances by a step each time it is read."""
+
+    def __init__(self, step: float) -> None:
+        self.now, self._step = 0.0, step
+
+    def __call__(self) -> float:
+        self.now += self._step
+        return self.now
+
+
+@pytest.mark.parametrize("limits", [NO_SLO, parse_slo("ttft:p90=0.6")])
+@pytest.mark.parametrize("step", [1.0, 0.3])
+def test_a_running_simulation_is_cut_off_at_the_budget(limits: Slo, step: float) -> None:
+    """Whether no rate was sustained before, or some were."""
+    rule = replace(RULE, usual_requests=2000)
+    clock = TickingClock(step)
+    ticks: list[float] = []
+    budget = SearchBudget(10.0, clock=clock)
+    capacity = measure_capacity(
+        CONFIG, 1.0, rule, limits, budget=budget, on_tick=lambda: ticks.append(clock.now)
+    )
+    assert clock.now <= 10.0 + 5 * step
+    assert ticks
+    assert capacity.note == "the budget of 10 s is spent"
+    sustained = [rate for rate, trial in capacity.trials if rule.is_sustained(trial)]
+    assert capacity.rate == max(sustained, default=0.0)
+
+
+def test_a_reserve_is_left_for_work_after_the_search() -> None:
+    now = 100.0
+    budget = SearchBudget(10.0, clock=lambda: now, reserve=0.2)
+    assert budget.deadline is not None
+    assert budget.final_deadline is not None
+    now = 107.9
+    assert not budget.refusal()
+    budget.deadline()
+    now = 108.1
+    assert budget.refusal() == budget.for_one_evaluation().refusal() != ""
+    with pytest.raises(SearchEndedError, match="the budget of 10 s is spent"):
+        budget.deadline()
+    budget.final_deadline()
+    assert SearchBudget().deadline is SearchBudget().final_deadline is None

@@ -10,6 +10,7 @@ from experiments.linear_costs import LinearCostModel
 from gllm.commands.plan.command import main
 from gllm.observability.latency import RequestTimeline
 from gllm.options.slo import Slo
+from gllm.plan.best_first import SearchBudget
 from gllm.plan.engine_times import EngineTimes, decode_step_work
 from gllm.plan.scale.fleet_size import (
     FleetCase,
@@ -30,10 +31,12 @@ from gllm.routing.placement import (
 )
 from gllm.routing.policies.aladdin import num_scheduling_groups, predict_scheduling_seconds
 from gllm.routing.scaling.scale_config import ScaleConfig
+from gllm.sim.capacity import SearchEndedError
 from gllm.sim.cluster.cluster import ClusterRun
 from gllm.sim.costs.forest import ForestCostModel
 from gllm.sim.deployment import roofline_deployment
 from gllm.sim.metrics.run_record import ServedRequest
+from tests.plan.test_limited_capacity import TickingClock
 from tests.support.routing.best_fit import place_heartbeat
 from tests.support.routing.least_workers import least_workers
 
@@ -134,6 +137,14 @@ def test_a_request_at_both_limits_is_within_them() -> None:
     served = {index: ServedRequest(1, line.num_tokens, line) for index, line in lines.items()}
     outcome = measure_fleet(ClusterRun({}, served, []), Slo(1.0, 0.5), 3)
     assert outcome == (3, 0.4, 0.6, (0.0, 0.5, 0.5, 0.75, 0.75))
+
+
+def test_a_running_simulation_of_a_fleet_is_cut_off_at_the_budget() -> None:
+    case = FleetCase(WORKER, "fixed:500,50", 20.0, SLO, seconds=60.0)
+    clock = TickingClock(1.0)
+    with pytest.raises(SearchEndedError, match="the budget of 10 s is spent"):
+        least_fleet(case, 0.99, start=8, budget=SearchBudget(10.0, clock=clock))
+    assert clock.now <= 11.0
 
 
 def test_least_fleet_is_found_between_failures_and_successes() -> None:

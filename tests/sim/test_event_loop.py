@@ -13,7 +13,7 @@ import pytest
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.costs.base import ConstantCostModel
 from gllm.sim.deployment import Deployment, simulate_scheduler_requests
-from gllm.sim.event_loop import EventLoop
+from gllm.sim.event_loop import CHECK_EVENTS, EventLoop
 from gllm.sim.pipeline import SimulatedPipeline, make_pipeline_links
 from gllm.sim.workloads.requests import make_workload
 from tests.support.full_cases import full_but
@@ -144,3 +144,32 @@ def test_another_process_with_other_hashes_gives_the_same_bytes() -> None:
         check=True,
     )
     assert other.stdout == encode_log(3)
+
+
+class CutOffError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("is_child", [False, True])
+def test_a_check_ends_a_running_loop(is_child: bool) -> None:
+    num_checks = num_events = 0
+
+    def check() -> None:
+        nonlocal num_checks
+        num_checks += 1
+        if num_checks == 3:
+            raise CutOffError
+
+    loop = EventLoop(check=check)
+    busy = loop.make_child() if is_child else loop
+
+    def handle(now: float, argument: None) -> None:
+        nonlocal num_events
+        num_events += 1
+        busy.push(now + 1, 0, handle, None)
+
+    busy.push(0.0, 0, handle, None)
+    with pytest.raises(CutOffError):
+        loop.run()
+    assert num_events == 3 * CHECK_EVENTS
+    assert gc.isenabled()

@@ -13,7 +13,7 @@ from pathlib import Path
 from gllm.commands.plan.capacity import add_limit_flags, engine_flags
 from gllm.commands.plan.flags import add_output_flags
 from gllm.commands.plan.search_report import describe_search, format_forecast, plot_search
-from gllm.observability.progress import show_progress
+from gllm.observability.progress import show_progress, throttle
 from gllm.options.flags import (
     FlagParser,
     FlagType,
@@ -33,7 +33,7 @@ from gllm.plan.search.designs import DesignSpace, cap_policies, parse_devices, p
 from gllm.plan.search.objectives import MAKESPAN, OBJECTIVES, check_problem
 from gllm.plan.search.planner import DesignPlanner, forecast_closed, forecast_fleet, lay_out_fleet
 from gllm.plan.serving_plan import ServingPlan
-from gllm.sim.capacity import CapacityRule
+from gllm.sim.capacity import CapacityRule, SearchEndedError
 from gllm.sim.costs.profile import read_profile
 from gllm.sim.options import SimulationConfig
 from gllm.sim.profiled import VIDUR_MODEL, is_profile_file
@@ -54,6 +54,8 @@ DEFAULT_DEGREES = (1, 2, 4)
 DEFAULT_MAX_DEVICES = 16
 NUM_SIMULATED, NUM_SIMULATED_LOCAL = 6, 3
 """Designs that are simulated by default; with --cores."""
+FORECAST_SHARE = 0.15
+"""Share of the budget that is left for a simulation of the chosen engines behind a router."""
 BUDGET_SECONDS = 600.0
 """Default of --budget."""
 
@@ -88,7 +90,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         type=number_type(float, ge=0, le=1e9),
         default=BUDGET_SECONDS,
-        help=f"time of the simulations (default {BUDGET_SECONDS:g})",
+        help=f"time of the search; running simulations are cut off (default {BUDGET_SECONDS:g})",
     )
     parser.add_argument(
         "--run-seconds",
@@ -176,7 +178,11 @@ def plan(values: argparse.Namespace) -> Callable[[], ServingPlan] | None:
     designs = list(space.designs(int(problem.bounds["devices"])))
     usual = NUM_SIMULATED_LOCAL if space.devices == (CORE,) else NUM_SIMULATED
     limit = None if values.closed_form or values.exhaustive else values.simulate or usual
-    budget = SearchBudget(values.budget, limit)
+    budget = SearchBudget(values.budget, limit, reserve=FORECAST_SHARE)
+    if not values.closed_form:
+        most = len(designs) if limit is None else min(limit, len(designs))
+        text = f"{len(designs)} designs, of which at most {most} are simulated"
+        print(f"{text}, within {values.budget:g} s", file=sys.stderr, flush=True)
     with show_progress("design", name="simulated", stays=False) as bar:
         outcome = planner.search(
             designs,
@@ -185,16 +191,24 @@ def plan(values: argparse.Namespace) -> Callable[[], ServingPlan] | None:
             values.exhaustive,
             values.closed_form,
             lambda result: bar.update(),
+            throttle(bar.refresh),
         )
     print(describe_search(outcome, problem, len(designs), values.closed_form))
     if outcome.best is None:
-        print("no design serves the workload within the limits")
+        if budget.refusal() and outcome.left_out:
+            print(f"{budget.refusal()}: raise --budget, or use --closed-form for an estimate")
+        else:
+            print("no design serves the workload within the limits")
         return None
     best = outcome.best[1]
     if values.closed_form:
         forecast = forecast_closed(planner, best)
     else:
-        forecast = forecast_fleet(planner, best, config.routing_policy)
+        try:
+            forecast = forecast_fleet(planner, best, config.routing_policy, budget.final_deadline)
+        except SearchEndedError as error:
+            print(f"{error}: latencies are estimated by closed forms")
+            forecast = forecast_closed(planner, best)
     print(format_forecast(best, forecast))
     if values.plot:
         plot_search(outcome, problem, Path(values.plot))

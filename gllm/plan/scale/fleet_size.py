@@ -116,9 +116,18 @@ class FleetOutcome(NamedTuple):
     """Time per output token of each request in seconds, sorted; 0 with a single token."""
 
 
-def run_fleet_case(case: FleetCase, num_workers: int) -> ClusterRun:
-    """Simulate a workload on a fleet of equal engines and return the record of the whole run."""
-    return simulate_cluster(fleet_deployments(case, num_workers), case.jobs(), case.router())
+def run_fleet_case(
+    case: FleetCase, num_workers: int, check: Callable[[], None] | None = None
+) -> ClusterRun:
+    """Simulate a workload on a fleet of equal engines and return the record of the whole run.
+
+    Args:
+        case: Engine type, workload, request rate and routing policy.
+        num_workers: Number of engines.
+        check: Called now and then; an error that it raises ends the simulation.
+    """
+    deployments = fleet_deployments(case, num_workers)
+    return simulate_cluster(deployments, case.jobs(), case.router(), check=check)
 
 
 def fleet_deployments(case: FleetCase, num_workers: int) -> dict[str, Deployment]:
@@ -127,9 +136,14 @@ def fleet_deployments(case: FleetCase, num_workers: int) -> dict[str, Deployment
     return {f"w{index}": deployment for index in range(num_workers)}
 
 
-def simulate_fleet(case: FleetCase, num_workers: int) -> FleetOutcome:
-    """Simulate a workload on a fleet of equal engines and return SLO attainment and latencies."""
-    return measure_fleet(run_fleet_case(case, num_workers), case.slo, num_workers)
+def simulate_fleet(
+    case: FleetCase, num_workers: int, check: Callable[[], None] | None = None
+) -> FleetOutcome:
+    """Simulate a workload on a fleet of equal engines and return SLO attainment and latencies.
+
+    The arguments are those of `run_fleet_case`.
+    """
+    return measure_fleet(run_fleet_case(case, num_workers, check), case.slo, num_workers)
 
 
 def measure_fleet(run: ClusterRun, slo: Slo, num_workers: int) -> FleetOutcome:
@@ -167,7 +181,7 @@ def least_fleet(
         Result of the smallest sufficient fleet; None if none of up to `max_workers` suffices.
 
     Raises:
-        SearchEndedError: The budget is spent.
+        SearchEndedError: The budget is spent; a running simulation is cut off.
     """
     known: dict[int, FleetOutcome] = {}
     budget = budget or SearchBudget()
@@ -177,7 +191,7 @@ def least_fleet(
             if reason := budget.refusal():
                 raise SearchEndedError(reason)
             with budget.evaluation():
-                known[count] = simulate_fleet(case, count)
+                known[count] = simulate_fleet(case, count, budget.deadline)
             on_outcome(known[count])
         return not count or known[count].attainment < attainment
 

@@ -6,7 +6,7 @@ closed forms, which save most simulations, are this project's.
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -35,7 +35,7 @@ from gllm.plan.search.objectives import (
 )
 from gllm.plan.serving_plan import ExpectedFigures, RouterPlan, ServingPlan
 from gllm.scheduler.config import SchedulerConfig
-from gllm.sim.capacity import CapacityRule
+from gllm.sim.capacity import CapacityRule, SearchEndedError
 from gllm.sim.configured import SimulationAtRate, simulate_requests
 from gllm.sim.deployment import Deployment, ModelFitError
 from gllm.sim.options import SimulationConfig, build_deployment, build_workload
@@ -47,6 +47,8 @@ FALLBACK_RATE = 1.0
 """First rate of a capacity search where closed forms know none, requests per second."""
 MOMENT_REQUESTS = 2000
 """Least number of requests over which a workload's lengths are averaged."""
+TICK_SECONDS = 1.0
+"""Time between two reports of progress while other processes simulate."""
 START_SHARE = 0.9
 """First rate of a capacity search, as a share of the estimate."""
 
@@ -132,6 +134,7 @@ class DesignPlanner:
         is_exhaustive: bool = False,
         uses_closed_forms: bool = False,
         on_result: Callable[[AssessedDesign], None] = lambda result: None,
+        on_tick: Callable[[], None] = lambda: None,
     ) -> BestFirstOutcome[EngineDesign, AssessedDesign]:
         """Return the best design, and the numbers of designs that were not simulated, by reason.
 
@@ -141,7 +144,8 @@ class DesignPlanner:
             jobs: Number of processes that simulate in parallel.
             is_exhaustive: Also simulate designs whose bound is too low.
             uses_closed_forms: Use formulas only, without simulations.
-            on_result: Called for each simulated design.
+            on_result: Called for each simulated design, as soon as its result is known.
+            on_tick: Called now and then during the simulations.
 
         Raises:
             ValueError: No design fits the devices; the message names the failed constraint.
@@ -167,10 +171,16 @@ class DesignPlanner:
                 trials = [
                     (design, self._start_rate(design), self.rule_of(design)) for design in chosen
                 ]
-                run = partial(simulate_design, self.problem, self.config)
-                results = list(pool.map(run, trials) if pool else map(run, trials))
-                for result in results:
-                    on_result(result)
+                run = partial(
+                    simulate_design, self.problem, self.config, budget.for_one_evaluation()
+                )
+                if pool is not None:
+                    futures = [pool.submit(run, trial) for trial in trials]
+                    return _wait_for_results(futures, on_result, on_tick)
+                results = []
+                for trial in trials:
+                    results.append(run(trial, on_tick))
+                    on_result(results[-1])
                 return results
 
             return search_best(candidates, simulate, score, budget, jobs, is_exhaustive)
@@ -226,25 +236,50 @@ class DesignPlanner:
         )
 
 
+def _wait_for_results(
+    futures: Sequence[Future[AssessedDesign]],
+    on_result: Callable[[AssessedDesign], None],
+    on_tick: Callable[[], None],
+) -> list[AssessedDesign]:
+    """Return the results of simulations in other processes, and report each when it ends."""
+    pending = set(futures)
+    while pending:
+        done, pending = wait(pending, TICK_SECONDS, FIRST_COMPLETED)
+        for future in done:
+            on_result(future.result())
+        on_tick()
+    return [future.result() for future in futures]
+
+
 def simulate_design(
     problem: ServiceProblem,
     config: SimulationConfig,
+    budget: SearchBudget,
     candidate: tuple[EngineDesign, float, CapacityRule],
+    on_tick: Callable[[], None] | None = None,
 ) -> AssessedDesign:
     """Search by simulation for the capacity of an engine design and return its score.
 
     Args:
         problem: Workload, rate, limits and objective.
         config: Simulation options of the planner.
+        budget: Time limit, at which the search for the capacity ends with the highest rate so far.
         candidate: Design, first request rate of the search, and the criteria of a sustained rate
             with long enough simulations: see `DesignPlanner.rule_of`.
+        on_tick: Called now and then.
     """
     design, start_rate, rule = candidate
     config = design.configure(config)
     if problem.objective == MAKESPAN:
         share = ceil(problem.num_requests / max_engines(problem, design))
-        return assess_capacity(problem, design, _measure_throughput(config, share))
-    capacity = measure_capacity(config, start_rate, rule, problem.limits)
+        try:
+            throughput = _measure_throughput(config, share, budget.deadline)
+        except SearchEndedError as error:
+            return assess_capacity(problem, design, 0.0, UNKNOWN, str(error))
+        return assess_capacity(problem, design, throughput)
+    capacity = measure_capacity(
+        config, start_rate, rule, problem.limits, budget=budget, on_tick=on_tick
+    )
     found = capacity.figures
     latencies = UNKNOWN
     if found:
@@ -252,12 +287,14 @@ def simulate_design(
     return assess_capacity(problem, design, capacity.rate, latencies, capacity.note)
 
 
-def _measure_throughput(config: SimulationConfig, share: int) -> float:
+def _measure_throughput(
+    config: SimulationConfig, share: int, check: Callable[[], None] | None
+) -> float:
     """Return requests per second of one engine that gets its share of an offline workload."""
     config = replace(config, requests=share, arrivals="static")
     jobs = build_workload(config)
     longest = max(job.num_prompt_tokens + job.num_output_tokens for job in jobs)
-    served = simulate_requests(config, build_deployment(config, longest), jobs)
+    served = simulate_requests(config, build_deployment(config, longest), jobs, check)
     return share / max(request.line.times[-1] for request in served.values())
 
 
@@ -287,13 +324,22 @@ def forecast_closed(planner: DesignPlanner, best: AssessedDesign) -> FleetForeca
     return FleetForecast(count, expected, True)
 
 
-def forecast_fleet(planner: DesignPlanner, best: AssessedDesign, router: str) -> FleetForecast:
+def forecast_fleet(
+    planner: DesignPlanner,
+    best: AssessedDesign,
+    router: str,
+    check: Callable[[], None] | None = None,
+) -> FleetForecast:
     """Simulate the planned engines behind a router; add engines while a latency limit is missed.
 
     Args:
         planner: Has the problem and the simulation options.
         best: Chosen design, its capacity and number of engines.
         router: Routing policy.
+        check: Called now and then; an error that it raises ends the simulation.
+
+    Raises:
+        SearchEndedError: The time for simulations is over.
     """
     problem = planner.problem
     rule = planner.rule_of(best.design)
@@ -303,7 +349,7 @@ def forecast_fleet(planner: DesignPlanner, best: AssessedDesign, router: str) ->
         config = replace(
             best.design.configure(planner.config), engines=count, routing_policy=router
         )
-        run = SimulationAtRate(config, rule, problem.limits, stops_early=False)
+        run = SimulationAtRate(config, rule, problem.limits, stops_early=False, check=check)
         is_within = rule.is_sustained(run(rate))
         if is_within or problem.rate is None or count >= max_engines(problem, best.design):
             break

@@ -472,6 +472,7 @@ def simulate_cluster(
     router: ClusterRouter,
     changes: Iterable[ClusterChange] = (),
     open_log: LogOpener | None = None,
+    check: Callable[[], None] | None = None,
 ) -> ClusterRun:
     """Simulate a workload on several engines behind a router and return the records of the run.
 
@@ -482,12 +483,13 @@ def simulate_cluster(
         router: Chooses the engine of each request; must be new.
         changes: Scheduled crashes, drains and starts of engines.
         open_log: Returns the writer of an engine's step log by the engine's name; None: no logs.
+        check: Called now and then; an error that it raises ends the simulation.
 
     Raises:
         ValueError: The workload is not sorted, a request is too long for every engine, or a change
             names an engine that does not exist at its time.
     """
-    cluster = SimulatedCluster(router, open_log=open_log)
+    cluster = SimulatedCluster(router, EventLoop(check=check), open_log)
     for name, deployment in deployments.items():
         cluster.add_engine(name, deployment)
     cluster.apply_each(changes)
