@@ -123,7 +123,7 @@ class WorkloadStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_shifts: int
     """Shifts since the start of the router."""
     profile: WorkloadMeans | None
-    """Means that the latest requests are compared with; None while they are measured."""
+    """Means since the running plan was adopted; None while they are measured."""
     shift: WorkloadShiftStatus | None
     """The latest shift; None before the first."""
 

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from gllm.deploy.logged_process import LoggedProcess
@@ -30,6 +31,7 @@ from gllm.plan.plan_change import (
 from gllm.plan.processes import ProcessSpec
 from gllm.plan.search_command import make_search_command
 from gllm.plan.serving_plan import PlanError, ServingPlan, read_plan, write_plan
+from gllm.recovery.backoff import backoff_seconds
 
 POLL_SECONDS = 2.0
 """Time between two looks at the router's workload."""
@@ -41,6 +43,8 @@ START_SECONDS = 900.0
 """Time in which an engine has to be ready, if START_FACTOR gives no longer one."""
 START_FACTOR = 3.0
 """Multiple of the plan's expected start-up time in which an engine has to be ready."""
+RETRY_SECONDS, MAX_RETRY_SECONDS = 60.0, 3600.0
+"""First and longest delay before a search is repeated after a failure."""
 SEARCH_NAME = "search"
 """Name of the process in front of its lines."""
 LIMIT_FACTOR, LIMIT_SECONDS = 3.0, 120.0
@@ -138,10 +142,57 @@ class ReplanTimes:
     attach_poll_seconds: float = ATTACH_POLL_SECONDS
     attach_seconds: float = ATTACH_SECONDS
     start_seconds: float = START_SECONDS
+    retry_seconds: float = RETRY_SECONDS
+
+
+class ReplanAttempts:
+    """Decides when a search for a new plan is due: after each shift, and again after a failure.
+
+    Until a plan has been adopted, attempts repeat with delays that double.
+
+    Args:
+        retry_seconds: first of these delays.
+    """
+
+    def __init__(self, retry_seconds: float = RETRY_SECONDS) -> None:
+        self._retry_seconds = retry_seconds
+        self._num_shifts = 0
+        """Shifts that were seen."""
+        self._due: float | None = None
+        """Time of the next search; None if the running plan is that of the workload."""
+        self._num_failures = 0
+
+    def on_status(self, num_shifts: int, now: float) -> None:
+        """Record the number of shifts that the router has counted.
+
+        Args:
+            num_shifts: shifts since the start of the router; fewer than before: it started again.
+            now: time in seconds.
+        """
+        if num_shifts > self._num_shifts:
+            self._due, self._num_failures = now, 0
+        self._num_shifts = num_shifts
+
+    def is_due(self, now: float) -> bool:
+        """Return True if a search has to begin."""
+        return self._due is not None and now >= self._due
+
+    def on_failure(self, now: float) -> float:
+        """Plan the next attempt after one that changed no plan; return its delay in seconds."""
+        seconds = backoff_seconds(self._num_failures, self._retry_seconds, MAX_RETRY_SECONDS)
+        self._num_failures += 1
+        self._due = now + seconds
+        return seconds
+
+    def on_adopted(self) -> None:
+        """End the attempts: a plan for the workload runs."""
+        self._due = None
 
 
 class Replanner:
     """Loop that searches for a new plan after each shift of the workload, and applies it.
+
+    A search that has failed, and a plan that could not be applied, are tried again later.
 
     A shift is a lasting change of request rate or lengths that the router reports. Engines are
     started, stopped or switched between prefill and decode.
@@ -175,8 +226,7 @@ class Replanner:
         self._make_specs = make_specs
         self._search = search
         self._times = times
-        self._num_handled = 0
-        """Shifts after which was planned."""
+        self._attempts = ReplanAttempts(times.retry_seconds)
 
     async def run(self) -> None:
         """Poll the router and replan after each shift, until this task is cancelled."""
@@ -186,12 +236,18 @@ class Replanner:
         workload = body["workload"]
         if workload is None or not workload["is_leader"]:
             return
-        if workload["num_shifts"] > self._num_handled:
-            # Later shifts, also those of the time of this search, are one more.
-            self._num_handled = workload["num_shifts"]
-            await self._replan(workload["shift"])
+        # Later shifts, also those of the time of a search, are one more.
+        self._attempts.on_status(workload["num_shifts"], monotonic())
+        if not self._attempts.is_due(monotonic()):
+            return
+        if await self._replan(workload["shift"]):
+            self._attempts.on_adopted()
+        else:
+            seconds = self._attempts.on_failure(monotonic())
+            log.info("a new plan is searched again after %.0f s", seconds)
 
-    async def _replan(self, shift: Mapping[str, Any]) -> None:
+    async def _replan(self, shift: Mapping[str, Any]) -> bool:
+        """Search for a plan for the shifted workload and apply it; return True if it runs."""
         rate = shift["after"]["rate"]
         log.info(
             "the workload has shifted (%s): a plan for %.3g requests/s is searched",
@@ -203,19 +259,19 @@ class Replanner:
             new, path = await self._search.run(lengths, rate)
         except (PlanSearchError, PlanError, OSError) as error:
             log.warning("no new plan: %s; the running one stays", error)
-            return
+            return False
         try:
             change = change_plan(self.plan, adopt_plan(self.plan, new))
             self._check_nodes(change)
         except PlanError as error:
             log.warning("%s is not applied: %s", path, error)
-            return
+            return False
         write_plan(change.plan, path)
-        if not change.actions:
-            log.info("the new plan has the running engines: nothing changes")
-            self.plan = change.plan
-            return
-        await self._apply(change, path)
+        if change.actions:
+            return await self._apply(change, path)
+        log.info("the new plan has the running engines: nothing changes")
+        await self._adopt(change.plan)
+        return True
 
     def _check_nodes(self, change: PlanChange) -> None:
         """Raise PlanError if engines of other nodes would have to start or to end."""
@@ -229,29 +285,38 @@ class Replanner:
                     "router is: start the new plan with `gllm up` on all nodes"
                 )
 
-    async def _apply(self, change: PlanChange, path: Path) -> None:
-        """Apply the actions of a change, or undo them; without the old engines all ends."""
+    async def _apply(self, change: PlanChange, path: Path) -> bool:
+        """Apply the actions of a change, or undo them; without the old engines all ends.
+
+        Returns:
+            True if the new plan runs.
+        """
         log.info("%s is applied: %s", path, describe_actions(change.actions))
         done: list[ChangeAction] = []
         try:
             await self._run_actions(change.plan, change.actions, done)
         except (ValueError, ServerError, TimeoutError) as error:
             if self._manager.is_stopping:
-                return
+                return False
             log.warning("%s is taken back: %s", path, error)
             try:
                 await self._run_actions(self.plan, undo_actions(done, self.plan), [])
             except (ValueError, ServerError, TimeoutError) as second:
                 if not self._manager.is_stopping:
                     self._manager.fail(f"the plan before {path} could not be restored: {second}")
-            return
-        self.plan = change.plan
+            return False
+        await self._adopt(change.plan)
+        log.info("%s is the running plan", path)
+        return True
+
+    async def _adopt(self, plan: ServingPlan) -> None:
+        """Make a plan the running one; the router measures anew what it is for."""
+        self.plan = plan
         try:
             # Clients that wait for answers send more requests now, which is no shift.
             await asyncio.to_thread(self._router.post, "/workload/profile")
         except ServerError as error:
             log.warning("the router keeps its profile: %s", error)
-        log.info("%s is the running plan", path)
 
     async def _run_actions(
         self,

@@ -130,8 +130,9 @@ class ShiftConfig:
 class ShiftDetector:
     """Detects lasting changes of request lengths and request rate against the first windows.
 
-    The first windows of requests are the reference. After a shift the next windows are a new one,
-    so that a shift is reported once.
+    The first windows of requests are the profile, that of the running plan, and the reference.
+    After a shift the next windows are a new reference, so that a shift is reported once. The
+    profile stays until `reset`: only a new plan changes what the running one is for.
 
     Args:
         rule: conditions of a lasting change.
@@ -142,35 +143,38 @@ class ShiftDetector:
         self.reset()
 
     def reset(self) -> None:
-        """Measure the reference means anew from the next windows."""
+        """Measure profile and reference anew from the next windows: a new plan runs."""
         self._samples: list[RequestSample] = []
         self._profile: WindowMeans | None = None
+        self._reference: WindowMeans | None = None
+        """Means of the windows after the latest shift, or the profile; None while measured."""
         self._directions = [0] * len(QUANTITIES)
         """Windows in a row with a shift of each quantity; negative: downwards."""
 
     @property
     def profile(self) -> WindowMeans | None:
-        """Reference means; None while they are measured."""
+        """Means of the workload since the running plan; None while they are measured."""
         return self._profile
 
     def observe(self, sample: RequestSample) -> WorkloadShift | None:
         """Add a request in order of arrival; return a shift if this request confirms one."""
         self._samples.append(sample)
         rule = self._rule
-        if self._profile is None:
+        if self._reference is None:
             if len(self._samples) > rule.window * rule.num_windows:
-                self._profile = measure_means(self._samples)
+                self._reference = measure_means(self._samples)
+                self._profile = self._profile or self._reference
                 self._samples = self._samples[-1:]
             return None
         if len(self._samples) <= rule.window:
             return None
         window = measure_means(self._samples)
         self._samples = self._samples[-1:]
-        return self._compare(self._profile, window)
+        return self._compare(self._reference, window)
 
-    def _compare(self, profile: WindowMeans, window: WindowMeans) -> WorkloadShift | None:
+    def _compare(self, reference: WindowMeans, window: WindowMeans) -> WorkloadShift | None:
         rule = self._rule
-        columns = zip(profile.means, profile.errors, window.means, window.errors, strict=True)
+        columns = zip(reference.means, reference.errors, window.means, window.errors, strict=True)
         for index, (before, before_error, after, after_error) in enumerate(columns):
             change = after - before
             error = sqrt(before_error**2 + after_error**2)
@@ -185,8 +189,8 @@ class ShiftDetector:
         )
         if not shifted:
             return None
-        self._profile, self._directions = None, [0] * len(QUANTITIES)
-        return WorkloadShift(shifted, profile, window)
+        self._reference, self._directions = None, [0] * len(QUANTITIES)
+        return WorkloadShift(shifted, reference, window)
 
 
 def measure_means(samples: Sequence[RequestSample]) -> WindowMeans:

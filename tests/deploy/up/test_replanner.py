@@ -16,7 +16,14 @@ import msgspec
 import pytest
 
 from gllm.deploy.server_client import ServerClient
-from gllm.deploy.up.replanner import PlanSearch, Replanner, ReplanTimes
+from gllm.deploy.up.replanner import (
+    MAX_RETRY_SECONDS,
+    RETRY_SECONDS,
+    PlanSearch,
+    ReplanAttempts,
+    Replanner,
+    ReplanTimes,
+)
 from gllm.plan.processes import ProcessSpec, router_url
 from gllm.plan.search_command import (
     check_replannable,
@@ -134,6 +141,7 @@ class FollowedRig(Rig):
         /,
         start_seconds: float = 60.0,
         search_seconds: float | None = None,
+        retry_seconds: float = 60.0,
         **engines: EnginePlan,
     ) -> None:
         super().__init__({"router": SERVE, **dict.fromkeys(engines, SERVE)})
@@ -150,7 +158,7 @@ class FollowedRig(Rig):
             self.make_search_command,
             search_seconds,
         )
-        times = ReplanTimes(0.02, 0.02, start_seconds=start_seconds)
+        times = ReplanTimes(0.02, 0.02, start_seconds=start_seconds, retry_seconds=retry_seconds)
         self.replanner = Replanner(
             self.manager,
             ServerClient(router_url(self.plan)),
@@ -230,8 +238,8 @@ async def test_each_shift_is_one_search_whose_plan_is_applied(
         await rig.until(lambda: rig.replanner.plan is not before)
         assert rig.replanner.num_searches == 2
     assert rig.replanner.plan.engines == read_plan(tmp_path / "plan.shift-2.yaml").engines
-    # The second plan has changed nothing.
-    assert router.num_resets == 1
+    # The second plan has changed no engine, but it is the plan of the new workload.
+    assert router.num_resets == 2
     assert set(read_plan(tmp_path / "plan.shift-1.yaml").engines) == {"p", "d0", "m"}
     assert (tmp_path / "plan.shift-1.csv").read_text() == LENGTHS
     (words, _) = [line.split()[1:] for name, line in rig.lines if name == "search"]
@@ -308,6 +316,50 @@ async def test_the_running_plan_stays_without_a_plan_that_fits(
         await rig.until(lambda: words in caplog.text)
         assert rig.engines == ["a"]
     assert rig.replanner.num_searches == 1
+    assert router.num_resets == 0, "the profile is that of the running plan"
+
+
+async def test_a_failed_search_is_repeated_until_a_plan_is_adopted(
+    tmp_path: Path, router: ScriptedRouter, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = FollowedRig(tmp_path, router, retry_seconds=0.01, a=engine())
+    rig.find(a=engine(), b=engine())
+    then = rig.search_script
+    rig.search_script = FIRST.format(marker=str(tmp_path / "began"), script=FAIL, then=then)
+    async with rig.run():
+        router.shift(1)
+        await rig.until(lambda: rig.engines == ["a", "b"] and router.num_resets)
+    assert "no new plan: it exited with 1: no memory" in caplog.text
+    assert rig.replanner.num_searches == 2
+    assert router.num_resets == 1
+
+
+def test_attempts_are_due_after_a_shift_and_after_failures_with_longer_delays() -> None:
+    attempts = ReplanAttempts()
+    attempts.on_status(0, 0.0)
+    assert not attempts.is_due(1e9)
+    attempts.on_status(1, 100.0)
+    now, delays = 100.0, []
+    for _ in range(12):
+        assert attempts.is_due(now)
+        delays.append(attempts.on_failure(now))
+        assert not attempts.is_due(now + delays[-1] - 0.001)
+        attempts.on_status(1, now)
+        now += delays[-1]
+    assert delays[:3] == [RETRY_SECONDS, 2 * RETRY_SECONDS, 4 * RETRY_SECONDS]
+    assert delays[-1] == MAX_RETRY_SECONDS
+    # A further shift is a new reason.
+    attempts.on_status(2, now - 1.0)
+    assert attempts.is_due(now - 1.0)
+    assert attempts.on_failure(now) == RETRY_SECONDS
+    attempts.on_adopted()
+    attempts.on_status(2, now)
+    assert not attempts.is_due(1e9)
+    # The router has started again.
+    attempts.on_status(0, now)
+    assert not attempts.is_due(1e9)
+    attempts.on_status(1, now)
+    assert attempts.is_due(now)
 
 
 def test_a_search_may_take_a_multiple_of_its_budget(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from gllm.routing.scaling.workload_shifts import (
     RequestSample,
     ShiftDetector,
     ShiftRule,
+    WindowMeans,
     WorkloadShift,
     measure_means,
 )
@@ -81,6 +82,29 @@ def test_a_rate_that_changes_after_a_reset_is_the_profile() -> None:
         assert detector.observe(sample) is None
     assert detector.profile is not None
     assert detector.profile.rate == pytest.approx(10.0, rel=0.1)
+
+
+@given(WORKLOADS, SEEDS, st.lists(st.sampled_from([0.5, 2.0, 4.0]), min_size=1, max_size=3))
+@settings(max_examples=num_examples(3, 50), deadline=None)
+def test_the_profile_stays_until_a_plan_is_adopted(
+    workload: str, seed: int, factors: list[float]
+) -> None:
+    """Shifts of the rate, one after the other, change no profile; each one is reported."""
+    trace = make_trace(workload, seed, 2000)
+    for factor in factors:
+        trace = join(trace, make_trace(workload, seed + 1, 3000, 5.0 * factor))
+    detector = ShiftDetector()
+    shifts: list[WorkloadShift] = []
+    profiles: list[WindowMeans] = []
+    for sample in trace:
+        if shift := detector.observe(sample):
+            shifts.append(shift)
+        if detector.profile is not None and detector.profile not in profiles:
+            profiles.append(detector.profile)
+    assert shifts
+    assert profiles == [shifts[0].before]
+    detector.reset()
+    assert detector.profile is None
 
 
 def test_a_short_burst_is_no_shift() -> None:
