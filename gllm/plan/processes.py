@@ -4,7 +4,7 @@
 """
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -16,7 +16,13 @@ from gllm.config.router import RouterConfig
 from gllm.config.server import ServerConfig
 from gllm.options.addresses import format_host_port, is_loopback, is_wildcard
 from gllm.options.flags import FlagParser, add_flags, flag_arguments
-from gllm.plan.serving_plan import ROUTER_HUB_PORT, EnginePlan, PlanError, ServingPlan
+from gllm.plan.serving_plan import (
+    ROUTER_HUB_PORT,
+    ROUTER_NAME,
+    EnginePlan,
+    PlanError,
+    ServingPlan,
+)
 from gllm.routing.disaggregation.flow import format_routes
 from gllm.scheduler.config import SchedulerConfig
 
@@ -95,8 +101,6 @@ def find_flag(values: Mapping[str, Any], name: str) -> Any:
     return next((value for key, value in values.items() if key.replace("-", "_") == name), None)
 
 
-ROUTER_NAME = "router"
-"""Name of the router's process."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -164,6 +168,23 @@ def engine_ports(plan: ServingPlan, name: str, node: str) -> EnginePorts:
     """Return the API, control, data and KV ports of an engine on one of its nodes."""
     first = plan.first_port(name, node)
     return EnginePorts(first, first + 1, first + 2, first + 3)
+
+
+def specs_by_name(specs: Iterable[ProcessSpec]) -> dict[str, ProcessSpec]:
+    """Return processes by their names.
+
+    Raises:
+        PlanError: Two processes have one name, so that one of them would never be started.
+    """
+    named: dict[str, ProcessSpec] = {}
+    for spec in specs:
+        other = named.setdefault(spec.name, spec)
+        if other is not spec:
+            raise PlanError(
+                f"engines.{spec.name}: {other.title} and {spec.title} have the same name: give the "
+                "engine another name"
+            )
+    return named
 
 
 def commands_for(

@@ -15,6 +15,8 @@ NUM_ENGINE_PORTS = 4
 """Ports of an engine on each of its nodes: API, control, activations, KV caches."""
 FIRST_ENGINE_PORT = 29800
 """First port of the first engine; those of the others follow."""
+ROUTER_NAME = "router"
+"""Name of the router's process."""
 ROUTER_HUB_PORT = 29700
 """Port at which engines attach to the router."""
 MAX_PORT = 2**16 - 1
@@ -195,6 +197,11 @@ def check_plan(plan: ServingPlan) -> None:
     if not plan.engines:
         raise PlanError("engines: empty: add one at least")
     for name, engine in plan.engines.items():
+        if plan.router and name == ROUTER_NAME:
+            raise PlanError(
+                f"engines.{name}: this is the name of the router's process: give the engine "
+                "another name"
+            )
         _check_engine(plan, name, engine)
     _check_devices(plan)
     _check_ports(plan)

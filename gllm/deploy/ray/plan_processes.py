@@ -21,7 +21,6 @@ from gllm.options.addresses import format_host_port
 from gllm.options.exit_status import INVALID_STATUS
 from gllm.plan.emit.registry import replace_flags, with_hosts
 from gllm.plan.processes import (
-    ROUTER_NAME,
     LaunchOptions,
     ProcessSpec,
     commands_for,
@@ -29,7 +28,7 @@ from gllm.plan.processes import (
     find_flag,
     scaling_router_url,
 )
-from gllm.plan.serving_plan import EnginePlan, PlanError, ServingPlan
+from gllm.plan.serving_plan import ROUTER_NAME, EnginePlan, PlanError, ServingPlan
 
 STATUS_SECONDS = 5.0
 """Time for an actor to answer; one that does not is starting, or lost."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from gllm.deploy.lifecycle import RunningProcess, next_to_end, run_to_end
 from gllm.observability.stop_signals import StopAction, StopSignals
-from gllm.plan.processes import ProcessSpec
+from gllm.plan.processes import ProcessSpec, specs_by_name
 
 PROBE_SECONDS = 0.2
 """Interval of the probes of a process until it is ready."""
@@ -64,7 +64,7 @@ class EngineManager:
         """
         self.cause = ""
         """First failure; empty without one."""
-        self._specs = {spec.name: spec for spec in specs}
+        self._specs = specs_by_name(specs)
         self._launch = launch
         self._on_ready = on_ready
         self._is_scaled = is_scaled
@@ -118,7 +118,7 @@ class EngineManager:
 
     def set_specs(self, specs: Iterable[ProcessSpec]) -> None:
         """Replace the processes that can be started; running ones continue."""
-        self._specs = {spec.name: spec for spec in specs}
+        self._specs = specs_by_name(specs)
 
     async def start_engine(
         self, name: str, timeout_seconds: float | None = None, may_fail: bool = False

@@ -6,7 +6,13 @@ Services use the network of their machine, so that addresses and ports are those
 from typing import Any
 
 from gllm.plan.emit.registry import SECRET_NAME, EmitOptions, replace_flags, stop_seconds, to_yaml
-from gllm.plan.processes import LaunchOptions, ProcessSpec, commands_for, crosses_machines
+from gllm.plan.processes import (
+    LaunchOptions,
+    ProcessSpec,
+    commands_for,
+    crosses_machines,
+    specs_by_name,
+)
 from gllm.plan.serving_plan import ServingPlan
 
 SECRET_PATH = f"/run/secrets/{SECRET_NAME}"
@@ -39,7 +45,10 @@ def emit(plan: ServingPlan, options: EmitOptions) -> dict[str, str]:
             continue
         name = "compose.yaml" if len(plan.nodes) == 1 else f"compose.{node}.yaml"
         document: dict[str, Any] = {
-            "services": {spec.name: _service(plan, node, spec, options) for spec in specs}
+            "services": {
+                service: _service(plan, node, spec, options)
+                for service, spec in specs_by_name(specs).items()
+            }
         }
         if has_secret:
             document["secrets"] = {SECRET_NAME: {"file": "./secret"}}

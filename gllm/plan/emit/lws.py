@@ -72,11 +72,34 @@ def emit(plan: ServingPlan, options: EmitOptions) -> dict[str, str]:
         documents.append(
             kubernetes_service(API, {"app": "gllm-engine", "role": "head"}, HTTP_PORT, "http")
         )
+    _check_names(documents)
     labels = "\n  ".join(
         f"kubectl label node MACHINE {NODE_LABEL}={node}" for node in _used_nodes(plan)
     )
     comment = COMMENT.format(secret=SECRET_NAME, labels=labels, file=FILE)
     return {FILE: to_yaml(documents, comment)}
+
+
+def _check_names(objects: list[Any]) -> None:
+    """Raise PlanError if two objects of a kind would have one name.
+
+    A LeaderWorkerSet creates a Service and a StatefulSet with its own name, and a StatefulSet of
+    workers whose name also has the number of the group.
+    """
+    owners: dict[tuple[str, str], str] = {}
+    for each in objects:
+        kind, name = each["kind"], each["metadata"]["name"]
+        created = [(kind, name)]
+        if kind == "LeaderWorkerSet":
+            created += [("Service", name), ("StatefulSet", name), ("StatefulSet", f"{name}-0")]
+        for key in created:
+            if key in owners:
+                engine = max(name, owners[key], key=len).removeprefix("gllm-")
+                raise PlanError(
+                    f"engines.{engine}: {name} and {owners[key]} would both have a {key[0]} "
+                    f"{key[1]}: give the engine another name"
+                )
+            owners[key] = name
 
 
 def _used_nodes(plan: ServingPlan) -> list[str]:

@@ -8,8 +8,14 @@ import pytest
 from gllm import serve
 from gllm.commands import router
 from gllm.deploy.ray.plan_processes import ProcessTask, make_groups, make_process_spec
-from gllm.plan.processes import ROUTER_NAME, ProcessSpec
-from gllm.plan.serving_plan import EnginePlan, PlanError, ServingPlan, StagePlan
+from gllm.plan.processes import ProcessSpec
+from gllm.plan.serving_plan import (
+    ROUTER_NAME,
+    EnginePlan,
+    PlanError,
+    ServingPlan,
+    StagePlan,
+)
 from tests.plan.test_processes import CPU_PHASES, GPUS, LOCAL
 
 ROUTER, HEAD, OWN = "10.9.0.1", "10.9.0.2", "10.9.0.3"
