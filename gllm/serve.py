@@ -20,7 +20,7 @@ from gllm.commands.server_command import (
 from gllm.config.attachment import AttachmentConfig
 from gllm.config.engine import EngineConfig
 from gllm.config.join import JoinConfig
-from gllm.config.node_environment import NodeRank, read_node_rank
+from gllm.config.node_environment import NodeRank, parse_head_address, read_node_rank
 from gllm.config.nodes import NodesConfig
 from gllm.config.server import ServerConfig
 from gllm.deploy.ray.launcher import RayLauncher
@@ -28,6 +28,7 @@ from gllm.engine.preflight import ModelPlan, plan_model
 from gllm.observability.logs import LogConfig
 from gllm.options.addresses import format_host_port
 from gllm.options.flags import config_from_flags
+from gllm.options.ports import check_port_is_free
 from gllm.recovery.node_layout import distribute_stages
 from gllm.runtime.head.node import LocalNode
 
@@ -65,6 +66,12 @@ def main(argv: list[str] | None = None) -> int:
             )
             return 0
         nodes = _place_in(nodes, place)
+        if attachment.hub is not None:
+            check_port_is_free("--hub", attachment.hub)
+        listen = nodes.node_listen or nodes.master_addr
+        if place.is_head and nodes.nnodes > 1 and listen is not None:
+            address = format_host_port(*parse_head_address(listen))
+            check_port_is_free("--node-listen" if nodes.node_listen else "--master-addr", address)
         # Before the workers start, which takes seconds and memory.
         plan = plan_model(engine_config)
         if not place.is_head:

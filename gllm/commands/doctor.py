@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import os
+import socket
 import sys
 from collections.abc import Iterator
 
@@ -10,14 +11,19 @@ from gllm.config.node_environment import has_launcher, parse_head_address, read_
 from gllm.config.nodes import DEFAULT_DATA_PORT, NodesConfig
 from gllm.deploy.doctor import host_checks, model_checks, network_checks
 from gllm.deploy.doctor.finding import Finding, Verdict, note
-from gllm.deploy.doctor.head_probe import HeadAnswer, check_answer, probe_head
+from gllm.deploy.doctor.head_probe import (
+    HeadAnswer,
+    check_answer,
+    check_node_name,
+    probe_head,
+)
 from gllm.deploy.doctor.model_checks import LocalModel
 from gllm.messages.nodes import PROTOCOL
 from gllm.options.flags import FlagParser, number_type
 from gllm.options.version import __version__
 from gllm.recovery.join_check import JoinFacts
 from gllm.runtime.messaging.security import SecretFile, SecretFileError
-from gllm.runtime.node.machine import MachineMonitor
+from gllm.runtime.node.machine import MachineMonitor, is_own_address
 from gllm.runtime.worker.device import available_memory_bytes
 
 
@@ -45,6 +51,11 @@ def make_parser() -> argparse.ArgumentParser:
         help=f"as in gllm.serve (default {DEFAULT_DATA_PORT})",
     )
     parser.add_argument("--link-congestion", help="as in gllm.serve")
+    parser.add_argument(
+        "--node-name",
+        default=socket.gethostname(),
+        help="as in gllm.serve: has another machine this name (default: the host name)",
+    )
     return parser
 
 
@@ -153,5 +164,7 @@ def _check_head(
         b"",
     )
     yield from check_answer(answer, own, path)
+    is_head = is_own_address(address)
+    yield from filter(None, [check_node_name(answer, values.node_name, is_head)])
     if values.data_port:
         yield network_checks.check_data_port_of_head(address, values.data_port)

@@ -15,6 +15,7 @@ from gllm.commands.server_command import (
 )
 from gllm.config.router import RouterConfig
 from gllm.options.flags import config_from_flags
+from gllm.options.ports import check_port_is_free
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -38,7 +39,10 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         server = read_server_config(values)
-        engine = FleetEngine(config_from_flags(RouterConfig, values), server.served_model_name)
+        config = config_from_flags(RouterConfig, values)
+        if config.hub != "off":
+            check_port_is_free("--hub", config.hub)
+        engine = FleetEngine(config, server.served_model_name)
         return uvloop.run(Server(engine, server).run())
     except (ValueError, OSError) as error:
         return report_error(error, logs)

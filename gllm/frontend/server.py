@@ -13,6 +13,7 @@ from gllm.engine.interface import EngineInterface
 from gllm.frontend.app import make_app
 from gllm.frontend.connection import ConnectionRunner
 from gllm.frontend.listening import listen, raise_open_files_limit, tls_context, watch_signals
+from gllm.options.addresses import format_host_port
 
 log = logging.getLogger("gllm")
 
@@ -108,7 +109,8 @@ class Server:
                 status.kv_cache_bytes / 2**20, blocks, tokens / length, length,
             )  # fmt: skip
         body = '{"messages": [{"role": "user", "content": "Hello!"}], "stream": true}'
-        url = f"http{'s' if self._config.ssl_certfile else ''}://{host}:{port}"
+        scheme = "https" if self._config.ssl_certfile else "http"
+        url = f"{scheme}://{format_host_port(str(host), int(port))}"
         key = ""
         if self._config.api_key or self._config.api_key_file:
             key = '-H "Authorization: Bearer $KEY" '

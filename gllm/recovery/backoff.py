@@ -19,6 +19,33 @@ def backoff_seconds(num_failures: int, first_seconds: float, max_seconds: float 
     return min(first_seconds * 2.0 ** min(num_failures, 64), max_seconds)
 
 
+class FailureLog:
+    """Decides which failures in a row are warnings: another cause at once, the same now and then.
+
+    Args:
+        seconds: least time between two warnings of one cause.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._times: dict[str, float] = {}
+        """Time of the last warning of each cause."""
+
+    def is_due(self, cause: str, now: float) -> bool:
+        """Return True if a failure has to be logged as a warning now, and record that."""
+        self._times = {
+            text: time for text, time in self._times.items() if now - time < self._seconds
+        }
+        if cause in self._times:
+            return False
+        self._times[cause] = now
+        return True
+
+    def reset(self) -> None:
+        """Forget the failures: there was a success."""
+        self._times.clear()
+
+
 class Backoff:
     """Delays before reconnection attempts: exponential up to a limit, with random jitter."""
 

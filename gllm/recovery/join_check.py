@@ -48,6 +48,8 @@ class JoinFacts(msgspec.Struct, frozen=True):
     """Digest of the model; empty if the machine learns the model from the head."""
     config: bytes
     """Engine configuration as JSON; empty if the machine takes that of the head."""
+    nodes: tuple[str, ...] = ()
+    """Names that another machine cannot have, in an answer to `gllm doctor`."""
 
 
 def find_differences(head: JoinFacts, node: JoinFacts) -> list[str]:

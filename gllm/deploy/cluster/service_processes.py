@@ -14,7 +14,6 @@ from gllm.deploy.cluster.service import check_parameters
 from gllm.deploy.lifecycle import run_to_end
 from gllm.deploy.logged_process import KILL_SECONDS, PROBE_TIMEOUT_SECONDS, LocalProcess
 from gllm.deploy.metrics_scrape import parse_metrics
-from gllm.deploy.ports import probe_port
 from gllm.deploy.server_client import ServerClient, ServerError
 from gllm.messages.base import WireMessage
 from gllm.messages.services import (
@@ -27,6 +26,7 @@ from gllm.messages.services import (
     StartServiceProcess,
 )
 from gllm.options.addresses import format_host_port
+from gllm.options.ports import probe_port
 from gllm.plan.processes import ENGINE_CONFIGS, ProcessSpec, render_flags
 
 log = logging.getLogger(__name__)

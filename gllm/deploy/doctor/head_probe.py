@@ -102,6 +102,27 @@ def check_answer(answer: HeadAnswer, own: JoinFacts, secret_file: str | None) ->
     return findings
 
 
+def check_node_name(answer: HeadAnswer, name: str, is_head: bool) -> Finding | None:
+    """Check that no other machine has joined the head with a name.
+
+    Args:
+        answer: response of the head to `probe_head`; without facts None is returned.
+        name: name of this machine.
+        is_head: True if the head is on this machine, whose name it may be.
+    """
+    if answer.facts is None or is_head:
+        return None
+    topic = "node name"
+    if name not in answer.facts.nodes:
+        return good(topic, f"no other machine is called {name}")
+    return bad(
+        topic,
+        f"a machine called {name} has joined already",
+        "pass --node-name with a name of its own to each machine; if the agent of this machine "
+        "runs, it is that one, and nothing is wrong",
+    )
+
+
 def _explain_silence(cause: str, secret_file: str | None) -> Finding:
     if "secret" in cause and secret_file is None:
         fix = (

@@ -12,6 +12,7 @@ from pathlib import Path
 from gllm.config.node_environment import read_node_rank
 from gllm.config.nodes import NodesConfig
 from gllm.deploy.doctor.finding import Finding, bad, good, note
+from gllm.options.addresses import format_host_port
 from gllm.runtime.messaging.security import SecretFile, SecretFileError
 
 MIN_DESCRIPTORS = 4096
@@ -195,5 +196,6 @@ def check_launcher(
     if place.num_nodes == 1:
         return note("rank", "one machine, or --nnodes and a launcher's environment are not given")
     head = " (the head)" if place.is_head else ""
-    text = f"rank {place.rank}{head} of {place.num_nodes}, the head is at {place.host}:{place.port}"
+    address = format_host_port(place.host, place.port)
+    text = f"rank {place.rank}{head} of {place.num_nodes}, the head is at {address}"
     return good("rank", text)

@@ -5,8 +5,8 @@ import socket
 from collections.abc import Callable
 
 from gllm.deploy.doctor.finding import Finding, bad, good, note
-from gllm.deploy.ports import probe_port
 from gllm.options.addresses import format_host_port, is_loopback
+from gllm.options.ports import probe_port
 from gllm.runtime.node.machine import find_own_address, is_own_address
 
 CONNECT_SECONDS = 5.0

@@ -14,10 +14,10 @@ from contextlib import suppress
 
 from gllm.config.node_environment import remove_launcher
 from gllm.deploy.logged_process import LoggedProcess
-from gllm.deploy.ports import probe_port
 from gllm.deploy.ray.bundles import port_offset, ray_node_name, read_ray_machines
 from gllm.observability.child_process import module_command
 from gllm.options.exit_status import INVALID_STATUS
+from gllm.options.ports import probe_port
 
 RESTART_SECONDS = 2.0
 """Time from the end of a process until Ray may start the next one."""

@@ -217,8 +217,8 @@ class LinkChild:
         self._listening.set_result(port)
         if port:
             # Another process after this one has to be where the other machines expect it.
-            host, _, _ = self.identity.listen.rpartition(":")
-            self.identity = msgspec.structs.replace(self.identity, listen=f"{host}:{port}")
+            prefix, _, _ = self.identity.listen.rpartition(":")
+            self.identity = msgspec.structs.replace(self.identity, listen=f"{prefix}:{port}")
 
     def _on_exit(self) -> None:
         """Start another process after one that has exited."""

@@ -503,7 +503,8 @@ class NodeHub:
     def _answer_of(self, join: nodes.JoinCluster) -> nodes.RefuseNode | None:
         """Return the answer to a join that only asks what is here; None for any other."""
         if join.protocol == PROBE_PROTOCOL:
-            return nodes.RefuseNode(encode_facts(self.facts))
+            names = (self._name, LOCAL_NODE, *self.sessions)
+            return nodes.RefuseNode(encode_facts(replace(self.facts, nodes=names)))
         if self._is_master and not join.runs_services:
             cause = "it is the master of a cluster, which runs services: use `gllm node --join`"
             return nodes.RefuseNode(cause, is_master=True)

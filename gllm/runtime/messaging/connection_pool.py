@@ -29,7 +29,7 @@ from gllm.options.addresses import (
     parse_ip_address,
     resolve_host,
 )
-from gllm.recovery.backoff import REFUSED_SECONDS, Backoff
+from gllm.recovery.backoff import REFUSED_SECONDS, Backoff, FailureLog
 from gllm.routing.disaggregation.policy import DecodeChoice
 from gllm.runtime.messaging.bus import UNREACHABLE, Hub, Spoke
 from gllm.runtime.messaging.bus_socket import Decode
@@ -258,7 +258,7 @@ async def is_refused(address: str) -> bool:
 
 
 LOG_SECONDS = 60.0
-"""Time between two log lines about a peer that cannot be reached."""
+"""Time between two log lines about a peer that cannot be reached for the same cause."""
 
 
 Dial = Callable[[str, int, Callable[[str, bool], None]], PeerConnection]
@@ -300,7 +300,7 @@ class Dialer:
         """Cause of the end of the latest session or attempt."""
         self._num_failures = 0
         """Attempts since the last session that was established."""
-        self._last_log = float("-inf")
+        self._failures = FailureLog(LOG_SECONDS)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -325,7 +325,7 @@ class Dialer:
             if connection is not None and connection.is_established:
                 self._backoff.reset()
                 self._num_failures = 0
-                self._last_log = float("-inf")
+                self._failures.reset()
                 self._peer = connection.address
             else:
                 self._num_failures += 1
@@ -361,12 +361,9 @@ class Dialer:
         return connection, cause, is_refused
 
     def _log_failure(self, cause: str) -> None:
-        """Log that there is no session, at most once a minute above the level of debugging."""
-        now = time.monotonic()
-        level = logging.DEBUG
-        if now - self._last_log >= LOG_SECONDS:
-            self._last_log = now
-            level = logging.WARNING
+        """Log that there is no session: another cause at once, the same one now and then."""
+        is_due = self._failures.is_due(cause, time.monotonic())
+        level = logging.WARNING if is_due else logging.DEBUG
         log.log(level, "no session with %s: %s; trying again", self._address, cause)
 
 

@@ -17,7 +17,7 @@ from gllm.messages import nodes
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage, decode_for_agent
 from gllm.options.addresses import Resolve, parse_host_port
-from gllm.recovery.backoff import Backoff
+from gllm.recovery.backoff import Backoff, FailureLog
 from gllm.recovery.clock_offset import ClockOffset
 from gllm.recovery.departure import SETTLE_SECONDS
 from gllm.runtime.messaging.bus import Spoke
@@ -319,8 +319,7 @@ class HeadDialer:
         self._on_message = on_message
         self._read_node = read_node
         self._decode = decode
-        self._last_log = float("-inf")
-        self._logged_cause = ""
+        self._failures = FailureLog(LOG_SECONDS)
 
     @property
     def is_member(self) -> bool:
@@ -431,10 +430,7 @@ class HeadDialer:
 
     def _log_failure(self) -> None:
         """Log that there is no session: another cause at once, the same one now and then."""
-        now = time.monotonic()
-        level = logging.DEBUG
-        if now - self._last_log >= LOG_SECONDS or self.cause != self._logged_cause:
-            self._last_log, self._logged_cause = now, self.cause
-            level = logging.WARNING
+        is_due = self._failures.is_due(self.cause, time.monotonic())
+        level = logging.WARNING if is_due else logging.DEBUG
         head = self._config.head
         log.log(level, "no session with the head at %s: %s; trying again", head, self.cause)

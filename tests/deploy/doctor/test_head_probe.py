@@ -12,11 +12,17 @@ from gllm.__main__ import main
 from gllm.config.engine import EngineConfig
 from gllm.config.nodes import NodesConfig
 from gllm.deploy.doctor.finding import Verdict
-from gllm.deploy.doctor.head_probe import check_answer, probe_head
+from gllm.deploy.doctor.head_probe import (
+    HeadAnswer,
+    check_answer,
+    check_node_name,
+    probe_head,
+)
 from gllm.engine.preflight import make_join_facts
 from gllm.messages.nodes import PROTOCOL
 from gllm.models.hub import DEMO
 from gllm.recovery.join_check import JoinFacts
+from gllm.recovery.placement import LOCAL_NODE
 from gllm.runtime.head.node_hub import NodeHub
 from gllm.runtime.messaging.security import SecretFile, create_secret_file
 
@@ -31,7 +37,7 @@ async def running_head(secret_file=None, facts=None):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     config = NodesConfig(nnodes=2, node_rank=0, master_addr=f"127.0.0.1:{port}")
-    hub = NodeHub(config, secret_file, 1, facts or make_facts())
+    hub = NodeHub(config, secret_file, 1, facts or make_facts(), "big")
     hub.start()
     try:
         yield hub, port
@@ -61,7 +67,9 @@ async def ask(port, secret_file=None):
 async def test_a_probe_does_not_join(secret):
     async with running_head(secret) as (hub, port):
         answer = await ask(port, secret)
-        assert answer.facts == hub.facts
+        assert answer.facts is not None
+        assert replace_facts(answer.facts) == replace_facts(hub.facts)
+        assert answer.facts.nodes == ("big", LOCAL_NODE)
         assert hub.sessions == {}
         assert hub.refused_peers == {}
         findings = check_answer(answer, replace_facts(hub.facts), secret)
@@ -76,6 +84,25 @@ def replace_facts(facts, **changes):
         "model_hash": facts.model_hash, "config": b"",
     }  # fmt: skip
     return JoinFacts(**(values | changes))
+
+
+async def test_a_name_that_another_machine_has(secret):
+    async with running_head(secret) as (_, port):
+        answer = await ask(port, secret)
+
+    def verdict(name):
+        finding = check_node_name(answer, name, is_head=False)
+        assert finding is not None
+        return finding.verdict
+
+    bad = check_node_name(answer, "big", is_head=False)
+    assert bad is not None
+    assert bad.verdict == Verdict.BAD
+    assert "--node-name" in bad.fix
+    assert verdict(LOCAL_NODE) == Verdict.BAD
+    assert check_node_name(answer, "big", is_head=True) is None
+    assert verdict("laptop") == Verdict.GOOD
+    assert check_node_name(HeadAnswer(cause="no answer"), "pc", is_head=False) is None
 
 
 async def test_another_version_and_model(secret):

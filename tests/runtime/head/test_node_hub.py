@@ -19,6 +19,7 @@ from gllm.messages.nodes import (
     EngineState,
     LeaveCluster,
     NodeHeartbeat,
+    RefuseNode,
     StartWorker,
     WelcomeNode,
     WorkerFrame,
@@ -26,6 +27,7 @@ from gllm.messages.nodes import (
 )
 from gllm.messages.requests import SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
+from gllm.recovery.join_check import PROBE_PROTOCOL, parse_facts
 from gllm.recovery.membership import NodeStatus
 from gllm.runtime.head.deaths import EngineError
 from gllm.runtime.head.node_hub import NODE_RUN, NodeHub, NodeHubTimes, node_hub_address
@@ -98,6 +100,17 @@ async def test_messages_of_a_member_reach_the_listener_in_order(end: HubUnderTes
     assert [each for _, each in listener.messages] == [
         WorkerFrame(number, 1, bytes([number])) for number in range(50)
     ]
+
+
+async def test_a_probe_learns_the_names_that_machines_have(end: HubUnderTest) -> None:
+    agent = end.dial(make_join("one"))
+    await until(lambda: agent.of(WelcomeNode))
+    probe = end.dial(make_join("gllm-doctor", protocol=PROBE_PROTOCOL))
+    await until(lambda: probe.of(RefuseNode))
+    facts = parse_facts(probe.of(RefuseNode)[0].cause)
+    assert facts is not None
+    assert facts.nodes[-1] == "one"
+    assert "gllm-doctor" not in facts.nodes
 
 
 DIFFERENCES: list[tuple[dict[str, Any], str]] = [
