@@ -21,8 +21,9 @@ from gllm.plan.emit.registry import EMITTERS, IMAGE, EmitOptions, emit_manifests
 from gllm.plan.processes import (
     LaunchOptions,
     ProcessSpec,
+    check_configurations,
     commands_for,
-    explain_missing_transfers,
+    find_simulated_only,
     router_api_key,
     router_url,
     scaling_router_url,
@@ -121,6 +122,9 @@ def main(argv: list[str] | None = None) -> int:
                 raise PlanError("--replan: only `gllm up` of this machine replans: remove it")
             check_replannable(plan)
             plan = with_shift_detection(plan)
+        check_configurations(plan)
+        if reason := find_simulated_only(plan):
+            print(f"gllm up: this plan is simulated only: {reason}", file=sys.stderr, flush=True)
         if arguments.emit:
             return _emit(plan, arguments)
         if arguments.on == "ray":
@@ -132,12 +136,6 @@ def main(argv: list[str] | None = None) -> int:
     except (PlanError, OSError) as error:
         print(f"gllm up: {error}", file=sys.stderr)
         return 2
-    for engine, cause in explain_missing_transfers(plan).items():
-        print(
-            f"gllm up: engine {engine} passes no KV blocks on, because {cause}: prompts are "
-            "computed again after their prefill",
-            file=sys.stderr,
-        )
     if arguments.dry_run:
         print("\n".join(format_command(spec) for spec in specs))
         return 0

@@ -15,7 +15,7 @@ from gllm.config.nodes import NodesConfig
 from gllm.config.router import RouterConfig
 from gllm.config.server import ServerConfig
 from gllm.options.addresses import format_host_port, is_loopback, is_wildcard
-from gllm.options.flags import FlagParser, add_flags, flag_arguments
+from gllm.options.flags import FlagParser, add_flags, config_from_flags, flag_arguments
 from gllm.plan.serving_plan import (
     ROUTER_HUB_PORT,
     ROUTER_NAME,
@@ -235,10 +235,45 @@ def explain_missing_transfers(plan: ServingPlan) -> dict[str, str]:
     causes = {}
     for name, engine in plan.engines.items():
         if len(engine.nodes) > 1:
-            causes[name] = "its stages are on several machines"
+            causes[name] = "the stages are on several machines"
         elif engine.stages[0].devices:
-            causes[name] = "its stages are on GPUs"
+            causes[name] = "the stages are on GPUs"
     return causes
+
+
+def find_simulated_only(plan: ServingPlan) -> str:
+    """Return the reason why `gllm serve` cannot do all that a plan expects; empty if it can."""
+    engines: dict[str, list[str]] = {}
+    for name, cause in explain_missing_transfers(plan).items():
+        engines.setdefault(cause, []).append(name)
+    return "; ".join(
+        f"{', '.join(names)}: no KV blocks are passed on, because {cause}: prompts are computed "
+        "again after their prefill"
+        for cause, names in engines.items()
+    )
+
+
+def check_configurations(plan: ServingPlan) -> None:
+    """Check the processes of a plan as `gllm serve` and `gllm router` check their command lines.
+
+    The model and the machines are not looked at.
+
+    Raises:
+        PlanError: a combination of options is refused; the message names process and fix.
+    """
+    options = LaunchOptions(node_secret_file="secret")
+    for node in plan.nodes:
+        for spec in commands_for(plan, node, options):
+            configs = ROUTER_CONFIGS if spec.is_router else ENGINE_CONFIGS
+            parser = FlagParser(add_help=False)
+            for config in configs:
+                add_flags(parser, config)
+            values = parser.parse_args(spec.arguments)
+            try:
+                for config in configs:
+                    config_from_flags(config, values)
+            except ValueError as error:
+                raise PlanError(f"gllm {spec.command} refuses {spec.title}: {error}") from None
 
 
 def transfer_flag_names(plan: ServingPlan, name: str) -> tuple[str, ...]:

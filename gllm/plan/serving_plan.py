@@ -151,6 +151,9 @@ class ServingPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     workload: str | None = None
     """Name of the workload for which the performance was predicted."""
     expected: ExpectedFigures | None = None
+    simulated_only: str = ""
+    """Reason why `gllm serve` cannot do all that was simulated, so that running engines do not
+    reach the expected figures; empty if it can."""
 
     def first_port(self, engine: str, node: str) -> int:
         """Return the first port of an engine on one of its nodes.

@@ -70,7 +70,13 @@ def test_gpus_and_missing_transfers_are_shown(
     captured = capsys.readouterr()
     words = shlex.split(captured.out)
     assert words[:3] == ["env", "CUDA_DEVICE_ORDER=PCI_BUS_ID", "CUDA_VISIBLE_DEVICES=1,0"]
-    assert "engine p0 passes no KV blocks on, because its stages are on GPUs" in captured.err
+    assert captured.err.startswith(
+        "gllm up: this plan is simulated only: p0: no KV blocks are passed on"
+    )
+    engine = msgspec.structs.replace(GPUS.engines["p0"], scheduler={"lanes": "2"})
+    write_plan(msgspec.structs.replace(GPUS, engines={**GPUS.engines, "p0": engine}), path)
+    assert main([str(path), *flags]) == 2
+    assert "gllm serve refuses engine p0: lanes is 2" in capsys.readouterr().err
 
 
 def test_the_router_of_a_plan_that_is_made_again_detects_shifts(

@@ -302,7 +302,10 @@ def test_the_command_writes_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture
     assert plan.expected is not None
     assert plan.expected.attainment is not None
     assert plan.expected.attainment >= 0.9
-    assert "requests/s per GPU" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "requests/s per GPU" in text
+    assert "simulated only: prefill-0, decode-0: no KV blocks are passed on" in text
+    assert "the stages are on GPUs" in plan.simulated_only
     assert main(["goodput", *flags, "--slo", "ttft=0.01,tpot=0.1"]) == 1
     assert "TTFT binds" in capsys.readouterr().err
     assert main(["goodput", *flags, "--slo", "ttft:p99=1"]) == 2

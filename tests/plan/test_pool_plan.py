@@ -149,7 +149,10 @@ def test_the_command_writes_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture
     assert [engine.role for engine in plan.engines.values()] == ["prefill", "decode"]
     assert plan.router is not None
     assert plan.router.preset == "splitwise"
-    assert "1P/1T" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "1P/1T" in text
+    assert f"simulated only: {plan.simulated_only}" in text
+    assert "the stages are on GPUs" in plan.simulated_only
     for wrong in ([], ["--rate", "3"], [*limit, "--objective", "cost"]):
         assert main(["pools", *flags, *wrong]) == 2
     assert main(["pools", *flags, *limit, "--designs", "XY"]) == 2

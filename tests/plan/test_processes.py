@@ -16,9 +16,11 @@ from gllm.options.flags import config_from_flags
 from gllm.plan.processes import (
     LaunchOptions,
     ProcessSpec,
+    check_configurations,
     commands_for,
     crosses_machines,
     explain_missing_transfers,
+    find_simulated_only,
 )
 from gllm.plan.serving_plan import (
     EnginePlan,
@@ -199,10 +201,38 @@ def test_engines_on_cpus_pass_kv_blocks_on_over_the_network() -> None:
 def test_engines_that_pass_nothing_on_are_named_with_the_cause() -> None:
     assert explain_missing_transfers(LOCAL) == {}
     assert explain_missing_transfers(GPUS) == {
-        "p0": "its stages are on GPUs",
-        "d0": "its stages are on several machines",
+        "p0": "the stages are on GPUs",
+        "d0": "the stages are on several machines",
     }
+    assert find_simulated_only(GPUS).startswith(
+        "p0: no KV blocks are passed on, because the stages are on GPUs: prompts are computed again"
+    )
+    assert find_simulated_only(LOCAL) == find_simulated_only(CPU_PHASES) == ""
     assert by_name(GPUS, "x")["p0"].kv_transfer is None
+
+
+@pytest.mark.parametrize("plan", [LOCAL, GPUS, CPU_PHASES])
+def test_the_configurations_of_a_plan_are_those_that_gllm_accepts(plan: ServingPlan) -> None:
+    check_configurations(plan)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"scheduler": {"lanes": "2"}}, "refuses engine p0: lanes is 2, but tensor_parallel_size"),
+        ({"flags": {"kv-transfer": "auto"}}, "refuses engine p0: kv_transfer needs KV caches in"),
+        ({"flags": {"debug-slowdown": [1.0, 2.0]}}, "refuses engine p0: debug_slowdown"),
+    ],
+)
+def test_options_that_gllm_refuses_together_are_said_before_the_start(
+    changes: dict[str, Any], words: str
+) -> None:
+    """Each one alone is a valid flag."""
+    engine = msgspec.structs.replace(GPUS.engines["p0"], **changes)
+    plan = msgspec.structs.replace(GPUS, engines={**GPUS.engines, "p0": engine})
+    check_plan(plan)
+    with pytest.raises(PlanError, match=words):
+        check_configurations(plan)
 
 
 def test_a_port_of_an_engine_may_be_chosen() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from gllm.plan.processes import check_configurations, find_simulated_only
 from gllm.plan.serving_plan import ServingPlan, write_plan
 from gllm.plan.strategies import STRATEGIES, UnservableError
 
@@ -64,8 +65,12 @@ def run_strategy(name: str, argv: list[str]) -> int:
             command = plan.expected.by or shlex.join(["gllm", "plan", name, *argv])
             expected = replace(plan.expected, by=command)
             plan = replace(plan, model=values.checkpoint or plan.model, expected=expected)
+            check_configurations(plan)
+            plan = replace(plan, simulated_only=find_simulated_only(plan))
             write_plan(plan, Path(values.output))
             print(f"wrote {values.output}")
+            if plan.simulated_only:
+                print(f"simulated only: {plan.simulated_only}")
     except BrokenPipeError:
         raise  # The reader of the table has gone, which is no error: see gllm/__main__.py.
     except (ValueError, OSError, ModuleNotFoundError) as error:

@@ -157,7 +157,6 @@ def make_serving_plan(plan: HeteroPlan, command: str) -> ServingPlan:
             str(replica.phase),
             {"preset": "flow"}
             | ({"max_num_seqs": replica.batch} if replica.phase is Phase.DECODE else {}),
-            {"kv-transfer": True},
         )
         for name, (replica, engine_flow) in plan.best.engines().items()
         if engine_flow > 0

@@ -12,7 +12,7 @@ from gllm.plan.hetero.simulation import simulate_plan
 from gllm.plan.hetero.workload import CLASSES, mean_lengths, sample_workload
 from gllm.plan.nodes import named_cluster, read_cluster
 from gllm.plan.problem import ServiceProblem
-from gllm.plan.processes import ROUTER_CONFIGS, render_flags
+from gllm.plan.processes import ROUTER_CONFIGS, find_simulated_only, render_flags
 from gllm.plan.serving_plan import read_plan
 
 FILE = """
@@ -43,6 +43,8 @@ def test_plan_is_shown_and_written(tmp_path: Path, capsys: pytest.CaptureFixture
     assert any(source in arguments[-1] for source in plan.routes)
     assert plan.expected is not None
     assert plan.expected.by.startswith("gllm plan hetero --cluster")
+    assert plan.simulated_only == find_simulated_only(plan) != ""
+    assert f"simulated only: {plan.simulated_only}" in text
     assert read_cluster(cluster).link(0, 1).latency == pytest.approx(5e-6)
 
 
