@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Generic, NamedTuple, TypeVar
 
-from gllm.sim.capacity import SimulationDeadline
+from gllm.sim.capacity import SearchEndedError, SimulationDeadline
 
 
 class SearchBudget:
@@ -174,7 +174,8 @@ def search_best(
 
     Args:
         candidates: Candidates with their bounds; candidates with equal estimates keep this order.
-        evaluate: Evaluates several candidates and returns their results in the same order.
+        evaluate: Evaluates several candidates and returns their results in the same order. It may
+            raise SearchEndedError at the deadline of the budget.
         score: Returns the score of a result; -inf: the candidate cannot be chosen.
         budget: Time and evaluation limit; checked before each batch of candidates.
         batch: Number of candidates per call of `evaluate`.
@@ -204,8 +205,14 @@ def search_best(
             outcome.left_out[reason] += len(chosen) + num_open
             outcome.pruned[DOMINATED] += len(queue) - num_open
             break
-        with budget.evaluation(len(chosen)):
-            pairs = list(zip(chosen, evaluate(chosen), strict=True))
+        try:
+            with budget.evaluation(len(chosen)):
+                pairs = list(zip(chosen, evaluate(chosen), strict=True))
+        except SearchEndedError as error:
+            num_open = sum(is_exhaustive or bound.score > best_score for _, bound in queue)
+            outcome.left_out[str(error)] += len(chosen) + num_open
+            outcome.pruned[DOMINATED] += len(queue) - num_open
+            break
         outcome.evaluated += pairs
         for pair in pairs:
             if score(pair[1]) > best_score:

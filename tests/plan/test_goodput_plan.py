@@ -40,6 +40,7 @@ from gllm.sim.costs.distserve import read_coefficients
 from gllm.sim.deployment import ModelFitError
 from gllm.sim.hardware.shapes import MODELS
 from gllm.sim.workloads.requests import make_workload
+from tests.plan.test_limited_capacity import TickingClock
 from tests.support.examples import num_examples
 
 CLUSTERS = st.builds(equal_nodes, st.integers(1, 4), st.sampled_from((1, 2, 3, 4, 8)))
@@ -278,6 +279,16 @@ def test_the_constraint_that_binds_is_named(
     place: Callable[[float | None], object] = getattr(planner, name)
     with pytest.raises(UnservableError, match=f"{constraint} binds"):
         place(1.0)
+
+
+@pytest.mark.parametrize("name", ["place_together", "place_apart"])
+def test_a_running_simulation_is_cut_off_at_the_budget(name: str) -> None:
+    clock = TickingClock(1.0)
+    planner = GoodputPlanner(make_problem(), DISTSERVE_COSTS, SearchBudget(20.0, clock=clock))
+    place: Callable[[float | None], object] = getattr(planner, name)
+    with pytest.raises(UnservableError, match=r"the budget of 20 s is spent.*raise --budget"):
+        place(1.0)
+    assert clock.now <= 20.0 + 5
 
 
 def test_a_spent_budget_and_too_high_a_rate_are_refused() -> None:

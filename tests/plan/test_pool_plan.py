@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -25,6 +26,7 @@ from gllm.plan.problem import ServiceProblem
 from gllm.plan.serving_plan import check_plan, read_plan
 from gllm.sim.hardware.machines import ClusterDesign, machine_pair, read_machine_types
 from gllm.sim.metrics.slowdowns import SloMargin
+from tests.plan.test_limited_capacity import TickingClock
 from tests.support.examples import num_examples
 
 NAMES = st.sampled_from(("AA", "HH", "HA", "HHcap"))
@@ -118,6 +120,17 @@ def test_a_spent_budget_leaves_the_best_cluster_so_far() -> None:
     assert plan is not None
     assert (plan.num_points, plan.is_complete) == (2, False)
     assert PoolSearch(problem, SearchBudget(max_evaluations=0), slos).plan("HH") is None
+
+
+@pytest.mark.parametrize(
+    "fields", [{"bounds": {"machines": 20}}, {"objective": "cost", "rate": 60.0}]
+)
+def test_a_running_simulation_is_cut_off_at_the_budget(fields: dict[str, Any]) -> None:
+    clock = TickingClock(1.0)
+    search = PoolSearch(make_problem("code", **fields), SearchBudget(20.0, clock=clock))
+    plan = search.plan("HH")
+    assert plan is None or not plan.is_complete
+    assert clock.now <= 20.0 + 5
 
 
 def test_the_best_of_several_designs() -> None:

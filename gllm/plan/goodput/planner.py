@@ -96,7 +96,8 @@ class GoodputPlanner:
         problem: Model, workload, latency limits of each request, and equal nodes.
         costs: Source of the predicted step times of engines.
         budget: Time and evaluation limit of all simulations together.
-        measure: Returns the simulated goodput of a task in requests per second.
+        measure: Returns the simulated goodput of a task in requests per second; None for
+            `measure_goodput`, which ends at the deadline of the budget.
         network: Name of the link that transfers KV caches from prefill to decode engines.
 
     Raises:
@@ -108,11 +109,12 @@ class GoodputPlanner:
         problem: ServiceProblem,
         costs: EngineCosts,
         budget: SearchBudget,
-        measure: Callable[[GoodputTask], float] = measure_goodput,
+        measure: Callable[[GoodputTask], float] | None = None,
         network: str = "nvlink",
     ) -> None:
         self.problem, self.costs = problem, costs
-        self._budget, self._measure, self._network = budget, measure, network
+        self._measure = measure or partial(measure_goodput, check=budget.deadline)
+        self._budget, self._network = budget, network
         self._jobs = make_workload(problem.workload, NUM_BOUND_REQUESTS, seed=problem.seed)
         self._phase_target = max(problem.limits.attainment, PHASE_TARGET)
         self._bounds: dict[tuple[str, Parallelism], CandidateBound] = {}

@@ -3,7 +3,7 @@
 Prefill and decode run as one simulated cluster with production's pair policy, holds and fetches.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 from random import Random
@@ -87,7 +87,12 @@ PARTS = ("prefill queue", "prefill", "transfer", "decode queue", "decode")
 
 
 def run_system(
-    system: System, workload: str, rate: float, num_requests: int, seed: int = SEED
+    system: System,
+    workload: str,
+    rate: float,
+    num_requests: int,
+    seed: int = SEED,
+    check: Callable[[], None] | None = None,
 ) -> Outcome:
     """Simulate prefill and decode engines at a request rate and return the requests' latencies.
 
@@ -97,10 +102,11 @@ def run_system(
         rate: Requests per second of all engines together.
         num_requests: Number of requests.
         seed: Seed of lengths and arrivals.
+        check: Called now and then; an error that it raises ends the simulation.
     """
     jobs = make_workload(workload, num_requests, rate, seed=seed)
     if system.decode is None:
-        return _run_colocated(system, jobs)
+        return _run_colocated(system, jobs, check)
     costs = system.costs, system.model
     prefill = make_engine(*costs, system.prefill, system.prefill_policy)
     admission = "distserve" if system.decode_policy == "distserve" else "auto"
@@ -111,20 +117,22 @@ def run_system(
     shape = MODELS[system.model]
     network = KvNetwork(LINKS[system.network], shape.layers * shape.kv_bytes)
     policy = make_pair_policy("distserve", Random(seed))
-    run = simulate_pairs(engines, roles, jobs, policy, network)
+    run = simulate_pairs(engines, roles, jobs, policy, network, check=check)
     lines = [run.cluster.requests[index].line for index in range(len(jobs))]
     return _outcome(lines, run.handoffs)
 
 
-def _run_colocated(system: System, jobs: Sequence[WorkloadRequest]) -> Outcome:
+def _run_colocated(
+    system: System, jobs: Sequence[WorkloadRequest], check: Callable[[], None] | None
+) -> Outcome:
     policy = "vllm" if system.prefill_policy == "distserve" else system.prefill_policy
     engine = make_engine(system.costs, system.model, system.prefill, policy)
     if system.num_prefill == 1:
-        record = simulate(engine, list(jobs))
+        record = simulate(engine, list(jobs), check=check)
         return _outcome([record.requests[seq].line for seq in range(len(jobs))], {})
     engines = {f"E{index}": engine for index in range(system.num_prefill)}
     router = PolicyRouter(make_policy("least-requests", Random(SEED)))
-    run = simulate_cluster(engines, jobs, router)
+    run = simulate_cluster(engines, jobs, router, check=check)
     return _outcome([run.requests[index].line for index in range(len(jobs))], {})
 
 
@@ -135,6 +143,7 @@ def run_phase(
     rate: float,
     num_requests: int,
     seed: int = SEED,
+    check: Callable[[], None] | None = None,
 ) -> Outcome:
     """Simulate one phase alone: prefill with one output token, or decode without prefill time.
 
@@ -145,6 +154,7 @@ def run_phase(
         rate: Requests per second.
         num_requests: Number of requests.
         seed: Seed of lengths and arrivals.
+        check: Called now and then; an error that it raises ends the simulation.
     """
     jobs = make_workload(workload, num_requests, rate, seed=seed)
     if phase == "prefill":
@@ -157,7 +167,7 @@ def run_phase(
         "auto" if phase == "prefill" else "distserve",
         phase == "prefill",
     )
-    record = simulate(engine, jobs)
+    record = simulate(engine, jobs, check=check)
     lines = [record.requests[seq].line for seq in range(len(jobs))]
     outcome = _outcome(lines, {})
     if phase == "prefill":
@@ -255,7 +265,7 @@ def _count_requests(rate: float, num_requests: int) -> int:
     return max(num_requests, min(ceil(rate * MIN_SECONDS), MAX_GROWTH * num_requests))
 
 
-def measure_goodput(task: GoodputTask) -> float:
+def measure_goodput(task: GoodputTask, check: Callable[[], None] | None = None) -> float:
     """Search by simulation for the highest request rate at which enough requests meet the SLO.
 
     The share of requests within the limits is assumed to fall with the rate. Source: simu_prefill
@@ -264,6 +274,7 @@ def measure_goodput(task: GoodputTask) -> float:
 
     Args:
         task: Engines, workload, latency limits, and range and precision of the search.
+        check: Called now and then; an error that it raises ends the search.
 
     Returns:
         Requests per second.
@@ -280,9 +291,9 @@ def measure_goodput(task: GoodputTask) -> float:
             return rate == 0
         num_requests = _count_requests(rate, task.num_requests)
         if task.phase:
-            outcome = run_phase(system, task.phase, lengths, rate, num_requests, seed)
+            outcome = run_phase(system, task.phase, lengths, rate, num_requests, seed, check)
         else:
-            outcome = run_system(system, lengths, rate, num_requests, seed)
+            outcome = run_system(system, lengths, rate, num_requests, seed, check)
         return outcome.attainment(*task.slo[:2]) >= task.slo.attainment
 
     most = MAX_FACTOR * task.num_steps

@@ -218,13 +218,18 @@ def transfer_seconds(design: ClusterDesign, num_tokens: int, model: str = MODEL)
     return num_tokens * shape.layers * shape.kv_bytes / (bandwidth * OVERLAP_FACTOR)
 
 
-def simulate_point(point: ClusterPoint) -> PointOutcome:
-    """Simulate prefill and decode machines at a request rate and check Splitwise's nine SLOs."""
+def simulate_point(point: ClusterPoint, check: Callable[[], None] | None = None) -> PointOutcome:
+    """Simulate prefill and decode machines at a request rate and check Splitwise's nine SLOs.
+
+    Args:
+        point: Machines, workload and rate.
+        check: Called now and then; an error that it raises ends the simulation.
+    """
     arrivals = "static" if point.is_static else "poisson"
     jobs = make_workload(
         WORKLOADS[point.workload], point.num_requests, point.rate, arrivals, point.seed
     )
-    lines, busy = _serve(point, jobs)
+    lines, busy = _serve(point, jobs, check)
     pairs = pair_latencies(lines, jobs, point.model)
     span = max(line.times[-1] for line in lines) - jobs[0].arrival_seconds
     return PointOutcome(check_slos(pairs), len(pairs) / span, busy)
@@ -250,7 +255,9 @@ def pair_latencies(
     return pairs
 
 
-def _serve(point: ClusterPoint, jobs: list[WorkloadRequest]) -> tuple[list[RequestTimeline], float]:
+def _serve(
+    point: ClusterPoint, jobs: list[WorkloadRequest], check: Callable[[], None] | None
+) -> tuple[list[RequestTimeline], float]:
     """Return the timelines of the jobs and the busy time of all machines."""
     design = point.design
 
@@ -260,7 +267,7 @@ def _serve(point: ClusterPoint, jobs: list[WorkloadRequest]) -> tuple[list[Reque
 
     prompts = machines(design.prompt, design.num_prompt, True)
     if not design.num_token:
-        run = simulate_pool(prompts, jobs, "pending-tokens", point.seed)
+        run = simulate_pool(prompts, jobs, "pending-tokens", point.seed, check)
         return [run.requests[seq].line for seq in range(len(jobs))], run.busy_seconds()
     tokens = machines(design.token, design.num_token, False)
     split = simulate_split(
@@ -269,6 +276,7 @@ def _serve(point: ClusterPoint, jobs: list[WorkloadRequest]) -> tuple[list[Reque
         jobs,
         lambda count: transfer_seconds(design, count, point.model),
         seed=point.seed,
+        check=check,
     )
     return split.lines, split.busy_seconds
 

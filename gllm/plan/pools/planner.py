@@ -80,14 +80,16 @@ class PoolSearch:
         problem: Model, workload (a name of WORKLOADS) and objective. The objective is THROUGHPUT
             with one bound, relative to one DGX-A100 or in machines; or a name of BUDGETS, to be
             minimized at a request rate.
-        budget: Time and evaluation limit; checked before each simulated cluster.
-        simulate: Simulates a cluster and returns its slowdowns with their limits.
+        budget: Time and evaluation limit; checked before each simulated cluster, and the time
+            within a simulation.
+        simulate: Simulates a cluster and returns its slowdowns with their limits; None for
+            `simulate_point`.
         scale: Divisor of the size of simulated clusters and of the rate: 5 simulates a fifth.
     """
 
     problem: ServiceProblem
     budget: SearchBudget
-    simulate: SimulatePoint = lambda point: simulate_point(point).margins
+    simulate: SimulatePoint | None = None
     scale: int = 1
     worst: dict[ClusterDesign, SloMargin] = field(default_factory=dict)
     """Most violated SLO just above the highest rate, by simulated cluster."""
@@ -166,17 +168,19 @@ class PoolSearch:
         """Simulate a cluster at a rate; return True if all SLOs hold, else keep the worst one."""
         problem = self.problem
         size = SampleSize(problem.num_requests, problem.min_seconds)
-        margins = self.simulate(
-            ClusterPoint(
-                design,
-                problem.workload,
-                rate,
-                size,
-                policy=POLICY,
-                seed=problem.seed,
-                model=problem.model,
-            )
+        point = ClusterPoint(
+            design,
+            problem.workload,
+            rate,
+            size,
+            policy=POLICY,
+            seed=problem.seed,
+            model=problem.model,
         )
+        if self.simulate is None:
+            margins = simulate_point(point, self.budget.deadline).margins
+        else:
+            margins = self.simulate(point)
         is_served = all(margin.is_met for margin in margins)
         if not is_served:
             self.worst[design] = worst_margin(margins)

@@ -39,7 +39,7 @@ from gllm.sim.cluster.handoffs import (
 from gllm.sim.cluster.requests import ClusterRequest
 from gllm.sim.cluster.router import ClusterRouter, RouterNeeds, make_router
 from gllm.sim.deployment import Deployment
-from gllm.sim.event_loop import ABORT
+from gllm.sim.event_loop import ABORT, EventLoop
 from gllm.sim.pipeline import OUTPUT_TOKEN_ID
 from gllm.sim.workloads.requests import WorkloadRequest
 
@@ -145,8 +145,10 @@ class PairedCluster(SimulatedCluster):
         network: Network links that carry KV cache between the engines.
     """
 
-    def __init__(self, router: PairRouter, network: KvNetwork) -> None:
-        super().__init__(router)
+    def __init__(
+        self, router: PairRouter, network: KvNetwork, loop: EventLoop | None = None
+    ) -> None:
+        super().__init__(router, loop)
         self._kv_listener = self
         self._pairs = router
         self._network = network
@@ -427,6 +429,7 @@ def simulate_pairs(
     changes: Iterable[ClusterChange] = (),
     link_failures: Iterable[LinkFailure] = (),
     predict_length: LengthPredictor | None = None,
+    check: Callable[[], None] | None = None,
 ) -> PairedRun:
     """Simulate a workload on a cluster with separate prefill and decode engines.
 
@@ -441,6 +444,7 @@ def simulate_pairs(
         link_failures: Scheduled failures of the network path between two engines.
         predict_length: Returns the predicted number of output tokens from the true one; default:
             the true one.
+        check: Called now and then; an error that it raises ends the simulation.
 
     Raises:
         ValueError: The workload is not sorted, a request is too long for every engine, or a change
@@ -452,7 +456,8 @@ def simulate_pairs(
             f"roles names {', '.join(sorted(unknown))}, but the engines are "
             f"{', '.join(deployments)}: name one of these"
         )
-    cluster = PairedCluster(PairRouter(policy, predict_length), network)
+    loop = EventLoop(check=check)
+    cluster = PairedCluster(PairRouter(policy, predict_length), network, loop)
     for name, deployment in deployments.items():
         cluster.add_engine(name, deployment, role=roles.get(name, "mixed"))
     cluster.apply_each(changes)
@@ -472,7 +477,11 @@ class SplitRun(NamedTuple):
 
 
 def simulate_pool(
-    deployments: Mapping[str, Deployment], jobs: Sequence[WorkloadRequest], router: str, seed: int
+    deployments: Mapping[str, Deployment],
+    jobs: Sequence[WorkloadRequest],
+    router: str,
+    seed: int,
+    check: Callable[[], None] | None = None,
 ) -> ClusterRun:
     """Simulate a workload on machines that each compute both prefill and decode of their requests.
 
@@ -481,8 +490,9 @@ def simulate_pool(
         jobs: Requests sorted by arrival time.
         router: Name of the routing policy, from ROUTER_NAMES.
         seed: Seed of the router's random choices.
+        check: Called now and then; an error that it raises ends the simulation.
     """
-    return simulate_cluster(deployments, jobs, make_router(router, seed))
+    return simulate_cluster(deployments, jobs, make_router(router, seed), check=check)
 
 
 def simulate_split(
@@ -491,6 +501,7 @@ def simulate_split(
     jobs: Sequence[WorkloadRequest],
     transfer_seconds: TransferSeconds,
     seed: int = 0,
+    check: Callable[[], None] | None = None,
 ) -> SplitRun:
     """Simulate a workload on prefill machines, then on decode machines, as in the Splitwise paper.
 
@@ -505,10 +516,10 @@ def simulate_split(
         transfer_seconds: Returns the part of a KV transfer's time in seconds that does not overlap
             with computation, by number of prompt tokens.
         seed: Seed of the routers' random choices.
+        check: Called now and then; an error that it raises ends the simulation.
     """
-    first = simulate_pool(
-        prompts, [job._replace(num_output_tokens=1) for job in jobs], "pending-tokens", seed
-    )
+    first_tokens = [job._replace(num_output_tokens=1) for job in jobs]
+    first = simulate_pool(prompts, first_tokens, "pending-tokens", seed, check)
     lines = [replace(first.requests[seq].line) for seq in range(len(jobs))]
     arrivals = [
         line.times[0] + transfer_seconds(job.num_prompt_tokens)
@@ -523,6 +534,7 @@ def simulate_split(
         [jobs[seq]._replace(arrival_seconds=arrivals[seq]) for seq in order],
         "least-tokens",
         seed,
+        check,
     )
     for index, seq in enumerate(order):
         decoded = second.requests[index].line
