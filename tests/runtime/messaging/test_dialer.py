@@ -34,7 +34,7 @@ async def test_a_wrong_secret_is_said_at_once_after_another_cause(
         return PeerConnection(address, lambda message: None, 0.0)
 
     backoff = Backoff(first_seconds=0.0, max_seconds=0.0)
-    dialer = Dialer("router:29700", dial, lambda address: None, resolve, backoff)
+    dialer = Dialer("router:29700", dial, resolve, backoff, lambda address: None)
     dialer.start()
     async with asyncio.timeout(10):
         await has_ended.wait()
