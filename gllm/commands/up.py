@@ -25,6 +25,7 @@ from gllm.plan.processes import (
     commands_for,
     find_simulated_only,
     router_api_key,
+    router_certificate,
     router_url,
     scaling_router_url,
 )
@@ -264,7 +265,13 @@ def _make_follower(
         return None
     # In Ray the router is not on its host of the plan.
     own_url = next((spec.url for spec in specs if spec.is_router), "")
-    router = ServerClient(own_url or router_url(plan), router_api_key(plan), 5.0, is_own=True)
+    router = ServerClient(
+        own_url or router_url(plan),
+        router_api_key(plan),
+        5.0,
+        is_own=True,
+        certificate=router_certificate(plan),
+    )
     if scaling_router_url(plan):
         own = [spec.name for spec in specs if not spec.is_router]
         return EngineScaler(manager, router, list(plan.engines), own)

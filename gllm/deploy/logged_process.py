@@ -9,7 +9,7 @@ from functools import partial
 from subprocess import PIPE, STDOUT
 
 from gllm.config.node_environment import remove_launcher
-from gllm.deploy.server_client import ServerClient
+from gllm.deploy.server_client import ReadinessProbe, ServerClient
 from gllm.observability.child_process import ChildProcess, module_command
 from gllm.plan.processes import ProcessSpec
 from gllm.runtime.messaging.parent_death import die_with_parent
@@ -161,7 +161,10 @@ class LocalProcess:
         self._environment = os.environ if environment is None else environment
         self._child = LoggedProcess(lambda line: on_line(spec.name, line), kill_seconds)
         # The certificate of an own process is not a matter of trust.
-        self._server = ServerClient(spec.url, None, PROBE_TIMEOUT_SECONDS, is_own=True)
+        server = ServerClient(
+            spec.url, None, PROBE_TIMEOUT_SECONDS, is_own=True, certificate=spec.certificate
+        )
+        self._probe = ReadinessProbe(server, spec.title)
 
     @property
     def is_ending(self) -> bool:
@@ -181,7 +184,7 @@ class LocalProcess:
 
     async def is_ready(self) -> bool:
         """Return True if it is ready for requests."""
-        return await asyncio.to_thread(self._server.is_ready)
+        return await asyncio.to_thread(self._probe.is_ready)
 
     def end(self) -> None:
         """Drain the process and end it; it is killed after a timeout."""

@@ -8,12 +8,14 @@ import http.client
 import json
 import logging
 import ssl
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+from gllm.observability.overdue import OverdueWatch
 from gllm.options.addresses import is_loopback
 from gllm.recovery.backoff import Backoff
 
@@ -60,6 +62,8 @@ class ServerClient:
         timeout_seconds: timeout of each request; None for no limit.
         is_own: True for a server of the same deployment: its certificate is not verified, and
             proxies are not used. A server on a loopback address is never reached by a proxy.
+        certificate: files of the certificate and key to show to a server that requires one; None
+            for none. Requests fail while the files cannot be read.
     """
 
     def __init__(
@@ -68,18 +72,14 @@ class ServerClient:
         api_key: str | None = None,
         timeout_seconds: float | None = 10.0,
         is_own: bool = False,
+        certificate: tuple[str, str] | None = None,
     ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout_seconds = timeout_seconds
-        handlers: list[urllib.request.BaseHandler] = []
-        if is_own or _is_on_loopback(url):
-            handlers.append(urllib.request.ProxyHandler({}))
-        if is_own:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-            handlers.append(urllib.request.HTTPSHandler(context=context))
-        self._opener = urllib.request.build_opener(*handlers)
+        self._is_own = is_own
+        self._certificate = certificate
+        self._opener: urllib.request.OpenerDirector | None = None
 
     def open(self, path: str, body: Any = None, method: str | None = None) -> Any:
         """Send a request and return the open response, a context manager.
@@ -96,6 +96,7 @@ class ServerClient:
         headers = {"Content-Type": "application/json", **self._headers}
         try:
             request = urllib.request.Request(self.url + path, data, headers, method=method)
+            self._opener = self._opener or self._build_opener()
             return self._opener.open(request, timeout=self._timeout_seconds)
         except urllib.error.HTTPError as error:
             with error:
@@ -115,13 +116,26 @@ class ServerClient:
         """Return the text of a GET response. Raises ServerError."""
         return str(self._read(bytes.decode, path))
 
-    def is_ready(self) -> bool:
-        """Return True if the server is ready for requests."""
+    def readiness_error(self) -> ServerError | None:
+        """Return why the server is not ready for requests; None if it is."""
         try:
             self.open("/ready").close()
-        except ServerError:
-            return False
-        return True
+        except ServerError as error:
+            return error
+        return None
+
+    def _build_opener(self) -> urllib.request.OpenerDirector:
+        """Return the handlers of requests. Raises OSError if the certificate cannot be read."""
+        handlers: list[urllib.request.BaseHandler] = []
+        if self._is_own or _is_on_loopback(self.url):
+            handlers.append(urllib.request.ProxyHandler({}))
+        if not self._is_own:
+            return urllib.request.build_opener(*handlers)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        if self._certificate is not None:
+            context.load_cert_chain(*self._certificate)
+        return urllib.request.build_opener(*handlers, urllib.request.HTTPSHandler(context=context))
 
     def _read(
         self,
@@ -149,8 +163,39 @@ class ServerClient:
         return ServerError(text, error.code, code, reason)
 
 
+class ReadinessProbe:
+    """Asks a process if it is ready, and warns if it cannot be reached for a while."""
+
+    def __init__(
+        self, server: ServerClient, title: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Create the probe.
+
+        Args:
+            server: HTTP client of the process.
+            title: its name, for logs.
+            clock: returns the time in seconds.
+        """
+        self._server = server
+        self._title = title
+        self._clock = clock
+        self._watch = OverdueWatch()
+
+    def is_ready(self) -> bool:
+        """Return True if the process is ready for requests."""
+        error = self._server.readiness_error()
+        # A process that answers 503 says why in its own log.
+        is_reached = error is None or error.status == 503
+        if self._watch.should_warn(is_reached, self._clock()):
+            log.warning("%s was not reached: %s", self._title, error)
+        return error is None
+
+
 async def follow_router(
-    router: ServerClient, on_engines: Callable[[Any], Awaitable[None]], poll_seconds: float
+    router: ServerClient,
+    on_engines: Callable[[Any], Awaitable[None]],
+    poll_seconds: float,
+    clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Poll GET /engines of a router and call a function with each response, until cancelled.
 
@@ -158,17 +203,21 @@ async def follow_router(
         router: HTTP client of the router, which may be starting or unreachable for a while.
         on_engines: called with each response; its errors are logged.
         poll_seconds: interval of the requests.
+        clock: returns the time in seconds.
     """
+    watch = OverdueWatch()
     backoff = Backoff(first_seconds=poll_seconds, max_seconds=max(poll_seconds, MAX_POLL_SECONDS))
     while True:
         try:
             await on_engines(await asyncio.to_thread(router.get, "/engines"))
         except ServerError as error:
-            log.log(logging.WARNING if error.status else logging.DEBUG, "%s", error)
+            if error.status or watch.should_warn(False, clock()):
+                log.warning("the decisions of the router cannot be followed: %s", error)
             await asyncio.sleep(backoff.next_delay())
             continue
         except Exception:
             log.exception("a decision of the router at %s could not be followed", router.url)
+        watch.should_warn(True, clock())
         backoff.reset()
         await asyncio.sleep(poll_seconds)
 

@@ -152,6 +152,16 @@ class ProcessSpec(msgspec.Struct, frozen=True):
         return self.module == "gllm.commands.router"
 
     @property
+    def certificate(self) -> tuple[str, str] | None:
+        """Files of certificate and key that its clients show; None if it requires none."""
+        return client_certificate(
+            {
+                name.removeprefix("--").replace("-", "_"): value
+                for name, _, value in (text.partition("=") for text in self.arguments)
+            }
+        )
+
+    @property
     def title(self) -> str:
         """Name of the process in messages."""
         if self.is_router:
@@ -314,6 +324,29 @@ def router_url(plan: ServingPlan) -> str:
 def scaling_router_url(plan: ServingPlan) -> str:
     """Return the URL of a plan's router if it starts and stops engines by load; empty otherwise."""
     return router_url(plan) if plan.router and find_flag(plan.router.flags, "scale") else ""
+
+
+def client_certificate(flags: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the files of certificate and key that clients of the same deployment show.
+
+    A server with `ssl_ca_certs` requires a certificate of these authorities from every client; that
+    of the server itself is taken.
+
+    Args:
+        flags: of the server, by names with underscores.
+
+    Returns:
+        None if the server requires no certificate.
+    """
+    if not flags.get("ssl_ca_certs"):
+        return None
+    return str(flags["ssl_certfile"]), str(flags["ssl_keyfile"])
+
+
+def router_certificate(plan: ServingPlan) -> tuple[str, str] | None:
+    """Return the files of certificate and key that clients of a plan's router show, if any."""
+    flags = plan.router.flags if plan.router else {}
+    return client_certificate({key.replace("-", "_"): value for key, value in flags.items()})
 
 
 def router_api_key(plan: ServingPlan) -> str:

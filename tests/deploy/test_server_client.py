@@ -2,12 +2,13 @@
 
 import asyncio
 import json
+import logging
 import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from gllm.deploy.server_client import (
     EventReader,
+    ReadinessProbe,
     ServerClient,
     ServerError,
     error_message,
@@ -31,7 +33,9 @@ Answers = list[tuple[int, bytes]]
 
 @contextmanager
 def serving(
-    answers: Answers, certificate: tuple[str, str] | None = None
+    answers: Answers,
+    certificate: tuple[str, str] | None = None,
+    authorities: str | None = None,
 ) -> Iterator[tuple[str, list[Any]]]:
     """Serve answers in order, the last one again and again; yield the URL and the requests."""
     requests: list[Any] = []
@@ -60,6 +64,9 @@ def serving(
     if certificate is not None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(*certificate)
+        if authorities is not None:
+            context.load_verify_locations(cafile=authorities)
+            context.verify_mode = ssl.CERT_REQUIRED
         server.socket = context.wrap_socket(server.socket, server_side=True)
         scheme = "https"
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
@@ -77,7 +84,7 @@ def test_requests_have_the_key_and_their_body() -> None:
         client = ServerClient(f"{url}/v1/", "k", is_own=True)
         assert client.get("/x") == client.post("/y", {"b": 2}) == {"a": 1}
         assert client.get_text("/z") == '{"a": 1}'
-        assert client.is_ready()
+        assert client.readiness_error() is None
     paths = [(method, path) for method, path, *_ in requests]
     assert paths == [("GET", "/x"), ("POST", "/y"), ("GET", "/z"), ("GET", "/ready")]
     assert {key for _, _, key, _ in requests} == {"Bearer k"}
@@ -97,7 +104,7 @@ def test_refusals_have_the_code_and_the_reason_of_the_server() -> None:
         with pytest.raises(ServerError, match=r"returned 404$") as caught:
             client.post("/x")
         assert (caught.value.code, caught.value.reason) == ("", "")
-        assert not client.is_ready()
+        assert client.readiness_error() is not None
 
 
 def test_a_server_that_is_not_there_or_of_another_kind_is_an_error() -> None:
@@ -107,16 +114,69 @@ def test_a_server_that_is_not_there_or_of_another_kind_is_an_error() -> None:
     with pytest.raises(ServerError, match="cannot read") as caught:
         client.get("/x")
     assert caught.value.status == 0
-    assert not client.is_ready()
+    assert client.readiness_error() is not None
 
 
 def test_the_certificate_and_the_proxy_of_an_own_server_do_not_matter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving([(200, b"{}")], make_certificate(tmp_path, "server")) as (url, _):
-        assert not ServerClient(url).is_ready()
+        assert ServerClient(url).readiness_error() is not None
         monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
-        assert ServerClient(url, is_own=True).is_ready()
+        assert ServerClient(url, is_own=True).readiness_error() is None
+
+
+def test_a_server_that_requires_a_certificate_gets_that_of_the_deployment(tmp_path: Path) -> None:
+    files = make_certificate(tmp_path, "server")
+    with serving([(200, b"{}")], files, authorities=files[0]) as (url, _):
+        assert ServerClient(url, is_own=True, certificate=files).readiness_error() is None
+        refused = ServerClient(url, is_own=True).readiness_error()
+        assert "cannot read https" in str(refused)
+        missing = ServerClient(url, is_own=True, certificate=("nowhere", "nowhere"))
+        assert "No such file" in str(missing.readiness_error())
+
+
+def test_a_process_that_is_not_reached_is_a_warning_that_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    times = iter([0.0, 29.0, 30.0, 31.0])
+    with serving([(503, b"")]) as (url, _):
+        pass
+    probe = ReadinessProbe(ServerClient(url), "engine e0", lambda: next(times))
+    for num_warnings in (0, 0, 1, 1):
+        assert not probe.is_ready()
+        assert len(caplog.messages) == num_warnings
+    assert caplog.messages[0].startswith("engine e0 was not reached: cannot read http")
+    assert "refused" in caplog.messages[0]
+
+
+def test_a_process_that_loads_is_reached(caplog: pytest.LogCaptureFixture) -> None:
+    times = iter([0.0, 600.0, 601.0])
+    with serving([(503, b""), (503, b""), (200, b"{}")]) as (url, _):
+        probe = ReadinessProbe(ServerClient(url), "engine e0", lambda: next(times))
+        assert [probe.is_ready() for _ in range(3)] == [False, False, True]
+    assert not caplog.messages
+
+
+async def test_a_router_that_is_not_reached_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    now = count(0, 20)
+    with serving([(503, b"")]) as (url, _):
+        pass
+    with caplog.at_level(logging.WARNING):
+        following = asyncio.create_task(
+            follow_router(ServerClient(url), receive_nothing, 0.001, lambda: float(next(now)))
+        )
+        async with asyncio.timeout(60):
+            while not caplog.messages:
+                await asyncio.sleep(0.001)
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+    assert "the decisions of the router cannot be followed: cannot read" in caplog.text
+    assert next(now) >= 40
+
+
+async def receive_nothing(engines: Any) -> None:
+    raise AssertionError("the router is not there")
 
 
 async def test_a_router_is_followed_through_errors(caplog: pytest.LogCaptureFixture) -> None:

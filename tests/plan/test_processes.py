@@ -21,6 +21,7 @@ from gllm.plan.processes import (
     crosses_machines,
     explain_missing_transfers,
     find_simulated_only,
+    router_certificate,
 )
 from gllm.plan.serving_plan import (
     EnginePlan,
@@ -162,6 +163,21 @@ def test_gpus_are_visible_in_the_order_of_the_ranks() -> None:
         ("y", "d0"): "1,0",
         ("z", "router"): None,
     }
+
+
+def test_clients_of_the_deployment_show_the_certificate_that_a_router_requires() -> None:
+    flags = {"ssl-certfile": "/c.pem", "ssl_keyfile": "/k.pem", "scale": "0:2"}
+    for authorities, certificate in ((None, None), ("/ca.pem", ("/c.pem", "/k.pem"))):
+        own = flags | ({"ssl-ca-certs": authorities} if authorities else {})
+        assert LOCAL.router is not None
+        plan = msgspec.structs.replace(
+            LOCAL, router=msgspec.structs.replace(LOCAL.router, flags=own)
+        )
+        assert router_certificate(plan) == certificate
+        spec, *engines = commands_for(plan, "here", SECRET)
+        assert (spec.is_router, spec.certificate) == (True, certificate)
+        assert spec.url.startswith("https:")
+        assert all(engine.certificate is None for engine in engines)
 
 
 def test_engines_apart_reach_the_router_by_its_host() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from gllm.config.attachment import AttachmentConfig
 from gllm.config.engine import EngineConfig
-from gllm.engine.attachment.attachment import AttachmentWatch, RouterAttachment
+from gllm.engine.attachment.attachment import RouterAttachment
 from gllm.engine.engine import Engine
 from gllm.messages.fleet import AnnounceEngine, DrainEngine, EngineReport, GreetEngine
 from gllm.options.exit_status import UNAVAILABLE_STATUS, find_exit_status
@@ -317,15 +317,6 @@ async def test_why_no_router_has_an_engine(links: Links) -> None:
     address = f"127.0.0.1:{free_port()}"
     _, attachment = await links.engine(dial=(address,))
     await until(lambda: f"{address}: nothing accepts" in attachment.unattached_cause)
-
-
-def test_an_engine_without_a_router_warns_after_a_while_and_then_seldom() -> None:
-    watch = AttachmentWatch()
-    times = [now for now in range(1000) if watch.should_warn(False, float(now))]
-    assert times == [30, 330, 630, 930]
-    assert not watch.should_warn(True, 1000.0)
-    assert not watch.should_warn(False, 1001.0)
-    assert watch.should_warn(False, 1031.0)
 
 
 def test_an_engine_is_ready_without_a_router_only_by_the_flag() -> None:

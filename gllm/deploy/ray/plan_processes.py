@@ -16,7 +16,7 @@ from gllm.deploy.logged_process import python_command
 from gllm.deploy.ray.actors import ChildActor
 from gllm.deploy.ray.bundles import NODE_SHARE
 from gllm.deploy.ray.ray_cluster import RayCluster
-from gllm.deploy.server_client import ServerClient
+from gllm.deploy.server_client import ReadinessProbe, ServerClient
 from gllm.options.addresses import format_host_port
 from gllm.options.exit_status import INVALID_STATUS
 from gllm.plan.emit.registry import replace_flags, with_hosts
@@ -160,14 +160,17 @@ class ProcessActor(ChildActor):
         spec = make_process_spec(
             msgspec.json.decode(task, type=ProcessTask), own, find_head(ray, group) or own
         )
-        self._server = ServerClient(spec.url, None, ACTOR_PROBE_SECONDS, is_own=True)
+        server = ServerClient(
+            spec.url, None, ACTOR_PROBE_SECONDS, is_own=True, certificate=spec.certificate
+        )
+        self._probe = ReadinessProbe(server, spec.title)
         self.start(spec.name, python_command(spec))
 
     def status(self) -> bytes:
         """Return the `ProcessStatus` of the process as JSON."""
         has_ended = bool(self._cause)
         status = ProcessStatus(
-            not has_ended and self._server.is_ready(),
+            not has_ended and self._probe.is_ready(),
             has_ended,
             has_ended and self._child.status == INVALID_STATUS,
             self._cause,

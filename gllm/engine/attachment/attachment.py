@@ -31,6 +31,7 @@ from gllm.messages.fleet import (
 )
 from gllm.messages.handoff import FirstChunkComputed, KvPushStarted
 from gllm.models.identity import hash_model, hash_numerics
+from gllm.observability.overdue import OverdueWatch
 from gllm.options.addresses import Resolve, resolve_host
 from gllm.options.version import __version__
 from gllm.runtime.head.supervisor import Supervisor
@@ -74,37 +75,6 @@ class ReportPacer:
         self._reported_at = now
 
 
-WARN_SECONDS = 30.0
-"""Time without a router after which an engine that needs one warns."""
-REPEAT_SECONDS = 300.0
-"""Time between two such warnings."""
-
-
-class AttachmentWatch:
-    """Decides when an engine warns that no router has attached it. Time is an argument."""
-
-    def __init__(self) -> None:
-        self._due_at: float | None = None
-        """Time of the next warning; None while a router has the engine."""
-
-    def should_warn(self, is_attached: bool, now: float) -> bool:
-        """Return True if a warning is due.
-
-        Args:
-            is_attached: True if a router has the engine.
-            now: time in seconds.
-        """
-        if is_attached:
-            self._due_at = None
-            return False
-        if self._due_at is None:
-            self._due_at = now + WARN_SECONDS
-        if now < self._due_at:
-            return False
-        self._due_at = now + REPEAT_SECONDS
-        return True
-
-
 class RouterAttachment:
     """Connections of an engine to its routers: announcements, load reports and requests."""
 
@@ -145,7 +115,7 @@ class RouterAttachment:
         self._refusals: dict[str, str] = {}
         """Causes of the latest refusals by routers, by address."""
         self._pool = ConnectionPool(config, decode_for_engine, self, resolve)
-        self._watch = AttachmentWatch()
+        self._watch = OverdueWatch()
         self.needs_router = bool(config.dial)
         """True if the engine dials routers, so that it serves once one has attached it."""
         self.is_ready_without = is_ready_without
