@@ -142,7 +142,16 @@ def _serve_head(
 
         try:
             name, shows_progress = server.served_model_name, logs.format == "text"
-            served = Engine(engine, name, logs, shows_progress, node, attachment, nodes)
+            served = Engine(
+                engine,
+                name,
+                logs,
+                shows_progress,
+                node,
+                attachment,
+                nodes,
+                max_num_queued_requests=server.max_num_queued_requests,
+            )
             return uvloop.run(Server(served, server).run())
         except EngineError as error:
             return report_error(error, logs, 1)

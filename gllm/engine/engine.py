@@ -43,6 +43,8 @@ class Engine(TextEngine):
         nodes: Machines of the engine, of which this one is the head; by default this one alone. The
             others run `python -m gllm.serve` with another `--node-rank`, or `gllm node --join`.
         create_backend: Creates the pipeline that runs the requests.
+        max_num_queued_requests: Requests above which those of routers go elsewhere; None for no
+            limit. The HTTP server limits its own.
 
     Raises:
         ModelError: The model cannot be served.
@@ -61,6 +63,7 @@ class Engine(TextEngine):
         attachment: AttachmentConfig | None = None,
         nodes: NodesConfig | None = None,
         create_backend: Callable[..., PipelineBackend] = PipelineBackend,
+        max_num_queued_requests: int | None = None,
     ) -> None:
         plan = plan_model(config)
         self.config = replace(config, max_model_len=plan.max_model_len)
@@ -85,7 +88,10 @@ class Engine(TextEngine):
         self._attachment_config = attachment or AttachmentConfig()
         if self._attachment_config.is_used:
             backend.attachment = attach_to_routers(
-                backend.supervisor, self._announce, self._attachment_config
+                backend.supervisor,
+                self._announce,
+                self._attachment_config,
+                max_num_queued_requests,
             )
 
     def nodes(self) -> list[NodeReport]:

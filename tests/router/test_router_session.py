@@ -179,6 +179,22 @@ async def test_an_abort_of_all_requests_at_the_engine_gives_those_of_routers_bac
     assert engine.client.num_requests == 0
 
 
+async def test_requests_above_the_engines_limit_go_elsewhere(links: Links) -> None:
+    router = await links.router(hub="127.0.0.1:0")
+    engine, _ = await links.engine(dial=(router.address,), max_num_queued_requests=2)
+    await until(lambda: router.attached)
+    own = engine.client.submit([7], SequenceSamplingParams(), 400, [])
+    router.link().send(request(1, [1], 400))
+    router.link().send(request(2, [2], 400))
+    await until(lambda: router.ends())
+    assert router.ends() == {2: ("error", "unavailable")}
+    assert router.errors()[2] == "the engine is full: 2 requests are queued"
+    engine.client.release(own)
+    router.link().send(request(3, [3], 400))
+    await until(lambda: len(engine.driver.sequences) == 2)
+    assert len(router.ends()) == 1
+
+
 async def test_requests_wait_for_a_recovery_until_it_is_overdue(links: Links) -> None:
     router, engine, _ = await links.pair()
     engine.client.detach("killed")

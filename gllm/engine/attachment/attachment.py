@@ -30,6 +30,7 @@ from gllm.messages.fleet import (
     is_compatible,
 )
 from gllm.messages.handoff import FirstChunkComputed, KvPushStarted
+from gllm.messages.requests import SubmitRequest
 from gllm.models.identity import hash_model, hash_numerics
 from gllm.observability.overdue import OverdueWatch
 from gllm.options.addresses import Resolve, resolve_host
@@ -85,6 +86,7 @@ class RouterAttachment:
         config: FleetLinkConfig,
         resolve: Resolve = resolve_host,
         is_ready_without: bool = False,
+        max_num_queued_requests: int | None = None,
     ) -> None:
         """Create the attachment of an engine; nothing is bound or dialled yet.
 
@@ -94,6 +96,8 @@ class RouterAttachment:
             config: hub, routers to dial, limits.
             resolve: resolution of host names.
             is_ready_without: the engine is ready before a router has attached it.
+            max_num_queued_requests: requests above which those of routers go elsewhere; None for no
+                limit.
 
         Raises:
             ValueError: an address or the secret cannot be used.
@@ -118,6 +122,7 @@ class RouterAttachment:
         self._watch = OverdueWatch()
         self.needs_router = bool(config.dial)
         """True if the engine dials routers, so that it serves once one has attached it."""
+        self._max_num_queued_requests = max_num_queued_requests
         self.is_ready_without = is_ready_without
         """True if the engine is ready before a router has attached it."""
         engine.add_change_listener(self._on_change)
@@ -228,7 +233,7 @@ class RouterAttachment:
             case SetEngineRole(role) if session is not None and role in ROLES:
                 self.set_role(role)
             case _ if session is not None:
-                session.on_message(message, self._refusal())
+                session.on_message(message, self._refusal() or self._full_cause(message))
 
     def on_lost(self, connection: PeerConnection, cause: str) -> None:
         """End the session of a lost connection; implements PeerHandler."""
@@ -311,6 +316,13 @@ class RouterAttachment:
             return "the engine is draining"
         reason = self._engine.admission.reason_to_refuse
         return reason and (self._engine.state_cause or f"the engine is {reason}")
+
+    def _full_cause(self, message: AnyMessage) -> str:
+        """Return why a request goes elsewhere because of the limit of requests; empty if not."""
+        limit, num_requests = self._max_num_queued_requests, self._engine.client.num_requests
+        if limit is None or num_requests < limit or not isinstance(message, SubmitRequest):
+            return ""
+        return f"the engine is full: {num_requests} requests are queued"
 
     def _current_report(self) -> EngineReport:
         engine = self._engine
@@ -427,7 +439,10 @@ class EngineAnnouncer:
 
 
 def attach_to_routers(
-    supervisor: Supervisor, announcer: EngineAnnouncer, attachment: AttachmentConfig
+    supervisor: Supervisor,
+    announcer: EngineAnnouncer,
+    attachment: AttachmentConfig,
+    max_num_queued_requests: int | None = None,
 ) -> RouterAttachment:
     """Create an engine's connections to routers; `start` opens them.
 
@@ -435,6 +450,7 @@ def attach_to_routers(
         supervisor: runs the engine's workers.
         announcer: creates the engine's announcements.
         attachment: addresses to connect to or listen on, and the secret file.
+        max_num_queued_requests: requests above which those of routers go elsewhere.
 
     Raises:
         ValueError: an address or the secret cannot be used.
@@ -443,7 +459,11 @@ def attach_to_routers(
         attachment.hub, attachment.router, attachment.node_secret_file, attachment.router_timeout
     )
     routers = RouterAttachment(
-        supervisor, announcer, links, is_ready_without=attachment.ready_without_router
+        supervisor,
+        announcer,
+        links,
+        is_ready_without=attachment.ready_without_router,
+        max_num_queued_requests=max_num_queued_requests,
     )
     supervisor.kv_mover.on_prefill = routers.on_prefill
     return routers

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from enum import Enum
 from math import ceil
+from statistics import median_low
 from typing import NamedTuple
 
 from gllm.routing.scaling.arrival_rate import ArrivalRate
@@ -25,7 +26,9 @@ UP_MARGIN = -1.0
 QUEUE_PATIENCE_SECONDS = 5.0
 """Time for which the queue has to be too long: bursts end by themselves."""
 NUM_STARTUPS = 5
-"""Start-up times that are remembered; the longest counts."""
+"""Start-up times that are remembered."""
+NUM_TRUSTED_STARTUPS = 3
+"""Measured start-up times from which the configured one no longer counts."""
 OVERDUE_FACTOR = 2.0
 """Start-up times after which an engine that was wanted counts as one that never comes."""
 
@@ -154,8 +157,17 @@ class Autoscaler:
 
     @property
     def startup_seconds(self) -> float:
-        """Start-up time of an engine: the longest of the last ones."""
-        return max(self._startups, default=self._config.scale_startup_seconds)
+        """Start-up time of an engine: the longest of the last ones, without exceptional ones.
+
+        One that takes more than OVERDUE_FACTOR times the median is that of an engine that was
+        frozen, or lost and replaced. Until three are measured, the configured time counts as one.
+        """
+        known = [*self._startups]
+        if len(known) < NUM_TRUSTED_STARTUPS:
+            known.append(self._config.scale_startup_seconds)
+        limit = OVERDUE_FACTOR * median_low(known)
+        usual = [seconds for seconds in self._startups if seconds <= limit]
+        return max(usual, default=limit if self._startups else known[0])
 
     def observe(self, load: FleetLoad, now: float) -> ScaleDecision:
         """Return the decision for the present load; call about once per second."""

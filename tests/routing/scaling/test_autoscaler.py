@@ -247,6 +247,29 @@ def test_startup_time_is_the_longest_of_the_latest() -> None:
     assert fleet.scaler.startup_seconds == pytest.approx(35.0, abs=2 * TICK)
 
 
+@pytest.mark.parametrize("startups", [[600.0], [20.0, 600.0], [20.0, 20.0, 600.0, 600.0, 20.0]])
+def test_the_startup_of_a_frozen_engine_does_not_count(startups: list[float]) -> None:
+    """Also of the first one, and of two that were frozen together."""
+    scaler = measure_startups(startups)
+    assert scaler.startup_seconds <= 2 * STARTUP
+
+
+def test_a_startup_time_that_is_longer_than_configured_is_learned() -> None:
+    assert measure_startups([300.0, 310.0]).startup_seconds == 310.0
+
+
+def measure_startups(startups: list[float]) -> Autoscaler:
+    """Return an autoscaler that has seen an engine start and die after each of these times."""
+    scaler, now = Autoscaler(config("1:1"), 0.0, num_engines=1), 0.0
+    for number, seconds in enumerate(startups):
+        scaler.observe(FleetLoad(0, 0, 0.0, [], 1.0), now)
+        now += seconds
+        ready = EngineLoad(f"e{number}", EnginePhase.READY)
+        scaler.observe(FleetLoad(0, 0, 0.0, [ready], 1.0), now)
+        now += 1.0
+    return scaler
+
+
 def test_longer_startups_look_further_ahead() -> None:
     wanted = []
     for startup in (30.0, 300.0):

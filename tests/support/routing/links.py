@@ -202,10 +202,17 @@ class Links:
         self,
         announce: AnnounceEngine | None = None,
         resolve: Resolve = resolve_host,
+        max_num_queued_requests: int | None = None,
         **config: Any,
     ) -> tuple[FakeEngine, EngineSessions]:
         engine, announced = FakeEngine(), announce or announcement()
-        attachment = EngineSessions(engine, lambda: announced, FleetLinkConfig(**config), resolve)
+        attachment = EngineSessions(
+            engine,
+            lambda: announced,
+            FleetLinkConfig(**config),
+            resolve,
+            max_num_queued_requests=max_num_queued_requests,
+        )
         self._started.append(attachment)
         await attachment.start()
         return engine, attachment
