@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -54,8 +55,12 @@ def press_ctrl_c() -> None:
 
 def children() -> set[int]:
     """Child processes of this one."""
-    tasks = Path("/proc/self/task").glob("*/children")
-    return {int(pid) for task in tasks for pid in task.read_text().split()}
+    pids: set[int] = set()
+    for task in Path("/proc/self/task").glob("*/children"):
+        # Threads end meanwhile.
+        with suppress(FileNotFoundError, ProcessLookupError):
+            pids.update(map(int, task.read_text().split()))
+    return pids
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -130,7 +135,6 @@ def test_an_llm_that_is_dropped_ends_its_engine() -> None:
     engine, thread = llm.engine, llm._thread
     reference = weakref.ref(llm)
     del llm
-    gc.collect()
     assert reference() is None
     thread.join()
     assert engine.state == "dead"
@@ -259,6 +263,21 @@ def test_an_engine_that_was_not_stopped_does_not_hang(arguments: list[str]) -> N
     command = [sys.executable, "-c", DROPPED, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     assert done.stdout == "done\n"
+
+
+NOT_CLOSED = """
+from gllm import LLM, SamplingParams
+
+llm = LLM("demo", progress=False, threads=1, kv_cache_memory=2**24)
+llm.generate("Hello", SamplingParams(max_tokens=3))
+"""
+
+
+@pytest.mark.full
+def test_an_llm_that_was_not_closed_ends_with_its_program() -> None:
+    command = [sys.executable, "-c", NOT_CLOSED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == ""
 
 
 @pytest.mark.full

@@ -353,7 +353,8 @@ class LocalNode(Node):
         self._on_exit: OnExit | None = None
         self._kernel_ratios: int | None = os.memfd_create("gllm-kernel-ratios")
         """File in which the workers share measurements of compiled kernels."""
-        weakref.finalize(self, _kill_all, self.workers, self._unused, os.getpid())
+        # Not at exit, because workers die with this process.
+        weakref.finalize(self, _kill_all, self.workers, self._unused, os.getpid()).atexit = False
         try:
             for _ in range(num_processes):
                 self._unused.append(self._start_process())

@@ -12,7 +12,7 @@ import zmq
 
 
 class OwnedContext(zmq.Context[zmq.Socket[bytes]]):
-    """Context that closes its sockets without lingering once its owner is garbage, or at exit.
+    """Context that closes its sockets without lingering once its owner is garbage.
 
     Unlike zmq.Context it keeps its open sockets alive, so that it can close them.
     """
@@ -40,7 +40,8 @@ def create_context(owner: object, num_threads: int = 1) -> OwnedContext:
         num_threads: I/O threads; with one, events of connections arrive in order.
     """
     context = OwnedContext(num_threads)
-    weakref.finalize(owner, _destroy, context, os.getpid())
+    # Not at exit, where other threads may still use it and nothing waits for it.
+    weakref.finalize(owner, _destroy, context, os.getpid()).atexit = False
     return context
 
 
