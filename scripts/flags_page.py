@@ -23,8 +23,9 @@ HEAD = """# Flags of `gllm serve` and `gllm router`
     gllm router MODEL [--flag value ...]
 
 MODEL is a Hugging Face folder, a name on the hub, or `demo`. `--config FILE` reads flags from a
-YAML file (`max-model-len: 4096`); flags on the command line win. The same names, with underscores,
-are the fields of `gllm.EngineConfig` and the keyword arguments of `gllm.LLM`. A
+YAML file (`max-model-len: 4096`); flags on the command line win. A key that occurs twice, or two
+names of one flag, are an error. The same names, with underscores, are the fields of
+`gllm.EngineConfig` and the keyword arguments of `gllm.LLM`. A
 [router](router.md) has those of "HTTP server" and "Router", and [several machines](nodes.md) serve
 one model with those of "Several machines".
 
