@@ -183,6 +183,7 @@ class FleetClient(RequestClient):
         self.numerics.update(self._engines.values())
         self._end_poisons(self._suspects.on_attached(engine, run))
         self.dispatch_parked()
+        self._notify()
 
     def detach(self, engine: str, cause: str, kind: LossKind) -> None:
         """Remove an engine whose connection has ended; its requests continue on other engines.

@@ -435,6 +435,19 @@ def test_a_suspect_waits_until_it_is_known_if_its_engine_has_died() -> None:
     assert end_of(poison)[:2] == ("error", "poison")
 
 
+def test_the_reader_hears_of_a_death_that_another_start_proves() -> None:
+    rig = Rig("a", "b", "c", "d")
+    poison = rig.submit(1)
+    ends: list[tuple[str, str, str]] = []
+    poison.set_listener(lambda: ends.append(end_of(poison)))
+    rig.lose("a")
+    rig.lose("b")
+    rig.lose("c", LossKind.CLOSED)
+    assert not ends
+    rig.attach("c")
+    assert [end[:2] for end in ends] == [("error", "poison")]
+
+
 def test_a_refused_connection_proves_a_death() -> None:
     rig = Rig("a", "b", "c", "d")
     poison = rig.submit(1)
