@@ -251,6 +251,24 @@ def test_only_fetches_that_had_to_end_long_ago_are_stuck() -> None:
     assert len(watch) == 1
 
 
+def test_fetches_that_begin_do_not_count_as_checks_of_the_others() -> None:
+    stuck: list[str] = []
+    is_checked = threading.Event()
+    supervisor = FetchSupervisor(stuck.append, check_seconds=60.0)
+
+    def check() -> None:
+        is_checked.set()
+        raise KvTransferError("it was cancelled just now")
+
+    with supervisor.watching(check):
+        for _ in range(2 * MAX_LATE_CHECKS):
+            is_checked.clear()
+            with supervisor.watching(lambda: None):
+                is_checked.wait(1e-3)
+    supervisor.close()
+    assert not stuck
+
+
 @settings(max_examples=num_examples(few=25, many=1000))
 @given(st.data())
 def test_pieces_of_nixl_are_joined_and_cover_the_same_bytes(data: st.DataObject) -> None:

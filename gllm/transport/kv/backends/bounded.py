@@ -85,7 +85,9 @@ class FetchSupervisor:
             if not self._is_started:
                 self._is_started = True
                 threading.Thread(target=self._run, name="kv-deadlines", daemon=True).start()
-            self._changed.notify()
+            if len(self._watch) == 1:
+                # Further ones must neither delay the next check nor add one.
+                self._changed.notify()
         try:
             yield
         finally:
@@ -101,8 +103,8 @@ class FetchSupervisor:
     def _run(self) -> None:
         with self._changed:
             while not self._is_closed:
-                self._changed.wait(self._check_seconds if len(self._watch) else None)
-                if cause := self._watch.find_stuck():
+                is_due = not self._changed.wait(self._check_seconds if len(self._watch) else None)
+                if is_due and (cause := self._watch.find_stuck()):
                     break
             else:
                 return
