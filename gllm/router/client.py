@@ -267,7 +267,9 @@ class FleetClient(RequestClient):
         """
         limit = self._clock() - parked_for
         for stream, parked in list(self._parked.items()):
-            if parked.since <= limit and not self._suspects.awaits_proof(stream):
+            # Without any engine the proof may never come.
+            is_examined = bool(self._engines) and self._suspects.awaits_proof(stream)
+            if parked.since <= limit and not is_examined:
                 self._end(stream, stream.alive, "error", cause, "unavailable")
         self._notify()
 

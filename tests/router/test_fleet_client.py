@@ -448,6 +448,16 @@ def test_the_reader_hears_of_a_death_that_another_start_proves() -> None:
     assert [end[:2] for end in ends] == [("error", "poison")]
 
 
+def test_a_suspect_does_not_wait_for_ever_if_no_engine_is_left() -> None:
+    rig = Rig("a", "b", "c")
+    suspect = rig.submit(1)
+    for engine in "abc":
+        rig.lose(engine, LossKind.CLOSED)
+    rig.tick(60.0)
+    rig.client.reject_parked("too long", parked_for=60.0)
+    assert end_of(suspect) == ("error", "unavailable", "too long")
+
+
 def test_a_refused_connection_proves_a_death() -> None:
     rig = Rig("a", "b", "c", "d")
     poison = rig.submit(1)
