@@ -166,11 +166,14 @@ class ReplanAttempts:
         """Record the number of shifts that the router has counted.
 
         Args:
-            num_shifts: shifts since the start of the router; fewer than before: it started again.
+            num_shifts: shifts since the start of the router; fewer than before: it started again,
+                and knows neither the shift nor the workload that a search is for.
             now: time in seconds.
         """
         if num_shifts > self._num_shifts:
             self._due, self._num_failures = now, 0
+        elif num_shifts < self._num_shifts:
+            self._due = None
         self._num_shifts = num_shifts
 
     def is_due(self, now: float) -> bool:

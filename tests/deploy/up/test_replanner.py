@@ -362,6 +362,16 @@ def test_attempts_are_due_after_a_shift_and_after_failures_with_longer_delays() 
     assert attempts.is_due(now)
 
 
+def test_a_router_that_has_started_again_has_no_workload_to_plan_for() -> None:
+    attempts = ReplanAttempts()
+    attempts.on_status(1, 0.0)
+    due = attempts.on_failure(0.0)
+    attempts.on_status(0, due)
+    assert not attempts.is_due(due), "its status has no shift"
+    attempts.on_status(1, due)
+    assert attempts.is_due(due)
+
+
 def test_a_search_may_take_a_multiple_of_its_budget(tmp_path: Path) -> None:
     search = PlanSearch(make_plan(), tmp_path / "plan.yaml", 5.0, lambda name, line: None)
     assert search.limit_seconds == 3 * 5.0 + 120.0
