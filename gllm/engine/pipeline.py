@@ -81,7 +81,12 @@ class PipelineBackend:
                 )
             facts = make_join_facts(config, folder, config.max_model_len or 0)
             self._cluster = ClusterHead(
-                nodes, node_secret_file, facts, config.stage_degrees, config.recovery_timeout
+                nodes,
+                node_secret_file,
+                facts,
+                config.stage_degrees,
+                config.recovery_timeout,
+                freeze_timeout=config.freeze_timeout,
             )
         self.attachment: RouterAttachment | None = None
         """Sessions with routers; None without."""

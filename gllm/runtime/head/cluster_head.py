@@ -17,6 +17,7 @@ from gllm.messages.nodes import EngineState, NodeFacts
 from gllm.messages.reports import LinkTimes
 from gllm.options.addresses import format_host_port, is_wildcard
 from gllm.recovery.join_check import JoinFacts
+from gllm.recovery.liveness import FREEZE_SECONDS
 from gllm.recovery.node_layout import distribute_stages
 from gllm.recovery.placement import LOCAL_NODE
 from gllm.recovery.records import RecoveryState
@@ -60,6 +61,7 @@ class ClusterHead:
         degrees: Sequence[int],
         recovery_timeout: float = 60.0,
         make_links: Callable[..., LinkProcess] | None = None,
+        freeze_timeout: float = FREEZE_SECONDS,
     ) -> None:
         """Create the head of a cluster that nobody has joined.
 
@@ -70,6 +72,7 @@ class ClusterHead:
             degrees: ranks of each stage of the engine.
             recovery_timeout: time in seconds after which agents without a head end.
             make_links: creates the data mover of this machine; None for a process.
+            freeze_timeout: see LinkChild.
 
         Raises:
             ValueError: the address, the secret or the number of stages cannot be used.
@@ -85,6 +88,7 @@ class ClusterHead:
         self._certificate: NodeCertificate | None = None
         self._has_secret = secret_file is not None
         self._make_links = make_links
+        self._freeze_timeout = freeze_timeout
         self._links: LinkProcess | None = None
         self._peer = LinkPeer(self.name, "", b"")
         self._supervisor: Supervisor | None = None
@@ -296,6 +300,7 @@ class ClusterHead:
             config.node_timeout,
             config.link_policy,
             config.link_encoding,
+            self._freeze_timeout,
             min_bytes_per_second=config.link_min_mbit_per_second * BYTES_PER_MBIT,
         )
         port = await self._links.listen() if listen else 0
