@@ -345,7 +345,7 @@ class SilentHandler:
     def on_lost(self, connection: PeerConnection, cause: str) -> None:
         pass
 
-    def on_refused(self, address: str) -> None:
+    def on_listener_gone(self, address: str) -> None:
         pass
 
     def on_tick(self) -> None:

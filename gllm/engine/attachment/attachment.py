@@ -245,7 +245,7 @@ class RouterAttachment:
                 cause,
             )
 
-    def on_refused(self, address: str) -> None:
+    def on_listener_gone(self, address: str) -> None:
         """Do nothing about a router that has ended; implements PeerHandler."""
 
     def on_tick(self) -> None:

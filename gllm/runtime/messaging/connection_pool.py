@@ -232,7 +232,7 @@ class PeerHandler(Protocol):
     def on_lost(self, connection: PeerConnection, cause: str) -> None:
         """Handle a session that the peer or the connection has ended."""
 
-    def on_refused(self, address: str) -> None:
+    def on_listener_gone(self, address: str) -> None:
         """Handle that nothing listens any more at an address that was dialled with success."""
 
     def on_tick(self) -> None:
@@ -243,7 +243,7 @@ PROBE_SECONDS = 1.0
 """Time limit of the connection that tells a refusal from an unreachable host."""
 
 
-async def is_refused(address: str) -> bool:
+async def refuses_connections(address: str) -> bool:
     """Return True if a host is reachable and refuses connections to HOST:PORT."""
     host, port = parse_host_port(address)
     try:
@@ -275,7 +275,7 @@ class Dialer:
         dial: Dial,
         resolve: Resolve,
         backoff: Backoff,
-        on_refused: Callable[[str], None],
+        on_listener_gone: Callable[[str], None],
     ) -> None:
         """Create a dialer that has not started.
 
@@ -284,10 +284,10 @@ class Dialer:
             dial: begins a session.
             resolve: resolution of host names.
             backoff: delays between the attempts.
-            on_refused: called with an address at which a peer has listened and none does now.
+            on_listener_gone: called with an address at which a peer has listened and none does now.
         """
         self._address = address
-        self._on_refused = on_refused
+        self._on_listener_gone = on_listener_gone
         self._peer = ""
         """Numeric address of the latest established session; empty once it has refused another."""
         self._host, self._port = parse_host_port(address)
@@ -331,8 +331,9 @@ class Dialer:
                 self._num_failures += 1
                 if not has_refused:
                     self._log_failure(cause)
-                if cause == UNREACHABLE and self._peer and await is_refused(self._peer):
-                    self._on_refused(self._peer)
+                is_unreachable = cause == UNREACHABLE and self._peer != ""
+                if is_unreachable and await refuses_connections(self._peer):
+                    self._on_listener_gone(self._peer)
                     self._peer = ""
             if self.should_dial:
                 backoff = self._backoff
@@ -576,7 +577,7 @@ class ConnectionPool:
             if address not in self._dialers:
                 backoff = Backoff(self._rng, self._config.refused_seconds)
                 dialer = Dialer(
-                    address, self._dial, self._resolve, backoff, self._handler.on_refused
+                    address, self._dial, self._resolve, backoff, self._handler.on_listener_gone
                 )
                 self._dialers[address] = dialer
                 dialer.start()

@@ -210,7 +210,7 @@ class FleetLinks:
             self._detach(peer.link)
             self._on_lost(peer.link, cause)
 
-    def on_refused(self, address: str) -> None:
+    def on_listener_gone(self, address: str) -> None:
         """Report that the process of an engine has ended."""
         if (run := self._runs.pop(address, None)) is not None:
             self.on_died(run)
