@@ -169,7 +169,7 @@ class EngineThread:
             loop.call_soon_threadsafe(job.cancel)
         except RuntimeError:
             return False
-        return job in self._jobs
+        return True
 
     def _run(self) -> None:
         try:

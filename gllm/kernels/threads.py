@@ -40,11 +40,6 @@ def using_num_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before[1])
 
 
-def set_torch_threads(count: int) -> None:
-    """Set torch's number of threads alone."""
-    torch.set_num_threads(count)
-
-
 @contextmanager
 def using_torch_threads(count: int | None) -> Iterator[None]:
     """Set torch's number of threads alone within a `with` block, unless `count` is None."""

@@ -127,7 +127,10 @@ class HeldRequest(NamedTuple):
 
 
 class HeldRequests:
-    """Requests that wait for their grammar, and their totals; each change takes constant time."""
+    """Requests that wait for their grammar, and their totals.
+
+    The time of a change does not depend on their number.
+    """
 
     def __init__(self) -> None:
         self._requests: dict[int, HeldRequest] = {}
@@ -227,7 +230,6 @@ class Driver:
         self._outputs: list[tuple[StepOutput, list[SampleDetails]]] = []
         """Not sent to the frontend yet."""
         self._held = HeldRequests()
-        """By first sequence."""
         self._has_new_stats = False
         """True if requests or plans changed since the frontend got the last statistics."""
         self._meter = BubbleMeter(scheduler.config.stages, time.monotonic())

@@ -619,7 +619,9 @@ class LivenessWatch:
             self._detector.restart_times(filter(self._is_silent, self._placement.senders), now)
         is_serving = self._recovery.state is RecoveryState.READY
         causes = self._detector.check(samples, now, is_serving)
-        for sender, cause in causes.items() if self._on_frozen is not None else ():
+        if self._on_frozen is None:
+            return
+        for sender, cause in causes.items():
             if not self._recovery.is_exiting(sender):
                 self._nodes.dump_stacks(sender)
                 place = self._placement.name_of(sender)

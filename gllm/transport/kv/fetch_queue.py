@@ -8,6 +8,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from gllm.recovery.backoff import backoff_seconds
+
 OPEN_SECONDS = 2.0
 """Time without fetches from a peer after its first failure; twice as long after each further one
 ..."""
@@ -73,9 +75,7 @@ class PeerCircuits:
             return 0.0
         circuit.is_probing = False
         circuit.num_failures += 1
-        # A larger exponent would overflow.
-        seconds = OPEN_SECONDS * 2.0 ** min(circuit.num_failures - 1, 16)
-        seconds = min(seconds, MAX_OPEN_SECONDS)
+        seconds = backoff_seconds(circuit.num_failures - 1, OPEN_SECONDS, MAX_OPEN_SECONDS)
         circuit.opened_at, circuit.open_until = now, now + seconds
         if len(self._circuits) > MAX_PEERS:
             del self._circuits[next(iter(self._circuits))]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gllm.config.engine import EngineConfig
 from gllm.kernels.native.library import log_kernels, operations_by_torch
-from gllm.kernels.threads import num_threads, set_torch_threads, using_torch_threads
+from gllm.kernels.threads import num_threads, using_torch_threads
 from gllm.messages.sampling import SampleDetails
 from gllm.models.config import ModelConfig
 from gllm.runtime.worker.batch import Batch
@@ -65,7 +65,7 @@ class CpuExecutor(Executor):
         """Load the stage's weights; see Executor. Then torch has one thread, if kernels compute."""
         super().load(folder, on_progress, previous, running, limit_bytes)
         if self._kernels_compute_layers:
-            set_torch_threads(1)
+            torch.set_num_threads(1)
 
     @property
     def _kernels_compute_layers(self) -> bool:
