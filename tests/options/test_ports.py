@@ -9,6 +9,7 @@ import pytest
 
 from gllm import serve
 from gllm.commands import router
+from gllm.options.exit_status import UNAVAILABLE_STATUS
 from gllm.options.ports import check_port_is_free
 from tests.support.sources import name_of, sources, text_of, tree_of
 
@@ -47,7 +48,7 @@ def test_a_taken_port_ends_a_start_before_the_model_is_looked_at(
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         more = ["--master-addr", "127.0.0.1:1"] if flags[-1] == "--node-listen" else []
-        assert main(["/no/such/model", *flags, address, *more]) == 2
+        assert main(["/no/such/model", *flags, address, *more]) == UNAVAILABLE_STATUS
     assert f"{flags[-1]} {address}: another program listens there" in capsys.readouterr().err
 
 

@@ -157,6 +157,7 @@ BOUNDED = {
     "all_work": "needs of a router",
     "bubble_seconds": "stages",
     "busy_seconds": "stages",
+    "certificate": "flags of a process",
     "decodes": "sizes of a profile, read once",
     "degrees": "stages",
     "devices_per_node": "machines of a plan",

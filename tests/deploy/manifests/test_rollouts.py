@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from gllm.config.server import ServerConfig
 from gllm.engine.interface import EngineUnavailableError
 from gllm.frontend.context import CONTEXT, ServerContext
 from gllm.frontend.routes.server import get_health, get_readiness
@@ -35,7 +36,7 @@ ROUTES = {"/health": get_health, "/ready": get_readiness}
 
 def is_good(path: str, engine: FakeEngine) -> bool:
     """Return the answer of a server's route to a probe."""
-    context: Any = ServerContext(engine, None, None)  # type: ignore[arg-type]
+    context: Any = ServerContext(engine, ServerConfig(), None)  # type: ignore[arg-type]
     request: Any = SimpleNamespace(app={CONTEXT: context})
     try:
         asyncio.run(ROUTES[path](request))
