@@ -112,7 +112,7 @@ def interrupt_lives(create: Callable[[], LLM], count: int, seed: int) -> None:
 
 
 def test_interrupts_at_random_moments() -> None:
-    interrupt_lives(scripted_llm, 10, 3)
+    interrupt_lives(scripted_llm, 5, 3)
 
 
 @pytest.mark.full

@@ -298,8 +298,8 @@ async def post_mutants(server: Server, seed: int, number: int) -> dict[int, int]
 
 
 async def test_no_mutant_of_a_request_breaks_the_server(server):
-    statuses = await post_mutants(server, 0, 1000)
-    assert min(statuses[200], statuses[400]) > 200
+    statuses = await post_mutants(server, 0, 300)
+    assert min(statuses[200], statuses[400]) > 60
 
 
 @pytest.mark.full

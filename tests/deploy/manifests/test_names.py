@@ -50,7 +50,7 @@ def refusal_of(check: Callable[[], object]) -> str:
 
 
 @given(NAMES, st.booleans())
-@settings(max_examples=num_examples(10, 200), deadline=None)
+@settings(max_examples=num_examples(4, 200), deadline=None)
 def test_every_process_of_a_checked_plan_has_a_name_of_its_own(
     names: list[str], has_router: bool
 ) -> None:
