@@ -4,7 +4,7 @@ import signal
 from enum import Enum
 
 REPEAT_SECONDS = 1.0
-"""Time in which a further SIGTERM is the same request to end, on another way."""
+"""Time in which a further SIGTERM is the same request to end, by another path."""
 
 
 class StopAction(Enum):

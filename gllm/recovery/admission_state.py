@@ -1,4 +1,4 @@
-"""Does an engine, or a router, take requests? Facts that change independently decide it."""
+"""Admission of requests by an engine or a router, from facts that change independently."""
 
 from typing import NamedTuple
 

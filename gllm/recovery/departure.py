@@ -44,6 +44,6 @@ class Departure:
 
     @property
     def settles_at(self) -> float:
-        """Time at which `may_leave` may change without another event; it has been requested."""
+        """Time at which `may_leave` may change without another event; only after `request`."""
         assert self._requested_at is not None
         return self._requested_at + self._settle_seconds

@@ -52,7 +52,6 @@ class _Loss(Generic[Request]):
     """Time of the loss, or of the first contact with an engine after it."""
     first_at: float
     """Time of the loss."""
-
     can_return: bool
     """False if its workers have died, so that a return of the engine's process says nothing."""
 

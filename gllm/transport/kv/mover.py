@@ -155,9 +155,9 @@ class KvMover:
         self._estimates: dict[str, TransferEstimate] = {}
         """By the socket name of the other machine's mover."""
         self._circuits = PeerCircuits()
-        self._fetch_lanes = [
-            _FetchLane(NUM_FETCH_THREADS, "kv-fetch"),
-            _FetchLane(NUM_WAITING_THREADS, "kv-fetch-per-layer"),
+        self._fetch_pools = [
+            _FetchPool(NUM_FETCH_THREADS, "kv-fetch"),
+            _FetchPool(NUM_WAITING_THREADS, "kv-fetch-per-layer"),
         ]
         self.socket_name = f"gllm-kv-{secrets.token_hex(16)}"
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -261,8 +261,8 @@ class KvMover:
         self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
         self._source.close()
-        for lane in self._fetch_lanes:
-            lane.threads.shutdown(wait=True, cancel_futures=True)
+        for pool in self._fetch_pools:
+            pool.threads.shutdown(wait=True, cancel_futures=True)
         self._supervisor.close()
 
     def _replace_caches(self, caches: ServedCaches) -> None:
@@ -304,24 +304,24 @@ class KvMover:
 
     def _enqueue(self, fetch: RunningFetch) -> None:
         """Give a fetch to a thread, or fail it at once: its tokens are computed."""
-        peer, lane = fetch.command.endpoint, self._fetch_lanes[fetch.command.is_per_layer]
+        peer, pool = fetch.command.endpoint, self._fetch_pools[fetch.command.is_per_layer]
         pages = list(self._state.caches.pages)
         with self._state.lock:
             is_closed = self._circuits.may_fetch(peer, self._clock())
-            is_queued = is_closed and lane.queue.push(peer, (fetch, pages))
+            is_queued = is_closed and pool.queue.push(peer, (fetch, pages))
             if is_closed and not is_queued:
                 self._circuits.on_cancelled(peer)
         if is_queued:
-            lane.threads.submit(self._run_next, lane)
+            pool.threads.submit(self._run_next, pool)
         elif is_closed:
             self._report_end(fetch, f"{MAX_WAITING_FETCHES} fetches from the other engine wait")
         else:
             self._report_end(fetch, _SILENT)
 
-    def _run_next(self, lane: "_FetchLane") -> None:
+    def _run_next(self, pool: "_FetchPool") -> None:
         """Run the next fetch, and report its end and that of all that it lets fail."""
         with self._state.lock:
-            item = lane.queue.pop()
+            item = pool.queue.pop()
         if item is None:
             return
         peer, (fetch, pages) = item
@@ -330,18 +330,18 @@ class KvMover:
         now, seconds = self._clock(), 0.0
         dropped: list[RunningFetch] = []
         with self._state.lock:
-            lane.queue.end(peer)
+            pool.queue.end(peer)
             if is_answered:
                 self._circuits.on_answer(peer)
             elif is_answered is None:
                 self._circuits.on_cancelled(peer)
             elif seconds := self._circuits.on_silence(peer, begin, now):
-                queues = [each.queue for each in self._fetch_lanes]
+                queues = [each.queue for each in self._fetch_pools]
                 dropped = [each for queue in queues for each, _ in queue.drop(peer)]
-            if lane.queue.num_waiting:
+            if pool.queue.num_waiting:
                 # RuntimeError: the mover is being closed.
                 with suppress(RuntimeError):
-                    lane.threads.submit(self._run_next, lane)
+                    pool.threads.submit(self._run_next, pool)
         if seconds:
             log.warning("no KV of an engine is fetched for %.0f s: %s", seconds, cause)
         self._report_end(fetch, cause)
@@ -460,7 +460,7 @@ class KvMover:
             self._source.adopt(KvConnection(connection))
 
 
-class _FetchLane:
+class _FetchPool:
     """Threads for one kind of fetches, and those that wait for them."""
 
     def __init__(self, max_running: int, name: str) -> None:
