@@ -18,7 +18,7 @@ import setproctitle
 
 from gllm.config.join import JoinConfig
 from gllm.config.node_environment import parse_head_address
-from gllm.config.nodes import NodesConfig
+from gllm.config.nodes import BYTES_PER_MBIT, NodesConfig
 from gllm.deploy.cluster.member import ClusterMember
 from gllm.deploy.cluster.service_processes import ServiceMachine
 from gllm.frontend.listening import raise_open_files_limit
@@ -27,7 +27,7 @@ from gllm.models.hub import find_local_model
 from gllm.observability.stop_signals import StopAction, StopSignals
 from gllm.options.addresses import format_host_port, undialable_reason
 from gllm.options.exit_status import UnavailableError
-from gllm.runtime.head.link_process import BYTES_PER_MBIT, LinkProcess
+from gllm.runtime.head.link_process import LinkProcess
 from gllm.runtime.head.node import LocalNode
 from gllm.runtime.messaging.security import (
     NodeCertificate,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gllm.commands.server_command import add_server_flags, make_client, report_failure
+from gllm.config.nodes import BYTES_PER_MBIT
 from gllm.deploy.server_client import ServerClient, ServerError
 from gllm.options.flags import FlagParser
 
@@ -68,7 +69,7 @@ def _link_cells(name: str, link: Mapping[str, Any]) -> tuple[str, ...]:
         link["peer"],
         str(link["edge"]),
         link["policy"],
-        _number(link["bytes_per_second"], "{:.1f} Mbit/s", 1e6 / 8),
+        _number(link["bytes_per_second"], "{:.1f} Mbit/s", BYTES_PER_MBIT),
         _number(link["round_trip_seconds"], "{:.1f} ms", 1e-3),
         f"{link['loss_rate']:.1%}",
         _number(link["num_queued_bytes"], "{:.1f} KiB", 2**10),

@@ -13,6 +13,8 @@ EXECUTOR_BACKENDS = ("mp", "ray")
 """Values of --distributed-executor-backend."""
 DEFAULT_HEAD_PORT = 29600
 DEFAULT_DATA_PORT = 29601
+BYTES_PER_MBIT = 1e6 / 8
+"""Unit of rates of links, for people."""
 
 
 @dataclass(frozen=True)

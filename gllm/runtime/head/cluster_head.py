@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from gllm.config.nodes import NodesConfig
+from gllm.config.nodes import BYTES_PER_MBIT, NodesConfig
 from gllm.messages.node_report import NodeDrainError, NodeReport, UnknownNodeError
 from gllm.messages.nodes import EngineState, NodeFacts
 from gllm.messages.reports import LinkTimes
@@ -23,7 +23,7 @@ from gllm.recovery.placement import LOCAL_NODE
 from gllm.recovery.records import RecoveryState
 from gllm.runtime.driver.driver_relay import DriverProxies
 from gllm.runtime.head.layer_planner import Machine
-from gllm.runtime.head.link_process import BYTES_PER_MBIT, LinkProcess
+from gllm.runtime.head.link_process import LinkProcess
 from gllm.runtime.head.node_group import LinkTimesReporter, collect_link_times
 from gllm.runtime.head.node_hub import (
     NodeHub,

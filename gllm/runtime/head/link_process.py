@@ -33,7 +33,6 @@ FREEZE_SHARE = 0.5
 the transfers that wait for it, and edges without a connection are lost later."""
 _LINK = 0
 """Key of the process in its detector."""
-BYTES_PER_MBIT = 1e6 / 8
 STEADY_SECONDS = 30.0
 """Time after which a process that exits is started again without a long delay."""
 
