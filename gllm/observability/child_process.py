@@ -71,6 +71,21 @@ def describe_exit(status: int, subject: str = "it", last_lines: Sequence[str] = 
     return f"{cause}: {text[:MAX_CAUSE_CHARACTERS]}" if text else cause
 
 
+def read_process_usage(process_id: int) -> tuple[bool, float] | None:
+    """Return whether a process is stopped, and its CPU time in seconds; None if it is gone.
+
+    It is stopped by a signal or a debugger (state T in /proc).
+    """
+    try:
+        text = Path(f"/proc/{process_id}/stat").read_text()
+    except OSError:
+        return None
+    # After the name, which may contain anything: state, then 10 fields, user and system time.
+    fields = text.rpartition(")")[2].split()
+    ticks = int(fields[11]) + int(fields[12])
+    return fields[0] in "Tt", ticks / os.sysconf("SC_CLK_TCK")
+
+
 class ChildProcess(subprocess.Popen[bytes]):
     """Child process whose exit can be awaited in an event loop or in a thread.
 
@@ -88,18 +103,8 @@ class ChildProcess(subprocess.Popen[bytes]):
         super().__init__(command, **({"stdin": subprocess.DEVNULL} | options))
 
     def read_usage(self) -> tuple[bool, float] | None:
-        """Return whether the process is stopped, and its CPU time in seconds; None if it is gone.
-
-        It is stopped by a signal or a debugger (state T in /proc).
-        """
-        try:
-            text = Path(f"/proc/{self.pid}/stat").read_text()
-        except OSError:
-            return None
-        # After the name, which may contain anything: state, then 10 fields, user and system time.
-        fields = text.rpartition(")")[2].split()
-        ticks = int(fields[11]) + int(fields[12])
-        return fields[0] in "Tt", ticks / os.sysconf("SC_CLK_TCK")
+        """Return the usage of the process; see `read_process_usage`."""
+        return read_process_usage(self.pid)
 
     def watch(self, on_exit: Callable[[], None]) -> None:
         """Call a function in the running event loop once the process has exited."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gllm.config.sampling import StructuredOutput
-from gllm.observability.child_process import describe_exit, module_command
+from gllm.observability.child_process import describe_exit, module_command, read_process_usage
 from gllm.options.field_types import FieldError
 from gllm.text.grammar.compiler_process import CPU_SECONDS, MEMORY_BYTES, STACK_BYTES
 from gllm.text.grammar.sources.structured_output import GrammarSource, to_grammar_source
@@ -285,14 +285,14 @@ class GrammarCompiler:
 
     async def _read_line(self, process_id: int, output: asyncio.StreamReader) -> bytes:
         """Return the next line of a process. Raises _StalledError if it does not compute."""
-        cpu_ticks = _read_cpu_ticks(process_id)
+        cpu_seconds = _read_cpu_seconds(process_id)
         while True:
             try:
                 async with asyncio.timeout(self._limits.stall_seconds):
                     return await output.readline()
             except TimeoutError:
-                before, cpu_ticks = cpu_ticks, _read_cpu_ticks(process_id)
-                if before == cpu_ticks:
+                before, cpu_seconds = cpu_seconds, _read_cpu_seconds(process_id)
+                if before == cpu_seconds:
                     raise _StalledError from None
 
     async def _start(self) -> Process | None:
@@ -332,14 +332,10 @@ class GrammarCompiler:
         process.stdin.close()
 
 
-def _read_cpu_ticks(process_id: int) -> int:
-    """Return the CPU time of a process in clock ticks; 0 if there is none."""
-    try:
-        # The name of the program, in parentheses, may contain blanks.
-        fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0
-    return int(fields[11]) + int(fields[12])
+def _read_cpu_seconds(process_id: int) -> float:
+    """Return the CPU time of a process; 0 if there is none."""
+    usage = read_process_usage(process_id)
+    return 0.0 if usage is None else usage[1]
 
 
 def _complete_line(line: bytes) -> bytes:
