@@ -278,25 +278,21 @@ class DriverStepLog:
 
     def write(self, event: StepLogEvent) -> None:
         """Append an event."""
-        if self._log is not None:
-            try:
-                self._log.write(event)
-            except OSError as error:
-                self._end(error)
+        self._try(lambda log: log.write(event))
 
     def flush(self) -> None:
         """Write the buffered events to the file."""
-        if self._log is not None:
-            try:
-                self._log.flush()
-            except OSError as error:
-                self._end(error)
+        self._try(StepLogWriter.flush)
 
     def close(self) -> None:
         """Write the buffered events and close the file."""
+        self._try(StepLogWriter.close)
+
+    def _try(self, operation: Callable[[StepLogWriter], None]) -> None:
+        """Do something with the log, unless it has ended; an error ends it."""
         if self._log is not None:
             try:
-                self._log.close()
+                operation(self._log)
             except OSError as error:
                 self._end(error)
 

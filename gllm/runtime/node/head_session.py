@@ -374,6 +374,7 @@ class HeadDialer:
                 limit, num_failures = session.welcome.recovery_timeout, 0
                 deadline = loop.time() + limit
                 backoff.reset()
+                self._failures.reset()
                 log.warning("the head at %s is lost: %s", self._config.head, self.cause)
                 await on_lost()
             else:
