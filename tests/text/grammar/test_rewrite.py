@@ -295,6 +295,9 @@ def test_what_is_not_enforced_leniently_does_not_refuse_a_tool(schema):
     ("schema", "kept"),
     [
         ({"type": "any", "title": "t"}, {}),
+        ({"allOf": [{"$ref": "#"}], "type": "object"}, {"type": "object"}),
+        ({"anyOf": [{"$ref": "#"}, {}], "items": {}}, {"items": {}}),
+        ({"allOf": [{"$ref": "#"}], "title": "a tree"}, {"allOf": [{"$ref": "#"}]}),
         ({"type": "string", "pattern": r"\bword\b"}, {"type": "string"}),
         (
             {"type": "string", "pattern": "^(?=a)b$", "maxLength": 5},

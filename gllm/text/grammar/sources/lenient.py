@@ -4,10 +4,17 @@ Such a tool can be called with arguments that its schema does not permit, which 
 check in any case. A call that is refused for its schema would be of less use.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
-from gllm.text.grammar.sources.json_schema import ENFORCED_KEYWORDS, is_exact, resolve_reference
+from gllm.text.grammar.sources.json_schema import (
+    ENFORCED_KEYWORDS,
+    NAMED_SCHEMAS,
+    SCHEMA_LISTS,
+    SINGLE_SCHEMAS,
+    is_exact,
+    resolve_reference,
+)
 from gllm.text.grammar.sources.patterns import is_supported
 
 Schema = dict[str, Any]
@@ -16,15 +23,75 @@ TYPES = frozenset({"string", "integer", "number", "boolean", "array", "object", 
 """Types of JSON Schema."""
 MAX_REFERENCES = 16
 """Largest number of references from one to the next; in a circle there is no end."""
+_DEFINITIONS = ("$defs", "definitions")
+_COMPOSITIONS = ("allOf", "anyOf", "oneOf")
 
 
-def drop_unsupported_values(schema: Schema, root: Schema) -> Schema:
+def find_circular_references(root: Schema) -> Set[str]:
+    """Return the references at whose target the grammar compiler meets the same reference again.
+
+    It merges the parts of an `allOf`, `anyOf` or `oneOf` with the keywords beside it, and therefore
+    replaces references in the parts by their targets. In a circle it refuses the schema.
+
+    Args:
+        root: The whole schema.
+    """
+    replaced: dict[str, Set[str]] = {}
+    """References that are replaced within the target of a reference."""
+    found = list(_find_replaced(root, root, is_merged=False))
+    while found:
+        reference = found.pop()
+        if reference not in replaced:
+            target = resolve_reference(root, reference)
+            replaced[reference] = set(_find_replaced(target, root, is_merged=True))
+            found += replaced[reference]
+    while ended := {name for name, others in replaced.items() if not others & replaced.keys()}:
+        replaced = {name: others for name, others in replaced.items() if name not in ended}
+    return replaced.keys()
+
+
+def _find_replaced(
+    schema: object, root: Schema, is_merged: bool, is_nested: bool = True
+) -> Iterator[str]:
+    """Return the references in a schema that the grammar compiler replaces by their targets.
+
+    Args:
+        schema: A schema.
+        root: The whole schema.
+        is_merged: The schema is merged with another one.
+        is_nested: Include those of properties and items.
+    """
+    remaining = [(schema, is_merged)]
+    while remaining:
+        part, is_merged = remaining.pop()
+        if not isinstance(part, dict):
+            continue
+        if _is_reference(part.get("$ref"), root):
+            if is_merged:
+                yield part["$ref"]
+            part = {name: part[name] for name in _DEFINITIONS if name in part}
+        names = [name for name in part if name in ENFORCED_KEYWORDS and name not in _DEFINITIONS]
+        for name, value in part.items():
+            values = value if isinstance(value, list) else [value]
+            if name in _COMPOSITIONS:
+                has_others = is_merged or len(names) > 1 or (name == "allOf" and len(values) > 1)
+                remaining += [(each, has_others) for each in values]
+            elif is_nested and name in NAMED_SCHEMAS and isinstance(value, dict):
+                remaining += [(each, False) for each in value.values()]
+            elif is_nested and name in (*SINGLE_SCHEMAS, *SCHEMA_LISTS):
+                remaining += [(each, False) for each in values]
+
+
+def drop_unsupported_values(schema: Schema, root: Schema, circular: Set[str]) -> Schema:
     """Return a schema without keywords whose values the grammar compiler refuses.
 
     Args:
         schema: A schema, without its nested schemas: they are treated by themselves.
         root: The whole schema, which references lead into.
+        circular: `find_circular_references(root)`.
     """
+    if circular and not circular.isdisjoint(_find_replaced(schema, root, False, is_nested=False)):
+        schema = {name: value for name, value in schema.items() if name not in _COMPOSITIONS}
     kept = {
         name: value
         for name, value in schema.items()
@@ -33,7 +100,7 @@ def drop_unsupported_values(schema: Schema, root: Schema) -> Schema:
     }
     if "$ref" in kept:
         # The keywords beside it have no effect, as up to draft 7: in a circle they are refused.
-        kept = {name: kept[name] for name in ("$ref", "$defs", "definitions") if name in kept}
+        kept = {name: kept[name] for name in ("$ref", *_DEFINITIONS) if name in kept}
     named = kept.get("patternProperties")
     if isinstance(named, dict):
         supported = {pattern: each for pattern, each in named.items() if is_supported(pattern)}

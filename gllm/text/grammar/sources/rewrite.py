@@ -20,7 +20,7 @@ from gllm.text.grammar.sources.json_schema import (
     is_ignored,
     resolve_reference,
 )
-from gllm.text.grammar.sources.lenient import drop_unsupported_values
+from gllm.text.grammar.sources.lenient import drop_unsupported_values, find_circular_references
 
 Schema = dict[str, Any]
 
@@ -53,11 +53,12 @@ def rewrite_schema(schema: Mapping[str, Any], strict: bool, lenient: bool = Fals
     """
     root = dict(schema)
     parts = _composed_parts(root)
+    circular = find_circular_references(root) if lenient else frozenset()
 
     def rewrite(original: Schema) -> object:
         is_part = id(original) in parts
         closed = {} if is_part else _closing_keywords(original, strict)
-        accepted = drop_unsupported_values(original, root) if lenient else original
+        accepted = drop_unsupported_values(original, root, circular) if lenient else original
         rewritten = {
             name: _map_values(name, value, rewrite)
             for name, value in accepted.items()
