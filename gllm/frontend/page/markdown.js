@@ -3,6 +3,7 @@
 // Owns the parser's options, and how a growing text is shown anew without touching what is done.
 
 import { addFormulas } from "./formula.js";
+import { addTasks } from "./tasks.js";
 import { isSafe, toNodes } from "./tokens.js";
 import MarkdownIt from "./vendor/markdown-it/markdown-it.esm.min.mjs";
 
@@ -11,6 +12,7 @@ parser.validateLink = isSafe;
 // "main.py" is a file, not a host in Paraguay.
 parser.linkify.set({ fuzzyLink: false, fuzzyEmail: false });
 addFormulas(parser);
+addTasks(parser);
 
 /**
  * Shows a text in an element.

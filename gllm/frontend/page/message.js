@@ -47,11 +47,12 @@ export class AnswerView {
   constructor(message, thread) {
     this.#message = message;
     this.#thread = thread;
-    this.#thinking = el("pre");
+    this.#thinking = el("div", { class: "thoughts" });
+    this.#thoughts = new Markdown(this.#thinking);
     this.#thought = el("span");
     this.#reasoning = el(
       "details",
-      { class: "reasoning", hidden: true },
+      { class: "reasoning", hidden: true, ontoggle: () => this.#showThoughts() },
       el("summary", {}, icon("chevron"), this.#thought),
       this.#thinking,
     );
@@ -88,6 +89,7 @@ export class AnswerView {
   #thread;
   #reasoning;
   #thinking;
+  #thoughts;
   #thought;
   #body;
   #markdown;
@@ -111,11 +113,18 @@ export class AnswerView {
   #showReasoning(reasoning, thinks) {
     this.#reasoning.hidden = !reasoning;
     if (!reasoning) return;
-    this.#thinking.textContent = reasoning.trimStart();
+    this.#showThoughts();
     const seconds = this.#message.thinkingSeconds;
     const past = seconds == null ? "Thought" : `Thought for ${duration(seconds)}`;
     this.#thought.textContent = thinks ? "Thinking" : past;
     this.#reasoning.classList.toggle("thinks", thinks);
+  }
+
+  /** Show the text of the reasoning, while it is unfolded. */
+  #showThoughts() {
+    const { reasoning, content, end } = this.#message;
+    if (!this.#reasoning.open) return;
+    this.#thoughts.show(reasoning.trimStart(), end !== null || Boolean(content));
   }
 
   #showStats() {
@@ -157,7 +166,7 @@ export class AnswerView {
 
 /** A user's message, as it was written. */
 export function userMessage(message, thread) {
-  const bubble = el("div", { class: "bubble" }, message.content);
+  const bubble = el("div", { class: "bubble", dir: "auto" }, message.content);
   const fold = new Fold(bubble, message, thread.folds, "question");
   fold.show(message.content);
   const { actions } = thread;

@@ -94,6 +94,7 @@ export class Settings {
   #system() {
     const area = el("textarea", {
       id: "setting-system",
+      dir: "auto",
       rows: 3,
       placeholder: "None",
       oninput: () => this.#set("system", area.value.trim() || null),

@@ -85,13 +85,14 @@ export class Sidebar {
       {
         type: "button",
         class: "title",
+        dir: "auto",
         title: kept.title,
         "aria-current": kept.id === this.#current ? "page" : null,
         onclick: () => this.#actions.open(kept.id, at),
         ondblclick: () => this.#rename(kept, row),
       },
       kept.title,
-      piece ? el("small", {}, piece) : null,
+      piece ? el("small", { dir: "auto" }, piece) : null,
     );
     const tools = el(
       "div",
@@ -105,7 +106,7 @@ export class Sidebar {
   }
 
   #rename({ id, title }, row) {
-    const input = el("input", { "aria-label": "Title", maxlength: 120, value: title });
+    const input = el("input", { "aria-label": "Title", dir: "auto", maxlength: 120, value: title });
     let done = false;
     const end = (takes) => {
       if (done) return;

@@ -21,6 +21,9 @@ export function toNodes(tokens, isGrowing = false) {
     if (token.hidden) continue;
     if (token.nesting < 0) {
       open.pop();
+      // Blocks within a block have its direction; the stylesheet gives each of their lines its own.
+      // Set when all is in it: browsers look for the first letter again with every node.
+      if (open.length === 1 && token.block) root.lastChild.setAttribute("dir", "auto");
     } else if (token.nesting > 0) {
       const [outer, inner] = opened(token);
       open.at(-1).append(outer);
@@ -54,6 +57,10 @@ function opened(token) {
       const node = el("ol", { start: token.attrGet("start") });
       return [node, node];
     }
+    case "list_item_open": {
+      const node = el("li", { class: token.meta?.isTask ? "task" : null });
+      return [node, node];
+    }
     case "link_open": {
       const node = anchor(token.attrGet("href"));
       return [node, node];
@@ -78,12 +85,15 @@ function leaf(token, isGrowing, open) {
     case "hr":
       return [el("hr")];
     case "code_inline":
-      return [el("code", {}, token.content)];
+      // Code and formulas say nothing about the direction of the text around them.
+      return [el("code", { dir: "ltr" }, token.content)];
+    case "task":
+      return [taskBox(token.meta.isDone)];
     case "formula":
     case "formula_block":
       return [formula(token.content, token.meta.display)];
     case "formula_open":
-      return [el("p", {}, token.content)];
+      return [el("p", { dir: "ltr" }, token.content)];
     case "image":
       return image(token, open);
     case "fence":
@@ -102,10 +112,16 @@ function codeBlock(token, isGrowing) {
   const caption = [el("span", {}, language || "text"), copyButton("Copy the code", () => text)];
   return el(
     "figure",
-    { class: "code" },
+    { class: "code", dir: "ltr" },
     el("figcaption", {}, ...caption),
     el("pre", { tabindex: 0 }, code),
   );
+}
+
+/** The box of a task; it shows a state and cannot be changed. */
+function taskBox(isDone) {
+  const label = isDone ? "Done" : "Not done";
+  return el("input", { type: "checkbox", disabled: true, "aria-label": label, checked: isDone });
 }
 
 /** An image is a link to it: to show it would tell others of the conversation. */

@@ -1,6 +1,7 @@
 """Answers as the chat page shows them: Markdown, code, formulas, reasoning."""
 
 import asyncio
+import html
 import json
 import re
 from random import Random
@@ -38,13 +39,13 @@ async def test_html_stays_text(user: User, engine: GatedEngine) -> None:
     assert not any("invalid" in url or url.endswith("/x") for url in user.tab.requests)
 
 
-async def test_reasoning_is_folded(tab: browser.Tab) -> None:
+async def test_reasoning_is_folded_and_shown_like_an_answer(tab: browser.Tab) -> None:
     async def chat(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         for delta in (
-            {"reasoning_content": "Let me "},
-            {"reasoning_content": "see."},
+            {"reasoning_content": "Let **me** "},
+            {"reasoning_content": "see:\n- $x^2$\n- <img src=x onerror=hit()>"},
             {"content": "Yes."},
         ):
             chunk = json.dumps({"choices": [{"index": 0, "delta": delta}]})
@@ -66,12 +67,16 @@ async def test_reasoning_is_folded(tab: browser.Tab) -> None:
         await user.say("Is it?")
         assert await user.answered() == "Yes."
         assert (await user.last("summary")).startswith("Thought for")
-        assert await user.last(".reasoning pre") == ""
+        assert await user.last(".thoughts") == ""
         await tab.click(".reasoning summary")
         await tab.until("document.querySelector('.reasoning').open")
-        assert await user.last(".reasoning pre") == "Let me see."
+        await tab.until("document.querySelector('.thoughts li .katex')")
+        shown = "document.querySelector('.thoughts').innerHTML"
+        assert (await tab.evaluate(shown)).startswith('<p dir="auto">Let <strong>me</strong> see:')
+        assert "&lt;img src=x" in await tab.evaluate(shown)
 
 
+BOX = '<input type="checkbox" disabled="" aria-label="{}"'.format
 MARKDOWN = {
     "a *b* **c** ***d*** `e` ~~f~~": "<p>a <em>b</em> <strong>c</strong> "
     "<em><strong>d</strong></em> <code>e</code> <del>f</del></p>",
@@ -89,7 +94,12 @@ MARKDOWN = {
     '<td class="right"><code>x</code></td></tr></tbody></table></div>',
     "a | b\nno table": "<p>a | b<br>no table</p>",
     "<i>&amp;</i>": "<p>&lt;i&gt;&amp;&lt;/i&gt;</p>",
+    "- [ ] a\n- [x] **b**\n- [y] c": f'<ul><li class="task">{BOX("Not done")}>a</li>'
+    f'<li class="task">{BOX("Done")} checked=""><strong>b</strong></li><li>[y] c</li></ul>',
+    "1. [X] a\n\n   b": f'<ol><li class="task"><p>{BOX("Done")} checked="">a</p><p>b</p></li></ol>',
+    "[x] a": "<p>[x] a</p>",
 }
+"""Markup by source, without the directions of texts."""
 
 
 SHOW = """(async () => {{
@@ -107,7 +117,8 @@ SHOW = """(async () => {{
 
 async def markup(user: User, text: str, step: int = 1) -> tuple[str, str]:
     whole, grown = await user.tab.evaluate(SHOW.format(json.dumps(text), step))
-    return whole, grown
+    directions = re.compile(' dir="(?:auto|ltr)"')
+    return directions.sub("", whole), directions.sub("", grown)
 
 
 async def test_markdown(user: User) -> None:
@@ -129,6 +140,11 @@ async def test_markdown(user: User) -> None:
         "\\(" * 20000,
         "$$\n" * 9000,
         "\\[\n" * 9000,
+        "\\begin{align}" * 9000 + "\\end{align}",
+        "\\begin{align}\n" * 2000,
+        "$x\n\\begin{align}a\\end{align}\n" * 3000,
+        "\\ce{" * 20000,
+        "- [x] " * 5000,
     ):
         whole, grown = await markup(user, hostile, 20000)
         assert whole == grown
@@ -156,6 +172,11 @@ PIECES = (
     "\\]",
     "\\(",
     "\\)",
+    "\\begin{align}",
+    "\\end{align}",
+    "\\ce{",
+    "}",
+    "[x] ",
     "x^2",
     "---",
     "===",
@@ -285,6 +306,71 @@ async def test_formulas(user: User) -> None:
         assert len(whole) < 5000
     whole, _ = await markup(user, r"$\rule{1000em}{1000em}$")
     assert "1000em" not in re.sub(r"<annotation.*?</annotation>", "", whole)
+
+
+ALIGNED = "\\begin{align}\na &= b \\\\\n+ c\n\\end{align}"
+WITHOUT_DELIMITERS = {
+    f"So\n{ALIGNED}\nends.": [ALIGNED],
+    f"So {ALIGNED.replace(chr(10), ' ')}.": [ALIGNED],
+    f"- item\n  {ALIGNED.replace(chr(10), chr(10) + '  ')}\n- next": [ALIGNED],
+    f"$$\n{ALIGNED}\n$$": [ALIGNED],
+    "\\(x =\n\\begin{cases}\na\n\\end{cases}\n\\)": ["x = \\begin{cases} a \\end{cases}"],
+    "\\begin{pmatrix}\\begin{pmatrix}a\\end{pmatrix}\nb\\end{pmatrix}": [
+        "\\begin{pmatrix}\\begin{pmatrix}a\\end{pmatrix} b\\end{pmatrix}"
+    ],
+    "\\begin{document}a\\end{document} \\begin{align}\n\nb\\end{align}": [],
+    f"```\n{ALIGNED}\n```\n`\\ce{{H2O}}` \\cel{{H}} \\ce{{H\n2}}": [],
+    "Water \\ce{H2O} \\{a, $\\ce{SO4^{2-}}$ and \\pu{1.5 mol}": [
+        "\\ce{H2O}", "\\ce{SO4^{2-}}", "\\pu{1.5 mol}",
+    ],
+}  # fmt: skip
+"""The formulas in a text, by text."""
+
+
+async def test_environments_and_chemistry_need_no_delimiters(user: User) -> None:
+    await markup(user, "$x$ \\ce{H2O}")
+    loaded = "performance.getEntriesByType('resource').some(({ name }) => name.includes('mhchem'))"
+    await user.tab.until(loaded)
+    await user.tab.evaluate("import('/page/vendor/katex/mhchem.min.js').then(() => 0)")
+    for source, formulas in WITHOUT_DELIMITERS.items():
+        whole, grown = await markup(user, source)
+        assert whole == grown, source
+        assert 'class="broken"' not in whole, source
+        found = re.findall(r"<annotation[^>]*>([^<]*)</annotation>", whole)
+        expected = [" ".join(tex.split()) for tex in formulas]
+        assert [" ".join(html.unescape(tex).split()) for tex in found] == expected, source
+    # Atoms are upright and their numbers are below: the macro is known.
+    whole, _ = await markup(user, "\\ce{H2O}")
+    assert '<mi mathvariant="normal">H</mi>' in whole
+    assert "<msub>" in whole
+    for hostile in (
+        r"\ce{\href{javascript:hit()}{x}}",
+        r"\ce{" * 800 + "}" * 800,
+        r"\ce{" + "H2->" * 900 + "}",
+        r"\ce{$\htmlId{input}{x}$}",
+        r"\begin{align}\href{javascript:hit()}{x}\end{align}",
+    ):
+        whole, _ = await markup(user, hostile, 9999)
+        assert not re.search(r'href=|id="', re.sub(r">[^<]*<", "><", whole)), hostile
+
+
+HEBREW = "שלום world"
+
+
+async def test_texts_have_the_direction_of_their_language(user: User, engine: GatedEngine) -> None:
+    """Also a line of another language in a list, and a text that begins with code."""
+    engine.reply = f"{HEBREW}\n\n`a` {HEBREW}\n\nHello\n\n- {HEBREW}\n- Hi\n\n```\n{HEBREW}\n```"
+    await user.say(HEBREW)
+    await user.answered()
+    directions = """[...document.querySelectorAll(
+        '.bubble, .prose > *, .prose li, #conversations .title, #input')].map(
+        (node) => getComputedStyle(node).direction)"""
+    assert await user.tab.evaluate(directions) == [
+        "rtl", "rtl", "rtl", "rtl", "ltr", "rtl", "rtl", "rtl", "ltr", "ltr",
+    ]  # fmt: skip
+    await user.tab.click("#input")
+    await user.tab.type(HEBREW)
+    assert await user.tab.evaluate("getComputedStyle(input).direction") == "rtl"
 
 
 @pytest.mark.full
