@@ -33,6 +33,13 @@ class ModelCard(ResponseSchema):
     parent: None
     max_model_len: int
     vocab_size: int
+    reasoning_controls: Annotated[
+        list[str],
+        Meta(
+            description="variables of the chat template that control reasoning: enable_thinking, "
+            "thinking, reasoning_effort; empty if a request cannot control it"
+        ),
+    ]
 
 
 class ModelListResponse(ResponseSchema):

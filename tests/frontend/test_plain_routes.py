@@ -8,6 +8,9 @@ import pytest
 from gllm import __version__
 from gllm.frontend.routes.registry import ENDPOINTS
 from gllm.observability.logs import DeduplicatingHandler
+from gllm.text.chat.template import ChatTemplate
+from gllm.text.tokenizer import Tokenizer
+from tests.support.text.tokenizers import byte_level
 
 
 async def get(server, path):
@@ -25,11 +28,25 @@ async def test_models(server):
         "parent": None,
         "max_model_len": 256,
         "vocab_size": server.engine.tokenizer.vocab_size,
+        "reasoning_controls": [],
     }
     assert await get(server, "/v1/models") == (200, {"object": "list", "data": [model]})
     assert await get(server, "/v1/models/fake/model") == (200, model)
     status, body = await get(server, "/v1/models/other")
     assert (status, body["error"]["param"]) == (404, "model")
+
+
+async def test_a_model_names_what_controls_its_reasoning(server):
+    """Clients, as the chat page, offer a switch only where it has an effect."""
+    source = (
+        "{% if enable_thinking is defined and enable_thinking %}{{ reasoning_effort }}{% endif %}"
+    )
+    server.engine.tokenizer = Tokenizer(byte_level(), ChatTemplate(source, {}))
+    _, body = await get(server, "/v1/models")
+    assert body["data"][0]["reasoning_controls"] == ["enable_thinking", "reasoning_effort"]
+    server.engine.tokenizer = Tokenizer(byte_level(), None)
+    _, body = await get(server, "/v1/models")
+    assert body["data"][0]["reasoning_controls"] == []
 
 
 async def test_version(server):

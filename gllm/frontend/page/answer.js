@@ -2,6 +2,7 @@
 //
 // Owns the request's body, and how chunks change a message. Knows nothing of how it is shown.
 
+import { textWithFiles } from "./files.js";
 import { Timing } from "./timing.js";
 
 /** A message that has nothing yet. */
@@ -22,19 +23,31 @@ export const emptyAnswer = (model) => ({
  */
 function history(messages, system) {
   const opening = system ? [{ role: "system", content: system }] : [];
-  const said = messages.filter(({ content }, i) => content && messages[i + 1]?.content !== "");
-  return [...opening, ...said.map(({ role, content }) => ({ role, content }))];
+  const isUnanswered = (next) => next?.role === "assistant" && next.content === "";
+  const texts = messages.map((message) => ({ role: message.role, content: textWithFiles(message) }));
+  return [...opening, ...texts.filter(({ content }, i) => content && !isUnanswered(messages[i + 1]))];
+}
+
+/** Whether an answer ends where it was cut off, and has a text to go on from. */
+export const canContinue = ({ content, end }) => Boolean(content) && end !== null && end !== "stop";
+
+/** The request's body for the answer, or for the rest of an answer that has a text already. */
+function bodyOf({ model, content, reasoning }, messages, { sampling, system }) {
+  const body = { model: model ?? undefined, messages: history(messages, system), ...sampling };
+  if (!content) return body;
+  const begun = { role: "assistant", content, ...(reasoning && { reasoning_content: reasoning }) };
+  body.messages.push(begun);
+  return { ...body, add_generation_prompt: false, continue_final_message: true };
 }
 
 /**
- * Fill `message` with the answer to the `messages` before it. `onChange` is called after every
- * change; the signal stops it. Never throws: what goes wrong becomes the message's error.
+ * Fill `message` with the answer to the `messages` before it, or continue the answer that it has.
+ * `onChange` is called after every change; the signal stops it. Never throws: what goes wrong becomes
+ * the message's error.
  */
 export async function fill(message, messages, server, settings, signal, onChange) {
-  const timing = new Timing();
-  const { sampling, system } = settings;
-  const model = message.model ?? undefined;
-  const body = { model, messages: history(messages, system), ...sampling };
+  const timing = new Timing(message.content ? message.stats : null);
+  const body = bodyOf(message, messages, settings);
   let thinkingSince = null;
   let end = null;
   try {

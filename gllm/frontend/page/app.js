@@ -4,13 +4,15 @@
 // how requests are sent, messages are shown and things are kept.
 
 import { emptyAnswer, fill } from "./answer.js";
+import { Attachments } from "./attachments.js";
 import { fork, replace, switchTo } from "./branches.js";
-import { $ } from "./dom.js";
+import { $, el } from "./dom.js";
 import { showExamples } from "./examples.js";
 import { Server } from "./server.js";
 import { Settings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
 import * as store from "./store.js";
+import { thinkingChoices, thinkingFields } from "./thinking.js";
 import { Thread } from "./thread.js";
 import { count } from "./timing.js";
 import { askKey, toast, watchState, watchTheme } from "./widgets.js";
@@ -23,7 +25,9 @@ const settings = new Settings((number) => {
   $("settings-count").textContent = number || "";
 });
 const runs = new Map(); // of growing answers, by conversation: {asked, controller}
-let model = { name: null, length: null };
+const attachments = new Attachments(showSend, (text) => toast(text));
+let models = [];
+let model = { name: null, length: null, vocabulary: null, controls: [] };
 let current = store.emptyConversation();
 let edited = null; // the message that the field is to replace
 
@@ -32,12 +36,14 @@ const thread = new Thread(
   settings,
   {
     again: (message) => answerAgain(message),
+    continue: (message) => continueAnswer(message),
     edit: (message) => edit(message),
     turn: (message, index, arrow) => turn(message, index, arrow),
     new: () => open(null),
     settings: ({ error }) => settings.open(error?.param ?? "max_tokens"),
   },
   () => model.length,
+  () => models.length > 1,
 );
 const sidebar = new Sidebar({
   open: (id, at) => {
@@ -89,7 +95,7 @@ function showAll() {
   document.body.classList.toggle("running", grows);
   $("stop").hidden = !grows;
   $("send").hidden = grows;
-  $("send").disabled = !input.value.trim();
+  showSend();
   showContext();
   sidebar.show(current.id);
 }
@@ -108,19 +114,20 @@ function showContext() {
 /** Send what is written, as a new message or as another version of the edited one. */
 function send() {
   const text = input.value.trim();
-  if (!text || runs.has(current.id)) return;
+  if (!canSend() || runs.has(current.id)) return;
+  const files = attachments.take();
   const at = current.messages.indexOf(edited);
   cancelEdit();
   input.value = "";
   fitInput();
-  ask(text, at);
+  ask(text, at, files);
 }
 
 /** Ask a question, behind all messages or as another version of the one at a position. */
-function ask(text, at = -1) {
+function ask(text, at = -1, files = []) {
   const { messages } = current;
-  const message = { role: "user", content: text };
-  if (!messages.length) current.title = store.titleOf(text);
+  const message = { role: "user", content: text, ...(files.length && { files }) };
+  if (!messages.length) current.title = store.titleOf(text || files[0].name);
   if (at >= 0) fork(messages, at, message);
   else messages.push(message);
   const next = emptyAnswer(model.name);
@@ -128,7 +135,7 @@ function ask(text, at = -1) {
   answer(next);
 }
 
-/** Fill the last message, an empty answer, with the answer to those before it. */
+/** Fill the last message, an answer that is empty or cut off, with the answer to those before it. */
 async function answer(message) {
   const asked = current;
   const before = asked.messages.slice(0, -1);
@@ -142,7 +149,10 @@ async function answer(message) {
     thread.update(message);
     if (asked === current) showContext();
   });
-  await fill(message, before, server, settings, controller.signal, show);
+  const fields = thinkingFields(model.controls, $("thinking-choice").value);
+  const sampling = { ...settings.sampling, ...fields };
+  const { system } = settings;
+  await fill(message, before, server, { system, sampling }, controller.signal, show);
   runs.delete(asked.id);
   if (store.conversation(asked.id)) keep(asked);
   thread.update(message);
@@ -163,6 +173,15 @@ function answerAgain(message) {
   else fork(messages, at, next);
   cancelEdit();
   answer(next);
+}
+
+/** Let the model go on where an answer, the last message, was cut off. */
+function continueAnswer(message) {
+  if (runs.has(current.id) || message !== current.messages.at(-1)) return;
+  cancelEdit();
+  const isServed = models.some(({ name }) => name === message.model);
+  Object.assign(message, { end: null, error: null, model: isServed ? message.model : model.name });
+  answer(message);
 }
 
 /** Show another version of a message, with what followed it. */
@@ -186,6 +205,7 @@ function edit(message) {
   if (edited === null) return;
   $("editing").hidden = false;
   input.value = edited.content;
+  attachments.set(edited.files ?? []);
   fitInput();
   input.focus();
 }
@@ -195,6 +215,7 @@ function cancelEdit() {
   edited = null;
   $("editing").hidden = true;
   input.value = "";
+  attachments.set([]);
   fitInput();
 }
 
@@ -227,7 +248,17 @@ function perFrame(call) {
 function fitInput() {
   input.style.height = "auto";
   input.style.height = `${input.scrollHeight}px`;
-  $("send").disabled = !input.value.trim();
+  showSend();
+}
+
+/** Whether there is something to send. */
+function canSend() {
+  const isEmpty = !input.value.trim() && !attachments.isReady;
+  return !isEmpty && !attachments.isReading;
+}
+
+function showSend() {
+  $("send").disabled = !canSend();
 }
 
 const touches = () => matchMedia("(pointer: coarse)").matches;
@@ -237,25 +268,49 @@ function focusInput() {
   if (!touches()) input.focus();
 }
 
-async function learnModel() {
+async function learnModels() {
   try {
-    model = await server.model();
+    models = await server.models();
   } catch (error) {
-    toast(error.message, "Try again", learnModel);
+    toast(error.message, "Try again", learnModels);
     return;
   }
+  $("models").replaceChildren(...models.map(({ name }) => el("option", {}, name)));
+  $("models").hidden = models.length < 2;
+  $("model").classList.toggle("unseen", models.length > 1);
+  chooseModel(store.recall("model", null));
+}
+
+/** Ask a model from now on, the first one where none has the name. */
+function chooseModel(chosen) {
+  model = models.find(({ name }) => name === chosen) ?? models[0];
+  $("models").value = model.name;
   $("model").textContent = model.name;
   $("model").title = model.name;
   $("welcome-model").textContent = model.name;
   const room = model.length ? `Its context holds ${count(model.length)} tokens. ` : "";
   $("welcome-text").textContent = `${room}Conversations stay in this browser.`;
+  showExamples($("examples"), model, (text) => {
+    if (!runs.has(current.id)) ask(text);
+  });
+  showThinking();
   showAll();
   thread.refresh();
 }
 
+/** The choice of thinking, where the model has one. */
+function showThinking() {
+  const choices = thinkingChoices(model.controls);
+  const options = choices.map(([value, label]) => el("option", { value }, label));
+  $("thinking-choice").replaceChildren(...options);
+  $("thinking").hidden = !choices.length;
+  const kept = store.recall("thinking", "");
+  $("thinking-choice").value = choices.some(([value]) => value === kept) ? kept : "";
+}
+
 const isBusy = () => runs.size > 0;
 const state = watchState(server, isBusy, (now, before) => {
-  if (now === "ready" && before !== "ready") learnModel();
+  if (now === "ready" && before !== "ready") learnModels();
 });
 
 function onKey(event) {
@@ -280,6 +335,13 @@ $("composer").addEventListener("submit", (event) => {
   send();
 });
 $("stop").addEventListener("click", stop);
+$("models").addEventListener("change", ({ target }) => {
+  store.keep("model", target.value);
+  chooseModel(target.value);
+});
+$("thinking-choice").addEventListener("change", ({ target }) =>
+  store.keep("thinking", target.value || null),
+);
 $("cancel-edit").addEventListener("click", cancelEdit);
 $("open-settings").addEventListener("click", () => settings.open());
 for (const id of ["new-chat", "new-chat-narrow"]) $(id).addEventListener("click", () => open(null));
@@ -292,8 +354,5 @@ addEventListener("storage", (event) => {
 // What has come of growing answers is not lost with the page.
 addEventListener("pagehide", () => runs.forEach(({ asked }) => store.save(asked)));
 
-showExamples($("examples"), (text) => {
-  if (!runs.has(current.id)) ask(text);
-});
 watchTheme();
 open(store.recall("current", null));

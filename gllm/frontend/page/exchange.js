@@ -2,6 +2,7 @@
 //
 // Owns the file format. An imported file is untrusted: every field is checked, none is copied unseen.
 
+import { MAX_FILES } from "./files.js";
 import { emptyConversation, titleOf } from "./store.js";
 
 const MAX_BYTES = 4 << 20; // browsers keep about 5 MB for a site
@@ -20,11 +21,12 @@ export function exported(kept) {
   return JSON.stringify({ title: kept.title, updated, messages }, null, 2);
 }
 
-function outward({ role, content, reasoning, model, stats, end, branches }) {
+function outward({ role, content, files, reasoning, model, stats, end, branches }) {
   const tails = branches?.tails.map((tail) => tail && tail.map(outward));
   return {
     role,
     content,
+    ...(files && { files: files.map(({ name, text }) => ({ name, text })) }),
     ...(reasoning && { reasoning }),
     ...(model && { model }),
     ...(stats && { stats }),
@@ -44,7 +46,7 @@ export async function imported(file) {
   }
   const messages = inwardAll(found?.messages, "messages", 0);
   const { title } = found;
-  const fallback = titleOf(messages[0].content) || "Imported";
+  const fallback = titleOf(messages[0].content || (messages[0].files?.[0].name ?? "")) || "Imported";
   const named = typeof title === "string" && title.trim() ? title.trim() : fallback;
   const when = Date.parse(found.updated);
   return {
@@ -66,9 +68,21 @@ function inward(message, path, depth) {
   const { role, content, branches } = message;
   check(role === "user" || role === "assistant", `${path}.role`, "“user” or “assistant”");
   check(typeof content === "string", `${path}.content`, "a text");
-  const own = role === "user" ? { role, content } : answer(message, path);
+  const own = role === "user" ? question(message, path) : answer(message, path);
   if (branches === undefined) return own;
   return { ...own, branches: inwardBranches(branches, `${path}.branches`, depth + 1) };
+}
+
+function question({ role, content, files }, path) {
+  if (files === undefined) return { role, content };
+  const isList = Array.isArray(files) && files.length > 0 && files.length <= MAX_FILES;
+  check(isList, `${path}.files`, `a list of 1 to ${MAX_FILES} files`);
+  const checked = files.map((file, i) => {
+    check(typeof file?.name === "string", `${path}.files[${i}].name`, "a text");
+    check(typeof file.text === "string", `${path}.files[${i}].text`, "a text");
+    return { name: file.name, size: new Blob([file.text]).size, text: file.text };
+  });
+  return { role, content, files: checked };
 }
 
 function answer({ content, reasoning = "", model = null, stats = null, end = "stop" }, path) {

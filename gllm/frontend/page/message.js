@@ -2,8 +2,10 @@
 //
 // Owns how a message looks, and the buttons at it. thread.js places and scrolls messages.
 
+import { canContinue } from "./answer.js";
 import { versions } from "./branches.js";
 import { copyButton, el, icon, iconButton } from "./dom.js";
+import { sizeOf } from "./files.js";
 import { Fold } from "./fold.js";
 import { Markdown } from "./markdown.js";
 import { count, duration, speed } from "./timing.js";
@@ -11,6 +13,7 @@ import { count, duration, speed } from "./timing.js";
 /** What is wrong with an answer: {title, text, said, actions}, or null. `context` is in tokens. */
 function problem(message, context, settings) {
   const { error, end, stats } = message;
+  const more = canContinue(message) ? ["continue"] : [];
   const room = context ? ` of ${count(context)} tokens` : "";
   if (error?.code === "context_length_exceeded") {
     const text =
@@ -20,7 +23,7 @@ function problem(message, context, settings) {
     return { title, text, said: error.message, actions: ["new", "edit"] };
   }
   if (error) {
-    const actions = settings.has(error.param) ? ["settings", "again"] : ["again"];
+    const actions = [...(settings.has(error.param) ? ["settings"] : []), "again", ...more];
     const title = message.content ? "The answer broke off" : "No answer";
     return { title, text: error.message, said: "", actions };
   }
@@ -30,12 +33,13 @@ function problem(message, context, settings) {
     const text = full
       ? `The answer ends here: the model’s context${room} is used up. Start a new chat to go on.`
       : `The answer reached the limit of ${count(stats?.tokens ?? 0)} tokens.`;
-    return { title, text, said: "", actions: full ? ["new"] : ["settings"] };
+    return { title, text, said: "", actions: full ? ["new"] : [...more, "settings"] };
   }
   return null;
 }
 
 const ACTIONS = {
+  continue: "Continue",
   new: "New chat",
   edit: "Edit the message",
   again: "Try again",
@@ -62,8 +66,13 @@ export class AnswerView {
     this.#stats = el("p", { class: "stats" });
     this.#fold = new Fold(this.#body, message, thread.folds, "answer");
     const again = () => thread.actions.again(message);
+    const goOn = () => thread.actions.continue(message);
+    this.#continue = iconButton("continue", "Continue the answer", goOn, {
+      class: "plain small continue",
+    });
     const actions = [
       copyButton("Copy the answer", () => message.content),
+      this.#continue,
       iconButton("again", "Answer again", again, { class: "plain small again" }),
     ];
     this.node = el(
@@ -94,6 +103,7 @@ export class AnswerView {
   #body;
   #markdown;
   #fold;
+  #continue;
   #notice;
   #stats;
 
@@ -105,6 +115,7 @@ export class AnswerView {
     this.#markdown.show(content, end !== null);
     // An answer does not fold while it is read as it grows.
     this.#fold.show(end === null ? "" : content);
+    this.#continue.hidden = !canContinue(this.#message);
     this.#showReasoning(reasoning, end === null && !content);
     this.#showStats();
     this.#showProblem();
@@ -128,9 +139,10 @@ export class AnswerView {
   }
 
   #showStats() {
-    const { stats, end } = this.#message;
+    const { stats, end, model } = this.#message;
     const parts = [];
     const add = (name, title, text) => parts.push(el("span", { class: name, title }, text));
+    if (model && this.#thread.hasChoice()) add("model", "The model of this answer", model);
     if (stats?.ttft != null) {
       add("ttft", "Time to first token, seen from this browser", `TTFT ${duration(stats.ttft)}`);
     }
@@ -164,17 +176,29 @@ export class AnswerView {
   }
 }
 
+/** A file of a message, unfolded by a click. */
+function fileView({ name, size, text }) {
+  const shown = el("pre", { tabindex: 0, dir: "auto", "aria-label": name });
+  const onToggle = ({ target }) => (shown.textContent = target.open ? text : "");
+  const title = el("span", { dir: "auto" }, name);
+  const summary = el("summary", {}, icon("attach"), title, el("small", {}, sizeOf(size)));
+  return el("li", {}, el("details", { class: "file", ontoggle: onToggle }, summary, shown));
+}
+
 /** A user's message, as it was written. */
 export function userMessage(message, thread) {
-  const bubble = el("div", { class: "bubble", dir: "auto" }, message.content);
+  const { content, files } = message;
+  const bubble = el("div", { class: "bubble", dir: "auto", hidden: !content }, content);
+  const list = files ? el("ul", { class: "files", "aria-label": "Files" }) : null;
+  list?.append(...files.map(fileView));
   const fold = new Fold(bubble, message, thread.folds, "question");
-  fold.show(message.content);
+  fold.show(content);
   const { actions } = thread;
   return el(
     "li",
     { class: "message user" },
     el("h2", { class: "unseen" }, "You"),
-    el("div", { class: "asked" }, bubble, fold.button),
+    el("div", { class: "asked" }, list, bubble, fold.button),
     el(
       "div",
       { class: "side" },

@@ -17,7 +17,7 @@ export const wordsOf = (query) => query.toLowerCase().split(/\s+/).filter(Boolea
 export function match(conversation, words) {
   if (!words.length) return { piece: "", at: -1 };
   const shown = conversation.messages;
-  const texts = [...everyMessage(shown)].map(({ content }) => content);
+  const texts = [...everyMessage(shown)].map(textOf);
   const lower = texts.map((text) => text.toLowerCase());
   const all = [conversation.title.toLowerCase(), ...lower];
   if (!words.every((word) => all.some((text) => text.includes(word)))) return null;
@@ -30,6 +30,10 @@ export function match(conversation, words) {
   const piece = pieceOf(texts[best], lower[best].indexOf(word), word.length);
   return { piece, at: best < shown.length ? best : -1 };
 }
+
+/** What a message is found by: its text and the names of its files. */
+const textOf = ({ content, files = [] }) =>
+  [content, ...files.map(({ name }) => name)].filter(Boolean).join("\n");
 
 function pieceOf(text, at, length) {
   const [from, to] = [Math.max(0, at - BEFORE), Math.min(text.length, at + length + AFTER)];

@@ -32,11 +32,19 @@ export class Server {
     this.#askKey = askKey;
   }
 
-  /** The served model: {name, length}. Throws ServerError. */
-  async model() {
+  /**
+   * The served models: each {name, length, vocabulary, controls}, where `controls` are the variables
+   * of the chat template that control reasoning. Throws ServerError.
+   */
+  async models() {
     const { data } = await (await this.#fetch("v1/models", {})).json();
     if (!data?.length) throw new ServerError("The server serves no model.");
-    return { name: data[0].id, length: data[0].max_model_len ?? null };
+    return data.map((card) => ({
+      name: card.id,
+      length: card.max_model_len ?? null,
+      vocabulary: card.vocab_size ?? null,
+      controls: card.reasoning_controls ?? [],
+    }));
   }
 
   /** ready, loading, recovering, draining, down or unreachable. */

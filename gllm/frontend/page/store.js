@@ -2,8 +2,8 @@
 //
 // Owns the names and shapes of what is kept. Knows nothing of the page and the server.
 //
-// A conversation: {id, title, updated, messages}. A message: {role, content}, and of an answer also
-// {reasoning, thinkingSeconds, stats, model, end, error}; end is stop, length, stopped or error,
+// A conversation: {id, title, updated, messages}. A message: {role, content}, of a question with
+// files also {files}, see files.js, and of an answer also {reasoning, thinkingSeconds, stats, model, end, error}; end is stop, length, stopped or error,
 // and null while it grows. Either may have `branches`, see branches.js.
 
 const CONVERSATION = "gllm.conversation.";
@@ -42,7 +42,7 @@ export const remove = (id) => erase(CONVERSATION + id);
 /** Whether an event of the browser's storage is about a conversation. */
 export const concerns = (event) => event.key === null || event.key.startsWith(CONVERSATION);
 
-/** A single thing kept by name: current, settings, key. */
+/** A single thing kept by name: current, settings, key, model, thinking. */
 export const recall = (name, otherwise) => read(`gllm.${name}`) ?? otherwise;
 
 /** Keep a single thing; null forgets it. */

@@ -17,16 +17,18 @@ export class Thread {
   #toEnd;
 
   /**
-   * `parts`: the elements {list, scroller, toEnd}. `actions`: again, edit, turn, new and settings,
-   * by name. `context()`: the model's context in tokens, or null.
+   * `parts`: the elements {list, scroller, toEnd}. `actions`: again, continue, edit, turn, new and
+   * settings, by name. `context()`: the model's context in tokens, or null. `hasChoice()`: whether
+   * there are several models.
    */
-  constructor({ list, scroller, toEnd }, settings, actions, context) {
+  constructor({ list, scroller, toEnd }, settings, actions, context, hasChoice) {
     this.#list = list;
     this.#scroller = scroller;
     this.#toEnd = toEnd;
     this.settings = settings;
     this.actions = actions;
     this.context = context;
+    this.hasChoice = hasChoice;
     this.folds = new WeakMap(); // which messages the user folded or unfolded
     scroller.addEventListener("scroll", () => this.#onScroll());
     // Mathematics and fonts that arrive later change heights; who reads the end stays there.

@@ -11,6 +11,12 @@ export class Timing {
   #last = null;
   #tokensAtFirst = 1;
   #usage = null;
+  #begun;
+
+  /** `begun`: the figures of an answer's beginning, of which this is the rest; or null. */
+  constructor(begun = null) {
+    this.#begun = begun;
+  }
 
   /** The request goes out; times are milliseconds. */
   start(now) {
@@ -31,15 +37,17 @@ export class Timing {
   /** What is known so far: {ttft in seconds, rate in tokens per second, and token counts}. */
   stats() {
     const usage = this.#usage ?? {};
+    const begun = this.#begun ?? {};
     const tokens = usage.completion_tokens ?? null;
     const seconds = (this.#last - this.#first) / 1000;
     const later = (tokens ?? 0) - this.#tokensAtFirst;
     return {
-      ttft: this.#first === null ? null : (this.#first - this.#sent) / 1000,
+      ttft: begun.ttft ?? (this.#first === null ? null : (this.#first - this.#sent) / 1000),
       rate: seconds >= SHORTEST && later > 0 ? later / seconds : null,
-      tokens,
-      prompt: usage.prompt_tokens ?? null,
-      cached: usage.prompt_tokens_details?.cached_tokens ?? null,
+      tokens: begun.tokens == null ? tokens : begun.tokens + (tokens ?? 0),
+      // The prompt of a rest holds the beginning.
+      prompt: begun.prompt ?? usage.prompt_tokens ?? null,
+      cached: begun.cached ?? usage.prompt_tokens_details?.cached_tokens ?? null,
     };
   }
 }

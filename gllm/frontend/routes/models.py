@@ -4,7 +4,7 @@ import asyncio
 
 from aiohttp import web
 
-from gllm.engine.interface import ModelInfo
+from gllm.engine.interface import EngineInterface
 from gllm.frontend import server_response_schemas as schemas
 from gllm.frontend.chat_request import to_chat_request
 from gllm.frontend.context import CONTEXT, ServerContext
@@ -14,23 +14,25 @@ from gllm.frontend.json_encoding import encode_json_in_pieces, json_response
 from gllm.frontend.logprobs import token_text
 from gllm.options.field_types import FieldError
 from gllm.options.limits import MAX_TOKENIZE_BYTES, check_size
-from gllm.text.chat.prompt import render_chat
+from gllm.text.chat.prompt import REASONING_CONTROLS, render_chat
 
 
 async def list_models(request: web.Request) -> web.Response:
     """Return a list with the served model."""
-    model = request.app[CONTEXT].engine.model
-    return json_response(schemas.ModelListResponse(object="list", data=[_model_card(model)]))
+    card = _model_card(request.app[CONTEXT].engine)
+    return json_response(schemas.ModelListResponse(object="list", data=[card]))
 
 
 async def get_model(request: web.Request) -> web.Response:
     """Return the served model; the status is 404 for another name."""
     context = request.app[CONTEXT]
     context.check_model(request.match_info["model"])
-    return json_response(_model_card(context.engine.model))
+    return json_response(_model_card(context.engine))
 
 
-def _model_card(model: ModelInfo) -> schemas.ModelCard:
+def _model_card(engine: EngineInterface) -> schemas.ModelCard:
+    model, template = engine.model, engine.tokenizer.chat_template
+    variables = set() if template is None else template.variables
     return schemas.ModelCard(
         id=model.name,
         object="model",
@@ -40,6 +42,7 @@ def _model_card(model: ModelInfo) -> schemas.ModelCard:
         parent=None,
         max_model_len=model.max_model_len,
         vocab_size=model.vocab_size,
+        reasoning_controls=[name for name in REASONING_CONTROLS if name in variables],
     )
 
 

@@ -20,6 +20,8 @@ from gllm.text.tokenizer import Tokenizer
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 """Values of `reasoning_effort`, from OpenAI's and Anthropic's APIs."""
+REASONING_CONTROLS = ("enable_thinking", "thinking", "reasoning_effort")
+"""Variables of chat templates that control reasoning."""
 
 
 @dataclass(frozen=True)

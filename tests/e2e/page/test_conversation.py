@@ -23,7 +23,7 @@ async def test_a_conversation(server: Server, tab: browser.Tab) -> None:
     assert await user.text("#model") == "demo"
     assert await user.text("#state-text") == "ready"
     assert await user.count(".example") == 4
-    await tab.click("#examples li:first-child .example")
+    await tab.click("#examples li:first-child .example")  # as the demo knows stories alone
     await tab.until("document.querySelector('.message.assistant')")
     assert await user.text(".bubble") == "Tell me a story about Otto the fox."
     story = await user.answered()
@@ -227,6 +227,42 @@ async def test_a_recovery_is_shown_while_an_answer_pauses(user: User, engine: Ga
             await asyncio.sleep(0.01)
     assert await user.tab.evaluate("scroller.scrollTop") == 0
     assert await user.tab.evaluate("first === document.querySelector('.bubble')")
+
+
+async def test_a_cut_off_answer_is_continued(user: User, engine: GatedEngine) -> None:
+    """Its text goes back as the last message, and what follows joins it."""
+    await user.tab.click("#open-settings")
+    await user.set("max_tokens", "3")
+    await user.tab.press("Escape")
+    await user.say("Hi")
+    begun = await user.answered()
+    assert 0 < len(begun) < len(engine.reply)
+    assert await user.last(".choices button") == "Continue"
+    assert "3 tokens" in await user.last(".stats")
+    engine.reply = " and the rest"
+    await user.tab.click(".choices button")
+    await user.tab.until(
+        f"{LAST}.querySelector('.prose').innerText.includes('rest') || "
+        f"{LAST}.querySelector('.stats').innerText.includes('6 tokens')"
+    )
+    text = await user.answered()
+    assert text.startswith(f"{begun} and")
+    prompts = [engine.tokenizer.decode(call.prompt) for call in engine.calls]
+    assert prompts[1] == prompts[0] + begun
+    assert "6 tokens" in await user.last(".stats")
+    assert await user.count(".versions") == 0
+    # What the user stopped goes on by the button below it, and only at the end.
+    await user.tab.evaluate("document.querySelector('.continue').click()")
+    await user.tab.until("document.querySelector('.stats').innerText.includes('9 tokens')")
+    engine.gate = asyncio.Semaphore(1)
+    await user.say("Again")
+    await user.tab.until(f"{LAST}.querySelector('.prose').innerText")
+    await user.tab.press("Escape")
+    await user.answered()
+    assert await user.tab.evaluate(
+        "[...document.querySelectorAll('.continue')].map((node) => node.checkVisibility())"
+    ) == [False, True]
+    await idle(engine)
 
 
 async def test_answer_again_and_edit(user: User, engine: GatedEngine) -> None:
