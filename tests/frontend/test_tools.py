@@ -356,13 +356,41 @@ async def test_continued_message(server):
     server.engine.reply = " a time</think>So"
     answer = await server.chat(messages=messages, continue_final_message=True)
     message = answer.json["choices"][0]["message"]
-    assert (message["reasoning"], message["content"]) == ("a time", "So")
+    assert (message["reasoning"], message["content"]) == (" a time", "So")
     for fields in (
         {"continue_final_message": True, "add_generation_prompt": True},
         {"continue_final_message": True},
     ):
         answer = await server.chat(**fields)
         assert (answer.status, answer.error["param"]) == (400, "continue_final_message")
+
+
+async def test_continued_reasoning(server):
+    """A message whose content is null was cut off while the model still reasoned."""
+    reasons = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}"
+    reasons += "<think>\n{{ m.reasoning_content.strip() }}\n</think>\n{% endif %}{{ m.content }}"
+    serve(server, reasons + "<|im_end|>\n{% endfor %}", "<think>", "</think>")
+    hello = {"role": "user", "content": "Hi"}
+    server.engine.reply = " a time</think>So"
+    for begun in (
+        {"reasoning_content": "Once upon", "content": None},
+        {"reasoning": "Once upon"},
+    ):
+        messages = [hello, {"role": "assistant", **begun}]
+        answer = await server.chat(messages=messages, continue_final_message=True)
+        message = answer.json["choices"][0]["message"]
+        assert (message["reasoning"], message["content"]) == (" a time", "So")
+        assert prompt_of(server).endswith("assistant\n<think>\nOnce upon")
+    # An empty content is one that has begun.
+    server.engine.reply = "So"
+    messages = [hello, {"role": "assistant", "reasoning": "Once", "content": ""}]
+    answer = await server.chat(messages=messages, continue_final_message=True)
+    assert answer.json["choices"][0]["message"]["content"] == "So"
+    assert prompt_of(server).endswith("<think>\nOnce\n</think>\n")
+    serve(server, f"{OPENS}{{# </think> #}}", "<think>", "</think>")
+    messages = [hello, {"role": "assistant", "reasoning": "Once"}]
+    answer = await server.chat(messages=messages, continue_final_message=True)
+    assert (answer.status, answer.error["param"]) == (400, "messages")
 
 
 async def test_tokenize_knows_the_prompt_of_a_chat(server):

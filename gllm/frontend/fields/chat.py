@@ -50,7 +50,11 @@ class ChatCompletionFields(BaseCompletionFields):
         bool | None, doc("end the prompt with the start of the assistant's message; default true")
     ] = None
     continue_final_message: Annotated[
-        bool | None, doc("continue the last message, which is the assistant's")
+        bool | None,
+        doc(
+            "continue the last message, which is the assistant's: its content, or its reasoning if "
+            "the content is null"
+        ),
     ] = None
     tools: Annotated[
         Any,

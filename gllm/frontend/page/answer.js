@@ -28,15 +28,20 @@ function history(messages, system) {
   return [...opening, ...texts.filter(({ content }, i) => content && !isUnanswered(messages[i + 1]))];
 }
 
+const hasBegun = ({ content, reasoning }) => Boolean(content || reasoning);
+
 /** Whether an answer ends where it was cut off, and has a text to go on from. */
-export const canContinue = ({ content, end }) => Boolean(content) && end !== null && end !== "stop";
+export const canContinue = (message) =>
+  hasBegun(message) && message.end !== null && message.end !== "stop";
 
 /** The request's body for the answer, or for the rest of an answer that has a text already. */
-function bodyOf({ model, content, reasoning }, messages, { sampling, system }) {
+function bodyOf(message, messages, { sampling, system }) {
+  const { model, content, reasoning } = message;
   const body = { model: model ?? undefined, messages: history(messages, system), ...sampling };
-  if (!content) return body;
-  const begun = { role: "assistant", content, ...(reasoning && { reasoning_content: reasoning }) };
-  body.messages.push(begun);
+  if (!hasBegun(message)) return body;
+  // Without a content the model goes on thinking.
+  const thought = reasoning && { reasoning_content: reasoning };
+  body.messages.push({ role: "assistant", content: content || null, ...thought });
   return { ...body, add_generation_prompt: false, continue_final_message: true };
 }
 
@@ -46,7 +51,8 @@ function bodyOf({ model, content, reasoning }, messages, { sampling, system }) {
  * the message's error.
  */
 export async function fill(message, messages, server, settings, signal, onChange) {
-  const timing = new Timing(message.content ? message.stats : null);
+  const timing = new Timing(hasBegun(message) ? message.stats : null);
+  const thoughtBefore = message.thinkingSeconds ?? 0;
   const body = bodyOf(message, messages, settings);
   let thinkingSince = null;
   let end = null;
@@ -62,7 +68,7 @@ export async function fill(message, messages, server, settings, signal, onChange
       }
       if (content) message.content += content;
       if (thinkingSince !== null && !message.content) {
-        message.thinkingSeconds = (now - thinkingSince) / 1000;
+        message.thinkingSeconds = thoughtBefore + (now - thinkingSince) / 1000;
       }
       end = choice?.finish_reason ?? end;
       timing.chunk(now, Boolean(content || reasoning), chunk.usage);

@@ -56,7 +56,7 @@ export class AnswerView {
     this.#thought = el("span");
     this.#reasoning = el(
       "details",
-      { class: "reasoning", hidden: true, ontoggle: () => this.#showThoughts() },
+      { class: "reasoning", "aria-label": "Reasoning", hidden: true, ontoggle: () => this.#showThoughts() },
       el("summary", {}, icon("chevron"), this.#thought),
       this.#thinking,
     );
@@ -178,11 +178,12 @@ export class AnswerView {
 
 /** A file of a message, unfolded by a click. */
 function fileView({ name, size, text }) {
-  const shown = el("pre", { tabindex: 0, dir: "auto", "aria-label": name });
+  const shown = el("pre", { tabindex: 0, dir: "auto" });
   const onToggle = ({ target }) => (shown.textContent = target.open ? text : "");
   const title = el("span", { dir: "auto" }, name);
   const summary = el("summary", {}, icon("attach"), title, el("small", {}, sizeOf(size)));
-  return el("li", {}, el("details", { class: "file", ontoggle: onToggle }, summary, shown));
+  const properties = { class: "file", "aria-label": name, ontoggle: onToggle };
+  return el("li", {}, el("details", properties, summary, shown));
 }
 
 /** A user's message, as it was written. */

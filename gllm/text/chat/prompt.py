@@ -9,7 +9,7 @@ import msgspec
 from gllm.config.output_parsers import OutputParserConfig
 from gllm.options.field_types import FieldError
 from gllm.text.chat.messages import get_content_text
-from gllm.text.chat.template import ChatTemplate
+from gllm.text.chat.template import ChatTemplate, continues_reasoning
 from gllm.text.chat.tools import ToolOptions
 from gllm.text.output.parser import OutputFormat
 from gllm.text.output.reasoning import ReasoningTags
@@ -116,7 +116,13 @@ def render_chat(
     within = tags is not None and _starts_in_reasoning(tags, shown, request)
     schemas = use.schemas if use.tools else {}
     output_format = OutputFormat(
-        tags, within, family, schemas, use.custom_tools, use.only_listed_tools
+        tags,
+        within,
+        family,
+        schemas,
+        use.custom_tools,
+        use.only_listed_tools,
+        continues_reasoning=within and request.continue_final_message,
     )
     token_ids = tokenizer.encode_chat(text, mark, max_tokens)
     return ChatPrompt(token_ids, output_format, template.source)
@@ -135,7 +141,9 @@ def _mark_special_tokens(tokenizer: Tokenizer, values: Any, mark: str) -> Any:
 def _starts_in_reasoning(tags: ReasoningTags, prompt: str, request: ChatRequest) -> bool:
     """Return whether the output begins inside a reasoning section that the prompt has opened."""
     if request.continue_final_message:
-        return tags.are_open_in(get_content_text(request.messages[-1]["content"]) or "")
+        last = request.messages[-1]
+        is_open = tags.are_open_in(get_content_text(last.get("content")) or "")
+        return is_open or continues_reasoning(last)
     return tags.are_opened_by(prompt)
 
 

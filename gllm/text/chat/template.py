@@ -112,7 +112,8 @@ class ChatTemplate:
             add_generation_prompt: End with the header of an assistant message.
             options: Variables of the template.
             tools: The tools, in the form that templates expect.
-            continue_final: End inside the last message, which is the assistant's.
+            continue_final: End inside the last message, which is the assistant's: at the end of its
+                content, or of its reasoning if the content is null.
 
         Raises:
             FieldError: The messages are invalid, or the template raised an error; the error names
@@ -134,7 +135,9 @@ class ChatTemplate:
                     "continue_final_message",
                     "continue_final_message requires a text of the assistant as the last message",
                 )
-            last["content"] += mark
+            assert isinstance(messages, list)  # normalize_messages() checks it.
+            is_reasoning = continues_reasoning(messages[-1])
+            last["reasoning_content" if is_reasoning else "content"] += mark
         text = self._rendered_in_some_order(
             self._with_tools if tools else self._plain,
             {
@@ -183,6 +186,12 @@ class ChatTemplate:
                 "messages", f"the chat template rejects the messages: {error}"
             ) from error
         return "".join(pieces)
+
+
+def continues_reasoning(message: Mapping[str, Any]) -> bool:
+    """Return True if continuing an assistant's message means more reasoning: it has no content."""
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    return message.get("content") is None and bool(reasoning)
 
 
 def load_chat_template(folder: Path, file: Path | None = None) -> ChatTemplate | None:

@@ -113,6 +113,8 @@ class OutputFormat:
     """Names of custom tools, whose input is free text."""
     only_listed_tools: bool = False
     """True if only tools of `tool_schemas` can be called, in every format."""
+    continues_reasoning: bool = False
+    """True if the output continues the reasoning of a message: its leading space is part of it."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -181,7 +183,9 @@ class OutputParser:
             answer = calls.feed
         if (tags := output_format.reasoning_tags) is not None:
             reader = TextReader()
-            splitter = ReasoningSplitter(tags, output_format.starts_in_reasoning, answer)
+            splitter = ReasoningSplitter(
+                tags, output_format.starts_in_reasoning, answer, output_format.continues_reasoning
+            )
             split = _ParserRun(reader, splitter.parse(reader))
             self._runs.insert(0, split)
             self._event_lists.insert(0, splitter.events)

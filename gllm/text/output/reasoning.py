@@ -48,13 +48,21 @@ class ReasoningSplitter:
         tags: Tags of the reasoning section.
         starts_in_reasoning: The text begins inside the reasoning section.
         answer: Receives the text after the reasoning section.
+        keeps_leading_space: The text continues reasoning that has begun elsewhere.
     """
 
-    def __init__(self, tags: ReasoningTags, starts_in_reasoning: bool, answer: TextSink) -> None:
+    def __init__(
+        self,
+        tags: ReasoningTags,
+        starts_in_reasoning: bool,
+        answer: TextSink,
+        keeps_leading_space: bool = False,
+    ) -> None:
         self.events: list[OutputEvent] = []
         self._tags = tags
         self._starts_in_reasoning = starts_in_reasoning
         self._answer = answer
+        self._keeps_leading_space = keeps_leading_space
         self._reasoning = TrailingSpaceFilter(lambda text: self.events.append(ReasoningDelta(text)))
 
     def parse(self, reader: TextReader) -> ParserCoroutine[None]:
@@ -63,7 +71,10 @@ class ReasoningSplitter:
         is_opened = yield from reader.consume_next(self._tags.opening)
         before = reader.stop_recording()
         if is_opened or self._starts_in_reasoning:
-            yield from reader.skip_space()
+            if self._keeps_leading_space and not is_opened:
+                self._reasoning.push(before)
+            else:
+                yield from reader.skip_space()
             if (yield from reader.consume_until((self._tags.closing,), self._reasoning.push)):
                 yield from reader.skip_space()
         else:

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.support.servers.page_user import GatedEngine, User
+from tests.support.servers.page_user import DROP, GatedEngine, User
 
 HOSTILE = "<img src=x onerror=hit()>"
 TEXT = "one ``` two\n"
@@ -71,18 +71,6 @@ async def test_what_cannot_be_attached_is_said(user: User, tmp_path: Path) -> No
     await attached(user, 10)
     await user.tab.until("document.querySelector('#toast').innerText.includes('up to 10 files')")
     assert not await user.tab.evaluate("document.body.classList.contains('dropping')")
-
-
-DROP = """(() => {{
-    const dataTransfer = new DataTransfer();
-    {}.forEach((text, i) => dataTransfer.items.add(new File([text], `${{i}}.txt`)));
-    const event = (type) =>
-        new DragEvent(type, {{ dataTransfer, bubbles: true, cancelable: true }});
-    document.body.dispatchEvent(event("dragover"));
-    if (!document.querySelector("#drop").checkVisibility()) throw new Error("nothing is said");
-    document.body.dispatchEvent(event("drop"));
-}})()"""
-"""Drop files with these texts on the page."""
 
 
 async def test_files_are_exported_and_imported(user: User) -> None:

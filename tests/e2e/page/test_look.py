@@ -2,10 +2,18 @@
 
 import pytest
 
-from tests.support.servers.page_user import GatedEngine, User
+from gllm.text.chat.template import ChatTemplate
+from gllm.text.tokenizer import Tokenizer
+from tests.support.servers.page_user import DROP, GatedEngine, User
+from tests.support.text import tokenizers as some
 
 
-async def test_controls_have_names(user: User) -> None:
+async def test_controls_have_names(user: User, engine: GatedEngine) -> None:
+    source = some.CHATML + "{{ enable_thinking }}"
+    engine.tokenizer = Tokenizer(some.byte_level(), ChatTemplate(source, {}))
+    await user.visit()
+    await user.tab.evaluate(DROP.format(["a"]))
+    await user.tab.until("document.querySelector('#attached li')")
     await user.say("Hi")
     await user.answered()
     await user.tab.click(".again")
@@ -13,7 +21,8 @@ async def test_controls_have_names(user: User) -> None:
     await user.answered()
     tree = (await user.tab.call("Accessibility.getFullAXTree"))["nodes"]
     seen = [node for node in tree if not node["ignored"]]
-    for role in ("button", "textbox", "searchbox", "radio", "heading", "region", "group"):
+    roles = "button textbox searchbox radio heading region group combobox list"
+    for role in roles.split():
         names = [node["name"]["value"] for node in seen if node["role"]["value"] == role]
         assert names, role
         assert all(names), role

@@ -76,6 +76,7 @@ class ManyModels:
             {"id": "two", "max_model_len": 200},
         ]
         self.asked: list[dict[str, Any]] = []
+        self.delta = {"content": "Yes."}
 
     def app(self) -> web.Application:
         app = web.Application()
@@ -93,7 +94,7 @@ class ManyModels:
         self.asked.append(await request.json())
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        choice = {"index": 0, "delta": {"content": "Yes."}, "finish_reason": "length"}
+        choice = {"index": 0, "delta": self.delta, "finish_reason": "length"}
         await response.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
         await response.write(b"data: [DONE]\n\n")
         return response
@@ -130,6 +131,24 @@ async def test_one_of_several_models_is_chosen(tab: browser.Tab) -> None:
     assert continued["messages"] == [
         *begun["messages"], {"role": "assistant", "content": "Yes."}
     ]  # fmt: skip
+
+
+async def test_reasoning_that_was_cut_off_is_continued(tab: browser.Tab) -> None:
+    """A content that is null tells the server to go on there."""
+    server = ManyModels()
+    server.delta = {"reasoning_content": "Let me "}
+    async with using(server.app(), tab) as user:
+        await user.visit()
+        await user.say("Hi")
+        await user.answered()
+        server.delta = {"reasoning_content": "see."}
+        await tab.click(".choices button")
+        await tab.click(".reasoning summary")
+        await tab.until("document.querySelector('.thoughts').innerText == 'Let me see.'")
+        await user.answered()
+    assert server.asked[1]["messages"][-1] == {
+        "role": "assistant", "content": None, "reasoning_content": "Let me ",
+    }  # fmt: skip
 
 
 async def test_examples_suit_the_model(tab: browser.Tab) -> None:

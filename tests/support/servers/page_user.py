@@ -13,6 +13,16 @@ from scripts.browser import Tab
 from tests.support.http.fake_engine import FakeEngine
 
 LAST = "document.querySelector('.message:last-child')"
+DROP = """(() => {{
+    const dataTransfer = new DataTransfer();
+    {}.forEach((text, i) => dataTransfer.items.add(new File([text], `${{i}}.txt`)));
+    const event = (type) =>
+        new DragEvent(type, {{ dataTransfer, bubbles: true, cancelable: true }});
+    document.body.dispatchEvent(event("dragover"));
+    if (!document.querySelector("#drop").checkVisibility()) throw new Error("nothing is said");
+    document.body.dispatchEvent(event("drop"));
+}})()"""
+"""Drop files with these texts on the page."""
 
 
 class User:
