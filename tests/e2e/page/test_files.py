@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.support.servers.page_user import DROP, GatedEngine, User
 
 HOSTILE = "<img src=x onerror=hit()>"
@@ -59,6 +61,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.full
 async def test_what_cannot_be_attached_is_said(user: User, tmp_path: Path) -> None:
     for name, (content, reason) in REFUSED.items():
         (tmp_path / name).write_bytes(content)
@@ -73,6 +76,7 @@ async def test_what_cannot_be_attached_is_said(user: User, tmp_path: Path) -> No
     assert not await user.tab.evaluate("document.body.classList.contains('dropping')")
 
 
+@pytest.mark.full
 async def test_files_are_exported_and_imported(user: User) -> None:
     """Imported files are untrusted: each field is checked."""
     shown = await user.tab.evaluate("""(async () => {

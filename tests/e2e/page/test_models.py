@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import pytest
 from aiohttp import web
 
 from gllm.frontend.routes import page
@@ -58,6 +59,7 @@ FIELDS = {
 """Fields of a request, by the variables of the model's template and the choice."""
 
 
+@pytest.mark.full
 async def test_fields_of_thinking(user: User) -> None:
     cases = [[controls.split(), choice] for controls, choice in FIELDS]
     fields = await user.tab.evaluate(f"""(async () => {{
@@ -133,6 +135,7 @@ async def test_one_of_several_models_is_chosen(tab: browser.Tab) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.full
 async def test_reasoning_that_was_cut_off_is_continued(tab: browser.Tab) -> None:
     """A content that is null tells the server to go on there."""
     server = ManyModels()
@@ -151,6 +154,7 @@ async def test_reasoning_that_was_cut_off_is_continued(tab: browser.Tab) -> None
     }  # fmt: skip
 
 
+@pytest.mark.full
 async def test_examples_suit_the_model(tab: browser.Tab) -> None:
     """A model of few words is asked for stories, any other for what models are used for."""
     server = ManyModels()
