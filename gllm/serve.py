@@ -37,7 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the argument parser of `gllm.serve`, with flags for engine, nodes and server."""
     description = "Serve a model over HTTP in OpenAI's API."
     configs = (EngineConfig, AttachmentConfig, NodesConfig)
-    return build_server_parser("gllm.serve", description, *configs)
+    return build_server_parser("gllm serve", description, *configs)
 
 
 def main(argv: list[str] | None = None) -> int:

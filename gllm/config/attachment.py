@@ -19,6 +19,7 @@ class AttachmentConfig:
         "routers to attach to: HOST:PORT of their hubs, separated by commas, or dns:NAME:PORT for "
         "all addresses of a name; default: none",
         parse=parse_list,
+        is_common=True,
     )
     hub: str | None = option(
         None,

@@ -54,9 +54,15 @@ class EngineConfig:
         "demo",
         "a Hugging Face folder, a hub name, or demo for the shipped model",
         flags=("--model", "--model-path"),
+        is_common=True,
     )
     pipeline_parallel_size: int = option(
-        1, "pipeline stages", ge=1, le=1024, flags=("--pipeline-parallel-size", "--pp")
+        1,
+        "pipeline stages",
+        ge=1,
+        le=1024,
+        flags=("--pipeline-parallel-size", "--pp"),
+        is_common=True,
     )
     tensor_parallel_size: tuple[int, ...] = option(
         (1,),
@@ -66,6 +72,7 @@ class EngineConfig:
         le=MAX_RANKS,
         parse=parse_counts,
         flags=("--tensor-parallel-size", "--tp", "-tp"),
+        is_common=True,
     )
     layers: tuple[int, ...] | str = option(
         "auto",
@@ -84,7 +91,9 @@ class EngineConfig:
     chat_template: str | None = option(
         None, "Jinja file with the chat template; default: the model's own", parse=input_file
     )
-    dtype: str = option("auto", "data type of weights and activations", choices=DTYPES)
+    dtype: str = option(
+        "auto", "data type of weights and activations", choices=DTYPES, is_common=True
+    )
     kv_cache_dtype: str = option(
         "auto",
         "data type of the KV cache; auto: that of --dtype; fp8 is fp8_e4m3 and halves the cache",
@@ -96,22 +105,27 @@ class EngineConfig:
         choices=ATTENTION_BACKENDS,
     )
     quantization: str = option(
-        "none", "int8: linear layers with 8-bit weights and activations", choices=QUANTIZATIONS
+        "none",
+        "int8: linear layers with 8-bit weights and activations",
+        choices=QUANTIZATIONS,
+        is_common=True,
     )
     device: str = option(
-        "auto", "device of the stages; auto: GPUs if there are any", choices=DEVICES
+        "auto", "device of the stages; auto: GPUs if there are any", choices=DEVICES, is_common=True
     )
     gpu_memory_utilization: float = option(
         0.9,
         "fraction of each GPU's memory for weights, activations and KV cache",
         gt=0,
         le=1,
+        is_common=True,
     )
     max_model_len: int | None = option(
         None,
         "maximum tokens of prompt plus output; default: the model's context length",
         ge=1,
         le=INT32_MAX,
+        is_common=True,
     )
     kv_cache_memory: int | None = option(
         None,
@@ -122,12 +136,14 @@ class EngineConfig:
         ge=1,
         le=INT64_MAX,
         parse=parse_bytes,
+        is_common=True,
     )
     threads: int | None = option(
         None,
         "compute threads of each worker; default: an equal share of its machine's cores",
         ge=1,
         le=1024,
+        is_common=True,
     )
     seed: int | None = option(
         None,

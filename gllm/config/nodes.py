@@ -27,6 +27,7 @@ class NodesConfig:
         ge=1,
         le=1024,
         flags=("--nnodes", "--num-nodes"),
+        is_common=True,
     )
     stages_per_node: tuple[int, ...] = option(
         (),

@@ -40,6 +40,7 @@ class RouterConfig:
         "a Hugging Face folder, a hub name, or demo for the shipped model; only its configuration "
         "and tokenizer are loaded",
         flags=("--model", "--model-path"),
+        is_common=True,
     )
     chat_template: str | None = option(
         None, "Jinja file with the chat template; default: the model's own", parse=input_file
@@ -62,17 +63,20 @@ class RouterConfig:
         "29700",
         "PORT or HOST:PORT at which engines started with --router attach; a port alone is one of "
         "this machine only, or with --node-secret-file one of all its addresses; off for none",
+        is_common=True,
     )
     engines: tuple[str, ...] = option(
         (),
         "hub addresses of engines started with --hub, which the router dials: a:29701,b:29701, or "
         "dns:NAME:PORT for all addresses of a name",
         parse=parse_list,
+        is_common=True,
     )
     node_secret_file: str | None = option(
         None,
         "file of `gllm node --new-secret` that encrypts the connections with the engines; needed "
         "off this machine",
+        is_common=True,
     )
     max_engines: int = option(256, "maximum number of engines", ge=1, le=INT32_MAX)
     policy: str = option(
@@ -81,12 +85,14 @@ class RouterConfig:
         choices=tuple(POLICIES),
         flags=("--policy", "--routing-logic"),
         parse=parse_policy,
+        is_common=True,
     )
     preset: str | None = option(
         None,
         "choose an engine for the prefill and one for the decode of each request, as a system does "
         "that separates both; engines announce their --role; default: one engine for both",
         choices=tuple(PAIR_POLICIES),
+        is_common=True,
     )
     routes: tuple[str, ...] = option(
         (),

@@ -19,12 +19,15 @@ from gllm.options.slo import Slo
 class ServerConfig:
     """Options of the HTTP server: address, limits, timeouts, API keys, TLS and logs."""
 
-    host: str = option("127.0.0.1", "address to listen on")
-    port: int = option(8000, "port to listen on; 0 picks a free one", ge=0, le=65535)
+    host: str = option("127.0.0.1", "address to listen on", is_common=True)
+    port: int = option(
+        8000, "port to listen on; 0 picks a free one", ge=0, le=65535, is_common=True
+    )
     served_model_name: str | None = option(
         None,
         "name of the model in requests and answers; default: the name of its folder or repository. "
         "Without this flag, requests may also name the model as --model does",
+        is_common=True,
     )
     shutdown_timeout: float = option(
         30.0, "seconds for running requests to finish after SIGTERM", ge=0, le=MAX_TIMEOUT_SECONDS
@@ -80,7 +83,9 @@ class ServerConfig:
         secret=True,
     )
     api_key_file: str | None = option(
-        None, "file of API keys, one per line, with # before comments; default: none"
+        None,
+        "file of API keys, one per line, with # before comments; default: none",
+        is_common=True,
     )
     control_key_file: str | None = option(
         None,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from gllm.options.flag_help import PART_HELP, FlagFormatter, HelpAction, group_name
 from gllm.options.options import EntryChoices, Range, describe_range, number_type_of
 
 LAYER_DIVISIONS = ("auto", "even")
@@ -26,12 +27,19 @@ LAYER_DIVISIONS = ("auto", "even")
 class FlagParser(argparse.ArgumentParser):
     """Command-line parser with one-line errors, spelling suggestions and a `--config` file.
 
-    The YAML file sets flags that the command line does not.
+    The YAML file sets flags that the command line does not. Arguments as for ArgumentParser.
     """
 
     _config_action: argparse.Action | None = None
     _source = ""
     """Configuration file that is parsed, for errors."""
+
+    def __init__(self, *, add_help: bool = True, **options: Any) -> None:
+        super().__init__(**{"formatter_class": FlagFormatter, **options, "add_help": False})
+        self.rare_flags: set[str] = set()
+        """Destinations of the flags that `--help` leaves out."""
+        if add_help:
+            self.add_argument("-h", "--help", action=HelpAction, help=PART_HELP)
 
     @property
     def flags(self) -> list[argparse.Action]:
@@ -49,7 +57,7 @@ class FlagParser(argparse.ArgumentParser):
     def error(self, message: str) -> typing.NoReturn:
         """Exit with status 2 and the message, without the usage."""
         source = f"--config {self._source}: " if self._source else ""
-        self.exit(2, f"{self.prog}: error: {source}{message} (--help lists all flags)\n")
+        self.exit(2, f"{self.prog}: error: {source}{message} (--help=all lists all flags)\n")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse arguments; flags of the command line override those of the `--config` file."""
@@ -347,21 +355,27 @@ def add_flags(
     config: type,
     exclude: Collection[str] = (),
     takes_entries: bool = False,
+    are_rare: bool = False,
 ) -> None:
     """Add a command-line flag for each field of a configuration dataclass and its nested ones.
 
-    Only fields that `option` declares have flags.
+    Only fields that `option` declares have flags. Those of a class are a group of the help. If some
+    of them are declared as common, `--help` leaves out the others, and those of nested classes.
 
     Args:
         parser: Parser to which the flags are added.
         config: Configuration dataclass.
         exclude: Names of fields without a flag.
         takes_entries: Flags whose choices are EntryChoices also accept `module:Class`.
+        are_rare: Leave out flags that are not common, even if no flag of the class is.
     """
     hints = typing.get_type_hints(config)
+    group = parser.add_argument_group(group_name(config.__name__))
+    are_rare |= any(spec.metadata.get("is_common") for spec in dataclasses.fields(config))
     for spec in dataclasses.fields(config):
         if dataclasses.is_dataclass(hints[spec.name]):
-            add_flags(parser, typing.cast(type, hints[spec.name]), exclude, takes_entries)
+            nested = typing.cast(type, hints[spec.name])
+            add_flags(parser, nested, exclude, takes_entries, are_rare)
         elif "help" in spec.metadata and spec.name not in exclude:
             flags = spec.metadata.get("flags", ("--" + spec.name.replace("_", "-"),))
             options = _flag_options(spec, hints[spec.name])
@@ -370,7 +384,9 @@ def add_flags(
                     options["help"] += "; or module:Class, a class of your own"
                 else:
                     options["choices"] = tuple(options["choices"])
-            parser.add_argument(*flags, dest=spec.name, **options)
+            group.add_argument(*flags, dest=spec.name, **options)
+            if are_rare and not spec.metadata.get("is_common") and isinstance(parser, FlagParser):
+                parser.rare_flags.add(spec.name)
 
 
 def config_from_flags(

@@ -82,8 +82,8 @@ def option(default: Any, text: str, **metadata: Any) -> Any:
         default: default value of the field.
         text: help text of the flag.
         metadata: arguments of `bounded_field`, and `bare` (value of a flag that is given without
-            one), `choices`, `flags` (names), `parse` (converter), `repeat` (may be given several
-            times), `secret` (not in the `repr`).
+            one), `choices`, `flags` (names), `is_common` (in the short help), `parse` (converter),
+            `repeat` (may be given several times), `secret` (not in the `repr`).
     """
     return bounded_field(default, help=text, **metadata)
 

@@ -129,9 +129,10 @@ class SchedulerConfig:
         "8192 with distserve and splitwise, else #MaxP + 512",
         ge=1,
         le=INT32_MAX,
+        is_common=True,
     )
     max_num_seqs: int = option(
-        256, "maximum number of sequences that hold KV blocks", ge=1, le=INT32_MAX
+        256, "maximum number of sequences that hold KV blocks", ge=1, le=INT32_MAX, is_common=True
     )
     max_in_flight: int | None = option(
         None,
@@ -203,6 +204,7 @@ class SchedulerConfig:
         True,
         "reuse the KV blocks of common prompt prefixes",
         flags=("--prefix-cache", "--enable-prefix-caching"),
+        is_common=True,
     )
     stages: int = field(default=1, metadata={"derived": True})
     """Number of pipeline stages: #PP_depth."""

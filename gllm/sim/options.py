@@ -38,12 +38,14 @@ class SimulationConfig:
         "A100-80G or H100, with attention by the roofline; distserve:MODEL or "
         "distserve:MODEL,vllm: OPT on A100s, by DistServe's coefficients; default: a device of the "
         "table",
+        is_common=True,
     )
     device: str = option(
         "L20",
         f"device: one name for all stages, or one for each, such as L20,L40: {', '.join(DEVICES)}",
+        is_common=True,
     )
-    model: str = option("qwen2.5-32b", "model by its shape", choices=tuple(MODELS))
+    model: str = option("qwen2.5-32b", "model by its shape", choices=tuple(MODELS), is_common=True)
     bytes_per_weight: float | None = option(
         None,
         "bytes per weight: 2 is bfloat16, 1 fp8 or int8, 0.5 four bits; default: the model's",
@@ -56,6 +58,7 @@ class SimulationConfig:
         ge=1,
         le=1024,
         flags=("--pipeline-parallel-size", "--pp"),
+        is_common=True,
     )
     tensor_parallel_size: tuple[int, ...] | None = option(
         None,
@@ -65,6 +68,7 @@ class SimulationConfig:
         le=MAX_RANKS,
         parse=parse_counts,
         flags=("--tensor-parallel-size", "--tp", "-tp"),
+        is_common=True,
     )
     layers: tuple[int, ...] | None = option(
         None,
@@ -95,18 +99,15 @@ class SimulationConfig:
         "micro-batches in flight: a number, or auto for those that a driver would choose from the "
         "times of its stages and links; default: --max-in-flight",
     )
-    engines: int = option(1, "engines of that kind behind a router", ge=1, le=1024)
+    engines: int = option(1, "engines of that kind behind a router", ge=1, le=1024, is_common=True)
     routing_policy: str = option(
         ROUTER_NAMES[0],
         "which engine serves a request; deferred: requests wait until an engine can run them",
         choices=ROUTER_NAMES,
     )
-    workload: str = option(
-        "azure-conv",
-        WORKLOAD_HELP,
-    )
-    requests: int = option(1000, "number of requests", ge=1, le=INT32_MAX)
-    rate: float = option(4.0, "requests per second", gt=0, le=1e9)
+    workload: str = option("azure-conv", WORKLOAD_HELP, is_common=True)
+    requests: int = option(1000, "number of requests", ge=1, le=INT32_MAX, is_common=True)
+    rate: float = option(4.0, "requests per second", gt=0, le=1e9, is_common=True)
     arrivals: str = option(
         "poisson", "poisson, gamma:CV, burst:SIZE, static, or replay of a trace's own times"
     )
@@ -133,7 +134,9 @@ class SimulationConfig:
         "bins with this probability; by-prompt, from outputs after prompts of similar length; "
         "default: as in production, from outputs of requests with a similar limit",
     )
-    seed: int = option(0, "seed of lengths, arrivals, classes and predictions", ge=0, le=2**63 - 1)
+    seed: int = option(
+        0, "seed of lengths, arrivals, classes and predictions", ge=0, le=2**63 - 1, is_common=True
+    )
     slo_ttft: float | None = option(
         None, "TTFT limit for the SLO, seconds", gt=0, le=MAX_TIMEOUT_SECONDS
     )
@@ -151,6 +154,7 @@ class SimulationConfig:
         "sustained: P99 scheduling delay at most 5 s, and the second half's mean at most 1.2 times "
         "the first half's; vidur: P99 at most 5 s, as in Vidur's paper",
         choices=tuple(CAPACITY_RULES),
+        is_common=True,
     )
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 

@@ -15,6 +15,7 @@ class ScaleConfig:
         "MIN:MAX: publish how many engines are wanted, between these limits, by the rate and the "
         "queue time of requests; with MIN 0, none after --scale-idle-seconds without a request. "
         "`gllm up`, Kubernetes or Ray start and stop them",
+        is_common=True,
     )
     scale_engine_rate: float | None = option(
         None,
