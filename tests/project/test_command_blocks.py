@@ -14,12 +14,15 @@ from gllm.commands.bench.command import BENCHMARKS
 from gllm.commands.plan.command import REPORTS
 from gllm.options.flags import FlagParser
 from gllm.plan.strategies import STRATEGIES
-from tests.support.command_blocks import CommandBlock, command_blocks, words_of
+from tests.support.command_blocks import (
+    ACTIVATION,
+    ENTRY_PAGES,
+    CommandBlock,
+    command_blocks,
+    words_of,
+)
 from tests.support.sources import ROOT, name_of, pages, text_of
 
-ENTRY_PAGES = ("README.md", "docs/tutorial.md")
-"""Pages that new users read first. The others assume what they say about PATH."""
-ACTIVATION = "source .venv/bin/activate"
 GROUPS: dict[str, Collection[str]] = {"bench": BENCHMARKS, "plan": {**STRATEGIES, **REPORTS}}
 """Commands of gllm with commands of their own."""
 PLACEHOLDER = re.compile(r"\[.*|.*\]|\.\.\.|[A-Z_]+(\.\.\.)?")

@@ -17,10 +17,13 @@ PROGRAMS = {
     "prometheus", "python", "ray", "sbatch", "scp", "source", "ssh", "vllm", "wsl",
 }  # fmt: skip
 """First words of commands."""
+ENTRY_PAGES = ("README.md", "docs/tutorial.md")
+"""Pages that new users read first. The others assume what they say about PATH."""
+ACTIVATION = "source .venv/bin/activate"
+"""Command that puts the programs of the environment on PATH."""
 NOT_RUN = re.compile(r"<!-- not run: (.+) -->")
 INDENT = "    "
 ASSIGNMENT = re.compile(r"\w+=")
-OPERATORS = {"&", "&&", ";", "|", ">", "("}
 
 
 @dataclass(frozen=True)
