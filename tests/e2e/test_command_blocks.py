@@ -34,7 +34,7 @@ PAGES = (
     "docs/operations.md",
 )
 SHORTER: dict[tuple[str, ...], list[str]] = {
-    ("gllm", "bench", "serve"): ["--num-prompts", "6"],
+    ("gllm", "bench", "serve"): ["--num-prompts", "3"],
     ("gllm", "bench", "throughput"): ["--num-prompts", "8"],
     ("gllm", "bench", "latency"): ["--num-iters", "2", "--num-iters-warmup", "1"],
 }
@@ -175,6 +175,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkout]:
         folder.close()
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", PAGES)
 def test_commands_run(name: str, checkout: Checkout) -> None:
     page = ROOT / name
