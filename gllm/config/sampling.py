@@ -68,6 +68,8 @@ class SamplingParams:
         truncate_prompt_tokens: Keep this many of the prompt's last tokens; -1: as many as leave
             space for the output.
         shown_tokens: Special tokens that stay in the text although `skip_special_tokens` is set.
+        continues_prompt: The output continues the prompt's text, so that its first word may begin
+            with a space; False for a text of its own, such as the answer of a chat.
         structured: Constraint on the output.
     """
 
@@ -94,6 +96,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     shown_tokens: tuple[str, ...] = ()
+    continues_prompt: bool = True
     structured: StructuredOutput | None = None
 
     def __post_init__(self) -> None:

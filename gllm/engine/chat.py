@@ -59,5 +59,10 @@ def prepare_chat(
         prompt.template_source,
         tokenizer.token_to_id,
     )
-    params = replace(params, shown_tokens=output_format.markers, structured=structured)
+    params = replace(
+        params,
+        shown_tokens=output_format.markers,
+        continues_prompt=request.continue_final_message,
+        structured=structured,
+    )
     return PreparedChat(token_ids, params, output_format)

@@ -3,6 +3,7 @@
 Detects stop strings, which only the text shows; the scheduler detects stop tokens and lengths.
 """
 
+from collections.abc import Sequence
 from random import Random
 
 from gllm.config.sampling import SamplingParams
@@ -30,7 +31,17 @@ class RequestState:
         stream: RequestStream,
         tokenizer: Tokenizer,
         params: SamplingParams,
+        prompt: Sequence[int] = (),
     ) -> None:
+        """Create the detokenizers.
+
+        Args:
+            client: Client that runs the request.
+            stream: Output of the request.
+            tokenizer: Tokenizer of the model.
+            params: The request's parameters.
+            prompt: Token ids of the prompt.
+        """
         self._client = client
         self._stream = stream
         self._params = params
@@ -46,6 +57,7 @@ class RequestState:
                 params.include_stop_str_in_output,
                 params.shown_tokens,
                 params.min_tokens,
+                prompt if params.continues_prompt else (),
             )
             for choice in range(params.n)
         }

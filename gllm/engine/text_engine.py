@@ -357,7 +357,10 @@ class TextEngine:
             raise FieldError("params", f"the request cannot be sent: {error}") from error
         if grammar is None:
             self._client.abort_streams(streams)
-        return [RequestState(self._client, stream, self.tokenizer, params) for stream in streams]
+        return [
+            RequestState(self._client, stream, self.tokenizer, params, prompt)
+            for stream, prompt in zip(streams, prompts, strict=True)
+        ]
 
     async def embed(
         self,

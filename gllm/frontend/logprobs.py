@@ -95,6 +95,7 @@ class CompletionLogprobs:
         skip_special_tokens: Special tokens do not count for the text offsets.
         start: Text offset of the first token, in characters.
         as_ids: Write tokens as `token_id:ID`.
+        prompt: Tokens before the first token.
     """
 
     def __init__(
@@ -104,11 +105,14 @@ class CompletionLogprobs:
         skip_special_tokens: bool,
         start: int = 0,
         as_ids: bool = False,
+        prompt: Sequence[int] = (),
     ) -> None:
         self._as_ids = as_ids
         self._tokenizer = tokenizer
         self._top = top
-        self._decoder = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._decoder = IncrementalDetokenizer(
+            tokenizer, skip_special_tokens=skip_special_tokens, prompt=prompt
+        )
         self._length = start
 
     def part(

@@ -1,12 +1,13 @@
 """Incremental detokenization: convert the tokens of one choice into text while they arrive.
 
-Each token costs the same, however long the output is. The pieces join to the same text as decoding
-all tokens at once, and are never cut inside a character.
+Each token costs the same, however long the output is. The pieces join to the text that all tokens
+have after the prompt, and are never cut inside a character.
 """
 
 import codecs
 import re
 from collections.abc import Sequence
+from itertools import islice
 from typing import Protocol
 
 from gllm.text.tokenizer import BYTE_TOKEN, Tokenizer
@@ -119,36 +120,113 @@ class _ByteLevelDecoder:
         return self._utf8.decode(b"", final=True)
 
 
+class _ByteWindowDecoder:
+    """Decoder of tokens that stand for bytes, for tokenizers with further decoding steps.
+
+    Decodes new tokens together with those before them, and holds back incomplete characters.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        context: Tokens before the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: list[int]) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._window = context
+        self._num_new = 0
+        """Number of tokens since the last one that ended with a whole character."""
+        self._shown = tokenizer.decode(context, False)
+
+    def push(self, token_id: int) -> str:
+        """Return the text that a token completes."""
+        self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        self._window.append(token_id)
+        self._num_new += 1
+        text = self._whole_characters()
+        new_text, self._shown = text[len(self._shown) :], text
+        if not self._is_incomplete or self._num_new > MAX_WINDOW_TOKENS:
+            # An incomplete character is in the last three tokens.
+            self._window = self._window[-min(self._num_new, 4) :]
+            self._num_new = 0
+            self._shown = self._whole_characters()
+        return new_text
+
+    def finish(self) -> str:
+        """Return the replacement character if the output ends inside a character."""
+        return self._tokenizer.decode(self._window, False)[len(self._shown) :]
+
+    @property
+    def _is_incomplete(self) -> bool:
+        """True if the last token ends inside a character."""
+        return bool(self._utf8.getstate()[0])
+
+    def _whole_characters(self) -> str:
+        """Return the text of the window without an incomplete character at its end."""
+        text = self._tokenizer.decode(self._window, False)
+        return text.removesuffix("\ufffd") if self._is_incomplete else text
+
+
 class _WindowDecoder:
     """Decoder for other tokenizers: decodes new tokens together with the token before them.
 
-    Such a tokenizer decodes a run of byte tokens as a whole (one invalid byte changes all of it).
-    No part of a run is therefore shown before its end.
+    Byte tokens are decoded as SentencePiece does: each character is shown when its last byte
+    arrives, and each byte of no character is a replacement character. The tokenizers library
+    replaces all bytes of a run in which one is invalid.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        context: Tokens before the text.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, context: list[int]) -> None:
         self._tokenizer = tokenizer
-        self._window: list[int] = []
-        self._shown = ""
+        self._context = context
+        self._bytes: list[int] = []
+        """Byte tokens of an incomplete character."""
 
     def push(self, token_id: int) -> str:
         """Return the text that a token completes."""
         token = self._tokenizer.id_to_token(token_id)
         if token is None:
             return ""
-        self._window.append(token_id)
-        if BYTE_TOKEN.fullmatch(token):
-            return ""
+        if self._tokenizer.has_byte_fallback and BYTE_TOKEN.fullmatch(token):
+            return self._push_byte(token_id)
         text = self.finish()
-        self._window = [token_id]
-        self._shown = self._tokenizer.decode(self._window, False)
+        num_shown = len(self._tokenizer.decode(self._context, False))
+        text += self._tokenizer.decode([*self._context, token_id], False)[num_shown:]
+        self._context = [token_id]
         return text
 
     def finish(self) -> str:
-        """Return the text of the remaining byte tokens."""
-        return self._tokenizer.decode(self._window, False)[len(self._shown) :]
+        """Return a replacement character for each byte of an incomplete character."""
+        num_bytes = len(self._bytes)
+        if num_bytes:
+            self._context, self._bytes = self._bytes, []
+        return "\ufffd" * num_bytes
+
+    def _push_byte(self, token_id: int) -> str:
+        """Return the text that a byte token completes."""
+        self._bytes.append(token_id)
+        text = ""
+        while self._bytes:
+            raw = b"".join(map(self._tokenizer.token_bytes, self._bytes))
+            try:
+                char = raw.decode()
+            except UnicodeDecodeError as error:
+                if error.end == len(raw) and error.reason == "unexpected end of data":
+                    break
+                text += "\ufffd"
+                self._context = [self._bytes.pop(0)]
+                continue
+            # At the beginning of a text the tokenizer may strip a space.
+            text += char if self._context else self._tokenizer.decode(self._bytes, False)
+            self._context, self._bytes = self._bytes, []
+        return text
 
 
+MAX_WINDOW_TOKENS = 8
+"""Number of tokens without a whole character at an end that are decoded together."""
 NO_STOPS = StopStrings()
 """No stop strings."""
 
@@ -163,6 +241,8 @@ class IncrementalDetokenizer:
         include_stop: Keep the stop string in the text.
         visible_special_tokens: Special tokens that are not skipped.
         min_tokens: Number of tokens before which no stop string ends the text.
+        prompt: Tokens that the text continues, which are not part of it. The first word of the text
+            begins with a space only if there is text before it, in tokenizers of SentencePiece.
     """
 
     def __init__(
@@ -173,18 +253,30 @@ class IncrementalDetokenizer:
         include_stop: bool = False,
         visible_special_tokens: Sequence[str] = (),
         min_tokens: int = 0,
+        prompt: Sequence[int] = (),
     ) -> None:
-        self._tokenizer = tokenizer
-        decoder = _ByteLevelDecoder if tokenizer.is_byte_level else _WindowDecoder
-        self._decoder: _Decoder = decoder(tokenizer)
         visible = {tokenizer.token_to_id(token) for token in visible_special_tokens}
         self._skipped = (
             tokenizer.special_token_ids - visible if skip_special_tokens else frozenset()
         )
+        self._decoder = self._create_decoder(tokenizer, prompt)
         self._stops = None if stop is NO_STOPS else StopMatcher(stop)
         self._include_stop = include_stop
         self._num_early_tokens = min_tokens
         """Number of tokens to come that cannot end the text."""
+
+    def _create_decoder(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> _Decoder:
+        """Return a decoder of text that continues the last visible token of a prompt."""
+        if tokenizer.is_byte_level:
+            return _ByteLevelDecoder(tokenizer)
+        visible = (
+            token_id
+            for token_id in reversed(prompt)
+            if token_id not in self._skipped and tokenizer.id_to_token(token_id) is not None
+        )
+        context = list(islice(visible, 1))
+        decoder = _ByteWindowDecoder if tokenizer.has_byte_tokens else _WindowDecoder
+        return decoder(tokenizer, context)
 
     def push(self, token_ids: Sequence[int]) -> tuple[str, int, str | None]:
         """Add tokens; return the new text, the number of tokens used, and the stop string.

@@ -47,7 +47,7 @@ def compute_max_token_characters(backend: tokenizers.Tokenizer) -> int | None:
 
 
 def _steps(component: Any, members_key: str) -> Iterator[dict[str, Any]]:
-    """Yield the description of a normalizer or pre-tokenizer, or of each member of a sequence."""
+    """Yield the description of a component, or of each member of a sequence, the last first."""
     pending = [] if component is None else [json.loads(component.__getstate__())]
     while pending:
         step = pending.pop()
@@ -204,12 +204,23 @@ class Tokenizer:
     @cached_property
     def is_byte_level(self) -> bool:
         """True if tokens stand for bytes, so that text is the concatenation of their bytes."""
+        return self._decoder_steps == ("ByteLevel",)
+
+    @cached_property
+    def has_byte_tokens(self) -> bool:
+        """True if tokens stand for bytes, whatever steps follow when they are decoded."""
+        return "ByteLevel" in self._decoder_steps
+
+    @cached_property
+    def has_byte_fallback(self) -> bool:
+        """True if tokens such as `<0x0A>` are decoded as bytes."""
+        return "ByteFallback" in self._decoder_steps
+
+    @cached_property
+    def _decoder_steps(self) -> tuple[str, ...]:
+        """Kinds of the steps that decode tokens."""
         # The decoder alone: JSON of the whole tokenizer would contain the vocabulary.
-        state = None if self._backend.decoder is None else self._backend.decoder.__getstate__()
-        decoder: dict[str, Any] | None = None if state is None else json.loads(state)
-        while decoder and decoder["type"] == "Sequence" and len(decoder["decoders"]) == 1:
-            decoder = decoder["decoders"][0]
-        return decoder is not None and decoder["type"] == "ByteLevel"
+        return tuple(step["type"] for step in _steps(self._backend.decoder, "decoders"))
 
     def token_text(self, token_id: int) -> str | None:
         """Return the text of a token, None if its bytes are not whole characters."""
@@ -227,7 +238,7 @@ class Tokenizer:
         known = self._bytes.get(token_id)
         if known is None:
             token = (self._backend.id_to_token(token_id) if token_id >= 0 else None) or ""
-            to_bytes = _byte_level_bytes if self.is_byte_level else _piece_bytes
+            to_bytes = _byte_level_bytes if self.has_byte_tokens else _piece_bytes
             known = self._bytes[token_id] = to_bytes(token)
         return known
 

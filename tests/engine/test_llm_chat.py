@@ -184,6 +184,9 @@ def test_the_last_message_is_continued(create: Create) -> None:
     messages = [*QUESTION, {"role": "assistant", "content": "It is"}]
     llm.chat(messages, continue_final_message=True)
     assert engine.tokenizer.decode(engine.calls[-1].prompt, False).endswith("It is")
+    assert engine.calls[-1].params.continues_prompt
+    llm.chat(messages[:1])
+    assert not engine.calls[-1].params.continues_prompt, "an answer is a text of its own"
 
 
 @pytest.mark.parametrize(

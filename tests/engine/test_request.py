@@ -14,12 +14,14 @@ from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
 from gllm.models.hub import DEMO
 from gllm.options.field_types import FieldError
 from gllm.scheduler.plan import FinishedSequence, FirstToken, SchedulerStats, StepOutput
+from gllm.text.tokenizer import Tokenizer
 from tests.support.engines.ready import (
     ReadyBackend,
     ScriptedCompiler,
     create_engine,
     create_text_engine,
 )
+from tests.support.text.tokenizers import sentencepiece
 
 PARAMS = SamplingParams(temperature=0)
 CHOICE = SamplingParams(structured=StructuredOutput(choice=("yes", "no")))
@@ -111,6 +113,19 @@ async def test_a_stop_string_ends_its_choice_where_it_is_heard(rig):
     assert rig.sent[-1] == AbortSequences([0])
     bring(rig, (0, 7), (1, 8))
     assert seen[-1].index == 1, "nothing follows the end of a choice"
+    request.close()
+
+
+@pytest.mark.parametrize(("continues", "text"), [(True, " world"), (False, "world")])
+async def test_an_output_continues_the_word_of_its_prompt(rig, continues, text):
+    rig.engine.tokenizer = tokenizer = Tokenizer(sentencepiece())
+    params = SamplingParams(continues_prompt=continues, stop=(" x",))
+    prompt = [tokenizer.token_to_id(token) for token in ("<s>", "▁Hello", "</s>")]
+    (request,) = await rig.engine.submit([prompt], params)
+    for token in ("▁world", "▁x"):
+        bring(rig, (0, tokenizer.token_to_id(token)))
+    (delta,) = request.pop_deltas()
+    assert (delta.text, delta.stop_reason) == (text, " x")
     request.close()
 
 

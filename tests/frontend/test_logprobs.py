@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 
 from gllm.frontend.logprobs import token_text
+from gllm.text.tokenizer import Tokenizer
 from tests.frontend.conftest import CHAT_PATH, TEXT_PATH
 from tests.support.http.fake_engine import scored
+from tests.support.text import tokenizers as some
 
 
 def entry_of(tokenizer, token: int, logprob: float) -> dict:
@@ -148,6 +150,18 @@ async def test_echo(server, reply):
     params = server.engine.calls[0].params
     assert (params.logprobs, params.prompt_logprobs) == (1, 1)
     assert answer.json["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize("echo", [True, False])
+async def test_text_and_offsets_continue_the_prompt(server, echo):
+    """As the tokens do, with a tokenizer that writes the space before a word into its token."""
+    server.engine.tokenizer, server.engine.reply = Tokenizer(some.sentencepiece()), "o x"
+    fields = {"prompt": "Hello", "logprobs": 0, "max_tokens": 9, "echo": echo}
+    choice = (await server.complete(**fields)).json["choices"][0]
+    assert choice["text"] == ("Hello o x" if echo else " o x")
+    told = choice["logprobs"]
+    for token, begin in list(zip(told["tokens"], told["text_offset"], strict=True))[-4:]:
+        assert choice["text"][begin:].startswith(token)
 
 
 async def test_echo_without_logprobs_asks_nothing_of_the_prompt(server):

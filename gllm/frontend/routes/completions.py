@@ -1,6 +1,7 @@
 """POST /v1/completions."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -240,16 +241,21 @@ class CompletionChoiceFormat:
         if self._fields.logprobs is None:
             return None
         if output.index not in self._logprobs:
-            start = len(self._prompt(output.index).echo_text)
-            self._logprobs[output.index] = self._new_logprobs(start)
+            prompt = self._prompt(output.index)
+            start = len(prompt.echo_text)
+            self._logprobs[output.index] = self._new_logprobs(start, prompt.token_ids)
         return self._logprobs[output.index].part(output.token_ids, output.logprobs)
 
-    def _new_logprobs(self, start: int) -> CompletionLogprobs:
-        """Return a writer of log-probabilities for text that starts at a character offset."""
+    def _new_logprobs(self, start: int, prompt: Sequence[int] = ()) -> CompletionLogprobs:
+        """Return a writer of log-probabilities for text that starts at a character offset.
+
+        prompt: tokens before that text.
+        """
         return CompletionLogprobs(
             self._tokenizer,
             self._fields.logprobs or 0,
             self._request.params.skip_special_tokens,
             start,
             bool(self._fields.return_tokens_as_token_ids),
+            prompt,
         )

@@ -395,7 +395,7 @@ class FakeEngine:
             params.skip_special_tokens,
             params.include_stop_str_in_output,
         )
-        shown += (params.shown_tokens,)
+        shown += (params.shown_tokens, 0, prompt if params.continues_prompt else ())
         streams = {i: IncrementalDetokenizer(self.tokenizer, *shown) for i in range(params.n)}
         before = [entry for token in prompt[1:] for entry in scored(token, params.prompt_logprobs)]
         for at in range(limit):
