@@ -9,7 +9,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self, SupportsIndex
 
 import tokenizers
 
@@ -81,7 +81,7 @@ class SpecialTokenMarker:
         copy = {}
         for key, item in value.items():
             if isinstance(item, str) and key in COMPARED_KEYS:
-                copy[key] = self._mark_inside(item, mark)
+                copy[key] = self.mark_inside(item, mark)
             elif isinstance(item, str) and key == "arguments":
                 copy[self.mark(key, mark)] = self._mark_json(item, mark)
             else:
@@ -90,7 +90,7 @@ class SpecialTokenMarker:
 
     def mark(self, text: str, mark: str) -> str:
         """Return a text with a mark in every special token, and at its ends if necessary."""
-        text = self._mark_inside(text, mark)
+        text = self.mark_inside(text, mark)
         body = text.strip()
         if self._overlap(body, self._longest, self._endings, at_end=False):
             start = len(text) - len(text.lstrip())
@@ -99,6 +99,14 @@ class SpecialTokenMarker:
             end = len(text.rstrip())
             text = text[:end] + mark + text[end:]
         return text
+
+    def mark_inside(self, text: str, mark: str) -> str:
+        """Return a text with a mark in every special token."""
+        pieces, begin = [], 0
+        for start, _ in self._find(text, overlapping=True):
+            pieces.append(text[begin : start + 1])
+            begin = start + 1
+        return mark.join([*pieces, text[begin:]])
 
     def encode_marked(self, text: str, mark: str) -> list[int]:
         """Tokenize a rendered chat; marked special tokens become ordinary text."""
@@ -142,13 +150,6 @@ class SpecialTokenMarker:
                 return json.dumps(marked, ensure_ascii=False)
         return self.mark(text, mark)
 
-    def _mark_inside(self, text: str, mark: str) -> str:
-        pieces, begin = [], 0
-        for start, _ in self._find(text, overlapping=True):
-            pieces.append(text[begin : start + 1])
-            begin = start + 1
-        return mark.join([*pieces, text[begin:]])
-
     def _find(self, text: str, overlapping: bool = False) -> Iterator[tuple[int, int]]:
         """Yield the spans of special tokens from left to right, the longest at each start."""
         position, size = 0, len(text)
@@ -166,6 +167,97 @@ class SpecialTokenMarker:
         """Return whether a prefix or suffix of a text is one of these parts of special tokens."""
         sizes = range(1, min(longest, len(text)) + 1)
         return any((text[-size:] if at_end else text[:size]) in parts for size in sizes)
+
+
+class MarkedText(str):
+    """Text with marked special tokens, which a chat template finds as if they were not marked.
+
+    Templates search messages for tokens, as for the end of the reasoning in an earlier answer.
+
+    Args:
+        text: The text, marked.
+        marker: Marks the strings that are searched.
+        mark: Mark of the text.
+    """
+
+    _marker: SpecialTokenMarker
+    _mark: str
+
+    def __new__(cls, text: str, marker: SpecialTokenMarker, mark: str) -> Self:
+        """Return the text."""
+        marked = super().__new__(cls, text)
+        marked._marker, marked._mark = marker, mark
+        return marked
+
+    def __contains__(self, part: object) -> bool:
+        return super().__contains__(self._marked(part))
+
+    def count(self, part: str, *bounds: Any) -> int:
+        """As str.count."""
+        return super().count(self._marked(part), *bounds)
+
+    def find(self, part: str, *bounds: Any) -> int:
+        """As str.find."""
+        return super().find(self._marked(part), *bounds)
+
+    def rfind(self, part: str, *bounds: Any) -> int:
+        """As str.rfind."""
+        return super().rfind(self._marked(part), *bounds)
+
+    def index(self, part: str, *bounds: Any) -> int:
+        """As str.index."""
+        return super().index(self._marked(part), *bounds)
+
+    def startswith(self, prefix: str | tuple[str, ...], *bounds: Any) -> bool:
+        """As str.startswith; a mark at the beginning does not count."""
+        return super().removeprefix(self._mark).startswith(self._marked(prefix), *bounds)
+
+    def endswith(self, suffix: str | tuple[str, ...], *bounds: Any) -> bool:
+        """As str.endswith; a mark at the end does not count."""
+        return super().removesuffix(self._mark).endswith(self._marked(suffix), *bounds)
+
+    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
+        """As str.split."""
+        return [self._new(part) for part in super().split(self._marked(sep), maxsplit)]
+
+    def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
+        """As str.rsplit."""
+        return [self._new(part) for part in super().rsplit(self._marked(sep), maxsplit)]
+
+    def partition(self, sep: str) -> tuple[str, str, str]:
+        """As str.partition."""
+        before, found, after = super().partition(self._marked(sep))
+        return self._new(before), found, self._new(after)
+
+    def rpartition(self, sep: str) -> tuple[str, str, str]:
+        """As str.rpartition."""
+        before, found, after = super().rpartition(self._marked(sep))
+        return self._new(before), found, self._new(after)
+
+    def replace(self, old: str, new: str, count: SupportsIndex = -1) -> str:
+        """As str.replace; the new text is not marked."""
+        return self._new(super().replace(self._marked(old), new, count))
+
+    def strip(self, chars: str | None = None) -> str:
+        """As str.strip."""
+        return self._new(super().strip(chars))
+
+    def lstrip(self, chars: str | None = None) -> str:
+        """As str.lstrip."""
+        return self._new(super().lstrip(chars))
+
+    def rstrip(self, chars: str | None = None) -> str:
+        """As str.rstrip."""
+        return self._new(super().rstrip(chars))
+
+    def _new(self, text: str) -> "MarkedText":
+        return MarkedText(text, self._marker, self._mark)
+
+    def _marked(self, part: Any) -> Any:
+        """Return a searched string, or each of a tuple, with its special tokens marked."""
+        if isinstance(part, tuple):
+            return tuple(map(self._marked, part))
+        return self._marker.mark_inside(part, self._mark) if isinstance(part, str) else part
 
 
 def _without_special_tokens(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:

@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 
+from gllm.config.output_parsers import OutputParserConfig
+from gllm.text.chat.prompt import ChatRequest, render_chat
 from gllm.text.chat.template import ChatTemplate
 from gllm.text.special_tokens import new_mark
 from gllm.text.tokenizer import Tokenizer
@@ -194,3 +196,38 @@ def test_thousands_of_special_tokens_and_a_long_text():
     assert special.mark(text, "#") == text.replace("12>", "#12>").replace("9>", "9>").replace(
         "<unused#12>", "<#unused12>"
     ).replace("<unused6999>", "<#unused6999>")
+
+
+SEARCHES = [
+    "'</think>' in c",
+    "c.split('</think>')[-1].lstrip('\\n')",
+    "c.rsplit('</think>', 1)[0].split('<think>')[-1]",
+    "c.partition('</think>')[2] | trim",
+    "c.rpartition('</think>')[0].rstrip()",
+    "c.startswith('<think>') and not c.endswith(('</think>', 'x'))",
+    "c.strip().replace('</think>', '-')",
+    "c.count('</think>')",
+    "c.find('</think>') >= 0 and c.rfind('<think>') < 0",
+    "c.split() | join('+')",
+]
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+@settings(max_examples=num_examples(15, 1000), deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(["<think>", "</think>", "a", " ", "\n", "<", "think>", "x"]), max_size=6
+    ).map("".join)
+)
+def test_templates_find_special_tokens_in_messages(search, text):
+    """As in the unmarked message, although its own special tokens stay text."""
+    backend = some.byte_level()
+    backend.add_special_tokens(["<think>", "</think>"])
+    source = "{% set c = messages[0].content %}{{ " + search + " }}<|im_end|>"
+    tokenizer = Tokenizer(backend, ChatTemplate(source, {}))
+    messages = [{"role": "assistant", "content": text}]
+    prompt = render_chat(tokenizer, ChatRequest(messages), OutputParserConfig())
+    assert tokenizer.chat_template is not None
+    wanted = tokenizer.chat_template.render(messages)
+    assert tokenizer.decode(prompt.token_ids, False) == wanted
+    assert control(tokenizer, prompt.token_ids) == ["<|im_end|>"]

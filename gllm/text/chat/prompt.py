@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -15,7 +16,7 @@ from gllm.text.output.parser import OutputFormat
 from gllm.text.output.reasoning import ReasoningTags
 from gllm.text.output.registry import select_reasoning_tags, select_tool_call_format
 from gllm.text.output.tool_calls import ToolCallFormat
-from gllm.text.special_tokens import new_mark
+from gllm.text.special_tokens import MarkedText, new_mark
 from gllm.text.tokenizer import Tokenizer
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -110,6 +111,9 @@ def render_chat(
         ),
         tools=_mark_special_tokens(tokenizer, list(use.tools), mark),
         continue_final=request.continue_final_message,
+        as_searchable=partial(MarkedText, marker=tokenizer.special_token_marker, mark=mark)
+        if mark
+        else str,
     )
     tags = select_reasoning_tags(parsers.reasoning_parser, template.source)
     shown = text.replace(mark, "") if mark else text

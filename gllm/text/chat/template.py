@@ -4,7 +4,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -17,7 +17,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gllm.options.field_types import FieldError
-from gllm.text.chat.messages import normalize_messages
+from gllm.text.chat.messages import ChatMessage, normalize_messages
 from gllm.text.chat.strict_turns import rearrangements
 
 MAX_CHARACTERS = 32 * 2**20
@@ -101,6 +101,7 @@ class ChatTemplate:
         options: Mapping[str, object] | None = None,
         tools: Sequence[Mapping[str, object]] = (),
         continue_final: bool = False,
+        as_searchable: Callable[[str], str] = str,
     ) -> str:
         """Render a chat as the text of its prompt.
 
@@ -114,6 +115,7 @@ class ChatTemplate:
             tools: The tools, in the form that templates expect.
             continue_final: End inside the last message, which is the assistant's: at the end of its
                 content, or of its reasoning if the content is null.
+            as_searchable: Converts texts of messages to ones in which the template searches.
 
         Raises:
             FieldError: The messages are invalid, or the template raised an error; the error names
@@ -140,6 +142,7 @@ class ChatTemplate:
             last["reasoning_content" if is_reasoning else "content"] += mark
         text = self._rendered_in_some_order(
             self._with_tools if tools else self._plain,
+            as_searchable,
             {
                 **self._special_tokens,
                 **(options or {}),
@@ -156,18 +159,25 @@ class ChatTemplate:
             raise FieldError("messages", "the chat template does not render the last message")
         return text
 
-    def _rendered_in_some_order(self, template: Template, variables: dict[str, Any]) -> str:
+    def _rendered_in_some_order(
+        self, template: Template, as_searchable: Callable[[str], str], variables: dict[str, Any]
+    ) -> str:
         """Render a chat, rearranged if the template rejects it. Raises FieldError.
 
         The error is that of the chat as it is.
         """
         deadline = time.monotonic() + MAX_SECONDS
+
+        def rendered(messages: list[ChatMessage]) -> str:
+            searchable = [_searchable(message, as_searchable) for message in messages]
+            return self._rendered(template, {**variables, "messages": searchable}, deadline)
+
         try:
-            return self._rendered(template, variables, deadline)
+            return rendered(variables["messages"])
         except RejectedChatError as error:
             for messages in rearrangements(variables["messages"]):
                 with suppress(RejectedChatError):
-                    return self._rendered(template, {**variables, "messages": messages}, deadline)
+                    return rendered(messages)
             raise error
 
     def _rendered(self, template: Template, variables: dict[str, Any], deadline: float) -> str:
@@ -192,6 +202,14 @@ def continues_reasoning(message: Mapping[str, Any]) -> bool:
     """Return True if continuing an assistant's message means more reasoning: it has no content."""
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     return message.get("content") is None and bool(reasoning)
+
+
+def _searchable(message: ChatMessage, as_searchable: Callable[[str], str]) -> ChatMessage:
+    """Return a message with converted texts, in which a template may search for tokens."""
+    texts = {name: message.get(name) for name in ("content", "reasoning_content")}
+    return message | {
+        name: as_searchable(text) for name, text in texts.items() if isinstance(text, str)
+    }
 
 
 def load_chat_template(folder: Path, file: Path | None = None) -> ChatTemplate | None:
