@@ -31,7 +31,7 @@ from gllm.models.spec import (
     NormSpec,
 )
 from gllm.models.stored_tensor import CPU, StoredTensor, StoredTensors, select, split_experts
-from gllm.models.weight_files import find_weight_files, is_lfs_pointer, lfs_error
+from gllm.models.weight_files import find_weight_files, unreadable_reason
 
 
 def tensor_shards(model: ModelSpec, layers: range) -> dict[str, TensorShards]:
@@ -213,7 +213,7 @@ class Checkpoint:
         self._progress: Progress = lambda done, total: None
         self._done = 0
         self._files = ExitStack()
-        homes = self._open(model.optional_prefix)
+        homes = self._open(model)
         split_experts(homes, model)
         self.model = self._with_head(model, homes, layers)
         """The model, with an untied head if the checkpoint's differs from the embedding."""
@@ -314,10 +314,8 @@ class Checkpoint:
         transformers does not tie weights that differ, whatever config.json says.
         """
         embedding = f"{model.embedding.name}.weight"
-        own = next(
-            (name for name in _head_names(model) if name in homes and model.is_head_tied), None
-        )
-        if own is None:
+        own = f"{model.head.untied_name}.weight"
+        if own not in homes or not model.is_head_tied:
             return model
         if embedding not in homes:
             homes[embedding] = homes[own]
@@ -431,22 +429,30 @@ class Checkpoint:
             size = size if cut is None else size * cut.num_elements // cut.size
         return size
 
-    def _open(self, prefix: str) -> StoredTensors:
+    def _open(self, model: ModelSpec) -> StoredTensors:
         """Open the files of the folder; return their tensors by their full names."""
         homes: StoredTensors = {}
         for path in find_weight_files(self.folder):
             try:
                 handle = self._files.enter_context(safe_open(path, framework="pt"))
-            except FileNotFoundError as error:
-                raise ModelError(f"{path} is missing: download the model again") from error
             except (OSError, SafetensorError) as error:
-                if is_lfs_pointer(path):
-                    raise ModelError(lfs_error(path)) from error
-                raise ModelError(f"{path} cannot be read: {error}") from error
-            homes |= {name: StoredTensor(handle, name) for name in handle.keys()}  # noqa: SIM118
-        if prefix and not any(name.startswith(prefix) for name in homes):
-            homes = {prefix + name: home for name, home in homes.items()}
-        return homes
+                raise ModelError(unreadable_reason(path, error)) from error
+            stored = {name: StoredTensor(handle, name) for name in handle.keys()}  # noqa: SIM118
+            if repeated := homes.keys() & stored.keys():
+                raise ModelError(
+                    f"{path} has the tensor {min(repeated)!r}, which another file of the model has "
+                    "as well: download the model again, or remove the file that does not belong "
+                    "to it"
+                )
+            homes |= stored
+        prefix, head = model.optional_prefix, model.head.untied_name
+        if any(name.startswith(prefix) for name in homes):
+            return homes
+        # As the model without its head was saved.
+        return {
+            name if name.rpartition(".")[0] == head else prefix + name: home
+            for name, home in homes.items()
+        }
 
 
 class Weights:
@@ -517,9 +523,3 @@ class Weights:
     def read_whole(self, name: str, *shape: int) -> Tensor:
         """Read one whole tensor of this shape, although this rank has only a part of it."""
         return self._checkpoint.read_whole(self._prefix + name, shape)
-
-
-def _head_names(model: ModelSpec) -> tuple[str, str]:
-    """Return the possible names of an untied head, without and with the optional prefix."""
-    name = f"{model.head.untied_name}.weight"
-    return name, model.optional_prefix + name

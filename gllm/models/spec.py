@@ -326,8 +326,6 @@ class ModelSpec:
     """Longest sequence in tokens that the position embedding supports."""
     layer_name_format: str = "model.layers.{}"
     """Prefix of a layer's tensors, with {} in place of its index."""
-    optional_prefix: str = ""
-    """Beginning of tensor names that some checkpoints omit."""
     ignored_tensors: tuple[str, ...] = ()
     """Patterns of tensors that this family does not read, besides those of all families."""
     num_prediction_layers: int = 0
@@ -345,6 +343,11 @@ class ModelSpec:
     def num_layers(self) -> int:
         """Number of decoder layers."""
         return len(self.layers)
+
+    @property
+    def optional_prefix(self) -> str:
+        """Beginning of tensor names that checkpoints saved without the LM head omit."""
+        return self.layer_name_format.partition(".")[0] + "."
 
     @property
     def is_head_tied(self) -> bool:

@@ -60,6 +60,24 @@ def missing_weights_reason(names: list[str]) -> str:
     return f"has no {SINGLE} and no {INDEX}"
 
 
+def unreadable_reason(path: Path, error: Exception) -> str:
+    """Return the error text for a weight file that cannot be opened, as the system says it.
+
+    error: what the library says, which takes every failure to open a file for a missing one.
+    """
+    if is_lfs_pointer(path):
+        return lfs_error(path)
+    try:
+        with path.open("rb"):
+            return f"{path} cannot be read: {error}"
+    except FileNotFoundError:
+        return f"{path} is missing: download the model again"
+    except PermissionError:
+        return f"{path} cannot be read: permission denied for this user; change the file's mode"
+    except OSError as cause:
+        return f"{path} cannot be read: {cause.strerror}"
+
+
 def is_lfs_pointer(path: Path) -> bool:
     """Return True if a file is a Git LFS pointer instead of the large file itself."""
     try:

@@ -1,8 +1,13 @@
 """Checkpoints: sharded ones, progress, and every way to be broken."""
 
 import json
+import os
 import re
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from gllm.config.engine import EngineConfig
 from gllm.models.config import read_config
 from gllm.models.errors import ModelError
+from gllm.models.loader import Checkpoint
 from gllm.runtime.worker.cpu.executor import CpuExecutor
 from tests.support.engines.pipeline import Pipeline
-from tests.support.models.tiny_models import reference, save
+from tests.support.models.tiny_models import FAMILIES, reference, save
 
 
 @pytest.fixture
@@ -120,18 +126,76 @@ def logits_of(folder: Path) -> torch.Tensor:
     return pipeline.logits(pipeline.plan([pipeline.row(1, 3)]))[1]
 
 
-@pytest.mark.parametrize(
-    ("family", "prefix"), [("gpt2", "transformer."), ("bloom", "transformer."), ("opt", "model.")]
-)
-def test_names_without_their_prefix(family: str, prefix: str, tmp_path: Path) -> None:
-    """As these models' first files have them."""
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_without_their_prefix(family: str, tmp_path: Path) -> None:
+    """As the model without its head is saved, and as some models' first files have them."""
     folder = save(family, tmp_path)
     wanted = logits_of(folder)
     path = folder / "model.safetensors"
-    stored = {name.removeprefix(prefix): tensor for name, tensor in load_file(path).items()}
-    assert not any(name.startswith(prefix) for name in stored)
+    prefix = re.compile(r"(model|transformer)\.")
+    stored = {prefix.sub("", name, count=1): tensor for name, tensor in load_file(path).items()}
+    assert not any(map(prefix.match, stored))
     save_file(stored, path)
     assert torch.equal(logits_of(folder), wanted)
+
+
+@pytest.mark.parametrize("family", ["qwen3-tied", "gpt2"])
+def test_a_base_model_of_transformers(family: str, tmp_path: Path) -> None:
+    """As Qwen3-Embedding, with the architecture of the model with its head."""
+    folder = save(family, tmp_path / "whole")
+    wanted = logits_of(folder)
+    reference(family).base_model.save_pretrained(tmp_path / "base")
+    shutil.copy(folder / "config.json", tmp_path / "base")
+    assert torch.equal(logits_of(tmp_path / "base"), wanted)
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    folder = save("qwen2", tmp_path, shard="30KB")
+    first, last = sorted(folder.glob("*.safetensors"))[::3][:2]
+    name, tensor = min(load_file(first).items())
+    save_file(load_file(last) | {name: tensor + 1}, last)
+    with pytest.raises(ModelError, match=re.escape(name) + ".*another file"):
+        load(folder)
+
+
+@pytest.fixture
+def ordinary_user(tmp_path: Path) -> Iterator[None]:
+    """A user whom modes of files concern, in folders that everybody may search."""
+    if os.geteuid():
+        yield
+        return
+    root = Path(tempfile.gettempdir())
+    folders = [each for each in (tmp_path, *tmp_path.parents) if each.is_relative_to(root)]
+    modes = {folder: folder.stat().st_mode for folder in folders}
+    for folder, mode in modes.items():
+        folder.chmod(mode | 0o555)
+    os.seteuid(65534)
+    yield
+    os.seteuid(0)
+    for folder, mode in modes.items():
+        folder.chmod(mode)
+
+
+@pytest.mark.parametrize("shard", ["1GB", "30KB"])
+def test_permission_denied_is_said(shard: str, tmp_path: Path, request: Any) -> None:
+    folder = save("qwen2", tmp_path, shard=shard)
+    config = read_config(folder)
+    file, *others = sorted(folder.glob("*.safetensors"))
+    for other in others:
+        other.chmod(0o644)
+    file.chmod(0)
+    request.getfixturevalue("ordinary_user")
+    with pytest.raises(ModelError, match=f"{file.name} cannot be read: permission denied"):
+        Checkpoint(folder, torch.float32, config.model, range(4))
+
+
+def test_other_reasons_of_the_system_are_said(tmp_path: Path) -> None:
+    folder = save("qwen2", tmp_path, shard="30KB")
+    file = max(folder.glob("*.safetensors"))
+    file.unlink()
+    file.symlink_to(file.name)
+    with pytest.raises(ModelError, match="levels of symbolic links"):
+        load(folder)
 
 
 def test_masks_of_old_gpt2_checkpoints_are_ignored(tmp_path: Path) -> None:

@@ -42,7 +42,6 @@ def build_spec(config: ConfigReader) -> ModelSpec:
         head=HeadSpec(f"{root}.word_embeddings"),
         context_length=config.positive_int("seq_length", default=2048),
         layer_name_format=f"{root}.h.{{}}",
-        optional_prefix=f"{root}.",
     )
 
 

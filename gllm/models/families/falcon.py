@@ -43,7 +43,6 @@ def build_spec(config: ConfigReader) -> ModelSpec:
         layer_name_format=f"{root}h.{{}}",
         norm=layer_norm_spec(config, f"{root}ln_f"),
         context_length=config.positive_int("max_position_embeddings", default=2048),
-        optional_prefix=root,
     )
 
 

@@ -53,7 +53,6 @@ def build_spec(config: ConfigReader) -> ModelSpec:
         head=HeadSpec("transformer.wte"),
         context_length=longest,
         layer_name_format="transformer.h.{}",
-        optional_prefix="transformer.",
         # Masks in older files.
         ignored_tensors=(r".*\.attn\.(bias|masked_bias)",),
     )

@@ -44,7 +44,6 @@ def build_spec(config: ConfigReader) -> ModelSpec:
         root=root,
         embedding=EmbeddingSpec(f"{root}embed_tokens", positions=positions),
         norm=_norm(f"{root}final_layer_norm"),
-        optional_prefix="model.",
     )
 
 
