@@ -152,7 +152,7 @@ class TextEngine:
         """
         self._backend = backend
         self.tokenizer = Tokenizer.load(folder, chat_template)
-        for note in model_notes(model.model, max_model_len):
+        for note in model_notes(model.model, max_model_len, bool(model.eos_ids)):
             log.warning("%s", note)
         self.model = ModelInfo(
             name=name,

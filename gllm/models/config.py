@@ -11,6 +11,7 @@ from typing import Any
 
 from gllm.config.sampling import SamplingParams
 from gllm.models.config_reader import ConfigReader
+from gllm.models.eos_token import find_eos_id
 from gllm.models.errors import ModelError
 from gllm.models.registry import select_architecture, spec_builder
 from gllm.models.spec import ModelSpec, QuantizationSpec
@@ -128,7 +129,7 @@ class ModelConfig:
     dtype: str
     """Dtype of the checkpoint: float32, bfloat16 or float16."""
     eos_ids: tuple[int, ...]
-    """End-of-sequence token ids of config.json and generation_config.json together."""
+    """End-of-sequence token ids of config.json, generation_config.json and the tokenizer."""
     sampling: dict[str, Any] = field(default_factory=dict)
     """Sampling defaults of generation_config.json, by the names of SAMPLING_KEYS."""
 
@@ -151,18 +152,27 @@ def read_config(folder: Path) -> ModelConfig:
     model = replace(spec_builder(architecture)(config), quantization=read_quantization(config))
     config.check_all_read()
     eos_ids = _ids("config.json", raw) | _ids(GENERATION_CONFIG, generation)
+    if (eos_id := find_eos_id(folder)) is not None:
+        eos_ids.add(eos_id)
     sampling = _sampling_defaults(generation)
     return ModelConfig(architecture, model, _dtype(raw), tuple(sorted(eos_ids)), sampling)
 
 
-def model_notes(model: ModelSpec, max_model_len: int) -> list[str]:
-    """Return notes for the log on how results of a model differ from those of transformers.
+def model_notes(model: ModelSpec, max_model_len: int, has_eos: bool = True) -> list[str]:
+    """Return notes for the log: differences from transformers, and a missing end of texts.
 
     Args:
         model: the model.
         max_model_len: longest sequence served, in tokens.
+        has_eos: False if the model has no token that ends a text.
     """
     notes = list(model.notes)
+    if not has_eos:
+        notes.append(
+            "the model has no end-of-sequence token, so texts end at max_tokens or a stop string: "
+            f"if it has one, set eos_token_id in {GENERATION_CONFIG} or eos_token in "
+            "tokenizer_config.json"
+        )
     ropes = {layer.attention.rope for layer in model.layers if layer.attention.rope is not None}
     for rope in ropes:
         if rope.kind == "longrope":

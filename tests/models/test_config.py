@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from gllm.config.engine import EngineConfig
 from gllm.config.sampling import SamplingParams
@@ -17,6 +18,8 @@ from gllm.models.hub import DEMO
 from gllm.models.registry import ARCHITECTURES, spec_builder
 from gllm.models.spec import AttentionSpec, MLPSpec, ModelSpec, RopeSpec
 from tests.support.models.published import PUBLISHED, read
+from tests.support.text.tokenizers import save as save_tokenizer
+from tests.support.text.tokenizers import sentencepiece
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -74,6 +77,70 @@ def test_eos_ids_are_the_union(tmp_path: Path) -> None:
     assert read_config(folder).eos_ids == (2, 5, 7)
     folder = write(tmp_path, {}, eos_token_id=None)
     assert read_config(folder).eos_ids == ()
+
+
+EOS = "</s>"
+TOKENIZERS: dict[str, dict[str, Any]] = {
+    "configuration": {
+        "tokenizer_config.json": {
+            "eos_token": {"content": EOS},
+            "added_tokens_decoder": {"6": {"content": "<s>"}, "9": {"content": EOS}},
+        },
+        "special_tokens_map.json": {"eos_token": "<s>"},
+    },
+    "older file": {
+        "tokenizer_config.json": {"eos_token": "<s>"},
+        "special_tokens_map.json": {"eos_token": EOS},
+        "added_tokens.json": {EOS: 9},
+    },
+    "added": {
+        "tokenizer_config.json": {"eos_token": EOS},
+        "tokenizer.json": {"added_tokens": [{"id": 9, "content": EOS}], "model": {}},
+    },
+    "vocabulary": {
+        "tokenizer_config.json": {"eos_token": EOS},
+        "tokenizer.json": {"added_tokens": [], "model": {"vocab": {EOS: 9}}},
+    },
+    "unigram": {
+        "tokenizer_config.json": {"eos_token": EOS},
+        "tokenizer.json": {"model": {"vocab": [["a", -1.0]] * 9 + [[EOS, 0.0]]}},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_the_tokenizer_s_eos_token_ends_texts_too(kind: str, tmp_path: Path) -> None:
+    folder = write(tmp_path, {"eos_token_id": 5})
+    for name, content in TOKENIZERS[kind].items():
+        (folder / name).write_text(json.dumps(content))
+    assert read_config(folder).eos_ids == (2, 5, 9)
+
+
+def test_the_eos_token_is_that_of_transformers(tmp_path: Path) -> None:
+    backend = sentencepiece()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS, bos_token="<s>")
+    tokenizer.save_pretrained(tmp_path)
+    folder = write(tmp_path, eos_token_id=None)
+    assert read_config(folder).eos_ids == (AutoTokenizer.from_pretrained(folder).eos_token_id,)
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"eos_token": "?"}', b'{"eos_token": [1]}'])
+def test_a_tokenizer_without_an_id_of_its_eos_token(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_bytes(content)
+    (tmp_path / "tokenizer.json").write_text('{"added_tokens": [3, {}], "model": {"vocab": 1}}')
+    assert read_config(write(tmp_path, eos_token_id=None)).eos_ids == ()
+
+
+def test_a_model_without_an_end_of_texts_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for eos_token_id in (1, None):
+        folder = write(tmp_path, eos_token_id=eos_token_id)
+        save_tokenizer(folder, sentencepiece())
+        caplog.clear()
+        Engine(EngineConfig(str(folder)))
+        warned = "no end-of-sequence token" in caplog.text
+        assert warned == (eos_token_id is None)
 
 
 def test_both_styles_of_rope_are_one(tmp_path: Path) -> None:
