@@ -81,16 +81,18 @@ def _yarn(plain: Tensor, theta: float, parameters: Parameters) -> tuple[Tensor, 
 
 def _yarn_attention_factor(parameters: Parameters) -> float:
     """Return the square root of YaRN's attention temperature, applied to cos and sin."""
+    # As DeepSeek and vLLM: on top of the factor that YaRN has without it.
+    further: float = parameters.get("attn_factor", 1.0)
     if "attention_factor" in parameters:
-        return parameters["attention_factor"]
+        return parameters["attention_factor"] * further
 
     def magnitude(scale: float) -> float:
         log = math.log(parameters["factor"]) if parameters["factor"] > 1 else 0.0
         return 0.1 * scale * log + 1.0
 
     if parameters.get("mscale") and parameters.get("mscale_all_dim"):
-        return magnitude(parameters["mscale"]) / magnitude(parameters["mscale_all_dim"])
-    return magnitude(1.0)
+        return further * magnitude(parameters["mscale"]) / magnitude(parameters["mscale_all_dim"])
+    return further * magnitude(1.0)
 
 
 def _longrope(plain: Tensor, theta: float, parameters: Parameters) -> tuple[Tensor, float]:

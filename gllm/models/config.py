@@ -175,6 +175,11 @@ def model_notes(model: ModelSpec, max_model_len: int, has_eos: bool = True) -> l
         )
     ropes = {layer.attention.rope for layer in model.layers if layer.attention.rope is not None}
     for rope in ropes:
+        if "attn_factor" in rope.parameters:
+            notes.append(
+                f"yarn: attn_factor {rope.parameters['attn_factor']} scales the rotary embedding, "
+                "as in vLLM; transformers ignores it"
+            )
         if rope.kind == "longrope":
             original = rope.parameters["original_max_position_embeddings"]
             kind = "long" if max_model_len > original else "short"

@@ -194,7 +194,10 @@ class ConfigReader:
         """Raise ModelError for a key that was not read, unless it cannot affect the results."""
         for name in sorted(self._raw.keys() - self._read - HARMLESS):
             value = self._raw[name]
-            if value is None or (name == "layer_types" and _are_full_attention(value)):
+            # Names that libraries write for themselves, such as _model_name_or_path.
+            is_private = name.rpartition(".")[2].startswith("_") and isinstance(value, str)
+            is_full = name == "layer_types" and _are_full_attention(value)
+            if value is None or is_private or is_full:
                 continue
             if name in HARMLESS_VALUES:
                 self.require_value(name, *HARMLESS_VALUES[name])

@@ -19,7 +19,15 @@ ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {
     ),
     "yarn": (
         {"factor", "original_max_position_embeddings"},
-        {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
+        {
+            "attention_factor",
+            "attn_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        },
     ),
     "longrope": (
         {"short_factor", "long_factor", "original_max_position_embeddings", "factor"},

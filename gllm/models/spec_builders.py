@@ -223,7 +223,7 @@ def decoder_model(
         embedding: token embedding; None for the tensor root + embed_tokens.
         norm: final norm; None for an RMSNorm with the tensor root + norm.
         context_length: longest sequence in tokens; None to read it from `max_position_embeddings`,
-            extended by YaRN.
+            extended by YaRN or linear scaling.
         changes: further fields of ModelSpec, which replace those above.
     """
     embedding = embedding or EmbeddingSpec(f"{root}embed_tokens")
@@ -252,12 +252,17 @@ def sliding_window_model(config: ConfigReader, attention: AttentionSpec, mlp: An
 
 
 def read_context_length(config: ConfigReader, layers: Sequence[LayerSpec]) -> int:
-    """Return the longest sequence in tokens from config.json, including an extension by YaRN."""
-    longest = config.positive_int("max_position_embeddings")
+    """Return the longest sequence in tokens from config.json, extended as the rope scaling says.
+
+    YaRN extends the original context and linear scaling `max_position_embeddings`, as in vLLM.
+    """
+    positions = longest = config.positive_int("max_position_embeddings")
     for rope in {layer.attention.rope for layer in layers if layer.attention.rope is not None}:
         if rope.kind == "yarn":
             original = rope.parameters["original_max_position_embeddings"]
             longest = max(longest, int(original * rope.parameters["factor"]))
+        if rope.kind == "linear":
+            longest = max(longest, int(positions * rope.parameters["factor"]))
     if longest > INT32_MAX:
         raise ModelError(f"config.json: rope parameter factor makes a context of {longest} tokens")
     return longest

@@ -45,6 +45,21 @@ def test_scalings_match_transformers(kind: str, parameters: dict[str, Any]) -> N
     assert factor == pytest.approx(wanted_factor)
 
 
+@pytest.mark.parametrize(
+    "other", [{}, {"attention_factor": 1.2}, {"mscale": 0.7, "mscale_all_dim": 1}]
+)
+def test_attn_factor_scales_what_yarn_has_without_it(other: dict[str, float]) -> None:
+    """In DeepSeek-R1-0528-Qwen3-8B the product is 1; transformers ignores it."""
+    parameters = {"factor": 4.0, "original_max_position_embeddings": 32768, **other}
+    plain, factor = compute_inverse_frequencies("yarn", 128, 1e6, parameters)
+    further = {"attn_factor": 0.8782488562869419}
+    scaled, scaled_factor = compute_inverse_frequencies("yarn", 128, 1e6, parameters | further)
+    assert torch.equal(plain, scaled)
+    assert scaled_factor == pytest.approx(factor * 0.8782488562869419)
+    if not other:
+        assert scaled_factor == pytest.approx(1.0)
+
+
 def test_rotation_is_a_complex_product() -> None:
     x = torch.randn(5, 3, 8, generator=torch.Generator().manual_seed(0))
     frequencies, factor = compute_inverse_frequencies("default", 8, 10.0, {})

@@ -143,6 +143,41 @@ def test_a_model_without_an_end_of_texts_is_logged(
         assert warned == (eos_token_id is None)
 
 
+def test_attn_factor_of_yarn_is_read_and_logged(tmp_path: Path) -> None:
+    """As of DeepSeek-R1-0528-Qwen3-8B."""
+    scaling = {"factor": 4.0, "original_max_position_embeddings": 512, "attn_factor": 0.878}
+    folder = write(tmp_path, rope_scaling={"rope_type": "yarn", **scaling})
+    assert rope(folder) == RopeSpec(8, "yarn", 10_000.0, scaling)
+    (note,) = model_notes(read_config(folder).model, 100)
+    assert "attn_factor 0.878" in note
+    folder = write(tmp_path, rope_scaling={"rope_type": "yarn", **scaling, "attn_factor": -1.0})
+    with pytest.raises(ModelError, match="attn_factor"):
+        read_config(folder)
+
+
+def test_private_texts_are_harmless(tmp_path: Path) -> None:
+    read_config(write(tmp_path, _model_name_or_path="x", _anything="else"))
+    for value in (1, True, ["x"], {"x": "y"}):
+        with pytest.raises(ModelError, match=r"'_anything'.*unknown"):
+            read_config(write(tmp_path, _anything=value))
+    with pytest.raises(ModelError, match=r"'anything'.*unknown"):
+        read_config(write(tmp_path, anything="else"))
+
+
+def test_linear_scaling_extends_the_context(tmp_path: Path) -> None:
+    """As in vLLM, by the factor."""
+    scaling = {"rope_type": "linear", "factor": 2.5}
+    folder = write(tmp_path, rope_scaling=scaling)
+    assert read_config(folder).model.context_length == 5120
+    gemma = "Gemma3ForCausalLM"  # states the extended context itself
+    changes = {"architectures": [gemma], "sliding_window": 64, "sliding_window_pattern": 2}
+    folder = write(tmp_path, rope_scaling=scaling, **changes)
+    assert read_config(folder).model.context_length == 2048
+    folder = write(tmp_path, rope_scaling={"rope_type": "linear", "factor": 2.0**22})
+    with pytest.raises(ModelError, match="factor makes a context"):
+        read_config(folder)
+
+
 def test_both_styles_of_rope_are_one(tmp_path: Path) -> None:
     scaling = {"factor": 4.0, "original_max_position_embeddings": 512}
     wanted = RopeSpec(8, "yarn", 5000.0, scaling)

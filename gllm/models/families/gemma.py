@@ -109,7 +109,10 @@ def _layer(config: ConfigReader, attention: AttentionSpec) -> LayerSpec:
 def _model(config: ConfigReader, layers: list[LayerSpec]) -> ModelSpec:
     config.require_value("use_bidirectional_attention", False)
     scale = config.positive_int("hidden_size") ** 0.5
-    model = decoder_model(config, layers, tied=True, norm=_norm(config, "model.norm"))
+    # Gemma 3 states the context that its linear scaling has extended.
+    longest = config.positive_int("max_position_embeddings")
+    norm = _norm(config, "model.norm")
+    model = decoder_model(config, layers, tied=True, norm=norm, context_length=longest)
     return replace(model, embedding=EmbeddingSpec(model.embedding.name, scale=scale))
 
 
