@@ -22,6 +22,7 @@ from gllm.models.split import split_layers
 from gllm.options.flags import output_file
 from gllm.options.version import __version__
 from gllm.recovery.join_check import JoinFacts
+from gllm.text.tokenizer import Tokenizer
 
 MIN_MODEL_LEN = 2
 """Tokens of the shortest sequence: one of the prompt, and one of output."""
@@ -53,7 +54,7 @@ class ModelPlan:
 def plan_model(config: EngineConfig) -> ModelPlan:
     """Read the model's configuration, and divide its layers into pipeline stages.
 
-    The model is downloaded if necessary.
+    The model is downloaded if necessary: its weights only if all else of it can be served.
 
     Args:
         config: configuration of the engine.
@@ -61,6 +62,7 @@ def plan_model(config: EngineConfig) -> ModelPlan:
     Raises:
         ModelError: The model cannot be served.
         ValueError: The configuration does not fit the model; the message says what to change.
+        FileNotFoundError: A model on the hub has no tokenizer.json.
     """
     if config.step_log is not None:
         try:
@@ -70,7 +72,16 @@ def plan_model(config: EngineConfig) -> ModelPlan:
     _check_device(config)
     if config.kv_transfer == NIXL and find_spec("nixl") is None:
         raise ValueError(NIXL_MISSING)
-    folder = resolve_model(config.model)
+
+    def check(folder: Path) -> None:
+        _plan(config, folder)
+        Tokenizer.load(folder, config.chat_template)
+
+    return _plan(config, resolve_model(config.model, check=check))
+
+
+def _plan(config: EngineConfig, folder: Path) -> ModelPlan:
+    """Return the plan of a model whose files are in a folder. Raises ModelError and ValueError."""
     read = read_config(folder)
     for num_ranks in config.stage_degrees:
         if (reason := unsupported_shard_reason(read.model, num_ranks)) is not None:

@@ -3,6 +3,8 @@
 A node without a model searches its own folders for the model that the head names.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -49,12 +51,18 @@ class HubClient(Protocol):
         """Return the names of all files of a repository."""
 
 
-def resolve_model(model: str, hub: HubClient | None = None) -> Path:
+def resolve_model(
+    model: str,
+    hub: HubClient | None = None,
+    check: Callable[[Path], object] = lambda folder: None,
+) -> Path:
     """Return the folder of a model, downloading it from the Hugging Face Hub if necessary.
 
     Args:
         model: `demo` for the shipped test model, a path, or the name of a repository on the hub.
         hub: client of the hub; None for huggingface_hub's.
+        check: called with the folder before weights are downloaded, when all other files are in it;
+            it raises an error for a model that cannot be served.
 
     Raises:
         ModelError: there is no such model; the message says what to do.
@@ -69,7 +77,7 @@ def resolve_model(model: str, hub: HubClient | None = None) -> Path:
         raise ModelError(f"{model!r} is {kind}: pass the folder of a model with safetensors")
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise ModelError(f"there is no folder {model!r}: check the path of the model")
-    return _download(model, hub)
+    return _download(model, hub, check)
 
 
 def _expand_home(model: str) -> Path:
@@ -92,9 +100,29 @@ def public_name(model: str) -> str:
     return (path.resolve().name if is_folder else "") or model
 
 
-def _download(name: str, hub: HubClient | None) -> Path:
-    """Download a hub repository; return its folder."""
+def _download(name: str, hub: HubClient | None, check: Callable[[Path], object]) -> Path:
+    """Download a hub repository, its weights if the check passes; return its folder."""
     from huggingface_hub import HfApi
+
+    hub = HfApi() if hub is None else hub
+    with _hub_errors(name):
+        folder = Path(hub.snapshot_download(name, allow_patterns=FILES))
+    weights = names_of_index(folder / INDEX) if (folder / INDEX).is_file() else [SINGLE]
+    if not all((folder / weight).exists() for weight in weights):
+        check(folder)
+    # The same commit, even if the repository has changed meanwhile.
+    revision = folder.name if folder.parent.name == "snapshots" else None
+    with _hub_errors(name):
+        folder = Path(hub.snapshot_download(name, allow_patterns=weights, revision=revision))
+        if not (folder / weights[0]).exists():
+            names = hub.list_repo_files(name, revision=revision)
+            raise ModelError(f"model {name!r} {missing_weights_reason(names)}")
+    return folder
+
+
+@contextmanager
+def _hub_errors(name: str) -> Iterator[None]:
+    """Raise the hub's errors about a repository as ModelError that says what to do."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HFValidationError,
@@ -102,17 +130,8 @@ def _download(name: str, hub: HubClient | None) -> Path:
         RepositoryNotFoundError,
     )
 
-    hub = HfApi() if hub is None else hub
     try:
-        folder = Path(hub.snapshot_download(name, allow_patterns=FILES))
-        weights = names_of_index(folder / INDEX) if (folder / INDEX).is_file() else [SINGLE]
-        # The same commit, even if the repository has changed meanwhile.
-        revision = folder.name if folder.parent.name == "snapshots" else None
-        folder = Path(hub.snapshot_download(name, allow_patterns=weights, revision=revision))
-        if not (folder / weights[0]).exists():
-            names = hub.list_repo_files(name, revision=revision)
-            raise ModelError(f"model {name!r} {missing_weights_reason(names)}")
-        return folder
+        yield
     except GatedRepoError as error:
         reason = "is gated: accept its terms on huggingface.co and set HF_TOKEN"
         raise ModelError(f"model {name!r} {reason}") from error

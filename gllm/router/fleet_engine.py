@@ -1,6 +1,7 @@
 """Engine of a router: text of requests that a fleet of engines computes."""
 
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 from gllm.config.router import RouterConfig
@@ -11,6 +12,7 @@ from gllm.models.hub import public_name, resolve_model
 from gllm.models.identity import hash_model
 from gllm.router.fleet import Fleet
 from gllm.routing.disaggregation.policy_registry import make_pair_policy
+from gllm.text.tokenizer import Tokenizer
 
 
 class FleetEngine(TextEngine):
@@ -27,7 +29,11 @@ class FleetEngine(TextEngine):
     """
 
     def __init__(self, config: RouterConfig, served_model_name: str | None = None) -> None:
-        folder = resolve_model(config.model)
+        def check(folder: Path) -> None:
+            read_config(folder)
+            Tokenizer.load(folder, config.chat_template)
+
+        folder = resolve_model(config.model, check=check)
         model = read_config(folder)
         context_length = model.model.context_length
         max_model_len = config.max_model_len or context_length

@@ -170,7 +170,11 @@ def test_linear_scaling_extends_the_context(tmp_path: Path) -> None:
     folder = write(tmp_path, rope_scaling=scaling)
     assert read_config(folder).model.context_length == 5120
     gemma = "Gemma3ForCausalLM"  # states the extended context itself
-    changes = {"architectures": [gemma], "sliding_window": 64, "sliding_window_pattern": 2}
+    changes: dict[str, Any] = {
+        "architectures": [gemma],
+        "sliding_window": 64,
+        "sliding_window_pattern": 2,
+    }
     folder = write(tmp_path, rope_scaling=scaling, **changes)
     assert read_config(folder).model.context_length == 2048
     folder = write(tmp_path, rope_scaling={"rope_type": "linear", "factor": 2.0**22})

@@ -6,15 +6,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils._paths import filter_repo_objects
 
+from gllm.config.engine import EngineConfig
+from gllm.engine.preflight import plan_model
 from gllm.models.config import read_config
 from gllm.models.errors import ModelError
 from gllm.models.hub import DEMO, public_name, resolve_model
-from gllm.models.weight_files import find_weight_files
+from gllm.models.weight_files import INDEX, SINGLE, find_weight_files
 from gllm.options.exit_status import UNAVAILABLE_STATUS, find_exit_status
 from gllm.text.tokenizer import Tokenizer
 from tests.support.engines.pipeline import Pipeline
@@ -134,6 +137,65 @@ def test_weights_are_fetched_by_the_index(hub: Callable[..., Hub]) -> None:
     assert resolve_model("org/name", repository) == repository.folder
     index_name = "model.safetensors.index.json"
     assert repository.fetched == SMALL | shards | {template, index_name}
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_a_refused_model_has_no_weight_fetched(hub: Callable[..., Hub], index: bool) -> None:
+    content = {INDEX: json.dumps({"weight_map": {"a": "x.safetensors"}})} if index else {}
+    repository = hub(*SMALL, "x.safetensors", SINGLE, **content)
+    seen: list[set[str]] = []
+
+    def check(folder: Path) -> None:
+        seen.append({path.name for path in folder.iterdir()})
+        raise ValueError("not served")
+
+    with pytest.raises(ValueError, match="not served"):
+        resolve_model("org/name", repository, check)
+    assert seen == [SMALL | content.keys()]
+    assert repository.fetched == SMALL | content.keys()
+    # One that is in the cache was checked before.
+    resolve_model("org/name", repository)
+    resolve_model("org/name", repository, check)
+    assert len(seen) == 1
+
+
+AWQ = {"quantization_config": {"quant_method": "awq"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "said"),
+    [
+        ({"architectures": ["Other"]}, {}, "architectures.*not supported"),
+        (AWQ, {}, "quant_method 'awq' is not implemented"),
+        ({}, {"max_model_len": 10**9}, "max_model_len"),
+        ({}, {"pipeline_parallel_size": 64}, "layers"),
+        ({}, {}, r"no tokenizer\.json"),
+        ({}, {"with_tokenizer": True}, "huggingface_hub"),
+    ],
+)
+def test_all_else_is_checked_before_the_weights(
+    changes: dict[str, Any],
+    options: dict[str, Any],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As `gllm serve` does; the last row passes and fetches weights."""
+    import huggingface_hub
+
+    config = json.loads((DEMO / "config.json").read_text())
+    contents = {"config.json": json.dumps(config | changes)}
+    if options.pop("with_tokenizer", False):
+        contents["tokenizer.json"] = (DEMO / "tokenizer.json").read_text()
+    repository = Hub(tmp_path, contents | {SINGLE: "weights"})
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: repository)
+    config = EngineConfig(model="org/name", **options)
+    if said == "huggingface_hub":
+        plan_model(config)
+    else:
+        with pytest.raises((ModelError, ValueError, FileNotFoundError), match=said):
+            plan_model(config)
+    assert (SINGLE in repository.fetched) == (said == "huggingface_hub")
 
 
 def test_the_only_file_is_fetched(hub: Callable[..., Hub]) -> None:

@@ -207,7 +207,7 @@ def _add_spans(profile: CostProfile, config: EngineConfig, progress: bool) -> Co
     degrees = set(profile.degrees or [1])
     if len(degrees) > 1:
         return profile  # Stages of different ranks are priced as they are, in no other cut.
-    folder = resolve_model(config.model)
+    folder = resolve_model(config.model, check=read_config)
     config = replace(config, max_model_len=profile.scheduler.max_model_len)
     longest, num_ranks = min(profile.scheduler.max_model_len - 1, MAX_CONTEXT), degrees.pop()
     model = read_config(folder).model
