@@ -9,6 +9,7 @@ from typing import Any
 
 import tokenizers
 
+from gllm.text.added_tokens import read_tokenizer
 from gllm.text.chat.template import ChatTemplate, load_chat_template
 from gllm.text.special_tokens import SpecialTokenMarker
 
@@ -121,7 +122,11 @@ class Tokenizer:
         if not file.is_file():
             raise FileNotFoundError(f"{folder} has no tokenizer.json: {_how_to_convert(folder)}")
         try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
+            backend = read_tokenizer(Path(folder))
+        except PermissionError as error:
+            raise ValueError(f"{error.filename} cannot be read: permission denied") from error
+        except ValueError:
+            raise
         except Exception as error:  # the library raises bare Exception
             if file.read_bytes().startswith(b"version https://git-lfs"):
                 raise ValueError(

@@ -169,13 +169,9 @@ def test_linear_scaling_extends_the_context(tmp_path: Path) -> None:
     scaling = {"rope_type": "linear", "factor": 2.5}
     folder = write(tmp_path, rope_scaling=scaling)
     assert read_config(folder).model.context_length == 5120
-    gemma = "Gemma3ForCausalLM"  # states the extended context itself
-    changes: dict[str, Any] = {
-        "architectures": [gemma],
-        "sliding_window": 64,
-        "sliding_window_pattern": 2,
-    }
-    folder = write(tmp_path, rope_scaling=scaling, **changes)
+    # Gemma 3 states the extended context itself.
+    gemma: dict[str, Any] = {"architectures": ["Gemma3ForCausalLM"], "sliding_window_pattern": 2}
+    folder = write(tmp_path, rope_scaling=scaling, sliding_window=64, **gemma)
     assert read_config(folder).model.context_length == 2048
     folder = write(tmp_path, rope_scaling={"rope_type": "linear", "factor": 2.0**22})
     with pytest.raises(ModelError, match="factor makes a context"):

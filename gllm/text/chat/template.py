@@ -17,6 +17,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gllm.options.field_types import FieldError
+from gllm.text.added_tokens import read_json_object
 from gllm.text.chat.messages import ChatMessage, normalize_messages
 from gllm.text.chat.strict_turns import rearrangements
 
@@ -223,12 +224,12 @@ def load_chat_template(folder: Path, file: Path | None = None) -> ChatTemplate |
         ValueError: The template or a configuration file is invalid.
         OSError: The file cannot be read.
     """
-    config = _read_object(folder / "tokenizer_config.json")
+    config = read_json_object(folder / "tokenizer_config.json")
     replacement = None if file is None else {"default": file.read_text(encoding="utf-8")}
     sources = replacement or _template_sources(folder, config)
     if "default" not in sources:
         return None
-    model_type = _read_object(folder / "config.json").get("model_type")
+    model_type = read_json_object(folder / "config.json").get("model_type")
     model_type = model_type if isinstance(model_type, str) else ""
     tokens = _special_tokens(folder, config)
     return ChatTemplate(sources["default"], tokens, sources.get("tool_use"), model_type)
@@ -242,7 +243,7 @@ def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     """
     settings = dict(config)
     if "added_tokens_decoder" not in config:
-        settings |= _read_object(folder / "special_tokens_map.json")
+        settings |= read_json_object(folder / "special_tokens_map.json")
     extra = settings.get("extra_special_tokens")
     named = {name: token for name, token in settings.items() if name.endswith("_token")}
     named |= extra if isinstance(extra, dict) else {}
@@ -266,24 +267,11 @@ def _template_sources(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     file = folder / "chat_template.jinja"
     if file.is_file():
         return additional | {"default": file.read_text(encoding="utf-8")}
-    template = _read_object(folder / "chat_template.json").get("chat_template")
+    template = read_json_object(folder / "chat_template.json").get("chat_template")
     template = template or config.get("chat_template")
     if isinstance(template, list):
         return {entry["name"]: entry["template"] for entry in template} | additional
     return additional | ({"default": template} if isinstance(template, str) else {})
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, empty if there is no file. Raises ValueError."""
-    if not file.is_file():
-        return {}
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{file} does not contain a JSON object")
-    return values
 
 
 def _to_json(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from llguidance import LLParserLimits, LLTokenizer, TokenizerWrapper
 
+from gllm.text.added_tokens import read_description
 from gllm.text.grammar.guide import filter_eos_ids
 
 STEP_FUEL = 50_000
@@ -40,7 +41,7 @@ def load_grammar_tokenizer(folder: Path, vocab_size: int, eos_ids: Sequence[int]
     eos_tokens = filter_eos_ids(eos_ids, vocab_size)
     if not eos_tokens:
         raise ValueError("the model has no token that ends a sequence")
-    description = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    description = read_description(folder)
     # The file may contain truncation and padding of the training run.
     description["truncation"] = description["padding"] = None
     text = json.dumps(description, ensure_ascii=False)
