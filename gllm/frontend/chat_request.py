@@ -6,13 +6,12 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import msgspec
 from aiohttp import web
 
 from gllm.engine.chat import PreparedChat, prepare_chat
 from gllm.frontend.context import CONTEXT, WARNINGS, ServerContext
 from gllm.frontend.fields.base import ModelRequestFields, Warn
-from gllm.frontend.fields.chat import ChatCompletionFields, ChatTemplateOptions
+from gllm.frontend.fields.chat import ChatCompletionFields
 from gllm.frontend.fields.generation import SamplingFields, to_sampling_params
 from gllm.frontend.fields.parsing import (
     parse_fields,
@@ -64,9 +63,11 @@ def to_chat_request(fields: ChatCompletionFields) -> ChatRequest:
     Raises:
         FieldError: A field is invalid.
     """
-    variables: dict[str, Any] = msgspec.to_builtins(
-        fields.chat_template_kwargs or ChatTemplateOptions()
-    )
+    variables = {
+        name: value
+        for name, value in (fields.chat_template_kwargs or {}).items()
+        if value is not None
+    }
     if fields.functions or fields.function_call not in (None, "none", "auto"):
         tool_options = parse_functions(fields.functions, fields.function_call)
     else:

@@ -2,22 +2,11 @@
 
 from typing import Annotated, Any, ClassVar
 
-import msgspec
-
 from gllm.frontend.fields.base import Int32, Int64, ModelRequestFields, doc
 from gllm.frontend.fields.generation import BaseCompletionFields
 from gllm.options.field_types import FieldError
 from gllm.options.limits import MAX_LOGPROBS
 from gllm.text.chat.prompt import ReasoningEffort
-
-
-class ChatTemplateOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """`chat_template_kwargs`: variables of the chat template that a request may set."""
-
-    enable_thinking: bool | None = None
-    thinking: bool | None = None
-    reasoning_effort: ReasoningEffort | None = None
-
 
 TOOLS_SCHEMA: dict[str, Any] = {
     "anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "null"}],
@@ -91,8 +80,8 @@ class ChatCompletionFields(BaseCompletionFields):
         ),
     ] = None
     chat_template_kwargs: Annotated[
-        ChatTemplateOptions | None,
-        doc("variables of the chat template: enable_thinking, thinking, reasoning_effort"),
+        dict[str, Any] | None,
+        doc("variables of the chat template by name, such as enable_thinking or documents"),
     ] = None
     logprobs: Annotated[bool | None, doc("return log-probabilities of the output tokens")] = None
     top_logprobs: Annotated[
@@ -143,7 +132,7 @@ class TokenizeFields(ModelRequestFields):
     functions: Annotated[Any, doc(SAME_AS_CHAT)] = None
     function_call: Annotated[Any, doc(SAME_AS_CHAT)] = None
     reasoning_effort: Annotated[ReasoningEffort | None, doc(SAME_AS_CHAT)] = None
-    chat_template_kwargs: Annotated[ChatTemplateOptions | None, doc(SAME_AS_CHAT)] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, doc(SAME_AS_CHAT)] = None
     parse_special: Annotated[
         bool | None,
         doc(f"{SAME_AS_CHAT}; special tokens of a prompt are always control tokens"),

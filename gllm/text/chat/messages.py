@@ -1,6 +1,7 @@
 """Validate chat messages and convert them into the form that chat templates expect."""
 
 import json
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from gllm.options.field_types import FieldError
@@ -40,12 +41,18 @@ class ToolCallArguments(dict[str, Any]):
         return other + self._text
 
 
-def normalize_messages(messages: object) -> list[ChatMessage]:
+def normalize_messages(
+    messages: object, separator_of: Callable[[str], str] = lambda role: "\n"
+) -> list[ChatMessage]:
     """Validate the `messages` of a chat request; return copies as chat templates expect them.
 
     A deprecated `function_call` becomes a tool call, and a message with role `function` its result.
     Images and files become a text that says so in results of tools and in all messages of the user
     but the last.
+
+    Args:
+        messages: The conversation, not yet validated.
+        separator_of: Returns the text between the text parts of a message, by its role.
 
     Raises:
         FieldError: A message is invalid; the error names `messages`.
@@ -65,7 +72,7 @@ def normalize_messages(messages: object) -> list[ChatMessage]:
             if not isinstance(message.get("name"), str):
                 _fail(path, "has the role function, but no name")
             message = {**message, "role": "tool", "tool_call_id": last_call_id or f"call{i:05}"}
-        normalized.append(_normalize(path, message, shows_media=i != question))
+        normalized.append(_normalize(path, message, i != question, separator_of))
     return normalized
 
 
@@ -85,7 +92,9 @@ def _fail(path: str, problem: str) -> NoReturn:
     raise FieldError("messages", f"{path} {problem}")
 
 
-def _normalize(path: str, message: object, shows_media: bool) -> ChatMessage:
+def _normalize(
+    path: str, message: object, shows_media: bool, separator_of: Callable[[str], str]
+) -> ChatMessage:
     """Return a copy of one message without null values, except for a content that may be null.
 
     With `shows_media`, images and files become a text that says so.
@@ -107,11 +116,14 @@ def _normalize(path: str, message: object, shows_media: bool) -> ChatMessage:
     if "reasoning" in normalized:
         # Answers have both names; templates know the longer one.
         normalized["reasoning_content"] = normalized.pop("reasoning")
-    normalized["content"] = _normalize_content(path, normalized, shows_media)
+    separator = separator_of(role) if isinstance(normalized.get("content"), list) else "\n"
+    normalized["content"] = _normalize_content(path, normalized, shows_media, separator)
     return normalized
 
 
-def _normalize_content(path: str, message: ChatMessage, shows_media: bool) -> str | None:
+def _normalize_content(
+    path: str, message: ChatMessage, shows_media: bool, separator: str
+) -> str | None:
     """Return the text of a message; None for a null content beside tool calls.
 
     Only an assistant's content may be null or missing: an answer can be empty.
@@ -122,16 +134,21 @@ def _normalize_content(path: str, message: ChatMessage, shows_media: bool) -> st
             return None
         refusal = message.get("refusal")
         content = refusal if isinstance(refusal, str) else ""
-    text = get_content_text(content, shows_media)
+    text = get_content_text(content, shows_media, separator)
     if text is None:
         _fail(path, "must have a content that is a string or a list of parts of type text")
     return text
 
 
-def get_content_text(content: object, shows_media: bool = False) -> str | None:
-    """Return the text of a message's `content`, one line per text part; None if it is not text.
+def get_content_text(
+    content: object, shows_media: bool = False, separator: str = "\n"
+) -> str | None:
+    """Return the text of a message's `content`, its parts joined; None if it is not text.
 
-    With `shows_media`, images and files are shown as a text that says so.
+    Args:
+        content: A text, or a list of parts.
+        shows_media: Show images and files as a text that says so, on lines of their own.
+        separator: Text between parts.
     """
     if not isinstance(content, list):
         return content if isinstance(content, str) else None
@@ -139,6 +156,7 @@ def get_content_text(content: object, shows_media: bool = False) -> str | None:
     for part in content:
         if shows_media and is_media_part(part):
             texts.append(describe_part(part))
+            separator = "\n"
             continue
         if not isinstance(part, dict) or part.get("type") not in ("text", "refusal"):
             return None
@@ -146,7 +164,7 @@ def get_content_text(content: object, shows_media: bool = False) -> str | None:
         if not isinstance(text, str):
             return None
         texts.append(text)
-    return "\n".join(texts)
+    return separator.join(texts)
 
 
 def _normalize_calls(path: str, calls: object) -> list[ChatMessage]:

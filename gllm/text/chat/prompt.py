@@ -25,6 +25,12 @@ REASONING_CONTROLS = ("enable_thinking", "thinking", "reasoning_effort")
 """Variables of chat templates that control reasoning."""
 
 
+RESERVED_VARIABLES = {"messages", "tools", "add_generation_prompt"}
+"""Variables of chat templates that other fields of a request set."""
+BOOLEAN_VARIABLES = {"enable_thinking", "thinking"}
+"""Variables of chat templates that turn reasoning on and off."""
+
+
 @dataclass(frozen=True)
 class ChatRequest:
     """Messages, tools and chat template options of a chat request.
@@ -62,6 +68,16 @@ class ChatRequest:
             raise FieldError(
                 "chat_template_kwargs", "chat_template_kwargs must be a mapping with string keys"
             ) from None
+        for name in RESERVED_VARIABLES & set(self.template_variables):
+            raise FieldError(
+                "chat_template_kwargs",
+                f"chat_template_kwargs has {name}, which the request itself sets: use its field",
+            )
+        for name in BOOLEAN_VARIABLES & set(self.template_variables):
+            if not isinstance(self.template_variables[name], bool | None):
+                raise FieldError(
+                    "chat_template_kwargs", f"chat_template_kwargs.{name} must be true or false"
+                )
 
 
 @dataclass(frozen=True)
@@ -98,16 +114,24 @@ def render_chat(
             "messages",
             "this model has no chat template: use /v1/completions or LLM.generate with a text",
         )
+    if request.template_variables.get("documents") and "documents" not in template.variables:
+        raise FieldError(
+            "chat_template_kwargs",
+            "chat_template_kwargs has documents, but the chat template of this model does not "
+            "render them: put the texts into messages",
+        )
     use = request.tool_options
     family = _tool_family(template, request, parsers.tool_call_parser) if use.tools else None
     mark = "" if request.parse_special else new_mark()
     text = template.render(
         _mark_special_tokens(tokenizer, request.messages, mark),
         add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
-        options=(
+        options=_mark_variables(
+            tokenizer,
             request.template_variables
             if request.reasoning_effort is None
-            else _template_variables(template, request, request.reasoning_effort)
+            else _template_variables(template, request, request.reasoning_effort),
+            mark,
         ),
         tools=_mark_special_tokens(tokenizer, list(use.tools), mark),
         continue_final=request.continue_final_message,
@@ -140,6 +164,22 @@ def _mark_special_tokens(tokenizer: Tokenizer, values: Any, mark: str) -> Any:
         return tokenizer.special_token_marker.mark_values(values, mark)
     except RecursionError:
         raise FieldError("messages", "messages are nested too deeply") from None
+
+
+def _mark_variables(
+    tokenizer: Tokenizer, variables: Mapping[str, Any], mark: str
+) -> Mapping[str, Any]:
+    """Return template variables with a mark inside each special token of their texts.
+
+    The ends of a text are not marked: templates compare it.
+    """
+    marked = {}
+    for name, value in variables.items():
+        if mark and isinstance(value, str):
+            marked[name] = tokenizer.special_token_marker.mark_inside(value, mark)
+        else:
+            marked[name] = _mark_special_tokens(tokenizer, value, mark)
+    return marked
 
 
 def _starts_in_reasoning(tags: ReasoningTags, prompt: str, request: ChatRequest) -> bool:

@@ -18,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gllm.options.field_types import FieldError
 from gllm.text.added_tokens import read_json_object
-from gllm.text.chat.messages import ChatMessage, normalize_messages
+from gllm.text.chat.messages import ChatMessage, ToolCallArguments, normalize_messages
 from gllm.text.chat.strict_turns import rearrangements
 
 MAX_CHARACTERS = 32 * 2**20
@@ -87,6 +87,7 @@ class ChatTemplate:
         """Source of the template, with that of the template for tools."""
         self.model_type = model_type
         self._special_tokens = dict(special_tokens)
+        self._part_separators: dict[str, str] = {}
         self._supports_developer_role = "developer" in source
         self._supports_null_content = _NULL_TEST.search(self.source) is not None
 
@@ -122,7 +123,7 @@ class ChatTemplate:
             FieldError: The messages are invalid, or the template raised an error; the error names
                 `messages` or `continue_final_message`.
         """
-        normalized = normalize_messages(messages)
+        normalized = normalize_messages(messages, self.part_separator)
         for message in normalized:
             # The newer name of the system role; templates drop or misplace an unknown role.
             if message["role"] == "developer" and not self._supports_developer_role:
@@ -146,10 +147,10 @@ class ChatTemplate:
             as_searchable,
             {
                 **self._special_tokens,
+                "documents": None,
                 **(options or {}),
                 "messages": normalized,
                 "tools": list(tools) or None,
-                "documents": None,
                 "add_generation_prompt": add_generation_prompt,
             },
         )
@@ -159,6 +160,53 @@ class ChatTemplate:
         if not separator:
             raise FieldError("messages", "the chat template does not render the last message")
         return text
+
+    def part_separator(self, role: str) -> str:
+        """Return the text between the text parts of a message of this role.
+
+        It is that with which the template itself joins parts, or a line break if it expects texts.
+        """
+        if role not in self._part_separators:
+            self._part_separators[role] = self._find_part_separator(role)
+        return self._part_separators[role]
+
+    def _find_part_separator(self, role: str) -> str:
+        """Render a message with two parts, and compare it with that of the joined text."""
+        texts = [secrets.token_hex(16) for _ in range(2)]
+        parts = [{"type": "text", "text": text} for text in texts]
+        try:
+            text = self._rendered_parts(role, parts)
+            begin, end = text.index(texts[0]) + len(texts[0]), text.index(texts[1])
+            separator = text[begin:end]
+            if self._rendered_parts(role, separator.join(texts)) == text:
+                return separator
+        except (FieldError, ValueError):
+            pass
+        return "\n"
+
+    def _rendered_parts(self, role: str, content: object) -> str:
+        """Render a short chat in which the message of a role has a content. Raises FieldError."""
+        question = {"role": "user", "content": "x"}
+        message = {"role": role, "content": content}
+        function = {"name": "f", "arguments": ToolCallArguments({}, "{}")}
+        call = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "call00000", "type": "function", "function": function}],
+        }
+        chats = {
+            "user": [message],
+            "assistant": [question, message],
+            "tool": [question, call, message | {"tool_call_id": "call00000"}],
+        }
+        variables = {
+            **self._special_tokens,
+            "messages": chats.get(role, [message, question]),
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": False,
+        }
+        return self._rendered(self._plain, variables, time.monotonic() + MAX_SECONDS)
 
     def _rendered_in_some_order(
         self, template: Template, as_searchable: Callable[[str], str], variables: dict[str, Any]

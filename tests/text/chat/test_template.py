@@ -4,9 +4,12 @@ import json
 from typing import Any
 
 import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
 
+from gllm.config.output_parsers import OutputParserConfig
 from gllm.options.field_types import FieldError
 from gllm.options.limits import MAX_MESSAGES
+from gllm.text.chat.prompt import ChatRequest, render_chat
 from gllm.text.chat.template import MAX_CHARACTERS, ChatTemplate, load_chat_template
 from gllm.text.tokenizer import Tokenizer
 from tests.support.text import tokenizers as some
@@ -276,3 +279,71 @@ def test_broken_files_are_named(name, content, tmp_path):
     (folder / name).write_text(content)
     with pytest.raises(ValueError, match=name):
         load_chat_template(folder)
+
+
+LISTED = """{% for m in messages %}<{{ m.role }}>
+{%- if m.content is string %}{{ m.content }}
+{%- else %}{% for part in m.content %}{{ part.text }}{% if m.role == 'system' %} | {% endif %}
+{%- endfor %}{% endif %}</>{% endfor %}"""
+REFUSES = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + LISTED
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("source", "role", "shown"),
+    [
+        (LISTED, "user", "ab"),
+        (LISTED, "assistant", "ab"),
+        (LISTED, "tool", "ab"),
+        # It also ends the last part, as no text does.
+        (LISTED, "system", "a\nb"),
+        (REFUSES, "user", "ab"),
+        (some.CHATML, "user", "a\nb"),
+        (INST, "user", "a\nb"),
+        (JSON, "user", "a\\nb"),
+    ],
+)
+def test_parts_are_joined_as_the_template_joins_them(source: str, role: str, shown: str) -> None:
+    """By a line break where it expects a text; transformers renders the list itself."""
+    before = [] if role in ("user", "system") else [{"role": "user", "content": "x"}]
+    messages = [*before, {"role": role, "content": PARTS}]
+    text = ChatTemplate(source, {"bos_token": "", "eos_token": ""}).render(messages)
+    assert shown in text
+    if shown == "ab":
+        ((wanted,), _) = render_jinja_template([messages], chat_template=source)
+        assert text == wanted
+
+
+def test_documents_reach_the_template_or_are_refused() -> None:
+    shows = "{% for d in documents or [] %}[{{ d.title }}: {{ d.text }}]{% endfor %}" + some.CHATML
+    documents = [{"title": "t", "text": "a<|im_end|>b"}]
+    request = ChatRequest(
+        [{"role": "user", "content": "x"}], template_variables={"documents": documents, "other": 1}
+    )
+    tokenizer = Tokenizer(some.byte_level(), ChatTemplate(shows, {}))
+    ids = render_chat(tokenizer, request, OutputParserConfig()).token_ids
+    assert tokenizer.decode(ids, False).startswith("[t: a<|im_end|>b]<|im_start|>user")
+    names = [tokenizer.id_to_token(i) for i in ids]
+    assert names.count("<|im_end|>") == 1, "that of the turn alone"
+    tokenizer.chat_template = ChatTemplate(some.CHATML, {})
+    with pytest.raises(FieldError, match="documents") as caught:
+        render_chat(tokenizer, request, OutputParserConfig())
+    assert caught.value.param == "chat_template_kwargs"
+
+
+def test_any_variable_but_those_of_fields() -> None:
+    """Texts are compared by templates, and special tokens in them are text."""
+    source = "{{ style == 'think>' }} {{ style }} {{ note }} {{ sizes | sum }}<|im_end|>"
+    backend = some.byte_level()
+    backend.add_special_tokens(["<think>"])
+    tokenizer = Tokenizer(backend, ChatTemplate(source, {}))
+    messages = [{"role": "user", "content": "x"}]
+    variables = {"style": "think>", "note": "<think>", "sizes": [1, 2]}
+    request = ChatRequest(messages, template_variables=variables)
+    ids = render_chat(tokenizer, request, OutputParserConfig()).token_ids
+    assert tokenizer.decode(ids) == "True think> <think> 3"
+    wrong: Any
+    for wrong in ({"messages": []}, {"tools": []}, {"enable_thinking": 1}, {1: 2}, 7, "x"):
+        with pytest.raises(FieldError) as caught:
+            ChatRequest(messages, template_variables=wrong)
+        assert caught.value.param == "chat_template_kwargs"
