@@ -8,6 +8,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from gllm.config.hf_overrides import OVERRIDES_HELP, convert_hf_overrides, parse_hf_overrides
 from gllm.config.kv_backends import AUTO, check_backend_name
 from gllm.config.kv_events import KvEventsConfig, parse_kv_events
 from gllm.config.link_encodings import LINK_ENCODINGS, PLAIN
@@ -91,6 +92,7 @@ class EngineConfig:
     chat_template: str | None = option(
         None, "Jinja file with the chat template; default: the model's own", parse=input_file
     )
+    hf_overrides: str | None = option(None, OVERRIDES_HELP, parse=parse_hf_overrides)
     dtype: str = option(
         "auto", "data type of weights and activations", choices=DTYPES, is_common=True
     )
@@ -253,6 +255,7 @@ class EngineConfig:
         """Convert and check the fields. Raises ValueError that names the field and the fix."""
         degrees = as_degrees(self.tensor_parallel_size)
         object.__setattr__(self, "tensor_parallel_size", degrees)
+        convert_hf_overrides(self)
         convert_fields(self)
         stages = self.pipeline_parallel_size
         expand_degrees(self.tensor_parallel_size, stages)

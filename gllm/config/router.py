@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from gllm.config.hf_overrides import OVERRIDES_HELP, convert_hf_overrides, parse_hf_overrides
 from gllm.options.field_types import convert_fields
 from gllm.options.flags import input_file, parse_list
 from gllm.options.options import INT32_MAX, INT64_MAX, MAX_TIMEOUT_SECONDS, option
@@ -45,6 +46,7 @@ class RouterConfig:
     chat_template: str | None = option(
         None, "Jinja file with the chat template; default: the model's own", parse=input_file
     )
+    hf_overrides: str | None = option(None, OVERRIDES_HELP, parse=parse_hf_overrides)
     max_model_len: int | None = option(
         None,
         "maximum tokens of prompt plus output; default: the model's context length. Engines with "
@@ -142,6 +144,7 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         """Convert and check the fields. Raises ValueError that names the field and the fix."""
+        convert_hf_overrides(self)
         convert_fields(self)
         if self.hub == "off" and not self.engines:
             raise ValueError("hub is off and engines is empty: the router needs one of both")

@@ -82,7 +82,7 @@ def plan_model(config: EngineConfig) -> ModelPlan:
 
 def _plan(config: EngineConfig, folder: Path) -> ModelPlan:
     """Return the plan of a model whose files are in a folder. Raises ModelError and ValueError."""
-    read = read_config(folder)
+    read = read_config(folder, config.hf_overrides)
     for num_ranks in config.stage_degrees:
         if (reason := unsupported_shard_reason(read.model, num_ranks)) is not None:
             raise ValueError(reason)

@@ -134,8 +134,12 @@ class ModelConfig:
     """Sampling defaults of generation_config.json, by the names of SAMPLING_KEYS."""
 
 
-def read_config(folder: Path) -> ModelConfig:
+def read_config(folder: Path, overrides: str | None = None) -> ModelConfig:
     """Read config.json and generation_config.json of a model folder.
+
+    Args:
+        folder: the model folder.
+        overrides: JSON object whose values replace keys of config.json; None for none.
 
     Raises:
         ModelError: a file is missing or invalid, or a key is not supported; the message names the
@@ -146,6 +150,7 @@ def read_config(folder: Path) -> ModelConfig:
         raise ModelError(f"{folder} has no config.json, and {missing_weights_reason(['.gguf'])}")
     if raw is None:
         raise ModelError(f"{folder} has no config.json: it is not a Hugging Face model folder")
+    raw |= json.loads(overrides or "{}")
     generation = _read_json(folder / GENERATION_CONFIG) or {}
     architecture = select_architecture(raw.get("architectures"))
     config = ConfigReader(raw)

@@ -30,11 +30,11 @@ class FleetEngine(TextEngine):
 
     def __init__(self, config: RouterConfig, served_model_name: str | None = None) -> None:
         def check(folder: Path) -> None:
-            read_config(folder)
+            read_config(folder, config.hf_overrides)
             Tokenizer.load(folder, config.chat_template)
 
         folder = resolve_model(config.model, check=check)
-        model = read_config(folder)
+        model = read_config(folder, config.hf_overrides)
         context_length = model.model.context_length
         max_model_len = config.max_model_len or context_length
         if max_model_len > context_length:

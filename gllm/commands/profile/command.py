@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
@@ -207,10 +208,10 @@ def _add_spans(profile: CostProfile, config: EngineConfig, progress: bool) -> Co
     degrees = set(profile.degrees or [1])
     if len(degrees) > 1:
         return profile  # Stages of different ranks are priced as they are, in no other cut.
-    folder = resolve_model(config.model, check=read_config)
+    folder = resolve_model(config.model, check=partial(read_config, overrides=config.hf_overrides))
     config = replace(config, max_model_len=profile.scheduler.max_model_len)
     longest, num_ranks = min(profile.scheduler.max_model_len - 1, MAX_CONTEXT), degrees.pop()
-    model = read_config(folder).model
+    model = read_config(folder, config.hf_overrides).model
     total = count_span_steps(model.num_layers, profile.layers, longest)
     with show_progress("step", total, "parts of the model", is_shown=progress) as bar:
         measured = measure_spans(config, folder, profile.layers, longest, num_ranks, bar.update)

@@ -244,7 +244,7 @@ class OperatorProfiler:
         on_step: Callable[[], object] = lambda: None,
     ) -> None:
         self._config, self._folder, self._device = config, folder, device
-        self._model: ModelConfig = read_config(folder)
+        self._model: ModelConfig = read_config(folder, config.hf_overrides)
         self._points, self._on_step = points, on_step
         self._profile = OperatorProfile()
         if self._model.model.num_layers < 2:

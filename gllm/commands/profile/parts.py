@@ -97,7 +97,7 @@ def measure_spans(
         FieldError: a range of layers cannot be computed as configured.
         ModelError: the folder does not have the weights.
     """
-    model, steps = read_config(folder), list_steps(longest)
+    model, steps = read_config(folder, config.hf_overrides), list_steps(longest)
     samples = []
     with using_num_threads(threads_per_worker(config.threads, num_ranks * len(layers))):
         for span in list_spans(model.model.num_layers, max(layers)):
@@ -127,7 +127,7 @@ def measure_samplers(
         FieldError: the last layer cannot be computed as configured.
         ModelError: the folder does not have the weights.
     """
-    model = read_config(folder)
+    model = read_config(folder, config.hf_overrides)
     last = range(model.model.num_layers - 1, model.model.num_layers)
     steps: list[StepRows] = [[(1, 1)] * max(DECODE_BATCHES)]
     with TimedSpan(config, model, folder, last, steps, num_ranks) as timed:

@@ -144,6 +144,7 @@ class Executor(ABC):
         """Type of activations and arithmetic."""
         check_quantization(engine_config.quantization, device.type)
         self._quantization = engine_config.quantization
+        self._overrides = engine_config.hf_overrides
         self.device = device
         self._gpu_capability = gpu_capability
         self.cache_dtype = choose_cache_dtype(
@@ -303,7 +304,8 @@ class Executor(ABC):
 
     def _describe_numerics(self, kernels: str, backend: str) -> str:
         dtypes = f"{self.dtype}, KV cache {self.cache_dtype}, quantization {self._quantization}"
-        return f"{self.device.type}: {kernels}; {dtypes}; attention {backend}"
+        overrides = f"; {self._overrides}" if self._overrides else ""
+        return f"{self.device.type}: {kernels}; {dtypes}; attention {backend}{overrides}"
 
     def _choose_attention_backend(
         self, config: EngineConfig, gpu_capability: tuple[int, int] | None

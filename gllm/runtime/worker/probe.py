@@ -275,7 +275,8 @@ class StageProbe:
         from gllm.kernels.threads import set_num_threads
 
         set_num_threads(assignment.num_threads)
-        model = read_config(Path(assignment.model_folder))
+        overrides = assignment.config.hf_overrides
+        model = read_config(Path(assignment.model_folder), overrides)
         last = model.model.num_layers - 1
         # Without weights: only to know what decides the times.
         numerics = self._make_probe(assignment, model, range(last, last + 1)).executor.numerics

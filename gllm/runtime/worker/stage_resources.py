@@ -124,7 +124,8 @@ class StageLoader:
             from gllm.kernels.threads import set_num_threads
 
             set_num_threads(assignment.num_threads)
-        backend = create_backend(assignment, read_config(folder), num_gpus)
+        model = read_config(folder, assignment.config.hf_overrides)
+        backend = create_backend(assignment, model, num_gpus)
         if not assignment.change:
             backend.executor.log_choices()
         backend.executor.load(folder, self._report_progress, previous, running, limit_bytes)
