@@ -19,6 +19,7 @@ from gllm.models.errors import ModelError
 from gllm.models.loader import Checkpoint
 from gllm.runtime.worker.cpu.executor import CpuExecutor
 from tests.support.engines.pipeline import Pipeline
+from tests.support.full_cases import full_but
 from tests.support.models.tiny_models import FAMILIES, reference, save
 
 
@@ -126,7 +127,11 @@ def logits_of(folder: Path) -> torch.Tensor:
     return pipeline.logits(pipeline.plan([pipeline.row(1, 3)]))[1]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+QUICK = ["llama2", "qwen1", "qwen3-tied", "gpt2", "bloom", "opt", "falcon-7b", "chatglm", "mixtral"]
+"""One family for each form of tensor names."""
+
+
+@pytest.mark.parametrize("family", full_but(QUICK, FAMILIES))
 def test_names_without_their_prefix(family: str, tmp_path: Path) -> None:
     """As the model without its head is saved, and as some models' first files have them."""
     folder = save(family, tmp_path)
