@@ -18,6 +18,7 @@ from gllm.text.chat.messages import normalize_messages
 from gllm.text.chat.tools import parse_tools
 from gllm.text.detokenizer import StopMatcher, StopStrings
 from gllm.text.grammar.sources.json_schema import check_schema, compute_nesting_depth
+from gllm.text.grammar.sources.patterns import split_alternatives
 from gllm.text.grammar.sources.rewrite import rewrite_schema
 from gllm.text.output.grammar_builder import GrammarBuilder
 from gllm.text.output.parser import OutputFormat, OutputParser
@@ -112,11 +113,11 @@ def marked(text: str) -> Callable[[int], Work]:
     return make
 
 
-def parsed(family: str, text: str, custom: bool = False) -> Callable[[int], Work]:
-    """Return what parses an output that arrives in small pieces."""
+def parsed(family: str, text: str, tail: str = "", custom: bool = False) -> Callable[[int], Work]:
+    """Return what parses, in small pieces, a text that repeats or that has a long tail."""
 
     def make(size: int) -> Work:
-        output = text * size if not custom else text + " " * 8 * size
+        output = text + tail * 8 * size if tail else text * size
         tools = frozenset(["f"]) if custom else frozenset()
         form = OutputFormat(
             REASONING_TAGS["think"], False, TOOL_CALL_FORMATS[family], {"f": {}}, tools
@@ -131,6 +132,13 @@ def parsed(family: str, text: str, custom: bool = False) -> Callable[[int], Work
         return parse
 
     return make
+
+
+def many_calls(size: int) -> Work:
+    schemas: dict[str, Any] = {"f": {"properties": {name: {} for name in numbered("p", 40 * size)}}}
+    form = OutputFormat(tool_call_format=TOOL_CALL_FORMATS["qwen3_coder"], tool_schemas=schemas)
+    text = "<tool_call>\n<function=f>\n</function>\n</tool_call>" * size
+    return lambda: OutputParser(form).push(text)
 
 
 def stopped(size: int) -> Work:
@@ -242,8 +250,14 @@ CASES: dict[str, tuple[Callable[[int], Work], int]] = {
     "beginnings of special tokens": (marked("<|im_"), 4000),
     "escaped special tokens": (marked("\\<|im_end|>"), 500),
     "stop strings": (stopped, 1000),
+    "classes without an end": (lambda size: lambda: split_alternatives("[" * size), 1000),
+    "calls of a tool with many arguments": (many_calls, 50),
+    "nested arguments": (
+        parsed("hermes", '<tool_call>{"name": "f", "arguments": {"a": ', "["),
+        300,
+    ),
     "blanks before the input of a custom tool": (
-        parsed("hermes", '<tool_call>{"name": "f", "arguments": {', custom=True),
+        parsed("hermes", '<tool_call>{"name": "f", "arguments": {', " ", custom=True),
         500,
     ),
     **{
@@ -270,7 +284,6 @@ def test_the_work_grows_with_the_size(name: str) -> None:
     make, size = CASES[name]
     small, large = make(size), make(FACTOR * size)
     shortest, longest = float("inf"), float("inf")
-    gc.collect()
     gc.disable()
     try:
         for _ in range(ATTEMPTS):

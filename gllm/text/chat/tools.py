@@ -23,7 +23,9 @@ TOOL_CHOICE_MODES = ("none", "auto", "required")
 TOOL_TYPES = ("function", "custom")
 CUSTOM_INPUT_KEY = "input"
 """Name of the argument that holds a custom tool's input."""
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+MAX_NAME_CHARACTERS = 64
+"""Length limit of a tool's name."""
+_NAME = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_NAME_CHARACTERS}}}")
 
 Tool = dict[str, Any]
 """An entry of `tools` in the form that chat templates expect."""
@@ -210,7 +212,8 @@ def _check_tool(param: str, path: str, tool: object) -> _CheckedTool:
         fail(f"must have a {kind}, which is an object")
     name = body.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        fail(f"must have a {kind} with a name of 1 to 64 letters, digits, _ and -")
+        length = f"1 to {MAX_NAME_CHARACTERS}"
+        fail(f"must have a {kind} with a name of {length} letters, digits, _ and -")
     description = body.get("description")
     if description is not None and not isinstance(description, str):
         fail("has a description that is not a string")

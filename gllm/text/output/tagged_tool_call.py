@@ -26,12 +26,12 @@ class TaggedArguments:
 
     Args:
         emitter: Receives the JSON text.
-        schema: JSON Schema of the arguments.
+        name: Name of the tool.
     """
 
-    def __init__(self, emitter: ToolCallEmitter, schema: Schema) -> None:
+    def __init__(self, emitter: ToolCallEmitter, name: str) -> None:
         self._emitter = emitter
-        self._schemas = ArgumentSchemas(schema)
+        self._schemas = emitter.find_argument_schemas(name)
         self._num_arguments = 0
 
     def finish(self) -> None:

@@ -10,6 +10,7 @@ import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from gllm.text.output.argument_schemas import ArgumentSchemas
 from gllm.text.output.events import (
     ContentDelta,
     OutputEvent,
@@ -56,6 +57,7 @@ class ToolCallEmitter:
         create_call_id: Callable[[], str],
     ) -> None:
         self.tool_schemas = tool_schemas
+        self._argument_schemas: dict[str, ArgumentSchemas] = {}
         self.events: list[OutputEvent] = []
         """Events so far; the reader of the events clears the list."""
         self._reader = reader
@@ -71,6 +73,14 @@ class ToolCallEmitter:
     def add_content(self, text: str) -> None:
         """Add text to the content."""
         self._content.push(text)
+
+    def find_argument_schemas(self, name: str) -> ArgumentSchemas:
+        """Return the schemas of a tool's arguments; those of an unknown tool restrict nothing."""
+        if name not in self.tool_schemas:
+            return ArgumentSchemas({})
+        if name not in self._argument_schemas:
+            self._argument_schemas[name] = ArgumentSchemas(self.tool_schemas[name])
+        return self._argument_schemas[name]
 
     def start_call(self, name: str) -> bool:
         """Start a tool call; return False if no tool can have the name."""

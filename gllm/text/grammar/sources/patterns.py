@@ -4,8 +4,9 @@ import re
 
 MAX_PATTERN_CHARACTERS = 2**13
 """Largest length of an enforced pattern."""
-_PATTERN_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?<?[=!]|.", re.DOTALL)
-"""Part of a regular expression: an escape, a class of characters, a look-around or a character."""
+_PATTERN_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+(\]?)|\(\?<?[=!]|.", re.DOTALL)
+"""Part of a regular expression: an escape, a class of characters, a look-around or a character. The
+group is empty for a class without an end."""
 _UNSUPPORTED_ESCAPES = frozenset("bBAzZGkKQ123456789")
 """Second characters of escapes for positions and back references."""
 
@@ -21,7 +22,7 @@ def is_supported(pattern: object) -> bool:
     for match in _PATTERN_PART.finditer(pattern):
         part, start, end = match[0], match.start(), match.end()
         is_unsupported_escape = part[0] == "\\" and part[1:] in _UNSUPPORTED_ESCAPES
-        if part in ("\\", "[") or part.startswith("(?") or is_unsupported_escape:
+        if part == "\\" or match[1] == "" or part.startswith("(?") or is_unsupported_escape:
             return False
         if (part == "^" and start > 0) or (part == "$" and end < len(pattern)):
             return False

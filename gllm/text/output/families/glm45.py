@@ -32,7 +32,7 @@ def _parse_call(reader: TextReader, emitter: ToolCallEmitter, _: str) -> ParserC
     tag = yield from reader.consume_any(KEY, CLOSE)
     if not tag or not emitter.start_call(name):
         return False
-    arguments = TaggedArguments(emitter, emitter.tool_schemas.get(name, {}))
+    arguments = TaggedArguments(emitter, name)
     while tag == KEY:
         key = yield from reader.read_while(_KEY)
         yield from reader.consume_any(KEY_END)

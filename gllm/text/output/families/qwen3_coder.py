@@ -31,7 +31,7 @@ def _parse_call(reader: TextReader, emitter: ToolCallEmitter, marker: str) -> Pa
     name = yield from _parse_tag_name(reader)
     if not emitter.start_call(name):
         return False
-    arguments = TaggedArguments(emitter, emitter.tool_schemas.get(name, {}))
+    arguments = TaggedArguments(emitter, name)
     tag = yield from reader.consume_next(*_VALUE_TAGS)
     while tag == PARAMETER:
         key = yield from _parse_tag_name(reader)
