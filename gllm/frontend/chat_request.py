@@ -105,8 +105,7 @@ async def read_converted_chat(
     def convert() -> ChatCompletionFields:
         return to_chat_fields(fields, as_chat(fields, warnings.append), names)
 
-    if getattr(fields, "previous_response_id", None) is not None:
-        # The stored conversation may be long, whatever the size of the body.
+    if fields.refers_to_stored:
         return fields, await asyncio.to_thread(convert)
     return fields, await run_off_loop(request, convert)
 

@@ -15,6 +15,8 @@ Item = dict[str, Any]
 """An input or output item of the Responses API."""
 TURN_BYTES = 1024
 """Bytes that a turn is counted as beside its JSON."""
+ITEM_BYTES = 256
+"""Bytes that an id of an item is counted as beside the JSON."""
 
 
 class _Output(msgspec.Struct):
@@ -50,7 +52,8 @@ class _Turn:
     @property
     def num_bytes(self) -> int:
         """Bytes that the turn is counted as."""
-        return len(self.stored.response) + len(self.stored.input_items) + TURN_BYTES
+        num_bytes = len(self.stored.response) + len(self.stored.input_items)
+        return num_bytes + TURN_BYTES + len(self.item_ids) * ITEM_BYTES
 
     def items(self) -> list[Item]:
         """Return the items of the request, then those of the response."""

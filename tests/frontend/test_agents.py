@@ -18,6 +18,7 @@ from gllm.frontend.fields.responses import (
     convert_responses_to_chat,
     flat_name,
 )
+from gllm.frontend.middleware.observe import MAX_WARNING_CHARACTERS, warning_header
 from gllm.options.field_types import FieldError
 from tests.frontend.conftest import CHAT_PATH, Server, serving
 from tests.support.http.fake_engine import FakeEngine
@@ -142,7 +143,6 @@ def test_items_of_hosted_tools_are_left_out():
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
         {"role": "user", "content": "b"},
     ]
-    items[2] = {"role": "assistant", "content": "no"}
     chat, warnings = responses(input=items)
     assert [m["content"] for m in chat["messages"]] == ["a", "no", "b"]
     assert warnings == [
@@ -161,6 +161,16 @@ def test_items_of_hosted_tools_are_left_out():
     chat, warnings = messages(messages=turns)
     assert [m["content"] for m in chat["messages"]] == ["a", "found", "b"]
     assert len(warnings) == 2
+
+
+def test_a_header_has_the_first_warnings_shortened():
+    tools = [{"type": "t" * 1000}] * 100
+    _, warnings = responses(tools=tools)
+    assert len(warnings) == 100
+    assert max(map(len, warnings)) < 200
+    header = warning_header(warnings)
+    assert len(header) <= MAX_WARNING_CHARACTERS + 20
+    assert header.startswith('299 gllm "tools[0] of type ttt')
 
 
 IMAGE_PARTS = {

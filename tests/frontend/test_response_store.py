@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gllm.frontend.fields.responses import CompactFields, InputTokensFields, ResponsesFields
 from gllm.frontend.response_store import (
+    ITEM_BYTES,
     TURN_BYTES,
     NotStoredError,
     ResponseStore,
@@ -25,6 +27,10 @@ def stored(name: str, size: int = 0) -> StoredResponse:
     item = {"id": f"in {name}", "text": "x" * size}
     response = {"id": name, "output": [{"id": f"out {name}"}], "tools": []}
     return StoredResponse(json.dumps(response).encode(), json.dumps([item]).encode())
+
+
+UNIT_BYTES = len(b"".join(stored("0"))) + TURN_BYTES + 2 * ITEM_BYTES
+"""Bytes of a turn whose name has one character."""
 
 
 def add(store: ResponseStore, owner: str, name: str, previous: str | None, now: float) -> bool:
@@ -71,7 +77,7 @@ def test_a_response_ends_after_its_last_use():
 
 
 def test_a_client_with_much_loses_its_own():
-    size = len(b"".join(stored("x0"))) + TURN_BYTES
+    size = UNIT_BYTES + 4
     store = ResponseStore(10 * size, 100)
     add(store, "small", "s0", None, 0)
     for number in range(50):
@@ -79,6 +85,8 @@ def test_a_client_with_much_loses_its_own():
     assert store.get("small", "s0", 6)
     assert store.num_bytes <= 10 * size
     assert not store.add("large", "huge", stored("huge", 10 * size), (), None, 6)
+    ids = [f"i{number}" for number in range(10 * size // ITEM_BYTES)]
+    assert not store.add("large", "ids", stored("ids"), ids, None, 6)
 
 
 @given(
@@ -97,8 +105,7 @@ def test_a_client_with_much_loses_its_own():
 @settings(max_examples=num_examples(60, 3000))
 def test_bounds_and_chains(actions, size):
     """Beside a model that only remembers what each conversation has to be."""
-    unit = len(b"".join(stored("0"))) + TURN_BYTES
-    store, now = ResponseStore(size * unit, 12), 0
+    store, now = ResponseStore(size * UNIT_BYTES, 12), 0
     expected: dict[tuple[str, str], list[str]] = {}
     for action, owner, name, other, seconds in actions:
         now += seconds
@@ -115,7 +122,7 @@ def test_bounds_and_chains(actions, size):
                     store.remove(owner, str(name), now)
             except NotStoredError:
                 continue
-        assert store.num_bytes <= max(0, size * unit)
+        assert store.num_bytes <= size * UNIT_BYTES
     for owner in "ab":
         with pytest.raises(NotStoredError):
             store.get(owner, "0", now + 12)
@@ -146,6 +153,16 @@ async def test_a_conversation_is_continued_by_its_id(server, streams):
     counted = await server.post(f"{PATH}/input_tokens", fields)
     assert counted.json["input_tokens"] == len(server.engine.calls[-1].prompt)
     assert (await server.post(f"{PATH}/compact", fields)).status == 200
+
+
+@pytest.mark.parametrize("schema", [ResponsesFields, InputTokensFields, CompactFields])
+def test_stored_items_are_read_in_a_thread(schema):
+    user = {"role": "user", "content": "Hi", "id": "u"}
+    for reference in ({"type": "item_reference", "id": "x"}, {"id": "x"}):
+        assert schema(input=[user, reference]).refers_to_stored
+    assert schema(input="Hi", previous_response_id="x").refers_to_stored
+    assert not schema(input="Hi").refers_to_stored
+    assert not schema(input=[user]).refers_to_stored
 
 
 async def test_what_is_not_stored_is_named(server):

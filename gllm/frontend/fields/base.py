@@ -63,3 +63,8 @@ class ModelRequestFields(RequestFields):
     model: Annotated[
         str | None, doc("name of the served model; any other name is answered with 404")
     ] = None
+
+    @property
+    def refers_to_stored(self) -> bool:
+        """True if the request continues stored items, whose size that of its body does not show."""
+        return False

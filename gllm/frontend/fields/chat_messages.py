@@ -129,7 +129,8 @@ def parse_text(
     Args:
         content: A string or a list of content parts.
         path: Path of the value in the request body, for errors.
-        part_types: Allowed `type` values of a part; these parts have a `text`.
+        part_types: Allowed `type` values of a part. The text of a `refusal` has that name, that of
+            others is `text`.
         shows_media: Replace images and files by a text that says so, instead of an error.
 
     Raises:
@@ -146,7 +147,8 @@ def parse_text(
             texts.append(describe_part(part))
             continue
         check_type(part, part_path, part_types)
-        texts.append(get_string(part, "text", part_path))
+        name = "refusal" if part["type"] == "refusal" else "text"
+        texts.append(get_string(part, name, part_path))
     return "\n".join(texts)
 
 
@@ -177,7 +179,7 @@ def is_hosted_tool(tool: JsonObject) -> bool:
 
 def warn_left_out(warn: Warn, value: JsonObject, path: str) -> None:
     """Warn that a part of the request has no effect because this server lacks its type."""
-    warn(f"{path} of type {value.get('type')} is left out: this server does not have it")
+    warn(f"{path} of type {value.get('type')!s:.100} is left out: this server does not have it")
 
 
 def check_type(value: JsonObject, path: str, supported_types: Sequence[str]) -> None:

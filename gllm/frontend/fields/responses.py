@@ -44,7 +44,7 @@ from gllm.options.limits import (
     check_lengths,
     check_size,
 )
-from gllm.text.chat.tools import CUSTOM_INPUT_KEY, TOOL_TYPES
+from gllm.text.chat.tools import CUSTOM_INPUT_KEY, MAX_NAME_CHARACTERS, TOOL_TYPES
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PART_TYPES = ("input_text", "output_text", "text", "refusal")
@@ -78,8 +78,6 @@ SERVER_ITEM_TYPES = (
     "mcp_call",
 )
 """Items of hosted tools, from an earlier answer of another server. They are left out."""
-MAX_TOOL_NAME = 64
-"""Maximum characters of a tool's name."""
 TOOL_CHOICE_TYPES = (*TOOL_TYPES, "allowed_tools")
 SUMMARY_PREFIX = "gllm-summary:"
 """Start of `encrypted_content` of the compaction items that this server creates."""
@@ -135,6 +133,11 @@ def to_items(input_items: str | list[JsonObject]) -> list[JsonObject]:
     return input_items
 
 
+def is_reference(item: JsonObject) -> bool:
+    """Return True for an item of the input that refers to a stored one by its id."""
+    return item.get("type") == "item_reference" or item.keys() == {"id"}
+
+
 NOT_STORED = (
     "is not stored: send the conversation as input, or start the server with a larger "
     "--response-store-size or --response-store-ttl"
@@ -155,7 +158,7 @@ def resolve_references(
     """
     references: dict[str, int] = {}
     for index, item in enumerate(items):
-        if item.get("type") == "item_reference" or item.keys() == {"id"}:
+        if is_reference(item):
             item_id = get_string(item, "id", f"input[{index}]")
             if item_id in references:
                 raise_unsupported(f"input[{index}]", f"refers to {item_id!r:.200} a second time")
@@ -211,10 +214,10 @@ def flat_name(namespace: object, name: Any) -> Any:
     if not isinstance(namespace, str) or not namespace or not isinstance(name, str):
         return name
     flat = f"{namespace.rstrip('_')}__{name}"
-    if len(flat) <= MAX_TOOL_NAME:
+    if len(flat) <= MAX_NAME_CHARACTERS:
         return flat
     digest = hashlib.sha256(flat.encode("utf-8", "replace")).hexdigest()[:8]
-    return f"{flat[: MAX_TOOL_NAME - 9]}_{digest}"
+    return f"{flat[: MAX_NAME_CHARACTERS - 9]}_{digest}"
 
 
 def _client_tools(tools: list[JsonObject], warn: Warn) -> Iterator[tuple[str, JsonObject, str]]:
@@ -420,6 +423,12 @@ ToolChoiceField = Annotated[
 ]
 
 
+def _refers_to_stored(fields: "ResponsesFields | InputTokensFields | CompactFields") -> bool:
+    """Return True if a request continues a stored response or has references to stored items."""
+    items = fields.input if isinstance(fields.input, list) else []
+    return fields.previous_response_id is not None or any(map(is_reference, items))
+
+
 class ResponsesFields(SamplingFields):
     """Request body of POST /v1/responses."""
 
@@ -489,6 +498,8 @@ class ResponsesFields(SamplingFields):
         PromptCacheOptions | None, doc("no effect; prewarm true is rejected")
     ] = None
 
+    refers_to_stored = property(_refers_to_stored)
+
     def validate(self) -> None:
         """Check sizes and rules that involve several fields. Raises FieldError."""
         metadata = self.metadata or {}
@@ -523,6 +534,8 @@ class InputTokensFields(ModelRequestFields):
     tools: ToolsField = None
     tool_choice: ToolChoiceField = None
 
+    refers_to_stored = property(_refers_to_stored)
+
 
 class CompactFields(ModelRequestFields):
     """Request body of POST /v1/responses/compact."""
@@ -538,6 +551,8 @@ class CompactFields(ModelRequestFields):
     input: InputField = None
     previous_response_id: PreviousResponseField = None
     instructions: InstructionsField = None
+
+    refers_to_stored = property(_refers_to_stored)
 
 
 def convert_prompt_to_chat(

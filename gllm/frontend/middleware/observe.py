@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 CLIENT_DISCONNECTED_STATUS = 499
 """Status in logs and traces if the client disconnected before the answer."""
 
+MAX_WARNINGS = 20
+"""Maximum number of warnings in a header."""
 MAX_WARNING_CHARACTERS = 1000
 """Maximum characters of a Warning header, which may quote the request."""
 
@@ -123,7 +125,7 @@ def warning_header(warnings: Sequence[str]) -> str:
 
     Characters that a quoted header cannot have are replaced.
     """
-    text = re.sub(r"[^ !#-\[\]-~]", "?", "; ".join(warnings))
+    text = re.sub(r"[^ !#-\[\]-~]", "?", "; ".join(warnings[:MAX_WARNINGS]))
     return f'299 gllm "{text[:MAX_WARNING_CHARACTERS]}"'
 
 

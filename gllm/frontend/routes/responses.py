@@ -43,6 +43,7 @@ from gllm.text.chat.output_parser import ChatOutputParser
 from gllm.text.output.events import ContentDelta
 
 Fields = TypeVar("Fields", bound=ResponsesFields | InputTokensFields | CompactFields)
+Result = TypeVar("Result")
 SUMMARY_PROMPT = (
     "Summarize the conversation above, so that it can go on without it: facts, decisions, results "
     "of tool calls, and what is left to do. Answer with the summary alone."
@@ -114,11 +115,11 @@ class StoredConversation:
         return self._store.get_items(self._owner, item_ids, time.monotonic())
 
 
-def _stored_response(request: web.Request) -> StoredResponse:
-    """Return the stored response that a path names. Raises ApiError."""
-    store, response_id = request.app[CONTEXT].responses, request.match_info["response_id"]
+def _use_stored(request: web.Request, method: Callable[[str, str, float], Result]) -> Result:
+    """Call a method of the store for the response that a path names. Raises ApiError."""
+    response_id = request.match_info["response_id"]
     try:
-        return store.get(request.get(CLIENT_ID) or "", response_id, time.monotonic())
+        return method(request.get(CLIENT_ID) or "", response_id, time.monotonic())
     except NotStoredError:
         message = f"{response_id!r:.200} {NOT_STORED}"
         raise ApiError(404, message, code="response_not_found") from None
@@ -126,12 +127,14 @@ def _stored_response(request: web.Request) -> StoredResponse:
 
 async def get_response(request: web.Request) -> web.Response:
     """Return a stored response, as it was sent."""
-    return web.Response(body=_stored_response(request).response, content_type="application/json")
+    stored = _use_stored(request, request.app[CONTEXT].responses.get)
+    return web.Response(body=stored.response, content_type="application/json")
 
 
 async def list_input_items(request: web.Request) -> web.Response:
     """Return the input items of the request of a stored response, without those before it."""
-    items = msgspec.json.decode(_stored_response(request).input_items)
+    stored = _use_stored(request, request.app[CONTEXT].responses.get)
+    items = msgspec.json.decode(stored.input_items)
     ids = [item.get("id") for item in items]
     return json_response(
         schemas.InputItemList("list", items, False, *((ids[0], ids[-1]) if ids else (None, None)))
@@ -140,9 +143,8 @@ async def list_input_items(request: web.Request) -> web.Response:
 
 async def delete_response(request: web.Request) -> web.Response:
     """Remove a stored response; responses that continue it stay."""
-    _stored_response(request)
-    response_id, owner = request.match_info["response_id"], request.get(CLIENT_ID) or ""
-    request.app[CONTEXT].responses.remove(owner, response_id, time.monotonic())
+    _use_stored(request, request.app[CONTEXT].responses.remove)
+    response_id = request.match_info["response_id"]
     return json_response(schemas.ResponseDeletion(response_id, "response", True))
 
 
