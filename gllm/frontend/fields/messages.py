@@ -31,7 +31,7 @@ from gllm.frontend.fields.generation import COMMON_UNSUPPORTED_FIELDS, ParseSpec
 from gllm.frontend.fields.value_errors import raise_field_error
 from gllm.options.field_types import FieldError
 from gllm.options.limits import MAX_MESSAGES, check_size
-from gllm.text.chat.placeholders import describe_part, is_media_part
+from gllm.text.chat.placeholders import describe_part, find_question, is_media_part
 
 TEXT_ONLY = ("text",)
 BLOCK_TYPES = {
@@ -214,7 +214,7 @@ def _convert_messages(fields: MessagesFields | CountTokensFields, warn: Warn) ->
     if not fields.messages:
         raise FieldError("messages", "messages has to be a list of messages, and not empty")
     check_size("messages", fields.messages, MAX_MESSAGES, "messages")
-    new_index = _last_question(fields.messages)
+    question = _find_new_question(fields.messages)
     for index, message in enumerate(fields.messages):
         role, content, path = message.get("role"), message.get("content"), f"messages[{index}]"
         if not isinstance(role, str) or role not in BLOCK_TYPES:
@@ -222,26 +222,24 @@ def _convert_messages(fields: MessagesFields | CountTokensFields, warn: Warn) ->
         if isinstance(content, str):
             content = [{"type": "text", "text": content}]
         blocks = parse_object_list(content, f"{path}.content")
-        _add_blocks(builder, role, blocks, f"{path}.content", index != new_index, warn)
+        _add_blocks(builder, role, blocks, f"{path}.content", index != question, warn)
     if not builder.messages:
         raise FieldError("messages", "messages contain no content, but some is required")
     return builder.messages
 
 
-def _last_question(messages: list[JsonObject]) -> int:
+def _find_new_question(messages: list[JsonObject]) -> int:
     """Return the index of the last message of the user, unless it has results of tools; else -1.
 
-    An image in it is new. Agents send older images, and those beside results, in every request.
+    Agents send images beside results again in every request.
     """
-    for index in range(len(messages) - 1, -1, -1):
-        if messages[index].get("role") == "user":
-            content = messages[index].get("content")
-            blocks = content if isinstance(content, list) else []
-            has_result = any(
-                isinstance(block, dict) and block.get("type") == "tool_result" for block in blocks
-            )
-            return -1 if has_result else index
-    return -1
+    index = find_question(messages)
+    content = messages[index].get("content") if index >= 0 else None
+    blocks = content if isinstance(content, list) else []
+    has_result = any(
+        isinstance(block, dict) and block.get("type") == "tool_result" for block in blocks
+    )
+    return -1 if has_result else index
 
 
 def _add_blocks(

@@ -44,6 +44,7 @@ from gllm.options.limits import (
     check_lengths,
     check_size,
 )
+from gllm.text.chat.placeholders import find_question
 from gllm.text.chat.tools import CUSTOM_INPUT_KEY, MAX_NAME_CHARACTERS, TOOL_TYPES
 
 ROLES = ("user", "assistant", "system", "developer")
@@ -111,8 +112,7 @@ def convert_input(
     builder = ChatMessageBuilder(merge_user_messages=has_summary)
     if instructions:
         builder.add_message("system", instructions)
-    users = [i for i, item in enumerate(items) if item.get("role") == "user"]
-    new_index = users[-1] if users else -1
+    question = find_question(items)
     for index, item in enumerate(items):
         number = index - len(history)
         path = f"input[{number}]" if number >= 0 else f"stored[{index}]"
@@ -120,7 +120,7 @@ def convert_input(
             warn_left_out(warn, item, path)
         else:
             # Agents send earlier images again in every request.
-            _add_item(builder, item, path, shows_media=index != new_index)
+            _add_item(builder, item, path, shows_media=index != question)
     if not builder.messages:
         raise FieldError("input", "input contains no messages, but at least one is required")
     return builder.messages

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 from gllm.options.field_types import FieldError
 from gllm.options.limits import MAX_CALLS, MAX_MESSAGES
-from gllm.text.chat.placeholders import describe_part, is_media_part
+from gllm.text.chat.placeholders import describe_part, find_question, is_media_part
 from gllm.text.chat.tools import CUSTOM_INPUT_KEY
 from gllm.text.surrogates import replace_surrogates_in
 
@@ -61,8 +61,7 @@ def normalize_messages(
         raise FieldError("messages", f"messages must be a list of 1 to {MAX_MESSAGES}")
     last_call_id = ""
     normalized = []
-    users = [i for i, message in enumerate(messages) if _role(message) == "user"]
-    question = users[-1] if users else -1
+    question = find_question(messages)
     for i, message in enumerate(messages):
         path = f"messages[{i}]"
         if isinstance(message, dict) and message.get("function_call"):
@@ -74,10 +73,6 @@ def normalize_messages(
             message = {**message, "role": "tool", "tool_call_id": last_call_id or f"call{i:05}"}
         normalized.append(_normalize(path, message, i != question, separator_of))
     return normalized
-
-
-def _role(message: object) -> object:
-    return message.get("role") if isinstance(message, dict) else None
 
 
 def _with_tool_call(path: str, message: ChatMessage, call_id: str) -> ChatMessage:

@@ -4,6 +4,7 @@ Results of tools and earlier messages may hold images, files and the like: agent
 with every request, so a refusal would end their session. A text says what the model does not see.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 NOT_SHOWN = "not shown: this model reads text only"
@@ -28,6 +29,19 @@ def is_media_part(part: object) -> bool:
     """Return True for a content part with an image, a file, audio or video."""
     kind = part.get("type") if isinstance(part, dict) else None
     return isinstance(kind, str) and kind in _KINDS
+
+
+def find_question(messages: Sequence[object]) -> int:
+    """Return the index of the last message of the user, whose media are new; -1 if there is none.
+
+    Args:
+        messages: Messages or items, which may be invalid.
+    """
+    for index in range(len(messages) - 1, -1, -1):
+        message = messages[index]
+        if isinstance(message, dict) and message.get("role") == "user":
+            return index
+    return -1
 
 
 def describe_part(part: dict[str, Any]) -> str:
