@@ -18,6 +18,7 @@ from gllm.text.chat.messages import normalize_messages
 from gllm.text.chat.tools import parse_tools
 from gllm.text.detokenizer import StopMatcher, StopStrings
 from gllm.text.grammar.sources.json_schema import check_schema, compute_nesting_depth
+from gllm.text.grammar.sources.lenient import find_circular_references
 from gllm.text.grammar.sources.patterns import split_alternatives
 from gllm.text.grammar.sources.rewrite import rewrite_schema
 from gllm.text.output.grammar_builder import GrammarBuilder
@@ -86,6 +87,17 @@ def numbered(prefix: str, size: int) -> list[str]:
 
 def properties(size: int) -> dict[str, Any]:
     return {name: {"$ref": "#/$defs/d"} for name in numbered("p", size)}
+
+
+def linked_definitions(size: int) -> dict[str, Any]:
+    """Return a chain and a circle of definitions, each of which is merged with other keywords."""
+    definitions: dict[str, Any] = {}
+    for i in range(size):
+        definitions[f"c{i}"] = {"items": {}, "allOf": [{"$ref": f"#/$defs/c{i + 1}"}]}
+        definitions[f"r{i}"] = {"items": {}, "allOf": [{"$ref": f"#/$defs/r{(i + 1) % size}"}]}
+    definitions[f"c{size}"] = {}
+    parts = [{"$ref": "#/$defs/c0"}, {"$ref": "#/$defs/r0"}]
+    return {"allOf": parts, "$defs": definitions}
 
 
 def tagged(size: int) -> Work:
@@ -243,6 +255,10 @@ CASES: dict[str, tuple[Callable[[int], Work], int]] = {
             }
         ),
         500,
+    ),
+    "chains and circles of references": (
+        lambda size: lambda: find_circular_references(linked_definitions(size)),
+        100,
     ),
     "tagged arguments": (tagged, 300),
     "markers in a literal": (marker_literal, 1000),

@@ -36,18 +36,31 @@ def find_circular_references(root: Schema) -> Set[str]:
     Args:
         root: The whole schema.
     """
-    replaced: dict[str, Set[str]] = {}
-    """References that are replaced within the target of a reference."""
-    found = list(_find_replaced(root, root, is_merged=False))
+    targets: dict[str, int] = {}
+    """Id of the target by reference."""
+    num_open: dict[int, int] = {}
+    """References in a target that may lead into a circle, by the target's id."""
+    users: dict[int, list[int]] = {}
+    """Targets with a reference to a target."""
+    found = set(_find_replaced(root, root, is_merged=False))
     while found:
         reference = found.pop()
-        if reference not in replaced:
-            target = resolve_reference(root, reference)
-            replaced[reference] = set(_find_replaced(target, root, is_merged=True))
-            found += replaced[reference]
-    while ended := {name for name, others in replaced.items() if not others & replaced.keys()}:
-        replaced = {name: others for name, others in replaced.items() if name not in ended}
-    return replaced.keys()
+        target = resolve_reference(root, reference)
+        targets[reference] = id(target)
+        if id(target) in num_open:
+            continue
+        nested = set(_find_replaced(target, root, is_merged=True))
+        num_open[id(target)] = len(nested)
+        for name in nested:
+            users.setdefault(id(resolve_reference(root, name)), []).append(id(target))
+        found |= nested - targets.keys()
+    ended = [key for key, number in num_open.items() if number == 0]
+    while ended:
+        for user in users.get(ended.pop(), ()):
+            num_open[user] -= 1
+            if num_open[user] == 0:
+                ended.append(user)
+    return {reference for reference, target in targets.items() if num_open[target]}
 
 
 def _find_replaced(
