@@ -71,7 +71,7 @@ async def test_actors_of_engines_follow_the_decision(caplog: pytest.LogCaptureFi
     num_removed, num_started = len(ray.removed), len(ray.actors)
     router.decision = {**IDLE, "num_wanted": 1, "drain": ["a"]}
     await rig.until(lambda: router.posts)
-    assert router.posts[0] == "/engines/a/drain"
+    assert router.posts[0] == "/engines/a/drain?scaling=true"
     assert not ray.drained
     router.attached["a"] = "draining"
     router.decision = {**IDLE, "num_wanted": 1, "removable": ["a"]}
