@@ -147,7 +147,11 @@ class _ByteWindowDecoder:
         new_text, self._shown = text[len(self._shown) :], text
         if not self._is_incomplete or self._num_new > MAX_WINDOW_TOKENS:
             # An incomplete character is in the last three tokens.
-            self._window = self._window[-min(self._num_new, 4) :]
+            last = self._window[-min(self._num_new, 4) :]
+            # A step that strips the beginning of a text would strip that of the next token, if the
+            # tokens before it had no text.
+            if self._tokenizer.decode(last, False) or len(self._window) > MAX_WINDOW_TOKENS:
+                self._window = last
             self._num_new = 0
             self._shown = self._whole_characters()
         return new_text
