@@ -42,7 +42,7 @@ def test_serve(
     assert "Successful requests:                     12" in report
     result = json.loads(file.read_text())
     assert (result["completed"], result["failed"]) == (12, 0)
-    assert result["model_id"] == str(tiny_model)
+    assert result["model_id"] == tiny_model.name
     # The server's counts: every output has the planned length, all prompts have tokens.
     assert sum(result["output_lens"]) == result["total_output_tokens"]
     assert all(2 <= tokens <= 9 for tokens in result["output_lens"])
