@@ -2,8 +2,9 @@
 
 For each way to divide the model (one stage, two stages, two ranks) an engine with default flags and
 one with `--threads 1` serve the same stream in turns, beside 0, 2, 4 and 8 processes that compute
-without a pause. Run as `python -m benchmarks.cpu.neighbours --model FOLDER`; it prints the figures
-and writes them to docs/benchmarks/neighbours.md.
+without a pause. Ways that the model does not permit are left out. Run as
+`python -m benchmarks.cpu.neighbours --model FOLDER`; it prints the figures and writes them to
+docs/benchmarks/neighbours.md.
 """
 
 import subprocess
@@ -21,6 +22,7 @@ from benchmarks.cpu.page import ForeignCpu, make_parser, origin, write_results
 from gllm.commands.bench.real import serve_workload
 from gllm.config.engine import EngineConfig
 from gllm.engine.engine import Engine
+from gllm.engine.preflight import plan_model
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.metrics.report import format_table
 from gllm.sim.workloads.requests import WorkloadRequest
@@ -82,9 +84,13 @@ async def measure(
     """Return the cells: layout, neighbours, and the tokens/s of each arm's start."""
     cells: list[dict[str, Any]] = []
     for layout, options in LAYOUTS.items():
-        runs = [
-            await measure_start(replace(config, **options), rounds, streams) for _ in range(starts)
-        ]
+        divided = replace(config, **options)
+        try:
+            plan_model(divided)
+        except ValueError as error:
+            print(f"{layout}: {error}")
+            continue
+        runs = [await measure_start(divided, rounds, streams) for _ in range(starts)]
         cells += [
             {
                 "layout": layout,
@@ -96,6 +102,7 @@ async def measure(
             }
             for neighbours in NEIGHBOURS
         ]
+        print(layout, [cell["speeds"] for cell in cells[-len(NEIGHBOURS) :]], flush=True)
     return cells
 
 
