@@ -28,7 +28,7 @@ def test_a_conversation(tiny_model: Path) -> None:
         refused = gllm("chat", *options, typed="Hello " * 9000 + "\n/quit\n")
     assert (locked.returncode, "API key" in locked.stderr) == (1, True)
     assert run.returncode == 0, run.stderr
-    assert str(tiny_model) in run.stdout
+    assert tiny_model.name in run.stdout
     assert run.stdout.count("tokens/s]") == 2
     assert refused.returncode == 0
     assert "error: " in refused.stderr
