@@ -132,8 +132,8 @@ def format_page(cells: list[dict[str, Any]], starts: int, rounds: int, foreign: 
             f"{origin('benchmarks.cpu.neighbours')} Output tokens/s of one stream "
             f"({PROMPT_TOKENS} + {OUTPUT_TOKENS} tokens): median over {starts} starts (lowest to "
             f"highest) of medians of {rounds} rounds in turns. The last column compares the worst "
-            f"start with default flags with the better median. Other programs used "
-            f"{foreign:.2f} cores, the busy processes included.",
+            f"start with default flags with the better median. Programs other than "
+            f"the engines and the busy processes used {foreign:.2f} cores.",
             format_table(header, rows),
             f"Aim: at least {AIM} in each row; {verdict}.",
         ]
