@@ -31,6 +31,7 @@ from gllm.transport.shared_region import SharedMemoryGroup, open_region_memory
 from tests.support.models.kernel_builds import using_build
 
 SOURCE = Path(library.__file__).with_name("all_reduce.cpp")
+POOL = SOURCE.with_name("pool.cpp")
 COMPILER = shutil.which("g++") or shutil.which("c++")
 ROWS, WIDTH = 128, 16
 LAYOUT = RegionLayout(max_tokens=ROWS, hidden_size=WIDTH, vocab_rows=0)
@@ -100,7 +101,7 @@ def removed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     changed, target = tmp_path / "changed.cpp", tmp_path / "changed.so"
     changed.write_text(source.replace(before, after, 1) if before else source)
     flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wno-psabi", f"-I{SOURCE.parent}"]
-    subprocess.run([COMPILER, *flags, changed, "-o", target], check=True)
+    subprocess.run([COMPILER, *flags, changed, POOL, "-o", target], check=True)
     with library.using_library(_ChangedLibrary(base, target)):
         yield name
 
