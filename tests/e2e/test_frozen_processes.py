@@ -55,7 +55,7 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
 
 @dataclass
 class Stream:
-    """A client that sends one request after another until it is told to end."""
+    """A client that sends one request after another until the event `has_to_end` is set."""
 
     number: int
     texts: set[str] = field(default_factory=set)

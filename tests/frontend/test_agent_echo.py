@@ -1,4 +1,4 @@
-"""What the server has sent, it accepts back, on all four APIs; no JSON body ends in a 500.
+"""All four APIs accept what the server has sent back to it; no JSON body is answered with 500.
 
 Agents send the whole conversation with every request: a part that is refused once ends it for ever.
 """

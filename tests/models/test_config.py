@@ -144,7 +144,7 @@ def test_a_model_without_an_end_of_texts_is_logged(
 
 
 def test_attn_factor_of_yarn_is_read_and_logged(tmp_path: Path) -> None:
-    """As of DeepSeek-R1-0528-Qwen3-8B."""
+    """DeepSeek-R1-0528-Qwen3-8B has such a config.json."""
     scaling = {"factor": 4.0, "original_max_position_embeddings": 512, "attn_factor": 0.878}
     folder = write(tmp_path, rope_scaling={"rope_type": "yarn", **scaling})
     assert rope(folder) == RopeSpec(8, "yarn", 10_000.0, scaling)

@@ -126,7 +126,7 @@ class TickingClock:
 @pytest.mark.parametrize("limits", [NO_SLO, parse_slo("ttft:p90=0.6")])
 @pytest.mark.parametrize("step", [1.0, 0.3])
 def test_a_running_simulation_is_cut_off_at_the_budget(limits: Slo, step: float) -> None:
-    """Whether no rate was sustained before, or some were."""
+    """The note names the budget, with and without a rate that was sustained before."""
     rule = replace(RULE, usual_requests=2000)
     clock = TickingClock(step)
     ticks: list[float] = []
