@@ -41,10 +41,10 @@ def using_num_threads(count: int) -> Iterator[None]:
 
 
 @contextmanager
-def using_torch_threads(count: int | None) -> Iterator[None]:
-    """Set torch's number of threads alone within a `with` block, unless `count` is None."""
+def using_torch_threads(count: int) -> Iterator[None]:
+    """Set torch's number of threads alone within a `with` block."""
     before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
+    torch.set_num_threads(count)
     try:
         yield
     finally:

@@ -135,9 +135,10 @@ def read_flags(path: str) -> dict[str, Any]:
     import yaml
 
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        _check_keys(yaml.compose(text, yaml.SafeLoader))
-        values = yaml.safe_load(text)
+        loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8"))
+        root = loader.get_single_node()
+        _check_keys(root)
+        values = None if root is None else loader.construct_document(root)
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ValueError(f"cannot be read: {why}") from None

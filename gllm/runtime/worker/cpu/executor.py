@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -153,7 +154,8 @@ class CpuExecutor(Executor):
         """
         for chunk in batch.prompt_chunks:
             chunk.store_scores()
-        with using_torch_threads(num_threads() if output.numel() >= MANY_LOGITS else None):
+        is_long = output.numel() >= MANY_LOGITS
+        with using_torch_threads(num_threads()) if is_long else nullcontext():
             samples = sample_rows(output, batch.sampling)
         results = to_sampled_tokens(batch.sampling, samples)
         if self._keeps_last_tokens:
