@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 import pytest
 
@@ -289,11 +290,19 @@ async def test_a_grammar_that_nobody_waits_for_is_not_compiled(compiler):
     assert await compiler.compile(others[-1])
 
 
+async def stop(process_id):
+    """Stop all threads of a process. Those that compute go on until another has the signal."""
+    os.kill(process_id, signal.SIGSTOP)
+    threads = Path(f"/proc/{process_id}/task")
+    while any("State:\tT" not in (each / "status").read_text() for each in threads.iterdir()):
+        await asyncio.sleep(0.001)
+
+
 async def test_a_process_that_is_stopped_is_replaced(caplog):
     async with opened(stall_seconds=0.5) as compiler:
         await compiler.compile(GOOD)
         process_id = compiler.describe()["process_id"]
-        os.kill(process_id, signal.SIGSTOP)
+        await stop(process_id)
         sources = [GrammarSource("regex", f"f{{{i}}}") for i in range(1, 4)]
         answers = await asyncio.gather(*map(compiler.compile, sources))
         assert all(answers)
