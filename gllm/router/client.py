@@ -441,9 +441,10 @@ class FleetClient(RequestClient):
             return
         self._reserved = ""
         suspects = self._suspects.suspects(self._parked)
+        now = self._clock()
         # Who is to blame has seldom come far.
         for suspect in sorted(suspects, key=lambda suspect: suspect.entry.num_output_tokens):
-            if self._suspects.awaits_proof(suspect):
+            if not self._suspects.may_isolate(suspect, now):
                 continue
             if engine := self._find_engine_alone(suspect, avoid):
                 self._isolate(suspect, engine)

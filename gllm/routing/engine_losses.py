@@ -7,6 +7,7 @@ refuses connections where it accepted them before, or by an engine with a closed
 stays away while the router reaches other engines. Pure: time is an argument.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -15,6 +16,9 @@ from typing import Generic, NamedTuple, TypeVar
 RETURN_SECONDS = 15.0
 """Time in which an engine that lives has dialled the router again after its connection was closed:
 more than the longest delay between two attempts and the time limit of one."""
+TOGETHER_SECONDS = 2.0
+"""Time within which all engines are lost that die of one cause, such as the end of their machine.
+Until then a suspect has no engine for itself: it would seem to kill one that is already dead."""
 PROOF_SECONDS = 600.0
 """Time after a loss in which its death may still be proven."""
 
@@ -72,9 +76,10 @@ class EngineLosses(Generic[Request]):
     """Counts the deaths of engines per request, to find a request that kills engines.
 
     A death counts for each request that the engine had and that has got no token since. From some
-    number of presumed or proven deaths on a request is a suspect and runs alone. It is to blame if
-    all these deaths are proven, and that of an engine which it had for itself while another engine
-    lived on; without another engine, if two such engines died.
+    number of presumed or proven deaths on a request is a suspect and runs alone, but not before the
+    other engines are known that have died with its last one. It is to blame if all these deaths are
+    proven, and that of an engine which it had for itself while another engine lived on; without
+    another engine, if two such engines died.
     """
 
     def __init__(self, suspect_deaths: int) -> None:
@@ -201,6 +206,14 @@ class EngineLosses(Generic[Request]):
             loss.kind is LossKind.CLOSED and loss.lone is request and request in loss.requests
             for loss in self._losses
         )
+
+    def may_isolate(self, request: Request, now: float) -> bool:
+        """Return True if a suspect can have an engine for itself now."""
+        deaths = [
+            loss.first_at for loss in self._losses if loss.counts and request in loss.requests
+        ]
+        is_settled = now - max(deaths, default=-math.inf) >= TOGETHER_SECONDS
+        return is_settled and not self.awaits_proof(request)
 
     def isolate(self, request: Request, now: float) -> None:
         """Record that a suspect has an engine for itself from now on."""

@@ -1,5 +1,6 @@
 """Random lives of a fleet: every reader gets the exact output of its request once."""
 
+import math
 import random
 from typing import Any
 
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from gllm.messages.requests import EngineOutputs, PoisonRequestError
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.router.client import FleetClient
-from gllm.routing.engine_losses import LossKind
+from gllm.routing.engine_losses import TOGETHER_SECONDS, LossKind
 from gllm.runtime.head.request_stream import RequestStream
 from tests.support.engines.request_reader import RequestReader
 from tests.support.examples import num_examples
@@ -18,6 +19,8 @@ from tests.support.routing.fake_engine import FakeEngine
 NAMES = ("a", "b", "c", "d")
 NUMERICS = ("x", "y")
 MIGRATION_LIMIT = 3
+MOVE_SECONDS = TOGETHER_SECONDS / 2
+"""Time between two moves: suspects have to wait for some of them."""
 
 
 class FleetLife:
@@ -25,7 +28,11 @@ class FleetLife:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.client = FleetClient(self.choose, MIGRATION_LIMIT, numerics_patience=float("inf"))
+        self.now = 0.0
+        """Time in seconds."""
+        self.client = FleetClient(
+            self.choose, MIGRATION_LIMIT, numerics_patience=math.inf, clock=lambda: self.now
+        )
         self.engines: dict[str, FakeEngine] = {}
         self.closed: set[str] = set()
         """Engines that are not chosen."""
@@ -61,6 +68,7 @@ class FleetLife:
         }
         needs_engine = {self.die, self.leave, self.flap, self.migrate, self.give_back}
         for _ in range(num_moves):
+            self.now += MOVE_SECONDS
             (move,) = self.rng.choices(list(moves), list(moves.values()))
             if self.engines or move not in needs_engine:
                 move()
@@ -369,6 +377,7 @@ class FleetLife:
         for name, numerics in (("a", "x"), ("b", "y")):
             if not any(each.driver.numerics == numerics for each in self.engines.values()):
                 self.attach(name, numerics)
+        self.now += MOVE_SECONDS
         self.client.dispatch_parked()
         for engine in list(self.engines.values()):
             engine.receive(len(engine.inbox))

@@ -14,7 +14,7 @@ from gllm.messages.requests import (
 )
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.router.client import FleetClient
-from gllm.routing.engine_losses import RETURN_SECONDS, LossKind
+from gllm.routing.engine_losses import RETURN_SECONDS, TOGETHER_SECONDS, LossKind
 from gllm.runtime.head.request_stream import RequestStream
 from gllm.scheduler.plan import FinishedSequence, SchedulerStats, StepOutput
 
@@ -74,7 +74,13 @@ class Rig:
         self.client.on_outputs(engine, EngineOutputs(outcome, SchedulerStats(), [], kinds))
 
     def lose(self, engine: str, kind: LossKind = LossKind.DIED) -> None:
+        """Lose an engine, and no other one of the same cause."""
         self.client.detach(engine, "killed", kind)
+        self.tick(TOGETHER_SECONDS)
+
+    def lose_together(self, engines: str, kind: LossKind) -> None:
+        for engine in engines:
+            self.client.detach(engine, "killed", kind)
 
     def tick(self, seconds: float) -> None:
         """Let time pass and the router decide about losses."""
@@ -419,6 +425,21 @@ def test_engines_that_are_out_of_reach_for_a_while_have_not_died(kind: LossKind)
         for run, engine in enumerate("abc", 1):
             rig.attach(engine, run=run)
         assert stream.entry.seqs, "it goes on at once"
+    assert rig.submit(1).alive, "an equal request is not refused"
+
+
+@pytest.mark.parametrize("kind", [LossKind.DIED, LossKind.CLOSED])
+def test_engines_that_die_together_are_no_requests_fault(kind: LossKind) -> None:
+    """Their machine ends, for example: no engine has computed what it got from a dead one."""
+    rig = Rig("a", "b", "c", "d")
+    streams = [rig.submit(1), rig.submit(2)]
+    rig.lose_together("abc", kind)
+    for stream in streams:
+        rig.tick(TOGETHER_SECONDS)
+        assert stream.entry.engine == "d", "it runs alone, on an engine that lives"
+        rig.report("d", (seq_of(stream), 7))
+    rig.tick(RETURN_SECONDS)
+    assert all(stream.alive for stream in streams)
     assert rig.submit(1).alive, "an equal request is not refused"
 
 
