@@ -1,4 +1,4 @@
-"""A proxy between two data movers, which resets, freezes or forwards connections."""
+"""A proxy between two processes, which forwards, freezes, resets or refuses connections."""
 
 import random
 import select
@@ -12,7 +12,7 @@ class Proxy:
 
     def __init__(self, target: int, port: int = 0) -> None:
         self._target = target
-        self._listening = socket.create_server(("127.0.0.1", port))
+        self._listening = _bind(port)
         self.port: int = self._listening.getsockname()[1]
         self.address = f"127.0.0.1:{self.port}"
         self._lock = threading.Lock()
@@ -22,7 +22,17 @@ class Proxy:
         self.captured = bytearray(), bytearray()
         """Bytes from the dialing end and from the accepting one, if `is_capturing`."""
         self.is_capturing = False
-        threading.Thread(target=self._accept, daemon=True).start()
+        self.accept()
+
+    def accept(self) -> None:
+        """Accept connections, also after `refuse`."""
+        self._listening.listen()
+        threading.Thread(target=self._accept, args=(self._listening,), daemon=True).start()
+
+    def refuse(self) -> None:
+        """Reset all connections and refuse new ones until `accept`; the port stays reserved."""
+        self.close()
+        self._listening = _bind(self.port)
 
     def reset(self) -> None:
         """Reset all connections: bytes that are under way are lost."""
@@ -41,10 +51,10 @@ class Proxy:
         self._listening.close()
         self.reset()
 
-    def _accept(self) -> None:
+    def _accept(self, listening: socket.socket) -> None:
         with suppress(OSError):
             while True:
-                client = self._listening.accept()[0]
+                client = listening.accept()[0]
                 server = socket.create_connection(("127.0.0.1", self._target))
                 self.num_connections += 1
                 with self._lock:
@@ -68,3 +78,11 @@ class Proxy:
         with suppress(OSError):
             client.close()
             server.close()
+
+
+def _bind(port: int) -> socket.socket:
+    """Return a socket with a port, or with any for 0, whose connections are refused so far."""
+    bound = socket.socket()
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.bind(("127.0.0.1", port))
+    return bound

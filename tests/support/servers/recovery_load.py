@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 import urllib.error
 from dataclasses import dataclass, field
 from typing import Any
@@ -129,6 +130,8 @@ class Answer:
     kind: str
     values: dict[Part, Any] = field(default_factory=dict)
     num_events: int = 0
+    longest_gap: float = 0.0
+    """Seconds between two events, or from the request to the first one."""
     errors: list[Any] = field(default_factory=list)
     has_ended: bool = False
 
@@ -210,9 +213,12 @@ class Load:
         """Send the request of an answer's kind and read the answer."""
         path, fields = REQUESTS[answer.kind]
         body = {"max_tokens": MAX_TOKENS, "cache_salt": self._salt, **fields}
+        last = time.monotonic()
         try:
             for event in self._events(path, body, is_streamed=answer.kind not in WHOLE):
                 answer.num_events += 1
+                now = time.monotonic()
+                answer.longest_gap, last = max(answer.longest_gap, now - last), now
                 if "error" in event:
                     answer.errors.append(event["error"])
                 answer.add(event)
