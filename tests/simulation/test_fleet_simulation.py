@@ -75,6 +75,22 @@ def test_no_flap_of_any_engines_ends_a_request(seeds: Iterable[int]) -> None:
 
 
 @pytest.mark.full
+def test_no_request_is_blamed_for_the_end_of_a_machine() -> None:
+    """A request that moves from one dying engine to the next is at all three of them."""
+    limits = FleetLimits(
+        num_requests=400,
+        seconds=10.0,
+        num_engines=4,
+        has_bad_requests=False,
+        is_machine_lost=True,
+    )
+    scenario = FleetScenario(9, limits)
+    scenario.play()
+    assert scenario.faults == {"engine killed": 3}
+    assert not any("poison" in reader.errors for reader in scenario.readers)
+
+
+@pytest.mark.full
 def test_the_same_seed_is_the_same_life() -> None:
     first, second = (FleetScenario(7, FleetLimits(num_requests=10, num_faults=6)) for _ in range(2))
     first.play()

@@ -48,6 +48,8 @@ class FleetLimits:
     has_flaps_only: bool = False
     """Only faults after which every request can go on: subsets of the engines that are silent or
     whose connections are cut for less than the time-out, at most two lost hosts, planned ends."""
+    is_machine_lost: bool = False
+    """In place of faults, all engines but one end at once, as on one machine."""
 
 
 class FleetScenario:
@@ -285,6 +287,9 @@ class FleetScenario:
         ]
         if self.limits.has_flaps_only:
             faults = [self._flap] * 4 + [self._cut, self._drain, self._restart, self._lose_host]
+        if self.limits.is_machine_lost:
+            self.loop.call_at(start + self.limits.seconds / 2, self._kill_machine)
+            return
         for _ in range(self.limits.num_faults):
             when = start + self.rng.uniform(0.0, self.limits.seconds)
             self.loop.call_at(when, self.rng.choice(faults))
@@ -315,6 +320,11 @@ class FleetScenario:
     def _kill_engine(self) -> None:
         self.faults["engine killed"] += 1
         self._any_engine().kill()
+
+    def _kill_machine(self) -> None:
+        for name in self.rng.sample(self.names, len(self.names) - 1):
+            self.faults["engine killed"] += 1
+            self.engines[name].kill()
 
     def _kill_worker(self) -> None:
         engine = self._any_engine()
