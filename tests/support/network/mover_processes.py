@@ -59,7 +59,7 @@ class Mover:
         self.policy, self.congestion, self.encoding = policy, congestion, encoding
         self.host, self.prefix = host, command
         self.certificate: NodeCertificate | None = create_certificate() if has_tls else None
-        self.commands: list[tuple[OpenLinkEdge, list[int]]] = []
+        self.commands: list[tuple[OpenLinkEdge, Files]] = []
         self.start()
 
     @property
@@ -78,7 +78,8 @@ class Mover:
         ]
         self.process = subprocess.Popen(command, pass_fds=[inherited.fileno()])
         inherited.close()
-        self.messages: queue.SimpleQueue[LinkMessage] = queue.SimpleQueue()
+        self.messages: queue.SimpleQueue[LinkMessage | None] = queue.SimpleQueue()
+        """None follows the last message."""
         self.report = LinkReport([], 0, {})
         threading.Thread(target=self._receive, args=(own, self.messages), daemon=True).start()
         descriptors = [self.certificate.descriptor] if self.certificate else []
@@ -109,21 +110,24 @@ class Mover:
     def send(self, command: LinkCommand, descriptors: list[int] | None = None) -> None:
         self.channel.send(encode_link_message(command), descriptors or [])
 
-    def open(self, command: OpenLinkEdge, descriptors: list[int]) -> None:
-        self.commands.append((command, descriptors))
-        self.send(command, descriptors)
+    def open(self, command: OpenLinkEdge, files: "Files") -> None:
+        """Open an edge; `close` closes its files."""
+        self.commands.append((command, files))
+        self.send(command, files.descriptors)
 
     def restart(self) -> None:
         """Kill the process in the middle of what it does, and start another one."""
         self.stop()
         self.start()
-        for command, descriptors in self.commands:
-            self.send(command, descriptors)
+        for command, files in self.commands:
+            self.send(command, files.descriptors)
 
     def wait_for(self, kind: Any, accept: Callable[[Any], bool] = lambda _: True) -> Any:
         end = time.monotonic() + WAIT_SECONDS
         while True:
             message = self.messages.get(timeout=max(0.0, end - time.monotonic()))
+            if message is None:
+                raise ChildProcessError(f"the data mover of {self.node} has closed its channel")
             if isinstance(message, kind) and accept(message):
                 return message
 
@@ -143,8 +147,10 @@ class Mover:
             assert self.process.wait(WAIT_SECONDS) in (0, -signal.SIGKILL)
         finally:
             self.process.kill()
-        if self.certificate is not None:
-            self.certificate.close()
+            if self.certificate is not None:
+                self.certificate.close()
+            for _, files in self.commands:
+                files.close()
 
     def _close_channel(self) -> None:
         # A thread waits for messages, so closing alone would not end the connection.
@@ -164,11 +170,14 @@ class Mover:
         self.close()
 
     def _receive(
-        self, channel: DescriptorChannel, messages: "queue.SimpleQueue[LinkMessage]"
+        self, channel: DescriptorChannel, messages: "queue.SimpleQueue[LinkMessage | None]"
     ) -> None:
         try:
+            # Not select.select, which refuses descriptors from 1024.
+            waiting = select.poll()
+            waiting.register(channel, select.POLLIN)
             while True:
-                if not select.select([channel.fileno()], [], [], WAIT_SECONDS)[0]:
+                if not waiting.poll(WAIT_SECONDS * 1000):
                     continue
                 message = decode_link_message(channel.receive()[0])
                 if isinstance(message, LinkReport):
@@ -176,6 +185,8 @@ class Mover:
                 messages.put(message)
         except (DescriptorError, OSError, ValueError):
             return
+        finally:
+            messages.put(None)
 
 
 @dataclass
@@ -203,6 +214,10 @@ class Files:
         further = [descriptor for ring in self.further_lanes for descriptor in ring]
         return [self.memory, self.event, self.own_log, self.peer_log, self.log_event, *further]
 
+    def close(self) -> None:
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
     def ring(self, layout: EdgeLayout = LAYOUT, lane: int = 0) -> Ring:
         rings = [(self.memory, self.event), *self.further_lanes]
         return Ring(*rings[lane], layout)
@@ -227,7 +242,7 @@ def connect(
         (target, False, target_dials, to_source, received),
     ):
         command = OpenLinkEdge(epoch, edge, is_sender, dials, peer, num_lanes)
-        mover.open(command, files.descriptors)
+        mover.open(command, files)
     if waits:
         for mover in (source, target):
             mover.wait_for(LinkEdgeOpened)

@@ -64,8 +64,13 @@ class Proxy:
     def _forward(self, client: socket.socket, server: socket.socket) -> None:
         peers, order = {client: server, server: client}, random.Random(0)
         with suppress(OSError, ValueError):
+            # Not select.select, which refuses descriptors from 1024.
+            waiting, ends = select.poll(), {end.fileno(): end for end in peers}
+            for end in peers:
+                waiting.register(end, select.POLLIN)
             while True:
-                for ready in select.select(list(peers), [], [], 0.5)[0]:
+                for descriptor, _ in waiting.poll(500):
+                    ready = ends[descriptor]
                     while self.is_frozen:
                         threading.Event().wait(0.01)
                     # Cuts fall anywhere within a frame.

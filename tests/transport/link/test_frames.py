@@ -141,8 +141,7 @@ def test_steps_pass_from_ring_to_ring(steps: list[tuple[int, str]]) -> None:
 
 def close(*ends: Files) -> None:
     for files in ends:
-        for descriptor in files.descriptors:
-            os.close(descriptor)
+        files.close()
 
 
 class RecordingSocket(socket.socket):

@@ -53,7 +53,7 @@ def open_receiver(mover: Mover) -> Files:
     """Let a data mover receive edge NAME from a node `head` without a certificate."""
     files = Files()
     command = OpenLinkEdge(1, 3, False, False, LinkPeer("head", "", b""))
-    mover.open(command, files.descriptors)
+    mover.open(command, files)
     return files
 
 
@@ -302,7 +302,7 @@ def test_silent_strangers_push_out_nobody_of_another_address(plain_mover: Mover)
 def test_a_member_with_an_invalid_certificate_keeps_nobody_out() -> None:
     with Mover("head") as source, Mover("other") as target:
         broken = LinkPeer("broken", "", b"no certificate")
-        target.open(OpenLinkEdge(1, 2, False, False, broken), Files().descriptors)
+        target.open(OpenLinkEdge(1, 2, False, False, broken), Files())
         connect(source, target)
 
 
@@ -337,7 +337,7 @@ def test_a_member_whose_first_frames_are_invalid_is_dialed_with_pauses(resume: b
         arguments = listening, resume, count
         threading.Thread(target=serve_answers, args=arguments, daemon=True).start()
         peer = LinkPeer("other", f"127.0.0.1:{listening.getsockname()[1]}", b"")
-        mover.open(OpenLinkEdge(1, 3, True, True, peer), Files().descriptors)
+        mover.open(OpenLinkEdge(1, 3, True, True, peer), Files())
         expect_loss(mover, "no connection for")
         # Without pauses there are hundreds of connections.
         assert 2 <= count[0] <= 20
@@ -375,8 +375,8 @@ def test_a_machine_with_another_certificate_is_refused_on_both_sides(wrong: str)
         known_source = LinkPeer("head", "", other.certificate if wrong == "source" else source.der)
         der = other.certificate if wrong == "target" else target.der
         known_target = LinkPeer("other", f"127.0.0.1:{target.port}", der)
-        target.open(OpenLinkEdge(1, 3, False, False, known_source), Files().descriptors)
-        source.open(OpenLinkEdge(1, 3, True, True, known_target), Files().descriptors)
+        target.open(OpenLinkEdge(1, 3, False, False, known_source), Files())
+        source.open(OpenLinkEdge(1, 3, True, True, known_target), Files())
         expect_loss(source, "the certificate is not that of an expected machine")
         expect_loss(target, "no connection for")
         if wrong == "source":
@@ -385,7 +385,7 @@ def test_a_machine_with_another_certificate_is_refused_on_both_sides(wrong: str)
         # A member's certificate does not open the edge of another member.
         connect(third, target, edge=7)
         stolen = LinkPeer("other", f"127.0.0.1:{target.port}", target.der)
-        third.open(OpenLinkEdge(1, 3, True, True, stolen), Files().descriptors)
+        third.open(OpenLinkEdge(1, 3, True, True, stolen), Files())
         text = "the certificate is not that of head"
         third.wait_for(LinkReport, lambda report: any(text in link.cause for link in report.links))
 
@@ -405,7 +405,6 @@ def test_another_run_closes_the_edges_and_keeps_the_port() -> None:
         for mover in (source, target):
             mover.wait_for(LinkReport, lambda report: len(report.links) == 1)
         for mover in (source, target):
-            mover.commands.clear()
             mover.send(ConfigureLink(RUN + 1, mover.node, mover.listen, False))
             mover.wait_for(LinkReport, lambda report: report.links == [])
         files = connect(source, target)

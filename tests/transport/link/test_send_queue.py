@@ -1,6 +1,5 @@
 """Steps of two lanes as chunks of one connection: complete, and decodes not behind prefills."""
 
-import os
 from collections.abc import Sequence
 
 import pytest
@@ -86,8 +85,7 @@ class Lanes:
 
     def close(self) -> None:
         for files in self.files:
-            for descriptor in files.descriptors:
-                os.close(descriptor)
+            files.close()
 
     def _queue(self, lane: int, source: Ring, step: int) -> None:
         data = read_step(source, step)
