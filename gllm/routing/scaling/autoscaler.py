@@ -31,6 +31,9 @@ NUM_TRUSTED_STARTUPS = 3
 """Measured start-up times from which the configured one no longer counts."""
 OVERDUE_FACTOR = 2.0
 """Start-up times after which an engine that was wanted counts as one that never comes."""
+REPLACE_FACTOR = 2.0 * OVERDUE_FACTOR
+"""Start-up times after which an engine that still starts is replaced, if there may be no further
+one; the time doubles for its replacement, and starts again once an engine is ready."""
 
 
 class EnginePhase(Enum):
@@ -152,6 +155,10 @@ class Autoscaler:
         point."""
         self._num_overdue = 0
         self._overdue_at = now
+        self._starting: dict[str, tuple[float, int]] = {}
+        """Of each engine that starts: when it was first seen, and `_num_replacements` then."""
+        self._num_replacements = 0
+        """Engines in a row that were replaced, one by the next, because they did not come."""
         self._draining: set[str] = set()
         """Engines whose drain this object has requested."""
 
@@ -182,7 +189,9 @@ class Autoscaler:
         self._set_needed(load, len(ready), now)
         self._note_missing(len(ready), now)
         num_wanted = min(self._most, self.num_needed + self._num_overdue)
-        return self._decide(load.engines, ready, starting, num_wanted)
+        overdue = self._replace_overdue(starting, len(ready), now)
+        decision = self._decide(load.engines, ready, starting, num_wanted)
+        return decision._replace(drain=(*decision.drain, *overdue))
 
     def _set_needed(self, load: FleetLoad, num_ready: int, now: float) -> None:
         floor = self._least
@@ -244,6 +253,7 @@ class Autoscaler:
         for engine in engines:
             if engine.phase is EnginePhase.READY and engine.name not in self._known:
                 self._known.add(engine.name)
+                self._num_replacements = 0
                 if self._requested:
                     self._startups.append(max(0.1, now - self._requested.popleft()))
         self._known &= {engine.name for engine in engines}
@@ -263,6 +273,27 @@ class Autoscaler:
         if is_overdue and now - self._overdue_at > patience:
             self._overdue_at = now
             self._num_overdue = min(self._most, self._num_overdue + num_missing)
+
+    def _replace_overdue(
+        self, starting: Sequence[EngineLoad], num_ready: int, now: float
+    ) -> list[str]:
+        """Return the starting engines to drain because they take the places of others.
+
+        They are never undrained: they would serve nobody.
+        """
+        first_seen = now, self._num_replacements
+        self._starting = {
+            engine.name: self._starting.get(engine.name, first_seen) for engine in starting
+        }
+        if num_ready >= self.num_needed or num_ready + len(starting) < self._most:
+            return []
+        patience = REPLACE_FACTOR * self.startup_seconds
+        overdue = []
+        for name, (since, num_replacements) in self._starting.items():
+            if now - since > patience * 2.0**num_replacements:
+                overdue.append(name)
+                self._num_replacements = max(self._num_replacements, num_replacements + 1)
+        return overdue
 
     def _decide(
         self,

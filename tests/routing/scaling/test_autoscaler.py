@@ -6,7 +6,7 @@ from itertools import chain, pairwise, repeat
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gllm.routing.scaling.arrival_rate import ArrivalRate, least_stable_rate
@@ -49,7 +49,7 @@ class FakeFleet:
         self.parked: deque[float] = deque()
         self.waits: list[float] = []
         """Time from arrival to dispatch of each request."""
-        self.num_started = self.num_served = 0
+        self.num_started = self.num_served = self.num_arrived = 0
         self.history: list[int] = []
         self.credit: dict[str, float] = {}
         self.max_active = 0
@@ -65,6 +65,7 @@ class FakeFleet:
     def step(self, num_arrivals: int) -> ScaleDecision:
         self.now += TICK
         self.parked.extend([self.now] * num_arrivals)
+        self.num_arrived += num_arrivals
         self._finish_starts()
         self._dispatch()
         self._serve()
@@ -205,12 +206,18 @@ OUTCOMES = st.sampled_from([STARTUP, 3 * STARTUP, NEVER, None])
     st.integers(0, 10**6),
     st.sampled_from(["0:4", "1:4", "2:5"]),
 )
+@example([NEVER] * 4, [1.0], 0, "0:4")
+@example([NEVER] * 12, [3.0], 0, "0:4")
 def test_every_request_is_served_whatever_the_first_machines_do(
     outcomes: list[float | None], shares: list[float], seed: int, scale: str
 ) -> None:
     fleet = FakeFleet(config(scale), chain(outcomes, repeat(STARTUP)))
     for index, share in enumerate(shares):
         fleet.run(steady(share * ENGINE_RATE), 150, seed + index)
+    # The last of twelve machines comes after ten minutes, and serves all requests by itself.
+    latest = fleet.now + 600 + fleet.num_arrived / HIGHEST_RATE
+    while fleet.parked and fleet.now < latest:
+        fleet.run(steady(0.0), 10)
     fleet.run(steady(0.0), 800)
     assert not fleet.parked
     assert not any(fleet.queues.values())
@@ -231,6 +238,14 @@ def test_engines_that_serve_are_kept_while_others_never_come() -> None:
     assert fleet.phases["e0"] is EnginePhase.READY
     fleet.run(steady(0.4 * ENGINE_RATE), 400)
     assert fleet.phases["e0"] is EnginePhase.READY
+
+
+def test_engines_that_start_for_longer_than_expected_are_not_replaced_for_ever() -> None:
+    """All machines of the limit take much longer than the configured start-up time."""
+    fleet = FakeFleet(config("0:2"), repeat(15 * STARTUP))
+    fleet.run(steady(1.5 * ENGINE_RATE), 1200)
+    assert fleet.count(EnginePhase.READY) == 2
+    assert fleet.num_started <= 2 * 3
 
 
 def test_startup_time_is_measured() -> None:
