@@ -184,8 +184,10 @@ async def test_a_death_during_the_reset_is_recovered_before_the_answer() -> None
         node.answers_commands = False
         await rig.sleep()
         await until(lambda: engine._supervisor.commands.num_running)
+        node.may_load.clear()
         node.crash(1)
         await until(lambda: engine.state == "recovering")
         node.answers_commands = True
+        node.may_load.set()
         assert await rig.result("sleep") == "ok"
         assert (engine.state, engine.status().epoch) == ("sleeping", 2)

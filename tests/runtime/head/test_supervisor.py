@@ -90,6 +90,18 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.005)
 
 
+@asynccontextmanager
+async def recovering(
+    supervisor: Supervisor, node: ScriptedNode, victim: int, how: str = "was killed by SIGKILL"
+) -> AsyncIterator[None]:
+    """Let a stage's worker die; the recovery lasts at least until the end of the block."""
+    node.may_load.clear()
+    node.crash(victim, how)
+    await until(lambda: supervisor.state == "recovering")
+    yield
+    node.may_load.set()
+
+
 async def test_requests_run_and_nothing_is_left(temporary: Path) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     async with running() as (supervisor, node):
@@ -109,11 +121,10 @@ async def test_requests_survive_a_death(victim: int, caplog: pytest.LogCaptureFi
         tasks = [asyncio.create_task(generate(supervisor, [i], 100, 2)) for i in range(1, 6)]
         await until(lambda: supervisor.client.stats.running)
         survivor = node.worker_of(1 - victim)
-        node.crash(victim)
-        await until(lambda: supervisor.state == "recovering")
-        since = supervisor.recovering_since
-        assert since is not None
-        late = asyncio.create_task(generate(supervisor, [9]))
+        async with recovering(supervisor, node, victim):
+            since = supervisor.recovering_since
+            assert since is not None
+            late = asyncio.create_task(generate(supervisor, [9]))
         assert [await task for task in tasks] == [
             (expected([i], 100, 2), ["", ""]) for i in range(1, 6)
         ]
@@ -175,9 +186,8 @@ async def test_the_prefix_cache_is_watched_again_after_a_recovery() -> None:
         supervisor.kv_events.subscribe(follower)
         first = node.worker_of(0).identity.sender
         await until(lambda: follower.digests == {b"block %d" % first})
-        node.crash(0)
-        await until(lambda: supervisor.state == "recovering")
-        assert not follower.digests
+        async with recovering(supervisor, node, 0):
+            assert not follower.digests
         await until(lambda: follower.digests)
         second = node.worker_of(0).identity.sender
         assert follower.digests == {b"block %d" % second} != {b"block %d" % first}
@@ -428,9 +438,10 @@ async def test_drain_waits_for_resumed_requests() -> None:
     async with running() as (supervisor, node):
         task = asyncio.create_task(generate(supervisor, [1], 100))
         await until(lambda: supervisor.client.stats.running)
-        node.crash(1)
-        await until(lambda: supervisor.state == "recovering")
-        await supervisor.drain(20)
+        async with recovering(supervisor, node, 1):
+            draining = asyncio.create_task(supervisor.drain(20))
+            await until(lambda: supervisor.state == "draining")
+        await draining
         assert supervisor.state == "draining"
         assert await task == (expected([1], 100), [""])
 
@@ -513,8 +524,8 @@ async def test_evidence_of_crashes_is_kept(tmp_path: Path) -> None:
     async with running(crash_folder=str(folder)) as (supervisor, node):
         for _ in range(12):
             await generate(supervisor, [1], 2)
-            node.crash(1, "was killed by SIGSEGV")
-            await until(lambda: supervisor.state == "recovering")
+            async with recovering(supervisor, node, 1, "was killed by SIGSEGV"):
+                pass
             await until(lambda: supervisor.state == "ready")
     files = sorted(folder.iterdir())
     assert len(files) == 10
