@@ -207,8 +207,14 @@ class EngineManager:
 
     async def _watch(self, name: str, process: RunningProcess) -> None:
         """Run a process until it ends; a failure that was not expected ends the others."""
-        cause, has_failed = await run_to_end(process)
-        managed = self._processes.pop(name)
+        try:
+            cause, has_failed = await run_to_end(process)
+        except asyncio.CancelledError:
+            # The event loop ends: `run` must not wait for the exit of a process without a watch.
+            process.kill()
+            raise
+        finally:
+            managed = self._processes.pop(name)
         spec = managed.spec
         managed.cause = f"{spec.title}: {cause}"
         if has_failed and not managed.may_fail:

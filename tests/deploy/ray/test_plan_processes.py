@@ -144,6 +144,17 @@ async def test_router_and_engines_are_actors_that_ray_restarts() -> None:
     assert len(ray.removed) == 3
 
 
+async def test_processes_are_killed_if_the_event_loop_ends_before_them() -> None:
+    rig = Rig()
+    await rig.until(lambda: rig.ready)
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await rig.run
+    assert not rig.manager.running
+    assert sorted(actor.name for actor in rig.ray.killed) == ["a", "b", "router"]
+
+
 async def test_an_engine_of_several_nodes_is_spread_over_machines() -> None:
     rig = Rig(GPUS, "/secret")
     await rig.until(lambda: rig.ready)
