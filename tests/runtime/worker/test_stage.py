@@ -68,14 +68,33 @@ class FakeExecutor:
 
 
 class Results:
-    """What a stage delivered."""
+    """What a stage delivered; the error that ends the stage ends each wait."""
 
     def __init__(self) -> None:
-        self.queue: asyncio.Queue[StepDone] = asyncio.Queue()
-        self.faults: list[BaseException] = []
+        self.queue: asyncio.Queue[StepDone | BaseException] = asyncio.Queue()
 
     async def take(self, count: int) -> list[StepResult]:
-        return [(await asyncio.wait_for(self.queue.get(), 60)).result for _ in range(count)]
+        """Wait for the results of steps."""
+        return [(await self._get()).result for _ in range(count)]
+
+    async def fault(self) -> BaseException:
+        """Wait for the error that ends the stage, before any further result."""
+        result = await asyncio.wait_for(self.queue.get(), 60)
+        assert isinstance(result, BaseException), result
+        return result
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Wait until a condition holds before a step has a result."""
+        async with asyncio.timeout(60):
+            while not condition():
+                assert self.queue.empty(), await self._get()
+                await asyncio.sleep(0.001)
+
+    async def _get(self) -> StepDone:
+        result = await asyncio.wait_for(self.queue.get(), 60)
+        if isinstance(result, BaseException):
+            raise result
+        return result
 
 
 def make_stage(
@@ -85,8 +104,8 @@ def make_stage(
     receivers = [ends["receiver"]] if "receiver" in ends else []
     senders = [ends["sender"]] if "sender" in ends else []
     executor.has_sampler = not senders
-    handlers = results.queue.put_nowait, results.faults.append, min_step_seconds
-    stage = StageRunner(executor, receivers, senders, *handlers)  # type: ignore[arg-type]
+    put = results.queue.put_nowait
+    stage = StageRunner(executor, receivers, senders, put, put, min_step_seconds)  # type: ignore[arg-type]
     return stage, results
 
 
@@ -164,8 +183,7 @@ async def test_behind_a_pipeline_sampling_runs_beside_the_next_step() -> None:
     stage.run_plan(plan(4))
     stage.run_plan(plan(2))
     stage.run_plan(plan(5))
-    while executor.log != ["compute 4", "compute 2", "compute 5"]:
-        await asyncio.sleep(0.01)
+    await results.until(lambda: executor.log == ["compute 4", "compute 2", "compute 5"])
     executor.sampling.set()
     assert [result.step for result in await results.take(3)] == [4, 2, 5]
 
@@ -198,7 +216,6 @@ async def test_times_are_told_up_to_the_step_that_is_being_computed() -> None:
 class FakeSender:
     def __init__(self) -> None:
         self.sent: list[tuple[int, str]] = []
-        self.done = threading.Event()
 
     def mark_begin(self, step: int) -> None:
         """Nobody asks."""
@@ -211,16 +228,14 @@ class FakeSender:
 
     def _add(self, step: int, error: str) -> None:
         self.sent.append((step, error))
-        if len(self.sent) == 4:
-            self.done.set()
 
 
 async def test_a_stage_in_the_middle_hands_failures_on() -> None:
     sender = FakeSender()
-    stage, _ = make_stage(FakeExecutor(), sender=sender)
+    stage, results = make_stage(FakeExecutor(), sender=sender)
     for step in (0, 1, 2, 4):
         stage.run_plan(plan(step))
-    assert await asyncio.to_thread(sender.done.wait, 60)
+    await results.until(lambda: len(sender.sent) == 4)
     expected = [(0, ""), (1, "KeyError: 'prepare'"), (2, "RuntimeError: compute"), (4, "")]
     assert sender.sent == expected
 
@@ -233,9 +248,7 @@ class BrokenReceiver:
 async def test_a_broken_edge_is_a_fault() -> None:
     stage, results = make_stage(FakeExecutor(), receiver=BrokenReceiver())
     stage.run_plan(plan(0))
-    while not results.faults:
-        await asyncio.sleep(0.01)
-    assert str(results.faults[0]) == "the edge is gone"
+    assert str(await results.fault()) == "the edge is gone"
 
 
 async def test_a_device_gets_its_next_step_before_the_tokens_are_there() -> None:
@@ -245,8 +258,7 @@ async def test_a_device_gets_its_next_step_before_the_tokens_are_there() -> None
     stage, results = make_stage(executor)
     for step in (4, 2, 5):
         stage.run_plan(plan(step))
-    while executor.log != ["compute 4", "compute 2", "compute 5"]:
-        await asyncio.sleep(0.01)
+    await results.until(lambda: executor.log == ["compute 4", "compute 2", "compute 5"])
     assert stage.is_busy
     executor.sampling.set()
     got = await results.take(3)
@@ -286,12 +298,11 @@ async def test_threads_of_a_stage_use_its_device() -> None:
 async def test_a_stage_in_the_middle_waits_for_its_device_too() -> None:
     sender = FakeSender()
     executor = FakeExecutor(lambda batch: DeviceTime(0.25, 0.25))
-    stage, _ = make_stage(executor, sender=sender)
+    stage, results = make_stage(executor, sender=sender)
     for step in (0, 1, 2, 4):
         stage.run_plan(plan(step))
-    assert await asyncio.to_thread(sender.done.wait, 60)
-    while stage.is_busy:
-        await asyncio.sleep(0.01)
+    await results.until(lambda: len(sender.sent) == 4)
+    await results.until(lambda: not stage.is_busy)
     assert [time.step for time in stage.pop_step_times()[0]] == [0, 4]
 
 
@@ -305,7 +316,5 @@ async def test_what_was_computed_with_nothing_is_not_delivered() -> None:
     executor = FakeExecutor(lambda batch: DeviceTime(0.0, 0.0))
     stage, results = make_stage(executor, receiver=receiver)
     stage.run_plan(plan(4))
-    while not results.faults:
-        await asyncio.sleep(0.01)
-    assert str(results.faults[0]) == "the transfer was aborted"
+    assert str(await results.fault()) == "the transfer was aborted"
     assert results.queue.empty()
