@@ -391,12 +391,23 @@ def test_a_machine_with_another_certificate_is_refused_on_both_sides(wrong: str)
 
 
 @pytest.mark.long
-def test_connection_without_tls_is_refused_where_tls_is_used() -> None:
+@pytest.mark.parametrize(
+    ("knows_certificate", "cause"),
+    [
+        (False, "the connection does not use TLS"),
+        (True, "TLS failed: PEER_DID_NOT_RETURN_A_CERTIFICATE"),
+    ],
+)
+def test_a_machine_without_tls_is_refused_where_tls_is_used(
+    knows_certificate: bool, cause: str
+) -> None:
     with Mover("head", has_tls=False, node_timeout=0.25) as source, Mover("other") as target:
-        connect(source, target, waits=False)
+        target.open(OpenLinkEdge(1, 3, False, False, source.peer()), Files())
+        peer = LinkPeer("other", target.peer().address, target.der if knows_certificate else b"")
+        source.open(OpenLinkEdge(1, 3, True, True, peer), Files())
         expect_loss(source, "no connection for")
-        report = target.wait_for(LinkReport, lambda report: bool(report.refused))
-        assert report.refusal_causes["127.0.0.1"] == "the connection does not use TLS"
+        # On a busy machine a connection may end before it is read; more follow.
+        target.wait_for(LinkReport, lambda report: cause in report.refusal_causes.values())
 
 
 def test_another_run_closes_the_edges_and_keeps_the_port() -> None:
