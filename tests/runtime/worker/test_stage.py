@@ -72,6 +72,12 @@ class Results:
 
     def __init__(self) -> None:
         self.queue: asyncio.Queue[StepDone | BaseException] = asyncio.Queue()
+        self.faults: list[BaseException] = []
+
+    def fail(self, error: BaseException) -> None:
+        """Note the error that ends the stage."""
+        self.faults.append(error)
+        self.queue.put_nowait(error)
 
     async def take(self, count: int) -> list[StepResult]:
         """Wait for the results of steps."""
@@ -104,8 +110,8 @@ def make_stage(
     receivers = [ends["receiver"]] if "receiver" in ends else []
     senders = [ends["sender"]] if "sender" in ends else []
     executor.has_sampler = not senders
-    put = results.queue.put_nowait
-    stage = StageRunner(executor, receivers, senders, put, put, min_step_seconds)  # type: ignore[arg-type]
+    handlers = results.queue.put_nowait, results.fail, min_step_seconds
+    stage = StageRunner(executor, receivers, senders, *handlers)  # type: ignore[arg-type]
     return stage, results
 
 

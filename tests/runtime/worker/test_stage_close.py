@@ -59,7 +59,7 @@ class Reports(Results):
 
 def start(executor: Executor, **ends: Any) -> tuple[StageRunner, Reports]:
     reports = Reports()
-    handlers = reports.add, reports.faults.append
+    handlers = reports.add, reports.fail
     receivers, senders = (
         [end for end in [ends.get(name)] if end is not None] for name in ("receiver", "sender")
     )

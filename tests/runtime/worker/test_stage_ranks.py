@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from typing import Any
 
@@ -84,17 +85,28 @@ class Ranks:
             for runner in self.runners:
                 runner.run_plan(plan(step))
 
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Wait until a condition holds; no rank fails before."""
+        async with asyncio.timeout(60):
+            while not condition():
+                assert self.faults == [[]] * NUM_RANKS
+                await asyncio.sleep(0.001)
+
+    async def wait_for_faults(self, ranks: Collection[int]) -> None:
+        """Wait until each of these ranks has reported an error."""
+        async with asyncio.timeout(60):
+            while not all(self.faults[rank] for rank in ranks):
+                await asyncio.sleep(0.001)
+
     async def wait_for_results(self, count: int) -> list[tuple[int, str]]:
         """Step and error of rank 0's results."""
-        while len(self.results[0]) < count:
-            await asyncio.sleep(0.01)
+        await self.until(lambda: len(self.results[0]) >= count)
         done = [result for result in self.results[0] if isinstance(result, StepDone)]
         return [(each.result.step, each.result.error) for each in done]
 
     async def finish(self) -> None:
         """Close once the other ranks have finished too, which may be after rank 0's report."""
-        while any(runner.is_busy for runner in self.runners):
-            await asyncio.sleep(0.01)
+        await self.until(lambda: not any(runner.is_busy for runner in self.runners))
         await self.close()
 
     async def close(self) -> None:
@@ -144,8 +156,8 @@ async def test_ranks_in_the_middle_all_send_the_error() -> None:
     ranks = Ranks(is_last=False)
     ranks.executors[1].prepare_fails.add(6)
     ranks.run(4, 5, 6, 8)
+    await ranks.until(lambda: all(len(sender.sent) == 4 for sender in ranks.senders))
     for sender in ranks.senders:
-        assert await asyncio.to_thread(sender.done.wait, 60)
         assert sender.sent == [(4, ""), (5, ""), (6, "KeyError: ('prepare', 1)"), (8, "")]
     await ranks.close()
 
@@ -156,8 +168,7 @@ async def test_an_error_in_the_middle_of_a_step_ends_all_ranks(rank: int) -> Non
     ranks = Ranks()
     ranks.executors[rank].compute_fails.add(5)
     ranks.run(4, 5, 6)
-    while not all(ranks.faults):
-        await asyncio.sleep(0.01)
+    await ranks.wait_for_faults(range(NUM_RANKS))
     for other, (fault,) in enumerate(ranks.faults):
         if other == rank:
             assert str(fault) == f"compute on rank {rank}"
@@ -177,8 +188,7 @@ async def test_ranks_that_wait_for_one_that_has_ended_end(rank: int) -> None:
             runner.run_plan(plan(4))
     await asyncio.sleep(0.05)
     await asyncio.to_thread(ranks.runners[rank].close)
-    while not all(faults for other, faults in enumerate(ranks.faults) if other != rank):
-        await asyncio.sleep(0.01)
+    await ranks.wait_for_faults(set(range(NUM_RANKS)) - {rank})
     assert not ranks.faults[rank]
     await ranks.close()
 
@@ -187,8 +197,7 @@ async def test_ranks_that_disagree_on_the_step_fail() -> None:
     ranks = Ranks()
     for rank, runner in enumerate(ranks.runners):
         runner.run_plan(plan(4 + rank))
-    while not all(ranks.faults):
-        await asyncio.sleep(0.01)
+    await ranks.wait_for_faults(range(NUM_RANKS))
     faults = [fault for (fault,) in ranks.faults]
     assert any(isinstance(fault, GroupMismatchError) for fault in faults)
     assert not any(executor.log for executor in ranks.executors)

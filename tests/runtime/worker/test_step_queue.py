@@ -177,15 +177,14 @@ async def test_a_stage_sends_each_lane_by_its_turns() -> None:
     executor.may_compute.clear()
     executor.has_sampler = False
     senders: list[Any] = [FakeSender(), FakeSender()]
-    handlers: Any = results.queue.put_nowait, results.faults.append
+    handlers: Any = results.queue.put_nowait, results.fail
     stage = StageRunner(executor, [], senders, *handlers)  # type: ignore[arg-type]
     stage.run_plan(plan_of(4, 1, 0))
     assert await asyncio.to_thread(executor.computing.wait, 60)
     for step, lane, turn in [(5, 1, 1), (6, 0, 0), (1, 1, 2), (7, 0, 1)]:
         stage.run_plan(plan_of(step, lane, turn))
     executor.may_compute.set()
-    while stage.is_busy:
-        await asyncio.sleep(0.01)
+    await results.until(lambda: not stage.is_busy)
     assert executor.log == ["compute 4", "compute 6", "compute 7", "compute 5"]
     assert senders[0].sent == [(0, ""), (1, "")]
     assert senders[1].sent == [(0, ""), (1, ""), (2, "KeyError: 'prepare'")]
@@ -198,7 +197,7 @@ async def test_a_stage_sends_each_lane_by_its_turns() -> None:
 async def test_a_last_stage_computes_what_has_arrived(edge: Edge) -> None:
     receivers, (decode, prefill) = open_ends(edge)
     executor, results = Executor(), Results()
-    handlers: Any = results.queue.put_nowait, results.faults.append
+    handlers: Any = results.queue.put_nowait, results.fail
     stage = StageRunner(executor, receivers, [], *handlers)  # type: ignore[arg-type]
     for step, lane, turn in [(4, 1, 0), (5, 0, 0), (6, 1, 1), (7, 0, 1)]:
         stage.run_plan(plan_of(step, lane, turn))
