@@ -156,7 +156,7 @@ class Autoscaler:
         self._num_overdue = 0
         self._overdue_at = now
         self._starting: dict[str, tuple[float, int]] = {}
-        """Of each engine that starts: when it was first seen, and `_num_replacements` then."""
+        """Time at which each engine that starts was first seen, and `_num_replacements` then."""
         self._num_replacements = 0
         """Engines in a row that were replaced, one by the next, because they did not come."""
         self._draining: set[str] = set()
