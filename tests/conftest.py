@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Generator
+from pathlib import Path
 from zlib import crc32
 
 import pytest
@@ -49,6 +50,14 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.collect()
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture
+def broken_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Child processes that cannot import a module which all of them need."""
+    (tmp_path / "setproctitle.py").write_text("raise ImportError('broken')\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    monkeypatch.setenv("PYTHONPATH", path)
 
 
 TRACED_SHARE = 3

@@ -199,6 +199,12 @@ class EngineKvMover:
         """Withdraw the endpoint, because gllm-link has exited."""
         self._set_endpoint(b"")
 
+    def on_import_failed(self, cause: str) -> None:
+        """Note that the caches of this epoch are not served, because gllm-link cannot start."""
+        log.warning("no KV blocks are transferred: %s", cause)
+        if self._caches is not None:
+            self._caches.is_refused = True
+
     def _open_caches(self, caches: _OpenCaches) -> None:
         """Let the process open the caches, and connect it with the driver."""
         assert self._backend is not None

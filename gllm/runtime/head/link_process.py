@@ -17,7 +17,7 @@ import msgspec
 
 from gllm.config.link_encodings import PLAIN
 from gllm.messages.nodes import LinkState
-from gllm.observability.child_process import ChildProcess, module_command
+from gllm.observability.child_process import ChildProcess, has_import_failure, module_command
 from gllm.pacing.policy_registry import DEFAULT_LINK_POLICY
 from gllm.recovery.backoff import Backoff
 from gllm.recovery.liveness import FREEZE_SECONDS, FrozenDetector, ProcessSample
@@ -48,6 +48,9 @@ class LinkOwner(Protocol):
 
     def on_exited(self) -> None:
         """Handle the end of the process: it has been reaped, and is started again later."""
+
+    def on_import_failed(self, cause: str) -> None:
+        """Handle the exit of a first process whose modules cannot be imported: no other follows."""
 
 
 class LinkChild:
@@ -81,6 +84,10 @@ class LinkChild:
         self._listening: asyncio.Future[int] | None = None
         """Port of the process, once it is ready."""
         self._is_closed = False
+        self._has_started = False
+        """True once a process has sent a message."""
+        self._import_failure = ""
+        """Exit of the first process, if its modules cannot be imported: no other one is started."""
         self._detector = FrozenDetector(FREEZE_SHARE * freeze_timeout)
         self._check_timer: asyncio.TimerHandle | None = None
 
@@ -132,7 +139,13 @@ class LinkChild:
             self._reap()
 
     def _start(self) -> None:
-        """Start a process. Raises OSError."""
+        """Start a process.
+
+        Raises:
+            OSError: it cannot be started, or the modules of the first one cannot be imported.
+        """
+        if self._import_failure:
+            raise OSError(self._import_failure)
         loop = asyncio.get_running_loop()
         if self._restart is not None:
             self._restart.cancel()
@@ -195,6 +208,7 @@ class LinkChild:
             log.debug("gllm-link is lost: %s", error)
             self.kill()
             return
+        self._has_started = True
         if isinstance(message, commands.LinkListening):
             self._on_listening(message.port, message.cause)
         elif isinstance(message, commands.LinkAlive):
@@ -227,6 +241,11 @@ class LinkChild:
             return
         if listening is not None and not listening.done():
             listening.set_exception(OSError(f"{cause} at its start"))
+        if not self._has_started and has_import_failure(cause):
+            log.error("%s; it is not started again", cause)
+            self._import_failure = cause
+            self._owner.on_import_failed(cause)
+            return
         if loop.time() - self._started_at > STEADY_SECONDS:
             self._backoff.reset()
         delay = self._backoff.next_delay()
@@ -414,6 +433,11 @@ class LinkProcess:
     def on_exited(self) -> None:
         """Forget the states of the connections, because gllm-link has exited."""
         self.links = []
+
+    def on_import_failed(self, cause: str) -> None:
+        """Report all open edges as lost, because gllm-link cannot be started."""
+        for epoch, edge in list(self._edges):
+            self._on_lost(epoch, edge, cause)
 
     def _close_descriptors(self, keys: list[tuple[int, int]]) -> None:
         """Forget edges."""

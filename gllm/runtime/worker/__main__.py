@@ -10,9 +10,8 @@ import gc
 import os
 import signal
 import sys
-import traceback
 
-from gllm.observability.child_start import IMPORT_ERROR_STATUS, leave_signals_to_parent
+from gllm.observability.child_start import exit_on_import_error, leave_signals_to_parent
 from gllm.runtime.messaging.parent_death import die_with_parent
 
 
@@ -32,15 +31,11 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1, stacks)
     # Objects of imports and loading stay alive; visiting them takes a tenth of the start-up time.
     gc.disable()
-    try:
+    with exit_on_import_error():
         import setproctitle
 
         setproctitle.setproctitle("gllm-standby")
         from gllm.runtime.worker.worker import run_worker
-    except ImportError:
-        # The parent gives up: another process would fail in the same way.
-        traceback.print_exc()
-        sys.exit(IMPORT_ERROR_STATUS)
     run_worker(channel, ratios)
 
 

@@ -17,7 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gllm.config.sampling import StructuredOutput
-from gllm.observability.child_process import describe_exit, module_command, read_process_usage
+from gllm.observability.child_process import (
+    describe_exit,
+    has_import_failure,
+    module_command,
+    read_process_usage,
+)
 from gllm.options.field_types import FieldError
 from gllm.text.grammar.compiler_process import CPU_SECONDS, MEMORY_BYTES, STACK_BYTES
 from gllm.text.grammar.sources.structured_output import GrammarSource, to_grammar_source
@@ -68,6 +73,10 @@ class CompilerBusyError(Exception):
     """No grammar can be compiled now: the compiler process has failed."""
 
 
+class _StartError(Exception):
+    """The process has ended before it was ready; the message says how."""
+
+
 class _StalledError(Exception):
     """The process neither answers nor computes."""
 
@@ -108,6 +117,10 @@ class GrammarCompiler:
         """Grammar that the process compiles."""
         self._lock = asyncio.Lock()
         self._process: Process | None = None
+        self._has_started = False
+        """True once a process was ready."""
+        self._import_failure = ""
+        """Exit of the first process, if its modules cannot be imported: no other one is started."""
         self._is_fresh = False
         """True if the process has not compiled a grammar yet."""
 
@@ -220,12 +233,15 @@ class GrammarCompiler:
         """
         ending = ""
         for _ in range(MAX_ATTEMPTS):
+            if self._import_failure:
+                raise CompilerBusyError(f"grammars cannot be compiled ({self._import_failure})")
             process = self._process
             if process is None or process.returncode is not None:
-                process = await self._start()
-            if process is None:
-                ending = "it does not start"
-                continue
+                try:
+                    process = await self._start()
+                except _StartError as failure:
+                    ending = f"it does not start: {failure}"
+                    continue
             was_fresh, self._is_fresh = self._is_fresh, False
             try:
                 line = await self._exchange(process, source)
@@ -295,10 +311,11 @@ class GrammarCompiler:
                 if before == cpu_seconds:
                     raise _StalledError from None
 
-    async def _start(self) -> Process | None:
-        """Start a process; return None if it ends before it is ready.
+    async def _start(self) -> Process:
+        """Start a process and wait until it is ready.
 
         Raises:
+            _StartError: It ends before it is ready.
             GrammarError: The model's tokenizer does not support grammars.
         """
         # The limits apply to one thread, which is all that the process uses.
@@ -318,8 +335,14 @@ class GrammarCompiler:
             await self._end()
         if error:
             raise GrammarError(error)
-        self._is_fresh = True
-        return process if line else None
+        if not line:
+            ending = describe_exit(await process.wait())
+            log.warning("the process that compiles grammars does not start: %s", ending)
+            if not self._has_started and has_import_failure(ending):
+                self._import_failure = ending
+            raise _StartError(ending)
+        self._is_fresh = self._has_started = True
+        return process
 
     async def _end(self) -> None:
         process, self._process = self._process, None

@@ -16,9 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-import setproctitle
-
-from gllm.observability.child_start import leave_signals_to_parent
+from gllm.observability.child_start import exit_on_import_error, leave_signals_to_parent
 
 CPU_SECONDS = 2.0
 """Limit of CPU time per grammar."""
@@ -144,9 +142,15 @@ def main(compile_source: CompileFunction = compile_grammar) -> None:
     """Run the process that compiles grammars; the arguments are FOLDER VOCAB_SIZE EOS_ID...
 
     Reads a grammar per line of standard input, as JSON, and prints the compiled grammar or an error
-    per line. Exits with status 0 at the end of the input.
+    per line. Exits with status 0 at the end of the input, and with IMPORT_ERROR_STATUS if its
+    modules cannot be imported.
     """
     leave_signals_to_parent()
+    with exit_on_import_error():
+        import setproctitle
+
+        # Used by the thread, whose errors do not end the process with a status.
+        import gllm.text.grammar.vocabulary  # noqa: F401
     setproctitle.setproctitle("gllm-grammar")
     folder, vocab_size, *eos_ids = sys.argv[1:]
     threading.stack_size(STACK_BYTES)

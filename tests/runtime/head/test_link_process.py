@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from gllm.observability.child_process import IMPORT_FAILURE
 from gllm.runtime.head.link_process import LinkProcess
 from gllm.runtime.messaging.security import NodeCertificate, create_certificate
 from gllm.transport.base import EdgeLayout
@@ -161,6 +162,28 @@ async def test_an_edge_to_nobody_is_lost() -> None:
         assert (epoch, edge) == (1, 0)
         assert cause
     left.close()
+
+
+@pytest.mark.parametrize("listen", ["", "127.0.0.1:0"])
+async def test_a_process_whose_modules_cannot_be_imported_is_not_started_again(
+    listen: str, broken_imports: None
+) -> None:
+    machine = Machine("left", listen, None)
+    try:
+        if listen:
+            with pytest.raises(OSError, match=IMPORT_FAILURE):
+                await machine.links.listen()
+        else:
+            machine.open(1, True, LinkPeer("right", "127.0.0.1:1", b""))
+            ((epoch, edge, cause),) = await until(lambda: machine.lost)
+            assert (epoch, edge) == (1, 0)
+            assert IMPORT_FAILURE in cause
+        assert (machine.links.process, machine.links.num_restarts) == (None, 0)
+        # Each later epoch fails at once.
+        with pytest.raises(OSError, match=IMPORT_FAILURE):
+            machine.open(2, True, LinkPeer("right", "127.0.0.1:1", b""))
+    finally:
+        machine.close()
 
 
 async def test_another_run_closes_the_edges() -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import sys
 from functools import partial
 from pathlib import Path
 from subprocess import DEVNULL
@@ -224,10 +223,10 @@ async def test_what_fails_in_its_own_thread_is_raised() -> None:
     assert done == [1]
 
 
-async def test_a_worker_whose_modules_cannot_be_imported_says_so(tmp_path: Path) -> None:
-    (tmp_path / "setproctitle.py").write_text("raise ImportError('broken')\n")
-    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    popen = partial(ChildProcess, env={**os.environ, "PYTHONPATH": path}, stderr=DEVNULL)
+async def test_a_worker_whose_modules_cannot_be_imported_says_so(
+    tmp_path: Path, broken_imports: None
+) -> None:
+    popen = partial(ChildProcess, stderr=DEVNULL)
     head = Head(tmp_path, LocalNode(1, popen=popen))
     try:
         head.spawn(1)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from gllm.config.sampling import StructuredOutput
+from gllm.observability.child_process import IMPORT_FAILURE
 from gllm.options.field_types import FieldError
 from gllm.text.grammar import compiler_process
 from gllm.text.grammar.compiler import (
@@ -352,6 +353,16 @@ async def test_a_process_that_does_not_start_is_no_fault_of_the_grammar(tmp_path
         await compiler.compile(GOOD)
     state = compiler.describe()
     assert (state["process_id"], state["num_cached_grammars"]) == (None, 0)
+
+
+async def test_a_process_whose_modules_cannot_be_imported_is_started_once(
+    broken_imports: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened() as compiler:
+        for _ in range(2):
+            with pytest.raises(CompilerBusyError, match=IMPORT_FAILURE):
+                await compiler.compile(GOOD)
+    assert caplog.text.count("the process that compiles grammars does not start") == 1
 
 
 async def test_a_model_without_an_end_has_no_grammars():
