@@ -3,7 +3,6 @@
 import gc
 import os
 import secrets
-import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from gllm.transport.descriptors import DescriptorError
 from gllm.transport.kv.endpoint import KvEndpoint, KvMachine, decode_endpoint, encode_endpoint
 from gllm.transport.kv.mover import read_host_id
 from tests.support.engines.kv_workers import KvWorkers, until
+from tests.support.stopped_process import stop_process
 
 
 class Engines(NamedTuple):
@@ -230,7 +230,7 @@ async def test_a_process_that_does_not_read_is_replaced() -> None:
         await until(lambda: workers.mover.endpoint)
         channel, process_id = workers.channel, workers.mover.process_id
         assert process_id is not None
-        os.kill(process_id, signal.SIGSTOP)
+        await stop_process(process_id)
         with pytest.raises(DescriptorError) as stuck:
             send_many(workers)
         assert isinstance(stuck.value.__cause__, BlockingIOError)

@@ -20,6 +20,7 @@ from gllm.transport.base import EdgeLayout
 from gllm.transport.edge import Edge, create_edge
 from gllm.transport.link.commands import LinkPeer, OpenLinkEdge
 from gllm.transport.ring import Ring
+from tests.support.stopped_process import stop_process
 
 LAYOUT = EdgeLayout(slots=4, max_tokens=8, hidden_size=16, itemsize=4)
 SECONDS = 60.0
@@ -137,7 +138,10 @@ async def test_a_killed_or_stopped_process_is_started_again_and_loses_no_step() 
         ):
             process = machine.links.process
             assert process is not None
-            process.send_signal(number)
+            if number == signal.SIGSTOP:
+                await stop_process(process.pid)
+            else:
+                process.kill()
             left.send(step)
             assert await right.receive(step) == bytes([step]) * 64
             await until(partial(restarted_once, machine))

@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 
 import pytest
 
@@ -20,6 +19,7 @@ from gllm.text.grammar.compiler import (
     GrammarError,
 )
 from gllm.text.grammar.sources.structured_output import GrammarSource
+from tests.support.stopped_process import stop_process
 from tests.support.text import dying_compiler
 from tests.support.text.grammar_writing import EOS, FOLDER, VOCABULARY
 
@@ -291,19 +291,11 @@ async def test_a_grammar_that_nobody_waits_for_is_not_compiled(compiler):
     assert await compiler.compile(others[-1])
 
 
-async def stop(process_id):
-    """Stop all threads of a process. Those that compute go on until another has the signal."""
-    os.kill(process_id, signal.SIGSTOP)
-    threads = Path(f"/proc/{process_id}/task")
-    while any("State:\tT" not in (each / "status").read_text() for each in threads.iterdir()):
-        await asyncio.sleep(0.001)
-
-
 async def test_a_process_that_is_stopped_is_replaced(caplog):
     async with opened(stall_seconds=0.5) as compiler:
         await compiler.compile(GOOD)
         process_id = compiler.describe()["process_id"]
-        await stop(process_id)
+        await stop_process(process_id)
         sources = [GrammarSource("regex", f"f{{{i}}}") for i in range(1, 4)]
         answers = await asyncio.gather(*map(compiler.compile, sources))
         assert all(answers)
