@@ -36,10 +36,14 @@ from tests.support.network.proxies import Proxy
 class Stream:
     """Workers at both ends, on threads: each step is sent once its slot is free."""
 
-    def __init__(self, files: tuple[Files, Files], count: int, lane: int = 0) -> None:
+    def __init__(
+        self, files: tuple[Files, Files], count: int, lane: int = 0, num_allowed: int | None = None
+    ) -> None:
+        """Start; after `num_allowed` steps the sender waits for `allow`, None for never."""
         self._source, self._target = (file.ring(lane=lane) for file in files)
         self._count, self._lane = count, lane
         self._committed = threading.Semaphore(LAYOUT.slots)
+        self._allowed = threading.Semaphore(count if num_allowed is None else num_allowed)
         self.received = 0
         self.errors: list[BaseException] = []
         self._threads = [
@@ -48,6 +52,10 @@ class Stream:
         ]
         for thread in self._threads:
             thread.start()
+
+    def allow(self, num_steps: int) -> None:
+        """Let the sender send further steps."""
+        self._allowed.release(num_steps)
 
     def wait(self) -> None:
         for thread in self._threads:
@@ -72,6 +80,7 @@ class Stream:
     def _send(self) -> None:
         for step in range(self._count):
             assert self._committed.acquire(timeout=WAIT_SECONDS)
+            assert self._allowed.acquire(timeout=WAIT_SECONDS)
             write_step(self._source, step, 1 + step * 7 % 64, self._value(step))
 
     def _receive(self) -> None:
@@ -113,9 +122,13 @@ def test_connections_that_are_reset_lose_no_step(
         files = connect(
             source, target, target_dials=target_dials, address=proxy.address, num_lanes=num_lanes
         )
-        streams = [Stream(files, 300, lane) for lane in range(num_lanes)]
-        for cut in range(5):
-            streams[-1].wait_until(50 * cut + order.randrange(40))
+        streams = [Stream(files, 300, lane) for lane in range(num_lanes - 1)]
+        last = Stream(files, 300, num_lanes - 1, num_allowed=0)
+        streams.append(last)
+        for _ in range(5):
+            last.allow(60)
+            # The last of these steps comes over a connection that was opened after the last reset.
+            last.wait_until(last.received + LAYOUT.slots + 1 + order.randrange(40))
             proxy.reset()
         for stream in streams:
             stream.wait()
