@@ -20,8 +20,9 @@ namespace {
 
 constexpr int64_t SPIN_NS = 50'000;
 constexpr int64_t WINDOW_NS = 20'000'000;     // time in regions by which helpers are judged
-constexpr double TOLERANCE = 0.8;             // share of the helpers' gain that waits may cost
-constexpr int64_t FIRST_PAUSE_NS = 50'000'000, LONGEST_PAUSE_NS = 800'000'000;
+constexpr double TOLERANCE = 0.6;             // share of the helpers' gain that waits may cost
+constexpr int64_t FIRST_PAUSE_NS = 50'000'000, LONGEST_PAUSE_NS = 3'200'000'000;
+constexpr int64_t RECALLED_PAUSES = 8;        // helpers that have slept are soon given a core, at first
 constexpr uint32_t OPEN = 1u << 31;           // helpers may join
 
 std::atomic<uint32_t> num_forks{0};  // a child has none of its parent's threads
@@ -97,7 +98,7 @@ class Pool {
         if (worked_ns + waited_ns < WINDOW_NS) return;
         const double gain = helpers / (helpers + 1.0);
         if (waited_ns > TOLERANCE * gain * (worked_ns + waited_ns)) {
-            const bool recurs = now - paused_until < pause_ns;
+            const bool recurs = now - paused_until < RECALLED_PAUSES * pause_ns;
             pause_ns = recurs ? std::min(2 * pause_ns, LONGEST_PAUSE_NS) : FIRST_PAUSE_NS;
             paused_until = now + pause_ns;
             num_late = recurs ? num_late + late_now : late_now;
