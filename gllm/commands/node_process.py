@@ -23,10 +23,10 @@ from gllm.deploy.cluster.member import ClusterMember
 from gllm.deploy.cluster.service_processes import ServiceMachine
 from gllm.frontend.listening import raise_open_files_limit
 from gllm.frontend.node_app import start_node_server
-from gllm.models.hub import find_local_model
 from gllm.observability.stop_signals import StopAction, StopSignals
 from gllm.options.addresses import format_host_port, undialable_reason
 from gllm.options.exit_status import UnavailableError
+from gllm.runtime.emulation.model_folder import find_machine_model
 from gllm.runtime.head.link_process import LinkProcess
 from gllm.runtime.head.node import LocalNode
 from gllm.runtime.messaging.security import (
@@ -150,7 +150,7 @@ class NodeProcess:
                 node_secret_file=options.node_secret_file,
                 join_timeout=options.join_timeout,
             )
-            find_model = partial(find_local_model, own_model=options.model)
+            find_model = partial(find_machine_model, own_model=options.model)
             agent = Agent(config, facts, self._node, links, find_model, monitor.read)
         except BaseException:
             links.close()

@@ -8,6 +8,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from gllm.config.emulation import DEVICES, EMULATED, EmulationConfig, is_emulated
 from gllm.config.hf_overrides import OVERRIDES_HELP, convert_hf_overrides, parse_hf_overrides
 from gllm.config.kv_backends import AUTO, check_backend_name
 from gllm.config.kv_events import KvEventsConfig, parse_kv_events
@@ -30,11 +31,9 @@ from gllm.scheduler.config import SchedulerConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 """Values of --dtype."""
-QUANTIZATION_DEVICES = {"none": ("cpu", "cuda"), "int8": ("cpu",)}
+QUANTIZATION_DEVICES = {"none": ("cpu", "cuda", EMULATED), "int8": ("cpu",)}
 """Devices that have kernels for each value of `quantization`."""
 QUANTIZATIONS = tuple(QUANTIZATION_DEVICES)
-DEVICES = ("auto", "cpu", "cuda")
-"""Values of --device."""
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
 """Values of --kv-cache-dtype."""
 KV_TRANSFER_ON_GPU = (
@@ -113,7 +112,11 @@ class EngineConfig:
         is_common=True,
     )
     device: str = option(
-        "auto", "device of the stages; auto: GPUs if there are any", choices=DEVICES, is_common=True
+        "auto",
+        "device of the stages; auto: GPUs if there are any; emulated:NAME, such as emulated:L20: a "
+        "device of gllm simulate that computes nothing and takes the predicted times",
+        choices=DEVICES,
+        is_common=True,
     )
     gpu_memory_utilization: float = option(
         0.9,
@@ -250,6 +253,7 @@ class EngineConfig:
         "events outside of loopback addresses and NCCL between machines",
     )
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    emulation: EmulationConfig = field(default_factory=EmulationConfig)
 
     def __post_init__(self) -> None:
         """Convert and check the fields. Raises ValueError that names the field and the fix."""
@@ -335,6 +339,11 @@ class EngineConfig:
         """Number of layers of each stage as configured; None if it is chosen automatically."""
         return None if isinstance(self.layers, str) else self.layers
 
+    @property
+    def is_emulated(self) -> bool:
+        """True if the stages compute nothing and take predicted times."""
+        return is_emulated(self.device)
+
     def slowdown_of(self, stage: int) -> float:
         """Return the factor of `debug_slowdown` that multiplies the step times of a stage.
 
@@ -344,7 +353,10 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, model: str, **options: Any) -> "EngineConfig":
-        """Create a configuration from keyword arguments, including fields of SchedulerConfig."""
-        names = {f.name for f in dataclasses.fields(SchedulerConfig)}
-        scheduler = {k: options.pop(k) for k in list(options) if k in names - {"max_model_len"}}
-        return cls(model=model, scheduler=SchedulerConfig(**scheduler), **options)
+        """Create a configuration from keyword arguments, including fields of nested classes."""
+        own = {spec.name for spec in dataclasses.fields(cls)}
+        nested = {}
+        for name, kind in (("scheduler", SchedulerConfig), ("emulation", EmulationConfig)):
+            names = {spec.name for spec in dataclasses.fields(kind)} - own
+            nested[name] = kind(**{key: options.pop(key) for key in list(options) if key in names})
+        return cls(model=model, **nested, **options)

@@ -4,7 +4,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from gllm.config.engine import DEVICES, EngineConfig
+from gllm.config.emulation import DEVICES
+from gllm.config.engine import EngineConfig
 from gllm.config.nodes import NodesConfig, check_advertised
 from gllm.config.server import ServerConfig
 from gllm.options.field_types import convert_fields
@@ -66,7 +67,9 @@ class JoinConfig:
         8000, "port of /health, /ready and /metrics; 0 picks a free one", ge=0, le=65535
     )
     device: str = option(
-        "auto", "device of the workers; auto: GPUs if there are any", choices=DEVICES
+        "auto",
+        "device of the workers; auto: GPUs if there are any, or the emulated one of the head",
+        choices=DEVICES,
     )
     threads: int | None = _same_as(EngineConfig, "threads")
     gpu_memory_utilization: float = _same_as(EngineConfig, "gpu_memory_utilization")

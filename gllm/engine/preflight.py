@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from gllm.config.emulation import EMULATED
 from gllm.config.engine import QUANTIZATION_DEVICES, EngineConfig
 from gllm.config.kv_backends import NIXL, NIXL_MISSING
 from gllm.messages.nodes import PROTOCOL
@@ -22,6 +23,9 @@ from gllm.models.split import split_layers
 from gllm.options.flags import output_file
 from gllm.options.version import __version__
 from gllm.recovery.join_check import JoinFacts
+from gllm.runtime.emulation.deployment import build_emulated_deployment, check_covered
+from gllm.runtime.emulation.model_folder import prepare_emulated_model
+from gllm.runtime.emulation.output import check_output
 from gllm.text.tokenizer import Tokenizer
 
 MIN_MODEL_LEN = 2
@@ -77,7 +81,21 @@ def plan_model(config: EngineConfig) -> ModelPlan:
         _plan(config, folder)
         Tokenizer.load(folder, config.chat_template)
 
+    if config.is_emulated:
+        return _plan_emulated(config)
     return _plan(config, resolve_model(config.model, check=check))
+
+
+def _plan_emulated(config: EngineConfig) -> ModelPlan:
+    """Return the plan of a model on emulated devices. Raises ModelError and FieldError."""
+    plan = _plan(config, prepare_emulated_model(config.model))
+    layers = [len(part) for part in plan.layers]
+    deployment = build_emulated_deployment(
+        config, plan.config.model, plan.max_model_len, layers=layers
+    )
+    check_covered(deployment)
+    check_output(config.emulation)
+    return plan
 
 
 def _plan(config: EngineConfig, folder: Path) -> ModelPlan:
@@ -111,10 +129,10 @@ def _check_device(config: EngineConfig) -> None:
         ("attention_backend", BACKEND_DEVICES),
         ("quantization", QUANTIZATION_DEVICES),
     ):
-        value, device = getattr(config, field), config.device
+        value, device = getattr(config, field), EMULATED if config.is_emulated else config.device
         if "auto" in (value, device) or device in devices_of[value]:
             continue
-        usable = [other for other, devices in devices_of.items() if device in devices]
+        usable = [other for other, devices in devices_of.items() if device in devices] or ["auto"]
         raise ValueError(
             f"{field} {value} does not compute on device {device}: choose {', '.join(usable)}, or "
             f"device {devices_of[value][0]}"

@@ -197,6 +197,11 @@ STAGE_COUNTERS = {
         "Seconds a stage's host took to build steps and put them into its GPU's queues",
     ),
     "stage_compilations": ("num_compilations", "GPU kernels compiled since a stage is ready"),
+    "emulation_late_seconds": (
+        "late_seconds",
+        "Seconds after the ends of an emulated stage's steps until its worker noticed them; "
+        "divided by stage_steps, the mean lateness of a step",
+    ),
 }
 """Counters per stage, of its rank 0: field of StageUtilization and help text, by name."""
 RANK_COUNTERS = {

@@ -44,6 +44,8 @@ class StageUtilization(WireMessage, frozen=True):
     num_compilations: int = 0
     """On a device: kernels compiled since the stage is ready."""
     rank: int = 0
+    late_seconds: float = 0.0
+    """On an emulated device: seconds after the ends of steps until the worker noticed them."""
 
 
 class StepCostReport(WireMessage, frozen=True):

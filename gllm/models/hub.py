@@ -55,6 +55,7 @@ def resolve_model(
     model: str,
     hub: HubClient | None = None,
     check: Callable[[Path], object] = lambda folder: None,
+    has_weights: bool = True,
 ) -> Path:
     """Return the folder of a model, downloading it from the Hugging Face Hub if necessary.
 
@@ -63,6 +64,7 @@ def resolve_model(
         hub: client of the hub; None for huggingface_hub's.
         check: called with the folder before weights are downloaded, when all other files are in it;
             it raises an error for a model that cannot be served.
+        has_weights: download the weights too.
 
     Raises:
         ModelError: there is no such model; the message says what to do.
@@ -77,7 +79,7 @@ def resolve_model(
         raise ModelError(f"{model!r} is {kind}: pass the folder of a model with safetensors")
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise ModelError(f"there is no folder {model!r}: check the path of the model")
-    return _download(model, hub, check)
+    return _download(model, hub, check, has_weights)
 
 
 def _expand_home(model: str) -> Path:
@@ -100,13 +102,17 @@ def public_name(model: str) -> str:
     return (path.resolve().name if is_folder else "") or model
 
 
-def _download(name: str, hub: HubClient | None, check: Callable[[Path], object]) -> Path:
+def _download(
+    name: str, hub: HubClient | None, check: Callable[[Path], object], has_weights: bool
+) -> Path:
     """Download a hub repository, its weights if the check passes; return its folder."""
     from huggingface_hub import HfApi
 
     hub = HfApi() if hub is None else hub
     with _hub_errors(name):
         folder = Path(hub.snapshot_download(name, allow_patterns=FILES))
+    if not has_weights:
+        return folder
     weights = names_of_index(folder / INDEX) if (folder / INDEX).is_file() else [SINGLE]
     if not all((folder / weight).exists() for weight in weights):
         check(folder)

@@ -110,6 +110,9 @@ def apply_own_fields(head_config: bytes, own_config: bytes) -> bytes:
     """
     config: dict[str, Any] = msgspec.json.decode(head_config)
     own: dict[str, Any] = msgspec.json.decode(own_config) if own_config else {}
+    if config.get("device", "").startswith("emulated"):
+        # A pipeline cannot compute on some machines alone.
+        own.pop("device", None)
     config.update({name: value for name, value in own.items() if name in OWN_FIELDS})
     return msgspec.json.encode(config)
 

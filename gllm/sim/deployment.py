@@ -12,6 +12,7 @@ from gllm.sim.costs.base import CostModel
 from gllm.sim.costs.roofline import DeviceEfficiency, RooflineCostModel
 from gllm.sim.depth_control import replay_depth, start_depth
 from gllm.sim.event_loop import EventLoop
+from gllm.sim.hardware.shapes import ModelShape
 from gllm.sim.hardware.stages import PipelineSpec, build_hardware
 from gllm.sim.metrics.run_record import (
     DepthChange,
@@ -199,6 +200,8 @@ def roofline_deployment(
     rank_link: str | None = None,
     layers: Sequence[int] | None = None,
     bytes_per_weight: float | None = None,
+    shape: ModelShape | None = None,
+    memory_share: float = USABLE_MEMORY_SHARE,
 ) -> Deployment:
     """Return an engine configuration with step times by the roofline model of given devices.
 
@@ -218,21 +221,23 @@ def roofline_deployment(
             separated by commas; default: the first of `link`.
         layers: Number of layers of each stage; default: equal numbers.
         bytes_per_weight: Default: that of the model.
+        shape: Of a model that is not in MODELS; None for one that is.
+        memory_share: Share of each device's memory for weights and KV cache.
 
     Raises:
         ValueError: A name is unknown, or sizes do not divide.
         ModelFitError: The model does not fit into the memory of the devices.
     """
-    hardware = build_hardware(model, device, stages, link, degrees, rank_link, layers)
+    hardware = build_hardware(model, device, stages, link, degrees, rank_link, layers, shape)
     if bytes_per_weight is not None:
-        shape = replace(hardware.model, bytes_per_weight=bytes_per_weight)
-        hardware = replace(hardware, model=shape)
+        packed = replace(hardware.model, bytes_per_weight=bytes_per_weight)
+        hardware = replace(hardware, model=packed)
     config = scheduler or SchedulerConfig()
-    stage_blocks = hardware.stage_kv_blocks(config.block_size, USABLE_MEMORY_SHARE)
+    stage_blocks = hardware.stage_kv_blocks(config.block_size, memory_share)
     blocks = min(stage_blocks)
     if blocks < 1:
         fullest = stage_blocks.index(blocks)
-        usable_bytes = USABLE_MEMORY_SHARE * hardware.stages[fullest].device.memory
+        usable_bytes = memory_share * hardware.stages[fullest].device.memory
         raise ModelFitError(
             f"model {model} does not fit {sum(hardware.degrees)} x {device}: its weights are "
             f"{hardware.model.parameters * hardware.model.bytes_per_weight / 1e9:.0f} GB, "

@@ -309,6 +309,7 @@ class ReportTotals:
                 busy_seconds=past.busy_seconds + present.busy_seconds,
                 host_seconds=past.host_seconds + present.host_seconds,
                 num_compilations=past.num_compilations + present.num_compilations,
+                late_seconds=past.late_seconds + present.late_seconds,
             )
         return loads
 

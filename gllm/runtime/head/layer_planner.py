@@ -132,7 +132,7 @@ class LayerPlanner:
     def should_measure(self) -> bool:
         """True if the workers' speeds are measured before the layers are divided."""
         config = self._config
-        if config.layers != "auto" or len(self._layers) == 1:
+        if config.layers != "auto" or len(self._layers) == 1 or config.is_emulated:
             return False
         uses_gpus = config.device != "cpu"
         return (

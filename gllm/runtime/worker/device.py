@@ -191,14 +191,15 @@ def _format_version(version: tuple[int, int]) -> str:
 
 
 def count_gpus(requested: str) -> int:
-    """Return the number of GPUs to use for a configuration's `device`; 0 means the CPU.
+    """Return the number of GPUs to use for a configuration's `device`; 0 for other devices.
 
     Raises:
         FieldError: `cuda` is requested and there is no GPU.
     """
     import torch
 
-    num_gpus = torch.cuda.device_count() if requested != "cpu" and torch.cuda.is_available() else 0
+    can_use = requested in ("auto", "cuda") and torch.cuda.is_available()
+    num_gpus = torch.cuda.device_count() if can_use else 0
     if requested == "cuda" and not num_gpus:
         message = "device is cuda, but PyTorch finds no GPU here: choose cpu or auto"
         raise FieldError("device", message)

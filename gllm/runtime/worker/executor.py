@@ -87,6 +87,10 @@ class Executor(ABC):
 
     is_asynchronous = False
     """True if `compute` only queues work on a device; `wait` then waits for it."""
+    measures_time = True
+    """True if the times of steps are those that the host or the device measures."""
+    needs_all_prompts = False
+    """True if the stage that samples needs the prompts of all sequences."""
     keeps_weights = True
     """True if `load` can take over the weights of a closed executor in the same process."""
     weight_bytes = 0
@@ -209,7 +213,10 @@ class Executor(ABC):
         # An executor that computes keeps its grammars until a successor takes them.
         has_grammars = any(executor._grammars is not None for executor in [self, *beside])
         if self.has_sampler and not has_grammars:
-            self._grammars = GuideFactory(folder, self.model.vocab_size, self._eos_ids)
+            self._create_grammars(folder)
+
+    def _create_grammars(self, folder: Path) -> None:
+        self._grammars = GuideFactory(folder, self.model.vocab_size, self._eos_ids)
 
     def _read_missing(
         self,
@@ -345,6 +352,11 @@ class Executor(ABC):
     def held_seqs(self) -> set[int]:
         """Sequences that are registered or scheduled, and not released yet."""
         return self._mirror.sequences.keys() | self._tables.seqs | self._states.keys()
+
+    @property
+    def activation_width(self) -> int:
+        """Elements of a token's activations between stages."""
+        return self.model.hidden_size
 
     @property
     def layer_caches(self) -> Sequence[LayerCache]:
@@ -526,6 +538,16 @@ class Executor(ABC):
             GroupClosedError: another rank of the stage has ended or cancelled the groups.
         """
 
+    def span(self, batch: Batch, begin: float, end: float) -> tuple[float, float]:
+        """Return the begin and end of a step of a synchronous executor, as time.monotonic().
+
+        Args:
+            batch: that was computed.
+            begin: when the host called `compute`.
+            end: when `compute` had returned.
+        """
+        return begin, end
+
     def wait(self, batch: Batch) -> DeviceTime:
         """Wait until the device has computed the micro-batch; for asynchronous executors only."""
         raise NotImplementedError("computing is over when `compute` returns")
@@ -596,6 +618,11 @@ class DeviceBackend:
     def num_compilations(self) -> int:
         """Kernels compiled since `prepare_steps`; 0 on a CPU."""
         return 0
+
+    @property
+    def late_seconds(self) -> float:
+        """On an emulated device: seconds after the ends of steps until these were noticed."""
+        return 0.0
 
     def reserve(self) -> SchedulerConfig:
         """Allocate the memory for steps; a CPU needs none in advance.

@@ -189,7 +189,8 @@ class StageRunner:
         self._loop = asyncio.get_running_loop()
         self._min_step_seconds, self._slowdown = min_step_seconds, slowdown
         self._groups = groups
-        self._slow_steps = None if executor.is_asynchronous else SlowSteps(read_wait_counters)
+        has_times = executor.measures_time and not executor.is_asynchronous
+        self._slow_steps = SlowSteps(read_wait_counters) if has_times else None
         self.is_closed = False
         """True once `close` was called, although a step may still be under way."""
         self._prepared = create_step_queue(max(len(receivers), len(senders)), receivers)
@@ -353,7 +354,7 @@ class StageRunner:
         if sender is not None:
             sender.send(plan.turn, output)
         if not self._executor.is_asynchronous:
-            end = time.monotonic()
+            begin, end = self._executor.span(batch, begin, time.monotonic())
             self._record_time(plan.step, begin, end, end - begin)
             self._report_slow_step(plan, begin, end)
         if sender is None or self._executor.is_asynchronous:

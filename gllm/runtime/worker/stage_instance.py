@@ -294,7 +294,7 @@ class StageInstance:
         pacing = None
         # As many micro-batches as stages are a fixed depth.
         if assignment.has_tcp_edges and config.max_in_flight > config.stages:
-            bytes_per_token = executor.model.hidden_size * executor.dtype.itemsize
+            bytes_per_token = executor.activation_width * executor.dtype.itemsize
             pacing = DriverPacing(scheduler, bytes_per_token)
         other_ranks, other_stages = self._sessions.peers
         self._driver = Driver(
@@ -302,7 +302,7 @@ class StageInstance:
             self._handle_message,
             [*other_stages],
             self._head,
-            last_stage_needs_prompts=executor.is_asynchronous,
+            last_stage_needs_prompts=executor.needs_all_prompts,
             vocab_size=executor.model.vocab_size,
             plan_record=self._plan_record,
             first_stage_ranks=other_ranks,
@@ -375,6 +375,7 @@ class StageInstance:
                 backend.host_seconds,
                 backend.num_compilations,
                 place.rank,
+                backend.late_seconds,
             )
         )
         times = StageTimes(place.stage, *runner.pop_step_times())

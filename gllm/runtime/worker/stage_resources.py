@@ -185,7 +185,7 @@ def limit_prepared_bytes(assignment: StageAssignment, num_gpus: int) -> float:
 def create_backend(
     assignment: StageAssignment, model: ModelConfig, num_gpus: int, layers: range | None = None
 ) -> DeviceBackend:
-    """Create the device backend of a stage: CUDA if there are GPUs to use, else CPU.
+    """Create the device backend of a stage: emulated, CUDA if there are GPUs to use, or CPU.
 
     Only the chosen backend is imported.
 
@@ -200,6 +200,10 @@ def create_backend(
         FieldError: weights, KV cache or attention cannot be as configured.
     """
     layers = range(*assignment.layers) if layers is None else layers
+    if assignment.config.is_emulated:
+        from gllm.runtime.worker.emulated.backend import EmulatedBackend
+
+        return EmulatedBackend(assignment, model, layers)
     if num_gpus:
         if assignment.config.kv_transfer is not None:
             raise FieldError("kv_transfer", KV_TRANSFER_ON_GPU)
@@ -391,7 +395,7 @@ class StageResources:
         shape = EdgeLayout(
             scheduler.max_in_flight + num_late_steps,
             scheduler.max_num_batched_tokens,
-            executor.model.hidden_size,
+            executor.activation_width,
             executor.dtype.itemsize,
             # This module imports no torch.
             str(executor.dtype) == "torch.bfloat16",

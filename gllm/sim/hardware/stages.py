@@ -171,6 +171,7 @@ def build_hardware(
     degrees: Sequence[int] = (1,),
     rank_link: str | None = None,
     layers: Sequence[int] | None = None,
+    shape: ModelShape | None = None,
 ) -> PipelineSpec:
     """Return the hardware description of a pipeline from names of the model, devices and links.
 
@@ -184,11 +185,12 @@ def build_hardware(
         rank_link: A name of LINKS for the links between the ranks of all stages, or one per stage,
             separated by commas; default: the first of `link`.
         layers: Number of layers of each stage; default: equal numbers.
+        shape: Of a model that is not in MODELS; None for one that is.
 
     Raises:
         ValueError: A name is unknown, or the numbers are inconsistent.
     """
-    shape = look_up("model", model, MODELS)
+    shape = shape or look_up("model", model, MODELS)
     ranks = expand_degrees(degrees, stages)
     if layers is None:
         layers = split_layers_evenly(shape.layers, stages)

@@ -111,6 +111,7 @@ class CudaExecutor(Executor):
     """Runs the layers and the sampler of one stage on a GPU, asynchronously to the host."""
 
     is_asynchronous = True
+    needs_all_prompts = True
     keeps_weights = False
     _prepare_seconds = _compute_seconds = 0.0
     """Host time, each on a thread of its own."""

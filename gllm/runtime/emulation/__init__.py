@@ -1,0 +1,1 @@
+"""Emulated devices: what `--device emulated` takes from the simulator. Imports no torch."""

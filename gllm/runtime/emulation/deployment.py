@@ -1,0 +1,161 @@
+"""The simulator's deployment of an engine on emulated devices: step times, and memory for KV."""
+
+from collections.abc import Sequence
+
+from gllm.config.emulation import emulated_name
+from gllm.config.engine import EngineConfig
+from gllm.models.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec, ModelSpec
+from gllm.options.field_types import FieldError
+from gllm.scheduler.stage_work import StageWork
+from gllm.sim.costs.base import CostRangeError
+from gllm.sim.deployment import Deployment, ModelFitError, roofline_deployment
+from gllm.sim.hardware.shapes import MODELS, ExpertsShape, LatentShape, ModelShape
+from gllm.sim.profiled import ProfileOptions, profiled_deployment
+
+DEFAULT_DEVICE = "L20"
+"""Device of `--device emulated` without a name, as in `gllm simulate`."""
+FP8_BYTES, BFLOAT16_BYTES = 1.0, 2.0
+"""Bytes per weight of a checkpoint in 8-bit floats, and of others."""
+
+
+def build_emulated_deployment(
+    config: EngineConfig,
+    model: ModelSpec,
+    max_model_len: int,
+    degrees: Sequence[int] | None = None,
+    layers: Sequence[int] | None = None,
+) -> Deployment:
+    """Return the deployment by which the simulator predicts an emulated engine.
+
+    Args:
+        config: of an engine with an emulated device.
+        model: of the model folder; it gives the sizes if the model is not of the simulator's table.
+        max_model_len: longest sequence in tokens.
+        degrees: ranks of each stage; None for those of the configuration.
+        layers: layers of each stage; None for an equal division or the profile's.
+
+    Raises:
+        FieldError: the devices, links or the profile are unknown, or the model does not fit.
+    """
+    emulation, stages = config.emulation, config.pipeline_parallel_size
+    stages = stages if layers is None else len(layers)
+    degrees = degrees or config.stage_degrees
+    name, devices = config.model, emulated_name(config.device)
+    if emulation.emulated_profile is not None:
+        try:
+            return profiled_deployment(
+                emulation.emulated_profile,
+                ProfileOptions(
+                    config.scheduler,
+                    max_model_len,
+                    stages,
+                    degrees if max(degrees) > 1 else None,
+                    layers,
+                    emulation.emulated_link,
+                    max_model_len,
+                    devices,
+                ),
+            )
+        except ValueError as error:
+            raise FieldError("emulated_profile", f"emulated_profile: {error}") from error
+    try:
+        return roofline_deployment(
+            name,
+            devices or DEFAULT_DEVICE,
+            stages,
+            max_model_len,
+            emulation.emulated_link,
+            config.scheduler,
+            degrees=degrees,
+            rank_link=emulation.emulated_rank_link,
+            layers=layers,
+            bytes_per_weight=emulation.emulated_bytes_per_weight,
+            shape=None if name in MODELS else to_shape(model),
+            memory_share=config.gpu_memory_utilization,
+        )
+    except ModelFitError as error:
+        raise FieldError("device", f"device {config.device}: {error}") from error
+    except ValueError as error:
+        raise FieldError("device", f"device {config.device}: {error}") from error
+
+
+def check_covered(deployment: Deployment) -> None:
+    """Check that the cost model knows the largest micro-batches of an emulated engine.
+
+    Raises:
+        FieldError: a micro-batch may be larger than those that the cost model was made for.
+    """
+    scheduler = deployment.scheduler
+    assert scheduler.max_num_batched_tokens is not None
+    assert scheduler.max_model_len is not None
+    length, rows = scheduler.max_model_len, scheduler.max_num_seqs
+    chunk = min(scheduler.max_num_batched_tokens, length)
+    # Of the longest sequence; and decodes of all sequences, with what the KV cache holds.
+    context = min(rows * length, scheduler.num_blocks * scheduler.block_size)
+    works = [
+        StageWork(0, chunk, ((length - chunk, chunk),), 0, 0, 1),
+        StageWork(0, rows, (), rows, context, rows),
+    ]
+    try:
+        for stage in range(len(deployment.layers)):
+            for work in works:
+                deployment.cost.stage_seconds(stage, work)
+    except CostRangeError as error:
+        raise FieldError(
+            "emulated_profile",
+            f"emulated_profile: {error}; or lower max_num_batched_tokens (now {chunk}), "
+            f"max_num_seqs ({rows}) or max_model_len ({length})",
+        ) from error
+
+
+def to_shape(model: ModelSpec) -> ModelShape:
+    """Return the sizes of a model for cost models.
+
+    All layers are taken to be like the first dense one, and the first one with experts; attention
+    in a sliding window is counted as full.
+    """
+    first = model.layers[0]
+    sparse = next((layer.mlp for layer in model.layers if isinstance(layer.mlp, ExpertsSpec)), None)
+    num_dense = sum(not isinstance(layer.mlp, ExpertsSpec) for layer in model.layers)
+    dense = next(
+        (layer.mlp for layer in model.layers if not isinstance(layer.mlp, ExpertsSpec)),
+        None if sparse is None else sparse.expert,
+    )
+    assert dense is not None, "a layer has an MLP or experts"
+    attention = first.attention
+    latent = None
+    if isinstance(attention, LatentAttentionSpec):
+        latent = LatentShape(
+            attention.kv_lora_rank,
+            attention.rope.dim,
+            attention.nope_head_dim,
+            attention.value_dim,
+            0 if attention.q_down_proj is None else attention.q_input_size,
+        )
+    experts = None
+    if sparse is not None:
+        shared = sparse.shared_expert
+        inner = sparse.expert.intermediate_size
+        experts = ExpertsShape(
+            sparse.num_experts,
+            sparse.top_k,
+            inner,
+            0 if shared is None else -(-shared.intermediate_size // inner),
+            num_dense,
+        )
+    positions = model.embedding.positions
+    return ModelShape(
+        model.num_layers,
+        model.hidden_size,
+        attention.num_heads,
+        attention.num_kv_heads if isinstance(attention, AttentionSpec) else attention.num_heads,
+        dense.intermediate_size,
+        model.vocab_size,
+        head_dim=attention.head_dim if isinstance(attention, AttentionSpec) else 128,
+        tied=model.is_head_tied,
+        gated=dense.is_gated,
+        positions=0 if positions is None else positions.num_rows,
+        bytes_per_weight=BFLOAT16_BYTES if model.quantization is None else FP8_BYTES,
+        experts=experts,
+        latent=latent,
+    )

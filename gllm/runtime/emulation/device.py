@@ -1,0 +1,59 @@
+"""Timeline of an emulated device: when its steps begin and end. Pure: times are arguments."""
+
+from gllm.scheduler.stage_work import StageWork
+from gllm.sim.costs.base import CostModel
+
+MAX_CLOCK_SECONDS = 1.0
+"""Most seconds that activations may have been sent before they were received or after; beyond, the
+sender's clock is not that of this machine, or the bytes are not a time."""
+
+
+class EmulatedDevice:
+    """Steps of one stage in the time that a cost model predicts, one after another.
+
+    A step begins when its plan and its activations have arrived and the step before has ended, as
+    work in the queue of a GPU does. Times of the host after that are therefore hidden, unless the
+    device waits for them.
+    """
+
+    def __init__(self, cost: CostModel, stage: int, speed: float = 1.0) -> None:
+        """Create a device that is idle.
+
+        Args:
+            cost: of the pipeline.
+            stage: index of the stage.
+            speed: all predicted times are divided by this.
+        """
+        self._cost, self._stage, self._speed = cost, stage, speed
+        self._free_at = self._link_free_at = float("-inf")
+
+    def receive(self, sent_at: float, now: float, work: StageWork, is_remote: bool) -> float:
+        """Return the time at which the activations of a step have arrived.
+
+        Args:
+            sent_at: end of the step on the stage before, by its own timeline.
+            now: time at which this process has the activations.
+            work: of the step.
+            is_remote: True if the activations crossed a real link, whose time counts.
+        """
+        if is_remote or not abs(now - sent_at) <= MAX_CLOCK_SECONDS:
+            return now
+        transfer = self._cost.activation_transfer(self._stage - 1, work)
+        begin = max(sent_at, self._link_free_at)
+        self._link_free_at = begin + transfer.occupancy_seconds / self._speed
+        return self._link_free_at + transfer.propagation_seconds / self._speed
+
+    def run(self, work: StageWork, ready_at: float) -> tuple[float, float]:
+        """Return the begin and the end of the next step.
+
+        Args:
+            work: of the step.
+            ready_at: time at which its plan and its activations have arrived.
+
+        Raises:
+            CostRangeError: the step is larger than those that the cost model was made for.
+        """
+        begin = max(self._free_at, ready_at)
+        seconds = self._cost.stage_seconds(self._stage, work, begin)
+        self._free_at = begin + seconds / self._speed
+        return begin, self._free_at

@@ -1,0 +1,1 @@
+"""Execution on emulated devices, which wait instead of computing."""

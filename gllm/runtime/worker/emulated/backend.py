@@ -1,0 +1,55 @@
+"""Backend of a stage on an emulated device: its memory, and the lateness of its steps."""
+
+from typing import TYPE_CHECKING
+
+from gllm.models.config import ModelConfig
+from gllm.runtime.emulation.deployment import build_emulated_deployment
+from gllm.runtime.emulation.device import EmulatedDevice
+from gllm.runtime.worker.emulated.executor import EmulatedExecutor
+from gllm.runtime.worker.executor import DeviceBackend
+
+if TYPE_CHECKING:
+    from gllm.runtime.head.assignment import StageAssignment
+
+
+class EmulatedBackend(DeviceBackend):
+    """Gives a stage the memory and the step times of an emulated device."""
+
+    executor: EmulatedExecutor
+
+    def __init__(self, assignment: "StageAssignment", model: ModelConfig, layers: range) -> None:
+        """Create the executor; see `gllm.runtime.worker.stage_resources.create_backend`."""
+        config, stage = assignment.config, assignment.stage
+        assert config.max_model_len is not None
+        deployment = build_emulated_deployment(
+            config, model.model, config.max_model_len, assignment.degrees, assignment.layer_counts
+        )
+        hardware = deployment.hardware
+        weight_bytes = 0 if hardware is None else int(hardware.rank_weight_bytes(stage))
+        incoming = assignment.incoming
+        executor = EmulatedExecutor(
+            model,
+            config,
+            assignment.num_stages,
+            layers,
+            EmulatedDevice(deployment.cost, stage, config.emulation.emulated_speed),
+            weight_bytes,
+            incoming is not None and incoming.is_remote and config.emulation.emulated_bytes,
+            rank=assignment.rank,
+            num_ranks=assignment.num_ranks,
+        )
+        super().__init__(assignment, executor)
+        if hardware is None:
+            self._kv_bytes = deployment.scheduler.num_blocks * executor.block_bytes
+        else:
+            memory = hardware.stages[stage].device.memory * config.gpu_memory_utilization
+            self._kv_bytes = int(memory) - weight_bytes
+
+    @property
+    def late_seconds(self) -> float:
+        """Sum over the steps of the time after its end at which a step was noticed."""
+        return self.executor.late_seconds
+
+    def available_bytes(self) -> int | None:
+        """Return the bytes for KV blocks in the emulated device's memory."""
+        return self._kv_bytes

@@ -1,0 +1,262 @@
+"""Executor of a stage on an emulated device: it waits as long as the device would compute."""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gllm.config.engine import EngineConfig
+from gllm.kernels.attention_backends import BackendChoice
+from gllm.messages.sampling import SampleDetails
+from gllm.models.config import ModelConfig
+from gllm.models.stage import StageInputs
+from gllm.runtime.emulation.device import EmulatedDevice
+from gllm.runtime.emulation.output import EmulatedOutput
+from gllm.runtime.worker.batch import Batch
+from gllm.runtime.worker.cpu.sampler import sample_rows
+from gllm.runtime.worker.executor import Executor
+from gllm.runtime.worker.sampling import (
+    build_embedding_details,
+    build_sampling_metadata,
+    to_sampled_tokens,
+)
+from gllm.scheduler.plan import SampledToken, StepPlan
+from gllm.scheduler.stage_work import StageWork, compute_stage_work
+
+if TYPE_CHECKING:
+    pass
+
+log = logging.getLogger(__name__)
+
+CPU = torch.device("cpu")
+SPIN_SECONDS = 0.15e-3
+"""Last part of a wait, in which the thread does not sleep: waking up takes about half of it."""
+CHOSEN_LOGIT = 50.0
+"""Logit of the chosen token where others are 0: sampling takes it unless a field forbids it."""
+STAMP_BYTES = 8
+"""Bytes of the time with which activations begin."""
+
+
+@dataclass(slots=True)
+class EmulatedStep:
+    """A step on an emulated device."""
+
+    work: StageWork
+    planned_at: float
+    """Time at which the step was prepared; time.monotonic()."""
+    prompts: list[Sequence[int]]
+    """Prompt of each sampling row."""
+    begin: float = 0.0
+    end: float = 0.0
+
+
+class EmulatedExecutor(Executor):
+    """Waits as long as an emulated device computes a step, and returns tokens of a given text.
+
+    Weights are counted and not loaded, and the KV cache takes no memory until other engines write
+    to it. Activations are zeros that begin with the time at which the stage had them.
+    """
+
+    measures_time = False
+    needs_all_prompts = True
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        engine_config: EngineConfig,
+        num_stages: int,
+        layers: range,
+        device: EmulatedDevice,
+        weight_bytes: int,
+        receives_remotely: bool = False,
+        rank: int = 0,
+        num_ranks: int = 1,
+    ) -> None:
+        """Create the executor of one rank; see Executor.
+
+        Args:
+            model_config: of the whole model.
+            engine_config: of the engine.
+            num_stages: stages of the pipeline.
+            layers: indices of the stage's layers.
+            device: timeline of the stage.
+            weight_bytes: weights of this rank.
+            receives_remotely: True if activations come over a real link.
+            rank: index among the workers of the stage.
+            num_ranks: workers of the stage.
+
+        Raises:
+            FieldError: the ranks cannot share the model.
+        """
+        super().__init__(model_config, engine_config, num_stages, layers, CPU, rank, num_ranks)
+        self._device, self._counted_bytes = device, weight_bytes
+        self._receives_remotely = receives_remotely
+        self._emulation = engine_config.emulation
+        self._device_name = engine_config.device
+        self._output: EmulatedOutput | None = None
+        self._activations = torch.empty(0)
+        self.late_seconds = 0.0
+        """Sum over the steps of the time after a step's end at which this process noticed it."""
+
+    def _choose_attention_backend(
+        self, config: EngineConfig, gpu_capability: tuple[int, int] | None
+    ) -> BackendChoice:
+        self._supported_backend = "emulated"
+        return BackendChoice("emulated", "nothing is computed")
+
+    @property
+    def activation_width(self) -> int:
+        """Elements of a token's activations: all of the model's, or those of a header."""
+        return self.model.hidden_size if self._emulation.emulated_bytes else STAMP_BYTES
+
+    def _describe_numerics(self, kernels: str, backend: str) -> str:
+        return f"{self._device_name}; {self.dtype}, KV cache {self.cache_dtype}"
+
+    def log_choices(self) -> None:
+        """Log which device is emulated."""
+        if self.is_first and self._rank == 0:
+            log.warning(
+                "nothing is computed: the device is %s, and texts are made up", self._device_name
+            )
+
+    def load(
+        self,
+        folder: Path,
+        on_progress: Callable[[int, int], None],
+        previous: Sequence[Executor] = (),
+        running: Executor | None = None,
+        limit_bytes: float = math.inf,
+    ) -> None:
+        """Count the weights and prepare the output; see Executor."""
+        self.weight_bytes = self._counted_bytes
+        on_progress(self.weight_bytes, self.weight_bytes)
+        if self.has_sampler:
+            self._output = EmulatedOutput(self._emulation, folder, self._eos_ids)
+            self._create_grammars(folder)
+
+    def close(self) -> None:
+        """Free everything; only `load` of a successor may follow."""
+        super().close()
+        self.release_weights()
+
+    def allocate(self, num_blocks: int, block_size: int, kv_memory: int | None = None) -> None:
+        """Allocate the KV cache where other engines read and write it; see Executor."""
+        if kv_memory is not None:
+            super().allocate(num_blocks, block_size, kv_memory)
+
+    def _build_batch(self, plan: StepPlan) -> Batch:
+        """Build a micro-batch without tensors of inputs."""
+        now = time.monotonic()
+        sequences = self._mirror.apply(plan)
+        logits_indices, sampling, chunks = self._build_sampling(plan, sequences)
+        prompts = [self._mirror.sequences[seq].prompt_token_ids for seq, _ in sampling.sequences]
+        nothing = torch.empty(0, dtype=torch.int64)
+        work = compute_stage_work(plan.step, plan.rows)
+        return Batch(
+            plan.step,
+            StageInputs(nothing, nothing, {}),
+            work.num_tokens,
+            logits_indices,
+            sampling,
+            chunks,
+            [],
+            plan.lane,
+            device_state=EmulatedStep(work, now, prompts),
+        )
+
+    def compute(self, batch: Batch, hidden: Tensor | None) -> Tensor:
+        """Wait until the device would have computed a micro-batch; see Executor."""
+        step, now = _step_of(batch), time.monotonic()
+        ready_at = step.planned_at
+        if hidden is not None:
+            sent_at = _read_stamp(hidden)
+            arrived = self._device.receive(sent_at, now, step.work, self._receives_remotely)
+            ready_at = max(ready_at, arrived)
+        step.begin, step.end = self._device.run(step.work, ready_at)
+        wait_until(step.end)
+        self.late_seconds += time.monotonic() - step.end
+        if self._progress is not None:
+            self._progress.record(batch.lane, batch.step + 1, len(self.layers))
+        return self._activations if self.is_last else self._stamp(step)
+
+    def span(self, batch: Batch, begin: float, end: float) -> tuple[float, float]:
+        """Return begin and end of a computed step by the device's timeline."""
+        step = _step_of(batch)
+        return step.begin, step.end
+
+    def sample(
+        self, batch: Batch, output: Tensor
+    ) -> tuple[list[SampledToken], list[SampleDetails]]:
+        """Return the chosen token of each sampling row, sampled where fields of a request ask."""
+        assert self._output is not None, "this stage samples"
+        sampling, prompts = batch.sampling, _step_of(batch).prompts
+        tokens = [
+            self._output.choose(prompt, state.params.choice, index)
+            for prompt, state, index in zip(
+                prompts, sampling.states, sampling.output_indices, strict=True
+            )
+        ]
+        for chunk in batch.prompt_chunks:
+            chunk.compute_scores(torch.zeros(batch.num_tokens, 1), self._equal_logits)
+            chunk.store_scores()
+        results = [
+            SampledToken(seq, num_preemptions, token)
+            for (seq, num_preemptions), token in zip(sampling.sequences, tokens, strict=True)
+        ]
+        special = [row for row, state in enumerate(sampling.states) if not state.is_plain]
+        if not special:
+            return results, []
+        part = build_sampling_metadata(
+            [sampling.sequences[row] for row in special],
+            [sampling.states[row] for row in special],
+            [sampling.output_indices[row] for row in special],
+        )
+        logits = self._equal_logits(torch.empty(len(special)))
+        logits[range(len(special)), [tokens[row] for row in special]] = CHOSEN_LOGIT
+        samples = sample_rows(logits, part)
+        for row, result in zip(special, to_sampled_tokens(part, samples), strict=True):
+            results[row] = result
+        embeddings = None
+        if part.embedding_rows:
+            embeddings = torch.zeros(len(part.embedding_rows), self.model.hidden_size)
+        details = build_embedding_details(part, embeddings, samples.errors)
+        return results, samples.details + details
+
+    def _equal_logits(self, rows: Tensor) -> Tensor:
+        """Return logits [rows, vocabulary] float32 that prefer no token."""
+        return torch.zeros(len(rows), self.model.vocab_size)
+
+    def _stamp(self, step: EmulatedStep) -> Tensor:
+        """Return activations [tokens, width] that begin with the end of their step."""
+        num_tokens, width = step.work.num_tokens, self.activation_width
+        if len(self._activations) < num_tokens:
+            self._activations = torch.zeros(num_tokens, width, dtype=self.dtype)
+        stamp = torch.tensor([step.end], dtype=torch.float64).view(self.dtype)
+        self._activations[0, : len(stamp)] = stamp
+        return self._activations[:num_tokens]
+
+
+def _step_of(batch: Batch) -> EmulatedStep:
+    step = batch.device_state
+    assert isinstance(step, EmulatedStep)
+    return step
+
+
+def _read_stamp(hidden: Tensor) -> float:
+    """Return the time with which activations begin."""
+    stamp = hidden[0, : STAMP_BYTES // hidden.element_size()].clone()
+    return float(stamp.view(torch.float64)[0])
+
+
+def wait_until(end: float) -> None:
+    """Wait until a time of time.monotonic(), asleep but for the last moment."""
+    if (seconds := end - time.monotonic() - SPIN_SECONDS) > 0:
+        time.sleep(seconds)
+    while time.monotonic() < end:
+        pass
