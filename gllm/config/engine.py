@@ -355,8 +355,11 @@ class EngineConfig:
     def from_options(cls, model: str, **options: Any) -> "EngineConfig":
         """Create a configuration from keyword arguments, including fields of nested classes."""
         own = {spec.name for spec in dataclasses.fields(cls)}
-        nested = {}
-        for name, kind in (("scheduler", SchedulerConfig), ("emulation", EmulationConfig)):
-            names = {spec.name for spec in dataclasses.fields(kind)} - own
-            nested[name] = kind(**{key: options.pop(key) for key in list(options) if key in names})
-        return cls(model=model, **nested, **options)
+
+        def pop_fields(config: type) -> dict[str, Any]:
+            names = {spec.name for spec in dataclasses.fields(config)} - own
+            return {key: options.pop(key) for key in list(options) if key in names}
+
+        scheduler = SchedulerConfig(**pop_fields(SchedulerConfig))
+        emulation = EmulationConfig(**pop_fields(EmulationConfig))
+        return cls(model=model, scheduler=scheduler, emulation=emulation, **options)

@@ -49,7 +49,7 @@ def prepare_emulated_model(model: str, root: Path | None = None) -> Path:
     files = {name: (DEMO / name).read_bytes() for name in COPIED_FILES if (DEMO / name).is_file()}
     if model in MODELS and not Path(model).is_dir():
         name = model
-        files[CONFIG] = json.dumps(describe_shape(MODELS[model]), indent=2).encode()
+        files[CONFIG] = json.dumps(make_model_config(MODELS[model]), indent=2).encode()
     else:
         folder = resolve_model(model, has_weights=False)
         own = {name: (folder / name).read_bytes() for name in COPIED_FILES if _has(folder, name)}
@@ -94,7 +94,7 @@ def find_machine_model(name: str, model_hash: str, own_model: str | None = None)
         raise
 
 
-def describe_shape(shape: ModelShape) -> dict[str, Any]:
+def make_model_config(shape: ModelShape) -> dict[str, Any]:
     """Return a config.json of a model with the sizes of a shape.
 
     The family is one that has such layers, not always the model's own: cost models take the shape.

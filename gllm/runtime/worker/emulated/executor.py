@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,9 +28,6 @@ from gllm.runtime.worker.sampling import (
 from gllm.scheduler.plan import SampledToken, StepPlan
 from gllm.scheduler.stage_work import StageWork, compute_stage_work
 
-if TYPE_CHECKING:
-    pass
-
 log = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
@@ -50,7 +46,7 @@ class EmulatedStep:
     work: StageWork
     planned_at: float
     """Time at which the step was prepared; time.monotonic()."""
-    prompts: list[Sequence[int]]
+    prompts: list[list[int]]
     """Prompt of each sampling row."""
     begin: float = 0.0
     end: float = 0.0
@@ -179,7 +175,7 @@ class EmulatedExecutor(Executor):
             arrived = self._device.receive(sent_at, now, step.work, self._receives_remotely)
             ready_at = max(ready_at, arrived)
         step.begin, step.end = self._device.run(step.work, ready_at)
-        wait_until(step.end)
+        _wait_until(step.end)
         self.late_seconds += time.monotonic() - step.end
         if self._progress is not None:
             self._progress.record(batch.lane, batch.step + 1, len(self.layers))
@@ -254,7 +250,7 @@ def _read_stamp(hidden: Tensor) -> float:
     return float(stamp.view(torch.float64)[0])
 
 
-def wait_until(end: float) -> None:
+def _wait_until(end: float) -> None:
     """Wait until a time of time.monotonic(), asleep but for the last moment."""
     if (seconds := end - time.monotonic() - SPIN_SECONDS) > 0:
         time.sleep(seconds)
