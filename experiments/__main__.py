@@ -42,6 +42,7 @@ EXPERIMENTS = {
     "vidur": ("vidur", "Vidur's search: best configurations, costs of wrong ones"),
     "link-encoding": ("link_encoding", "loss of encoded activations between machines"),
     "kv-theta": ("kv_theta", "shortest prompt whose KV blocks travel during its prefill, here"),
+    "emulation": ("emulation", "emulated serving compared with the simulator"),
     "prediction": ("prediction", "the simulator compared with this machine's engine"),
 }
 """By name: module of experiments with a function `run`, and a description."""
