@@ -27,7 +27,8 @@ MAX_MODEL_LEN = 16_384
 """Longest sequence of an engine in tokens; requests of the trace are shorter."""
 SHARES = (0.5, 0.85)
 """Request rates, as shares of what the simulator serves with all requests there at once."""
-REQUESTS = 200
+REQUESTS, CAPACITY_REQUESTS = 64, 200
+"""Requests of each load, and of the simulation that finds the capacity."""
 PERCENTS = (50, 99)
 ALLOWED = 0.05
 """Largest error of a latency."""
@@ -79,7 +80,7 @@ def run(options: ExperimentOptions, serve: LoggedServer = serve_logged) -> Exper
     """
     settings = SETTINGS[1:] if options.quick else SETTINGS
     shares = SHARES[:1] if options.quick else SHARES
-    count = 24 if options.quick else REQUESTS
+    count = 8 if options.quick else REQUESTS
     total = len(settings) * (1 + len(shares))
     rows: list[list[str]] = []
     idle_rows: list[list[str]] = []
@@ -87,7 +88,7 @@ def run(options: ExperimentOptions, serve: LoggedServer = serve_logged) -> Exper
     with show_progress("run", total, is_shown=options.progress) as bar:
         for setting in settings:
             deployment = setting.deployment
-            most = throughput(simulate(deployment, static_jobs(count)))
+            most = throughput(simulate(deployment, static_jobs(CAPACITY_REQUESTS)))
             for share in shares:
                 jobs = make_workload(WORKLOAD, count, share * most, seed=7)
                 expected = simulate(deployment, jobs)
@@ -154,9 +155,7 @@ def bubbles(run: RunRecord) -> float:
 
 def step_seconds(run: RunRecord) -> float:
     """Return the mean time of a step on a stage."""
-    return sum(use.busy_seconds for use in run.stage_usages()) / (
-        len(run.micro_batches) * run.max_stages()
-    )
+    return sum(use.busy for use in run.stage_usages()) / (len(run.micro_batches) * run.max_stages())
 
 
 def latencies(run: RunRecord, metric: str) -> list[float]:
