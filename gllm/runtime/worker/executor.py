@@ -536,7 +536,15 @@ class Executor(ABC):
 
         Raises:
             GroupClosedError: another rank of the stage has ended or cancelled the groups.
+            EdgeClosedError: `cancel` was called.
         """
+
+    def cancel(self) -> None:
+        """End a `compute` that waits, and all later ones; called on any thread to close the stage.
+
+        An executor that computes does nothing: its step ends soon.
+        """
+        return
 
     def span(self, batch: Batch, begin: float, end: float) -> tuple[float, float]:
         """Return the begin and end of a step of a synchronous executor, as time.monotonic().

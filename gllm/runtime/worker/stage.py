@@ -219,7 +219,7 @@ class StageRunner:
 
         No other method may be called at the same time or later. Nothing is reported from now on.
         The receivers and the groups are cancelled, but not closed. A step that several ranks
-        compute ends at once.
+        compute, or an emulated device, ends at once.
         """
         self.is_closed = True
         # Each of these wakes one of the threads, whatever it waits for.
@@ -228,6 +228,7 @@ class StageRunner:
         for receiver in self._receivers:
             receiver.cancel()
         self._cancel_groups()
+        self._executor.cancel()
         self._executor.fail_sequences(CLOSED)
         for thread in self._threads:
             thread.join()
@@ -342,7 +343,7 @@ class StageRunner:
                 output = self._executor.compute(batch, hidden)
         except Exception as error:
             self._begun.pop()
-            if isinstance(error, GroupClosedError):
+            if isinstance(error, (GroupClosedError, EdgeClosedError)):
                 raise
             log.exception("step %d failed", plan.step)
             if self._groups is not None:

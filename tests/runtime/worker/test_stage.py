@@ -24,6 +24,8 @@ def plan(step: int, tokens: int = 1) -> StepPlan:
 class FakeExecutor:
     """Fails in the place that a step's number asks for; records what runs when."""
 
+    measures_time = True
+
     def __init__(
         self,
         wait: Callable[[Any], DeviceTime] | None = None,
@@ -50,6 +52,12 @@ class FakeExecutor:
         if batch.step == 2:
             raise RuntimeError("compute")
         return torch.zeros(1, 3)
+
+    def span(self, batch: Any, begin: float, end: float) -> tuple[float, float]:
+        return begin, end
+
+    def cancel(self) -> None:
+        """A step that computes ends first."""
 
     def sample(
         self, batch: Any, logits: torch.Tensor

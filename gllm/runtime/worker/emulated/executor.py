@@ -2,6 +2,7 @@
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from gllm.runtime.worker.sampling import (
 )
 from gllm.scheduler.plan import SampledToken, StepPlan
 from gllm.scheduler.stage_work import StageWork, compute_stage_work
+from gllm.transport.base import EdgeClosedError
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +99,7 @@ class EmulatedExecutor(Executor):
         self._device_name = engine_config.device
         self._output: EmulatedOutput | None = None
         self._activations = torch.empty(0)
+        self._is_cancelled = threading.Event()
         self.late_seconds = 0.0
         """Sum over the steps of the time after a step's end at which this process noticed it."""
 
@@ -167,7 +170,11 @@ class EmulatedExecutor(Executor):
         )
 
     def compute(self, batch: Batch, hidden: Tensor | None) -> Tensor:
-        """Wait until the device would have computed a micro-batch; see Executor."""
+        """Wait until the device would have computed a micro-batch; see Executor.
+
+        Raises:
+            EdgeClosedError: `cancel` was called.
+        """
         step, now = _step_of(batch), time.monotonic()
         ready_at = step.planned_at
         if hidden is not None:
@@ -175,11 +182,16 @@ class EmulatedExecutor(Executor):
             arrived = self._device.receive(sent_at, now, step.work, self._receives_remotely)
             ready_at = max(ready_at, arrived)
         step.begin, step.end = self._device.run(step.work, ready_at)
-        _wait_until(step.end)
+        if not _wait_until(step.end, self._is_cancelled):
+            raise EdgeClosedError
         self.late_seconds += time.monotonic() - step.end
         if self._progress is not None:
             self._progress.record(batch.lane, batch.step + 1, len(self.layers))
         return self._activations if self.is_last else self._stamp(step)
+
+    def cancel(self) -> None:
+        """End a step that waits; see Executor."""
+        self._is_cancelled.set()
 
     def span(self, batch: Batch, begin: float, end: float) -> tuple[float, float]:
         """Return begin and end of a computed step by the device's timeline."""
@@ -250,9 +262,15 @@ def _read_stamp(hidden: Tensor) -> float:
     return float(stamp.view(torch.float64)[0])
 
 
-def _wait_until(end: float) -> None:
-    """Wait until a time of time.monotonic(), asleep but for the last moment."""
-    if (seconds := end - time.monotonic() - SPIN_SECONDS) > 0:
-        time.sleep(seconds)
+def _wait_until(end: float, is_cancelled: threading.Event) -> bool:
+    """Wait until a time of time.monotonic(), asleep but for the last moment.
+
+    Returns:
+        False if the wait was cancelled.
+    """
+    seconds = end - time.monotonic() - SPIN_SECONDS
+    if is_cancelled.wait(max(seconds, 0.0)):
+        return False
     while time.monotonic() < end:
         pass
+    return True
