@@ -31,6 +31,15 @@ NUM_LENGTHS = 4096
 """Output lengths that are drawn from a workload."""
 HASHED_TOKENS = 256
 """Tokens of a prompt that decide where in the text its output begins, and how long it is."""
+CLOSE_EVERY = 8
+"""Tokens of a structured output after which a string ends, or all if the grammar allows it: the
+text alone would be a string without an end."""
+CLOSING, CHOSEN, TEXT = 100.0, 90.0, 80.0
+"""Logits of those ends; of the chosen token; and of the text, for a request that forbids the chosen
+token because it ends the output. Others have 0: a difference of 10 decides."""
+QUOTE = '"'
+STRUCTURE = {QUOTE: 60.0, ":": 60.0, "{": 50.0, "[": 50.0, "}": 40.0, "]": 40.0, ",": 30.0, "1": 20.0}
+"""Logits where the grammar does not allow the text: JSON with few and short values."""
 
 
 class EmulatedOutput:
@@ -55,7 +64,11 @@ class EmulatedOutput:
         self._text = [token for token in ids if token not in special]
         if not self._text:
             raise FieldError("emulated_text", f"emulated_text {config.emulated_text} has no tokens")
+        self.special_ids = sorted(special)
+        """Special tokens and those that end a sequence, of which the text has none."""
         self._special = special
+        self._structure = _by_token(tokenizer, STRUCTURE)
+        self._closing = dict.fromkeys([*_by_token(tokenizer, {QUOTE: CLOSING}), *eos_ids], CLOSING)
         self._lengths = draw_lengths(config.emulated_output)
         if self._lengths and not eos_ids:
             raise FieldError(
@@ -72,14 +85,47 @@ class EmulatedOutput:
             choice: index among the choices of the request.
             index: position of the token in the output, from 0.
         """
-        key = zlib.crc32(repr((choice, prompt[:HASHED_TOKENS])).encode())
+        key = _hash_prompt(prompt, choice)
         if self._lengths and index + 1 >= self._lengths[key % len(self._lengths)]:
             return self._eos_ids[0]
+        return self._text_token(prompt, key, index)
+
+    def preferences(
+        self, prompt: Sequence[int], choice: int, index: int, has_grammar: bool
+    ) -> dict[int, float]:
+        """Return logits by which sampling takes the token of `choose` if a request permits it.
+
+        has_grammar: True if the output has a grammar, which allows the text in few places.
+
+        Returns:
+            Logits of some tokens; others have 0.
+        """
+        logits: dict[int, float] = {}
+        if has_grammar:
+            logits |= self._structure | dict.fromkeys(self._eos_ids, TEXT)
+        logits[self._text_token(prompt, _hash_prompt(prompt, choice), index)] = TEXT
+        logits[self.choose(prompt, choice, index)] = CHOSEN
+        if has_grammar and index % CLOSE_EVERY == CLOSE_EVERY - 1:
+            logits |= self._closing
+        return logits
+
+    def _text_token(self, prompt: Sequence[int], key: int, index: int) -> int:
+        """Return a token of the text."""
         text: Sequence[int] = self._text
         if self._repeats_prompt:
             text = [token for token in prompt if token not in self._special] or text
             return text[index % len(text)]
         return text[(key + index) % len(text)]
+
+
+def _hash_prompt(prompt: Sequence[int], choice: int) -> int:
+    return zlib.crc32(repr((choice, prompt[:HASHED_TOKENS])).encode())
+
+
+def _by_token(tokenizer: Tokenizer, logits: dict[str, float]) -> dict[int, float]:
+    """Return logits by token, of texts that are one token."""
+    ids = {text: tokenizer.encode(text, add_special_tokens=False) for text in logits}
+    return {ids[text][0]: logit for text, logit in logits.items() if len(ids[text]) == 1}
 
 
 def check_output(config: EmulationConfig) -> None:

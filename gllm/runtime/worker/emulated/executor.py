@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 SPIN_SECONDS = 0.15e-3
 """Last part of a wait, in which the thread does not sleep: waking up takes about half of it."""
-CHOSEN_LOGIT = 50.0
-"""Logit of the chosen token where others are 0: sampling takes it unless a field forbids it."""
+SPECIAL_LOGIT = -50.0
+"""Logit of special tokens, which are sampled only where a request allows no others."""
 STAMP_BYTES = 8
 """Bytes of the time with which activations begin."""
 
@@ -226,7 +226,16 @@ class EmulatedExecutor(Executor):
             [sampling.output_indices[row] for row in special],
         )
         logits = self._equal_logits(torch.empty(len(special)))
-        logits[range(len(special)), [tokens[row] for row in special]] = CHOSEN_LOGIT
+        logits[:, self._output.special_ids] = SPECIAL_LOGIT
+        for logit_row, row in zip(logits, special, strict=True):
+            state = sampling.states[row]
+            preferred = self._output.preferences(
+                prompts[row],
+                state.params.choice,
+                sampling.output_indices[row],
+                state.guide is not None,
+            )
+            logit_row[[*preferred]] = torch.tensor([*preferred.values()])
         samples = sample_rows(logits, part)
         for row, result in zip(special, to_sampled_tokens(part, samples), strict=True):
             results[row] = result
