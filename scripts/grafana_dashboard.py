@@ -36,6 +36,7 @@ LEFT_OUT = {
     "router_engine_prefix_cache_hits": "as above",
     "kv_fetched_tokens": "prompt tokens of hand-offs; of use to autoscalers",
     "node_clock_offset_seconds": "a difference of clocks that the step log corrects",
+    "emulation_late_seconds": "0 except on emulated devices, where it judges the host",
     "router_stale_outputs": "tokens that a migration made void; of use to developers",
 }
 """Metrics that are on no panel, and why."""

@@ -20,6 +20,7 @@ from gllm.models.identity import hash_model
 from gllm.models.shard import shard, unsupported_shard_reason
 from gllm.models.spec import ModelSpec
 from gllm.models.split import split_layers
+from gllm.options.field_types import FieldError
 from gllm.options.flags import output_file
 from gllm.options.version import __version__
 from gllm.recovery.join_check import JoinFacts
@@ -103,7 +104,7 @@ def _plan(config: EngineConfig, folder: Path) -> ModelPlan:
     read = read_config(folder, config.hf_overrides)
     for num_ranks in config.stage_degrees:
         if (reason := unsupported_shard_reason(read.model, num_ranks)) is not None:
-            raise ValueError(reason)
+            raise FieldError("tensor_parallel_size", reason)
     layers = split_layers(read.model, config.pipeline_parallel_size, config.layer_counts)
     length = config.max_model_len or read.model.context_length
     if length > read.model.context_length:
@@ -133,9 +134,10 @@ def _check_device(config: EngineConfig) -> None:
         if "auto" in (value, device) or device in devices_of[value]:
             continue
         usable = [other for other, devices in devices_of.items() if device in devices] or ["auto"]
-        raise ValueError(
+        raise FieldError(
+            field,
             f"{field} {value} does not compute on device {device}: choose {', '.join(usable)}, or "
-            f"device {devices_of[value][0]}"
+            f"device {devices_of[value][0]}",
         )
 
 

@@ -102,7 +102,8 @@ def parse_facts(text: str) -> JoinFacts | None:
 def apply_own_fields(head_config: bytes, own_config: bytes) -> bytes:
     """Return the head's configuration with the machine's own values for machine-specific fields.
 
-    Both are JSON. Machine-specific fields are those of OWN_FIELDS, such as device and threads.
+    Both are JSON. Machine-specific fields are those of OWN_FIELDS, such as device and threads. All
+    machines have emulated devices, or none: the head decides that.
 
     Args:
         head_config: engine configuration of the head.
@@ -110,8 +111,7 @@ def apply_own_fields(head_config: bytes, own_config: bytes) -> bytes:
     """
     config: dict[str, Any] = msgspec.json.decode(head_config)
     own: dict[str, Any] = msgspec.json.decode(own_config) if own_config else {}
-    if config.get("device", "").startswith("emulated"):
-        # A pipeline cannot compute on some machines alone.
+    if any(str(each.get("device")).startswith("emulated") for each in (config, own)):
         own.pop("device", None)
     config.update({name: value for name, value in own.items() if name in OWN_FIELDS})
     return msgspec.json.encode(config)

@@ -89,3 +89,16 @@ def test_own_fields_of_a_machine():
     config = msgspec.json.decode(apply_own_fields(head, own), type=EngineConfig)
     assert (config.threads, config.dtype, config.device) == (5, "bfloat16", "cpu")
     assert apply_own_fields(head, b"") == msgspec.json.encode(msgspec.json.decode(head))
+
+
+@pytest.mark.parametrize(
+    ("head", "own"),
+    [("emulated:L20", "cpu"), ("emulated:L20", "emulated:H100"), ("cpu", "emulated")],
+)
+def test_the_head_decides_whether_devices_are_emulated(head: str, own: str) -> None:
+    """A pipeline cannot compute on some of its machines alone."""
+    config = apply_own_fields(
+        make_facts(device=head).config, msgspec.json.encode({"device": own, "threads": 5})
+    )
+    merged = msgspec.json.decode(config, type=EngineConfig)
+    assert (merged.device, merged.threads) == (head, 5)

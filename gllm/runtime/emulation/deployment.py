@@ -2,15 +2,17 @@
 
 from collections.abc import Sequence
 
-from gllm.config.emulation import emulated_name
+from gllm.config.emulation import EMULATED, emulated_name
 from gllm.config.engine import EngineConfig
 from gllm.models.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec, ModelSpec
 from gllm.options.field_types import FieldError
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import CostRangeError
-from gllm.sim.deployment import Deployment, ModelFitError, roofline_deployment
+from gllm.sim.deployment import Deployment, roofline_deployment
+from gllm.sim.hardware.devices import LINKS
 from gllm.sim.hardware.shapes import MODELS, ExpertsShape, LatentShape, ModelShape
-from gllm.sim.profiled import ProfileOptions, profiled_deployment
+from gllm.sim.hardware.stages import look_up
+from gllm.sim.profiled import VIDUR, VIDUR_MODEL, ProfileOptions, profiled_deployment
 
 DEFAULT_DEVICE = "L20"
 """Device of `--device emulated` without a name, as in `gllm simulate`."""
@@ -41,7 +43,9 @@ def build_emulated_deployment(
     stages = stages if layers is None else len(layers)
     degrees = degrees or config.stage_degrees
     name, devices = config.model, emulated_name(config.device)
+    _check_links(config)
     if emulation.emulated_profile is not None:
+        _check_profile_options(config, emulation.emulated_profile)
         try:
             return profiled_deployment(
                 emulation.emulated_profile,
@@ -50,13 +54,13 @@ def build_emulated_deployment(
                     max_model_len,
                     stages,
                     degrees if max(degrees) > 1 else None,
-                    layers,
+                    None if layers is None else tuple(layers),
                     emulation.emulated_link,
                     max_model_len,
-                    devices,
+                    devices or DEFAULT_DEVICE,
                 ),
             )
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             raise FieldError("emulated_profile", f"emulated_profile: {error}") from error
     try:
         return roofline_deployment(
@@ -73,10 +77,41 @@ def build_emulated_deployment(
             shape=None if name in MODELS else to_shape(model),
             memory_share=config.gpu_memory_utilization,
         )
-    except ModelFitError as error:
-        raise FieldError("device", f"device {config.device}: {error}") from error
     except ValueError as error:
         raise FieldError("device", f"device {config.device}: {error}") from error
+
+
+def _check_links(config: EngineConfig) -> None:
+    """Raise FieldError if a link is unknown."""
+    for field in ("emulated_link", "emulated_rank_link"):
+        text = getattr(config.emulation, field)
+        for name in text.split(",") if text is not None else ():
+            try:
+                look_up(field, name.strip(), LINKS)
+            except ValueError as error:
+                raise FieldError(field, str(error)) from error
+
+
+def _check_profile_options(config: EngineConfig, profile: str) -> None:
+    """Raise FieldError for an option that chooses what a profile contains."""
+    model = "llama-2-70b" if profile == VIDUR else profile.partition(":")[2].partition(",")[0]
+    if model in MODELS and config.model in MODELS and model != config.model:
+        raise FieldError(
+            "emulated_profile",
+            f"emulated_profile {profile} is of {model}: choose this model instead of "
+            f"{config.model}, or another profile",
+        )
+    if emulated_name(config.device) and not profile.startswith(VIDUR_MODEL):
+        raise FieldError(
+            "device",
+            f"device {config.device}: emulated_profile {profile} has its own device: choose device "
+            f"{EMULATED}",
+        )
+    for field in ("emulated_bytes_per_weight", "emulated_rank_link"):
+        if getattr(config.emulation, field) is not None:
+            raise FieldError(
+                field, f"{field} has no effect on a profile: leave it or emulated_profile out"
+            )
 
 
 def check_covered(deployment: Deployment) -> None:

@@ -6,6 +6,7 @@ Tools that identify a model by its files find an empty file of weights.
 import hashlib
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +41,15 @@ def prepare_emulated_model(model: str, root: Path | None = None) -> Path:
     demo model, in which texts have more tokens than in the model's own.
 
     Args:
-        model: a model of gllm/sim/hardware/shapes.py, or as in `resolve_model`.
+        model: a model of gllm/sim/hardware/shapes.py, before a folder of this name; or as in
+            `resolve_model`.
         root: folder in which it is written; None for one in the user's cache.
 
     Raises:
-        ModelError: there is no such model; the message says what to do.
+        ModelError: there is no such model, or no folder for it; the message says what to do.
     """
     files = {name: (DEMO / name).read_bytes() for name in COPIED_FILES if (DEMO / name).is_file()}
-    if model in MODELS and not Path(model).is_dir():
+    if model in MODELS:
         name = model
         files[CONFIG] = json.dumps(make_model_config(MODELS[model]), indent=2).encode()
     else:
@@ -57,15 +59,24 @@ def prepare_emulated_model(model: str, root: Path | None = None) -> Path:
         digest = hashlib.sha256(b"\0".join(files[name] for name in sorted(files)))
         name = f"{folder.resolve().name}-{digest.hexdigest()[:12]}"
     target = (root or cache_folder() / "emulated") / name
-    target.mkdir(parents=True, exist_ok=True)
-    for name, content in {**files, SINGLE: NO_TENSORS}.items():
-        path = target / name
-        if not path.is_file() or path.read_bytes() != content:
-            # Another engine may read it at this moment.
-            temporary = target / f".{name}.{os.getpid()}"
-            temporary.write_bytes(content)
-            temporary.replace(path)
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for name, content in {**files, SINGLE: NO_TENSORS}.items():
+            _write(target / name, content)
+    except OSError as error:
+        raise ModelError(
+            f"{target} cannot be written: {error.strerror}: set XDG_CACHE_HOME to another folder"
+        ) from error
     return target
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file that other engines may read or write at this moment."""
+    if path.is_file() and path.read_bytes() == content:
+        return
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    temporary.write_bytes(content)
+    temporary.replace(path)
 
 
 def _has(folder: Path, name: str) -> bool:
@@ -82,16 +93,28 @@ def find_machine_model(name: str, model_hash: str, own_model: str | None = None)
         ModelError: the model is missing or differs; the message says what to do.
     """
     wanted = own_model or name
-    if wanted in MODELS and not Path(wanted).is_dir():
-        return prepare_emulated_model(wanted)
     try:
         return find_local_model(name, model_hash, own_model)
     except ModelError:
-        if (folder := find_folder(wanted)) is not None:
-            prepared = prepare_emulated_model(str(folder))
-            if hash_model(prepared) == model_hash:
-                return prepared
+        prepared = find_emulated_model(wanted)
+        if prepared is not None and hash_model(prepared) == model_hash:
+            return prepared
         raise
+
+
+def find_emulated_model(model: str) -> Path | None:
+    """Return the folder from which this machine emulates a model, without downloading anything.
+
+    Args:
+        model: as in `prepare_emulated_model`.
+
+    Returns:
+        None if the model is not on this machine.
+    """
+    if model in MODELS:
+        return prepare_emulated_model(model)
+    folder = find_folder(model)
+    return None if folder is None else prepare_emulated_model(str(folder))
 
 
 def make_model_config(shape: ModelShape) -> dict[str, Any]:
