@@ -179,6 +179,8 @@ class StageRunner:
         self._step_times: deque[StepTime] = deque()
         self._begun: deque[tuple[StepPlan, float]] = deque()
         """Steps being computed and their starts; time.monotonic()."""
+        self._free_at = time.monotonic()
+        """Time before which no further step begins, by the timeline of the device."""
         self._num_accepted = 0
         self._num_failed = 0
         self._executor = executor
@@ -292,6 +294,12 @@ class StageRunner:
         until = time.monotonic()
         with suppress(IndexError):
             until = self._begun[0][1]
+        if not self._executor.measures_time:
+            if self.is_busy:
+                # A step may have begun on the device before this process noticed it.
+                until = min(until, self._free_at)
+            else:
+                self._free_at = until
         times = [self._step_times.popleft() for _ in range(len(self._step_times))]
         return times, until
 
@@ -403,6 +411,7 @@ class StageRunner:
         self.num_steps += 1
         self.busy_seconds += busy_seconds
         self._step_times.append(StepTime(step, begin, end))
+        self._free_at = end
         self._begun.popleft()
 
     def _report_slow_step(self, plan: StepPlan, begin: float, end: float) -> None:

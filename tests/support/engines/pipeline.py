@@ -18,6 +18,7 @@ from gllm.models.config import ModelConfig, read_config
 from gllm.models.split import split_layers
 from gllm.runtime.worker.batch import Batch
 from gllm.runtime.worker.cpu.executor import CpuExecutor
+from gllm.runtime.worker.executor import Executor
 from gllm.scheduler.plan import SampledToken, ScheduledRow, StepPlan
 
 GREEDY = SequenceSamplingParams(temperature=0.0)
@@ -63,12 +64,16 @@ class Pipeline:
             block_size=self.block_size,
         )
         cut = split_layers(self.config.model, self.stages)
-        self.executors = [CpuExecutor(self.config, engine, self.stages, layers) for layers in cut]
+        self.executors = [self.create_executor(engine, layers) for layers in cut]
         for executor in self.executors:
             executor.load(self.folder, lambda done, total: None)
             executor.allocate(self.num_blocks, self.block_size)
         self.free = list(range(self.num_blocks))
         random.Random(7).shuffle(self.free)
+
+    def create_executor(self, engine: EngineConfig, layers: range) -> Executor:
+        """The executor of a stage; classes for other devices replace this."""
+        return CpuExecutor(self.config, engine, self.stages, layers)
 
     def add(self, seq: int, prompt: list[int], sampling: SequenceSamplingParams = GREEDY) -> None:
         """Register a sequence with all stages."""

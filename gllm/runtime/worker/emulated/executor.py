@@ -5,7 +5,8 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,10 +15,11 @@ from torch import Tensor
 from gllm.config.engine import EngineConfig
 from gllm.kernels.attention_backends import BackendChoice
 from gllm.messages.sampling import SampleDetails
+from gllm.messages.steps import RegisterSequences
 from gllm.models.config import ModelConfig
 from gllm.models.stage import StageInputs
 from gllm.runtime.emulation.device import EmulatedDevice
-from gllm.runtime.emulation.output import EmulatedOutput
+from gllm.runtime.emulation.output import EmulatedOutput, EmulatedText
 from gllm.runtime.worker.batch import Batch
 from gllm.runtime.worker.cpu.sampler import sample_rows
 from gllm.runtime.worker.executor import Executor
@@ -29,6 +31,7 @@ from gllm.runtime.worker.sampling import (
 from gllm.scheduler.plan import SampledToken, StepPlan
 from gllm.scheduler.stage_work import StageWork, compute_stage_work
 from gllm.transport.base import EdgeClosedError
+from gllm.transport.groups import StageGroups
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +51,8 @@ class EmulatedStep:
     work: StageWork
     planned_at: float
     """Time at which the step was prepared; time.monotonic()."""
-    prompts: list[list[int]]
-    """Prompt of each sampling row."""
+    texts: list[EmulatedText]
+    """Output of each sampling row."""
     begin: float = 0.0
     end: float = 0.0
 
@@ -92,12 +95,17 @@ class EmulatedExecutor(Executor):
         Raises:
             FieldError: the ranks cannot share the model.
         """
+        if engine_config.dtype == "auto":
+            # As on a GPU, and not what this host computes fastest: sizes are those of this type.
+            engine_config = replace(engine_config, dtype=model_config.dtype)
         super().__init__(model_config, engine_config, num_stages, layers, CPU, rank, num_ranks)
         self._device, self._counted_bytes = device, weight_bytes
         self._receives_remotely = receives_remotely
         self._emulation = engine_config.emulation
         self._device_name = engine_config.device
         self._output: EmulatedOutput | None = None
+        self._texts: dict[int, EmulatedText] = {}
+        """Output by sequence, on the rank that samples."""
         self._activations = torch.empty(0)
         self._is_cancelled = threading.Event()
         self.late_seconds = 0.0
@@ -136,12 +144,19 @@ class EmulatedExecutor(Executor):
         self.weight_bytes = self._counted_bytes
         on_progress(self.weight_bytes, self.weight_bytes)
         if self.has_sampler:
-            self._output = EmulatedOutput(self._emulation, folder, self._eos_ids)
+            self._output = EmulatedOutput(
+                self._emulation, folder, self._eos_ids, self.model.vocab_size
+            )
             self._create_grammars(folder)
+
+    def join(self, groups: StageGroups) -> None:
+        """Join the other ranks of the stage, which only agree on steps; see Executor."""
+        self._groups = groups
 
     def close(self) -> None:
         """Free everything; only `load` of a successor may follow."""
         super().close()
+        self._texts = {}
         self.release_weights()
 
     def allocate(self, num_blocks: int, block_size: int, kv_memory: int | None = None) -> None:
@@ -149,12 +164,31 @@ class EmulatedExecutor(Executor):
         if kv_memory is not None:
             super().allocate(num_blocks, block_size, kv_memory)
 
+    @property
+    def held_seqs(self) -> set[int]:
+        """Sequences that have been registered or scheduled and not released."""
+        return super().held_seqs | self._texts.keys()
+
+    def register(self, message: RegisterSequences) -> "Future[bytes] | None":
+        """Register sequences that later plans name; see Executor."""
+        grammar = super().register(message)
+        if self._output is not None:
+            for seq in range(message.seq, message.seq + message.n):
+                choice = self._states[seq].params.choice
+                self._texts[seq] = self._output.create_text(message.prompt, choice)
+        return grammar
+
+    def _release(self, seqs: list[int]) -> None:
+        super()._release(seqs)
+        for seq in seqs:
+            self._texts.pop(seq, None)
+
     def _build_batch(self, plan: StepPlan) -> Batch:
         """Build a micro-batch without tensors of inputs."""
         now = time.monotonic()
         sequences = self._mirror.apply(plan)
         logits_indices, sampling, chunks = self._build_sampling(plan, sequences)
-        prompts = [self._mirror.sequences[seq].prompt_token_ids for seq, _ in sampling.sequences]
+        texts = [self._texts[seq] for seq, _ in sampling.sequences]
         nothing = torch.empty(0, dtype=torch.int64)
         work = compute_stage_work(plan.step, plan.rows)
         return Batch(
@@ -166,7 +200,7 @@ class EmulatedExecutor(Executor):
             chunks,
             [],
             plan.lane,
-            device_state=EmulatedStep(work, now, prompts),
+            device_state=EmulatedStep(work, now, texts),
         )
 
     def compute(self, batch: Batch, hidden: Tensor | None) -> Tensor:
@@ -203,13 +237,9 @@ class EmulatedExecutor(Executor):
     ) -> tuple[list[SampledToken], list[SampleDetails]]:
         """Return the chosen token of each sampling row, sampled where fields of a request ask."""
         assert self._output is not None, "this stage samples"
-        sampling, prompts = batch.sampling, _step_of(batch).prompts
-        tokens = [
-            self._output.choose(prompt, state.params.choice, index)
-            for prompt, state, index in zip(
-                prompts, sampling.states, sampling.output_indices, strict=True
-            )
-        ]
+        sampling, texts = batch.sampling, _step_of(batch).texts
+        rows = zip(texts, sampling.output_indices, strict=True)
+        tokens = [text.token(index) for text, index in rows]
         for chunk in batch.prompt_chunks:
             chunk.compute_scores(torch.zeros(batch.num_tokens, 1), self._equal_logits)
             chunk.store_scores()
@@ -228,13 +258,9 @@ class EmulatedExecutor(Executor):
         logits = self._equal_logits(torch.empty(len(special)))
         logits[:, self._output.special_ids] = SPECIAL_LOGIT
         for logit_row, row in zip(logits, special, strict=True):
-            state = sampling.states[row]
-            preferred = self._output.preferences(
-                prompts[row],
-                state.params.choice,
-                sampling.output_indices[row],
-                state.guide is not None,
-            )
+            has_grammar = sampling.states[row].guide is not None
+            index = sampling.output_indices[row]
+            preferred = self._output.preferences(texts[row], index, has_grammar)
             logit_row[[*preferred]] = torch.tensor([*preferred.values()])
         samples = sample_rows(logits, part)
         for row, result in zip(special, to_sampled_tokens(part, samples), strict=True):
