@@ -30,8 +30,10 @@ from gllm.scheduler.stage_work import compute_stage_work
 from gllm.sim.costs.base import ConstantCostModel, CostModel
 from gllm.sim.costs.roofline import RooflineCostModel
 from gllm.sim.hardware.stages import build_hardware
+from gllm.transport.groups import StageGroups
 from tests.runtime.worker.test_stage import FakeSender, Results
 from tests.support.engines.pipeline import GREEDY, Held, Pipeline
+from tests.support.models.thread_group import thread_groups
 from tests.support.text.grammar_writing import (
     TOKENIZER,
     VOCABULARY,
@@ -388,6 +390,40 @@ async def test_a_stage_is_closed_during_a_long_step(
     assert runner.results.queue.empty()
     assert not runner.results.faults
     assert all(sender.sent == [] for sender in ends.values())
+
+
+async def test_ranks_of_a_stage_agree_on_its_steps(folder: Path) -> None:
+    """Rank 0 alone samples; each has the times of the stage."""
+    pipeline = EmulatedPipeline(folder)
+    config = pipeline.config
+    engine = EngineConfig(device="emulated", dtype="float32", tensor_parallel_size=(2,))
+    results = [Results(), Results()]
+    faults: list[BaseException] = []
+    runners = []
+    ends = zip(thread_groups(2), thread_groups(2), strict=True)
+    for rank, groups in enumerate(map(StageGroups._make, ends)):
+        device = EmulatedDevice(ConstantCostModel(0.001), 0)
+        layers = range(config.model.num_layers)
+        executor = EmulatedExecutor(config, engine, 1, layers, device, 7, rank=rank, num_ranks=2)
+        executor.load(folder, lambda done, total: None)
+        executor.join(groups)
+        executor.register(RegisterSequences(1, len(PROMPT), PROMPT, GREEDY))
+        add = results[rank].queue.put_nowait
+        runners.append(StageRunner(executor, [], [], add, faults.append, groups=groups))  # type: ignore[arg-type]
+    pipeline.add(1, PROMPT)
+    plans = [pipeline.plan([pipeline.row(1, 1)]) for _ in PROMPT]
+    for plan in plans:
+        for runner in runners:
+            runner.run_plan(plan)
+    steps = [result.step for result in await results[0].take(len(plans))]
+    assert steps == [plan.step for plan in plans]
+    while any(runner.is_busy for runner in runners):
+        await asyncio.sleep(0.001)
+    assert results[1].queue.empty()
+    for runner in runners:
+        assert [span.step for span in runner.pop_step_times()[0]] == steps
+    await asyncio.gather(*(asyncio.to_thread(runner.close) for runner in runners))
+    assert not faults
 
 
 # The executor's other duties.
