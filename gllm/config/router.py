@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from gllm.config.emulation import EMULATED, DeviceChoices
 from gllm.config.hf_overrides import OVERRIDES_HELP, convert_hf_overrides, parse_hf_overrides
 from gllm.options.field_types import convert_fields
 from gllm.options.flags import input_file, parse_list
@@ -42,6 +43,12 @@ class RouterConfig:
         "and tokenizer are loaded",
         flags=("--model", "--model-path"),
         is_common=True,
+    )
+    device: str = option(
+        "auto",
+        "emulated, or emulated:NAME as for the engines: their devices are emulated, so that the "
+        "model needs no weights",
+        choices=DeviceChoices(("auto", EMULATED)),
     )
     chat_template: str | None = option(
         None, "Jinja file with the chat template; default: the model's own", parse=input_file

@@ -15,7 +15,6 @@ from gllm.config.engine import QUANTIZATION_DEVICES, EngineConfig
 from gllm.config.kv_backends import NIXL, NIXL_MISSING
 from gllm.messages.nodes import PROTOCOL
 from gllm.models.config import ModelConfig, read_config
-from gllm.models.hub import resolve_model
 from gllm.models.identity import hash_model
 from gllm.models.shard import shard, unsupported_shard_reason
 from gllm.models.spec import ModelSpec
@@ -25,7 +24,7 @@ from gllm.options.flags import output_file
 from gllm.options.version import __version__
 from gllm.recovery.join_check import JoinFacts
 from gllm.runtime.emulation.deployment import build_emulated_deployment, check_covered
-from gllm.runtime.emulation.model_folder import prepare_emulated_model
+from gllm.runtime.emulation.model_folder import resolve_served_model
 from gllm.runtime.emulation.output import check_output
 from gllm.text.tokenizer import Tokenizer
 
@@ -82,21 +81,20 @@ def plan_model(config: EngineConfig) -> ModelPlan:
         _plan(config, folder)
         Tokenizer.load(folder, config.chat_template)
 
+    plan = _plan(config, resolve_served_model(config.model, config.device, check))
     if config.is_emulated:
-        return _plan_emulated(config)
-    return _plan(config, resolve_model(config.model, check=check))
+        _check_emulated(config, plan)
+    return plan
 
 
-def _plan_emulated(config: EngineConfig) -> ModelPlan:
-    """Return the plan of a model on emulated devices. Raises ModelError and FieldError."""
-    plan = _plan(config, prepare_emulated_model(config.model))
+def _check_emulated(config: EngineConfig, plan: ModelPlan) -> None:
+    """Raise FieldError if emulated devices cannot serve a model, or their options are invalid."""
     layers = [len(part) for part in plan.layers]
     deployment = build_emulated_deployment(
         config, plan.config.model, plan.max_model_len, layers=layers
     )
     check_covered(deployment)
     check_output(config.emulation)
-    return plan
 
 
 def _plan(config: EngineConfig, folder: Path) -> ModelPlan:

@@ -8,10 +8,11 @@ from gllm.config.router import RouterConfig
 from gllm.engine.fleet_control import FleetControl
 from gllm.engine.text_engine import TextEngine
 from gllm.models.config import read_config
-from gllm.models.hub import public_name, resolve_model
+from gllm.models.hub import public_name
 from gllm.models.identity import hash_model
 from gllm.router.fleet import Fleet
 from gllm.routing.disaggregation.policy_registry import make_pair_policy
+from gllm.runtime.emulation.model_folder import resolve_served_model
 from gllm.text.tokenizer import Tokenizer
 
 
@@ -33,7 +34,7 @@ class FleetEngine(TextEngine):
             read_config(folder, config.hf_overrides)
             Tokenizer.load(folder, config.chat_template)
 
-        folder = resolve_model(config.model, check=check)
+        folder = resolve_served_model(config.model, config.device, check)
         model = read_config(folder, config.hf_overrides)
         context_length = model.model.context_length
         max_model_len = config.max_model_len or context_length

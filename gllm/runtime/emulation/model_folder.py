@@ -7,9 +7,11 @@ import hashlib
 import json
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from gllm.config.emulation import is_emulated
 from gllm.models.errors import ModelError
 from gllm.models.hub import DEMO, find_folder, find_local_model, resolve_model
 from gllm.models.identity import hash_model
@@ -32,6 +34,30 @@ COPIED_FILES = (
 """Files that are copied from a model's own folder."""
 NO_TENSORS = b"\x02\0\0\0\0\0\0\0{}"
 """Content of a safetensors file without tensors."""
+
+
+def resolve_served_model(
+    model: str, device: str, check: Callable[[Path], object] = lambda folder: None
+) -> Path:
+    """Return the folder from which a device serves a model, downloaded or written if necessary.
+
+    Args:
+        model: as in `prepare_emulated_model` for an emulated device, else as in `resolve_model`.
+        device: value of --device.
+        check: called with a downloaded folder before its weights; see `resolve_model`.
+
+    Raises:
+        ModelError: there is no such model; the message says what to do.
+    """
+    if is_emulated(device):
+        return prepare_emulated_model(model)
+    try:
+        return resolve_model(model, check=check)
+    except ModelError as error:
+        if model not in MODELS:
+            raise
+        hint = "as a model of gllm simulate it is served on --device emulated alone"
+        raise type(error)(f"{error}; {hint}") from error
 
 
 def prepare_emulated_model(model: str, root: Path | None = None) -> Path:
