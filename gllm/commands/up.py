@@ -18,6 +18,7 @@ import msgspec
 from gllm.observability.logs import LogConfig, configure_logging
 from gllm.options.flags import FlagParser, FlagType, input_file, number_type
 from gllm.plan.emit.registry import EMITTERS, IMAGE, EmitOptions, emit_manifests
+from gllm.plan.emulated_plan import emulate_plan
 from gllm.plan.processes import (
     LaunchOptions,
     ProcessSpec,
@@ -55,6 +56,12 @@ def make_parser() -> argparse.ArgumentParser:
         "--model",
         help="folder or hub name of the model, where the plan has the name of a shape of the "
         "simulator; default: that of the plan",
+    )
+    parser.add_argument(
+        "--emulate",
+        action="store_true",
+        help="start all machines of the plan on this one, with emulated devices that take the "
+        "times of the simulator",
     )
     parser.add_argument(
         "--node-secret-file",
@@ -118,6 +125,8 @@ def main(argv: list[str] | None = None) -> int:
         plan = read_plan(arguments.plan)
         if arguments.model:
             plan = msgspec.structs.replace(plan, model=arguments.model)
+        if arguments.emulate:
+            plan = _emulate(plan, arguments)
         if arguments.replan:
             if arguments.emit or arguments.on == "ray":
                 raise PlanError("--replan: only `gllm up` of this machine replans: remove it")
@@ -144,6 +153,21 @@ def main(argv: list[str] | None = None) -> int:
     from gllm.deploy.logged_process import LocalProcess
 
     return _run(plan, specs, partial(LocalProcess, on_line=_print_line), arguments)
+
+
+def _emulate(plan: ServingPlan, arguments: argparse.Namespace) -> ServingPlan:
+    """Return the emulated form of a plan, after checking the other flags. Raises PlanError."""
+    for flag, is_set in (
+        ("--node", arguments.node),
+        ("--on ray", arguments.on == "ray"),
+        ("--emit", arguments.emit),
+        ("--replan", arguments.replan),
+    ):
+        if is_set:
+            raise PlanError(f"{flag}: --emulate starts the whole plan on this machine: remove it")
+    if reason := find_simulated_only(plan):
+        print(f"gllm up: on real devices {reason}", file=sys.stderr, flush=True)
+    return emulate_plan(plan)
 
 
 def find_own_node(plan: ServingPlan) -> str:

@@ -68,8 +68,8 @@ class EmulationConfig:
     )
     emulated_bytes: bool = option(
         True,
-        "with --device emulated: activations between stages have their real size; "
-        "--no-emulated-bytes sends headers alone",
+        "with --device emulated: activations between stages and entries of KV caches have their "
+        "real size; --no-emulated-bytes sends headers alone, and keeps an element per head and key",
     )
     emulated_speed: float = option(
         1.0,
@@ -102,6 +102,20 @@ def fixed_output(value: str) -> int | None:
 def is_emulated(device: str) -> bool:
     """Return True if a value of --device is an emulated device."""
     return device == EMULATED or device.startswith(f"{EMULATED}:")
+
+
+def emulated_devices(device: str, num_stages: int) -> list[str]:
+    """Return the name of the emulated devices of each stage, such as emulated:L20.
+
+    After a change of the number of stages, the last name stands for further ones.
+
+    Args:
+        device: value of --device that is an emulated device.
+        num_stages: stages at present.
+    """
+    names = emulated_name(device).split(",")
+    names = [*names, *names[-1:] * num_stages][:num_stages]
+    return [f"{EMULATED}:{name}" if name else EMULATED for name in names]
 
 
 def emulated_name(device: str) -> str:

@@ -46,6 +46,11 @@ def served_backend(name: str) -> str:
     return "shm" if name.startswith(MOCK) else name
 
 
+def scale_mock_rate(name: str, factor: float) -> str:
+    """Return the name of a backend `mock:GIGABYTES_PER_SECOND` with another bandwidth."""
+    return f"{MOCK}{parse_mock_rate(name) / 1e9 * factor}"
+
+
 def parse_mock_rate(name: str) -> float:
     """Parse the simulated bandwidth of a backend `mock:GIGABYTES_PER_SECOND`.
 

@@ -184,12 +184,13 @@ def find_local_model(
     return folder
 
 
-def find_folder(model: str, cache: Path | None = None) -> Path | None:
+def find_folder(model: str, cache: Path | None = None, has_weights: bool = True) -> Path | None:
     """Return the folder of a model without downloading it; None if it is not on this machine.
 
     Args:
         model: `demo` for the shipped test model, a path, or the name of a repository on the hub.
         cache: folder of the hub's cache; None for huggingface_hub's.
+        has_weights: False for a model whose weights may be missing.
     """
     if model == "demo":
         return DEMO
@@ -198,10 +199,10 @@ def find_folder(model: str, cache: Path | None = None) -> Path | None:
         return path
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         return None
-    return _find_in_cache(model, cache)
+    return _find_in_cache(model, cache, has_weights)
 
 
-def _find_in_cache(name: str, cache: Path | None) -> Path | None:
+def _find_in_cache(name: str, cache: Path | None, has_weights: bool) -> Path | None:
     # Slow to import, and not needed for folders.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -212,4 +213,5 @@ def _find_in_cache(name: str, cache: Path | None) -> Path | None:
         weights = names_of_index(folder / INDEX) if (folder / INDEX).is_file() else [SINGLE]
     except (LocalEntryNotFoundError, HFValidationError, OSError):
         return None
-    return folder if all((folder / weight).exists() for weight in weights) else None
+    is_complete = all((folder / weight).exists() for weight in weights)
+    return folder if is_complete or not has_weights else None

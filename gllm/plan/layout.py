@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from gllm.plan.nodes import CORE, GBIT_BYTES, DeviceCluster
+from gllm.plan.nodes import CORE, DeviceCluster
 from gllm.plan.problem import ServiceProblem
 from gllm.plan.serving_plan import (
     ROLES,
@@ -18,6 +18,7 @@ from gllm.plan.serving_plan import (
     ServingPlan,
     StagePlan,
 )
+from gllm.sim.hardware.devices import GBIT_BYTES, NetworkLink
 
 
 class Parallelism(NamedTuple):
@@ -143,6 +144,7 @@ def lay_out(
             node.host or node.name,
             [] if node.device == CORE else [node.device] * node.num_devices,
             _node_price(problem, cluster, index),
+            node.inner_link and _link_plan(node.inner_link),
         )
         for index, node in enumerate(cluster.nodes)
         if used[index] or cluster.network
@@ -177,7 +179,9 @@ def _links(cluster: DeviceCluster) -> dict[str, LinkPlan]:
     for a, first in enumerate(cluster.nodes):
         for b in range(a + 1, len(cluster.nodes)):
             link = cluster.link(a, b)
-            links[f"{first.name}-{cluster.nodes[b].name}"] = LinkPlan(
-                link.bandwidth / GBIT_BYTES, round(link.latency * 1e3, 6)
-            )
+            links[f"{first.name}-{cluster.nodes[b].name}"] = _link_plan(link)
     return links
+
+
+def _link_plan(link: NetworkLink) -> LinkPlan:
+    return LinkPlan(link.bandwidth / GBIT_BYTES, round(link.latency * 1e3, 6))

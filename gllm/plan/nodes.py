@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from gllm.sim.hardware.devices import DEVICES, DeviceSpec, NetworkLink
+from gllm.sim.hardware.devices import DEVICES, GBIT_BYTES, DeviceSpec, NetworkLink
 from gllm.sim.hardware.stages import look_up
 
 CORE = ""
@@ -22,8 +22,6 @@ DEVICES_PER_NODE = 8
 """Devices of each node where no nodes are given."""
 Group = tuple[int, ...]
 """Number of devices of each node."""
-GBIT_BYTES = 1e9 / 8
-"""Bytes per gigabit."""
 
 
 class DeviceNode(NamedTuple):

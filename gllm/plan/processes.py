@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from gllm.config.attachment import AttachmentConfig
+from gllm.config.emulation import is_emulated
 from gllm.config.engine import EngineConfig
 from gllm.config.nodes import NodesConfig
 from gllm.config.router import RouterConfig
@@ -235,18 +236,23 @@ def crosses_machines(plan: ServingPlan) -> bool:
     return (has_wide_engine or is_apart) and not all(map(is_loopback, hosts))
 
 
+def is_emulated_engine(engine: EnginePlan) -> bool:
+    """Return True if the devices of an engine are emulated, by its flag `device`."""
+    return is_emulated(str(find_flag(engine.flags, "device")))
+
+
 def explain_missing_transfers(plan: ServingPlan) -> dict[str, str]:
     """Return, by engine name, why an engine of a disaggregated plan cannot transfer its KV cache.
 
     Empty if all engines can, or if the plan has no separate prefill and decode engines.
     """
-    if not _has_phases(plan):
+    if not has_phases(plan):
         return {}
     causes = {}
     for name, engine in plan.engines.items():
         if len(engine.nodes) > 1:
             causes[name] = "the stages are on several machines"
-        elif engine.stages[0].devices:
+        elif engine.stages[0].devices and not is_emulated_engine(engine):
             causes[name] = "the stages are on GPUs"
     return causes
 
@@ -463,6 +469,8 @@ def _device_flags(
     plan: ServingPlan, engine: EnginePlan, node: str, options: LaunchOptions
 ) -> dict[str, Any]:
     """Return the device of the workers on a node, and their threads on its CPU."""
+    if is_emulated_engine(engine):
+        return {"threads": 1}
     if engine.stages_of(node)[0].devices:
         return {"device": "cuda"}
     num_workers = sum(
@@ -486,7 +494,7 @@ def _router_flags(plan: ServingPlan, name: str, engine: EnginePlan) -> dict[str,
 
 def _transfer_flags(plan: ServingPlan, name: str, ports: EnginePorts) -> dict[str, Any]:
     """Return how an engine passes KV blocks on; nothing where it need not or cannot."""
-    if not _has_phases(plan) or name in explain_missing_transfers(plan):
+    if not has_phases(plan) or name in explain_missing_transfers(plan):
         return {}
     flags: dict[str, Any] = {"kv_transfer": "auto"}
     heads = {engine.nodes[0] for engine in plan.engines.values()}
@@ -496,7 +504,7 @@ def _transfer_flags(plan: ServingPlan, name: str, ports: EnginePorts) -> dict[st
     return flags
 
 
-def _has_phases(plan: ServingPlan) -> bool:
+def has_phases(plan: ServingPlan) -> bool:
     """Return True if engines of the plan pass requests on after their prefill."""
     roles = {engine.role for engine in plan.engines.values()}
     return len(plan.engines) > 1 and bool(
@@ -507,7 +515,7 @@ def _has_phases(plan: ServingPlan) -> bool:
 def _visible_devices(engine: EnginePlan, node: str) -> dict[str, str]:
     """Return the variables that restrict an engine to its GPUs of a node, in the order of ranks."""
     devices = [device for stage in engine.stages_of(node) for device in stage.devices]
-    if not devices:
+    if not devices or is_emulated_engine(engine):
         return {}
     return {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",

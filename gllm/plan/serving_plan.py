@@ -26,8 +26,17 @@ class PlanError(ValueError):
     """Error in a serving plan; the message names the field and the fix."""
 
 
+class LinkPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Schema of a link between two machines or devices in a plan file, equal in both directions."""
+
+    gbit: float
+    """Rate in Gbit/s."""
+    ms: float
+    """One-way delay in milliseconds."""
+
+
 class NodePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Schema of a machine in a plan file: address, devices and price."""
+    """Schema of a machine in a plan file: address, devices, link between them and price."""
 
     host: str
     """Address under which the other machines reach it."""
@@ -35,15 +44,8 @@ class NodePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Name of each accelerator, as in the simulator's table; empty: the machine's CPU serves."""
     price: float | None = None
     """US dollars per hour; None: unknown."""
-
-
-class LinkPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Schema of a network link between two machines in a plan file, equal in both directions."""
-
-    gbit: float
-    """Rate in Gbit/s."""
-    ms: float
-    """One-way delay in milliseconds."""
+    link: LinkPlan | None = None
+    """Link between two of its devices; None: unknown. Only emulated devices use it."""
 
 
 class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

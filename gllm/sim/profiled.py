@@ -16,7 +16,7 @@ from gllm.sim.costs.distserve import (
 from gllm.sim.costs.fitted import FittedCostModel
 from gllm.sim.costs.profile import CostProfile, read_profile
 from gllm.sim.deployment import USABLE_MEMORY_SHARE, Deployment, roofline_deployment
-from gllm.sim.hardware.devices import LINKS, NetworkLink
+from gllm.sim.hardware.devices import NetworkLink, find_link
 from gllm.sim.hardware.shapes import MODELS
 from gllm.sim.hardware.stages import build_hardware, format_degrees, look_up, split_layers_evenly
 
@@ -154,7 +154,7 @@ def _link_between_stages(profile: CostProfile, names: str) -> NetworkLink:
     Raises:
         ValueError: A name is unknown, or the links are unlike, and a profile has one for all.
     """
-    links = [look_up("link", name.strip(), LINKS) for name in names.split(",")]
+    links = [find_link("link", name.strip()) for name in names.split(",")]
     if len(set(links)) > 1 and not profile.links:
         raise ValueError(f"--link {names}: a profile has equal links between stages: name one")
     return links[0]

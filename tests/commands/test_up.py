@@ -92,6 +92,21 @@ def test_the_router_of_a_plan_that_is_made_again_detects_shifts(
     assert "--detect-shifts" not in capsys.readouterr().out
 
 
+def test_an_emulated_plan_runs_on_this_machine_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.yaml"
+    write_plan(GPUS, path)
+    assert main([str(path), "--emulate", "--dry-run", "--model", "qwen2.5-32b"]) == 0
+    captured = capsys.readouterr()
+    lines = [shlex.split(line) for line in captured.out.splitlines()]
+    assert [line[:3] for line in lines] == [
+        ["gllm", "router", "--model=qwen2.5-32b"], *[["gllm", "serve", "--model=qwen2.5-32b"]] * 2
+    ]  # fmt: skip
+    assert "--device=emulated:A100-80G,L20,L20" in lines[2]
+    assert captured.err.startswith("gllm up: on real devices p0: no KV blocks are passed on")
+
+
 @pytest.mark.parametrize(
     ("plan", "flags", "words"),
     [
@@ -99,6 +114,10 @@ def test_the_router_of_a_plan_that_is_made_again_detects_shifts(
         (SEARCHED, ["--replan", "--on", "ray"], "--replan: only `gllm up` of this machine"),
         (SEARCHED, ["--replan", "--emit", "lws", "out"], "--replan: only `gllm up` of this"),
         (CPU_PHASES, ["--node", "x"], "nodes: the machines need a secret"),
+        (GPUS, ["--emulate", "--node", "x"], "--node: --emulate starts the whole plan"),
+        (GPUS, ["--emulate", "--on", "ray"], "--on ray: --emulate starts the whole plan"),
+        (SEARCHED, ["--emulate", "--replan"], "--replan: --emulate starts the whole plan"),
+        (LOCAL, ["--emulate"], "engines.a.stages[0].devices: empty: CPUs are not emulated"),
         (LOCAL, ["--node", "there"], "nodes: there is no node 'there'"),
         (LOCAL, ["--emit", "nomad", "out"], "--emit nomad: choose one of"),
         (

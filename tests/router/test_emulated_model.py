@@ -53,5 +53,5 @@ def test_other_devices_need_the_model_itself(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_router_has_no_other_devices() -> None:
-    with pytest.raises(FieldError, match="device.*one of auto, emulated"):
+    with pytest.raises(FieldError, match=r"device.*one of auto, emulated"):
         RouterConfig(device="cuda")

@@ -11,7 +11,7 @@ from gllm.commands.simulate import main
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.roofline import CollectiveTable, RooflineCostModel, all_reduce_seconds
 from gllm.sim.deployment import roofline_deployment
-from gllm.sim.hardware.devices import DEVICES, LINKS, NetworkLink
+from gllm.sim.hardware.devices import DEVICES, LINKS, NetworkLink, find_link, name_link
 from gllm.sim.hardware.shapes import MODELS, ExpertsShape, LatentShape, ModelShape
 from gllm.sim.hardware.stages import PipelineSpec, StageSpec, build_hardware
 
@@ -182,6 +182,20 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> 
     }  # fmt: skip
     with pytest.raises(ValueError, match=message):
         roofline_deployment(**usual | options)
+
+
+def test_links_have_names_or_rates() -> None:
+    hardware = build_hardware("llama-3-8b", "L20", 3, "pcie,25gbit+0.1ms", (1, 2, 1), "8gbit")
+    assert hardware.links == (LINKS["pcie"], NetworkLink(25e9 / 8, 0.1e-3))
+    assert hardware.stages[1].rank_link == NetworkLink(1e9, 0.0)
+    for name, link in LINKS.items():
+        assert find_link("link", name) == link
+        found = find_link("link", name_link(link.bandwidth * 8 / 1e9, link.latency * 1e3))
+        assert (found.bandwidth, found.latency) == (link.bandwidth, link.latency)
+    assert name_link(25, 0.1) == "25gbit+0.1ms"
+    for wrong in ("0gbit", "25gbit+ms", "25", "-1gbit", "1e3gbit", "25gbit+0.1ms,pcie"):
+        with pytest.raises(ValueError, match=r"link '.*' is none of pcie, .* no rate with a delay"):
+            find_link("link", wrong)
 
 
 def test_a_pipeline_checks_its_parts() -> None:

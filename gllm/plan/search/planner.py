@@ -19,7 +19,7 @@ from gllm.plan.best_first import BestFirstOutcome, CandidateBound, SearchBudget,
 from gllm.plan.capacity import PLAN_RULES, extend_rule, measure_capacity
 from gllm.plan.engine_bounds import EngineBounds, WorkloadMoments, measure_workload
 from gllm.plan.layout import PlannedEngine, lay_out, place_engines
-from gllm.plan.nodes import assume_nodes
+from gllm.plan.nodes import DeviceCluster, assume_nodes
 from gllm.plan.problem import ServiceProblem
 from gllm.plan.search.designs import EngineDesign
 from gllm.plan.search.objectives import (
@@ -388,6 +388,7 @@ def lay_out_fleet(
     count, cluster = forecast.num_engines, problem.cluster
     if not cluster.nodes:
         cluster = assume_nodes(design.device, count * design.num_devices)
+    cluster = _with_inner_links(cluster, deployment)
     placed = place_engines(
         cluster, [(design.parallelism, deployment.layers)] * count, design.device
     )
@@ -402,6 +403,15 @@ def lay_out_fleet(
         RouterPlan("", policy=config.routing_policy),
         forecast.expected,
     )
+
+
+def _with_inner_links(cluster: DeviceCluster, deployment: Deployment) -> DeviceCluster:
+    """Return a cluster whose nodes have the link that was simulated, unless theirs is known."""
+    hardware = deployment.hardware
+    links = () if hardware is None else (hardware.stages[0].rank_link, *hardware.links)
+    link = next((link for link in links if link is not None), None)
+    nodes = (node._replace(inner_link=node.inner_link or link) for node in cluster.nodes)
+    return replace(cluster, nodes=tuple(nodes))
 
 
 def changed_options(config: SchedulerConfig) -> dict[str, Any]:

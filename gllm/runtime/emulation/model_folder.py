@@ -19,8 +19,6 @@ from gllm.models.weight_files import SINGLE
 from gllm.options.cache_folder import cache_folder
 from gllm.sim.hardware.shapes import MODELS, ModelShape
 
-CONTEXT_TOKENS = 32_768
-"""Context of models without learned positions; the table of shapes has none."""
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 COPIED_FILES = (
     CONFIG,
@@ -139,7 +137,7 @@ def find_emulated_model(model: str) -> Path | None:
     """
     if model in MODELS:
         return prepare_emulated_model(model)
-    folder = find_folder(model)
+    folder = find_folder(model, has_weights=False)
     return None if folder is None else prepare_emulated_model(str(folder))
 
 
@@ -154,7 +152,7 @@ def make_model_config(shape: ModelShape) -> dict[str, Any]:
         "hidden_act": "silu",
         "hidden_size": shape.hidden,
         "intermediate_size": shape.mlp,
-        "max_position_embeddings": shape.positions or CONTEXT_TOKENS,
+        "max_position_embeddings": shape.context,
         "num_attention_heads": shape.heads,
         "num_hidden_layers": shape.layers,
         "num_key_value_heads": shape.kv_heads,

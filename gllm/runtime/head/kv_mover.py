@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from gllm.config.kv_backends import MOCK, scale_mock_rate
 from gllm.config.link_encodings import PLAIN
 from gllm.messages.handoff import FirstChunkComputed, KvPushStarted
 from gllm.messages.kv_layout import KvLayout, count_token_bytes
@@ -40,6 +41,8 @@ class _OpenCaches:
     layouts: list[KvLayout] = field(default_factory=list)
     descriptors: list[int] = field(default_factory=list)
     """Own descriptors of the memory of each worker, in the order of the layouts."""
+    scale: float = 1.0
+    """Bytes of an entry in the device's memory, divided by its bytes here."""
     is_refused: bool = False
     """True if they cannot be opened."""
 
@@ -59,6 +62,7 @@ class EngineKvMover:
         address: str = "",
         create_child: CreateChild = LinkChild,
         freeze_timeout: float = FREEZE_SECONDS,
+        speed: float = 1.0,
     ) -> None:
         """Create a mover without caches; the process starts with the first ones.
 
@@ -70,6 +74,7 @@ class EngineKvMover:
             address: HOST:PORT at which engines of other machines fetch; empty if they cannot.
             create_child: creates the owner of the process.
             freeze_timeout: see LinkChild.
+            speed: factor of the bandwidth of the backend mock.
         """
         self.endpoint = b""
         """Address and layouts of the caches for other engines; empty while they are not served."""
@@ -87,7 +92,7 @@ class EngineKvMover:
         """Called with the driver's reports on prompts with a ticket that are still computed."""
         self._connect_driver = connect_driver
         self._backend, self._encoding = backend, encoding
-        self._address = address
+        self._address, self._speed = address, speed
         self._certificate = create_certificate() if address else None
         identity = commands.ConfigureLink(
             0, "kv", address, bool(address), accepts_engines=bool(address)
@@ -117,13 +122,21 @@ class EngineKvMover:
         if layout is not None:
             self._layouts[sender] = layout
 
-    def open(self, epoch: int, senders: Iterable[int], memory: Mapping[int, int]) -> None:
+    def open(
+        self,
+        epoch: int,
+        senders: Iterable[int],
+        memory: Mapping[int, int],
+        block_bytes: int | None = None,
+    ) -> None:
         """Serve the caches of an epoch, whose workers are all ready.
 
         Args:
             epoch: its number.
             senders: its workers.
             memory: descriptor of the memory of each worker's cache, which stays the caller's.
+            block_bytes: bytes of a block of the first worker in its device's memory; None for those
+                of its cache here, which may be smaller on an emulated device.
         """
         if self._backend is None:
             return
@@ -140,7 +153,9 @@ class EngineKvMover:
             log.warning("no KV blocks are transferred: %s", cause)
             caches.is_refused = True
             return
-        self.bytes_per_token = count_token_bytes(caches.layouts)
+        own = caches.layouts[0]
+        caches.scale = (block_bytes or 0) / (own.block_size * own.bytes_per_token) or 1.0
+        self.bytes_per_token = round(count_token_bytes(caches.layouts) * caches.scale)
         self.digest = caches.layouts[0].model
         if was_running:
             self._open_caches(caches)
@@ -210,6 +225,9 @@ class EngineKvMover:
         assert self._backend is not None
         if caches.is_refused:
             return
+        backend = self._backend
+        if backend.startswith(MOCK):
+            backend = scale_mock_rate(backend, self._speed / caches.scale)
         try:
             driver_end, mover_end = self.create_channels()
         except OSError as error:
@@ -218,7 +236,7 @@ class EngineKvMover:
             return
         try:
             self._child.send(
-                commands.OpenKvCaches(caches.epoch, caches.layouts, self._backend, self._encoding),
+                commands.OpenKvCaches(caches.epoch, caches.layouts, backend, self._encoding),
                 [*caches.descriptors, mover_end.fileno()],
             )
             self._connect_driver(caches.epoch, driver_end.fileno())

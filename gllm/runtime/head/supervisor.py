@@ -153,6 +153,7 @@ class Supervisor:
             config.kv_transfer_encoding,
             config.kv_transfer_address,
             freeze_timeout=config.freeze_timeout,
+            speed=config.emulation.emulated_speed,
         )
         self.kv_mover.on_change = self._notify_changed
         self.loaded: dict[int, StageLoaded] = {}
@@ -640,7 +641,8 @@ class Supervisor:
         self.nodes.on_epoch_ready()
         assert self.recovery.placement is not None
         senders = self.recovery.placement.senders
-        self.kv_mover.open(epoch, senders, self.nodes.kv_memory)
+        block_bytes = self.loaded[senders[0]].block_bytes
+        self.kv_mover.open(epoch, senders, self.nodes.kv_memory, block_bytes)
         loop = asyncio.get_running_loop()
         # Before the first request, so that token ids of all blocks are known.
         self.kv_events.attach(self.send_to_driver)

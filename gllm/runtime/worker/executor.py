@@ -32,6 +32,7 @@ from gllm.models.attention import LayerCache, head_shape
 from gllm.models.config import ModelConfig
 from gllm.models.loader import Checkpoint, Weights
 from gllm.models.shard import shard, unsupported_shard_reason
+from gllm.models.spec import LayerSpec
 from gllm.models.stage import ModelStage, ReusableParts, estimate_bytes, find_reusable_parts
 from gllm.options.field_types import FieldError
 from gllm.runtime.worker.batch import Batch, BatchConfig, BlockTables, build_inputs, plan_windows
@@ -398,7 +399,7 @@ class Executor(ABC):
             FieldError: the file cannot have that size, or the device has memory of its own.
         """
         zeros = None if kv_memory is None else map_zeros(kv_memory)
-        self._cache = KVCache(self._layer_specs, num_blocks, block_size, self.cache_dtype, zeros)
+        self._cache = KVCache(self._cached_layers, num_blocks, block_size, self.cache_dtype, zeros)
         plan_attention = partial(plan_windows, backend=self.backend)
         self._batch_config = BatchConfig(
             num_blocks, block_size, self.dtype, self._windows, plan_attention
@@ -423,6 +424,11 @@ class Executor(ABC):
             OSError: the file cannot be larger by a page.
         """
         self._progress = LayerProgress(kv_memory, layout, is_writable=True)
+
+    @property
+    def _cached_layers(self) -> Sequence[LayerSpec]:
+        """Layers of the stage, with the shapes of their entries in the KV cache."""
+        return self._layer_specs
 
     @property
     def _windows(self) -> frozenset[int | None]:

@@ -1,6 +1,8 @@
 """Devices (peak rates, memory, power, price) and links (bandwidth, latency) by name."""
 
+import re
 from dataclasses import dataclass, replace
+from math import isclose
 
 
 @dataclass(frozen=True)
@@ -86,14 +88,54 @@ NVLINK_NODES = {
 same NVLink. Devices that are not here take the formulas."""
 
 
+GBIT_BYTES = 1e9 / 8
+"""Bytes per gigabit."""
+LINK_FORM = re.compile(r"(\d*\.?\d+)gbit(?:\+(\d*\.?\d+)ms)?")
+"""Name of a link that is not in LINKS: its rate and its delay, as in 25gbit+0.1ms."""
+
+
+def find_link(kind: str, name: str) -> NetworkLink:
+    """Return a link by its name of LINKS, or by its rate and delay, such as 25gbit+0.1ms.
+
+    Args:
+        kind: Kind of link for the message, such as "link".
+        name: Name of the link.
+
+    Raises:
+        ValueError: There is no such link, or its rate is 0.
+    """
+    if name in LINKS:
+        return LINKS[name]
+    match = LINK_FORM.fullmatch(name)
+    if match is None or not float(match[1]):
+        raise ValueError(
+            f"{kind} {name!r} is none of {', '.join(LINKS)}, and no rate with a delay, such as "
+            "25gbit+0.1ms"
+        )
+    return NetworkLink(float(match[1]) * GBIT_BYTES, float(match[2] or 0) * 1e-3)
+
+
+def name_link(gbit: float, milliseconds: float) -> str:
+    """Return the name with which `find_link` finds a link of a rate and a one-way delay."""
+    link = NetworkLink(gbit * GBIT_BYTES, milliseconds * 1e-3)
+    for name, known in LINKS.items():
+        if isclose(known.bandwidth, link.bandwidth) and isclose(known.latency, link.latency):
+            return name
+    numbers = (f"{number:.6f}".rstrip("0").rstrip(".") for number in (gbit, milliseconds))
+    return "{}gbit+{}ms".format(*numbers)
+
+
 def rank_link_for(device: str, name: str) -> NetworkLink:
     """Return the link between the tensor-parallel ranks of a stage, by its name.
 
     Args:
         device: A name of DEVICES; it selects the measured all-reduce times for `nvlink`.
-        name: A name of LINKS.
+        name: As in `find_link`.
+
+    Raises:
+        ValueError: There is no such link.
     """
-    link = LINKS[name]
+    link = find_link("tensor_parallel_link", name)
     if name == "nvlink":
         return replace(link, node=NVLINK_NODES.get(device))
     return link

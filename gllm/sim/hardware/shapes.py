@@ -71,6 +71,10 @@ class LatentShape:
         return query + compress + expand + heads * self.value_dim * hidden
 
 
+CONTEXT_TOKENS = 32_768
+"""Context of models without learned positions, which the table does not have."""
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """Sizes of a decoder-only transformer, with its FLOPs, weight bytes and KV cache bytes.
@@ -96,6 +100,11 @@ class ModelShape:
     """Bytes per weight: 2 for bfloat16, 1 for fp8 or int8, 0.5 for 4 bits."""
     experts: ExpertsShape | None = None
     latent: LatentShape | None = None
+
+    @property
+    def context(self) -> int:
+        """Longest sequence in tokens on an emulated device."""
+        return self.positions or CONTEXT_TOKENS
 
     @property
     def attention_weights(self) -> int:

@@ -6,7 +6,7 @@ from math import floor
 from typing import TypeVar
 
 from gllm.options.degrees import expand_degrees
-from gllm.sim.hardware.devices import DEVICES, LINKS, DeviceSpec, NetworkLink, rank_link_for
+from gllm.sim.hardware.devices import DEVICES, DeviceSpec, NetworkLink, find_link, rank_link_for
 from gllm.sim.hardware.shapes import MODELS, ModelShape
 
 Entry = TypeVar("Entry")
@@ -179,11 +179,11 @@ def build_hardware(
         model: A name of MODELS.
         device: A name of DEVICES for all stages, or one per stage, separated by commas.
         stages: Number of pipeline stages.
-        link: A name of LINKS for the links between all neighbouring stages, or one per link,
-            separated by commas.
+        link: A name for the links between all neighbouring stages, as in `find_link`, or one per
+            link, separated by commas.
         degrees: Tensor parallel size of all stages, or of each.
-        rank_link: A name of LINKS for the links between the ranks of all stages, or one per stage,
-            separated by commas; default: the first of `link`.
+        rank_link: A name for the links between the ranks of all stages, or one per stage, separated
+            by commas; default: the first of `link`.
         layers: Number of layers of each stage; default: equal numbers.
         shape: Of a model that is not in MODELS; None for one that is.
 
@@ -199,11 +199,11 @@ def build_hardware(
             f"layers {','.join(map(str, layers))} has to be one number for each of the {stages} "
             "stages (pipeline_parallel_size)"
         )
-    devices = _names("device", device, DEVICES, stages)
-    links = [LINKS[name] for name in _names("link", link, LINKS, stages - 1)]
-    rank_links = _names("tensor_parallel_link", rank_link or link.split(",")[0], LINKS, stages)
+    devices = _names("device", device, stages)
+    links = [find_link("link", name) for name in _names("link", link, stages - 1)]
+    rank_links = _names("tensor_parallel_link", rank_link or link.split(",")[0], stages)
     specs = [
-        StageSpec(count, DEVICES[name], tp, rank_link_for(name, between))
+        StageSpec(count, look_up("device", name, DEVICES), tp, rank_link_for(name, between))
         for count, name, tp, between in zip(layers, devices, ranks, rank_links, strict=True)
     ]
     return PipelineSpec(shape, tuple(specs), tuple(links), *_driver_links(links))
@@ -222,11 +222,9 @@ def look_up(kind: str, name: str, table: Mapping[str, Entry]) -> Entry:
     return table[name]
 
 
-def _names(kind: str, text: str, table: Mapping[str, object], count: int) -> list[str]:
-    """Return `count` names of a table from one for all, or from one for each."""
+def _names(kind: str, text: str, count: int) -> list[str]:
+    """Return `count` names from one for all, or from one for each."""
     names = [name.strip() for name in text.split(",")]
-    for name in names:
-        look_up(kind, name, table)
     if len(names) not in (1, count):
         raise ValueError(f"{kind} {text!r} has to be one name, or {count} separated by commas")
     return names if len(names) == count else names[:1] * count

@@ -4,7 +4,7 @@ import gc
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -13,11 +13,14 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from gllm.config.kv_backends import parse_mock_rate
 from gllm.messages.kv_transfer import KvFetched, KvRevoked, RevokeKv
+from gllm.runtime.head.kv_mover import EngineKvMover
 from gllm.runtime.messaging.security import create_certificate
 from gllm.transport.descriptors import DescriptorError
 from gllm.transport.kv.endpoint import KvEndpoint, KvMachine, decode_endpoint, encode_endpoint
 from gllm.transport.kv.mover import read_host_id
+from tests.support.engines.kv_layouts import cut_layouts
 from tests.support.engines.kv_workers import KvWorkers, until
 from tests.support.stopped_process import stop_process
 
@@ -215,6 +218,44 @@ async def test_caches_that_cannot_be_opened_end_the_channel() -> None:
         assert not workers.mover.endpoint
     finally:
         workers.close()
+
+
+class RecordingChild:
+    """A gllm-link process that runs and only records its commands."""
+
+    is_running = True
+
+    def __init__(self, *_: object) -> None:
+        self.commands: list[Any] = []
+
+    def ensure_started(self) -> None:
+        """Do nothing, because it runs."""
+
+    def send(self, command: Any, descriptors: Sequence[int] = ()) -> None:
+        """Record a command."""
+        self.commands.append(command)
+
+
+def test_an_imitated_link_takes_the_time_of_the_bytes_on_the_device() -> None:
+    """Entries of an emulated device may be smaller here, and its clock faster."""
+    layout = cut_layouts(1, 1)[0]
+    block_bytes = 4 * layout.block_size * layout.bytes_per_token
+    child = RecordingChild()
+
+    def create(*_: object) -> Any:
+        return child
+
+    mover = EngineKvMover(lambda *_: None, "mock:3", create_child=create, speed=2.0)
+    for size, rate in ((None, 6.0), (block_bytes, 1.5)):
+        mover.add_layout(0, layout)
+        memory = os.memfd_create("cache")
+        mover.open(1, [0], {0: memory}, size)
+        os.close(memory)
+        command = child.commands.pop()
+        assert parse_mock_rate(command.backend) == rate * 1e9
+        assert mover.bytes_per_token == layout.bytes_per_token * (4 if size else 1)
+        mover.end_epoch()
+        child.commands.clear()
 
 
 def send_many(workers: KvWorkers) -> None:

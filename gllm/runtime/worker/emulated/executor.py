@@ -17,8 +17,10 @@ from gllm.kernels.attention_backends import BackendChoice
 from gllm.messages.sampling import SampleDetails
 from gllm.messages.steps import RegisterSequences
 from gllm.models.config import ModelConfig
+from gllm.models.spec import LayerSpec
 from gllm.models.stage import StageInputs
 from gllm.runtime.emulation.device import EmulatedDevice
+from gllm.runtime.emulation.kv_bytes import shrink_entries
 from gllm.runtime.emulation.output import EmulatedOutput, EmulatedText
 from gllm.runtime.worker.batch import Batch
 from gllm.runtime.worker.cpu.sampler import sample_rows
@@ -123,7 +125,14 @@ class EmulatedExecutor(Executor):
         return self.model.hidden_size if self._emulation.emulated_bytes else STAMP_BYTES
 
     def _describe_numerics(self, kernels: str, backend: str) -> str:
-        return f"{self._device_name}; {self.dtype}, KV cache {self.cache_dtype}"
+        output = f"{self._emulation.emulated_text}, {self._emulation.emulated_output}"
+        return f"{self._device_name}; {self.kv_numerics}; output {output}"
+
+    @property
+    def kv_numerics(self) -> str:
+        """Part of `numerics` that engines have to share to transfer KV blocks: no device."""
+        size = "real" if self._emulation.emulated_bytes else "small"
+        return f"emulated; {self.dtype}, KV cache {self.cache_dtype}, {size} entries"
 
     def log_choices(self) -> None:
         """Log which device is emulated."""
@@ -182,6 +191,13 @@ class EmulatedExecutor(Executor):
         super()._release(seqs)
         for seq in seqs:
             self._texts.pop(seq, None)
+
+    @property
+    def _cached_layers(self) -> Sequence[LayerSpec]:
+        """Layers of the stage, with small cache entries if real bytes are off."""
+        if self._emulation.emulated_bytes:
+            return self._layer_specs
+        return shrink_entries(self._layer_specs, self._whole_model.layers)
 
     def _build_batch(self, plan: StepPlan) -> Batch:
         """Build a micro-batch without tensors of inputs."""
