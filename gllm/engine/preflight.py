@@ -24,6 +24,7 @@ from gllm.options.flags import output_file
 from gllm.options.version import __version__
 from gllm.recovery.join_check import JoinFacts
 from gllm.runtime.emulation.deployment import build_emulated_deployment, check_covered
+from gllm.runtime.emulation.layer_division import divide_by_predictions
 from gllm.runtime.emulation.model_folder import resolve_served_model
 from gllm.runtime.emulation.output import check_output
 from gllm.text.tokenizer import Tokenizer
@@ -82,19 +83,25 @@ def plan_model(config: EngineConfig) -> ModelPlan:
         Tokenizer.load(folder, config.chat_template)
 
     plan = _plan(config, resolve_served_model(config.model, config.device, check))
-    if config.is_emulated:
-        _check_emulated(config, plan)
-    return plan
+    return _plan_emulated(config, plan) if config.is_emulated else plan
 
 
-def _check_emulated(config: EngineConfig, plan: ModelPlan) -> None:
-    """Raise FieldError if emulated devices cannot serve a model, or their options are invalid."""
+def _plan_emulated(config: EngineConfig, plan: ModelPlan) -> ModelPlan:
+    """Return a plan with the layers of unlike emulated devices divided by predicted times.
+
+    Raises:
+        FieldError: the devices cannot serve the model, or their options are invalid.
+    """
+    divided = divide_by_predictions(config, plan.config.model, plan.max_model_len)
+    if divided is not None:
+        plan = replace(plan, layers=divided)
     layers = [len(part) for part in plan.layers]
     deployment = build_emulated_deployment(
         config, plan.config.model, plan.max_model_len, layers=layers
     )
     check_covered(deployment)
     check_output(config.emulation)
+    return plan
 
 
 def _plan(config: EngineConfig, folder: Path) -> ModelPlan:
@@ -131,11 +138,13 @@ def _check_device(config: EngineConfig) -> None:
         value, device = getattr(config, field), EMULATED if config.is_emulated else config.device
         if "auto" in (value, device) or device in devices_of[value]:
             continue
+        is_emulated_format = field == "quantization" and config.is_emulated
+        hint = "; emulated_bytes_per_weight 1 predicts it" if is_emulated_format else ""
         usable = [other for other, devices in devices_of.items() if device in devices] or ["auto"]
         raise FieldError(
             field,
             f"{field} {value} does not compute on device {device}: choose {', '.join(usable)}, or "
-            f"device {devices_of[value][0]}",
+            f"device {devices_of[value][0]}{hint}",
         )
 
 

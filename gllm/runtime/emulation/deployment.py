@@ -1,6 +1,7 @@
 """The simulator's deployment of an engine on emulated devices: step times, and memory for KV."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from gllm.config.emulation import EMULATED, emulated_name
 from gllm.config.engine import EngineConfig
@@ -9,9 +10,9 @@ from gllm.options.field_types import FieldError
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import CostRangeError
 from gllm.sim.deployment import Deployment, roofline_deployment
-from gllm.sim.hardware.devices import LINKS
+from gllm.sim.hardware.devices import find_link
 from gllm.sim.hardware.shapes import MODELS, ExpertsShape, LatentShape, ModelShape
-from gllm.sim.hardware.stages import look_up
+from gllm.sim.hardware.stages import PipelineSpec, build_hardware
 from gllm.sim.profiled import VIDUR, VIDUR_MODEL, ProfileOptions, profiled_deployment
 
 DEFAULT_DEVICE = "L20"
@@ -43,7 +44,11 @@ def build_emulated_deployment(
     stages = stages if layers is None else len(layers)
     degrees = degrees or config.stage_degrees
     name, devices = config.model, emulated_name(config.device)
+    link, rank_link = emulation.emulated_link, emulation.emulated_rank_link
     _check_links(config)
+    if stages != config.pipeline_parallel_size:
+        devices, link = _fit_names(devices, stages), _fit_names(link, stages - 1)
+        rank_link = rank_link and _fit_names(rank_link, stages)
     if emulation.emulated_profile is not None:
         _check_profile_options(config, emulation.emulated_profile)
         try:
@@ -55,7 +60,7 @@ def build_emulated_deployment(
                     stages,
                     degrees if max(degrees) > 1 else None,
                     None if layers is None else tuple(layers),
-                    emulation.emulated_link,
+                    link,
                     max_model_len,
                     devices or DEFAULT_DEVICE,
                 ),
@@ -68,10 +73,10 @@ def build_emulated_deployment(
             devices or DEFAULT_DEVICE,
             stages,
             max_model_len,
-            emulation.emulated_link,
+            link,
             config.scheduler,
             degrees=degrees,
-            rank_link=emulation.emulated_rank_link,
+            rank_link=rank_link,
             layers=layers,
             bytes_per_weight=emulation.emulated_bytes_per_weight,
             shape=None if name in MODELS else to_shape(model),
@@ -81,13 +86,39 @@ def build_emulated_deployment(
         raise FieldError("device", f"device {config.device}: {error}") from error
 
 
+def build_emulated_hardware(config: EngineConfig, model: ModelSpec) -> PipelineSpec:
+    """Return the devices and links of an emulated engine, with an equal division of its layers.
+
+    Raises:
+        FieldError: the devices or links are unknown.
+    """
+    emulation, name = config.emulation, config.model
+    _check_links(config)
+    try:
+        hardware = build_hardware(
+            name,
+            emulated_name(config.device) or DEFAULT_DEVICE,
+            config.pipeline_parallel_size,
+            emulation.emulated_link,
+            config.stage_degrees,
+            emulation.emulated_rank_link,
+            shape=None if name in MODELS else to_shape(model),
+        )
+    except ValueError as error:
+        raise FieldError("device", f"device {config.device}: {error}") from error
+    if emulation.emulated_bytes_per_weight is None:
+        return hardware
+    shape = replace(hardware.model, bytes_per_weight=emulation.emulated_bytes_per_weight)
+    return replace(hardware, model=shape)
+
+
 def _check_links(config: EngineConfig) -> None:
     """Raise FieldError if a link is unknown."""
     for field in ("emulated_link", "emulated_rank_link"):
         text = getattr(config.emulation, field)
         for name in text.split(",") if text is not None else ():
             try:
-                look_up(field, name.strip(), LINKS)
+                find_link(field, name.strip())
             except ValueError as error:
                 raise FieldError(field, str(error)) from error
 
@@ -112,6 +143,15 @@ def _check_profile_options(config: EngineConfig, profile: str) -> None:
             raise FieldError(
                 field, f"{field} has no effect on a profile: leave it or emulated_profile out"
             )
+
+
+def _fit_names(text: str, count: int) -> str:
+    """Return one name for each stage or link, after a loss or arrival of machines.
+
+    The configured names are those of the first start: the last one stands for further ones.
+    """
+    names = text.split(",")
+    return ",".join([*names, *names[-1:] * count][: max(count, 1)])
 
 
 def check_covered(deployment: Deployment) -> None:
