@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import Iterator
 
+from gllm.config.emulation import DEVICES, is_emulated
 from gllm.config.node_environment import has_launcher, parse_head_address, read_node_rank
 from gllm.config.nodes import DEFAULT_DATA_PORT, NodesConfig
 from gllm.deploy.doctor import host_checks, model_checks, network_checks
@@ -38,6 +39,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--node-secret-file", metavar="FILE", help="as in gllm.serve")
     parser.add_argument("--model", help="as in gllm.serve: is it here, and does it fit")
+    parser.add_argument(
+        "--device",
+        default="auto",
+        choices=DEVICES,
+        metavar="DEVICE",
+        help=f"as in gllm.serve: {', '.join(DEVICES)}; an emulated one needs no weights",
+    )
     for flag, low, high, text in (
         ("--nnodes", 1, 1024, "machines of the engine"),
         ("--node-rank", 0, 1023, "rank of this machine"),
@@ -93,7 +101,7 @@ def run_checks(values: argparse.Namespace, nodes: NodesConfig) -> Iterator[Findi
     yield host_checks.check_shared_memory(len(gpus))
     model = None
     if values.model is not None:
-        finding, model = model_checks.check_model(values.model)
+        finding, model = model_checks.check_model(values.model, values.device)
         yield finding
     secret = host_checks.check_secret(values.node_secret_file)
     congestion = host_checks.check_congestion_control(values.link_congestion)
@@ -105,7 +113,7 @@ def run_checks(values: argparse.Namespace, nodes: NodesConfig) -> Iterator[Findi
         head, num_nodes = _given_head(nodes), nodes.nnodes
     if values.node_rank is not None or has_launcher(os.environ):
         yield host_checks.check_launcher(nodes, values.pp, os.environ)
-    if model is not None:
+    if model is not None and not is_emulated(values.device):
         memory = available_memory_bytes()
         yield model_checks.check_memory(model, num_nodes, memory, bool(gpus))
     if head[0] or (num_nodes or 1) > 1:

@@ -138,7 +138,7 @@ class NodeProcess:
                 data_port,
                 options.advertise or "",
                 b"" if certificate is None else certificate.certificate,
-                monitor.gpu_names if options.device != "cpu" else [],
+                monitor.gpu_names if options.device in ("auto", "cuda") else [],
             )
             config = AgentConfig(
                 head=format_host_port(host, port),

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
+from gllm.config.emulation import emulated_devices
 from gllm.config.engine import EngineConfig
 from gllm.config.nodes import NodesConfig
 from gllm.engine.attachment.attachment import RouterAttachment
@@ -144,6 +145,21 @@ class PipelineBackend:
 
     def nodes(self) -> list[NodeReport]:
         """Return the state of each machine, the head first."""
+        reports = self._node_reports()
+        if not self._config.is_emulated:
+            return reports
+        # The machines' own devices do nothing.
+        names = emulated_devices(self._config.device, len(self.supervisor.planner.layers))
+        degrees = dict(enumerate(self._config.stage_degrees))
+
+        def devices_of(stages: Sequence[int]) -> list[str]:
+            return [names[stage] for stage in stages for _ in range(degrees.get(stage, 1))]
+
+        return [
+            msgspec.structs.replace(report, devices=devices_of(report.stages)) for report in reports
+        ]
+
+    def _node_reports(self) -> list[NodeReport]:
         facts = self._facts
         if self._cluster is not None:
             return self._cluster.reports(self.supervisor.node_stages)

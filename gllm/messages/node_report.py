@@ -38,7 +38,8 @@ class NodeReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     address: str = ""
     """IP address of the machine's interface towards the head; empty for the head."""
     devices: list[str] = []
-    """Names of the GPUs; empty if the workers compute on the CPU."""
+    """Names of the GPUs, or of the emulated devices of its stages; empty if the workers compute on
+    the CPU."""
     load: NodeLoad = NodeLoad()
     stages: list[int] = []
     """Stages with workers on the machine, ascending."""

@@ -317,6 +317,11 @@ def main(argv: list[str]) -> int:
     output = values.output or ("operators" if values.operators else "profile.json")
     try:
         config = config_from_flags(EngineConfig, values)
+        if config.is_emulated:
+            raise ValueError(
+                f"--device {config.device}: gllm profile measures this machine's device, and the "
+                "times of an emulated one are those of a profile: choose cpu, cuda or auto"
+            )
         _check_output(output, output_folder if values.operators else output_file)
         if values.operators:
             _profile_operators(config, values, Path(output))

@@ -3,11 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from gllm.config.emulation import is_emulated
 from gllm.deploy.doctor.finding import Finding, bad, good
 from gllm.models.errors import ModelError
 from gllm.models.hub import find_folder
 from gllm.models.identity import hash_model
 from gllm.models.weight_files import find_weight_files
+from gllm.runtime.emulation.model_folder import find_emulated_model
 
 MEMORY_MARGIN = 1.1
 """Memory of a worker over that of its weights, without KV cache."""
@@ -24,9 +26,17 @@ class LocalModel:
     """Size of the weight files."""
 
 
-def check_model(name: str) -> tuple[Finding, LocalModel | None]:
-    """Check that a model's files are on this machine; return the result and the model, if any."""
-    folder = find_folder(name)
+def check_model(name: str, device: str = "auto") -> tuple[Finding, LocalModel | None]:
+    """Check that a model's files are on this machine; return the result and the model, if any.
+
+    Args:
+        name: as in `find_folder`, or for an emulated device as in `prepare_emulated_model`.
+        device: value of --device.
+    """
+    try:
+        folder = find_emulated_model(name) if is_emulated(device) else find_folder(name)
+    except ModelError as error:
+        return bad("model", str(error), "pass --model with a folder that has a config.json"), None
     if folder is None:
         text = f"{name!r} is neither a folder here nor in the local cache of the hub"
         fix = f"rsync -a HEAD:FOLDER/ FOLDER/ and pass --model FOLDER, or `hf download {name}`"
@@ -37,7 +47,8 @@ def check_model(name: str) -> tuple[Finding, LocalModel | None]:
     except (ModelError, OSError) as error:
         fix = f"copy the model to {folder} again, with all of its files"
         return bad("model", str(error), fix), None
-    text = f"{folder}, {num_bytes / 2**30:.2f} GiB, hash {digest[:12]}"
+    size = "no weights" if is_emulated(device) else f"{num_bytes / 2**30:.2f} GiB"
+    text = f"{folder}, {size}, hash {digest[:12]}"
     return good("model", text), LocalModel(name, folder, digest, num_bytes)
 
 

@@ -267,7 +267,8 @@ class LayerPlanner:
         """
         if (memory := self._measure_nodes()) is None:
             return None
-        for node in nodes:
+        # The memory of emulated devices is not that of their hosts.
+        for node in () if self._config.is_emulated else nodes:
             if (machine := self._machines.get(node)) is not None and not machine.facts.devices:
                 memory.node_limits[node] = HOST_MEMORY_SHARE * machine.facts.memory_bytes
         memory.stage_limits.extend([math.inf] * len(nodes))

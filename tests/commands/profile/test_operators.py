@@ -146,6 +146,7 @@ def test_the_commands(
         (["--operators", "--operator-tp", "2,x"], "--operator-tp: '2,x' has to be an integer in"),
         (["--operators", "--pp", "2"], "price any number of stages: leave --pp out"),
         (["--operators", "--output", __file__], "is not a folder"),
+        (["--device", "emulated:L20"], "--device emulated:L20: gllm profile measures this"),
         (["--output", "."], "--output .: cannot be used: it is a folder"),
     ],
 )

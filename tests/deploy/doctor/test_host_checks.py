@@ -134,6 +134,21 @@ def test_model_that_is_missing_or_broken(tmp_path):
     assert "copy the model" in finding.fix
 
 
+def test_an_emulated_device_needs_no_weights(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    finding, model = check_model("llama-3-70b", "emulated:H100")
+    assert finding.verdict == Verdict.GOOD
+    assert model is not None
+    assert f"llama-3-70b, no weights, hash {model.digest[:12]}" in finding.text
+    finding, model = check_model(str(tmp_path / "none"), "emulated")
+    assert (finding.verdict, model) == (Verdict.BAD, None)
+    # Its memory is not that of this machine.
+    flags = ["--model", "llama-3-70b", "--device", "emulated:H100"]
+    values = doctor.make_parser().parse_args(flags)
+    findings = [*doctor.run_checks(values, NodesConfig())]
+    assert "memory" not in [finding.topic for finding in findings]
+
+
 def test_memory_that_is_too_small():
     model = LocalModel("m", DEMO, "", 10 * 2**30)
     assert check_memory(model, 4, 3 * 2**30, False).verdict == Verdict.GOOD

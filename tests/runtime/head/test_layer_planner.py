@@ -215,9 +215,11 @@ def test_devices_with_their_own_memory_get_no_more_than_fits() -> None:
 SHAPE = NodeShape([(0, 4), (4, 8), (8, 12)], [1, 1, 1], ["local", "b", "c"])
 
 
-def plan_on_nodes(available_bytes: int | None, own_bytes: int | None = None) -> LayerPlanner:
+def plan_on_nodes(
+    available_bytes: int | None, own_bytes: int | None = None, device: str = "auto"
+) -> LayerPlanner:
     """A planner of three stages with 12 layers of 300 bytes and 64 tokens of 16 bytes a layer."""
-    planner = plan(3, block_size=16)
+    planner = plan(3, block_size=16, device=device)
     planner.set_nodes(SHAPE.nodes, {})
     planner.begin_epoch(
         [
@@ -273,6 +275,14 @@ def test_a_machine_that_joins_gets_layers_if_its_memory_suffices(
         planner.change_shape(shape)
         assert planner.bounds == layers
     assert plan(3).extend(SHAPE, ["d"], [1], should_gain) is None, "nothing is known yet"
+
+
+def test_emulated_layers_are_not_in_the_memory_of_a_host_that_joins() -> None:
+    planner = plan_on_nodes(None, 10**6, device="emulated:L20")
+    planner.add_machine("d", machine(memory_bytes=1))
+    shape = planner.extend(SHAPE, ["d"], [1], True)
+    assert shape is not None
+    assert shape.nodes[-1] == "d"
 
 
 @pytest.mark.parametrize(
