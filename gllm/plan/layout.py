@@ -144,7 +144,7 @@ def lay_out(
             node.host or node.name,
             [] if node.device == CORE else [node.device] * node.num_devices,
             _node_price(problem, cluster, index),
-            node.inner_link and _link_plan(node.inner_link),
+            None if node.inner_link is None else _link_plan(node.inner_link),
         )
         for index, node in enumerate(cluster.nodes)
         if used[index] or cluster.network

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gllm.models.config import read_config
-from gllm.models.spec import ModelSpec
+from gllm.models.spec import AttentionSpec, ModelSpec
 from gllm.runtime.emulation.kv_bytes import shrink_entries
 from gllm.runtime.emulation.model_folder import prepare_emulated_model
 
@@ -36,6 +36,8 @@ def test_each_head_keeps_its_least_elements(
 
 def test_layers_of_unlike_sizes_have_one_factor(tmp_path: Path) -> None:
     model = read_model("llama-3-8b", tmp_path)
-    wide = replace(model.layers[0], attention=replace(model.layers[0].attention, head_dim=96))
+    attention = model.layers[0].attention
+    assert isinstance(attention, AttentionSpec)
+    wide = replace(model.layers[0], attention=replace(attention, head_dim=96))
     small = shrink_entries([wide, model.layers[1]], [wide, *model.layers[1:]])
     assert [layer.attention.kv_entry.key_dim for layer in small] == [3, 4]
