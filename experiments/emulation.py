@@ -4,6 +4,7 @@ What differs is what the runtime costs: processes, queues, messages. Serves Pois
 shares of the capacity, and all requests at once, which shows bubbles.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from experiments.base import ExperimentOptions, ExperimentResult
@@ -11,14 +12,14 @@ from experiments.claims import ExpectedLimit, PaperClaim
 from experiments.logged_servers import LoggedServer, serve_logged
 from gllm.config.engine import EngineConfig
 from gllm.models.config import read_config
-from gllm.observability.latency import percentile
+from gllm.observability.latency import collect_latencies, percentile
 from gllm.observability.progress import show_progress
 from gllm.runtime.emulation.deployment import build_emulated_deployment
 from gllm.runtime.emulation.model_folder import prepare_emulated_model
 from gllm.sim.compare import METRICS
 from gllm.sim.costs.roofline import DeviceEfficiency, RooflineCostModel
 from gllm.sim.deployment import Deployment, simulate
-from gllm.sim.metrics.report import collect_latencies, format_table, show_value
+from gllm.sim.metrics.report import format_table, show_value
 from gllm.sim.metrics.run_record import RunRecord, build_run_record
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload
 
@@ -158,7 +159,7 @@ def step_seconds(run: RunRecord) -> float:
     return sum(use.busy for use in run.stage_usages()) / (len(run.micro_batches) * run.max_stages())
 
 
-def latencies(run: RunRecord, metric: str) -> list[float]:
+def latencies(run: RunRecord, metric: str) -> Sequence[float]:
     """Return a latency of each request in seconds."""
     return collect_latencies([served.line for served in run.requests.values()])[metric]
 

@@ -15,7 +15,6 @@ from gllm.models.hub import DEMO
 from gllm.models.identity import hash_model
 from gllm.runtime.emulation.deployment import to_shape
 from gllm.runtime.emulation.model_folder import (
-    CONTEXT_TOKENS,
     find_machine_model,
     prepare_emulated_model,
 )
@@ -30,7 +29,7 @@ def test_models_of_the_table_have_their_shape(name: str, tmp_path: Path) -> None
     shape = MODELS[name]
     model = read_config(prepare_emulated_model(name, tmp_path)).model
     assert to_shape(model) == replace(shape, gated=True, positions=0, bytes_per_weight=2.0)
-    assert model.context_length == (shape.positions or CONTEXT_TOKENS)
+    assert model.context_length == shape.context
 
 
 def test_a_folder_is_complete_and_written_once(tmp_path: Path) -> None:

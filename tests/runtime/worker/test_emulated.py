@@ -434,7 +434,10 @@ def test_weights_are_counted_and_caches_are_not_allocated(folder: Path) -> None:
     for executor in pipeline.executors:
         executor.allocate(10**12, 16)
         assert executor.weight_bytes == 7
-        assert executor.numerics == "emulated; torch.float32, KV cache torch.float32"
+        assert executor.kv_numerics == (
+            "emulated; torch.float32, KV cache torch.float32, real entries"
+        )
+        assert executor.numerics == f"emulated; {executor.kv_numerics}; output passage, limit"
     pipeline.add(1, PROMPT)
     pipeline.generate(1, 2)
     for executor in pipeline.executors:
