@@ -85,7 +85,9 @@ async def server() -> AsyncIterator[AgentServer]:
     @web.middleware
     async def record(request: web.Request, handler: Handler) -> web.StreamResponse:
         response = await handler(request)
-        statuses.append(response.status)
+        # Claude Code 2.1.332 probes the host by HEAD /api/hello, and takes 404 for an answer.
+        if request.method != "HEAD":
+            statuses.append(response.status)
         warnings.append(response.headers.get("Warning", ""))
         return response
 
