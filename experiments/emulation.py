@@ -4,13 +4,17 @@ What differs is what the runtime costs: processes, queues, messages. Serves Pois
 shares of the capacity, and all requests at once, which shows bubbles.
 """
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+
+import psutil
 
 from experiments.base import ExperimentOptions, ExperimentResult
 from experiments.claims import ExpectedLimit, PaperClaim
-from experiments.logged_servers import LoggedServer, serve_logged
+from gllm.commands.bench.real import LOG_DRAIN_SECONDS, run_logged, serve_workload
 from gllm.config.engine import EngineConfig
+from gllm.engine.engine import Engine
 from gllm.models.config import read_config
 from gllm.observability.latency import collect_latencies, percentile
 from gllm.observability.progress import show_progress
@@ -72,7 +76,47 @@ SETTINGS = (Setting("qwen2.5-14b", "L20", 1), Setting("qwen2.5-32b", "L20", 4))
 bandwidth."""
 
 
-def run(options: ExperimentOptions, serve: LoggedServer = serve_logged) -> ExperimentResult:
+@dataclass(frozen=True)
+class ServedLoad:
+    """A load that emulated devices have served."""
+
+    run: RunRecord
+    cpu_seconds: float
+    """CPU time of all processes, the clients included."""
+    late_seconds: float
+    """Mean time after the end of a step until its worker noticed it, of the stage where it is
+    longest."""
+
+
+EmulatedServer = Callable[[EngineConfig, list[WorkloadRequest]], ServedLoad]
+"""Serves jobs with an engine."""
+
+
+def serve_emulated(config: EngineConfig, jobs: list[WorkloadRequest]) -> ServedLoad:
+    """Serve jobs with an engine of their own. For callers without an event loop."""
+    cpu_seconds = late_seconds = 0.0
+
+    async def work(engine: Engine) -> None:
+        nonlocal cpu_seconds, late_seconds
+        begin = process_seconds()
+        await serve_workload(engine, jobs)
+        cpu_seconds = process_seconds() - begin
+        await asyncio.sleep(LOG_DRAIN_SECONDS)
+        loads = engine.status().stage_loads.values()
+        late_seconds = max(load.late_seconds / load.num_steps for load in loads)
+
+    events = asyncio.run(run_logged(config, work))
+    return ServedLoad(build_run_record(events), cpu_seconds, late_seconds)
+
+
+def process_seconds() -> float:
+    """Return the CPU time of this process and its descendants."""
+    own = psutil.Process()
+    times = [process.cpu_times() for process in (own, *own.children(recursive=True))]
+    return sum(time.user + time.system for time in times)
+
+
+def run(options: ExperimentOptions, serve: EmulatedServer = serve_emulated) -> ExperimentResult:
     """Serve every load on emulated devices, and simulate it.
 
     Args:
@@ -93,23 +137,25 @@ def run(options: ExperimentOptions, serve: LoggedServer = serve_logged) -> Exper
             for share in shares:
                 jobs = make_workload(WORKLOAD, count, share * most, seed=7)
                 expected = simulate(deployment, jobs)
-                measured = build_run_record(serve(setting.config, jobs))
+                measured = serve(setting.config, jobs).run
                 title = f"{setting.name}, {share:.0%}"
                 rows += compare(title, expected, measured)
                 claims.append(claim_of(title, expected, measured))
                 bar.update()
             jobs = static_jobs(count)
-            measured = build_run_record(serve(setting.config, jobs))
+            served = serve(setting.config, jobs)
             ideal = simulate(make_ideal(deployment), jobs)
-            idle_rows.append(idle_row(setting.name, ideal, simulate(deployment, jobs), measured))
-            claims += idle_claims(setting.name, ideal, measured)
+            idle_rows.append(idle_row(setting.name, ideal, simulate(deployment, jobs), served))
+            claims += idle_claims(setting.name, ideal, served.run)
             bar.update()
     text = (
         f"{count} requests of {WORKLOAD}, Poisson arrivals at shares of what the simulator serves "
         "with all requests there at once. Simulated: virtual time, with the cost model's own times "
         "of the driver. Emulated: `--device emulated`, all processes on this machine.\n\n"
         + format_table(["load", "metric", "simulated, ms", "emulated, ms", "error"], rows)
-        + "\n\nAll requests at once. Ideal: a simulated pipeline whose driver takes no time.\n\n"
+        + "\n\nAll requests at once. Ideal: a simulated pipeline whose driver takes no time. Late: "
+        "mean time until a worker noticed the end of its step. Host: CPU time of all processes, "
+        "the clients included, for each micro-batch.\n\n"
         + format_table(
             [
                 "engine",
@@ -120,6 +166,8 @@ def run(options: ExperimentOptions, serve: LoggedServer = serve_logged) -> Exper
                 "simulated",
                 "emulated",
                 "ms of a step",
+                "late, ms",
+                "host, ms",
             ],
             idle_rows,
         )
@@ -203,14 +251,16 @@ def claim_of(title: str, expected: RunRecord, measured: RunRecord) -> PaperClaim
     )
 
 
-def idle_row(name: str, ideal: RunRecord, expected: RunRecord, measured: RunRecord) -> list[str]:
-    """Return a table row with throughput and bubbles, all requests at once."""
-    runs = ideal, expected, measured
+def idle_row(name: str, ideal: RunRecord, expected: RunRecord, served: ServedLoad) -> list[str]:
+    """Return a table row with throughput, bubbles and times of a step, all requests at once."""
+    runs = ideal, expected, served.run
     return [
         name,
         *(show_value(throughput(run)) for run in runs),
         *(f"{100 * bubbles(run):.1f} %" for run in runs),
-        show_value(step_seconds(measured), 1e3),
+        show_value(step_seconds(served.run), 1e3),
+        show_value(served.late_seconds, 1e3),
+        show_value(served.cpu_seconds / len(served.run.micro_batches), 1e3),
     ]
 
 
