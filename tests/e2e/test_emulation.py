@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.net.rig import make_rig
 from gllm.commands.bench.command import main
 from gllm.config.emulation import EmulationConfig
 from gllm.runtime.emulation.model_folder import prepare_emulated_model
@@ -18,6 +19,7 @@ from gllm.runtime.emulation.output import EmulatedOutput
 from tests.e2e.conftest import GREEDY, greedy_tokens
 from tests.support.servers.fleet import Router
 from tests.support.servers.metrics import by_stage, scrape
+from tests.support.servers.nodes import running_cluster
 from tests.support.servers.server import Server, places, serving, stages, wait_until
 
 MODEL = "qwen2.5-7b"
@@ -161,3 +163,19 @@ def test_hand_offs_have_the_text_of_one_engine(tmp_path: Path) -> None:
         assert not stats["failed_fetches"]
     finally:
         router.close()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("flags", [(), ("--no-emulated-bytes",)])
+def test_stages_on_two_machines(flags: tuple[str, ...], tmp_path: Path) -> None:
+    """Activations cross a real link; a killed stage changes no text."""
+    device = ("--pp", "2", "--device", "emulated:L20", *flags)
+    prompts = [[300 + number, 301, 302] for number in range(4)]
+    with make_rig(2) as rig, running_cluster(rig, tmp_path, 2, *device) as cluster:
+        fields = {**GREEDY, "prompt": prompts, "max_tokens": 40}
+        expected = greedy_tokens(cluster.head, fields)
+        assert len(expected[0]) == 40
+        wait_until(lambda: len(by_stage(cluster.head, "emulation_late_seconds_total")) == 2)
+        os.kill(cluster.servers[1].stage_pids()["1"], signal.SIGKILL)
+        wait_until(lambda: scrape(cluster.head).value("recoveries_total") == 1)
+        assert greedy_tokens(cluster.head, fields) == expected
