@@ -69,14 +69,14 @@ def test_counters_are_sums_over_all_epochs(
 
 def test_a_stage_that_no_longer_exists_keeps_its_counters() -> None:
     totals = ReportTotals()
-    totals.on_report(StageUtilization(0, 4, 1.0))
+    totals.on_report(StageUtilization(0, 4, 1.0, late_seconds=0.25))
     totals.on_report(StageUtilization(1, 5, 2.0, 0.5, 3))
     totals.on_report(BubbleReport([1.0, 2.0], 3.0))
     totals.next_epoch()
-    totals.on_report(StageUtilization(0, 2, 0.5))
+    totals.on_report(StageUtilization(0, 2, 0.5, late_seconds=0.5))
     totals.on_report(BubbleReport([0.25], 1.0))
     assert totals.stage_loads == {
-        0: StageUtilization(0, 6, 1.5),
+        0: StageUtilization(0, 6, 1.5, late_seconds=0.75),
         1: StageUtilization(1, 5, 2.0, 0.5, 3),
     }
     assert totals.bubbles == BubbleReport([1.25, 2.0], 4.0)
