@@ -1,5 +1,6 @@
 """Backend of a stage on an emulated device: its memory, and the lateness of its steps."""
 
+import sys
 from typing import TYPE_CHECKING
 
 from gllm.models.config import ModelConfig
@@ -10,6 +11,11 @@ from gllm.runtime.worker.executor import DeviceBackend
 
 if TYPE_CHECKING:
     from gllm.runtime.head.assignment import StageAssignment
+
+
+THREAD_SWITCH_SECONDS = 0.5e-3
+"""Time after which a thread of Python gives way to another. With the default, 5 ms, a thread whose
+step has ended waits for the event loop, and plans wait for the thread that samples."""
 
 
 class EmulatedBackend(DeviceBackend):
@@ -39,6 +45,7 @@ class EmulatedBackend(DeviceBackend):
             num_ranks=assignment.num_ranks,
         )
         super().__init__(assignment, executor)
+        sys.setswitchinterval(THREAD_SWITCH_SECONDS)
         if hardware is None:
             self._kv_bytes = deployment.scheduler.num_blocks * executor.block_bytes
         else:
