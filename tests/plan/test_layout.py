@@ -12,10 +12,18 @@ from gllm.plan.nodes import CORE, NO_NODES, DeviceCluster, DeviceNode, parse_nod
 from gllm.plan.problem import ServiceProblem
 from gllm.plan.search.designs import EngineDesign
 from gllm.plan.search.planner import FleetForecast, lay_out_fleet
-from gllm.plan.serving_plan import ExpectedFigures, ServingPlan, check_plan, read_plan, write_plan
+from gllm.plan.serving_plan import (
+    ExpectedFigures,
+    LinkPlan,
+    ServingPlan,
+    check_plan,
+    read_plan,
+    write_plan,
+)
 from gllm.sim.costs.base import ConstantCostModel
 from gllm.sim.deployment import Deployment
-from gllm.sim.hardware.stages import split_layers_evenly
+from gllm.sim.hardware.devices import NetworkLink
+from gllm.sim.hardware.stages import PipelineSpec, build_hardware, split_layers_evenly
 from gllm.sim.options import SimulationConfig
 from tests.support.examples import num_examples
 
@@ -23,13 +31,17 @@ LIMITS = parse_slo("ttft:p90=2,tpot=0.1")
 
 
 def lay_out(
-    design: EngineDesign, num_engines: int, cluster: DeviceCluster = NO_NODES
+    design: EngineDesign,
+    num_engines: int,
+    cluster: DeviceCluster = NO_NODES,
+    hardware: PipelineSpec | None = None,
 ) -> ServingPlan:
     config = SimulationConfig(workload="azure-conv", routing_policy="round-robin")
     config = design.configure(config)
     resolved = config.scheduler.resolve(design.parallelism.pp, 100, 1000)
     layers = split_layers_evenly(32, design.parallelism.pp)
-    deployment = Deployment("model", layers, ConstantCostModel(0.0), resolved)
+    cost = ConstantCostModel(0.0)
+    deployment = Deployment("model", layers, cost, resolved, hardware=hardware)
     figures = ExpectedFigures("", 3.0, 4.0, 0.95, 0.5, 0.05)
     forecast = FleetForecast(num_engines, figures, True)
     problem = ServiceProblem("model", "azure-conv", cluster, limits=LIMITS, prices={"H100": 4.0})
@@ -83,6 +95,19 @@ def test_a_plan_of_this_machine_has_a_core_for_each_stage(tmp_path: Path) -> Non
     assert (plan.slo.ttft, plan.slo.tpot) == (2.0, 0.1)
     assert plan.expected
     assert (plan.expected.rate, plan.expected.capacity, plan.expected.attainment) == (3, 4, 0.95)
+
+
+def test_nodes_have_the_link_that_was_simulated() -> None:
+    """Unless their own is known; emulated devices use it."""
+    design = EngineDesign("H100", Parallelism(1, 2), "sarathi", 512, 64)
+    own = NetworkLink(1e9, 1e-3)
+    cluster = DeviceCluster(
+        (DeviceNode("n0", "H100", 2, own), DeviceNode("n1", "H100", 2), DeviceNode("n2", "H100", 2))
+    )
+    hardware = build_hardware("llama-3-8b", "H100", 2, "nvlink")
+    plan = lay_out(design, 2, cluster, hardware)
+    assert [node.link for node in plan.nodes.values()] == [LinkPlan(8, 1), LinkPlan(2000, 0.005)]
+    assert lay_out(design, 1).nodes["node-0"].link is None
 
 
 def test_nodes_have_prices_and_eight_devices_by_default() -> None:
