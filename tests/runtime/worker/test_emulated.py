@@ -267,7 +267,9 @@ def test_activations_have_the_end_of_their_step(folder: Path, dtype: str, has_by
         _, sent = first.span(batches[0], 0.0, 0.0)
         last.compute(batches[1], hidden.clone())
         begin, end = last.span(batches[1], 0.0, 0.0)
-        assert (begin, end) == pytest.approx((sent + 0.005, sent + 0.007), abs=1e-9)
+        # On a busy machine the plan may be there later than the activations.
+        ready = max(sent + 0.005, batches[1].device_state.planned_at)
+        assert (begin, end) == pytest.approx((ready, ready + 0.002), abs=1e-9)
 
 
 def test_activations_without_a_time_are_those_of_now(folder: Path) -> None:
