@@ -129,7 +129,7 @@ def _emulation_flags(plan: ServingPlan, name: str) -> dict[str, Any]:
         # Of a device and links within stages of its own.
         del flags["emulated_rank_link"]
         device = device if str(profile).startswith(VIDUR_MODEL) else EMULATED
-    if has_phases(plan):
+    if has_phases(plan) and not str(find_flag(engine.flags, "kv_transfer")).startswith(MOCK):
         flags["kv_transfer"] = f"{MOCK}{_transfer_gigabytes(plan, name):.6g}"
     return flags | {"device": device}
 

@@ -91,6 +91,9 @@ def test_links_of_the_plan_come_first() -> None:
     values = {name: parse(spec) for name, spec in emulated_specs(plan).items()}
     assert values["p"].kv_transfer == values["far"].kv_transfer == "mock:1.25"
     assert values["near"].kv_transfer == "mock:8"
+    own = msgspec.structs.replace(plan.engines["far"], flags={"kv-transfer": "mock:5"})
+    plan = msgspec.structs.replace(plan, engines={**plan.engines, "far": own})
+    assert parse(emulated_specs(plan)["far"]).kv_transfer == "mock:5"
 
 
 def test_flags_stay_unless_they_are_for_real_machines() -> None:
