@@ -16,6 +16,7 @@ from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import SampledToken, StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
+from gllm.scheduler.throttle_policy import DEFAULT_RIDGE_TOKENS
 
 STOP = 1
 """Token that ends an output early."""
@@ -109,7 +110,7 @@ def run_load(load: LoadCase, stages: int, policy: str = "auto", expected: int = 
         if plan is not None:
             in_flight.append(plan)
             tokens = sum(row.num_tokens for row in plan.rows)
-            cost += math.hypot(tokens, config.ridge_tokens)
+            cost += math.hypot(tokens, DEFAULT_RIDGE_TOKENS)
         elif in_flight:
             scheduler.commit(answer(in_flight.popleft(), left))
         else:

@@ -30,6 +30,7 @@ EXPERIMENTS = {
     "volatility": ("volatility", "tokens per micro-batch over time, bubbles of each stage"),
     "chunking": ("chunking", "prefill chunk sizes of a single prompt on an idle pipeline"),
     "balance": ("balance", "throttling by predicted time compared with throttling by tokens"),
+    "policies": ("policy_cells", "the default policy beside others, by device, stages and load"),
     "interference": ("interference", "requests that slow each other down; --real: this engine"),
     "weak-links": ("weak_links", "serving over weak links: the tables of both MoLink papers"),
     "splitwise": ("splitwise", "Splitwise: machines, and clusters within its SLOs"),

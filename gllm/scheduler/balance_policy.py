@@ -9,9 +9,10 @@ under `throttle`.
 import math
 
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.policy import SchedulerLoad, ThrottlePolicy
+from gllm.scheduler.policy import SchedulerLoad
 from gllm.scheduler.stage_work import StageWork, count_query_key_pairs
 from gllm.scheduler.step_cost import OnlineStepCostFit
+from gllm.scheduler.throttle_policy import ThrottlePolicy
 
 
 class BalancePolicy(ThrottlePolicy):
@@ -26,7 +27,7 @@ class BalancePolicy(ThrottlePolicy):
 
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
-        self._fit = OnlineStepCostFit()
+        self._cost_fit = OnlineStepCostFit()
         self._pair_cost = 0.0
         """Cost per query-key pair."""
         self._base_decode_cost = 1.0
@@ -36,8 +37,9 @@ class BalancePolicy(ThrottlePolicy):
 
     def observe_step(self, work: StageWork, seconds: float) -> None:
         """Fit the cost model to a completed step and update the costs."""
-        self._fit.observe_step(work, seconds)
-        coefficients = self._fit.coefficients
+        super().observe_step(work, seconds)
+        self._cost_fit.observe_step(work, seconds)
+        coefficients = self._cost_fit.coefficients
         if coefficients is not None and coefficients.token > 0:
             self._pair_cost = coefficients.pair / coefficients.token
             self._base_decode_cost = 1 + coefficients.decode / coefficients.token

@@ -98,7 +98,7 @@ class SchedulerConfig:
     )
     policy: str = option(
         "auto",
-        "scheduling policy; auto: sarathi with one stage, throttle with more",
+        "scheduling policy; auto: throttle",
         choices=EntryChoices(POLICY_NAMES),
         parse=expand_policy,
     )
@@ -111,9 +111,10 @@ class SchedulerConfig:
     prefill_iterations: int = option(
         8, "#T: number of micro-batches over which waiting prefill is spread", ge=1, le=INT32_MAX
     )
-    ridge_tokens: int = option(
-        150,
-        "tokens per micro-batch at which computing takes as long as reading the weights",
+    ridge_tokens: int | None = option(
+        None,
+        "throttle, balance: tokens per micro-batch at which computing takes as long as reading the "
+        "weights; default: fitted to the step times that the stages report",
         ge=1,
         le=INT32_MAX,
     )
@@ -293,7 +294,7 @@ class SchedulerConfig:
             )
         policy = self.policy
         if policy == "auto":
-            policy = "sarathi" if stages == 1 else "throttle"
+            policy = "throttle"
         async_scheduling = self.async_scheduling and stages == 1
         max_num_batched_tokens = (
             self.max_num_batched_tokens

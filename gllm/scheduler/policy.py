@@ -20,12 +20,6 @@ from gllm.scheduler.stage_work import StageWork
 if TYPE_CHECKING:
     from gllm.scheduler.micro_batch import MicroBatchFiller
 
-PREFILL_TOKENS_PER_DECODE = 8
-"""Prefill tokens per decode of a micro-batch at which prefill has 8/9 of it."""
-YIELDED_TOKENS_PER_DECODE = 4
-"""Tokens that each decode of a micro-batch subtracts from the best size of a prefill chunk.
-docs/scheduler.md has the measurements behind both constants."""
-
 
 class SchedulerLoad(NamedTuple):
     """Waiting tokens, decodes and free KV cache of a pipeline: the input of scheduling policies."""
@@ -34,6 +28,8 @@ class SchedulerLoad(NamedTuple):
     """#WP: prompt tokens neither cached nor scheduled, over all requests."""
     num_waiting_pairs: float
     """Query-key pairs of the waiting tokens."""
+    num_waiting_prompts: int
+    """Prompts with waiting tokens."""
     num_started_tokens: float
     """Tokens already scheduled of the prompt that is prefilled next."""
     num_started_pairs: float
@@ -207,40 +203,6 @@ class PaperThrottlePolicy(TokenBudgetPolicy):
         config = self._config
         spare = (load.kv_free - config.kv_threshold) / (1 - config.kv_threshold)
         return config.max_prefill_tokens * spare
-
-
-class ThrottlePolicy(PaperThrottlePolicy):
-    """Policy `throttle`: token throttling whose prefill chunks grow while few sequences decode.
-
-    With few decodes, the chunk size is the one that computes the waiting prompts soonest on the
-    pipeline.
-    """
-
-    def _tokens_by_waiting(self, load: SchedulerLoad) -> float:
-        """Return the chunk size by waiting tokens.
-
-        It is #WP / #T, where #WP counts a half-scheduled prompt whole: otherwise its chunks would
-        shrink as it is consumed. Upper limit: PREFILL_TOKENS_PER_DECODE tokens per decode in the
-        micro-batch, because prefill then has almost the whole pipeline and larger chunks only fill
-        it more slowly. Lower limit: the chunk that is best for prefill, less
-        YIELDED_TOKENS_PER_DECODE tokens per decode.
-        """
-        work = load.num_waiting_tokens + load.num_started_tokens
-        num_decodes = load.num_scheduled_decodes
-        paced = min(work / self._config.prefill_iterations, PREFILL_TOKENS_PER_DECODE * num_decodes)
-        return max(paced, self._efficient_chunk(work) - YIELDED_TOKENS_PER_DECODE * num_decodes)
-
-    def _efficient_chunk(self, work: float) -> float:
-        """Return the size of equal chunks that compute `work` tokens soonest on an idle pipeline.
-
-        With n tokens in a chunk that takes (work / n + stages - 1) steps of a time like
-        hypot(n, ridge_tokens), the rounded roofline. Its derivative is zero where
-        n ** 3 = work * ridge_tokens ** 2 / (stages - 1). A single stage has no pipeline to fill.
-        """
-        if self._config.stages == 1:
-            return work
-        best = math.cbrt(work * self._config.ridge_tokens**2 / (self._config.stages - 1))
-        return work / math.ceil(work / best) if work else 0
 
 
 class SarathiPolicy(TokenBudgetPolicy):

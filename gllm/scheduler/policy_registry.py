@@ -12,9 +12,9 @@ from gllm.scheduler.policy import (
     PrefillFirstPolicy,
     SarathiPolicy,
     SchedulingPolicy,
-    ThrottlePolicy,
 )
 from gllm.scheduler.policy_entry import load_policy
+from gllm.scheduler.throttle_policy import ThrottlePolicy
 
 POLICIES: dict[str, Callable[[SchedulerConfig], SchedulingPolicy]] = {
     "throttle": ThrottlePolicy,

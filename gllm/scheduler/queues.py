@@ -150,6 +150,7 @@ class SequenceQueues:
         return SchedulerLoad(
             num_waiting_tokens=self.num_waiting_tokens,
             num_waiting_pairs=self._num_waiting_pairs,
+            num_waiting_prompts=len(self.waiting),
             num_started_tokens=num_started,
             num_started_pairs=count_query_key_pairs(num_reused, num_started),
             num_decoding=len(self.decoding_seqs),

@@ -6,7 +6,8 @@ Source of the features: the simulator's cost models and Vidur (arXiv 2405.05465)
 time of a step from its tokens, its prefill attention and its decode attention.
 """
 
-from collections.abc import Callable, Container, Iterable
+import math
+from collections.abc import Callable, Container, Iterable, Sequence
 from operator import mul
 from typing import NamedTuple
 
@@ -21,10 +22,14 @@ usual numbers of stages, so that all kinds of alternating micro-batches are amon
 
 FEATURE_SCALES = (1.0, 1e3, 1e6, 1e2, 1e5)
 """Typical sizes of the features, which keep the equations well conditioned."""
+CURVE_SCALES = (1.0, 1e2, 1e4, 1e6, 1e5)
+"""Typical sizes of the features of StepTimeCurve."""
 DECAY_PER_STEP = 0.998
 """Factor on a step's weight with each later step: about the last thousand steps count."""
 REFIT_INTERVAL_STEPS = 32
 """Observed steps between two fits."""
+EARLY_CURVE_FITS = (8, 16)
+"""Numbers of steps after which the step time curve is fitted before that."""
 DESCENT_SWEEPS = 60
 """Passes of the coordinate descent over all coefficients per fit."""
 
@@ -94,6 +99,48 @@ def solve_nonnegative(
     return x
 
 
+class DecayedLeastSquares:
+    """Non-negative least squares of relative errors, in which recent samples count more.
+
+    A sample that is far too large, such as a step beside a busy process, has less weight than the
+    others, because its error is relative to its own size.
+
+    Args:
+        scales: typical sizes of the features, which keep the equations well conditioned.
+    """
+
+    def __init__(self, scales: Sequence[float]) -> None:
+        size = len(scales)
+        self._scales = scales
+        self._matrix = [[0.0] * size for _ in range(size)]
+        self._right = [0.0] * size
+        self._scaled = [0.0] * size
+
+    def observe(self, features: Iterable[float], target: float) -> None:
+        """Add a sample; its target is above 0."""
+        # Relative errors: with absolute ones the long steps alone would determine the fit.
+        row = [f / (s * target) for f, s in zip(features, self._scales, strict=True)]
+        right = self._right
+        for i, value in enumerate(row):
+            self._matrix[i] = [
+                element * DECAY_PER_STEP + value * other
+                for element, other in zip(self._matrix[i], row, strict=True)
+            ]
+            right[i] = right[i] * DECAY_PER_STEP + value
+
+    def solve(self, start: Iterable[float] | None = None) -> list[float]:
+        """Return the coefficients of the features, none of them negative.
+
+        Args:
+            start: coefficients that the search starts from and stays near where samples that are
+                all alike do not determine the others; None for the last solution.
+        """
+        if start is not None:
+            self._scaled = [x * s for x, s in zip(start, self._scales, strict=True)]
+        self._scaled = solve_nonnegative(self._matrix, self._right, self._scaled)
+        return [x / s for x, s in zip(self._scaled, self._scales, strict=True)]
+
+
 class OnlineStepCostFit:
     """Fits the linear step time model to measured steps while the pipeline runs.
 
@@ -107,29 +154,107 @@ class OnlineStepCostFit:
         self.coefficients: StepCostCoefficients | None = None
         """None until REFIT_INTERVAL_STEPS steps, or those of an early fit, have been observed."""
         self._early_fits = early_fits
-        size = len(FEATURE_SCALES)
-        self._matrix = [[0.0] * size for _ in range(size)]
-        self._right = [0.0] * size
-        self._scaled = [0.0] * size
+        self._squares = DecayedLeastSquares(FEATURE_SCALES)
         self._num_steps = 0
 
     def observe_step(self, work: StageWork, seconds: float) -> None:
         """Add a step: its work and the time of its slowest stage."""
         if seconds <= 0:
             return
-        row = [f / s for f, s in zip(step_features(work), FEATURE_SCALES, strict=True)]
-        # Relative errors: with absolute ones the long steps alone would determine the fit.
-        weight = 1 / seconds**2
-        for i, value in enumerate(row):
-            line = self._matrix[i]
-            for j, other in enumerate(row):
-                line[j] = line[j] * DECAY_PER_STEP + weight * value * other
-            self._right[i] = self._right[i] * DECAY_PER_STEP + weight * value * seconds
+        self._squares.observe(step_features(work), seconds)
         self._num_steps += 1
         if self._num_steps % REFIT_INTERVAL_STEPS == 0 or self._num_steps in self._early_fits:
-            self._scaled = solve_nonnegative(self._matrix, self._right, self._scaled)
-            unscaled = [x / s for x, s in zip(self._scaled, FEATURE_SCALES, strict=True)]
-            self.coefficients = StepCostCoefficients(*unscaled)
+            self.coefficients = StepCostCoefficients(*self._squares.solve())
+
+
+class StepTimeCurve(NamedTuple):
+    """Step time by tokens as the root of a quadratic polynomial; no coefficient is negative.
+
+    sqrt(constant + square * n ** 2) is the rounded roofline hypot(n, ridge) and
+    sqrt(constant) + sqrt(square) * n, whose square has all three terms, the straight line of a
+    device that reads weights and computes one after the other. The unit is the squared second.
+    """
+
+    constant: float
+    linear: float
+    square: float
+    pair: float = 0.0
+    """Per query-key pair of prefill chunks."""
+    context_token: float = 0.0
+    """Per token that a decode attends to."""
+
+    @classmethod
+    def from_ridge(cls, ridge_tokens: float, seconds: float = 1.0) -> "StepTimeCurve":
+        """Return a rounded roofline with that ridge, of `seconds` for a step without tokens."""
+        return cls(seconds**2, 0.0, (seconds / ridge_tokens) ** 2)
+
+    def seconds(self, num_tokens: float, num_pairs: float = 0.0, num_context: float = 0.0) -> float:
+        """Return the predicted time of a step with that many tokens, pairs and context tokens."""
+        return math.sqrt(
+            self.constant
+            + num_tokens * (self.linear + num_tokens * self.square)
+            + num_pairs * self.pair
+            + num_context * self.context_token
+        )
+
+    def tokens_at_efficiency(self, efficiency: float) -> float:
+        """Return the tokens of a step of which that share of the time is arithmetic, 0..1.
+
+        It is infinite if the time of a step does not grow in proportion to its tokens.
+        """
+        # square * n ** 2 * excess = constant + linear * n
+        excess = self.square * (efficiency**-2 - 1)
+        if not excess:
+            return math.inf
+        half = self.linear / (2 * excess)
+        return half + math.sqrt(half**2 + self.constant / excess)
+
+
+class OnlineStepCurveFit:
+    """Fits the step time curve to measured steps while the pipeline runs.
+
+    Args:
+        ridge_tokens: ridge of the curve before the first fit, and while all steps are alike.
+        is_fixed: keep this ridge and fit the scale of the time only.
+    """
+
+    def __init__(self, ridge_tokens: float, is_fixed: bool = False) -> None:
+        self.curve = StepTimeCurve.from_ridge(ridge_tokens)
+        self.is_fitted = False
+        """True once the curve is in seconds."""
+        self.most_tokens = math.inf
+        """Tokens of the largest steps of late, beyond which the curve is not known; no limit before
+        the first fit and with a given ridge."""
+        self._ridge_tokens = ridge_tokens
+        self._is_fixed = is_fixed
+        self._scale = DecayedLeastSquares((1.0,))
+        """Fits the curve with the given ridge."""
+        self._squares = DecayedLeastSquares(CURVE_SCALES)
+        self._largest_step = 0.0
+        self._num_steps = 0
+
+    def observe_step(self, work: StageWork, seconds: float) -> None:
+        """Add a step: its work and the time of its slowest stage."""
+        if seconds <= 0:
+            return
+        tokens, square = work.num_tokens, seconds**2
+        self._scale.observe((1 + (tokens / self._ridge_tokens) ** 2,), square)
+        if not self._is_fixed:
+            pairs, context = work.num_query_key_pairs, work.num_decode_context_tokens
+            self._squares.observe((1.0, tokens, tokens**2, pairs, context), square)
+            self._largest_step = max(tokens, self._largest_step * DECAY_PER_STEP)
+        self._num_steps += 1
+        if self._num_steps % REFIT_INTERVAL_STEPS == 0 or self._num_steps in EARLY_CURVE_FITS:
+            self._refit()
+
+    def _refit(self) -> None:
+        (scale,) = self._scale.solve()
+        self.curve = StepTimeCurve.from_ridge(self._ridge_tokens, math.sqrt(scale))
+        if not self._is_fixed:
+            start = None if self.is_fitted else self.curve
+            self.curve = StepTimeCurve(*self._squares.solve(start))
+            self.most_tokens = self._largest_step
+        self.is_fitted = True
 
 
 class StepTimeCollector:

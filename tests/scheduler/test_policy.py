@@ -30,10 +30,12 @@ def load(
     scheduled: int = 0,
     begun: int = 0,
     depth: int = 4,
+    prompts: int = 1,
 ) -> SchedulerLoad:
     return SchedulerLoad(
         num_waiting_tokens=waiting,
         num_waiting_pairs=count_query_key_pairs(begun, waiting),
+        num_waiting_prompts=prompts if waiting else 0,
         num_started_tokens=begun,
         num_started_pairs=count_query_key_pairs(0, begun),
         num_decoding=decoding,
@@ -82,17 +84,15 @@ def test_decodes_never_exceed_what_is_ready() -> None:
         ("throttle-paper", load(waiting=100_000, decoding=9, free=0.24), 410),
         ("throttle-paper", load(waiting=800, decoding=9, free=0.24), 100),
         ("throttle-paper", load(waiting=8, decoding=9, free=0.06), 32),
-        # Ours. Alone: equal chunks near cbrt(4000 * 150 ** 2 / 3) = 311, whatever is begun.
+        # Ours, before step times are known. Alone: equal chunks near the best for a lone prompt.
         ("throttle", load(waiting=4000, free=0.01), 308),
         ("throttle", load(waiting=1000, begun=3000), 308),
-        # Four tokens off that for each decode in the micro-batch, down to #WP / #T ...
-        ("throttle", load(waiting=800, decoding=9, scheduled=2), 152),
-        ("throttle", load(waiting=800, decoding=90, scheduled=22), 100),
-        # ... which counts for no more than eight tokens a decode.
-        ("throttle", load(waiting=16_000, decoding=99, scheduled=25), 385),
-        ("throttle", load(waiting=16_000, decoding=400, scheduled=100), 800),
-        ("throttle", load(waiting=160_000, decoding=400, scheduled=300), 2048),
-        ("throttle", load(waiting=16_000, decoding=400, scheduled=100, free=0.24), 410),
+        # Smaller beside decodes, larger with more prompts, limited by the free cache.
+        ("throttle", load(waiting=4000, decoding=9, scheduled=2), 72),
+        ("throttle", load(waiting=4000, decoding=90, scheduled=22), 32),
+        ("throttle", load(waiting=40_000, decoding=90, scheduled=22, prompts=20), 113),
+        ("throttle", load(waiting=160_000, decoding=4, scheduled=1, prompts=80), 513),
+        ("throttle", load(waiting=160_000, decoding=4, scheduled=1, prompts=80, free=0.1), 108),
         ("throttle", load(waiting=100_000, decoding=9, free=0.05), 0),
         ("sarathi", load(waiting=8000, decoding=9, free=0.01), 2048),
         ("prefill-first", load(waiting=8000, decoding=9, free=0.01), 2560),
@@ -137,12 +137,11 @@ def test_policies_are_short() -> None:
         assert max(num_lines.values()) <= 150, name
 
 
-def test_auto_is_sarathi_at_one_stage_and_throttle_at_more() -> None:
-    assert resolved(stages=1).policy == "sarathi"
-    assert resolved(stages=1).max_num_batched_tokens == 2048
-    assert resolved(stages=2).policy == "throttle"
-    assert resolved(stages=2).max_num_batched_tokens == 2560
-    assert resolved(stages=2).prefill_batch_tokens == 2560
+def test_auto_is_throttle_at_any_number_of_stages() -> None:
+    for stages in (1, 2):
+        assert resolved(stages=stages).policy == "throttle"
+        assert resolved(stages=stages).max_num_batched_tokens == 2560
+        assert resolved(stages=stages).prefill_batch_tokens == 2560
     assert set(POLICIES) == set(POLICY_NAMES) - {"auto"}
 
 

@@ -14,8 +14,10 @@ from gllm.routing.policy import RoutingPolicy
 from gllm.routing.prefix_index import PrefixIndex
 from gllm.routing.state import EngineSnapshot, RoutingRequest, median_coefficients
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.policy import SchedulerLoad, ThrottlePolicy
+from gllm.scheduler.plan import SchedulerStats
+from gllm.scheduler.policy import SchedulerLoad
 from gllm.scheduler.step_cost import StepCostCoefficients
+from gllm.scheduler.throttle_policy import ThrottlePolicy
 
 DEFAULT_COEFFICIENTS = StepCostCoefficients(step=0.005, token=1e-4)
 """Step costs of engines while no engine of the fleet has fitted any; only their relation to each
@@ -132,20 +134,20 @@ def _load(engine: EngineSnapshot, costs: StepCostCoefficients, num_tokens: int) 
     base = costs.step + (costs.token + costs.decode) * num_decodes
     base += costs.context_token * stats.decode_context_tokens / engine.num_stages
     chunk = engine.max_num_batched_tokens - math.ceil(num_decodes)
-    if engine.num_stages > 1:
-        chunk = min(chunk, _throttled_chunk(engine.num_stages, num_tokens, stats.running))
+    chunk = min(chunk, _throttled_chunk(engine.num_stages, num_tokens, stats))
     return _Load(base, max(1, min(chunk, num_tokens)))
 
 
-def _throttled_chunk(num_stages: int, num_tokens: int, num_decoding: int) -> int:
+def _throttled_chunk(num_stages: int, num_tokens: int, stats: SchedulerStats) -> int:
     """Return the prefill tokens per micro-batch that the scheduler's policy permits."""
-    num_decodes = -(-num_decoding // num_stages)
+    num_decodes = -(-stats.running // num_stages)
     load = SchedulerLoad(
         num_waiting_tokens=num_tokens,
         num_waiting_pairs=0.0,
+        num_waiting_prompts=stats.waiting + 1,
         num_started_tokens=0,
         num_started_pairs=0.0,
-        num_decoding=num_decoding,
+        num_decoding=stats.running,
         num_decode_context_tokens=0,
         num_ready_decodes=num_decodes,
         num_scheduled_decodes=num_decodes,
