@@ -23,7 +23,7 @@ from gllm.scheduler.step_cost import StepTimeCurve
 
 MAX_UTILIZATION = 0.98
 """Utilization from which on the waiting time grows in a straight line instead of to infinity."""
-WAITING_WEIGHT = 2.0
+WAITING_WEIGHT = 3.0
 """Weight of a waiting prompt beside a running decode. Of sizes of about equal latency the larger
 one is chosen, because it has more throughput."""
 SMALLEST_DECODES = 1e-3
@@ -44,11 +44,11 @@ class PredictedLatency(NamedTuple):
 class LatencyModel:
     """Predicts the mean latency by chunk size, relative to that of the present size.
 
-    `ThrottlePolicy` has the formulas. Calls return 2 Q T(C) / T(C0) + D m(C) / m(C0).
+    `ThrottlePolicy` has the formulas. Calls return 3 Q T(C) / T(C0) + D m(C) / m(C0).
 
     Args:
         averages: averages of the load with the present chunk size.
-        curve: fitted step time.
+        curve: fitted step time, with the context of the averages.
         stages: number of pipeline stages.
         chunk_tokens: present chunk size C0.
     """
@@ -62,7 +62,7 @@ class LatencyModel:
         self._prompt_tokens = averages.prefill_tokens / averages.prompts
         self._tokens_per_second = averages.prefill_tokens / averages.elapsed_seconds
         self._pairs_per_token = averages.pairs / averages.prefill_tokens
-        self._base = curve.seconds(averages.decodes, 0.0, averages.context_tokens)
+        self._base = curve.seconds(averages.decodes)
         # Neither share is zero, so that their ratio is finite.
         undelayed = max(averages.decodes - averages.delayed_decodes, SMALLEST_DECODES)
         delayed = max(averages.delayed_decodes, SMALLEST_DECODES)
@@ -80,9 +80,8 @@ class LatencyModel:
 
     def _predict(self, tokens: float) -> "PredictedLatency":
         averages = self._averages
-        seconds = self._curve.seconds(
-            averages.decodes + tokens, tokens * self._pairs_per_token, averages.context_tokens
-        )
+        num_pairs = tokens * self._pairs_per_token
+        seconds = self._curve.seconds(averages.decodes + tokens, num_pairs)
         utilization = self._tokens_per_second * seconds / tokens
         spare = 1 - min(utilization, MAX_UTILIZATION)
         queue = (1 + max(0.0, utilization - MAX_UTILIZATION) / spare) / spare

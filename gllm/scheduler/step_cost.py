@@ -28,8 +28,6 @@ DECAY_PER_STEP = 0.998
 """Factor on a step's weight with each later step: about the last thousand steps count."""
 REFIT_INTERVAL_STEPS = 32
 """Observed steps between two fits."""
-EARLY_CURVE_FITS = (8, 16)
-"""Numbers of steps after which the step time curve is fitted before that."""
 DESCENT_SWEEPS = 60
 """Passes of the coordinate descent over all coefficients per fit."""
 
@@ -197,6 +195,10 @@ class StepTimeCurve(NamedTuple):
             + num_context * self.context_token
         )
 
+    def with_context(self, num_context: float) -> "StepTimeCurve":
+        """Return the curve of steps whose decodes attend to that many tokens together."""
+        return self._replace(constant=self.constant + num_context * self.context_token)
+
     def tokens_at_efficiency(self, efficiency: float) -> float:
         """Return the tokens of a step of which that share of the time is arithmetic, 0..1.
 
@@ -244,7 +246,7 @@ class OnlineStepCurveFit:
             self._squares.observe((1.0, tokens, tokens**2, pairs, context), square)
             self._largest_step = max(tokens, self._largest_step * DECAY_PER_STEP)
         self._num_steps += 1
-        if self._num_steps % REFIT_INTERVAL_STEPS == 0 or self._num_steps in EARLY_CURVE_FITS:
+        if self._num_steps % REFIT_INTERVAL_STEPS == 0:
             self._refit()
 
     def _refit(self) -> None:

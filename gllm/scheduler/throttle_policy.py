@@ -10,7 +10,7 @@ from gllm.scheduler.plan import ScheduledRow
 from gllm.scheduler.policy import PaperThrottlePolicy, SchedulerLoad
 from gllm.scheduler.stage_work import StageWork
 from gllm.scheduler.step_averages import StepAverager
-from gllm.scheduler.step_cost import OnlineStepCurveFit
+from gllm.scheduler.step_cost import OnlineStepCurveFit, StepTimeCurve
 
 if TYPE_CHECKING:
     from gllm.scheduler.micro_batch import MicroBatchFiller
@@ -92,7 +92,7 @@ class ThrottlePolicy(PaperThrottlePolicy):
         else:
             if self._averager.num_steps >= self._next_choice:
                 self._next_choice = self._averager.num_steps + CHOICE_INTERVAL_STEPS
-                self._choose_for_averages()
+                self._choose_for_averages(load.num_waiting_prompts)
             # Micro-batches of equal size, however many decodes each one has.
             spare = self._mean_decodes - load.num_scheduled_decodes
             tokens = max(self._chunk_tokens + spare, self._chunk_tokens / 2)
@@ -104,36 +104,41 @@ class ThrottlePolicy(PaperThrottlePolicy):
         `work` tokens in chunks of n take (work / n + stages - 1) micro-batches, each of which
         delays the prompts by its time and the decodes by the time of its prefill.
         """
-        seconds, decodes = self._curve_fit.curve.seconds, load.num_scheduled_decodes
+        curve, decodes = self._curve_fit.curve, load.num_scheduled_decodes
         prompts, running = max(1, load.num_waiting_prompts), load.num_decoding
         num_edges = self._config.stages - 1
-        base = seconds(decodes)
+        base = curve.seconds(decodes)
 
         def delay(tokens: float) -> float:
-            time = seconds(decodes + tokens)
+            time = curve.seconds(decodes + tokens)
             return (work / tokens + num_edges) * (prompts * time + running * (time - base))
 
-        return self._minimize(delay, decodes, running)
+        return self._minimize(delay, curve, decodes, running)
 
-    def _choose_for_averages(self) -> None:
+    def _choose_for_averages(self, num_waiting: int) -> None:
         """Choose the chunk size of the shortest mean latency for the averages of the load."""
         averages = self._averager.read()
         self._mean_decodes = averages.decodes
-        if averages.prompts:
-            latency = LatencyModel(
-                averages, self._curve_fit.curve, self._config.stages, self._chunk_tokens
-            )
-            self._chunk_tokens = self._minimize(latency, averages.decodes, averages.running)
+        if not averages.prompts:
+            return
+        # Chunks grow as soon as prompts queue, and shrink with the average.
+        averages = averages._replace(waiting=max(averages.waiting, num_waiting))
+        curve = self._curve_fit.curve.with_context(averages.context_tokens)
+        latency = LatencyModel(averages, curve, self._config.stages, self._chunk_tokens)
+        self._chunk_tokens = self._minimize(latency, curve, averages.decodes, averages.running)
 
-    def _minimize(self, cost: Callable[[float], float], decodes: float, running: float) -> float:
+    def _minimize(
+        self,
+        cost: Callable[[float], float],
+        curve: StepTimeCurve,
+        decodes: float,
+        running: float,
+    ) -> float:
         """Return the chunk size of least cost, within the limits of a chunk."""
-        smallest, largest = (
-            self._config.min_prefill_tokens,
-            GROWTH_LIMIT * self._curve_fit.most_tokens,
-        )
+        smallest = self._config.min_prefill_tokens
+        largest = GROWTH_LIMIT * self._curve_fit.most_tokens
         if running:
-            most = self._curve_fit.curve.tokens_at_efficiency(EFFICIENCY_LIMIT)
-            largest = min(largest, most)
+            largest = min(largest, curve.tokens_at_efficiency(EFFICIENCY_LIMIT))
         largest = max(smallest, min(largest - decodes, self._config.max_prefill_tokens))
         ratio = (largest / smallest) ** (1 / NUM_CANDIDATES)
         return min((smallest * ratio**i for i in range(NUM_CANDIDATES + 1)), key=cost)
