@@ -15,6 +15,7 @@ from experiments.parallel import map_parallel
 from experiments.trials import MAX_MODEL_LEN
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.stage_work import StageWork
+from gllm.scheduler.throttle_policy import DEFAULT_RIDGE_TOKENS
 from gllm.sim.costs.base import CostModel
 from gllm.sim.deployment import Deployment, roofline_deployment, simulate
 from gllm.sim.metrics.delays import steady_throughput
@@ -104,10 +105,11 @@ DEVICES = {
 }
 OURS = "throttle"
 FIXED = "experiments.policies.fixed_throttle:FixedThrottlePolicy"
+FIXED_NAME = "fixed"
 POLICIES: dict[str, tuple[str, int | None, bool]] = {
     OURS: (OURS, None, False),
     "throttle-paper": ("throttle-paper", None, False),
-    "fixed": (FIXED, None, False),
+    FIXED_NAME: (FIXED, None, False),
     "fixed, own ridge": (FIXED, None, True),
     "sarathi": ("sarathi", None, False),
     "sarathi:512": ("sarathi", 512, False),
@@ -199,8 +201,11 @@ class CellRun(NamedTuple):
 def run_cell(run: CellRun) -> dict[str, CellFigures]:
     """Simulate every policy; return their figures by name."""
     jobs = make_requests(run.cell, run.seed, run.count, run.rate)
-    figures = {}
-    for policy in POLICIES:
+    figures: dict[str, CellFigures] = {}
+    for policy, (_, _, knows_ridge) in POLICIES.items():
+        if knows_ridge and DEVICES[run.cell.device].ridge_tokens == DEFAULT_RIDGE_TOKENS:
+            figures[policy] = figures[FIXED_NAME]
+            continue
         summary = summarize_run(_serve(run.cell, policy, jobs))
         figures[policy] = CellFigures(
             summary["e2el"]["mean"],

@@ -76,7 +76,7 @@ class StepAverager:
             max(0, work.num_sampled_rows - decodes),
             decodes,
             decodes if self._steps_since_prefill < self._stages else 0,
-            work.num_query_key_pairs,
+            work.num_query_key_pairs if work.prefill_chunks else 0.0,
             work.num_decode_context_tokens,
             self._running,
             self._waiting,

@@ -120,10 +120,9 @@ class DecayedLeastSquares:
         row = [f / (s * target) for f, s in zip(features, self._scales, strict=True)]
         right = self._right
         for i, value in enumerate(row):
-            self._matrix[i] = [
-                element * DECAY_PER_STEP + value * other
-                for element, other in zip(self._matrix[i], row, strict=True)
-            ]
+            line = self._matrix[i]
+            for j, other in enumerate(row):
+                line[j] = line[j] * DECAY_PER_STEP + value * other
             right[i] = right[i] * DECAY_PER_STEP + value
 
     def solve(self, start: Iterable[float] | None = None) -> list[float]:
@@ -242,7 +241,8 @@ class OnlineStepCurveFit:
         tokens, square = work.num_tokens, seconds**2
         self._scale.observe((1 + (tokens / self._ridge_tokens) ** 2,), square)
         if not self._is_fixed:
-            pairs, context = work.num_query_key_pairs, work.num_decode_context_tokens
+            pairs = work.num_query_key_pairs if work.prefill_chunks else 0.0
+            context = work.num_decode_context_tokens
             self._squares.observe((1.0, tokens, tokens**2, pairs, context), square)
             self._largest_step = max(tokens, self._largest_step * DECAY_PER_STEP)
         self._num_steps += 1

@@ -141,4 +141,4 @@ class ThrottlePolicy(PaperThrottlePolicy):
             largest = min(largest, curve.tokens_at_efficiency(EFFICIENCY_LIMIT))
         largest = max(smallest, min(largest - decodes, self._config.max_prefill_tokens))
         ratio = (largest / smallest) ** (1 / NUM_CANDIDATES)
-        return min((smallest * ratio**i for i in range(NUM_CANDIDATES + 1)), key=cost)
+        return min([smallest * ratio**i for i in range(NUM_CANDIDATES + 1)], key=cost)

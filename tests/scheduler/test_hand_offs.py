@@ -135,6 +135,7 @@ def test_pushed_prompts_end_though_both_engines_are_full(num_blocks: int) -> Non
             min_prefill_tokens=4,
             kv_push="layer",
             kv_push_threshold=rng.choice((0, 5)),
+            policy="sarathi",
         )
         pair = EnginePair([config, config], rng)
         drive(pair, STEPS)

@@ -91,7 +91,7 @@ def test_requests_without_a_ticket_are_not_pushed() -> None:
 
 
 def test_a_push_grows_by_chunks_and_becomes_a_hold() -> None:
-    scheduler = Scheduler(make_config())
+    scheduler = Scheduler(make_config(policy="sarathi"))
     scheduler.add(pushed(18), 0.0)
     pushes = []
     while step(scheduler):

@@ -211,9 +211,9 @@ def test_utilization_and_cache_of_a_simulation(deployment: Deployment) -> None:
     peak = 2 * 119.5e12 * figures["seconds"]
     assert figures["model_flops_utilization"] == pytest.approx(flops / peak, rel=0.03)
     assert 0 < figures["kv_usage"]["mean"] < figures["kv_usage"]["max"] <= 1
-    # All 40 sequences hold their 64 blocks at the same time, or a few have finished before.
+    # At most all 40 sequences hold their 64 blocks at the same time; many have finished before.
     held = 40 * 64 / deployment.scheduler.num_blocks
-    assert 0.5 * held < figures["kv_usage"]["max"] <= held
+    assert 0.4 * held < figures["kv_usage"]["max"] <= held
     assert figures["scheduling_delay"]["p50"] > 0
 
 

@@ -338,4 +338,4 @@ def test_vidurs_profile_runs_traces_up_to_its_context(
     assert simulate(["--profile", "vidur", *flags, *size]) == 0
     assert "requests/s" in capsys.readouterr().out
     assert simulate(["--profile", "vidur", "--workload", "fixed:5000,10", *size]) == 2
-    assert "kv + chunk is 4550, but was measured from 64 to 4096" in capsys.readouterr().err
+    assert "kv + chunk is 4500, but was measured from 64 to 4096" in capsys.readouterr().err
