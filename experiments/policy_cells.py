@@ -194,13 +194,13 @@ class CellRun(NamedTuple):
 
     cell: PolicyCell
     seed: int
-    count: int
+    num_requests: int
     rate: float
 
 
 def run_cell(run: CellRun) -> dict[str, CellFigures]:
     """Simulate every policy; return their figures by name."""
-    jobs = make_requests(run.cell, run.seed, run.count, run.rate)
+    jobs = make_requests(run.cell, run.seed, run.num_requests, run.rate)
     figures: dict[str, CellFigures] = {}
     for policy, (_, _, knows_ridge) in POLICIES.items():
         if knows_ridge and DEVICES[run.cell.device].ridge_tokens == DEFAULT_RIDGE_TOKENS:

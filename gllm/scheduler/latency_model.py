@@ -31,7 +31,7 @@ SMALLEST_DECODES = 1e-3
 
 
 class PredictedLatency(NamedTuple):
-    """Prediction of a LatencyModel for a chunk size."""
+    """Prediction of a ChunkLatencyModel for a chunk size."""
 
     ttft: float
     """T: time to first token in seconds."""
@@ -41,7 +41,7 @@ class PredictedLatency(NamedTuple):
     """psi / (1 - psi): decodes that prefill delays in relation to the others."""
 
 
-class LatencyModel:
+class ChunkLatencyModel:
     """Predicts the mean latency by chunk size, relative to that of the present size.
 
     `ThrottlePolicy` has the formulas. Calls return 3 Q T(C) / T(C0) + D m(C) / m(C0).

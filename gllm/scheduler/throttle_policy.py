@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.latency_model import LatencyModel
+from gllm.scheduler.latency_model import ChunkLatencyModel
 from gllm.scheduler.plan import ScheduledRow
 from gllm.scheduler.policy import PaperThrottlePolicy, SchedulerLoad
 from gllm.scheduler.stage_work import StageWork
@@ -124,7 +124,7 @@ class ThrottlePolicy(PaperThrottlePolicy):
         # Chunks grow as soon as prompts queue, and shrink with the average.
         averages = averages._replace(waiting=max(averages.waiting, num_waiting))
         curve = self._curve_fit.curve.with_context(averages.context_tokens)
-        latency = LatencyModel(averages, curve, self._config.stages, self._chunk_tokens)
+        latency = ChunkLatencyModel(averages, curve, self._config.stages, self._chunk_tokens)
         self._chunk_tokens = self._minimize(latency, curve, averages.decodes, averages.running)
 
     def _minimize(

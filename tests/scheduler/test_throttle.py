@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.latency_model import LatencyModel
+from gllm.scheduler.latency_model import ChunkLatencyModel
 from gllm.scheduler.stage_work import StageWork
 from gllm.scheduler.step_averages import StepAverager, StepAverages
 from gllm.scheduler.step_cost import OnlineStepCurveFit, StepTimeCurve
@@ -135,7 +135,7 @@ def test_idle_time_is_no_time_under_load() -> None:
 
 def best_chunk(averages: StepAverages, stages: int = 4, curve: StepTimeCurve | None = None) -> int:
     """Return the chunk size of the shortest mean latency, from a present size of 200."""
-    cost = LatencyModel(averages, curve or StepTimeCurve.from_ridge(150, 0.02), stages, 200.0)
+    cost = ChunkLatencyModel(averages, curve or StepTimeCurve.from_ridge(150, 0.02), stages, 200.0)
     return min(range(16, 1200, 4), key=cost)
 
 
