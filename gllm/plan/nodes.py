@@ -5,7 +5,7 @@ of each node.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -91,6 +91,12 @@ class DeviceCluster:
             if count:
                 counts[node.device] = counts.get(node.device, 0) + count
         return " + ".join(f"{count} {device}" for device, count in counts.items())
+
+
+def with_inner_link(cluster: DeviceCluster, link: NetworkLink | None) -> DeviceCluster:
+    """Return a cluster whose nodes have a link between their devices, unless theirs is known."""
+    nodes = (node._replace(inner_link=node.inner_link or link) for node in cluster.nodes)
+    return replace(cluster, nodes=tuple(nodes))
 
 
 NO_NODES = DeviceCluster(())

@@ -34,7 +34,7 @@ from gllm.plan.goodput.systems import NUM_STEPS, GoodputTask, Outcome, System, m
 from gllm.plan.layout import Parallelism, PlannedEngine, Stages, lay_out, place_engines
 from gllm.plan.nodes import DeviceCluster, equal_nodes
 from gllm.plan.problem import ServiceProblem
-from gllm.plan.serving_plan import ExpectedFigures, RouterPlan, check_plan, read_plan
+from gllm.plan.serving_plan import ExpectedFigures, LinkPlan, RouterPlan, check_plan, read_plan
 from gllm.plan.strategies import UnservableError
 from gllm.sim.costs.distserve import read_coefficients
 from gllm.sim.deployment import ModelFitError
@@ -317,6 +317,8 @@ def test_the_command_writes_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "requests/s per GPU" in text
     assert "simulated only: prefill-0, decode-0: no KV blocks are passed on" in text
     assert "the stages are on GPUs" in plan.simulated_only
+    # Stages and ranks within a node were predicted with NVLink.
+    assert [node.link for node in plan.nodes.values()] == [LinkPlan(2000, 0.005)]
     assert main(["goodput", *flags, "--slo", "ttft=0.01,tpot=0.1"]) == 1
     assert "TTFT binds" in capsys.readouterr().err
     assert main(["goodput", *flags, "--slo", "ttft:p99=1"]) == 2

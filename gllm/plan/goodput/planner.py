@@ -12,7 +12,7 @@ from statistics import median
 from typing import TypeVar
 
 from gllm.plan.best_first import BestFirstOutcome, CandidateBound, SearchBudget, search_best
-from gllm.plan.goodput.engines import EngineCosts, make_engine
+from gllm.plan.goodput.engines import LOCAL_LINK, EngineCosts, make_engine
 from gllm.plan.goodput.phase_bounds import (
     CONSTRAINTS,
     bound_decode,
@@ -38,9 +38,11 @@ from gllm.plan.goodput.systems import (
     run_task,
 )
 from gllm.plan.layout import Parallelism, PlannedEngine, lay_out, place_engines
+from gllm.plan.nodes import with_inner_link
 from gllm.plan.problem import ServiceProblem
 from gllm.plan.serving_plan import ExpectedFigures, RouterPlan, ServingPlan
 from gllm.plan.strategies import UnservableError
+from gllm.sim.hardware.devices import LINKS
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload
 
 PHASES = ("prefill", "decode")
@@ -341,7 +343,7 @@ class GoodputPlanner:
         outcome = plan.outcome
         return lay_out(
             problem,
-            problem.cluster,
+            with_inner_link(problem.cluster, LINKS[LOCAL_LINK]),
             engines,
             RouterPlan("", preset=PRESET),
             ExpectedFigures(

@@ -19,7 +19,7 @@ from gllm.plan.best_first import BestFirstOutcome, CandidateBound, SearchBudget,
 from gllm.plan.capacity import PLAN_RULES, extend_rule, measure_capacity
 from gllm.plan.engine_bounds import EngineBounds, WorkloadMoments, measure_workload
 from gllm.plan.layout import PlannedEngine, lay_out, place_engines
-from gllm.plan.nodes import DeviceCluster, assume_nodes
+from gllm.plan.nodes import assume_nodes, with_inner_link
 from gllm.plan.problem import ServiceProblem
 from gllm.plan.search.designs import EngineDesign
 from gllm.plan.search.objectives import (
@@ -38,6 +38,7 @@ from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.capacity import CapacityRule, SearchEndedError
 from gllm.sim.configured import SimulationAtRate, simulate_requests
 from gllm.sim.deployment import Deployment, ModelFitError
+from gllm.sim.hardware.devices import NetworkLink
 from gllm.sim.options import SimulationConfig, build_deployment, build_workload
 
 LONG_PROMPT = "a prompt alone takes longer than the limit of TTFT"
@@ -388,7 +389,7 @@ def lay_out_fleet(
     count, cluster = forecast.num_engines, problem.cluster
     if not cluster.nodes:
         cluster = assume_nodes(design.device, count * design.num_devices)
-    cluster = _with_inner_links(cluster, deployment)
+    cluster = with_inner_link(cluster, _find_inner_link(deployment))
     placed = place_engines(
         cluster, [(design.parallelism, deployment.layers)] * count, design.device
     )
@@ -405,13 +406,11 @@ def lay_out_fleet(
     )
 
 
-def _with_inner_links(cluster: DeviceCluster, deployment: Deployment) -> DeviceCluster:
-    """Return a cluster whose nodes have the link that was simulated, unless theirs is known."""
+def _find_inner_link(deployment: Deployment) -> NetworkLink | None:
+    """Return the link between devices that was simulated; None if it was not."""
     hardware = deployment.hardware
     links = () if hardware is None else (hardware.stages[0].rank_link, *hardware.links)
-    link = next((link for link in links if link is not None), None)
-    nodes = (node._replace(inner_link=node.inner_link or link) for node in cluster.nodes)
-    return replace(cluster, nodes=tuple(nodes))
+    return next((link for link in links if link is not None), None)
 
 
 def changed_options(config: SchedulerConfig) -> dict[str, Any]:
