@@ -99,7 +99,7 @@ def run(options: ExperimentOptions) -> ExperimentResult:
     header = ["setting", "stages", "prompt", "best TTFT, ms", "chunks"]
     text = (
         f"Simulated. Best: the fastest of 1 to {most_chunks} equal chunks; the other columns are "
-        "multiples of it. `auto` is the default: sarathi at one stage, throttle at more.\n\n"
+        "multiples of it. `auto` is the default, throttle.\n\n"
         + format_table([*header, "one chunk", "eight equal", *POLICIES], rows)
     )
     claims = [
