@@ -7,6 +7,7 @@ import argparse
 import importlib
 import shlex
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 from experiments.base import (
@@ -50,6 +51,12 @@ EXPERIMENTS = {
 
 REAL = {"ablation": "real_ablation", "interference": "real_interference"}
 """Modules of experiments that also run on this machine's engine (`--real`)."""
+EMULATED = ("latency-vs-rate", "scalability", "slo", "ablation", "sensitivity", "volatility")
+"""Experiments whose trials can be served on emulated devices (`--emulated`)."""
+MODES: dict[str, Collection[str]] = {"real": REAL, "emulated": EMULATED}
+"""Flags that choose engines instead of simulations, with the experiments that have them."""
+EMULATED_REQUESTS = 100
+"""Requests per trial on emulated devices, by default: they take real time."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -77,8 +84,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--requests",
         type=number_type(int, ge=8, le=INT32_MAX),
-        default=ExperimentOptions.requests,
-        help=f"requests per simulation (default {ExperimentOptions.requests})",
+        help=f"requests per simulation (default {ExperimentOptions.requests}; "
+        f"{EMULATED_REQUESTS} with --emulated)",
     )
     parser.add_argument(
         "--jobs",
@@ -87,16 +94,30 @@ def make_parser() -> argparse.ArgumentParser:
         help="processes for independent simulations (default: one per core)",
     )
     parser.add_argument("--quick", action="store_true", help="few points: a functional check")
-    parser.add_argument("--real", action="store_true", help="run on this machine's engine")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--real", action="store_true", help="run on this machine's engine")
+    mode.add_argument(
+        "--emulated",
+        action="store_true",
+        help="serve the trials with engines on emulated devices, beside the simulation",
+    )
+    parser.add_argument(
+        "--emulated-speed",
+        type=number_type(float, gt=0, le=1000),
+        default=1.0,
+        help="emulated seconds per second; lateness has to stay below 2 %% of a step (default 1)",
+    )
     return parser
 
 
 def format_command(name: str, values: argparse.Namespace) -> str:
     """Return the command that repeats a page, without flags that change no figures."""
     words = ["python", "-m", "experiments", name]
-    if values.requests != ExperimentOptions.requests:
+    if values.requests is not None:
         words += ["--requests", str(values.requests)]
-    words += [f"--{flag}" for flag in ("quick", "real") if getattr(values, flag)]
+    words += [f"--{flag}" for flag in ("quick", *MODES) if getattr(values, flag)]
+    if values.emulated and values.emulated_speed != 1:
+        words += ["--emulated-speed", f"{values.emulated_speed:g}"]
     return shlex.join(words)
 
 
@@ -108,14 +129,19 @@ def run_experiment(name: str, values: argparse.Namespace) -> None:
         OSError: The page cannot be written.
         EngineError: An engine of this machine fails.
     """
-    options = ExperimentOptions(values.requests, values.quick, jobs=values.jobs)
-    module_name = REAL[name] if values.real else EXPERIMENTS[name][0]
-    module = importlib.import_module(f"experiments.{module_name}")
+    default = EMULATED_REQUESTS if values.emulated else ExperimentOptions.requests
+    options = ExperimentOptions(values.requests or default, values.quick, jobs=values.jobs)
     stopwatch = Stopwatch(options.jobs)
-    result: ExperimentResult = module.run(options)
+    result: ExperimentResult
+    if values.emulated:
+        emulated = importlib.import_module("experiments.emulated")
+        result = emulated.run(name, options, values.emulated_speed)
+    else:
+        module_name = REAL[name] if values.real else EXPERIMENTS[name][0]
+        result = importlib.import_module(f"experiments.{module_name}").run(options)
     page = write_result(
         result,
-        name + ("-real" if values.real else ""),
+        name + "".join(f"-{mode}" for mode in MODES if getattr(values, mode)),
         format_command(name, values),
         Path(values.output),
         stopwatch.read(),
@@ -130,10 +156,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run `python -m experiments` and return the exit status."""
     values = make_parser().parse_args(argv)
     for name in values.names:
-        if values.real and name not in REAL:
-            message = f"--real supports {', '.join(REAL)}, not {name}"
-            print(f"python -m experiments: {message}", file=sys.stderr)
-            return 2
+        for mode, supported in MODES.items():
+            if getattr(values, mode) and name not in supported:
+                message = f"--{mode} supports {', '.join(supported)}, not {name}"
+                print(f"python -m experiments: {message}", file=sys.stderr)
+                return 2
     for name in values.names:
         try:
             run_experiment(name, values)

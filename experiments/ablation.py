@@ -16,6 +16,7 @@ from experiments.trials import (
     L20_32B,
     HardwareSetting,
     SimulationTrial,
+    TrialRun,
     plan_rates,
     run_trials,
 )
@@ -32,6 +33,8 @@ SETTINGS = (L20_32B, HardwareSetting("qwen2.5-14b", "L20"))
 WORKLOADS = ("sharegpt-like", "azure-conv")
 TIGHT = 0.25
 """Share of the KV cache in the second half: what UT is for shows where the cache fills up."""
+EMULATED_CASES = (("azure-conv", 2.5, 1.0), ("sharegpt-like", 9.5, 1.0), ("azure-conv", 1.8, TIGHT))
+"""Workload, requests per second and share of the KV cache on emulated devices, at saturation."""
 
 Changes = dict[str, float]
 CLAIMED: dict[str, Changes] = {
@@ -78,6 +81,27 @@ def run(options: ExperimentOptions) -> ExperimentResult:
         ablation_claims(saturated),
         ablation_plots(saturated),
     )
+
+
+def emulated_trials(options: ExperimentOptions) -> list[SimulationTrial]:
+    """Return the trials for emulated devices."""
+    return [
+        SimulationTrial(L20_32B, workload, policy, rate, options.requests, kv_share=kv_share)
+        for workload, rate, kv_share in EMULATED_CASES[: 1 if options.quick else None]
+        for policy in POLICIES
+    ]
+
+
+def emulated_claims(runs: list[TrialRun], policy: str) -> list[PaperClaim]:
+    """Return the claims from the runs of `emulated_trials`; all are on the parts of BASE."""
+    assert policy == BASE, "the paper ablates its own rule"
+    groups: Groups = {}
+    for run in runs:
+        trial = run.trial
+        name = f"{trial.workload}, {show_value(trial.rate)}/s"
+        name += f", {trial.kv_share} of the cache" if trial.kv_share < 1 else ""
+        groups.setdefault(name, {})[trial.policy] = run.figures
+    return ablation_claims(groups)
 
 
 def ablation_table(groups: Groups) -> str:

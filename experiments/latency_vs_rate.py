@@ -11,9 +11,12 @@ from experiments.base import ExperimentOptions, ExperimentResult
 from experiments.claims import ExpectedChange, PaperClaim
 from experiments.trials import (
     CAPACITY_LINK,
+    JUDGED_POLICIES,
+    L20_32B,
     SETTINGS,
     HardwareSetting,
     SimulationTrial,
+    TrialRun,
     plan_rates,
     run_trials,
 )
@@ -25,6 +28,8 @@ TENSOR_PARALLEL = "sarathi, TP 4"
 POLICIES = ("throttle", "throttle-paper", "sarathi", "prefill-first", TENSOR_PARALLEL)
 WORKLOADS = ("sharegpt-like", "azure-conv")
 SHARES = (0.2, 0.4, 0.6, 0.8, 1.0, 1.3)
+EMULATED_RATES = {"azure-conv": (1.0, 2.0, 3.0), "sharegpt-like": (4.0, 8.0, 12.0)}
+"""Requests per second on emulated devices, by workload."""
 TURNING = 2.0
 """TTFT has turned where its mean is this many times that of the lowest rate."""
 INTRA_NODE = ExpectedChange(0.29, 1.5, comment="(vLLM PP, intra-node)")
@@ -83,7 +88,7 @@ def run(options: ExperimentOptions) -> ExperimentResult:
     return ExperimentResult(
         "Latency and throughput against request rate",
         text,
-        _claims(curves),
+        _claims(curves, "throttle"),
         {"latency-vs-rate.svg": lambda path: plot_grid(_panels(curves), path)},
     )
 
@@ -131,27 +136,54 @@ def max_throughput(curve: Curve) -> float:
     return max(float(figures["steady_tokens_per_second"]) for _, figures in curve)
 
 
-def _claims(curves: Curves) -> list[PaperClaim]:
-    """Return the paper's ranges and our figures: the paper compares with vLLM, we with sarathi."""
+def _claims(curves: Curves, policy: str) -> list[PaperClaim]:
+    """Return the paper's ranges and a policy's figures.
+
+    The paper compares with vLLM, we with sarathi.
+    """
     claims = []
     for key, ours in curves.items():
-        if key.policy != "throttle":
+        if key.policy != policy:
             continue
         title = f"{key.setting}, {key.workload}"
         sarathi = curves[key._replace(policy="sarathi")]
-        tensor = curves[key._replace(policy=TENSOR_PARALLEL)]
+        tensor = curves.get(key._replace(policy=TENSOR_PARALLEL))
         within_node = key.setting.link != "network"
-        for name, claimed, ratio in (
+        changes: list[tuple[str, ExpectedChange, float]] = [
             ("maximum throughput against sarathi", INTRA_NODE if within_node else ANYWHERE,
              max_throughput(ours) / max_throughput(sarathi)),
-            ("maximum throughput against TP 4", ANYWHERE,
-             max_throughput(ours) / max_throughput(tensor)),
             ("rate at which TTFT turns, against sarathi", TURNING_CLAIM,
              turning_point(ours) / turning_point(sarathi)),
             ("slope of E2EL against sarathi", SLOPE_CLAIM, slope(ours) / slope(sarathi)),
-        ):  # fmt: skip
-            claims.append(PaperClaim(f"{title}: {name}", claimed, ratio - 1))
+        ]  # fmt: skip
+        if tensor is not None:
+            ratio = max_throughput(ours) / max_throughput(tensor)
+            changes.insert(1, ("maximum throughput against TP 4", ANYWHERE, ratio))
+        claims += [
+            PaperClaim(f"{title}: {name}", claimed, ratio - 1) for name, claimed, ratio in changes
+        ]
     return claims
+
+
+def emulated_trials(options: ExperimentOptions) -> list[SimulationTrial]:
+    """Return the trials for emulated devices."""
+    rates = {"azure-conv": EMULATED_RATES["azure-conv"]} if options.quick else EMULATED_RATES
+    return [
+        SimulationTrial(L20_32B, workload, policy, rate, options.requests)
+        for workload, each in rates.items()
+        for rate in (each[::2] if options.quick else each)
+        for policy in JUDGED_POLICIES
+    ]
+
+
+def emulated_claims(runs: list[TrialRun], policy: str) -> list[PaperClaim]:
+    """Return the claims on a policy, from the runs of `emulated_trials`."""
+    curves: Curves = {}
+    for run in runs:
+        trial = run.trial
+        key = CurveKey(trial.setting, trial.workload, trial.policy)
+        curves.setdefault(key, []).append((trial.rate, run.figures))
+    return _claims(curves, policy)
 
 
 def _panels(curves: Curves) -> list[ChartPanel]:

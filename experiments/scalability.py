@@ -7,7 +7,13 @@ from dataclasses import replace
 
 from experiments.base import ExperimentOptions, ExperimentResult
 from experiments.claims import ExpectedChange, PaperClaim
-from experiments.trials import HardwareSetting, SimulationTrial, run_trials
+from experiments.trials import (
+    JUDGED_POLICIES,
+    HardwareSetting,
+    SimulationTrial,
+    TrialRun,
+    run_trials,
+)
 from gllm.sim.metrics.plots import plot_bars
 from gllm.sim.metrics.report import format_table, show_value
 
@@ -32,6 +38,39 @@ def make_trial(
     if policy == TENSOR_PARALLEL:
         policy, setting = "sarathi", setting.as_tensor_parallel()
     return SimulationTrial(setting, workload, policy, 1.0, requests, "static")
+
+
+def emulated_trials(options: ExperimentOptions) -> list[SimulationTrial]:
+    """Return the trials for emulated devices."""
+    setting = SETTINGS[0]
+    return [
+        make_trial(setting, "azure-conv", policy, devices, options.requests)
+        for devices in DEVICES[1 if options.quick else 0 :]
+        for policy in JUDGED_POLICIES
+    ]
+
+
+def emulated_claims(runs: list[TrialRun], policy: str) -> list[PaperClaim]:
+    """Return the claims on a policy, from the runs of `emulated_trials`."""
+    speed = {
+        (run.trial.policy, run.trial.setting.stages): float(run.figures["steady_tokens_per_second"])
+        for run in runs
+    }
+    fewest, most = min(stages for _, stages in speed), DEVICES[-1]
+    gain = f"{speed[policy, most] / speed[policy, fewest]:.2f} x"
+    return [
+        PaperClaim(
+            f"{policy} on {most} stages against sarathi",
+            CLAIMED,
+            speed[policy, most] / speed["sarathi", most] - 1,
+        ),
+        PaperClaim(
+            f"gain of {most} stages over {fewest} under {policy}",
+            "a plot without numbers",
+            None,
+            gain,
+        ),
+    ]
 
 
 def run(options: ExperimentOptions) -> ExperimentResult:

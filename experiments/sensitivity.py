@@ -13,7 +13,14 @@ from experiments.claims import (
     PaperClaim,
     relative_change,
 )
-from experiments.trials import CAPACITY_LINK, L20_32B, SimulationTrial, plan_rates, run_trials
+from experiments.trials import (
+    CAPACITY_LINK,
+    L20_32B,
+    SimulationTrial,
+    TrialRun,
+    plan_rates,
+    run_trials,
+)
 from gllm.sim.metrics.plots import ChartPanel, plot_grid
 from gllm.sim.metrics.report import format_table, show_value
 
@@ -24,6 +31,11 @@ VALUES: dict[str, tuple[float, ...]] = {
     "min_prefill_tokens": (8, 32, 64, 128),
     "ridge_tokens": (50, 100, 150, 225, 450),
 }
+EMULATED_VALUES: dict[float, dict[str, tuple[float, ...]]] = {
+    1.8: {"prefill_iterations": (1, 4, 32), "min_prefill_tokens": (8, 128)},
+    2.15: {"max_prefill_tokens": (512, 2048), "kv_threshold": (0.0, 0.05)},
+}
+"""Values on emulated devices, by requests per second: at capacity, and above it."""
 SYMBOLS = {
     "prefill_iterations": "#T",
     "max_prefill_tokens": "#MaxP",
@@ -104,9 +116,9 @@ def _table(results: Results) -> str:
 
 
 def _claims(results: Results, at_overload: Results) -> list[PaperClaim]:
-    """Return the paper's four statements as claims, for its rule and for ours."""
+    """Return the paper's four statements as claims, for the policies of the results."""
     claims = []
-    for policy in POLICIES:
+    for policy in dict.fromkeys(policy for policy, _, _ in results):
 
         def change(field: str, metric: str, old: float, new: float, policy: str = policy) -> float:
             old_figures, new_figures = (results[policy, field, value] for value in (old, new))
@@ -118,8 +130,9 @@ def _claims(results: Results, at_overload: Results) -> list[PaperClaim]:
             for v in (512, 2048)
         )
         ends = [
-            float(results[policy, "min_prefill_tokens", value]["e2el"]["mean"])
-            for value in VALUES["min_prefill_tokens"]
+            float(figures["e2el"]["mean"])
+            for (name, field, _), figures in results.items()
+            if (name, field) == (policy, "min_prefill_tokens")
         ]
         claims += [
             PaperClaim(
@@ -155,6 +168,28 @@ def _claims(results: Results, at_overload: Results) -> list[PaperClaim]:
             ),
         ]
     return claims
+
+
+def emulated_trials(options: ExperimentOptions) -> list[SimulationTrial]:
+    """Return the trials for emulated devices."""
+    base = SimulationTrial(L20_32B, WORKLOAD, "throttle", 1.0, options.requests, kv_share=KV_SHARE)
+    return [
+        _make_trial(replace(base, rate=rate), (policy, field, value))
+        for rate, fields in EMULATED_VALUES.items()
+        for policy in POLICIES[: 1 if options.quick else None]
+        for field, values in fields.items()
+        for value in values
+    ]
+
+
+def emulated_claims(runs: list[TrialRun], policy: str) -> list[PaperClaim]:
+    """Return the claims on a policy, from the runs of `emulated_trials`."""
+    at_rate: dict[float, Results] = {rate: {} for rate in EMULATED_VALUES}
+    for run in runs:
+        ((field, value),) = run.trial.options
+        if run.trial.policy == policy:
+            at_rate[run.trial.rate][policy, field, value] = run.figures
+    return _claims(*at_rate.values())
 
 
 def _panels(results: Results) -> list[ChartPanel]:

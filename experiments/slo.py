@@ -11,10 +11,12 @@ from experiments.claims import ExpectedChange, PaperClaim, relative_change
 from experiments.parallel import map_parallel
 from experiments.trials import (
     CAPACITY_LINK,
+    JUDGED_POLICIES,
     L20_32B,
     SETTINGS,
     HardwareSetting,
     SimulationTrial,
+    TrialRun,
     plan_rates,
     run_trials,
     summarize_trial,
@@ -26,6 +28,8 @@ from gllm.sim.metrics.report import format_table, show_value
 POLICIES = ("throttle", "throttle-paper", "sarathi", "prefill-first")
 WORKLOADS = ("sharegpt-like", "azure-conv")
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2)
+EMULATED_RATES = ("sharegpt-like", (2.0, 4.0, 6.0, 8.0))
+"""Workload and requests per second on emulated devices, on the setting of the paper's numbers."""
 TTFT_TIMES, TPOT_TIMES = 5.0, 2.0
 """The limits are these multiples of what the workload's requests get alone on the pipeline."""
 LOW_RATE, MAX_LOW_RATE_REQUESTS = 0.01, 60
@@ -101,7 +105,7 @@ def run(options: ExperimentOptions) -> ExperimentResult:
     return ExperimentResult(
         "SLO attainment against request rate",
         text,
-        [claim for base in bases for claim in _claims(base, curves)],
+        [claim for base in bases for claim in _claims(base, curves, "throttle")],
         {"slo.svg": lambda path: plot_grid(_panels(bases, curves), path)},
     )
 
@@ -119,9 +123,30 @@ def _table(bases: list[SimulationTrial], curves: Curves) -> str:
     return format_table([*header, "rate at 80 %, 1/s", "coverage, %"], rows)
 
 
-def _claims(base: SimulationTrial, curves: Curves) -> list[PaperClaim]:
+def emulated_trials(options: ExperimentOptions) -> list[SimulationTrial]:
+    """Return the trials for emulated devices, with the limits of an idle simulated pipeline."""
+    workload, rates = EMULATED_RATES
+    base = SimulationTrial(SETTINGS[-1], workload, "throttle", 1.0, options.requests)
+    base = replace(base, slo=measure_slo_limits(base))
+    return [
+        replace(base, rate=rate, policy=policy)
+        for rate in (rates[::3] if options.quick else rates)
+        for policy in JUDGED_POLICIES
+    ]
+
+
+def emulated_claims(runs: list[TrialRun], policy: str) -> list[PaperClaim]:
+    """Return the claims on a policy, from the runs of `emulated_trials`."""
+    curves: Curves = {}
+    for run in runs:
+        key = (run.trial.setting, run.trial.workload, run.trial.policy)
+        curves.setdefault(key, []).append((run.trial.rate, run.figures["slo_attainment"]))
+    return _claims(runs[0].trial, curves, policy)
+
+
+def _claims(base: SimulationTrial, curves: Curves, policy: str) -> list[PaperClaim]:
     """Return the paper's gains, which it reports for the network, beside those over sarathi."""
-    ours, theirs = (curves[base.setting, base.workload, each] for each in ("throttle", "sarathi"))
+    ours, theirs = (curves[base.setting, base.workload, each] for each in (policy, "sarathi"))
     rates = interpolate_rate(ours, TARGET), interpolate_rate(theirs, TARGET)
     claims = []
     for name, expected, values in (

@@ -5,7 +5,7 @@ Every policy of one comparison gets the same cost model, workload and cache.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from experiments.base import ExperimentOptions
@@ -13,11 +13,11 @@ from experiments.parallel import map_parallel
 from gllm.options.slo import NO_SLO, Slo
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.capacity import CAPACITY_RULES, RateTrial, find_capacity
-from gllm.sim.deployment import roofline_deployment, simulate
+from gllm.sim.deployment import Deployment, roofline_deployment, simulate
 from gllm.sim.metrics.delays import measure_rate_trial, steady_throughput
 from gllm.sim.metrics.report import summarize_run
 from gllm.sim.metrics.run_record import RunRecord
-from gllm.sim.workloads.requests import make_workload
+from gllm.sim.workloads.requests import WorkloadRequest, make_workload
 
 MAX_MODEL_LEN = 16384
 """Holds every request of the traces."""
@@ -63,6 +63,10 @@ SETTINGS = (
 """The paper's: 4 GPUs joined by PCIe, and a model that needs 80 GB each, over a network."""
 
 
+JUDGED_POLICIES = ("throttle-paper", "throttle", "sarathi")
+"""Policies on emulated devices: the paper's own, which is judged; the project's; the baseline."""
+
+
 @dataclass(frozen=True)
 class SimulationTrial:
     """One simulation. `options` are fields of SchedulerConfig."""
@@ -80,9 +84,26 @@ class SimulationTrial:
     """Share of the KV cache that fits on the devices, 0..1."""
 
 
-def simulate_trial(trial: SimulationTrial) -> RunRecord:
-    """Run a trial."""
-    jobs = make_workload(trial.workload, trial.requests, trial.rate, trial.arrivals, trial.seed)
+@dataclass(frozen=True)
+class TrialRun:
+    """A trial and its run, simulated or served."""
+
+    trial: SimulationTrial
+    record: RunRecord
+
+    @cached_property
+    def figures(self) -> dict[str, Any]:
+        """As `summarize_run` returns them."""
+        return summarize_run(self.record, self.trial.slo)
+
+
+def trial_jobs(trial: SimulationTrial) -> list[WorkloadRequest]:
+    """Return the requests of a trial."""
+    return make_workload(trial.workload, trial.requests, trial.rate, trial.arrivals, trial.seed)
+
+
+def deploy_trial(trial: SimulationTrial) -> Deployment:
+    """Return the simulated engine of a trial."""
     scheduler = SchedulerConfig(policy=trial.policy, **dict(trial.options))
     setting = trial.setting
     deployment = roofline_deployment(
@@ -96,7 +117,12 @@ def simulate_trial(trial: SimulationTrial) -> RunRecord:
     )
     config = deployment.scheduler
     config = replace(config, num_blocks=int(config.num_blocks * trial.kv_share))
-    return simulate(replace(deployment, scheduler=config), jobs)
+    return replace(deployment, scheduler=config)
+
+
+def simulate_trial(trial: SimulationTrial) -> RunRecord:
+    """Run a trial."""
+    return simulate(deploy_trial(trial), trial_jobs(trial))
 
 
 TrialSimulator = Callable[[SimulationTrial], RunRecord]

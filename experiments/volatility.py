@@ -14,8 +14,10 @@ from experiments.claims import ExpectedDirection, PaperClaim
 from experiments.parallel import map_parallel
 from experiments.trials import (
     CAPACITY_LINK,
+    JUDGED_POLICIES,
     L20_32B,
     SimulationTrial,
+    TrialRun,
     plan_rates,
     simulate_trial,
 )
@@ -31,6 +33,8 @@ from gllm.sim.metrics.statistics import coefficient_of_variation
 POLICIES = ("throttle", "throttle-paper", "sarathi")
 SHARE = 0.8
 WORKLOAD = "sharegpt-like"
+EMULATED_RATE = 7.5
+"""Requests per second on emulated devices."""
 
 
 def steady_micro_batch_sizes(run: RunRecord) -> tuple[list[float], list[float]]:
@@ -69,15 +73,30 @@ def run(options: ExperimentOptions) -> ExperimentResult:
         "micro-batches planned while requests still came.\n\n"
         + format_table([*header, "stages busy, %", "bubbles, %"], rows)
     )
-    ratio = spreads["throttle"][0] / spreads["sarathi"][0]
-    claims = [
-        PaperClaim(
-            "CV of tokens, throttle against sarathi",
-            ExpectedDirection(False, "far steadier, a plot without numbers"),
-            ratio - 1,
-        )
-    ]
+    claims = [_claim("throttle", {policy: spread[0] for policy, spread in spreads.items()})]
     return ExperimentResult("Volatility of micro-batches", text, claims, _plots(runs))
+
+
+def _claim(policy: str, spreads: dict[str, float]) -> PaperClaim:
+    """Return the claim on a policy, from the variation of the tokens by policy."""
+    return PaperClaim(
+        f"CV of tokens, {policy} against sarathi",
+        ExpectedDirection(False, "far steadier, a plot without numbers"),
+        spreads[policy] / spreads["sarathi"] - 1,
+    )
+
+
+def emulated_trials(options: ExperimentOptions) -> list[SimulationTrial]:
+    """Return the trials for emulated devices."""
+    base = SimulationTrial(L20_32B, WORKLOAD, "throttle", EMULATED_RATE, options.requests)
+    return [replace(base, policy=policy) for policy in JUDGED_POLICIES]
+
+
+def emulated_claims(runs: list[TrialRun], policy: str) -> list[PaperClaim]:
+    """Return the claims on a policy, from the runs of `emulated_trials`."""
+    sizes = {run.trial.policy: steady_micro_batch_sizes(run.record)[0] for run in runs}
+    spreads = {name: coefficient_of_variation(tokens) for name, tokens in sizes.items()}
+    return [_claim(policy, spreads)]
 
 
 def _plots(runs: dict[str, RunRecord]) -> dict[str, Callable[[Path], None]]:
