@@ -45,6 +45,7 @@ EXPERIMENTS = {
     "link-encoding": ("link_encoding", "loss of encoded activations between machines"),
     "kv-theta": ("kv_theta", "shortest prompt whose KV blocks travel during its prefill, here"),
     "emulation": ("emulation", "emulated serving compared with the simulator"),
+    "two-machines": ("two_machines", "two emulated machines over a link against one"),
     "prediction": ("prediction", "the simulator compared with this machine's engine"),
 }
 """By name: module of experiments with a function `run`, and a description."""

@@ -176,7 +176,7 @@ def emulated_trials(options: ExperimentOptions) -> list[SimulationTrial]:
     return [
         _make_trial(replace(base, rate=rate), (policy, field, value))
         for rate, fields in EMULATED_VALUES.items()
-        for policy in POLICIES[: 1 if options.quick else None]
+        for policy in POLICIES
         for field, values in fields.items()
         for value in values
     ]

@@ -19,7 +19,7 @@ from experiments import (
     replay,
     trials,
 )
-from experiments.__main__ import EXPERIMENTS, REAL, format_command, main, make_parser
+from experiments.__main__ import EXPERIMENTS, MODES, REAL, format_command, main, make_parser
 from experiments.ablation import BASE
 from experiments.base import ExperimentOptions, ExperimentResult, RunTime, write_result
 from experiments.claims import ExpectedChange, PaperClaim
@@ -46,7 +46,7 @@ from tests.support.full_cases import full_but
 from tests.support.sim.requests import to_scheduler_requests
 
 PAGES = Path(__file__).parents[2] / "experiments" / "pages"
-MEASURED = ("replay", "link-encoding", "kv-theta", "prediction", "emulation")
+MEASURED = ("replay", "link-encoding", "kv-theta", "prediction", "emulation", "two-machines")
 SIMULATED = [name for name in EXPERIMENTS if name not in MEASURED]
 QUICK_SEARCH = partial(plan_replicas, max_vain_restarts=1)
 SMALL: dict[str, list[tuple[ModuleType, str, object]]] = {
@@ -212,7 +212,8 @@ def test_pages_name_valid_commands(page: Path) -> None:
     values = make_parser().parse_args(words[3:])
     (name,) = values.names
     assert shlex.split(format_command(name, values)) == words
-    assert page.stem == name + ("-real" if values.real else "")
+    mode = "".join(f"-{mode}" for mode in MODES if getattr(values, mode))
+    assert page.stem == name + mode
     assert re.search(
         r"^Made by .* Run time: \d+ s with --jobs \d+ on", page.read_text(), re.MULTILINE
     )
