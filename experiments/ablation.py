@@ -88,7 +88,7 @@ def emulated_trials(options: ExperimentOptions) -> list[SimulationTrial]:
     return [
         SimulationTrial(L20_32B, workload, policy, rate, options.requests, kv_share=kv_share)
         for workload, rate, kv_share in EMULATED_CASES[: 1 if options.quick else None]
-        for policy in POLICIES
+        for policy in (BASE, *CLAIMED)
     ]
 
 

@@ -98,6 +98,7 @@ EMULATED = {
         "Sensitivity to the hyper-parameters",
         sensitivity.emulated_trials,
         sensitivity.emulated_claims,
+        compares_ours=False,
     ),
     "volatility": EmulatedExperiment(
         "Volatility of micro-batches", volatility.emulated_trials, volatility.emulated_claims

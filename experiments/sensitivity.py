@@ -174,9 +174,8 @@ def emulated_trials(options: ExperimentOptions) -> list[SimulationTrial]:
     """Return the trials for emulated devices."""
     base = SimulationTrial(L20_32B, WORKLOAD, "throttle", 1.0, options.requests, kv_share=KV_SHARE)
     return [
-        _make_trial(replace(base, rate=rate), (policy, field, value))
+        _make_trial(replace(base, rate=rate), ("throttle-paper", field, value))
         for rate, fields in EMULATED_VALUES.items()
-        for policy in POLICIES
         for field, values in fields.items()
         for value in values
     ]

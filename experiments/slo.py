@@ -28,7 +28,7 @@ from gllm.sim.metrics.report import format_table, show_value
 POLICIES = ("throttle", "throttle-paper", "sarathi", "prefill-first")
 WORKLOADS = ("sharegpt-like", "azure-conv")
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2)
-EMULATED_RATES = ("sharegpt-like", (2.0, 4.0, 6.0, 8.0))
+EMULATED_RATES = ("sharegpt-like", (2.0, 4.0, 10.0))
 """Workload and requests per second on emulated devices, on the setting of the paper's numbers."""
 TTFT_TIMES, TPOT_TIMES = 5.0, 2.0
 """The limits are these multiples of what the workload's requests get alone on the pipeline."""
@@ -130,7 +130,7 @@ def emulated_trials(options: ExperimentOptions) -> list[SimulationTrial]:
     base = replace(base, slo=measure_slo_limits(base))
     return [
         replace(base, rate=rate, policy=policy)
-        for rate in (rates[::3] if options.quick else rates)
+        for rate in (rates[::2] if options.quick else rates)
         for policy in JUDGED_POLICIES
     ]
 

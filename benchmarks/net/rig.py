@@ -64,16 +64,24 @@ class NamespaceRig:
         shaped: Machines whose hop is shaped (`ShapedHop`); the others have a plain pair of veth
             devices. All by default.
         seed: Seed of random losses.
+        mtu: Maximum size of a packet in bytes. Large ones stand for the offload of network cards,
+            without which a fast link takes more of the host's cores than there are.
 
     Raises:
         RuntimeError: `unsupported_reason()`.
     """
 
-    def __init__(self, num_machines: int, shaped: Sequence[int] | None = None, seed: int = 0):
+    def __init__(
+        self,
+        num_machines: int,
+        shaped: Sequence[int] | None = None,
+        seed: int = 0,
+        mtu: int = MTU,
+    ) -> None:
         if reason := unsupported_reason():
             raise RuntimeError(reason)
         self._shaped = range(num_machines) if shaped is None else shaped
-        self._seed = seed
+        self._seed, self._mtu = seed, mtu
         self._hops: dict[int, shaper.ShapedHop] = {}
         self._cleanup = ExitStack()
         self.addresses = [f"10.77.{machine}.1" for machine in range(num_machines)]
@@ -137,7 +145,7 @@ class NamespaceRig:
         for place, device, number in ends:
             address = f"10.77.{machine}.{number}/24"
             namespaces.run_ip("-n", place, "address", "add", address, "dev", device)
-            namespaces.run_ip("-n", place, "link", "set", device, "up", "mtu", str(MTU))
+            namespaces.run_ip("-n", place, "link", "set", device, "up", "mtu", str(self._mtu))
         namespaces.run_ip("-n", name, "route", "add", "default", "via", f"10.77.{machine}.2")
 
 

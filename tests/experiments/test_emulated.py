@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import emulated, two_machines
+from experiments import emulated, two_machines, two_nodes
 from experiments.__main__ import EMULATED, main
 from experiments.base import ExperimentOptions, write_result
 from experiments.claims import ExpectedLimit, PaperClaim
@@ -35,7 +35,7 @@ from gllm.runtime.emulation.model_folder import prepare_emulated_model
 from gllm.scheduler.plan import StepTime
 from gllm.sim.costs.base import ConstantCostModel
 from gllm.sim.deployment import Deployment, simulate_scheduler_requests
-from gllm.sim.metrics.run_record import build_run_record
+from gllm.sim.metrics.run_record import RunRecord, build_run_record
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload
 from tests.support.full_cases import full_but
 from tests.support.sim.requests import to_scheduler_requests
@@ -175,11 +175,36 @@ def test_differences_from_the_simulation() -> None:
 
 
 def test_two_machines(tmp_path: Path) -> None:
-    result = two_machines.run(OPTIONS, SimulatedEngines())
+    links = []
+
+    def serve_nodes(trial: SimulationTrial, link: str) -> RunRecord:
+        links.append(link)
+        return simulate_trial(trial)
+
+    result = two_machines.run(OPTIONS, SimulatedEngines(), serve_nodes)
+    assert links == ["25gbit+0.05ms"]
     text = write_result(result, "two-machines", "gllm", tmp_path).read_text()
-    for part in ("a driver without cost", "25 Gbit/s", "predicted time", "the runtime (emulated)"):
+    for part in (
+        "a driver without cost",
+        "25 Gbit/s",
+        "predicted time",
+        "the runtime (emulated)",
+        "gllm-link",
+    ):
         assert part in text
     gain = result.claims[0]
     assert gain.quantity == "throttle-paper: tokens/s of two machines over one"
     assert gain.ours is not None
     assert gain.verdict.is_met == (gain.ours >= two_machines.MIN_GAIN)
+
+
+def test_flags_of_two_nodes() -> None:
+    trial = replace(TRIAL, options=(("max_num_seqs", 512),))
+    flags = two_nodes.engine_flags(trial)
+    pairs = dict(zip(flags[::2], flags[1::2], strict=True))
+    assert pairs["--device"] == "emulated:L20"
+    assert pairs["--pp"] == "4"
+    assert pairs["--max-num-seqs"] == "512"
+    assert pairs["--policy"] == "throttle"
+    command = two_nodes.load_command(trial)
+    assert command[command.index("--num-prompts") + 1] == "8"
