@@ -281,6 +281,7 @@ UNSATISFIABLE = ("Unsatisfiable schema", "nothing fits", "no value fits", "out o
 
 @settings(max_examples=num_examples(40, 5000), deadline=None)
 @given(schema=ODD_SCHEMAS)
+@example({"properties": {"a": {"$ref": "#"}}, "patternProperties": {"(?:a|b)+": {"const": "a"}}})
 def test_what_is_not_enforced_leniently_does_not_refuse_a_tool(schema):
     """A schema without any odd values of keywords may still have nothing that fits."""
     rewritten: dict[str, Any] = {}
@@ -298,6 +299,10 @@ def test_what_is_not_enforced_leniently_does_not_refuse_a_tool(schema):
         ({"allOf": [{"$ref": "#"}], "type": "object"}, {"type": "object"}),
         ({"anyOf": [{"$ref": "#"}, {}], "items": {}}, {"items": {}}),
         ({"allOf": [{"$ref": "#"}], "title": "a tree"}, {"allOf": [{"$ref": "#"}]}),
+        (
+            {"properties": {"a": {"$ref": "#"}}, "patternProperties": {"a+": {"const": "a"}}},
+            {"properties": {"a": {"$ref": "#"}}, "additionalProperties": True},
+        ),
         ({"type": "string", "pattern": r"\bword\b"}, {"type": "string"}),
         (
             {"type": "string", "pattern": "^(?=a)b$", "maxLength": 5},

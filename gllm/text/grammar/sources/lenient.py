@@ -25,13 +25,15 @@ MAX_REFERENCES = 16
 """Largest number of references from one to the next; in a circle there is no end."""
 _DEFINITIONS = ("$defs", "definitions")
 _COMPOSITIONS = ("allOf", "anyOf", "oneOf")
+_NAMED = ("properties", "patternProperties")
 
 
 def find_circular_references(root: Schema) -> Set[str]:
     """Return the references at whose target the grammar compiler meets the same reference again.
 
-    It merges the parts of an `allOf`, `anyOf` or `oneOf` with the keywords beside it, and therefore
-    replaces references in the parts by their targets. In a circle it refuses the schema.
+    It merges the parts of an `allOf`, `anyOf` or `oneOf` with the keywords beside it, and a
+    property with each pattern that its name matches, and therefore replaces references in them by
+    their targets. In a circle it refuses the schema.
 
     Args:
         root: The whole schema.
@@ -84,11 +86,14 @@ def _find_replaced(
                 yield part["$ref"]
             part = {name: part[name] for name in _DEFINITIONS if name in part}
         names = [name for name in part if name in ENFORCED_KEYWORDS and name not in _DEFINITIONS]
+        may_overlap = all(part.get(name) for name in _NAMED)
         for name, value in part.items():
             values = value if isinstance(value, list) else [value]
             if name in _COMPOSITIONS:
                 has_others = is_merged or len(names) > 1 or (name == "allOf" and len(values) > 1)
                 remaining += [(each, has_others) for each in values]
+            elif may_overlap and name in _NAMED and isinstance(value, dict):
+                remaining += [(each, True) for each in value.values()]
             elif is_nested and name in NAMED_SCHEMAS and isinstance(value, dict):
                 remaining += [(each, False) for each in value.values()]
             elif is_nested and name in (*SINGLE_SCHEMAS, *SCHEMA_LISTS):
@@ -103,7 +108,16 @@ def drop_unsupported_values(schema: Schema, root: Schema, circular: Set[str]) ->
         root: The whole schema, which references lead into.
         circular: `find_circular_references(root)`.
     """
-    if circular and not circular.isdisjoint(_find_replaced(schema, root, False, is_nested=False)):
+
+    def has_circle(part: Schema) -> bool:
+        found = _find_replaced(part, root, False, is_nested=False)
+        return bool(circular) and not circular.isdisjoint(found)
+
+    if has_circle({name: schema[name] for name in _NAMED if name in schema}):
+        schema = {name: value for name, value in schema.items() if name != "patternProperties"}
+        # Names that a dropped pattern allows stay allowed.
+        schema["additionalProperties"] = True
+    if has_circle(schema):
         schema = {name: value for name, value in schema.items() if name not in _COMPOSITIONS}
     kept = {
         name: value
@@ -119,7 +133,6 @@ def drop_unsupported_values(schema: Schema, root: Schema, circular: Set[str]) ->
         supported = {pattern: each for pattern, each in named.items() if is_supported(pattern)}
         kept["patternProperties"] = supported
         if len(supported) < len(named):
-            # Names that a dropped pattern allows stay allowed.
             kept["additionalProperties"] = True
     return kept
 
