@@ -44,7 +44,7 @@ class PredictedLatency(NamedTuple):
 class ChunkLatencyModel:
     """Predicts the mean latency by chunk size, relative to that of the present size.
 
-    `ThrottlePolicy` has the formulas. Calls return 3 Q T(C) / T(C0) + D m(C) / m(C0).
+    Calls return 3 Q T(C) / T(C0) + D m(C) / m(C0), with the symbols of this module.
 
     Args:
         averages: averages of the load with the present chunk size.
@@ -78,7 +78,7 @@ class ChunkLatencyModel:
         latency = self._predict(tokens)
         return self._waiting_weight * latency.ttft + self._decode_weight * latency.decode
 
-    def _predict(self, tokens: float) -> "PredictedLatency":
+    def _predict(self, tokens: float) -> PredictedLatency:
         averages = self._averages
         num_pairs = tokens * self._pairs_per_token
         seconds = self._curve.seconds(averages.decodes + tokens, num_pairs)

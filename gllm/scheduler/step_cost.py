@@ -235,9 +235,7 @@ class OnlineStepCurveFit:
         self._num_steps = 0
 
     def observe_step(self, work: StageWork, seconds: float) -> None:
-        """Add a step: its work and the time of its slowest stage."""
-        if seconds <= 0:
-            return
+        """Add a step: its work and the time of its slowest stage, above 0."""
         tokens, square = work.num_tokens, seconds**2
         self._scale.observe((1 + (tokens / self._ridge_tokens) ** 2,), square)
         if not self._is_fixed:

@@ -26,6 +26,8 @@ NUM_CANDIDATES = 24
 """Chunk sizes that are compared."""
 CHOICE_INTERVAL_STEPS = 16
 """Steps between two choices of the chunk size."""
+LEAST_STEP_SECONDS = 1e-6
+"""Times up to this one are none of a computation: nothing is learned from them."""
 REST_SHARE = 0.2
 """Part of a chunk that may be added to another one instead of being a chunk of its own."""
 
@@ -74,8 +76,9 @@ class ThrottlePolicy(PaperThrottlePolicy):
 
     def observe_step(self, work: StageWork, seconds: float) -> None:
         """Learn the step time and the load from a completed step."""
-        self._curve_fit.observe_step(work, seconds)
-        self._averager.observe_step(work, seconds)
+        if seconds > LEAST_STEP_SECONDS:
+            self._curve_fit.observe_step(work, seconds)
+            self._averager.observe_step(work, seconds)
 
     def _tokens_by_waiting(self, load: SchedulerLoad) -> float:
         """Return the chunk size: equal parts of the waiting prefill, near the chosen size.
@@ -86,7 +89,7 @@ class ThrottlePolicy(PaperThrottlePolicy):
         if not work:
             return 0
         is_alone = not load.num_decoding and load.num_waiting_prompts <= 1
-        if is_alone or not self._curve_fit.is_fitted:
+        if is_alone or not self._chunk_tokens or not self._curve_fit.is_fitted:
             tokens = self._choose_for(load, work)
             self._chunk_tokens = self._chunk_tokens or tokens
         else:
@@ -119,7 +122,7 @@ class ThrottlePolicy(PaperThrottlePolicy):
         """Choose the chunk size of the shortest mean latency for the averages of the load."""
         averages = self._averager.read()
         self._mean_decodes = averages.decodes
-        if not averages.prompts:
+        if not averages.prompts or not averages.prefill_tokens:
             return
         # Chunks grow as soon as prompts queue, and shrink with the average.
         averages = averages._replace(waiting=max(averages.waiting, num_waiting))

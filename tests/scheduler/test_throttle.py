@@ -176,7 +176,7 @@ def test_chunks_grow_with_the_utilization() -> None:
 @settings(max_examples=num_examples(50, 500), deadline=None)
 @given(
     times=st.lists(
-        st.tuples(st.integers(0, 2000), st.integers(0, 250), st.floats(1e-6, 1e3)), max_size=80
+        st.tuples(st.integers(0, 2000), st.integers(0, 250), st.floats(0, 1e3)), max_size=20
     ),
     stages=st.sampled_from((1, 2, 8)),
     waiting=st.integers(1, 10**6),
@@ -195,7 +195,7 @@ def test_neither_phase_starves(
     """Whatever the steps took: at least #MinP or the free cache's share, never above #MaxP."""
     config = SchedulerConfig().resolve(stages, 1000, 1000)
     policy = ThrottlePolicy(config)
-    for number, (chunk, decodes, seconds) in enumerate(times):
+    for number, (chunk, decodes, seconds) in enumerate(times * 5):
         policy.observe_step(step(number, chunk, decodes, ends_prompt=True), seconds)
     scheduled = decoding // stages
     given_load = load(
