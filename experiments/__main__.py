@@ -46,6 +46,7 @@ EXPERIMENTS = {
     "kv-theta": ("kv_theta", "shortest prompt whose KV blocks travel during its prefill, here"),
     "emulation": ("emulation", "emulated serving compared with the simulator"),
     "two-machines": ("two_machines", "two emulated machines over a link against one"),
+    "two-nodes": ("two_nodes", "two emulated machines joined by gllm-link, by depth"),
     "prediction": ("prediction", "the simulator compared with this machine's engine"),
 }
 """By name: module of experiments with a function `run`, and a description."""

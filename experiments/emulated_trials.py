@@ -52,6 +52,8 @@ class ServedWorkload:
     """Time from the ends of steps until the workers noticed them, over the time of the steps."""
 
 
+Load = tuple[str, int, float, str, int]
+"""Fields of a trial on which its requests depend."""
 Workloads = list[list[WorkloadRequest]]
 GroupServer = Callable[[Sequence[tuple[EngineConfig, Workloads]]], list[list[ServedWorkload]]]
 """Runs engines together, each of which serves its workloads one after another."""
@@ -101,7 +103,8 @@ def serve_trials(
 ) -> list[ServedTrial]:
     """Serve trials on emulated devices; times are those of the emulated devices.
 
-    Trials with the same engine are served by one engine, one after another.
+    Trials with the same engine are served by one engine, one after another; those that have the
+    same requests too are served once.
 
     Args:
         trials: The trials.
@@ -113,21 +116,24 @@ def serve_trials(
         EngineError: An engine fails.
     """
     serve = serve or serve_groups
-    groups: dict[EngineConfig, list[int]] = {}
+    groups: dict[EngineConfig, dict[Load, list[int]]] = {}
     for index, trial in enumerate(trials):
-        groups.setdefault(trial_config(trial, speed), []).append(index)
+        load = (trial.workload, trial.requests, trial.rate, trial.arrivals, trial.seed)
+        loads = groups.setdefault(trial_config(trial, speed), {})
+        loads.setdefault(load, []).append(index)
     served: dict[int, ServedTrial] = {}
     with show_progress("engine", len(groups), is_shown=progress) as bar:
         waiting = iter(groups.items())
         while batch := list(islice(waiting, ENGINES)):
             work = [
-                (config, [_hurry(trial_jobs(trials[index]), speed) for index in indices])
-                for config, indices in batch
+                (config, [_hurry(trial_jobs(trials[first]), speed) for first, *_ in loads.values()])
+                for config, loads in batch
             ]
-            for (_, indices), results in zip(batch, serve(work), strict=True):
-                for index, result in zip(indices, results, strict=True):
+            for (_, loads), results in zip(batch, serve(work), strict=True):
+                for indices, result in zip(loads.values(), results, strict=True):
                     run = build_run_record(_stretch(event, speed) for event in result.events)
-                    served[index] = ServedTrial(TrialRun(trials[index], run), result.late_share)
+                    for index in indices:
+                        served[index] = ServedTrial(TrialRun(trials[index], run), result.late_share)
                 bar.update()
     return [served[index] for index in range(len(trials))]
 

@@ -4,7 +4,6 @@ Simulated, and served by engines on emulated devices, with all requests there at
 nodes that gllm-link joins.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from statistics import fmean
 from typing import NamedTuple
@@ -23,7 +22,6 @@ from experiments.emulation import make_ideal, step_seconds
 from experiments.parallel import map_parallel
 from experiments.trials import (
     JUDGED_POLICIES,
-    HardwareSetting,
     SimulationTrial,
     TrialRun,
     deploy_trial,
@@ -31,22 +29,23 @@ from experiments.trials import (
     simulate_trial,
     trial_jobs,
 )
-from experiments.two_nodes import serve_on_nodes
+from experiments.two_nodes import (
+    LINK,
+    MAX_NUM_SEQS,
+    MIN_GAIN,
+    ONE,
+    REQUESTS,
+    TWO,
+    WORKLOAD,
+    NodeServer,
+    serve_on_nodes,
+)
 from gllm.sim.deployment import simulate
 from gllm.sim.metrics.report import format_table, show_value
 from gllm.sim.metrics.run_record import RunRecord
 
-LINK = "25gbit+0.05ms"
-"""Between the machines."""
 BORDER = 1
-"""Stage whose activations cross it."""
-ONE = HardwareSetting("qwen2.5-14b", "L20", 2)
-TWO = replace(ONE, stages=4, link=f"pcie,{LINK},pcie")
-WORKLOAD = "azure-conv"
-REQUESTS = 300
-MAX_NUM_SEQS = 512
-"""Enough for all requests: memory limits them."""
-MIN_GAIN = 1.8
+"""Stage whose activations cross the link between the machines."""
 
 
 class Pair(NamedTuple):
@@ -59,10 +58,6 @@ class Pair(NamedTuple):
     def gain(self) -> float:
         """Tokens per second of two machines over those of one."""
         return read_speed(self.two) / read_speed(self.one)
-
-
-NodeServer = Callable[[SimulationTrial, str], RunRecord]
-"""Serves a trial on two nodes over a link with this name."""
 
 
 def run(

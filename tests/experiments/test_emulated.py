@@ -84,6 +84,16 @@ def test_trials_of_one_engine_share_it() -> None:
     assert all(len(each.run.record.requests) == 8 for each in served)
 
 
+def test_equal_trials_are_served_once() -> None:
+    engines = SimulatedEngines()
+    # The default of a field.
+    trials = [TRIAL, replace(TRIAL, options=(("prefill_iterations", 8),))]
+    first, second = serve_trials(trials, progress=False, serve=engines)
+    assert engines.num_workloads == [[1]]
+    assert first.run.record is second.run.record
+    assert second.run.trial == trials[1]
+
+
 def test_times_are_those_of_the_device_at_every_speed() -> None:
     (slow,), (fast,) = (
         serve_trials([TRIAL], speed, progress=False, serve=SimulatedEngines()) for speed in (1, 4)
@@ -195,7 +205,21 @@ def test_two_machines(tmp_path: Path) -> None:
     gain = result.claims[0]
     assert gain.quantity == "throttle-paper: tokens/s of two machines over one"
     assert gain.ours is not None
-    assert gain.verdict.is_met == (gain.ours >= two_machines.MIN_GAIN)
+    assert gain.verdict.is_met == (gain.ours >= two_nodes.MIN_GAIN)
+
+
+def test_two_nodes(tmp_path: Path) -> None:
+    trials: list[SimulationTrial] = []
+
+    def serve(trial: SimulationTrial, link: str) -> RunRecord:
+        trials.append(trial)
+        return simulate_trial(trial)
+
+    result = two_nodes.run(OPTIONS, serve)
+    text = write_result(result, "two-nodes", "gllm", tmp_path).read_text()
+    assert [dict(trial.options).get("max_in_flight") for trial in trials] == [16, 4]
+    assert text.count("depth controller ") == 2
+    assert len(result.claims) == 2
 
 
 def test_flags_of_two_nodes() -> None:

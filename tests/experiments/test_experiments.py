@@ -46,7 +46,15 @@ from tests.support.full_cases import full_but
 from tests.support.sim.requests import to_scheduler_requests
 
 PAGES = Path(__file__).parents[2] / "experiments" / "pages"
-MEASURED = ("replay", "link-encoding", "kv-theta", "prediction", "emulation", "two-machines")
+MEASURED = (
+    "replay",
+    "link-encoding",
+    "kv-theta",
+    "prediction",
+    "emulation",
+    "two-machines",
+    "two-nodes",
+)
 SIMULATED = [name for name in EXPERIMENTS if name not in MEASURED]
 QUICK_SEARCH = partial(plan_replicas, max_vain_restarts=1)
 SMALL: dict[str, list[tuple[ModuleType, str, object]]] = {
