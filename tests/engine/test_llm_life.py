@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -30,6 +30,14 @@ from gllm.options.field_types import FieldError
 from tests.support.engines.scripted_engine import scripted_engine
 
 LONG = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0)
+
+
+@pytest.fixture(autouse=True)
+def interrupts_are_raised() -> Iterator[None]:
+    """Commands that ran in this process before keep their handler until it ends."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def scripted_llm() -> LLM:
