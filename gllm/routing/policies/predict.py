@@ -15,10 +15,11 @@ from gllm.routing.prefix_index import PrefixIndex
 from gllm.routing.state import EngineSnapshot, RoutingRequest, median_coefficients
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import SchedulerStats
-from gllm.scheduler.policy import SchedulerLoad
 from gllm.scheduler.step_cost import StepCostCoefficients
 from gllm.scheduler.throttle_policy import ThrottlePolicy
 
+RIDGE_TOKENS, PREFILL_ITERATIONS, TOKENS_PER_DECODE, SPARED_TOKENS = 150, 8, 8, 4
+"""Constants of the estimate of a chunk's size."""
 DEFAULT_COEFFICIENTS = StepCostCoefficients(step=0.005, token=1e-4)
 """Step costs of engines while no engine of the fleet has fitted any; only their relation to each
 other matters then."""
@@ -139,24 +140,16 @@ def _load(engine: EngineSnapshot, costs: StepCostCoefficients, num_tokens: int) 
 
 
 def _throttled_chunk(num_stages: int, num_tokens: int, stats: SchedulerStats) -> int:
-    """Return the prefill tokens per micro-batch that the scheduler's policy permits."""
+    """Estimate the prefill tokens per micro-batch that the policy `throttle` chooses.
+
+    The size that computes the tokens soonest on idle stages with a step time like
+    hypot(n, RIDGE_TOKENS), less some tokens per decode, which the policy spares.
+    """
     num_decodes = -(-stats.running // num_stages)
-    load = SchedulerLoad(
-        num_waiting_tokens=num_tokens,
-        num_waiting_pairs=0.0,
-        num_waiting_prompts=stats.waiting + 1,
-        num_started_tokens=0,
-        num_started_pairs=0.0,
-        num_decoding=stats.running,
-        num_decode_context_tokens=0,
-        num_ready_decodes=num_decodes,
-        num_scheduled_decodes=num_decodes,
-        scheduled_decode_cost=num_decodes,
-        kv_free=1.0,
-        num_decode_plans=0,
-        depth=num_stages,
-    )
-    return math.ceil(_throttle_policy(num_stages).prefill_budget(load))
+    edges = max(1, num_stages - 1)
+    best = math.cbrt(num_tokens * RIDGE_TOKENS**2 / edges)
+    paced = min(num_tokens / PREFILL_ITERATIONS, TOKENS_PER_DECODE * num_decodes)
+    return math.ceil(max(paced, best - SPARED_TOKENS * num_decodes, 1))
 
 
 @cache
