@@ -107,15 +107,25 @@ def is_emulated(device: str) -> bool:
 def emulated_devices(device: str, num_stages: int) -> list[str]:
     """Return the name of the emulated devices of each stage, such as emulated:L20.
 
-    After a change of the number of stages, the last name stands for further ones.
-
     Args:
         device: value of --device that is an emulated device.
         num_stages: stages at present.
     """
-    names = emulated_name(device).split(",")
-    names = [*names, *names[-1:] * num_stages][:num_stages]
+    names = fit_names(emulated_name(device), num_stages).split(",")
     return [f"{EMULATED}:{name}" if name else EMULATED for name in names]
+
+
+def fit_names(text: str, count: int) -> str:
+    """Return names for a changed number of stages or links, separated by commas.
+
+    The configured names are those of the first start: the last one stands for further ones.
+
+    Args:
+        text: configured names, separated by commas.
+        count: stages or links at present; one name is left at least.
+    """
+    names = text.split(",")
+    return ",".join([*names, *names[-1:] * count][: max(count, 1)])
 
 
 def emulated_name(device: str) -> str:

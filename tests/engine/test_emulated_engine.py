@@ -1,4 +1,4 @@
-"""What an engine with emulated devices tells of itself; without processes."""
+"""Reports of an engine with emulated devices, without processes."""
 
 from pathlib import Path
 

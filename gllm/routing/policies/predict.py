@@ -6,20 +6,21 @@ may differ in their devices, stages and load.
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import NamedTuple
 
 from gllm.routing.policies.prefix_aware import count_cached_tokens
 from gllm.routing.policy import RoutingPolicy
 from gllm.routing.prefix_index import PrefixIndex
 from gllm.routing.state import EngineSnapshot, RoutingRequest, median_coefficients
-from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import SchedulerStats
 from gllm.scheduler.step_cost import StepCostCoefficients
-from gllm.scheduler.throttle_policy import ThrottlePolicy
+from gllm.scheduler.throttle_policy import DEFAULT_RIDGE_TOKENS
 
-RIDGE_TOKENS, PREFILL_ITERATIONS, TOKENS_PER_DECODE, SPARED_TOKENS = 150, 8, 8, 4
-"""Constants of the estimate of a chunk's size."""
+PREFILL_ITERATIONS, TOKENS_PER_DECODE = 8, 8
+"""Estimate of a chunk beside decodes: a part of the waiting prefill, up to a number of tokens for
+each decode of the micro-batch."""
+SPARED_TOKENS = 4
+"""Tokens by which each of these decodes makes the chunk smaller that is best on idle stages."""
 DEFAULT_COEFFICIENTS = StepCostCoefficients(step=0.005, token=1e-4)
 """Step costs of engines while no engine of the fleet has fitted any; only their relation to each
 other matters then."""
@@ -142,19 +143,14 @@ def _load(engine: EngineSnapshot, costs: StepCostCoefficients, num_tokens: int) 
 def _throttled_chunk(num_stages: int, num_tokens: int, stats: SchedulerStats) -> int:
     """Estimate the prefill tokens per micro-batch that the policy `throttle` chooses.
 
-    The size that computes the tokens soonest on idle stages with a step time like
-    hypot(n, RIDGE_TOKENS), less some tokens per decode, which the policy spares.
+    An engine chooses by its fitted step time and its averages, which a router does not have. The
+    best size on idle stages is that for a step time like hypot(n, DEFAULT_RIDGE_TOKENS).
     """
     num_decodes = -(-stats.running // num_stages)
     edges = max(1, num_stages - 1)
-    best = math.cbrt(num_tokens * RIDGE_TOKENS**2 / edges)
+    best = math.cbrt(num_tokens * DEFAULT_RIDGE_TOKENS**2 / edges)
     paced = min(num_tokens / PREFILL_ITERATIONS, TOKENS_PER_DECODE * num_decodes)
     return math.ceil(max(paced, best - SPARED_TOKENS * num_decodes, 1))
-
-
-@cache
-def _throttle_policy(num_stages: int) -> ThrottlePolicy:
-    return ThrottlePolicy(SchedulerConfig(stages=num_stages))
 
 
 def _predict_tpot(

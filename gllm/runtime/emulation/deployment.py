@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gllm.config.emulation import EMULATED, emulated_name
+from gllm.config.emulation import EMULATED, emulated_name, fit_names
 from gllm.config.engine import EngineConfig
 from gllm.models.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec, ModelSpec
 from gllm.options.field_types import FieldError
@@ -47,8 +47,8 @@ def build_emulated_deployment(
     link, rank_link = emulation.emulated_link, emulation.emulated_rank_link
     _check_links(config)
     if stages != config.pipeline_parallel_size:
-        devices, link = _fit_names(devices, stages), _fit_names(link, stages - 1)
-        rank_link = rank_link and _fit_names(rank_link, stages)
+        devices, link = fit_names(devices, stages), fit_names(link, stages - 1)
+        rank_link = rank_link and fit_names(rank_link, stages)
     if emulation.emulated_profile is not None:
         _check_profile_options(config, emulation.emulated_profile)
         try:
@@ -143,15 +143,6 @@ def _check_profile_options(config: EngineConfig, profile: str) -> None:
             raise FieldError(
                 field, f"{field} has no effect on a profile: leave it or emulated_profile out"
             )
-
-
-def _fit_names(text: str, count: int) -> str:
-    """Return one name for each stage or link, after a loss or arrival of machines.
-
-    The configured names are those of the first start: the last one stands for further ones.
-    """
-    names = text.split(",")
-    return ",".join([*names, *names[-1:] * count][: max(count, 1)])
 
 
 def check_covered(deployment: Deployment) -> None:

@@ -76,7 +76,7 @@ class FakeExecutor:
 
 
 class Results:
-    """What a stage delivered; the error that ends the stage ends each wait."""
+    """Results of a stage; an error that ends the stage ends each wait for one."""
 
     def __init__(self) -> None:
         self.queue: asyncio.Queue[StepDone | BaseException] = asyncio.Queue()
