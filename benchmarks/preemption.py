@@ -16,7 +16,7 @@ from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import SampledToken, StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
-from gllm.scheduler.throttle_policy import DEFAULT_RIDGE_TOKENS
+from gllm.scheduler.step_cost import DEFAULT_RIDGE_TOKENS
 
 STOP = 1
 """Token that ends an output early."""

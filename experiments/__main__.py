@@ -8,6 +8,8 @@ import importlib
 import shlex
 import sys
 from collections.abc import Collection
+from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 from experiments.base import (
@@ -46,6 +48,7 @@ EXPERIMENTS = {
     "kv-theta": ("kv_theta", "shortest prompt whose KV blocks travel during its prefill, here"),
     "emulation": ("emulation", "emulated serving compared with the simulator"),
     "two-machines": ("two_machines", "two emulated machines over a link against one"),
+    "planners": ("planners", "each planner on the shipped clusters: plan, bound, measured share"),
     "two-nodes": ("two_nodes", "two emulated machines joined by gllm-link, by depth"),
     "prediction": ("prediction", "the simulator compared with this machine's engine"),
 }
@@ -53,12 +56,21 @@ EXPERIMENTS = {
 
 REAL = {"ablation": "real_ablation", "interference": "real_interference"}
 """Modules of experiments that also run on this machine's engine (`--real`)."""
-EMULATED = ("latency-vs-rate", "scalability", "slo", "ablation", "sensitivity", "volatility")
+EMULATED = (
+    "latency-vs-rate",
+    "scalability",
+    "slo",
+    "ablation",
+    "sensitivity",
+    "volatility",
+    "policies",
+    "planners",
+)
 """Experiments whose trials can be served on emulated devices (`--emulated`)."""
+RESUMABLE = ("planners",)
+"""Experiments that keep the results of their cases (`--results`)."""
 MODES: dict[str, Collection[str]] = {"real": REAL, "emulated": EMULATED}
 """Flags that choose engines instead of simulations, with the experiments that have them."""
-EMULATED_REQUESTS = 100
-"""Requests per trial on emulated devices, by default: they take real time."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -87,7 +99,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--requests",
         type=number_type(int, ge=8, le=INT32_MAX),
         help=f"requests per simulation (default {ExperimentOptions.requests}; "
-        f"{EMULATED_REQUESTS} with --emulated)",
+        "with --emulated as the experiment says, fewer)",
     )
     parser.add_argument(
         "--jobs",
@@ -96,6 +108,19 @@ def make_parser() -> argparse.ArgumentParser:
         help="processes for independent simulations (default: one per core)",
     )
     parser.add_argument("--quick", action="store_true", help="few points: a functional check")
+    parser.add_argument(
+        "--results",
+        metavar="FOLDER",
+        type=FlagType(output_folder),
+        help="keep the result of each case in this folder, and run no case that has one there "
+        f"({', '.join(RESUMABLE)})",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=number_type(float, gt=0, le=1e7),
+        help="begin no further case after this time; the page names those that are missing; only "
+        "with --results",
+    )
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--real", action="store_true", help="run on this machine's engine")
     mode.add_argument(
@@ -131,13 +156,21 @@ def run_experiment(name: str, values: argparse.Namespace) -> None:
         OSError: The page cannot be written.
         EngineError: An engine of this machine fails.
     """
-    default = EMULATED_REQUESTS if values.emulated else ExperimentOptions.requests
-    options = ExperimentOptions(values.requests or default, values.quick, jobs=values.jobs)
+    options = ExperimentOptions(
+        values.requests or ExperimentOptions.requests,
+        values.quick,
+        jobs=values.jobs,
+        results=Path(values.results) if values.results else None,
+        seconds=values.seconds or inf,
+    )
     stopwatch = Stopwatch(options.jobs)
     result: ExperimentResult
-    if values.emulated:
+    if values.emulated and name == "planners":
+        result = importlib.import_module("experiments.planners").run_emulated(options)
+    elif values.emulated:
         emulated = importlib.import_module("experiments.emulated")
-        result = emulated.run(name, options, values.emulated_speed)
+        requests = values.requests or emulated.EMULATED[name].requests
+        result = emulated.run(name, replace(options, requests=requests), values.emulated_speed)
     else:
         module_name = REAL[name] if values.real else EXPERIMENTS[name][0]
         result = importlib.import_module(f"experiments.{module_name}").run(options)
@@ -150,7 +183,7 @@ def run_experiment(name: str, values: argparse.Namespace) -> None:
     )
     print(f"{result.text.strip()}\n")
     if result.claims:
-        print(claims_table(result.claims))
+        print(claims_table(result.claims, result.measured))
     print(f"wrote {page}")
 
 
@@ -163,6 +196,13 @@ def main(argv: list[str] | None = None) -> int:
                 message = f"--{mode} supports {', '.join(supported)}, not {name}"
                 print(f"python -m experiments: {message}", file=sys.stderr)
                 return 2
+        if values.results and name not in RESUMABLE:
+            message = f"--results supports {', '.join(RESUMABLE)}, not {name}"
+            print(f"python -m experiments: {message}", file=sys.stderr)
+            return 2
+    if values.seconds and not values.results:
+        print("python -m experiments: --seconds needs --results FOLDER", file=sys.stderr)
+        return 2
     for name in values.names:
         try:
             run_experiment(name, values)

@@ -8,6 +8,7 @@ from experiments.aladdin_cases import (
     EXAMPLE,
     EXAMPLE_MEMORY,
     KV_TOKENS,
+    MAX_MODEL_LEN,
     MAX_WORKERS,
     QUICK_SECONDS,
     SLO,
@@ -26,7 +27,12 @@ from experiments.parallel import map_parallel
 from gllm.observability.latency import percentile
 from gllm.plan.scale.fleet_size import FleetOutcome
 from gllm.plan.scale.service_plan import mean_context
-from gllm.plan.scale.worker_type import best_worker, throughput_by_degree
+from gllm.plan.scale.worker_type import (
+    DEGREES,
+    best_worker,
+    build_engines,
+    throughput_by_degree,
+)
 from gllm.routing.scaling.autoscaler import ScaleRule, fit_scale_rule
 from gllm.sim.metrics.plots import plot_bars
 from gllm.sim.metrics.report import format_table
@@ -166,7 +172,8 @@ def _type_table() -> tuple[str, list[PaperClaim]]:
     rows, claims = [], []
     for (model, device), (tpot, paper) in TABLE_3.items():
         for link in LINKS_TRIED:
-            workers = throughput_by_degree(model, device, tpot, context, link)
+            engines, _ = build_engines(model, device, link, DEGREES, MAX_MODEL_LEN)
+            workers = throughput_by_degree(engines, tpot, context)
             best = best_worker(workers)
             cells = [
                 f"{worker.num_gpus}: {worker.memory_rate:.0f} / {worker.slo_rate:.0f}"

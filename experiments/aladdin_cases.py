@@ -1,5 +1,6 @@
 """Cases of Aladdin's evaluation in the simulator: fleets, split phases, the paper's example."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -15,9 +16,12 @@ from gllm.plan.scale.fleet_size import (
 )
 from gllm.plan.scale.latency_fit import FittedLatency, fit_latency
 from gllm.plan.scale.service_plan import describe_worker
+from gllm.plan.scale.worker_type import build_engines
 from gllm.routing.placement import SPLIT_DECODE_CONSTRAINTS, PlacedRequest, peak_kv_tokens
+from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.costs.base import CostModel, DecodeOnlyCostModel
 from gllm.sim.costs.forest import ForestCostModel
+from gllm.sim.deployment import Deployment
 from gllm.sim.hardware.shapes import MODELS
 
 MODEL, DEVICE, LINK = "llama-2-70b", "A100-80G", "nvlink"
@@ -25,6 +29,16 @@ SLO = Slo(1.6, 0.075)
 """The paper's limits for Llama-2-70B on A100 (its Table 2)."""
 KV_TOKENS = 60_000
 """M of two A100-80G: 160 GB without 140 GB of weights, 328 KB per token."""
+MAX_MODEL_LEN = 4096
+"""Longest request of the paper's engines in tokens; longer ones are cut."""
+SCHEDULER = SchedulerConfig(
+    policy="vllm",
+    max_num_batched_tokens=MAX_MODEL_LEN,
+    max_num_seqs=128,
+    prefix_cache=False,
+    async_scheduling=False,
+)
+"""Engines that schedule prompts first, as early vLLM did."""
 TARGET = 0.99
 MAX_WORKERS = 64
 """Largest fleet that is tried."""
@@ -49,7 +63,15 @@ def measured_worker(has_prefill: bool = True) -> WorkerSpec:
     cost: CostModel = LinearCostModel(model)
     if not has_prefill:
         cost = DecodeOnlyCostModel(cost)
-    return WorkerSpec(MODEL, MODELS[MODEL].layers, cost, model, KV_TOKENS, 2)
+    return WorkerSpec(simulated_engine(cost), model, 2)
+
+
+def simulated_engine(cost: CostModel, kv_tokens: int = KV_TOKENS) -> Deployment:
+    """Return an engine of Llama-2-70B with step times and a KV cache in tokens."""
+    num_blocks = kv_tokens // SCHEDULER.block_size
+    return Deployment(
+        MODEL, [MODELS[MODEL].layers], cost, SCHEDULER.resolve(1, num_blocks, MAX_MODEL_LEN)
+    )
 
 
 @dataclass(frozen=True)
@@ -76,16 +98,25 @@ class FleetSearchTask:
             worker = measured_worker(has_prefill=False)
             slo, constraints = Slo(None, SLO.tpot_seconds), SPLIT_DECODE_CONSTRAINTS
         else:
-            worker, _ = describe_worker(MODEL, DEVICE, int(self.kind.rpartition("-")[2]), LINK)
+            degree = int(self.kind.rpartition("-")[2])
+            engines, _ = build_engines(
+                MODEL, DEVICE, LINK, (degree,), MAX_MODEL_LEN, scheduler=SCHEDULER
+            )
+            worker, _ = describe_worker(engines[degree], degree)
         return FleetCase(
             worker, self.workload, self.rate, slo, self.policy, self.seed, self.seconds,
-            constraints=constraints,
+            constraints=constraints, max_request_tokens=MAX_MODEL_LEN,
         )  # fmt: skip
 
 
 def search_fleet(task: FleetSearchTask) -> FleetOutcome | None:
     """Return the smallest fleet; None if it has more than MAX_WORKERS workers."""
-    return least_fleet(task.case, task.attainment, task.start, MAX_WORKERS)
+
+    def judge(count: int, check: Callable[[], None] | None) -> tuple[FleetOutcome, bool]:
+        outcome = simulate_fleet(task.case, count, check)
+        return outcome, outcome.attainment >= task.attainment
+
+    return least_fleet(judge, task.start, MAX_WORKERS)
 
 
 @dataclass(frozen=True)

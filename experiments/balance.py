@@ -11,11 +11,11 @@ from typing import Any
 from experiments.base import ExperimentOptions, ExperimentResult, format_change
 from experiments.claims import ExpectedLimit, PaperClaim
 from experiments.trials import (
-    CAPACITY_LINK,
     L20_32B,
     SETTINGS,
     SimulationTrial,
-    plan_rates,
+    estimate_capacities,
+    make_base,
     run_trials,
 )
 from gllm.sim.metrics.plots import ChartPanel, plot_grid
@@ -30,7 +30,7 @@ WORKLOADS = (
     "sharegpt-like",
     "uniform:2048,15000,16,400",
 )
-SHARES = (0.5, 0.8, 1.0)
+SHARES = (0.5, 0.7, 0.9)
 METRICS: dict[str, tuple[str, ...]] = {
     "bubbles": ("bubble_share",),
     "throughput": ("steady_tokens_per_second",),
@@ -59,10 +59,11 @@ def run(options: ExperimentOptions) -> ExperimentResult:
         for setting in settings
         for workload in workloads
     ]
+    capacities = estimate_capacities(bases, options)
     trials = [
-        replace(trial, policy=policy)
-        for line in plan_rates(bases, SHARES[:1] if options.quick else SHARES, options)
-        for trial in line
+        replace(base, policy=policy, rate=share * capacities[make_base(base)])
+        for base in bases
+        for share in (SHARES[:1] if options.quick else SHARES)
         for policy in POLICIES
     ]
     results = run_trials(trials, options)
@@ -82,8 +83,10 @@ def run(options: ExperimentOptions) -> ExperimentResult:
     header = ["setting", "workload", "rate, 1/s", "bubbles, %", "tokens/s", "TTFT, ms", "TPOT, ms"]
     text = (
         f"Simulated, {options.requests} requests with Poisson arrivals each, at "
-        f"{', '.join(map(str, SHARES))} of {CAPACITY_LINK}. Each cell: throttle / balance "
-        "(change).\n\n" + format_table([*header, "ITL p99, ms"], rows)
+        f"{', '.join(map(str, SHARES))} of what throttle serves with all requests at once. "
+        "`balance` chooses the size of chunks as `throttle` does, but fills them by predicted time "
+        "instead of tokens. Each cell: throttle / balance (change).\n\n"
+        + format_table([*header, "ITL p99, ms"], rows)
     )
     points = {
         metric: [(float(i), 100 * each) for i, each in enumerate(values)]

@@ -4,6 +4,7 @@ import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
 from experiments.claims import PaperClaim, relative_change
@@ -24,6 +25,11 @@ class ExperimentOptions:
     progress: bool = True
     jobs: int = field(default_factory=count_cores)
     """Number of processes for independent simulations."""
+    results: Path | None = None
+    """Folder in which an experiment keeps the results of its cases, and finds those of former runs;
+    None: nothing is kept."""
+    seconds: float = inf
+    """Time after which no further case begins."""
 
 
 @dataclass
@@ -38,6 +44,8 @@ class ExperimentResult:
     """Plot functions by file name."""
     reference: str = PAPER_REFERENCE
     """Paper of the claims."""
+    measured: str = "ours"
+    """Title of the figures that are judged."""
 
 
 @dataclass(frozen=True)
@@ -74,19 +82,26 @@ def _cpu_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-def claims_table(claims: list[PaperClaim]) -> str:
+def claims_table(claims: list[PaperClaim], measured: str = "ours") -> str:
     """Return a Markdown table of claimed and measured figures.
 
     Sign and size have columns of their own; a claim is met if everything it determines agrees.
+
+    Args:
+        claims: The claims; figures beside them get columns of their own.
+        measured: Title of the figures that are judged.
     """
+    titles = list(dict.fromkeys(title for claim in claims for title in claim.beside))
     words = {True: "yes", False: "no", None: "-"}
     rows = []
     for claim in claims:
         same_sign, same_size, is_met = claim.verdict
         met = "**miss**" if is_met is False else words[is_met]
         cells = [claim.quantity, str(claim.paper), claim.shown]
+        cells += [claim.beside.get(title, "-") for title in titles]
         rows.append([*cells, words[same_sign], words[same_size], met])
-    return format_table(["", "claimed", "ours", "same sign", "within 2 x", "met"], rows)
+    header = ["", "claimed", measured, *titles, "same sign", "within 2 x", "met"]
+    return format_table(header, rows)
 
 
 def format_change(value: float, base: float) -> str:
@@ -112,7 +127,7 @@ def write_result(
     pictures = "".join(f"\n![{file}]({file})\n" for file in result.plots)
     claims = ""
     if result.claims:
-        table = claims_table(result.claims)
+        table = claims_table(result.claims, result.measured)
         claims = f"\n## Beside what is claimed\n\nPaper: {result.reference}.\n\n{table}\n"
     took = f" Run time: {run_time}." if run_time else ""
     page = folder / f"{name}.md"

@@ -5,7 +5,8 @@ A figure far beyond the claimed one is a miss, even if its sign is right: +3,045
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 SIZE_FACTOR = 2.0
@@ -157,6 +158,8 @@ class PaperClaim:
     """Our figure, as the expectation counts it: changes and shares as fractions."""
     note: str = ""
     """Text in place of the figure, or behind it."""
+    beside: Mapping[str, str] = field(default_factory=dict)
+    """Figures of other runs as text, by title of their column."""
 
     @property
     def verdict(self) -> ClaimVerdict:

@@ -1,35 +1,43 @@
 """Experiments of the paper on emulated devices (`--emulated`): the simulated trials, served.
 
-The runtime is real; each step takes the time of the simulator's cost model. The paper's own policy
-is judged.
+The runtime is real; each step takes the time of the simulator's cost model. The claims of the paper
+are judged on its own policy.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from experiments import ablation, latency_vs_rate, scalability, sensitivity, slo, volatility
-from experiments.base import ExperimentOptions, ExperimentResult
+from experiments import (
+    ablation,
+    latency_vs_rate,
+    policy_cells,
+    policy_verdicts,
+    scalability,
+    sensitivity,
+    slo,
+    volatility,
+)
+from experiments.base import PAPER_REFERENCE, ExperimentOptions, ExperimentResult
 from experiments.claims import ExpectedLimit, PaperClaim, relative_change
-from experiments.emulated_trials import GroupServer, ServedTrial, serve_trials
+from experiments.emulated_trials import MAX_LATE, GroupServer, ServedTrial, serve_trials
 from experiments.parallel import map_parallel
 from experiments.trials import (
     SimulationTrial,
     TrialRun,
     deploy_trial,
-    estimate_capacity,
+    estimate_capacities,
+    make_base,
     simulate_trial,
 )
 from gllm.sim.hardware.devices import find_link
 from gllm.sim.metrics.report import format_table, show_value
 
 PAPER_POLICY, OUR_POLICY = "throttle-paper", "throttle"
-MAX_LATE = 0.02
-"""Lateness, as a share of the time of the steps, up to which an emulated run is usable."""
 MAX_ERROR = 0.05
 """Largest difference between an emulated and a simulated mean."""
-CAPACITY_REQUESTS = 400
-"""Requests of the simulation with all of them there at once, of which rates are shares."""
+LATE = "not judged: a trial was too late"
+"""In place of the figure of a claim on an invalid trial."""
 
 
 class Metric(NamedTuple):
@@ -58,6 +66,7 @@ METRICS = (
     Metric("E2EL, s", "e2el"),
     Metric("tokens/s", "steady_tokens_per_second", None),
     Metric("CV of tokens", "tokens_per_step_variation", None, is_compared=False),
+    Metric("CV of time", "seconds_per_step_variation", None, is_compared=False),
     Metric("bubbles, %", "bubble_share", None, 100, is_compared=False),
 )
 
@@ -70,8 +79,14 @@ class EmulatedExperiment:
     make_trials: Callable[[ExperimentOptions], list[SimulationTrial]]
     make_claims: Callable[[list[TrialRun], str], list[PaperClaim]]
     """Of the runs of all trials and the policy that is judged."""
-    compares_ours: bool = True
-    """True if the claims can be made for the project's own policy too."""
+    policies: tuple[str, ...] = (PAPER_POLICY, OUR_POLICY)
+    """The policy that is judged, and others for which the claims are made."""
+    requests: int = 100
+    """Requests per trial, by default: they take real time."""
+    text: str = ""
+    """Explanation of the policies and claims, for the page."""
+    reference: str = PAPER_REFERENCE
+    """Source of the claims."""
 
 
 EMULATED = {
@@ -86,22 +101,35 @@ EMULATED = {
         scalability.emulated_claims,
     ),
     "slo": EmulatedExperiment(
-        "SLO attainment against request rate", slo.emulated_trials, slo.emulated_claims
+        "SLO attainment against request rate",
+        slo.emulated_trials,
+        slo.emulated_claims,
+        requests=300,
     ),
     "ablation": EmulatedExperiment(
         "Ablation of token throttling",
         ablation.emulated_trials,
         ablation.emulated_claims,
-        compares_ours=False,
+        (PAPER_POLICY,),
     ),
     "sensitivity": EmulatedExperiment(
         "Sensitivity to the hyper-parameters",
         sensitivity.emulated_trials,
         sensitivity.emulated_claims,
-        compares_ours=False,
+        (PAPER_POLICY,),
+        requests=200,
     ),
     "volatility": EmulatedExperiment(
         "Volatility of micro-batches", volatility.emulated_trials, volatility.emulated_claims
+    ),
+    "policies": EmulatedExperiment(
+        "The default policy beside others",
+        policy_cells.emulated_trials,
+        policy_cells.emulated_claims,
+        (OUR_POLICY,),
+        requests=60,
+        text=f"{policy_verdicts.AIMS} {policy_verdicts.OTHERS}\n\n",
+        reference="none; the claims are our own aims",
     ),
 }
 """By name of the experiment."""
@@ -123,34 +151,61 @@ def run(
     records = map_parallel(simulate_trial, trials, options.jobs, options.progress)
     simulated = [TrialRun(*pair) for pair in zip(trials, records, strict=True)]
     served = serve_trials(trials, speed, options.progress, serve)
-    emulated = [each.run for each in served]
-    others = {"simulated": experiment.make_claims(simulated, PAPER_POLICY)}
-    if experiment.compares_ours:
-        others[f"emulated {OUR_POLICY}"] = experiment.make_claims(emulated, OUR_POLICY)
-    claims = join_claims(experiment.make_claims(emulated, PAPER_POLICY), others)
-    claims += fidelity_claims(simulated, served)
+    judged, *others = experiment.policies
+    claims = make_claims(experiment, simulated, served, judged)
+    columns = {f"simulated {judged}": experiment.make_claims(simulated, judged)}
+    for policy in others:
+        columns[f"emulated {policy}"] = make_claims(experiment, simulated, served, policy)
+    claims = join_claims(claims, columns) + fidelity_claims(simulated, served)
     at_speed = "" if speed == 1 else f", at {speed:g} times their speed"
     text = (
         f"{options.requests} requests per trial, served by engines on emulated devices"
         f"{at_speed}: the whole runtime on this machine, with steps that take the time of the "
         "simulator's cost model. Cells: simulated / emulated, of the same requests. Shares in "
         f"brackets: of what {OUR_POLICY} serves in the simulator with all requests there at once. "
-        f"The claims are judged on emulated devices and the paper's own policy, {PAPER_POLICY}. "
-        f"{describe_hardware(trials)}\n\n"
+        f"The claims are judged on emulated devices under {judged}. A trial that is late by more "
+        f"than {100 * MAX_LATE:.0f} % of the time of its steps runs once more; if it is again, "
+        f"it is invalid: its figures are left out. {describe_hardware(trials)}\n\n"
+        + experiment.text
         + comparison_table(simulated, served, options)
         + name_misses(claims)
     )
-    return ExperimentResult(f"{experiment.title}, on emulated devices", text, claims)
+    title = f"{experiment.title}, on emulated devices"
+    return ExperimentResult(
+        title, text, claims, reference=experiment.reference, measured=f"emulated {judged}"
+    )
 
 
-def join_claims(claims: list[PaperClaim], others: dict[str, list[PaperClaim]]) -> list[PaperClaim]:
-    """Return the claims with the figures of others, by their name, as a note."""
-    joined = []
-    for index, claim in enumerate(claims):
-        notes = [f"{name}: {each[index].shown}" for name, each in others.items()]
-        note = f"{claim.note}{claim.note and ' '}({'; '.join(notes)})"
-        joined.append(replace(claim, note=note))
-    return joined
+def make_claims(
+    experiment: EmulatedExperiment,
+    simulated: Sequence[TrialRun],
+    served: Sequence[ServedTrial],
+    policy: str,
+) -> list[PaperClaim]:
+    """Return the claims on emulated runs of a policy; those on an invalid run are not judged.
+
+    A claim is on an invalid run if it changes with the simulation in its place, or if no run is
+    valid.
+    """
+    runs = [each.run for each in served]
+    valid = [
+        each.run if each.is_valid else expected
+        for each, expected in zip(served, simulated, strict=True)
+    ]
+    pairs = (experiment.make_claims(each, policy) for each in (runs, valid))
+    has_valid = any(each.is_valid for each in served)
+    return [
+        claim if has_valid and claim == expected else replace(claim, ours=None, note=LATE)
+        for claim, expected in zip(*pairs, strict=True)
+    ]
+
+
+def join_claims(claims: list[PaperClaim], columns: dict[str, list[PaperClaim]]) -> list[PaperClaim]:
+    """Return the claims with the figures of other runs beside them, by title of their column."""
+    return [
+        replace(claim, beside={title: others[index].shown for title, others in columns.items()})
+        for index, claim in enumerate(claims)
+    ]
 
 
 def fidelity_claims(
@@ -158,19 +213,22 @@ def fidelity_claims(
 ) -> list[PaperClaim]:
     """Return the limits on lateness and on the difference from the simulation."""
     latest = max(served, key=lambda each: each.late_share)
+    num_invalid = sum(not each.is_valid for each in served)
     claims = [
         PaperClaim(
             "largest lateness of a trial, over the time of its steps",
             ExpectedLimit(MAX_LATE),
             latest.late_share,
+            f"({num_invalid} of {len(served)} trials are invalid)" if num_invalid else "",
         )
     ]
-    for metric in METRICS:
+    valid = [pair for pair in zip(simulated, served, strict=True) if pair[1].is_valid]
+    for metric in METRICS if valid else ():
         if not metric.is_compared:
             continue
         changes = [
             (relative_change(metric.read(each.run), metric.read(expected)), expected.trial)
-            for expected, each in zip(simulated, served, strict=True)
+            for expected, each in valid
         ]
         worst, trial = max(changes, key=lambda pair: abs(pair[0]))
         mean = sum(abs(change) for change, _ in changes) / len(changes)
@@ -191,25 +249,31 @@ def comparison_table(
     simulated: Sequence[TrialRun], served: Sequence[ServedTrial], options: ExperimentOptions
 ) -> str:
     """Return the figures of all trials, simulated beside emulated."""
-    capacities = _estimate_capacities([run.trial for run in simulated], options)
+    arriving = [run.trial for run in simulated if run.trial.arrivals != "static"]
+    capacities = estimate_capacities(arriving, options)
     has_slo = any(run.trial.slo for run in simulated)
     rows = []
     for expected, each in zip(simulated, served, strict=True):
         trial = expected.trial
         rate = "all at once"
         if trial.arrivals != "static":
-            share = trial.rate / capacities[_base_of(trial)]
+            share = trial.rate / capacities[make_base(trial)]
             rate = f"{show_value(trial.rate)} ({show_value(share)})"
         cells = [_setting(trial), rate, trial.policy]
         for metric in METRICS:
-            values = (metric.read(run) for run in (expected, each.run))
-            cells.append(" / ".join(show_value(value, metric.factor) for value in values))
+            emulated = show_value(metric.read(each.run), metric.factor) if each.is_valid else "-"
+            cells.append(f"{show_value(metric.read(expected), metric.factor)} / {emulated}")
         if has_slo:
-            shares = (run.figures["slo_attainment"] for run in (expected, each.run))
-            cells.append(" / ".join(show_value(share, 100) for share in shares))
-        rows.append([*cells, show_value(each.late_share, 100)])
+            limits = trial.slo.request_limits.values()
+            cells.append(", ".join(f"{1e3 * seconds:.0f}" for seconds in limits))
+            shares = [run.figures["slo_attainment"] for run in (expected, each.run)]
+            emulated = show_value(shares[1], 100) if each.is_valid else "-"
+            cells.append(f"{show_value(shares[0], 100)} / {emulated}")
+        late = show_value(each.late_share, 100)
+        rows.append([*cells, late if each.is_valid else f"**{late}, invalid**"])
     header = ["setting", "rate, 1/s (share)", "policy", *(metric.title for metric in METRICS)]
-    return format_table([*header, *(["SLOs met, %"] if has_slo else []), "late, %"], rows)
+    header += ["limits of TTFT, TPOT, ms", "SLOs met, %"] if has_slo else []
+    return format_table([*header, "late, %"], rows)
 
 
 def describe_hardware(trials: Sequence[SimulationTrial]) -> str:
@@ -241,28 +305,9 @@ def name_misses(claims: list[PaperClaim]) -> str:
     return f"\n\nMissed: {'; '.join(missed)}." if missed else "\n\nNo claim is missed."
 
 
-def _base_of(trial: SimulationTrial) -> SimulationTrial:
-    """Return the trial that shows the capacity of the setting of another one."""
-    return SimulationTrial(
-        trial.setting,
-        trial.workload,
-        OUR_POLICY,
-        1.0,
-        max(trial.requests, CAPACITY_REQUESTS),
-        kv_share=trial.kv_share,
-    )
-
-
-def _estimate_capacities(
-    trials: Sequence[SimulationTrial], options: ExperimentOptions
-) -> dict[SimulationTrial, float]:
-    bases = list(dict.fromkeys(_base_of(t) for t in trials if t.arrivals != "static"))
-    rates = map_parallel(estimate_capacity, bases, options.jobs, options.progress, "capacity")
-    return dict(zip(bases, rates, strict=True))
-
-
 def _setting(trial: SimulationTrial) -> str:
     words = [f"{trial.setting}, {trial.workload}"]
+    words += [trial.arrivals] if trial.arrivals not in ("poisson", "static") else []
     words += [f"{trial.kv_share} of the cache"] if trial.kv_share < 1 else []
     words += [f"{name} {value:g}" for name, value in trial.options]
     return ", ".join(words)

@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 from experiments.hexgen2_baselines import best_colocated, best_uniform
 from experiments.hexgen2_genetic import GeneticSearch
-from gllm.plan.best_first import SearchBudget
 from gllm.plan.hetero.evaluation import EvaluatedPlan, Partition, PlanEvaluator
-from gllm.plan.hetero.partition import count_groups, first_partition
+from gllm.plan.hetero.partition import first_partition
 from gllm.plan.hetero.planner import make_planner, plan_replicas
 from gllm.plan.hetero.replicas import PipelineCapacityRule
 from gllm.plan.hetero.search import (
     LocalSearch,
     NeighbourFinder,
+    PlanBudget,
     SearchResult,
     guided_changes,
     random_changes,
@@ -103,8 +103,7 @@ def compare_searches(num_seeds: int) -> dict[str, list[SearchResult]]:
     """Return the results of each search for each seed, after as many partitions."""
     problem = ServiceProblem(SEARCHED_MODEL, SEARCHED_WORKLOAD, named_cluster(SEARCHED_SETTING))
     planner = make_planner(problem)
-    num_groups = count_groups(problem.cluster, problem.shape, mean_lengths(problem.workload))
-    first = first_partition(planner, num_groups)
+    first = first_partition(planner)
     most = CHECKPOINTS[-1]
     orders = {
         "guided": (guided_changes, random_changes),
@@ -113,7 +112,7 @@ def compare_searches(num_seeds: int) -> dict[str, list[SearchResult]]:
     }
     results = {
         name: [
-            LocalSearch(PlanEvaluator(planner), SearchBudget(None, most), seed, *changes, most).run(
+            LocalSearch(PlanEvaluator(planner), PlanBudget(None, most), seed, *changes, most).run(
                 first
             )
             for seed in range(num_seeds)
@@ -121,7 +120,7 @@ def compare_searches(num_seeds: int) -> dict[str, list[SearchResult]]:
         for name, changes in orders.items()
     }
     results["genetic"] = [
-        GeneticSearch(PlanEvaluator(planner), SearchBudget(None, most), seed).run(first)
+        GeneticSearch(PlanEvaluator(planner), PlanBudget(None, most), seed).run(first)
         for seed in range(num_seeds)
     ]
     return results
@@ -143,7 +142,7 @@ def measure_scale(num_devices: int) -> ScaleOutcome:
     counts["a6000"] = num_devices - sum(counts.values())
     problem = ServiceProblem(SEARCHED_MODEL, SEARCHED_WORKLOAD, build_cluster(counts))
     begin = time.process_time()
-    search = plan_replicas(problem, None, SearchBudget(None, 100_000), max_vain_restarts=0).search
+    search = plan_replicas(problem, max_vain_restarts=0).search
     return ScaleOutcome(
         num_devices,
         time.process_time() - begin,

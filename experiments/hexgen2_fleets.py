@@ -2,12 +2,12 @@
 
 from random import Random
 
-from gllm.plan.hetero.replicas import Replica
+from gllm.plan.hetero.planner import make_planner
+from gllm.plan.hetero.replicas import Replica, max_model_len_of
 from gllm.plan.hetero.simulation import (
     SimulatedFleet,
     build_engine_deployment,
     make_jobs,
-    max_model_len_of,
 )
 from gllm.plan.hetero.workload import sample_workload
 from gllm.plan.problem import ServiceProblem
@@ -38,7 +38,7 @@ def colocated_fleet(
     problem: ServiceProblem, replicas: list[Replica], policy: str = "vllm"
 ) -> SimulatedFleet:
     """Return replicas that run both phases, each with its share of the requests."""
-    most = max_model_len_of(problem, replicas)
+    most = max_model_len_of(make_planner(problem), replicas)
     weights = {f"m{index}": replica.capacity for index, replica in enumerate(replicas)}
 
     def serve(jobs: list[WorkloadRequest]) -> ClusterRun:

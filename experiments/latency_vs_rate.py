@@ -28,6 +28,8 @@ TENSOR_PARALLEL = "sarathi, TP 4"
 POLICIES = ("throttle", "throttle-paper", "sarathi", "prefill-first", TENSOR_PARALLEL)
 WORKLOADS = ("sharegpt-like", "azure-conv")
 SHARES = (0.2, 0.4, 0.6, 0.8, 1.0, 1.3)
+EMULATED_SETTINGS = (L20_32B, SETTINGS[-1])
+"""Settings on emulated devices, within a node and over a network."""
 EMULATED_RATES = {"azure-conv": (1.0, 2.0, 3.0), "sharegpt-like": (4.0, 8.0, 12.0)}
 """Requests per second on emulated devices, by workload."""
 TURNING = 2.0
@@ -169,7 +171,8 @@ def emulated_trials(options: ExperimentOptions) -> list[SimulationTrial]:
     """Return the trials for emulated devices."""
     rates = {"azure-conv": EMULATED_RATES["azure-conv"]} if options.quick else EMULATED_RATES
     return [
-        SimulationTrial(L20_32B, workload, policy, rate, options.requests)
+        SimulationTrial(setting, workload, policy, rate, options.requests)
+        for setting in EMULATED_SETTINGS[: 1 if options.quick else None]
         for workload, each in rates.items()
         for rate in (each[::2] if options.quick else each)
         for policy in JUDGED_POLICIES

@@ -5,23 +5,42 @@ gets the same requests. The default is judged by the best policy of the cell in 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from statistics import fmean, stdev
 from typing import NamedTuple
 
 from experiments.base import ExperimentOptions, ExperimentResult
-from experiments.claims import ExpectedLimit, PaperClaim
+from experiments.claims import PaperClaim
 from experiments.parallel import map_parallel
-from experiments.trials import MAX_MODEL_LEN
+from experiments.policy_verdicts import (
+    OURS,
+    CellFigures,
+    PolicyCell,
+    aim_claims,
+    judge_cell,
+    make_panels,
+    policies_text,
+)
+from experiments.slo import LOW_RATE, MAX_LOW_RATE_REQUESTS, make_slo, measure_slo_limits
+from experiments.trials import (
+    MAX_MODEL_LEN,
+    HardwareSetting,
+    SimulationTrial,
+    TrialRun,
+    deploy_trial,
+    estimate_capacities,
+    make_base,
+)
+from gllm.options.slo import Slo
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.stage_work import StageWork
-from gllm.scheduler.throttle_policy import DEFAULT_RIDGE_TOKENS
+from gllm.scheduler.step_cost import DEFAULT_RIDGE_TOKENS
 from gllm.sim.costs.base import CostModel
-from gllm.sim.deployment import Deployment, roofline_deployment, simulate
+from gllm.sim.deployment import Deployment, simulate
 from gllm.sim.metrics.delays import steady_throughput
-from gllm.sim.metrics.plots import ChartPanel, plot_grid
-from gllm.sim.metrics.report import format_table, summarize_run
+from gllm.sim.metrics.plots import plot_grid
+from gllm.sim.metrics.report import summarize_run
 from gllm.sim.metrics.run_record import RunRecord
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload
 
@@ -40,10 +59,6 @@ WORKLOADS = {
     "bursts": ("azure-conv", "burst:16", BURST_SHARES),
 }
 """Trace, arrivals and shares by name."""
-E2EL_LIMIT, THROUGHPUT_LIMIT, ITL_LIMIT = 1.03, 0.99, 1.2
-"""Aims: ratio of the default's mean E2EL, throughput and ITL p99 to the best policy's."""
-STUDENT_T = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}
-"""Factor of the 95 % interval of a mean, by number of seeds."""
 
 
 class TokenCost(CostModel):
@@ -76,10 +91,26 @@ class EmulatedDevice(NamedTuple):
 
     description: str
     ridge_tokens: int
-    cost: CostModel | None
-    """None for the roofline of a data sheet."""
+    cost: CostModel | Callable[[int], HardwareSetting]
+    """Or model and device of a data sheet, by number of stages."""
     length_scale: float = 1.0
     """Factor of the lengths of the traces."""
+
+
+def _l20(stages: int) -> HardwareSetting:
+    models = {1: "qwen2.5-14b", 2: "qwen2.5-14b", 4: "qwen2.5-32b", 8: "llama-3.1-70b"}
+    return HardwareSetting(models[stages], "L20", stages)
+
+
+def _a800(stages: int) -> HardwareSetting:
+    model = "qwen2.5-32b" if stages <= 2 else "llama-100b"
+    return HardwareSetting(model, "A800-80G", stages, "network")
+
+
+def _h200(stages: int) -> HardwareSetting:
+    return HardwareSetting(
+        "qwen2.5-32b" if stages == 1 else "llama-3.1-70b", "H200", stages, "nvlink"
+    )
 
 
 DEVICES = {
@@ -101,64 +132,56 @@ DEVICES = {
         "5 ms x (1 + n / 16); lengths x 0.2", 16, TokenCost(lambda n: 0.005 * (1 + n / 16)), 0.2
     ),
     "l20": EmulatedDevice(
-        "roofline of an L20: qwen2.5-14b at 1 and 2 stages, -32b at more", 150, None
+        "roofline of an L20, PCIe: qwen2.5-14b at 1 and 2 stages, -32b at 4, llama-3.1-70b at 8",
+        150,
+        _l20,
+    ),
+    "a800": EmulatedDevice(
+        "roofline of an A800, network: qwen2.5-32b at 1 and 2 stages, llama-100b at more",
+        150,
+        _a800,
+    ),
+    "h200": EmulatedDevice(
+        "roofline of an H200, NVLink: qwen2.5-32b at 1 stage, llama-3.1-70b at more", 150, _h200
     ),
 }
-OURS = "throttle"
+DIAGONAL = (
+    PolicyCell("h200", 1, "azure-conv", 0.6),
+    PolicyCell("h200", 1, "azure-code", 1.0),
+    PolicyCell("h200", 2, "sharegpt-like", 0.3),
+    PolicyCell("h200", 2, "bursts", 0.9),
+    PolicyCell("l20", 4, "azure-conv", 1.0),
+    PolicyCell("a800", 4, "azure-code", 0.8),
+    PolicyCell("a800", 4, "sharegpt-like", 1.1),
+    PolicyCell("l20", 8, "azure-code", 0.6),
+)
+"""Cells on emulated devices: every number of stages, workload and share."""
 FIXED = "experiments.policies.fixed_throttle:FixedThrottlePolicy"
 FIXED_NAME = "fixed"
 POLICIES: dict[str, tuple[str, int | None, bool]] = {
     OURS: (OURS, None, False),
     "throttle-paper": ("throttle-paper", None, False),
+    "balance": ("balance", None, False),
+    "sarathi": ("sarathi", None, False),
+    "vllm": ("vllm", None, False),
+    "sarathi:512": ("sarathi", 512, False),
     FIXED_NAME: (FIXED, None, False),
     "fixed, own ridge": (FIXED, None, True),
-    "sarathi": ("sarathi", None, False),
-    "sarathi:512": ("sarathi", 512, False),
-    "vllm": ("vllm", None, False),
 }
 """By name: policy, tokens per micro-batch, and True if it gets the ridge of the device."""
-
-
-class PolicyCell(NamedTuple):
-    """Load of a comparison, without its seed."""
-
-    device: str
-    stages: int
-    workload: str
-    share: float
-
-    def __str__(self) -> str:
-        return f"{self.device}, {self.stages} stages, {self.workload}, {self.share}"
-
-
-class CellFigures(NamedTuple):
-    """Figures of one policy in one run."""
-
-    e2el: float
-    """Mean in seconds."""
-    throughput: float
-    """Tokens per second until 80 % of the requests have arrived."""
-    itl: float
-    """p99 in seconds."""
-    ttft: float
-    tpot: float
-    """Means in seconds."""
-    bubbles: float
-    """Bubble share of the worst stage, 0..1."""
+SERVED_POLICIES = tuple(POLICIES)[:5]
+"""Policies on emulated devices."""
 
 
 def make_deployment(device: str, stages: int, policy: str) -> Deployment:
     """Return an engine of emulated devices with a policy of POLICIES."""
     name, limit, knows_ridge = POLICIES[policy]
-    config = SchedulerConfig(
-        policy=name,
-        max_num_batched_tokens=limit,
-        ridge_tokens=DEVICES[device].ridge_tokens if knows_ridge else None,
-    )
+    ridge = DEVICES[device].ridge_tokens if knows_ridge else None
     cost = DEVICES[device].cost
-    if cost is None:
-        model = "qwen2.5-14b" if stages <= 2 else "qwen2.5-32b"
-        return roofline_deployment(model, "L20", stages, MAX_MODEL_LEN, scheduler=config)
+    if not isinstance(cost, CostModel):
+        options = (("max_num_batched_tokens", limit), ("ridge_tokens", ridge))
+        return deploy_trial(SimulationTrial(cost(stages), "", name, 1.0, 1, options=options))
+    config = SchedulerConfig(policy=name, max_num_batched_tokens=limit, ridge_tokens=ridge)
     config = config.resolve(stages, NUM_BLOCKS, MAX_MODEL_LEN)
     return Deployment(device, [1] * stages, cost, config)
 
@@ -182,114 +205,46 @@ def _serve(cell: PolicyCell, policy: str, jobs: list[WorkloadRequest]) -> RunRec
     return simulate(make_deployment(cell.device, cell.stages, policy), jobs)
 
 
-def measure_cell_capacity(cell: PolicyCell, num_requests: int = CAPACITY_REQUESTS) -> float:
-    """Return the requests per second with all requests at once, of the better of two policies."""
+class CellBase(NamedTuple):
+    """Measures of the cells that differ in their share alone."""
+
+    capacity: float
+    """Requests per second with all of them at once, of the better of two policies."""
+    slo: Slo
+    """Limits: multiples of the latencies of the default next to no load."""
+
+
+def measure_base(cell: PolicyCell, num_requests: int = CAPACITY_REQUESTS) -> CellBase:
+    """Measure the capacity and the limits of a cell."""
     jobs = make_requests(cell, SEEDS[0], num_requests, 1.0, "static")
-    return max(
+    capacity = max(
         steady_throughput(_serve(cell, policy, jobs))[1] for policy in ("throttle-paper", "sarathi")
     )
+    lone = make_requests(cell, SEEDS[0], MAX_LOW_RATE_REQUESTS, LOW_RATE, "poisson")
+    return CellBase(capacity, make_slo(summarize_run(_serve(cell, OURS, lone))))
 
 
 class CellRun(NamedTuple):
-    """A cell with a seed, a number of requests and their rate per second."""
+    """A cell with a seed, a number of requests and the measures of its base."""
 
     cell: PolicyCell
     seed: int
     num_requests: int
-    rate: float
+    base: CellBase
 
 
 def run_cell(run: CellRun) -> dict[str, CellFigures]:
     """Simulate every policy; return their figures by name."""
-    jobs = make_requests(run.cell, run.seed, run.num_requests, run.rate)
+    rate = run.cell.share * run.base.capacity
+    jobs = make_requests(run.cell, run.seed, run.num_requests, rate)
     figures: dict[str, CellFigures] = {}
     for policy, (_, _, knows_ridge) in POLICIES.items():
         if knows_ridge and DEVICES[run.cell.device].ridge_tokens == DEFAULT_RIDGE_TOKENS:
             figures[policy] = figures[FIXED_NAME]
             continue
-        summary = summarize_run(_serve(run.cell, policy, jobs))
-        figures[policy] = CellFigures(
-            summary["e2el"]["mean"],
-            summary["steady_tokens_per_second"],
-            summary["itl"]["p99"],
-            summary["ttft"]["mean"],
-            summary["tpot"]["mean"],
-            max(summary["bubble_share"]),
-        )
+        record = _serve(run.cell, policy, jobs)
+        figures[policy] = CellFigures.from_summary(summarize_run(record, run.base.slo))
     return figures
-
-
-class RatioInterval(NamedTuple):
-    """Mean over seeds of our figure over that of a policy, with its 95 % interval."""
-
-    mean: float
-    half_width: float
-    policy: str
-
-    def __str__(self) -> str:
-        return f"{self.mean:.2f} ± {self.half_width:.2f} {self.policy}"
-
-
-class CellVerdict(NamedTuple):
-    """Ratios of the default to the best policies of a cell."""
-
-    cell: PolicyCell
-    e2el: RatioInterval
-    throughput: RatioInterval
-    itl: RatioInterval
-    """To the policy of the best E2EL."""
-    least_itl: RatioInterval
-    """To the policy with the least ITL p99, whatever its E2EL."""
-    mean: CellFigures
-    """Our figures, means over the seeds."""
-
-    @property
-    def misses(self) -> tuple[str, ...]:
-        """Names of the aims that are missed."""
-        flags = {
-            "E2EL": self.e2el.mean > E2EL_LIMIT,
-            "throughput": self.throughput.mean < THROUGHPUT_LIMIT,
-            "ITL": self.itl.mean > ITL_LIMIT,
-        }
-        return tuple(name for name, is_missed in flags.items() if is_missed)
-
-    @property
-    def distance(self) -> float:
-        """Largest excess over a limit, in units of what the limit permits."""
-        return max(
-            (self.e2el.mean - 1) / (E2EL_LIMIT - 1),
-            (1 - self.throughput.mean) / (1 - THROUGHPUT_LIMIT),
-            (self.itl.mean - 1) / (ITL_LIMIT - 1),
-        )
-
-
-def judge_cell(cell: PolicyCell, runs: Sequence[dict[str, CellFigures]]) -> CellVerdict:
-    """Compare the default with the best policies of a cell.
-
-    Args:
-        cell: The cell.
-        runs: Figures of all policies by name, one entry per seed.
-    """
-    means = {
-        policy: CellFigures(*map(fmean, zip(*(run[policy] for run in runs), strict=True)))
-        for policy in POLICIES
-    }
-    others = {policy: figures for policy, figures in means.items() if policy != OURS}
-
-    def compare(field: str, policy: str) -> RatioInterval:
-        ratios = [getattr(run[OURS], field) / getattr(run[policy], field) for run in runs]
-        half = STUDENT_T[len(runs)] * stdev(ratios) / math.sqrt(len(runs)) if len(runs) > 1 else 0.0
-        return RatioInterval(fmean(ratios), half, policy)
-
-    best = min(others, key=lambda policy: others[policy].e2el)
-    return CellVerdict(
-        cell,
-        compare("e2el", best),
-        compare("throughput", max(others, key=lambda policy: others[policy].throughput)),
-        compare("itl", best),
-        compare("itl", min(others, key=lambda policy: others[policy].itl)),
-        means[OURS],
-    )
 
 
 def list_cells(quick: bool) -> list[PolicyCell]:
@@ -309,13 +264,11 @@ def run(options: ExperimentOptions) -> ExperimentResult:
     cells = list_cells(options.quick)
     seeds = SEEDS[:1] if options.quick else SEEDS
     bases = list(dict.fromkeys(cell._replace(share=1.0) for cell in cells))
-    measure = partial(
-        measure_cell_capacity, num_requests=CAPACITY_REQUESTS // (4 if options.quick else 1)
-    )
+    measure = partial(measure_base, num_requests=CAPACITY_REQUESTS // (4 if options.quick else 1))
     measured = map_parallel(measure, bases, options.jobs, options.progress, "capacity")
-    capacities = dict(zip(bases, measured, strict=True))
+    measures = dict(zip(bases, measured, strict=True))
     runs = [
-        CellRun(cell, seed, options.requests, cell.share * capacities[cell._replace(share=1.0)])
+        CellRun(cell, seed, options.requests, measures[cell._replace(share=1.0)])
         for cell in cells
         for seed in seeds
     ]
@@ -325,103 +278,51 @@ def run(options: ExperimentOptions) -> ExperimentResult:
         for index, cell in enumerate(cells)
     ]
     verdicts.sort(key=lambda verdict: -verdict.distance)
+    devices = "\n".join(f"- **{name}**: {device.description}" for name, device in DEVICES.items())
+    text = (
+        f"Simulated: {len(verdicts)} cells of device, stages ({', '.join(map(str, STAGES))}), "
+        f"workload and rate as a share of the capacity (the throughput with all requests at once); "
+        f"{options.requests} requests, {len(seeds)} seeds. `bursts`: azure-conv, 16 requests at a "
+        f"time. Step cost of each stage:\n\n{devices}\n\n{policies_text(verdicts)}"
+    )
     return ExperimentResult(
         "The default policy over devices, stages and loads",
-        _page(verdicts, options.requests, seeds),
-        _claims(verdicts),
-        {"policies.svg": lambda path: plot_grid(_panels(verdicts), path)},
+        text,
+        aim_claims(verdicts),
+        {"policies.svg": lambda path: plot_grid(make_panels(verdicts), path)},
         reference="none; the claims are our own aims",
     )
 
 
-def _page(verdicts: Sequence[CellVerdict], requests: int, seeds: Sequence[int]) -> str:
-    """Return the text of the page: setting, counts by device, cells that miss an aim."""
-    devices = "\n".join(f"- **{name}**: {device.description}" for name, device in DEVICES.items())
-    missed = [verdict for verdict in verdicts if verdict.misses]
-    return (
-        f"Simulated: {len(verdicts)} cells of device, stages ({', '.join(map(str, STAGES))}), "
-        f"workload and rate as a share of the capacity (the throughput with all requests at once); "
-        f"{requests} requests, {len(seeds)} seeds. `bursts`: azure-conv, 16 requests at a time. "
-        "Step cost of each stage:\n\n"
-        f"{devices}\n\n"
-        f"Aims of `{OURS}`: mean E2EL at most {E2EL_LIMIT} x that of the best policy of the cell, "
-        f"throughput at least {THROUGHPUT_LIMIT} x the best, ITL p99 at most {ITL_LIMIT} x that of "
-        "the policy with the best E2EL. Other policies: "
-        f"{', '.join(name for name in POLICIES if name != OURS)} (`fixed`: the former rule of "
-        "`throttle` with a ridge of 150, or with the ridge of the device). Intervals: 95 %, over "
-        f"seeds.\n\n## Cells that keep the aims\n\nAll three: {len(verdicts) - len(missed)} of "
-        f"{len(verdicts)}. Mean ratio of E2EL: {fmean(v.e2el.mean for v in verdicts):.3f}.\n\n"
-        f"{_counts(verdicts)}\n\n"
-        f"## Cells that miss an aim, worst first\n\n{_misses(missed)}"
-    )
-
-
-def _counts(verdicts: Sequence[CellVerdict]) -> str:
-    """Return the numbers of cells that keep the aims, by device and number of stages."""
-    rows = []
-    for device in DEVICES:
-        for stages in STAGES:
-            group = [v for v in verdicts if (v.cell.device, v.cell.stages) == (device, stages)]
-            if not group:
-                continue
-            kept = [
-                sum(aim not in v.misses for v in group) for aim in ("E2EL", "throughput", "ITL")
-            ]
-            rows.append(
-                [
-                    f"{device}, {stages}",
-                    str(len(group)),
-                    str(sum(not v.misses for v in group)),
-                    *map(str, kept),
-                    f"{fmean(v.e2el.mean for v in group):.3f}",
-                    f"{max(v.e2el.mean for v in group):.2f}",
-                    f"{min(v.throughput.mean for v in group):.3f}",
-                    f"{fmean(v.itl.mean for v in group):.2f}",
-                    str(sum(v.least_itl.mean <= ITL_LIMIT for v in group)),
-                ]
-            )
-    header = ["device, stages", "cells", "all aims", "E2EL", "throughput", "ITL", "mean E2EL ratio"]
-    header += ["worst E2EL", "worst throughput", "mean ITL ratio", "ITL within 1.2 x of the least"]
-    return format_table(header, rows)
-
-
-def _misses(verdicts: Sequence[CellVerdict]) -> str:
-    rows = [
-        [
-            str(v.cell),
-            ", ".join(v.misses),
-            str(v.e2el),
-            str(v.throughput),
-            str(v.itl),
-            str(v.least_itl),
-            f"{v.mean.ttft:.2f} / {1e3 * v.mean.tpot:.0f} / {v.mean.e2el:.2f} / "
-            f"{1e3 * v.mean.itl:.0f}; {100 * v.mean.bubbles:.0f} %",
-        ]
-        for v in verdicts
+def emulated_trials(options: ExperimentOptions) -> list[SimulationTrial]:
+    """Return the trials for emulated devices: some policies in the cells of DIAGONAL."""
+    cells = DIAGONAL[::4] if options.quick else DIAGONAL
+    trials = [
+        SimulationTrial(setting, trace, OURS, 1.0, options.requests, arrivals)
+        for setting, trace, arrivals in map(_load_of, cells)
     ]
-    header = ["cell", "missed", "E2EL / best", "throughput / best", "ITL p99 / that of best E2EL"]
-    header += ["ITL p99 / least", "TTFT s / TPOT ms / E2EL s / ITL p99 ms; bubbles"]
-    return format_table(header, rows) if rows else "None."
-
-
-def _claims(verdicts: Sequence[CellVerdict]) -> list[PaperClaim]:
-    count = len(verdicts)
+    capacities = estimate_capacities(trials, options)
+    limits = map_parallel(measure_slo_limits, trials, options.jobs, options.progress, "limit")
     return [
-        PaperClaim(
-            f"cells that keep the aim of {aim}",
-            ExpectedLimit(count, is_minimum=True, unit="cells", digits=0, name="our own aim, all"),
-            sum(aim not in verdict.misses for verdict in verdicts),
-            f"of {count}",
-        )
-        for aim in ("E2EL", "throughput", "ITL")
+        replace(trial, policy=policy, rate=cell.share * capacities[make_base(trial)], slo=slo)
+        for cell, trial, slo in zip(cells, trials, limits, strict=True)
+        for policy in SERVED_POLICIES
     ]
 
 
-def _panels(verdicts: Sequence[CellVerdict]) -> list[ChartPanel]:
-    """Return the sorted ratios of each figure over the cells."""
-    panels = []
-    for label, field in (("E2EL", "e2el"), ("throughput", "throughput"), ("ITL p99", "itl")):
-        ratios = sorted(getattr(verdict, field).mean for verdict in verdicts)
-        points = {"throttle": [(float(i), ratio) for i, ratio in enumerate(ratios)]}
-        panels.append(ChartPanel(label, "cells, sorted", "ratio to the best", points))
-    return panels
+def emulated_claims(runs: list[TrialRun], policy: str) -> list[PaperClaim]:
+    """Return the aims of the default, from the runs of `emulated_trials`."""
+    assert policy == OURS, "the aims are those of the default"
+    cells = {_load_of(cell): cell for cell in DIAGONAL}
+    figures: dict[PolicyCell, dict[str, CellFigures]] = {}
+    for run in runs:
+        cell = cells[run.trial.setting, run.trial.workload, run.trial.arrivals]
+        figures.setdefault(cell, {})[run.trial.policy] = CellFigures.from_summary(run.figures)
+    return aim_claims([judge_cell(cell, [each]) for cell, each in figures.items()])
+
+
+def _load_of(cell: PolicyCell) -> tuple[HardwareSetting, str, str]:
+    """Return the setting, trace and arrivals of a cell on a device with a data sheet."""
+    setting, (trace, arrivals, _) = DEVICES[cell.device].cost, WORKLOADS[cell.workload]
+    assert not isinstance(setting, CostModel), "only such devices can be emulated"
+    return setting(cell.stages), trace, arrivals

@@ -17,7 +17,7 @@ from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import CostModel, TransferCost
 from gllm.sim.event_loop import ARRIVAL, COMMIT, PIPELINE, EventLoop
-from gllm.sim.link import SimulatedLink
+from gllm.sim.link import MessageLink
 from gllm.sim.pipeline import make_pipeline_links
 
 MAX_PROMPT_TOKENS = 4096
@@ -160,7 +160,7 @@ class RequestPipelines:
         self.loop = EventLoop()
         self._cost, self._on_added, self._on_token = cost, on_added, on_token
         links = make_pipeline_links(self.loop, num_stages, link_policy)
-        self._links: Sequence[SimulatedLink] = [*links.activations, links.results]
+        self._links: Sequence[MessageLink] = [*links.activations, links.results]
         self._stages = [
             RequestStage(index, self.loop, cost, self._on_computed) for index in range(num_stages)
         ]

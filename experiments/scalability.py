@@ -41,36 +41,34 @@ def make_trial(
 
 
 def emulated_trials(options: ExperimentOptions) -> list[SimulationTrial]:
-    """Return the trials for emulated devices."""
-    setting = SETTINGS[0]
+    """Return the trials for emulated devices, within a node and over a network."""
     return [
         make_trial(setting, "azure-conv", policy, devices, options.requests)
+        for setting in (SETTINGS[:1] if options.quick else SETTINGS[::2])
         for devices in DEVICES[1 if options.quick else 0 :]
-        for policy in JUDGED_POLICIES
+        for policy in (*JUDGED_POLICIES, *([TENSOR_PARALLEL] if devices > 1 else []))
     ]
 
 
 def emulated_claims(runs: list[TrialRun], policy: str) -> list[PaperClaim]:
     """Return the claims on a policy, from the runs of `emulated_trials`."""
-    speed = {
-        (run.trial.policy, run.trial.setting.stages): float(run.figures["steady_tokens_per_second"])
-        for run in runs
-    }
-    fewest, most = min(stages for _, stages in speed), DEVICES[-1]
-    gain = f"{speed[policy, most] / speed[policy, fewest]:.2f} x"
-    return [
-        PaperClaim(
-            f"{policy} on {most} stages against sarathi",
-            CLAIMED,
-            speed[policy, most] / speed["sarathi", most] - 1,
-        ),
-        PaperClaim(
-            f"gain of {most} stages over {fewest} under {policy}",
-            "a plot without numbers",
-            None,
-            gain,
-        ),
-    ]
+    speed: dict[str, dict[tuple[str, int], float]] = {}
+    for run in runs:
+        setting = run.trial.setting
+        name = TENSOR_PARALLEL if setting.ranks > 1 else run.trial.policy
+        title = str(replace(setting, stages=DEVICES[-1], ranks=1))
+        tokens = float(run.figures["steady_tokens_per_second"])
+        speed.setdefault(title, {})[name, setting.stages * setting.ranks] = tokens
+    claims = []
+    for title, each in speed.items():
+        fewest, most = min(devices for _, devices in each), DEVICES[-1]
+        for other in ("sarathi", TENSOR_PARALLEL):
+            ratio = each[policy, most] / each[other, most]
+            claims.append(PaperClaim(f"{title}: against {other}", CLAIMED, ratio - 1))
+        gain = f"{each[policy, most] / each[policy, fewest]:.2f} x"
+        text = f"{title}: gain over {fewest} devices"
+        claims.append(PaperClaim(text, "a plot without numbers", None, gain))
+    return claims
 
 
 def run(options: ExperimentOptions) -> ExperimentResult:

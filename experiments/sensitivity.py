@@ -32,10 +32,10 @@ VALUES: dict[str, tuple[float, ...]] = {
     "ridge_tokens": (50, 100, 150, 225, 450),
 }
 EMULATED_VALUES: dict[float, dict[str, tuple[float, ...]]] = {
-    1.8: {"prefill_iterations": (1, 4, 32), "min_prefill_tokens": (8, 128)},
-    2.15: {"max_prefill_tokens": (512, 2048), "kv_threshold": (0.0, 0.05)},
+    1.6: {"prefill_iterations": (1, 4, 32), "min_prefill_tokens": (8, 128)},
+    2.6: {"max_prefill_tokens": (512, 2048), "kv_threshold": (0.0, 0.05)},
 }
-"""Values on emulated devices, by requests per second: at capacity, and above it."""
+"""Values on emulated devices, by requests per second: below capacity, and above it."""
 SYMBOLS = {
     "prefill_iterations": "#T",
     "max_prefill_tokens": "#MaxP",

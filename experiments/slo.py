@@ -5,6 +5,7 @@ Sets the limits and finds the rate at which 80 % of the requests meet them.
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 from experiments.base import ExperimentOptions, ExperimentResult
 from experiments.claims import ExpectedChange, PaperClaim, relative_change
@@ -28,7 +29,7 @@ from gllm.sim.metrics.report import format_table, show_value
 POLICIES = ("throttle", "throttle-paper", "sarathi", "prefill-first")
 WORKLOADS = ("sharegpt-like", "azure-conv")
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2)
-EMULATED_RATES = ("sharegpt-like", (2.0, 4.0, 10.0))
+EMULATED_RATES = ("sharegpt-like", (2.0, 4.0, 8.0, 12.0))
 """Workload and requests per second on emulated devices, on the setting of the paper's numbers."""
 TTFT_TIMES, TPOT_TIMES = 5.0, 2.0
 """The limits are these multiples of what the workload's requests get alone on the pipeline."""
@@ -47,7 +48,11 @@ Curves = dict[tuple[HardwareSetting, str, str], Curve]
 def measure_slo_limits(trial: SimulationTrial) -> Slo:
     """Return TTFT and TPOT limits in seconds: multiples of the 90th percentile without load."""
     requests = min(trial.requests, MAX_LOW_RATE_REQUESTS)
-    figures = summarize_trial(replace(trial, rate=LOW_RATE, requests=requests))
+    return make_slo(summarize_trial(replace(trial, rate=LOW_RATE, requests=requests)))
+
+
+def make_slo(figures: dict[str, Any]) -> Slo:
+    """Return TTFT and TPOT limits in seconds from the figures of a run without load."""
     return Slo(TTFT_TIMES * figures["ttft"]["p90"], TPOT_TIMES * figures["tpot"]["p90"])
 
 

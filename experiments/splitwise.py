@@ -7,6 +7,7 @@ from experiments.parallel import map_parallel
 from experiments.splitwise_designs import (
     BASELINES,
     DESIGNS,
+    POLICY,
     BatchTask,
     BorderOutcome,
     BorderTask,
@@ -55,7 +56,6 @@ from gllm.plan.pools.clusters import (
     fluid_rate,
     mean_workload_lengths,
 )
-from gllm.plan.pools.planner import POLICY
 
 TABLE_IV_NOTE = """\
 Llama-2-70B at TP 8 without batching, at the median lengths of Table III. Ours: the performance

@@ -23,6 +23,8 @@ from gllm.sim.hardware.machines import (
     read_machine_types,
 )
 
+POLICY = "vllm"
+"""Scheduling policy of prompt and token machines: prompts first, in the order of arrival."""
 DESIGNS = ("AA", "HH", "HA", "HHcap")
 """Prompt and token machine: A: DGX-A100, H: DGX-H100, cap: with a power limit."""
 BASELINES = {"Baseline-A100": "DGX-A100", "Baseline-H100": "DGX-H100"}

@@ -6,7 +6,7 @@ from math import ceil
 
 from experiments.claims import ExpectedChange, ExpectedFigure, PaperClaim, relative_change
 from experiments.parallel import map_parallel
-from experiments.splitwise_designs import SearchOutcome, budget
+from experiments.splitwise_designs import POLICY, SearchOutcome, budget
 from experiments.splitwise_smallest import find_smallest
 from experiments.splitwise_tables import PAPER_DESIGNS
 from gllm.plan.pools.clusters import (
@@ -18,7 +18,7 @@ from gllm.plan.pools.clusters import (
     simulate_point,
 )
 from gllm.plan.pools.design_search import maximal_designs
-from gllm.plan.pools.planner import POLICY, scale_cluster
+from gllm.plan.pools.planner import scale_cluster
 from gllm.sim.hardware.machines import ClusterDesign, machine_pair
 from gllm.sim.metrics.report import format_table
 

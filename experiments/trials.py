@@ -25,6 +25,8 @@ CAPACITY_RULE = CAPACITY_RULES["sustained"]
 CAPACITY_REQUESTS = 2000
 """Least number of requests of a simulation in a search for the capacity. In the first half of 1,000
 requests, delays are shorter because the pipeline fills up, which looks like overload."""
+ESTIMATE_REQUESTS = 400
+"""Least number of requests of the simulation with all of them there at once."""
 CAPACITY_LINK = "[capacity](README.md#capacity)"
 """Link from a page to the definition."""
 START_SHARE = 0.9
@@ -152,7 +154,14 @@ class TrialAtRate:
         """Simulate the trial at a rate in requests per second."""
         requests = CAPACITY_RULE.num_requests(rate, max(self.trial.requests, CAPACITY_REQUESTS))
         run = self.simulate(replace(self.trial, rate=rate, requests=requests))
-        return measure_rate_trial(run)
+        return measure_rate_trial(run.requests.values())
+
+
+def make_base(trial: SimulationTrial) -> SimulationTrial:
+    """Return the trial of throttle with whose capacity the rate of another one is compared."""
+    num_requests = max(trial.requests, ESTIMATE_REQUESTS)
+    base = SimulationTrial(trial.setting, trial.workload, "throttle", 1.0, num_requests)
+    return replace(base, kv_share=trial.kv_share)
 
 
 def estimate_capacity(trial: SimulationTrial, simulate: TrialSimulator = simulate_trial) -> float:
@@ -204,3 +213,12 @@ def plan_rates(
         [replace(trial, rate=share * _capacities[trial, options.quick]) for share in shares]
         for trial in trials
     ]
+
+
+def estimate_capacities(
+    trials: Sequence[SimulationTrial], options: ExperimentOptions
+) -> dict[SimulationTrial, float]:
+    """Return the estimated capacities of the bases (`make_base`) of trials."""
+    bases = list(dict.fromkeys(make_base(trial) for trial in trials))
+    lines = plan_rates(bases, [1.0], replace(options, quick=True))
+    return {base: trial.rate for base, (trial,) in zip(bases, lines, strict=True)}

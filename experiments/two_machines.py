@@ -90,7 +90,7 @@ def run(
     records = map_parallel(simulate_trial, trials, options.jobs, options.progress)
     simulated = [TrialRun(*pair) for pair in zip(trials, records, strict=True)]
     nodes_trial = replace(trials[len(policies)], setting=replace(TWO, link="pcie"))
-    nodes_run = TrialRun(nodes_trial, serve_nodes(nodes_trial, LINK))
+    nodes_run = TrialRun(nodes_trial, serve_nodes(nodes_trial, LINK).record)
     served = serve_trials(trials, 1.0, options.progress, serve)
     emulated = [each.run for each in served]
     claims = [

@@ -10,7 +10,7 @@ from gllm.plan.prices import PRICE_TABLES
 from gllm.plan.problem import ServiceProblem
 from gllm.plan.search.designs import DesignSpace, EngineDesign, parse_policies
 from gllm.plan.search.objectives import AssessedDesign
-from gllm.plan.search.planner import DesignPlanner, simulate_design
+from gllm.plan.search.planner import DesignPlanner, DesignTrial, simulate_design
 from gllm.sim.options import SimulationConfig
 
 MODELS = ("llama-2-7b", "internlm-20b", "llama-2-70b", "qwen-72b")
@@ -120,5 +120,5 @@ def run_capacity(task: VidurCapacityTask) -> AssessedDesign:
     if not task.is_simulated:
         return estimate
     start = estimate.capacity or 1.0
-    candidate = task.design, start, planner.rule_of(task.design)
+    candidate = DesignTrial(task.design, start, planner.rule_of(task.design))
     return simulate_design(planner.problem, planner.config, SearchBudget(), candidate)

@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         server_config = read_server_config(values)
         nodes = config_from_flags(NodesConfig, values)
         if nodes.distributed_executor_backend == "ray":
-            plan_model(engine_config)
+            plan_model(engine_config, nodes.nnodes)
             with RayLauncher(engine_config, nodes, attachment.node_secret_file, logs) as nodes:
                 return _serve_head(engine_config, attachment, server_config, nodes, logs)
         place = read_node_rank(nodes, os.environ, engine_config.pipeline_parallel_size)
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
             address = format_host_port(*parse_head_address(listen))
             check_port_is_free("--node-listen" if nodes.node_listen else "--master-addr", address)
         # Before the workers start, which takes seconds and memory.
-        plan = plan_model(engine_config)
+        plan = plan_model(engine_config, nodes.nnodes)
         if not place.is_head:
             secret = attachment.node_secret_file
             return _run_node(engine_config, plan, nodes, secret, server_config)

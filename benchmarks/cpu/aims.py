@@ -1,11 +1,13 @@
 """Targets of gllm against its peers, and the verdict on each."""
 
 from collections.abc import Callable, Iterable
+from statistics import median
 from typing import NamedTuple
 
+from benchmarks.cpu.drivers.timing import decode_name, prefill_name
 from benchmarks.cpu.loads import streams_name
 from benchmarks.cpu.model import WEIGHT_BYTES
-from benchmarks.cpu.report import SPEEDS, cells_of, peers_of, ratio
+from benchmarks.cpu.report import SPEEDS, cells_of, peers_of, ratio, reading_limits, values
 from benchmarks.cpu.results import Results
 from gllm.sim.metrics.report import format_table, show_value
 
@@ -19,6 +21,13 @@ SERVED = {1: 1.15, 4: 1.3, 16: 1.4}
 CROWDED = 16
 """Number of streams at which latencies must also be lower."""
 IN_PROCESS, IN_PROCESS_INT8 = 0.95, 1.0
+OURS_4_BITS = "gllm-q4_0"
+FOUR_BITS = ("llama.cpp-q4_0", "llama.cpp-q4_k_m", "vllm-int4", "openvino-int4")
+"""Peers in their 4-bit forms; the target compares with the best one."""
+FOUR_BIT_CELLS = {decode_name(1): 1.1, decode_name(16): 1.3, prefill_name(512): 1.0}
+"""Minimum ratio of tokens per second, with AVX-512."""
+BANDWIDTH = 0.85
+"""Minimum share of the read bandwidth that one stream reaches."""
 MEMORY_OVERHEAD = 450e6
 """Maximum bytes beyond weights and KV cache."""
 
@@ -85,12 +94,33 @@ def in_process_verdicts(results: Results) -> list[Verdict]:
     return verdicts
 
 
-VERDICTS = {"server": server_verdicts, "in-process": in_process_verdicts}
+def four_bit_verdicts(results: Results) -> list[Verdict]:
+    """Compare a file of 4 bits with the best peer, and one stream with the read bandwidth."""
+    verdicts: list[Verdict] = []
+    for cell, target in FOUR_BIT_CELLS.items():
+        peers = OURS_4_BITS, FOUR_BITS
+        verdicts += _compare(
+            results, peers, cell, SPEEDS["four-bit"], f"{OURS_4_BITS}, {cell}", target
+        )
+    alone = decode_name(1)
+    seen = values(results.rows, OURS_4_BITS, alone, SPEEDS["four-bit"])
+    if seen and results.limits and OURS_4_BITS in results.file_bytes:
+        limit = reading_limits(results, results.file_bytes[OURS_4_BITS])[alone]
+        name = f"{OURS_4_BITS}, {alone}, share of the read bandwidth"
+        verdicts.append(Verdict(name, median(seen) / limit, BANDWIDTH, True))
+    return verdicts
+
+
+VERDICTS = {
+    "server": server_verdicts,
+    "in-process": in_process_verdicts,
+    "four-bit": four_bit_verdicts,
+}
 
 
 def verdict_table(results: Results) -> str:
     """Format the verdicts of a mode; return an empty string if the mode has no targets."""
-    if results.mode not in VERDICTS or OURS not in peers_of(results):
+    if results.mode not in VERDICTS or not {OURS, OURS_4_BITS} & set(peers_of(results)):
         return ""
     rows = [
         [

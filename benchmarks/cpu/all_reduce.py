@@ -23,6 +23,7 @@ from torch import Tensor, distributed
 from benchmarks.cpu.workplace import ROOT
 from gllm.kernels.all_reduce import RankGroup
 from gllm.kernels.attention_plan import AttentionPlan, PagedBatch
+from gllm.kernels.attention_window import AttentionWindow
 from gllm.kernels.native import library
 from gllm.kernels.native.program import RecordedProgram, record_kernels
 from gllm.kernels.threads import set_num_threads
@@ -61,7 +62,7 @@ def recorded_sums(group: RankGroup, rows: int, width: int) -> Sum:
     program = RecordedProgram(recorder, {})
     ones = torch.ones(1, 1, dtype=torch.int64).numpy()
     batch = PagedBatch(ones, ones, ones, rows, 1, 1)
-    plans: dict[int | None, AttentionPlan] = {
+    plans: dict[AttentionWindow, AttentionPlan] = {
         None: AttentionPlan(batch, torch.zeros(rows, dtype=torch.int64), None, "native")
     }
 

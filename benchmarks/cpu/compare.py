@@ -3,6 +3,8 @@
     python -m benchmarks.cpu.compare                     servers: 1, 4, 16 equal streams
     python -m benchmarks.cpu.compare --mode poisson      servers: lengths of traces, rising rates
     python -m benchmarks.cpu.compare --mode in-process   engines without HTTP
+    python -m benchmarks.cpu.compare --mode four-bit     the same with weights of 4 bits
+    python -m benchmarks.cpu.compare --mode hybrid       hybrids beside a dense model
     python -m benchmarks.cpu.compare --mode docs         the page of the saved results
 
 Everything that the comparison needs is created in the work folder: the model, the peers'
@@ -75,7 +77,7 @@ def main(argv: list[str]) -> int:
         if config.mode == "docs":
             print(f"wrote {write_docs(work.folder / 'results')}")
             return 0
-        peers = select_peers(config.peers, in_process=config.mode == "in-process")
+        peers = select_peers(config.peers, config.mode)
     except (ValueError, OSError) as error:
         print(f"compare: {error}", file=sys.stderr)
         return 2

@@ -14,6 +14,7 @@ from benchmarks.cpu.peers import PEERS
 from benchmarks.cpu.report import (
     SPEEDS,
     cells_of,
+    hybrid_table,
     latency_table,
     limits,
     load_table,
@@ -44,6 +45,8 @@ TITLES = {
     "server": "Servers: equal requests at once",
     "poisson": "Servers: lengths of traces",
     "in-process": "In process, without HTTP",
+    "four-bit": "In process, weights of 4 bits",
+    "hybrid": "In process, models with recurrent layers",
 }
 NOTES = {
     "server": "Streamed `/v1/completions` with the same token ids for all, greedy, outputs of full "
@@ -57,6 +60,15 @@ NOTES = {
     "time of the batch less that of the same batch with one new token. Prefill: one prompt, one "
     "new token. {repeats} repeats in each of {rounds} rounds: median (least-largest). llama.cpp "
     "by its own `llama-batched-bench`.",
+    "four-bit": "As above. GGUF files are made by llama.cpp's quantizer and read by both engines; "
+    "rows of 896 weights are no multiple of 256, so that q4_k_m has Q5_0 and Q8_0 in place of Q4_K "
+    "and Q6_K. gllm-int4 quantizes at load, vllm-int4 reads symmetric GPTQ in groups of 128, "
+    "openvino-int4 is what `optimum-cli --weight-format int4` writes. Reading: a step that only "
+    "reads the file and the KV cache.",
+    "hybrid": "As above, with random models of as many bytes of weights: LFM2 (gated short "
+    "convolutions in 18 of 24 layers, an inner size of 4,480) and Qwen3.5-0.8B (gated delta nets "
+    "in 12 of 16 layers, an inner size of 3,712), both with the vocabulary of the dense model, "
+    "whose limits are given. Ratios are medians of the rounds' ratios.",
 }
 
 
@@ -68,6 +80,8 @@ def sections(run: Results) -> list[str]:
         tables = [speed_table(run)]
     if run.mode == "server":
         tables.append(latency_table(run))
+    if run.mode == "hybrid":
+        tables.append(hybrid_table(run))
     if run.rows:
         tables.append(use_table(run))
     if verdicts := verdict_table(run):

@@ -57,6 +57,11 @@ class Rates(NamedTuple):
         context = batch * (prompt + new // 2)
         return batch / self.step_seconds(batch, batch, context, context)
 
+    def reading(self, weight_bytes: int, batch: int, prompt: int, new: int) -> float:
+        """Return the output tokens per second of `batch` sequences if only reading took time."""
+        read = weight_bytes + batch * (prompt + new // 2) * KV_BYTES
+        return batch * self.bytes_per_second / read
+
     def prefill_seconds(self, batch: int, prompt: int) -> float:
         """Return the minimum seconds until `batch` prompts have their first tokens."""
         return self.step_seconds(batch * prompt, batch, 0, batch * prompt**2 / 2)

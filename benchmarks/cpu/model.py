@@ -1,8 +1,8 @@
-"""The model that all peers serve: random weights in the shape of Qwen2.5-0.5B, and its tokenizer.
+"""The models that peers serve: random weights in the shape of Qwen2.5-0.5B, and its tokenizer.
 
-Speed does not depend on the values of the weights, so random weights avoid a download. `python -m
-benchmarks.cpu.model FOLDER` creates the model in its own process, because torch and the weights
-take memory and threads.
+Two hybrids have as many bytes of weights. Speed does not depend on the values of the weights, so
+random weights avoid a download. `python -m benchmarks.cpu.model FOLDER SHAPE` creates a model in
+its own process, because torch and the weights take memory and threads.
 """
 
 import json
@@ -19,22 +19,64 @@ DEMO = Path(__file__).parents[2] / "gllm" / "demo"
 VOCABULARY = 151_936
 CONTEXT = 32_768
 ROPE_THETA = 1e6
-SHAPE: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
     "max_position_embeddings": CONTEXT,
     "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA},
-    "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True,
     "bos_token_id": None,
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-"""Qwen2.5-0.5B's config.json; the special tokens are the demo tokenizer's."""
+"""Entries of config.json of all shapes; the special tokens are the demo tokenizer's."""
+DENSE = "qwen2"
+"""Shape of the model of all modes but `hybrid`."""
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    DENSE: (
+        "Qwen2",
+        {
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-6,
+        },
+    ),
+    "lfm2": (
+        "Lfm2",
+        {
+            "hidden_size": 896,
+            "intermediate_size": 4480,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "layer_types": ["conv", "conv", "full_attention", "conv"] * 6,
+            "block_auto_adjust_ff_dim": False,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_multiple_of": 256,
+            "norm_eps": 1e-5,
+        },
+    ),
+    "qwen3.5": (
+        "Qwen3_5",
+        {
+            "hidden_size": 1024,
+            "intermediate_size": 3712,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 16,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "rms_norm_eps": 1e-6,
+        },
+    ),
+}
+"""Name of transformers' classes and config.json of each shape: Qwen2.5-0.5B; LFM2 and Qwen3.5-0.8B
+with other inner sizes or fewer layers, so that all have as many bytes of weights."""
 SEED = 0
 SPECIAL_TOKENS, BYTES = 3, 256
 PAIRS = ["".join(letters) for letters in product(ascii_lowercase[:20], ascii_uppercase[:20])]
@@ -80,17 +122,22 @@ def tokenizer_json(demo: dict[str, Any]) -> dict[str, Any]:
     return demo | {"model": demo["model"] | {"vocab": ids, "merges": merges}}
 
 
-def make_model(folder: Path) -> None:
-    """Write the Hugging Face folder unless it exists."""
+def make_model(folder: Path, shape: str = DENSE) -> None:
+    """Write the Hugging Face folder of a model of SHAPES unless it exists."""
     if (folder / "model.safetensors").exists():
         return
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    import transformers
 
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     torch.manual_seed(SEED)
-    model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, dtype="bfloat16")).bfloat16()
+    name, sizes = SHAPES[shape]
+    # The language model of a family that also has a multimodal class.
+    build = getattr(transformers, f"{name}TextConfig", None)
+    build = build or getattr(transformers, f"{name}Config")
+    config_object = build(**COMMON, **sizes, dtype="bfloat16")
+    model = getattr(transformers, f"{name}ForCausalLM")(config_object).bfloat16()
     model.save_pretrained(partial)
     # Older versions of transformers read rope_theta and torch_dtype from these keys.
     config = json.loads((partial / "config.json").read_text())
@@ -105,4 +152,4 @@ def make_model(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    make_model(Path(sys.argv[1]))
+    make_model(Path(sys.argv[1]), *sys.argv[2:])

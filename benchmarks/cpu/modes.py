@@ -63,6 +63,8 @@ MODES = {
     "server": compare_servers,
     "poisson": compare_under_traces,
     "in-process": compare_in_process,
+    "four-bit": compare_in_process,
+    "hybrid": compare_in_process,
 }
 
 

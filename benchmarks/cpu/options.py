@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from gllm.options.flags import parse_bytes
 from gllm.options.options import option
 
-MODES = ("server", "poisson", "in-process", "docs")
+MODES = ("server", "poisson", "in-process", "four-bit", "hybrid", "docs")
 
 
 def parse_names(text: str) -> tuple[str, ...]:
@@ -39,7 +39,8 @@ class CompareConfig:
     mode: str = option(
         "server",
         "server: equal requests, some streams at once; poisson: lengths of traces, at once and at "
-        "rising rates; in-process: engines without HTTP; docs: the page of the saved results",
+        "rising rates; in-process: engines without HTTP; four-bit: in process with weights of 4 "
+        "bits; hybrid: in process, models with recurrent layers; docs: a page of saved results",
         choices=MODES,
     )
     peers: tuple[str, ...] | None = option(

@@ -6,8 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cpu.model import KV_BYTES
-from benchmarks.cpu.prepare import gguf, llama_binaries, model_folder, openvino_ir, our_model
+from benchmarks.cpu.model import DENSE, KV_BYTES, SHAPES
+from benchmarks.cpu.prepare import (
+    gguf,
+    gptq_folder,
+    llama_binaries,
+    model_folder,
+    openvino_ir,
+    our_model,
+)
 from benchmarks.cpu.workplace import OURS, Workplace
 
 CONTEXT_SERVED = 4096
@@ -71,7 +78,7 @@ class Peer:
     name: str
     environment: str
     weights: str
-    """bf16 or int8."""
+    """bf16, int8, int4, or a type of GGUF, as q4_0."""
     prepare: Callable[[Workplace, str], Path]
     """Function that creates the peer's model files, from the workplace and `weights`."""
     serve: Serve | None = None
@@ -79,6 +86,8 @@ class Peer:
     """Module of benchmarks.cpu.drivers that measures the peer in process."""
     variables: Variables = no_variables
     """Function that returns the environment variables of the peer's server and driver."""
+    shape: str = DENSE
+    """Shape of the model, a key of SHAPES."""
 
 
 def serve_gllm(*quantization: str) -> Serve:
@@ -146,13 +155,82 @@ PEERS: dict[str, Peer] = {
         ),
         Peer("llama.cpp-q8", "llama", "int8", gguf, serve_llama, "llama_bench", llama_variables),
         Peer("openvino-int8", "openvino", "int8", openvino_ir, None, "openvino_pipeline"),
+        Peer("gllm-q4_0", OURS, "q4_0", gguf, serve_gllm(), "gllm_engine"),
+        Peer("llama.cpp-q4_0", "llama", "q4_0", gguf, serve_llama, "llama_bench", llama_variables),
+        Peer("gllm-q4_k_m", OURS, "q4_k_m", gguf, serve_gllm(), "gllm_engine"),
+        Peer(
+            "llama.cpp-q4_k_m",
+            "llama",
+            "q4_k_m",
+            gguf,
+            serve_llama,
+            "llama_bench",
+            llama_variables,
+        ),
+        Peer(
+            "gllm-int4",
+            OURS,
+            "int4",
+            our_model,
+            serve_gllm("--quantization", "int4"),
+            "gllm_engine",
+        ),
+        Peer("vllm-int4", "vllm", "int4", gptq_folder, serve_vllm, "vllm_llm", vllm_variables),
+        Peer("openvino-int4", "openvino", "int4", openvino_ir, None, "openvino_pipeline"),
+        *(
+            peer
+            for shape in SHAPES
+            if shape != DENSE
+            for peer in (
+                Peer(f"gllm-{shape}", OURS, "bf16", our_model, None, "gllm_engine", shape=shape),
+                Peer(
+                    f"llama.cpp-{shape}",
+                    "llama",
+                    "bf16",
+                    gguf,
+                    None,
+                    "llama_bench",
+                    llama_variables,
+                    shape,
+                ),
+                Peer(
+                    f"gllm-int8-{shape}", OURS, "int8", our_model, None, "gllm_engine", shape=shape
+                ),
+                Peer(
+                    f"llama.cpp-q8-{shape}",
+                    "llama",
+                    "int8",
+                    gguf,
+                    None,
+                    "llama_bench",
+                    llama_variables,
+                    shape,
+                ),
+            )
+        ),
     )
 }
 """Peers by name, in the order of the tables."""
 
 
-def select_peers(names: tuple[str, ...] | None, in_process: bool) -> list[Peer]:
-    """Return the peers of these names, or all peers, that support the mode.
+def is_four_bit(peer: Peer) -> bool:
+    """Return True for weights of 4 bits, which are compared in a mode of their own."""
+    return peer.weights not in ("bf16", "int8")
+
+
+DENSE_PEERS = ("gllm", "llama.cpp", "gllm-int8", "llama.cpp-q8")
+"""Peers that hybrids are compared with; theirs have the shape's name behind these names."""
+
+
+def is_usual(peer: Peer, mode: str) -> bool:
+    """Return True if a mode measures the peer unless peers are named."""
+    if mode == "hybrid" or peer.shape != DENSE:
+        return mode == "hybrid" and (peer.shape != DENSE or peer.name in DENSE_PEERS)
+    return is_four_bit(peer) == (mode == "four-bit")
+
+
+def select_peers(names: tuple[str, ...] | None, mode: str) -> list[Peer]:
+    """Return the peers of these names, or all peers of the mode's weights, that support the mode.
 
     Raises:
         ValueError: A name is not in the table, or its peer has no server or no driver.
@@ -160,9 +238,11 @@ def select_peers(names: tuple[str, ...] | None, in_process: bool) -> list[Peer]:
     for name in names or ():
         if name not in PEERS:
             raise ValueError(f"peers: {name!r} is none of {', '.join(PEERS)}")
-    able = {p.name: p for p in PEERS.values() if (p.driver if in_process else p.serve)}
+    is_served = mode in ("server", "poisson")
+    able = {p.name: p for p in PEERS.values() if (p.serve if is_served else p.driver)}
     for name in names or ():
         if name not in able:
-            mode = "in process" if in_process else "as a server"
-            raise ValueError(f"peers: {name} is not measured {mode}; these are: {', '.join(able)}")
-    return [peer for name, peer in able.items() if not names or name in names]
+            how = "as a server" if is_served else "in process"
+            raise ValueError(f"peers: {name} is not measured {how}; these are: {', '.join(able)}")
+    usual = {name for name, p in able.items() if is_usual(p, mode)}
+    return [peer for name, peer in able.items() if name in (names or usual)]

@@ -12,7 +12,7 @@ from benchmarks.cpu.environments import LLAMA_SOURCES
 from benchmarks.cpu.workplace import PeerError, Workplace, run, variables
 from gllm.config.engine import EngineConfig
 
-LLAMA_BINARIES = ("llama-server", "llama-batched-bench")
+LLAMA_BINARIES = ("llama-server", "llama-batched-bench", "llama-quantize")
 CMAKE_FLAGS = (
     "-G",
     "Ninja",
@@ -27,7 +27,8 @@ CMAKE_FLAGS = (
     "-DLLAMA_BUILD_EXAMPLES=OFF",
 )
 GGUF_TYPES = {"bf16": "bf16", "int8": "q8_0"}
-OPENVINO_FORMATS = {"bf16": "fp16", "int8": "int8"}
+"""Types that llama.cpp's converter writes, by gllm's names; its quantizer writes the others."""
+OPENVINO_FORMATS = {"bf16": "fp16", "int8": "int8", "int4": "int4"}
 """Weight format by gllm's name. OpenVINO stores 16 bits as fp16 and converts them to bfloat16 at
 load.
 """
@@ -67,7 +68,7 @@ def llama_sources(work: Workplace) -> Path:
 
 
 def llama_binaries(work: Workplace) -> Path:
-    """Return the folder of llama.cpp's server and benchmark; build missing ones.
+    """Return the folder of llama.cpp's programs; build missing ones.
 
     Raises:
         PeerError: The folder of --llama-bin lacks a binary, or the build failed.
@@ -85,16 +86,31 @@ def llama_binaries(work: Workplace) -> Path:
 
 
 def gguf(work: Workplace, weights: str) -> Path:
-    """Convert the model to a GGUF file and return its path."""
-    llama_binaries(work)
-    kind = GGUF_TYPES[weights]
-    file = work.folder / f"model-{kind}.gguf"
-    if not file.exists():
-        sources, partial = llama_sources(work), file.with_suffix(".partial")
-        command = [sys.executable, "-m", "benchmarks.cpu.gguf", sources, work.model, partial, kind]
-        run(command, work.log("convert-gguf"))
-        partial.rename(file)
+    """Convert the model to a GGUF file and return its path.
+
+    weights: a key of GGUF_TYPES, or a type of llama.cpp's quantizer, as q4_k_m.
+    """
+    programs = llama_binaries(work)
+    kind = GGUF_TYPES.get(weights, weights)
+    file = work.folder / f"{work.model.name}-{kind}.gguf"
+    if file.exists():
+        return file
+    partial, log = file.with_suffix(".partial"), work.log("convert-gguf")
+    if weights in GGUF_TYPES:
+        command = [sys.executable, "-m", "benchmarks.cpu.gguf", llama_sources(work)]
+        run([*command, work.model, partial, kind], log)
+    else:
+        run([programs / "llama-quantize", gguf(work, "bf16"), partial, kind], log)
+    partial.rename(file)
     return file
+
+
+def gptq_folder(work: Workplace, weights: str) -> Path:
+    """Write the model as a 4-bit GPTQ folder, symmetric in groups of 128, and return its path."""
+    folder = work.folder / "gptq"
+    command = [sys.executable, "-m", "benchmarks.cpu.gptq", work.model, folder]
+    run(command, work.log("write-gptq"))
+    return folder
 
 
 def openvino_ir(work: Workplace, weights: str) -> Path:

@@ -32,6 +32,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "int8, float32": {"dtype": "float32", "quantization": "int8"},
     "int8, bfloat16": {"dtype": "bfloat16", "quantization": "int8"},
+    "int4, float32": {"dtype": "float32", "quantization": "int4"},
 }
 """Engine options by format; the first format is the baseline."""
 STORIES = 100
@@ -145,7 +146,8 @@ def format_page(rows: list[list[str]], counts: dict[str, int]) -> str:
             f"overwritten by it. {processor()}, {versions}, {datetime.date.today()}.",
             "The demo model (2.3 million parameters) on held-out texts: "
             f"{counts['questions']} questions and {counts['stories']} stories about heroes that "
-            "no training text has. int8 is `--quantization int8`; the type behind it is that of "
+            "no training text has. int8 and int4 are those of `--quantization`; the type behind "
+            "them is that of "
             "everything else, `--dtype`. Perplexity: over the tokens of the answers. Same "
             "likeliest token: at each place of the true text, beside float32. Same greedy answer: "
             f"every token of it, up to {ANSWER_TOKENS} for a question, {STORY_TOKENS} for a story.",

@@ -6,10 +6,17 @@ from statistics import median
 from benchmarks.cpu.drivers.timing import decode_name, prefill_name
 from benchmarks.cpu.limits import Rates
 from benchmarks.cpu.loads import streams_name
+from benchmarks.cpu.model import DENSE
+from benchmarks.cpu.peers import DENSE_PEERS, PEERS
 from benchmarks.cpu.results import Results, Row
 from gllm.sim.metrics.report import format_table, show_value
 
-SPEEDS = {"server": "output_throughput", "in-process": "tokens_per_second"}
+SPEEDS = {
+    "server": "output_throughput",
+    "in-process": "tokens_per_second",
+    "four-bit": "tokens_per_second",
+    "hybrid": "tokens_per_second",
+}
 """Main figure of each mode."""
 NOTHING = "-"
 
@@ -106,6 +113,15 @@ def limits(results: Results) -> dict[str, float]:
     }
 
 
+def reading_limits(results: Results, file_bytes: int) -> dict[str, float]:
+    """Return the tokens per second of each decode cell if a step only read a file's weights."""
+    rates, asked = rates_of(results)[-1], results.asked
+    sizes = asked["prompt"], asked["new"]
+    return {
+        decode_name(batch): rates.reading(file_bytes, batch, *sizes) for batch in asked["streams"]
+    }
+
+
 def speed_table(results: Results) -> str:
     """Format the tokens per second of every peer in every cell, above the machine's limits."""
     key, cells, most = SPEEDS[results.mode], cells_of(results), limits(results)
@@ -116,7 +132,31 @@ def speed_table(results: Results) -> str:
     table.append(
         ["physical limit, bf16", *(show_value(most.get(cell)) or NOTHING for cell in cells)]
     )
+    if results.mode == "four-bit" and results.limits:
+        sizes = {PEERS[peer].weights: size for peer, size in results.file_bytes.items()}
+        for weights, size in sizes.items():
+            limit = reading_limits(results, size)
+            row = [f"reading {size / 1e6:.0f} MB of {weights}"]
+            table.append([*row, *(show_value(limit.get(cell)) or NOTHING for cell in cells)])
     return format_table(["tokens/s", *cells], table)
+
+
+def hybrid_table(results: Results) -> str:
+    """Format the speeds of hybrids beside the dense model, and beside llama.cpp on each model."""
+    rows, cells, key = results.rows, cells_of(results), SPEEDS[results.mode]
+    measured = peers_of(results)
+    pairs = []
+    for shape in dict.fromkeys(PEERS[peer].shape for peer in measured):
+        suffix = "" if shape == DENSE else f"-{shape}"
+        pairs += [(f"{peer}{suffix}", peer) for peer in DENSE_PEERS if suffix]
+        pairs += [(f"gllm{suffix}", f"llama.cpp{suffix}")]
+        pairs += [(f"gllm-int8{suffix}", f"llama.cpp-q8{suffix}")]
+    table = []
+    for peer, other in pairs:
+        if peer in measured and other in measured:
+            ratios = [ratio(rows, peer, [other], cell, key) for cell in cells]
+            table.append([f"{peer} / {other}", *(show_value(each) or NOTHING for each in ratios)])
+    return format_table(["ratio of tokens/s", *cells], table)
 
 
 def use_table(results: Results) -> str:

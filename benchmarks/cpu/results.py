@@ -33,6 +33,8 @@ class Results(msgspec.Struct):
     """The configuration."""
     versions: dict[str, str] = {}
     """Version by peer."""
+    file_bytes: dict[str, int] = {}
+    """Size by peer, for peers whose model is a file."""
     refused: dict[str, str] = {}
     """Reason by peer, for peers that could not be measured completely."""
     limits: list[Rates] = []

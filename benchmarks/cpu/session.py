@@ -21,12 +21,13 @@ def print_progress(text: str) -> None:
 
 
 def create_model(work: Workplace) -> None:
-    """Create the model of the comparison in a process of its own.
+    """Create the model of a workplace in a process of its own.
 
     Raises:
         PeerError: The process fails.
     """
-    run([sys.executable, "-m", "benchmarks.cpu.model", work.model], work.log("model"))
+    command = [sys.executable, "-m", "benchmarks.cpu.model", work.model, work.shape]
+    run(command, work.log("model"))
 
 
 class Session:
@@ -36,7 +37,7 @@ class Session:
         work: Folders of the comparison.
         peers: The peers in the order of their turns.
         results: The results so far.
-        create_model: Creates the model.
+        create_model: Creates the model of a workplace.
         measure_limits: Returns the limits of the machine with a number of threads.
     """
 
@@ -62,14 +63,18 @@ class Session:
         return self.work.folder / "results" / f"{self.results.mode}.json"
 
     def prepare(self) -> None:
-        """Create the model, and each peer's environment and model files."""
-        print_progress("the model")
-        self._create_model(self.work)
+        """Create the models, and each peer's environment and model files."""
+        for shape in dict.fromkeys(peer.shape for peer in self._peers):
+            print_progress(f"the model of the shape of {shape}")
+            self._create_model(self.work.with_shape(shape))
         for peer in self._peers:
             with self.attempt(peer):
                 print_progress(f"preparing {peer.name}")
                 install(self.work, peer.environment)
-                self.sources[peer.name] = peer.prepare(self.work, peer.weights)
+                work = self.work.with_shape(peer.shape)
+                source = self.sources[peer.name] = peer.prepare(work, peer.weights)
+                if source.is_file():
+                    self.results.file_bytes[peer.name] = source.stat().st_size
                 self.results.versions[peer.name] = published_version(self.work, peer.environment)
 
     @contextmanager

@@ -1,5 +1,6 @@
 """Work folder of a comparison: its layout, its logs, and how its commands run."""
 
+import dataclasses
 import os
 import re
 import signal
@@ -9,6 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
+
+from benchmarks.cpu.model import DENSE
 
 ROOT = Path(__file__).parents[2]
 """Root of the project, from which modules of benchmarks/ run in any environment."""
@@ -34,11 +38,17 @@ class Workplace:
     """KV cache bytes of each peer."""
     llama_bin: Path | None = None
     """Folder of llama.cpp's binaries; None: built in the work folder."""
+    shape: str = DENSE
+    """Shape of the model, a key of SHAPES."""
+
+    def with_shape(self, shape: str) -> Self:
+        """Return the same workplace with a model of another shape."""
+        return dataclasses.replace(self, shape=shape)
 
     @property
     def model(self) -> Path:
         """Path of the model's Hugging Face folder."""
-        return self.folder / "model"
+        return self.folder / ("model" if self.shape == DENSE else f"model-{self.shape}")
 
     def environment(self, name: str) -> Path:
         """Return the folder of a virtual environment."""

@@ -212,7 +212,9 @@ def reference(inputs: Inputs, index: int, heads: Heads) -> Tensor:
     query, keys, values, plan = inputs
     begin, end = (int(at) for at in plan.rows.query_start[index : index + 2])
     tokens, context = end - begin, int(plan.rows.context_len[index])
-    slots = torch.from_numpy(plan.rows.slots(index, 0)).to(query.device)
+    slots = torch.from_numpy(plan.rows.slots(index, 0, int(plan.rows.context_len[index]))).to(
+        query.device
+    )
     key, value = _gather(keys, slots), _gather(values, slots)
     rows = query[begin:end].to(torch.float64).unflatten(1, (heads.kv_heads, -1))
     places = torch.arange(context, device=query.device)

@@ -19,6 +19,7 @@ from gllm.kernels.attention_plan import (
     PagedBatch,
     plan_attention,
 )
+from gllm.kernels.attention_window import AttentionWindow
 from gllm.runtime.worker.batch import PlanAttention, Windows
 from gllm.transport.device_streams import DeviceEvent, DeviceGraph, DeviceStream
 
@@ -125,7 +126,7 @@ def plan_of_one_layout(max_context: int) -> PlanAttention:
 
     def plan(
         rows: PagedBatch, dtype: torch.dtype, windows: Windows
-    ) -> dict[int | None, AttentionPlan]:
+    ) -> dict[AttentionWindow, AttentionPlan]:
         assert windows == {None}, "windows are not planned here"
         attention_plan = plan_attention(rows, dtype)
         if not 0 < rows.num_decodes == len(rows.context_len):

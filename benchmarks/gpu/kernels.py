@@ -19,7 +19,10 @@ from benchmarks.gpu.rows import Measured, PendingRow
 from gllm.kernels.activation import act_and_mul
 from gllm.kernels.experts import StackedExperts, run_stacked
 from gllm.kernels.fp8_weights import Fp8Matrix
+from gllm.kernels.grouped_weight import quantize_to_4_bits
+from gllm.kernels.grouped_words import GroupedWords, pack_for_gpu
 from gllm.kernels.linear_fp8 import linear_fp8
+from gllm.kernels.linear_grouped import GroupedMatrix, linear_grouped
 from gllm.kernels.qkv import rotate_and_store
 from gllm.kernels.qkv_layout import QKVLayout
 from gllm.kernels.rms_norm import add_rms_norm, rms_norm
@@ -246,12 +249,47 @@ def fp8_linear(place: Place, sizes: Sizes, tokens: int) -> Operation:
     )
 
 
+def int4_linear(place: Place, sizes: Sizes, tokens: int) -> Operation:
+    """Return the down projection with weights of 4 bits in groups of 32 (`--quantization int4`).
+
+    torch multiplies by the weight in bfloat16.
+    """
+    outputs, inputs = sizes.hidden, sizes.inner
+
+    def make() -> tuple[Tensor, GroupedWords]:
+        (words,) = pack_for_gpu([quantize_to_4_bits(_normal(place, outputs, inputs))])
+        return _normal(place, tokens, inputs), words
+
+    def run(operands: tuple[Tensor, GroupedWords]) -> Tensor:
+        return linear_grouped(operands[0], GroupedMatrix((operands[1],), place.dtype), None)
+
+    def error(operands: tuple[Tensor, GroupedWords]) -> float:
+        x, words = operands
+        return relative_error(run(operands), x.to(torch.float64) @ words.floats().double().t())
+
+    return Operation(
+        make=make,
+        run=run,
+        error=error,
+        tolerance=2 * TOLERANCES[place.dtype],
+        num_bytes=outputs * inputs * 9 // 16 + 2 * tokens * (outputs + inputs),
+        flops=2 * tokens * outputs * inputs,
+        rivals={
+            "torch_ms": Rival(
+                lambda: (_normal(place, tokens, inputs), _normal(place, outputs, inputs)),
+                lambda operands: functional.linear(*operands),
+            )
+        },
+    )
+
+
 OPERATIONS: dict[str, Make] = {
     "rms_norm": norm,
     "rms_norm behind the residual sum": residual_norm,
     "rotation and store": rotation,
     "silu gate": gating,
     "fp8 linear": fp8_linear,
+    "int4 linear": int4_linear,
 }
 
 

@@ -19,7 +19,7 @@ from benchmarks.gpu.place import Place
 from gllm.config.engine import EngineConfig
 from gllm.models.config import read_config
 from gllm.models.loader import Checkpoint, Weights
-from gllm.models.spec import ModelSpec
+from gllm.models.spec.model import ModelSpec
 from gllm.models.stage import ModelStage
 from gllm.runtime.worker.batch import Batch
 from gllm.runtime.worker.cuda.backend import MAX_GRAPH_ROWS

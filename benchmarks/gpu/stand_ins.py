@@ -55,7 +55,7 @@ def provide_msgspec() -> bool:
     if not missing("msgspec"):
         return False
     module: Any = ModuleType("msgspec")
-    module.Struct, module.Meta = Struct, Meta
+    module.Struct, module.Meta, module.field = Struct, Meta, dataclasses.field
     module.structs = ModuleType("msgspec.structs")
     module.structs.replace = dataclasses.replace
     module.msgpack = ModuleType("msgspec.msgpack")

@@ -123,6 +123,19 @@ class NamespaceRig:
         """Return the connection of a shaped machine. Raises KeyError for others."""
         return self._hops[machine]
 
+    def limit_rate(self, machine: int, bits_per_second: float) -> None:
+        """Limit what a machine sends over a hop that is not shaped, by the kernel's token bucket.
+
+        It takes no time of a process, as fast links require.
+
+        Args:
+            machine: Machine whose hop is not shaped.
+            bits_per_second: Rate.
+        """
+        limit = ("tbf", "rate", f"{bits_per_second:.0f}bit", "burst", "1mb", "latency", "10ms")
+        command = ("netns", "exec", self.namespaces[machine], "tc", "qdisc", "replace")
+        namespaces.run_ip(*command, "dev", "net0", "root", *limit)
+
     def pids(self, machine: int) -> list[int]:
         """Return the processes that run on a machine."""
         return namespaces.pids_in(self.namespaces[machine])

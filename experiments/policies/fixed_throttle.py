@@ -8,7 +8,7 @@ an idle pipeline, less four per decode.
 import math
 
 from gllm.scheduler.policy import PaperThrottlePolicy, SchedulerLoad
-from gllm.scheduler.throttle_policy import DEFAULT_RIDGE_TOKENS
+from gllm.scheduler.step_cost import DEFAULT_RIDGE_TOKENS
 
 PREFILL_TOKENS_PER_DECODE = 8
 """Prefill tokens per decode of a micro-batch at which prefill has 8/9 of it."""

@@ -136,7 +136,7 @@ def _search_capacity(config: SimulationConfig, jobs: int, output: str | None) ->
     rows = [
         [
             show_value(rate),
-            *map(show_value, trial[1:]),
+            *map(show_value, trial[1:4]),
             show_value(trial.growth),
             "yes" if rule.is_sustained(trial) else "no",
         ]

@@ -11,14 +11,15 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 import msgspec
 
 from gllm.observability.logs import LogConfig, configure_logging
 from gllm.options.flags import FlagParser, FlagType, input_file, number_type
 from gllm.plan.emit.registry import EMITTERS, IMAGE, EmitOptions, emit_manifests
-from gllm.plan.emulated_plan import emulate_plan
+from gllm.plan.emulated_plan import NODE as EMULATED_NODE
+from gllm.plan.emulated_plan import choose_max_model_len, emulate_plan, pin_emulated_ports
 from gllm.plan.processes import (
     LaunchOptions,
     ProcessSpec,
@@ -40,6 +41,28 @@ if TYPE_CHECKING:
     from gllm.deploy.up.replanner import Replanner
 
 TITLE = "gllm-up"
+
+
+class PlanShare(NamedTuple):
+    """Part of a plan that this machine starts."""
+
+    plan: ServingPlan
+    """Plan of the file."""
+    nodes: Sequence[str]
+    """Its nodes that are this machine."""
+    emulate: Callable[[ServingPlan], ServingPlan] | None
+    """Returns the emulated form of the plan, or of a later one; None for real devices."""
+
+    @property
+    def started(self) -> ServingPlan:
+        """Plan whose processes are started."""
+        return self.plan if self.emulate is None else self.emulate(self.plan)
+
+    def make_specs(self, options: LaunchOptions, plan: ServingPlan) -> list[ProcessSpec]:
+        """Return this machine's processes of the plan or of a later one. Raises PlanError."""
+        if self.emulate is not None:
+            return commands_for(self.emulate(plan), EMULATED_NODE, options)
+        return commands_for(plan, self.nodes[0], options)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -125,24 +148,26 @@ def main(argv: list[str] | None = None) -> int:
         plan = read_plan(arguments.plan)
         if arguments.model:
             plan = msgspec.structs.replace(plan, model=arguments.model)
-        if arguments.emulate:
-            plan = _emulate(plan, arguments)
         if arguments.replan:
             if arguments.emit or arguments.on == "ray":
                 raise PlanError("--replan: only `gllm up` of this machine replans: remove it")
             check_replannable(plan)
             plan = with_shift_detection(plan)
-        check_configurations(plan)
-        if reason := find_simulated_only(plan):
+        share = _emulated_share(plan, arguments) if arguments.emulate else PlanShare(plan, (), None)
+        check_configurations(share.started)
+        if reason := find_simulated_only(share.started):
             print(f"gllm up: this plan is simulated only: {reason}", file=sys.stderr, flush=True)
         if arguments.emit:
             return _emit(plan, arguments)
         if arguments.on == "ray":
             return _run_on_ray(plan, arguments)
-        node = arguments.node or find_own_node(plan)
-        specs = commands_for(plan, node, _launch_options(arguments))
+        if not arguments.emulate:
+            share = share._replace(nodes=[arguments.node or find_own_node(plan)])
+        specs = share.make_specs(_launch_options(arguments), share.plan)
         if not specs:
-            raise PlanError(f"nodes.{node}: no router and no engine of the plan runs on it")
+            raise PlanError(
+                f"nodes.{share.nodes[0]}: no router and no engine of the plan runs on it"
+            )
     except (PlanError, OSError) as error:
         print(f"gllm up: {error}", file=sys.stderr)
         return 2
@@ -152,22 +177,22 @@ def main(argv: list[str] | None = None) -> int:
     # Imported late: --dry-run and --emit need none of it.
     from gllm.deploy.logged_process import LocalProcess
 
-    return _run(plan, specs, partial(LocalProcess, on_line=_print_line), arguments)
+    return _run(share, specs, partial(LocalProcess, on_line=_print_line), arguments)
 
 
-def _emulate(plan: ServingPlan, arguments: argparse.Namespace) -> ServingPlan:
-    """Return the emulated form of a plan, after checking the other flags. Raises PlanError."""
+def _emulated_share(plan: ServingPlan, arguments: argparse.Namespace) -> PlanShare:
+    """Return the whole plan for emulated devices, after checking the flags. Raises PlanError."""
     for flag, is_set in (
         ("--node", arguments.node),
         ("--on ray", arguments.on == "ray"),
         ("--emit", arguments.emit),
-        ("--replan", arguments.replan),
     ):
         if is_set:
             raise PlanError(f"{flag}: --emulate starts the whole plan on this machine: remove it")
-    if reason := find_simulated_only(plan):
-        print(f"gllm up: on real devices {reason}", file=sys.stderr, flush=True)
-    return emulate_plan(plan)
+    # Ports and the longest sequence are those of all later plans, because the router keeps them.
+    plan = pin_emulated_ports(plan)
+    emulate = partial(emulate_plan, max_model_len=choose_max_model_len(plan))
+    return PlanShare(plan, list(plan.nodes), emulate)
 
 
 def find_own_node(plan: ServingPlan) -> str:
@@ -236,7 +261,8 @@ def _run_on_ray(plan: ServingPlan, arguments: argparse.Namespace) -> int:
         try:
             cluster.connect(arguments.ray_address)
             placed = RayPlan(plan, options, cluster)
-            return _run(plan, placed.specs, placed.launch, arguments, output)
+            share = PlanShare(plan, (), None)
+            return _run(share, placed.specs, placed.launch, arguments, output)
         finally:
             cluster.close()
     except LaunchError as error:
@@ -245,7 +271,7 @@ def _run_on_ray(plan: ServingPlan, arguments: argparse.Namespace) -> int:
 
 
 def _run(
-    plan: ServingPlan,
+    share: PlanShare,
     specs: Sequence[ProcessSpec],
     launch: Callable[[ProcessSpec], "RunningProcess"],
     arguments: argparse.Namespace,
@@ -259,9 +285,9 @@ def _run(
     setproctitle.setproctitle(TITLE)
 
     async def run() -> int:
-        is_scaled = bool(scaling_router_url(plan))
+        is_scaled = bool(scaling_router_url(share.started))
         manager = EngineManager(specs, launch, partial(_print_urls, output), is_scaled)
-        follower = _make_follower(manager, specs, plan, arguments)
+        follower = _make_follower(manager, specs, share, arguments)
         following = asyncio.create_task(follower.run()) if follower else None
         status = await manager.run()
         if following:
@@ -277,7 +303,7 @@ def _run(
 def _make_follower(
     manager: "EngineManager",
     specs: Sequence[ProcessSpec],
-    plan: ServingPlan,
+    share: PlanShare,
     arguments: argparse.Namespace,
 ) -> "EngineScaler | Replanner | None":
     """Return the loop that starts and ends engines as the router's load wants; None without."""
@@ -285,6 +311,7 @@ def _make_follower(
     from gllm.deploy.up.engine_scaler import EngineScaler
     from gllm.deploy.up.replanner import PlanSearch, Replanner
 
+    plan = share.started
     if plan.router is None:
         return None
     # In Ray the router is not on its host of the plan.
@@ -301,10 +328,9 @@ def _make_follower(
         return EngineScaler(manager, router, list(plan.engines), own)
     # The machine of the router plans for all.
     if arguments.replan and own_url:
-        node = plan.router.node
-        make_specs = partial(commands_for, node=node, options=_launch_options(arguments))
-        search = PlanSearch(plan, arguments.plan, arguments.replan_budget, _print_line)
-        return Replanner(manager, router, plan, node, make_specs, search)
+        make_specs = partial(share.make_specs, _launch_options(arguments))
+        search = PlanSearch(share.plan, arguments.plan, arguments.replan_budget, _print_line)
+        return Replanner(manager, router, share.plan, share.nodes, make_specs, search)
     return None
 
 

@@ -31,14 +31,26 @@ from gllm.scheduler.config import SchedulerConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 """Values of --dtype."""
-QUANTIZATION_DEVICES = {"none": ("cpu", "cuda", EMULATED), "int8": ("cpu",)}
+QUANTIZATION_DEVICES = {
+    "none": ("cpu", "cuda", EMULATED),
+    "int8": ("cpu",),
+    "int4": ("cpu", "cuda"),
+}
 """Devices that have kernels for each value of `quantization`."""
 QUANTIZATIONS = tuple(QUANTIZATION_DEVICES)
-KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
+KV_CACHE_DTYPES = (
+    "auto",
+    "bfloat16",
+    "float16",
+    "fp8",
+    "fp8_e4m3",
+    "int8",
+    "int8_per_token_head",
+)
 """Values of --kv-cache-dtype."""
-KV_TRANSFER_ON_GPU = (
-    "kv_transfer needs KV caches in the memory of the host, but the stages are on GPUs: set device "
-    "to cpu, or leave kv_transfer out"
+SPECULATION_ON_GPU = (
+    "speculative_config: speculation has no sampler for GPUs: set device to cpu, or leave "
+    "speculative_config out"
 )
 MAX_RANKS = 64
 """Most workers of one stage; a worker gets an edge to each worker of the next stage."""
@@ -52,7 +64,7 @@ class EngineConfig:
 
     model: str = option(
         "demo",
-        "a Hugging Face folder, a hub name, or demo for the shipped model",
+        "a Hugging Face folder, a GGUF file, a hub name, or demo for the shipped model",
         flags=("--model", "--model-path"),
         is_common=True,
     )
@@ -88,16 +100,26 @@ class EngineConfig:
         "step times show that another division is faster by more than 15 % for some time, or a "
         "machine that has joined makes it so",
     )
+    tokenizer: str | None = option(
+        None,
+        "folder or hub name of another tokenizer, with its chat template; default: the model's own",
+    )
     chat_template: str | None = option(
         None, "Jinja file with the chat template; default: the model's own", parse=input_file
     )
     hf_overrides: str | None = option(None, OVERRIDES_HELP, parse=parse_hf_overrides)
+    language_model_only: bool = option(
+        True,
+        "of a multimodal class serve the language model, without images, video and audio; they are "
+        "not implemented, so such a class is refused with --no-language-model-only",
+    )
     dtype: str = option(
         "auto", "data type of weights and activations", choices=DTYPES, is_common=True
     )
     kv_cache_dtype: str = option(
         "auto",
-        "data type of the KV cache; auto: that of --dtype; fp8 is fp8_e4m3 and halves the cache",
+        "data type of the KV cache; auto: that of --dtype; fp8 is fp8_e4m3 and halves the cache; "
+        "int8 is int8_per_token_head: integers with a scale per token and head, on CPUs only",
         choices=KV_CACHE_DTYPES,
     )
     attention_backend: str = option(
@@ -107,7 +129,8 @@ class EngineConfig:
     )
     quantization: str = option(
         "none",
-        "int8: linear layers with 8-bit weights and activations",
+        "int8: linear layers with 8-bit weights and activations, on CPUs only; int4: weights of 4 "
+        "bits in groups of 32 inputs, on CPUs with 8-bit activations",
         choices=QUANTIZATIONS,
         is_common=True,
     )
@@ -227,7 +250,7 @@ class EngineConfig:
         None,
         "give the KV blocks of prompts to other engines and fetch theirs: auto (without a value: "
         "shared memory on one machine, else TCP), shm, tcp, nixl, or mock:GIGABYTES_PER_SECOND, "
-        "which waits as long as a link of that bandwidth; on CPUs of one machine; default: off",
+        "which waits as long as a link of that bandwidth; default: off",
         flags=("--kv-transfer", "--kv-transfer-config", "--kv-export"),
         bare=AUTO,
     )
@@ -240,6 +263,13 @@ class EngineConfig:
         "",
         "HOST:PORT, as other machines reach it, at which their engines fetch KV blocks from here, "
         "over TLS; default: only engines on this machine fetch them",
+    )
+    kv_staging_tokens: int = option(
+        16384,
+        "tokens whose KV blocks have a place in pinned memory of the host, in which a GPU's worker "
+        "gives them to other engines and gets theirs; a prompt that does not fit is computed",
+        ge=1,
+        le=INT32_MAX,
     )
     kv_fetch: str = option(
         "auto",
@@ -275,12 +305,25 @@ class EngineConfig:
                 f"debug_slowdown {self.debug_slowdown} has to give a factor for each of the "
                 f"{stages} stages (pipeline_parallel_size)"
             )
+        self._check_speculation()
         self._check_kv_transfer()
         address = self.kv_events_config.exposed_address if self.kv_events_config else None
         if address is not None and not self.trusted_network:
             raise ValueError(
                 f"kv_events_config publishes token ids on {address}, where other hosts can read "
                 "them: use a loopback address, or set trusted_network if all of them may"
+            )
+
+    def _check_speculation(self) -> None:
+        """Check `speculative_config` against the device."""
+        config = self.scheduler.speculative_config
+        if config is not None and self.device == "cuda":
+            raise FieldError("speculative_config", SPECULATION_ON_GPU)
+        if config is not None and config.method == "synthetic" and not self.is_emulated:
+            raise FieldError(
+                "speculative_config",
+                "speculative_config: method synthetic guesses the made-up texts of emulated "
+                "devices: choose method ngram, or an emulated device",
             )
 
     def _check_kv_transfer(self) -> None:
@@ -293,8 +336,6 @@ class EngineConfig:
             check_backend_name(self.kv_transfer)
         except ValueError as error:
             raise FieldError("kv_transfer", f"kv_transfer: {error}") from None
-        if self.device == "cuda":
-            raise FieldError("kv_transfer", KV_TRANSFER_ON_GPU)
 
     def _check_kv_transfer_address(self) -> None:
         name = "kv_transfer_address"

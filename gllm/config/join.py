@@ -34,8 +34,8 @@ class JoinConfig:
 
     model: str | None = option(
         None,
-        "the head's model on this machine, a folder or a hub name; default: the name that the "
-        "head has, which is looked for here and never downloaded",
+        "the head's model on this machine, a folder, a GGUF file or a hub name; default: the name "
+        "that the head has, which is looked for here and never downloaded",
         flags=("--model", "--model-path"),
     )
     spare: bool = option(

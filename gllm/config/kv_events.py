@@ -3,14 +3,12 @@
 The fields and their names are those of vLLM's `--kv-events-config`.
 """
 
-import dataclasses
-import json
 import re
 from dataclasses import dataclass
-from typing import Any
 
 from gllm.options.addresses import is_loopback, parse_ip_address
 from gllm.options.field_types import FieldError, convert_fields
+from gllm.options.json_fields import parse_json_fields
 from gllm.options.options import INT32_MAX, bounded_field
 
 PUBLISHERS = ("null", "zmq")
@@ -72,18 +70,8 @@ class KvEventsConfig:
 
 def parse_kv_events(text: str) -> KvEventsConfig:
     """Parse the JSON object of `--kv-events-config`. Raises ValueError."""
-    try:
-        values: Any = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ValueError("it is not a JSON object")
-    known = [field.name for field in dataclasses.fields(KvEventsConfig)]
-    for name in values:
-        if name not in known:
-            raise ValueError(f"there is no field {name!r:.100}; the fields are {', '.join(known)}")
-    # In vLLM null stands for the default.
-    return KvEventsConfig(**{name: value for name, value in values.items() if value is not None})
+    config: KvEventsConfig = parse_json_fields(KvEventsConfig, text)
+    return config
 
 
 def is_bound(address: str) -> bool:

@@ -8,16 +8,42 @@ from gllm.options.options import bounded_field
 TOOL_CALL_PARSERS = (
     "auto",
     "none",
+    "apertus",
+    "cohere",
     "deepseek",
+    "deepseek_v32",
+    "gemma4",
     "glm4",
     "glm45",
+    "granite",
+    "harmony",
     "hermes",
+    "hunyuan_a13b",
+    "hy_v3",
+    "kimi_k2",
+    "lfm2",
     "llama3",
+    "minimax_m2",
     "mistral",
+    "nemotron",
     "qwen3_coder",
+    "seed_oss",
 )
 """Formats of tool calls, registered in `gllm.text.output.registry`."""
-REASONING_PARSERS = ("auto", "none", "think", "mistral")
+REASONING_PARSERS = (
+    "auto",
+    "none",
+    "apertus",
+    "cohere",
+    "gemma4",
+    "granite",
+    "harmony",
+    "hunyuan_a13b",
+    "hy_v3",
+    "mistral",
+    "seed_oss",
+    "think",
+)
 """Tags of reasoning sections, registered in `gllm.text.output.reasoning`."""
 
 

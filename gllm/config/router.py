@@ -39,8 +39,8 @@ class RouterConfig:
 
     model: str = option(
         "demo",
-        "a Hugging Face folder, a hub name, or demo for the shipped model; only its configuration "
-        "and tokenizer are loaded",
+        "a Hugging Face folder, a GGUF file, a hub name, or demo for the shipped model; only its "
+        "configuration and tokenizer are loaded",
         flags=("--model", "--model-path"),
         is_common=True,
     )
@@ -49,6 +49,10 @@ class RouterConfig:
         "emulated, or emulated:NAME as for the engines: their devices are emulated, so that the "
         "model needs no weights",
         choices=DeviceChoices(("auto", EMULATED)),
+    )
+    tokenizer: str | None = option(
+        None,
+        "folder or hub name of another tokenizer, with its chat template; default: the model's own",
     )
     chat_template: str | None = option(
         None, "Jinja file with the chat template; default: the model's own", parse=input_file

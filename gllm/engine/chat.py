@@ -59,8 +59,12 @@ def prepare_chat(
         prompt.template_source,
         tokenizer.token_to_id,
     )
+    known = {None, *model.eos_ids, *params.stop_token_ids}
+    ends = map(tokenizer.token_to_id, output_format.end_tokens)
+    further = [token for token in ends if token is not None and token not in known]
     params = replace(
         params,
+        stop_token_ids=(*params.stop_token_ids, *further),
         shown_tokens=output_format.markers,
         continues_prompt=request.continue_final_message,
         structured=structured,

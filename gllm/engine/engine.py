@@ -17,7 +17,7 @@ from gllm.engine.preflight import plan_model
 from gllm.engine.text_engine import TextEngine
 from gllm.messages.handoff import MAX_TICKETS, ReleaseKvHolds
 from gllm.messages.node_report import NodeReport
-from gllm.models.hub import public_name
+from gllm.models.hub import public_name, resolve_tokenizer
 from gllm.models.split import layer_costs
 from gllm.observability.logs import DEFAULT_LOG_CONFIG, LogConfig
 from gllm.runtime.head.client import EngineClient
@@ -77,7 +77,7 @@ class Engine(TextEngine):
         super().__init__(
             backend,
             served_model_name or public_name(config.model),
-            plan.folder,
+            resolve_tokenizer(config.tokenizer, plan.folder),
             plan.config,
             plan.max_model_len,
             config.chat_template,

@@ -70,6 +70,8 @@ class ModelInfo:
     """Unix time of the start, in seconds."""
     root: str = ""
     """Folder or hub name from which the model was loaded; empty if unknown."""
+    architecture: str = ""
+    """Class of the model in config.json; empty if unknown."""
     has_alias: bool = False
     """True if requests may also name the model by `root`."""
 

@@ -76,10 +76,6 @@ class PipelineBackend:
         self._cluster: ClusterHead | None = None
         """Other machines; None for this one alone."""
         if nodes is not None and nodes.is_used:
-            if config.kv_transfer is not None:
-                raise ValueError(
-                    "kv_transfer needs all stages on one machine: leave it out, or the nodes"
-                )
             facts = make_join_facts(config, folder, config.max_model_len or 0)
             self._cluster = ClusterHead(
                 nodes,

@@ -15,9 +15,12 @@ from gllm.config.engine import QUANTIZATION_DEVICES, EngineConfig
 from gllm.config.kv_backends import NIXL, NIXL_MISSING
 from gllm.messages.nodes import PROTOCOL
 from gllm.models.config import ModelConfig, read_config
+from gllm.models.errors import ModelError
+from gllm.models.hub import resolve_tokenizer
 from gllm.models.identity import hash_model
 from gllm.models.shard import shard, unsupported_shard_reason
-from gllm.models.spec import ModelSpec
+from gllm.models.spec.layer import LayerSpec
+from gllm.models.spec.model import ModelSpec
 from gllm.models.split import split_layers
 from gllm.options.field_types import FieldError
 from gllm.options.flags import output_file
@@ -27,12 +30,16 @@ from gllm.runtime.emulation.deployment import build_emulated_deployment, check_c
 from gllm.runtime.emulation.layer_division import divide_by_predictions
 from gllm.runtime.emulation.model_folder import resolve_served_model
 from gllm.runtime.emulation.output import check_output
+from gllm.runtime.worker.device import available_memory_bytes, find_gpu_models
+from gllm.scheduler.config import SPECULATION_WITH_STATES, STATE_SLOTS_PER_SEQ
 from gllm.text.tokenizer import Tokenizer
 
 MIN_MODEL_LEN = 2
 """Tokens of the shortest sequence: one of the prompt, and one of output."""
-KV_ITEM_BYTES = {"fp8": 1, "fp8_e4m3": 1}
+KV_ITEM_BYTES = {"fp8": 1, "fp8_e4m3": 1, "int8": 1, "int8_per_token_head": 1}
 """Bytes of one element of the KV cache by `kv_cache_dtype`; other values have at least 2."""
+KV_SCALE_BYTES = {"int8": 4, "int8_per_token_head": 4}
+"""Bytes behind each key and value of a token and head by `kv_cache_dtype`; other values have 0."""
 
 
 BACKEND_DEVICES = {
@@ -56,18 +63,19 @@ class ModelPlan:
     """Maximum number of tokens of a sequence."""
 
 
-def plan_model(config: EngineConfig) -> ModelPlan:
+def plan_model(config: EngineConfig, num_machines: int = 1) -> ModelPlan:
     """Read the model's configuration, and divide its layers into pipeline stages.
 
     The model is downloaded if necessary: its weights only if all else of it can be served.
 
     Args:
         config: configuration of the engine.
+        num_machines: machines of the engine, which hold equal parts of the weights.
 
     Raises:
         ModelError: The model cannot be served.
         ValueError: The configuration does not fit the model; the message says what to change.
-        FileNotFoundError: A model on the hub has no tokenizer.json.
+        FileNotFoundError: A model on the hub has no tokenizer.
     """
     if config.step_log is not None:
         try:
@@ -78,12 +86,45 @@ def plan_model(config: EngineConfig) -> ModelPlan:
     if config.kv_transfer == NIXL and find_spec("nixl") is None:
         raise ValueError(NIXL_MISSING)
 
-    def check(folder: Path) -> None:
-        _plan(config, folder)
-        Tokenizer.load(folder, config.chat_template)
+    is_multimodal = False
 
-    plan = _plan(config, resolve_served_model(config.model, config.device, check))
+    def check(folder: Path) -> None:
+        nonlocal is_multimodal
+        model = plan_local_model(config, folder).config.model
+        is_multimodal = model.multimodal_class is not None
+        Tokenizer.load(resolve_tokenizer(config.tokenizer, folder), config.chat_template)
+
+    def check_size(num_bytes: int) -> None:
+        if config.device == "cpu" or (config.device == "auto" and not find_gpu_models()):
+            # Towers for images and audio, which are not read, are smaller than the language model.
+            own = num_bytes // num_machines // (2 if is_multimodal else 1)
+            reason = memory_reason(own, config, available_memory_bytes())
+            if reason is not None:
+                raise ModelError(f"model {config.model!r}: {reason}")
+
+    folder = resolve_served_model(config.model, config.device, check, check_size)
+    plan = plan_local_model(config, folder)
     return _plan_emulated(config, plan) if config.is_emulated else plan
+
+
+def memory_reason(num_bytes: int, config: EngineConfig, available_bytes: int) -> str | None:
+    """Return why weights certainly do not fit into the memory of a CPU; None if they may fit.
+
+    Args:
+        num_bytes: bytes of this machine's part of the weights, as they are stored.
+        config: configuration of the engine.
+        available_bytes: memory that is free.
+    """
+    # The files may have 32 bits per weight.
+    share = {"none": 1.0 if config.dtype == "auto" else 0.5, "int8": 0.25}
+    needed = int(num_bytes * share.get(config.quantization, 0.125))
+    if needed <= available_bytes:
+        return None
+    return (
+        f"its weights take {needed / 1e9:.1f} GB of memory at least, but "
+        f"{available_bytes / 1e9:.1f} GB are free: free memory, set --quantization, use more "
+        "machines or a smaller model"
+    )
 
 
 def _plan_emulated(config: EngineConfig, plan: ModelPlan) -> ModelPlan:
@@ -104,12 +145,36 @@ def _plan_emulated(config: EngineConfig, plan: ModelPlan) -> ModelPlan:
     return plan
 
 
-def _plan(config: EngineConfig, folder: Path) -> ModelPlan:
-    """Return the plan of a model whose files are in a folder. Raises ModelError and ValueError."""
+def plan_local_model(config: EngineConfig, folder: Path) -> ModelPlan:
+    """Check a configuration against the model's config.json, and divide its layers into stages.
+
+    Args:
+        config: configuration of the engine.
+        folder: files of the model; the weights may be missing.
+
+    Raises:
+        ModelError: The model cannot be served.
+        ValueError: The configuration does not fit the model; the message says what to change.
+    """
     read = read_config(folder, config.hf_overrides)
+    if read.model.multimodal_class is not None and not config.language_model_only:
+        raise FieldError(
+            "language_model_only",
+            f"language_model_only is off, but of {read.model.multimodal_class} only the language "
+            "model is implemented: leave it on",
+        )
     for num_ranks in config.stage_degrees:
         if (reason := unsupported_shard_reason(read.model, num_ranks)) is not None:
             raise FieldError("tensor_parallel_size", reason)
+    if read.model.has_state and config.scheduler.speculative_config is not None:
+        raise FieldError("speculative_config", SPECULATION_WITH_STATES)
+    if read.model.has_state and config.kv_transfer is not None:
+        raise FieldError(
+            "kv_transfer",
+            "kv_transfer moves the KV blocks of attention, but this model has recurrent layers, "
+            "whose states stay in their engine: leave kv_transfer out, or choose a model without "
+            "recurrent layers",
+        )
     layers = split_layers(read.model, config.pipeline_parallel_size, config.layer_counts)
     length = config.max_model_len or read.model.context_length
     if length > read.model.context_length:
@@ -149,26 +214,44 @@ def _check_device(config: EngineConfig) -> None:
 
 
 def _check_kv_cache(config: EngineConfig, model: ModelSpec, length: int) -> None:
-    """Raise ValueError if `kv_cache_memory` is certainly too small for one sequence."""
+    """Raise ValueError if the KV cache cannot be as configured.
+
+    It is checked whether the model's entries can have the dtype, and whether `kv_cache_memory` is
+    certainly too small for one sequence.
+    """
+    item_bytes = KV_ITEM_BYTES.get(config.kv_cache_dtype, 2)
+    scale_bytes = KV_SCALE_BYTES.get(config.kv_cache_dtype, 0)
+    if scale_bytes and any(layer.attention.kv_entry.is_shared for layer in model.layers):
+        raise FieldError(
+            "kv_cache_dtype",
+            f"--kv-cache-dtype {config.kv_cache_dtype} is not implemented for latent attention "
+            "(MLA), which this model has: choose fp8 or auto",
+        )
     if config.kv_cache_memory is None:
         return
+    size = config.scheduler.block_size
+    num_tokens = -(-length // size) * size
+
+    def count_bytes(layer: LayerSpec) -> int:
+        entry = layer.attention.state_entry
+        states = 0 if entry is None else STATE_SLOTS_PER_SEQ * entry.num_bytes
+        cached = layer.attention.kv_entry
+        token_bytes = cached.num_elements * item_bytes + cached.num_vectors * scale_bytes
+        return num_tokens * token_bytes + states
+
     # Of the shards, because several ranks may hold the same KV head.
-    elements = min(
+    needed = min(
         sum(
-            layer.attention.kv_entry.num_elements
+            count_bytes(layer)
             for rank in range(num_ranks)
             for layer in shard(model, rank, num_ranks).layers
         )
         for num_ranks in set(config.stage_degrees)
     )
-    size = config.scheduler.block_size
-    block_bytes = size * elements * KV_ITEM_BYTES.get(config.kv_cache_dtype, 2)
-    needed = -(-length // size)
-    if config.kv_cache_memory // block_bytes < needed:
+    if config.kv_cache_memory < needed:
         raise ValueError(
             f"kv_cache_memory is {config.kv_cache_memory} bytes, but one sequence of max_model_len "
-            f"{length} needs {needed * block_bytes} at least: raise --kv-cache-memory or lower "
-            "--max-model-len"
+            f"{length} needs {needed} at least: raise --kv-cache-memory or lower --max-model-len"
         )
 
 

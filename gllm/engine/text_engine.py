@@ -161,6 +161,7 @@ class TextEngine:
             eos_ids=model.eos_ids,
             defaults=model.sampling,
             created=int(time.time()),
+            architecture=model.architecture,
         )
         self._grammars = grammars or GrammarCompiler(folder, model.model.vocab_size, model.eos_ids)
         self._compiling: dict[asyncio.Future[str], str] = {}

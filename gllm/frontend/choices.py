@@ -12,7 +12,7 @@ from gllm.frontend.response_schemas import (
     PromptTokensDetails,
 )
 from gllm.messages.sampling import TokenLogprobs
-from gllm.text.output.reasoning import ReasoningTokenCounter
+from gllm.text.output.reasoning import ReasoningCounter
 
 
 @dataclass
@@ -24,12 +24,12 @@ class UsageCounter:
 
     num_prompt_tokens: int
     choices_per_prompt: int
-    new_reasoning_counter: Callable[[], ReasoningTokenCounter] | None = None
+    new_reasoning_counter: Callable[[], ReasoningCounter] | None = None
     """Factory of a choice's counter of reasoning tokens; None if they are not counted."""
     num_completion_tokens: int = 0
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
-    reasoning_counters: dict[int, ReasoningTokenCounter] = field(default_factory=dict)
+    reasoning_counters: dict[int, ReasoningCounter] = field(default_factory=dict)
     """Counters of reasoning tokens, by choice index."""
 
     def add(self, delta: OutputDelta) -> None:

@@ -22,6 +22,7 @@ from gllm.engine.request_checks import PromptTooLongError
 from gllm.frontend.request_id import current_request_id
 from gllm.frontend.response_schemas import ErrorObject, ErrorResponse, ErrorType, Unset
 from gllm.options.field_types import FieldError
+from gllm.text.chat.placeholders import MediaPartError
 
 log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -134,13 +135,21 @@ def to_api_error(error: Exception) -> ApiError:
             return ApiError(500, "The server failed on this request.", code="internal_error")
 
 
-def to_client_error(error: Exception, path: str) -> ApiError:
+def to_client_error(error: Exception, path: str, architecture: str = "") -> ApiError:
     """Convert any exception to an `ApiError` in the format of the API that the path belongs to.
 
     Clients of Anthropic's API expect `"type": "error"`, from every step before the endpoint too.
     They recognize a prompt that is too long by its message.
+
+    Args:
+        error: The exception.
+        path: Path of the request.
+        architecture: Class of the served model, for the error of images; empty if unknown.
     """
     api_error = to_api_error(error)
+    if isinstance(error, MediaPartError) and architecture:
+        served = f"{architecture} is served, of which only the language model is computed"
+        api_error.message = f"{api_error.message} ({served})"
     if path.startswith(ANTHROPIC_PATH):
         api_error.body_type = "error"
         if api_error.code == "context_length_exceeded":

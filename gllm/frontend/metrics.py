@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from gllm.engine.interface import EngineInterface, EngineStatus
 from gllm.frontend.node_metrics import PREFIX, NodeCollector, counter, gauge
 from gllm.frontend.router_metrics import RouterCollector
+from gllm.scheduler.plan import SchedulerStats
 
 VLLM_PREFIX = "vllm:"
 """Prefix of the names under which some metrics are repeated for routers, autoscalers and
@@ -46,6 +47,10 @@ SAME_NAMES = (
     "request_inference_time_seconds",
     "prefix_cache_queries",
     "prefix_cache_hits",
+    "spec_decode_num_drafts",
+    "spec_decode_num_draft_tokens",
+    "spec_decode_num_accepted_tokens",
+    "spec_decode_num_accepted_tokens_per_pos",
 )
 """Metrics that have the same name after either prefix."""
 ALIASES: Mapping[str, tuple[str, ...]] = {
@@ -135,6 +140,26 @@ def kv_transfer_metrics(labels: dict[str, str], status: EngineStatus) -> Iterato
         ("kv_held_blocks", stats.held_blocks, "KV blocks that are kept for other engines"),
     ):
         yield gauge(name, text, labels, value)
+
+
+def speculation_metrics(labels: dict[str, str], stats: SchedulerStats) -> Iterator[Metric]:
+    """Yield Prometheus metrics of an engine's guesses; none without speculation.
+
+    Args:
+        labels: Labels of all samples, by name.
+        stats: Statistics of the engine's scheduler.
+    """
+    if not stats.accepted_per_position:
+        return
+    for name, value, text in (
+        ("spec_decode_num_drafts", stats.drafts, "Windows of guessed tokens"),
+        ("spec_decode_num_draft_tokens", stats.draft_tokens, "Guessed tokens in these windows"),
+        ("spec_decode_num_accepted_tokens", stats.accepted_tokens, "Guesses that were right"),
+    ):
+        yield counter(name, text, labels, value)
+    text = "Guesses that were right, by position in the window, from 0"
+    counts = [((str(i),), count) for i, count in enumerate(stats.accepted_per_position)]
+    yield counter("spec_decode_num_accepted_tokens_per_pos", text, labels, counts, "position")
 
 
 FAST_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0)
@@ -254,6 +279,11 @@ class EngineCollector(Collector):
         text = "Size of the KV cache, as labels; the value is 1"
         size = (str(status.block_size), str(status.num_kv_blocks))
         yield gauge("cache_config_info", text, model, [(size, 1)], "block_size num_gpu_blocks")
+        if status.stats.state_slots:
+            text = "Slots for the states of recurrent layers"
+            yield gauge("state_slots_total", text, model, status.stats.state_slots)
+            text = "State slots that running sequences use; checkpoints are not counted"
+            yield gauge("state_slots_used", text, model, status.stats.used_state_slots)
         yield self._step_sizes(self._engine.model.name, status)
         yield from self._stages(model, status)
         yield from self._recoveries(model, status)
@@ -261,6 +291,7 @@ class EngineCollector(Collector):
             text = "Routers that have attached this engine"
             yield gauge("attached_routers", text, model, status.num_routers)
         yield from kv_transfer_metrics(model, status)
+        yield from speculation_metrics(model, status.stats)
         yield adapter_metric(self._engine.model.name)
         text = "Tasks of the event loop: one per open connection, and those of the server itself"
         yield gauge("event_loop_tasks", text, model, num_event_loop_tasks())

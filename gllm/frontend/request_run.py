@@ -15,7 +15,7 @@ from gllm.frontend.request_metrics import RequestMetrics
 from gllm.frontend.routing_hints import NO_HINTS, RoutingHints
 from gllm.options.slo import Slo
 from gllm.text.output.parser import PLAIN_TEXT, OutputFormat
-from gllm.text.output.reasoning import ReasoningTokenCounter
+from gllm.text.output.reasoning import ReasoningCounter
 
 
 class Submitter(Protocol):
@@ -49,7 +49,7 @@ class PreparedRequest:
     """
     output_format: OutputFormat = PLAIN_TEXT
     """Format by which reasoning and tool calls are parsed from the output text."""
-    new_reasoning_counter: Callable[[], ReasoningTokenCounter] | None = None
+    new_reasoning_counter: Callable[[], ReasoningCounter] | None = None
     """Factory of a choice's counter of reasoning tokens; None if they are not counted."""
 
     @property

@@ -4,8 +4,9 @@
 (`attention_backends.py`) computes the attention from an `AttentionPlan` (`attention_plan.py`).
 
 A cache tensor is [blocks, block_size, kv_heads, head_dim]. Its dtype is that of the queries,
-another 16-bit dtype, or FP8 (E4M3). FP8 values are stored unscaled: magnitudes from 2^-6 to 448 are
-rounded by at most 1/16 of their value, smaller ones by at most 2^-10, larger ones become 448.
+another 16-bit dtype, FP8 (E4M3), or int8. FP8 values are stored unscaled: magnitudes from 2^-6 to
+448 are rounded by at most 1/16 of their value, smaller ones by at most 2^-10, larger ones become
+448. int8 has a scale behind each head's codes (`int8_cache.py`), so its last dimension is longer.
 """
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from gllm.kernels.attention_backends import backend_module
 from gllm.kernels.attention_plan import AttentionPlan
 from gllm.kernels.attention_scaling import AttentionScaling
+from gllm.kernels.int8_cache import quantize_entries
 
 
 def store_kv(
@@ -44,6 +46,8 @@ def store(new: Tensor, cache: Tensor, slots: Tensor) -> None:
         codes = new.to(torch.float32).clamp(-limit, limit).to(cache.dtype)
         # As bytes: torch cannot index FP8 tensors.
         flat.view(torch.uint8).index_copy_(0, slots, codes.view(torch.uint8))
+    elif cache.dtype == torch.int8:
+        flat.index_copy_(0, slots, quantize_entries(new))
     else:
         flat.index_copy_(0, slots, new.to(cache.dtype))
 
@@ -66,7 +70,7 @@ def paged_attention(
         key_cache: [blocks, block_size, kv_heads, head_dim].
         value_cache: [blocks, block_size, kv_heads, value_dim].
         plan: attention metadata of the step.
-        scaling: scale, softcap and ALiBi slopes of the scores.
+        scaling: scale, softcap, ALiBi slopes and sinks of the scores.
 
     Returns:
         [tokens, heads, value_dim].

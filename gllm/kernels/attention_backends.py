@@ -62,6 +62,10 @@ class HeadShape:
     """Elements of a value head."""
     shared: bool = False
     """Values are the first elements of the keys (latent attention)."""
+    has_sinks: bool = False
+    """The softmax has a further key without a value (AttentionScaling.sinks)."""
+    has_chunks: bool = False
+    """The window is an AttentionChunk."""
 
 
 @dataclass(frozen=True, slots=True)

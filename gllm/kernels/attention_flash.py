@@ -20,6 +20,7 @@ from torch.nn import functional
 from gllm.kernels.attention_backends import AttentionRequirements
 from gllm.kernels.attention_plan import AttentionPlan, DeviceBlockTables
 from gllm.kernels.attention_scaling import AttentionScaling
+from gllm.kernels.attention_window import AttentionChunk
 
 MIN_VERSION = (2, 6)
 """First version (major, minor) that supports all arguments used here."""
@@ -54,6 +55,10 @@ def unsupported_reason(requirements: AttentionRequirements) -> str | None:
     for shape in requirements.shapes:
         if shape.shared:
             return f"does not compute latent attention; {USE_TRITON}"
+        if shape.has_sinks:
+            return f"does not compute attention sinks; {USE_TRITON}"
+        if shape.has_chunks:
+            return f"does not compute attention in chunks; {USE_TRITON}"
         if shape.key_dim != shape.value_dim or shape.key_dim % 8 or shape.key_dim > MAX_HEAD_DIM:
             return (
                 f"keys have {shape.key_dim} elements per head and values {shape.value_dim}; needs "
@@ -98,6 +103,7 @@ def paged_attention(
     _, attend_chunks, attend_decodes = _package()
     tables, rows = plan.tables, plan.rows
     assert tables is not None, "the plan has no tables: it was made for another backend"
+    assert not isinstance(plan.window, AttentionChunk), "refused by unsupported_reason"
     options: dict[str, Any] = {
         "softmax_scale": scaling.scale,
         "causal": True,

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gllm.kernels.attention_backends import BACKENDS, default_backend
+from gllm.kernels.attention_window import AttentionChunk, AttentionWindow
 
 Ints = npt.NDArray[np.int64]
 
@@ -45,7 +46,10 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Position in the batch and KV-cache slots of the prefill tokens of one sequence in a step."""
+    """Position in the batch and KV-cache slots of the prefill tokens of one sequence in a step.
+
+    Tokens whose windows begin at chunks of attention are divided there.
+    """
 
     first: int
     """Index of the chunk's first token in the step's batch of tokens."""
@@ -88,9 +92,9 @@ class PagedBatch:
     num_blocks: int
     """Number of usable blocks, without the zero block."""
 
-    def slots(self, row: int, begin: int) -> Ints:
-        """Return the KV-cache slots of a sequence's context from position `begin` on."""
-        positions = np.arange(begin, self.context_len[row])
+    def slots(self, row: int, begin: int, end: int) -> Ints:
+        """Return the KV-cache slots of a sequence's positions from `begin` up to `end`."""
+        positions = np.arange(begin, end)
         blocks = self.block_table[row, positions // self.block_size]
         return blocks * self.block_size + positions % self.block_size
 
@@ -135,13 +139,13 @@ class DeviceBlockTables:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Attention metadata of a step, shared by all layers with the same sliding window."""
+    """Attention metadata of a step, shared by all layers with the same window."""
 
     rows: PagedBatch
     slots: Tensor
     """[tokens] int64: slot that the key and value of each token are written to."""
-    window: int | None
-    """Number of tokens visible to a token, itself included; None: all."""
+    window: AttentionWindow
+    """Tokens visible to a token."""
     backend: str
     """Name in attention_backends.BACKENDS, whose `reads` names the field that is set below."""
     gathers: GatherIndices | None = None
@@ -153,19 +157,19 @@ class AttentionPlan:
 def plan_attention(
     rows: PagedBatch,
     dtype: torch.dtype,
-    window: int | None = None,
+    window: AttentionWindow = None,
     device: torch.device | None = None,
     backend: str | None = None,
 ) -> AttentionPlan:
     """Build the attention metadata of a step for one attention backend.
 
-    The GPU backends read `AttentionPlan.tables`. Their plans for several sliding windows differ
-    only in `window`: `dataclasses.replace` creates them without copying the tables again.
+    The GPU backends read `AttentionPlan.tables`. Their plans for several windows differ only in
+    `window`: `dataclasses.replace` creates them without copying the tables again.
 
     Args:
         rows: Block tables and lengths of the micro-batch.
         dtype: Compute dtype, which is also that of the masks.
-        window: Number of visible tokens (sliding window); None: all.
+        window: Tokens visible to a token.
         device: Device of the slots and block tables, by default the CPU. Gather indices are on the
             host.
         backend: Name of the backend, by default `default_backend(dtype, device)`.
@@ -180,6 +184,15 @@ def plan_attention(
         case "tables":
             tables = build_device_tables(rows, device)
     return AttentionPlan(rows, slots, window, backend, gathers, tables)
+
+
+def find_oldest_visible(positions: Ints, window: AttentionWindow) -> Ints:
+    """Return the position of the first token that each of the tokens at `positions` sees."""
+    if window is None:
+        return np.zeros_like(positions)
+    if isinstance(window, AttentionChunk):
+        return positions // window.size * window.size
+    return np.maximum(positions - window + 1, 0)
 
 
 def compute_slot_mapping(rows: PagedBatch) -> Ints:
@@ -259,22 +272,29 @@ def _views(buffer: Tensor, rows: int, blocks: int) -> DeviceBlockTables:
     return DeviceBlockTables(buffer, context_len, query_start, block_table.view(rows, blocks))
 
 
-def _gathers(rows: PagedBatch, dtype: torch.dtype, window: int | None) -> GatherIndices:
+def _gathers(rows: PagedBatch, dtype: torch.dtype, window: AttentionWindow) -> GatherIndices:
+    starts = rows.context_len - np.diff(rows.query_start)
+    oldest = find_oldest_visible(starts, window)
     chunks = []
     for row in range(rows.num_decodes, len(rows.context_len)):
-        first = int(rows.query_start[row])
-        count = int(rows.query_start[row + 1]) - first
-        begin = int(rows.context_len[row]) - count - (window or 0) + 1
-        slots = torch.from_numpy(rows.slots(row, max(begin, 0) if window else 0))
-        chunks.append(PrefillChunk(first, count, slots))
+        first, end = int(rows.query_start[row] - starts[row]), int(rows.context_len[row])
+        size = window.size if isinstance(window, AttentionChunk) else end
+        begin, visible = int(starts[row]), int(oldest[row])
+        while begin < end:
+            border = min(begin // size * size + size, end)
+            slots = torch.from_numpy(rows.slots(row, visible, border))
+            chunks.append(PrefillChunk(first + begin, border - begin, slots))
+            begin = visible = border
     causal = _causal_template(chunks, dtype, window)
     return GatherIndices(_decode_groups(rows, dtype, window), chunks, causal)
 
 
-def _decode_groups(rows: PagedBatch, dtype: torch.dtype, window: int | None) -> list[DecodeGroup]:
+def _decode_groups(
+    rows: PagedBatch, dtype: torch.dtype, window: AttentionWindow
+) -> list[DecodeGroup]:
     context = rows.context_len[: rows.num_decodes]
-    seen = context if window is None else np.minimum(context, window)
-    begin = context - seen
+    begin = find_oldest_visible(context - 1, window)
+    seen = context - begin
     longest = np.arange(int(seen.max(initial=0)))
     groups = []
     for members in _group_decodes(seen):
@@ -296,13 +316,15 @@ def _decode_groups(rows: PagedBatch, dtype: torch.dtype, window: int | None) -> 
     return groups
 
 
-def _causal_template(chunks: list[PrefillChunk], dtype: torch.dtype, window: int | None) -> Tensor:
+def _causal_template(
+    chunks: list[PrefillChunk], dtype: torch.dtype, window: AttentionWindow
+) -> Tensor:
     """Return the mask `GatherIndices.causal` for the chunks."""
     keys = max((len(chunk.slots) for chunk in chunks), default=1)
     queries = min(max((chunk.tokens for chunk in chunks), default=1), QUERY_SLICE)
     shape = (queries, queries - 1 + keys)
     causal = torch.full(shape, -math.inf, dtype=dtype).triu_(keys)
-    if window is not None:
+    if isinstance(window, int):
         # Query r's own key is in column keys - 1 + r; it sees `window` columns up to there.
         too_old = torch.ones(shape, dtype=torch.bool).tril_(keys - 1 - window)
         causal.masked_fill_(too_old, -math.inf)

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from gllm.kernels.activation import sigmoid
 from gllm.kernels.fp8_weights import Fp8Stack
-from gllm.kernels.gated_linear import GatedMatrix, gated_linear
+from gllm.kernels.gated_linear import ActivatedMatrix, GatedMatrix, inner_linear
+from gllm.kernels.grouped_words import GroupedStack
 from gllm.kernels.linear import linear, row_magnitudes
-from gllm.kernels.weight_format import Matrix, Weight, WeightFormat, format_of
+from gllm.kernels.weight_format import UNQUANTIZED, Matrix, Weight, format_of, select_format
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class Routing:
 
     top_k: int
     """Experts per token."""
-    scoring: Literal["softmax", "sigmoid"]
+    scoring: Literal["softmax", "sigmoid", "sparse mixer"]
     """Function from logits to scores; the softmax is over all experts."""
     renormalize: bool
     """True if the weights of a token's experts are divided by their sum."""
@@ -38,6 +39,8 @@ class Routing:
     """Number of groups, the best ones, from which a token's experts are selected."""
     group_scoring: Literal["best", "best two"] = "best"
     """Score of a group: that of its best expert, or the sum of its best two."""
+    jitter: float = 0.0
+    """Width of the sparse mixer's ties."""
 
 
 def route(
@@ -54,6 +57,8 @@ def route(
         Expert ids [tokens, top_k] int64, and their weights, float32 of the same shape.
     """
     logits = logits.to(torch.float32)
+    if routing.scoring == "sparse mixer":
+        return _mix_sparsely(logits, routing)
     scores = sigmoid(logits) if routing.scoring == "sigmoid" else logits.softmax(dim=-1)
     selection = scores if correction_bias is None else scores + correction_bias
     if routing.num_groups > routing.top_k_groups:
@@ -63,6 +68,23 @@ def route(
     if routing.renormalize:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
     return expert_ids, weights * routing.scaling_factor
+
+
+def _mix_sparsely(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Select experts one after another; the weight of each is its share among those about as good.
+
+    Source: Liu, Gao and Chen, "Sparse Backpropagation for MoE Training" (2023); Phi-3.5-MoE.
+    """
+    ids, weights = [], []
+    remaining = logits
+    for _ in range(routing.top_k):
+        best, expert = remaining.max(dim=-1, keepdim=True)
+        distance = (best - logits) / torch.maximum(logits.abs(), best)
+        shares = remaining.masked_fill(distance > 2 * routing.jitter, -torch.inf).softmax(dim=-1)
+        ids.append(expert)
+        weights.append(shares.gather(1, expert))
+        remaining = remaining.scatter(1, expert, -torch.inf)
+    return torch.cat(ids, dim=1), torch.cat(weights, dim=1)
 
 
 def _mask_groups(scores: Tensor, routing: Routing) -> Tensor:
@@ -79,8 +101,9 @@ def run_experts(
     x: Tensor,
     expert_ids: Tensor,
     expert_weights: Tensor,
-    gate_up: Sequence[GatedMatrix],
+    gate_up: Sequence[GatedMatrix | ActivatedMatrix],
     down: Sequence[Matrix],
+    down_bias: Tensor | None = None,
     out: Tensor | None = None,
     reduce_magnitudes: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
@@ -93,8 +116,10 @@ def run_experts(
         x: [tokens, hidden].
         expert_ids: [tokens, top_k], from `route`.
         expert_weights: [tokens, top_k], from `route`.
-        gate_up: [2 * intermediate, hidden] of each expert.
+        gate_up: gate and up projection of each expert, [2 * intermediate, hidden], or the up
+            projection of experts without a gate.
         down: [hidden, intermediate] of each expert.
+        down_bias: [experts, hidden].
         out: [tokens, hidden] float32: receives the sum without rounding and is returned, if each
             tensor-parallel rank has only some of the intermediate elements.
         reduce_magnitudes: returns the maximum over the ranks of row magnitudes [tokens * top_k];
@@ -111,7 +136,7 @@ def run_experts(
     ]
     flat_weights = expert_weights.flatten()[order]
     inner: Iterable[Tensor] = (
-        gated_linear(x[tokens[span]], gate_up[expert]) for expert, span in spans
+        inner_linear(x[tokens[span]], gate_up[expert]) for expert, span in spans
     )
     magnitudes = None
     if reduce_magnitudes is not None and spans:
@@ -125,7 +150,8 @@ def run_experts(
     for (expert, span), gated in zip(spans, inner, strict=True):
         output = None if out is None else torch.empty_like(out[: len(gated)])
         scales = None if magnitudes is None else magnitudes[span]
-        output = linear(gated, down[expert], None, output, scales)
+        bias = None if down_bias is None else down_bias[expert]
+        output = linear(gated, down[expert], bias, output, scales)
         weighted = output.to(torch.float32) * flat_weights[span, None]
         result.index_add_(0, tokens[span], weighted)
     return result.to(x.dtype) if out is None else result
@@ -135,39 +161,43 @@ def run_experts(
 class StackedExperts:
     """Weights of all experts of a layer, each projection stacked in one tensor, for GPU kernels."""
 
-    gate_up_proj: Tensor | Fp8Stack
+    gate_up_proj: Tensor | Fp8Stack | GroupedStack
     """[experts, 2 * intermediate, hidden]: the gates' outputs first."""
-    down_proj: Tensor | Fp8Stack
+    down_proj: Tensor | Fp8Stack | GroupedStack
     """[experts, hidden, intermediate]."""
     activation: str
     """A name of `gllm.kernels.activation`."""
+    gate_up_bias: Tensor | None = None
+    """[experts, 2 * intermediate]."""
+    down_bias: Tensor | None = None
+    """[experts, hidden]."""
 
 
-def stack_experts(num_experts: int, experts: Iterable[Sequence[Weight]]) -> Any:
-    """Stack the weights of all experts along a new first dimension; quantized ones stay quantized.
+def stack_experts(
+    num_experts: int, experts: Iterable[Sequence[Weight]], quantization: str = UNQUANTIZED
+) -> Any:
+    """Stack the weights of all experts along a new first dimension.
 
     Args:
         num_experts: number of items of `experts`.
         experts: parts [outputs, inputs] of each expert, to be stacked along the outputs.
+        quantization: as in `gllm.kernels.linear.prepare`.
 
     Raises:
         ValueError: experts have weights of different shapes, formats or blocks.
     """
     iterator = iter(experts)
     first = next(iterator)
-    weight_format = format_of(first[0])
-    parts = _same_format(chain([first], iterator), weight_format)
-    return weight_format.stack(num_experts, parts)
+    weight_format, _ = select_format(first, quantization)
 
+    def parts() -> Iterator[Sequence[Weight]]:
+        for expert in chain([first], iterator):
+            own, converted = select_format(expert, quantization)
+            if own is not weight_format:
+                raise ValueError("experts of one layer have weights in different formats")
+            yield converted
 
-def _same_format(
-    experts: Iterable[Sequence[Weight]], weight_format: WeightFormat[Any]
-) -> Iterator[Sequence[Weight]]:
-    """Yield the experts' parts. Raises ValueError for a part in another format."""
-    for parts in experts:
-        if any(format_of(part) is not weight_format for part in parts):
-            raise ValueError("experts of one layer have weights in different formats")
-        yield parts
+    return weight_format.stack(num_experts, parts())
 
 
 def run_stacked(
@@ -187,11 +217,16 @@ def run_stacked(
     if x.is_cuda:
         from gllm.kernels.triton import experts as gpu
 
-        return gpu.run_experts(x, expert_ids, expert_weights, up, down, activation)
+        biases = stacked.gate_up_bias, stacked.down_bias
+        return gpu.run_experts(x, expert_ids, expert_weights, up, down, activation, biases=biases)
     up_format, down_format = format_of(up), format_of(down)
     experts = range(up.shape[0])
+    bias = stacked.gate_up_bias
     gate_up = [
-        GatedMatrix(up_format.select_expert(up, expert), None, activation) for expert in experts
+        GatedMatrix(
+            up_format.select_expert(up, expert), None if bias is None else bias[expert], activation
+        )
+        for expert in experts
     ]
     return run_experts(
         x,
@@ -199,4 +234,5 @@ def run_stacked(
         expert_weights,
         gate_up,
         [down_format.select_expert(down, expert) for expert in experts],
+        stacked.down_bias,
     )

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from gllm.kernels.activation import apply_activation
+from gllm.kernels.linear import linear
 from gllm.kernels.weight_format import UNQUANTIZED, Matrix, Weight, select_format, weight_format
 
 
@@ -53,3 +55,21 @@ def gated_linear(x: Tensor, matrix: GatedMatrix) -> Tensor:
     gate_up = matrix.gate_up
     multiply = weight_format(gate_up.format).multiply_gated
     return multiply(x, gate_up, matrix.bias, matrix.activation)
+
+
+@dataclass(frozen=True, slots=True)
+class ActivatedMatrix:
+    """Up projection of an MLP without a gate, with the activation."""
+
+    up: Matrix
+    bias: Tensor | None
+    """[outputs]."""
+    activation: str
+    """A name of `gllm.kernels.activation`."""
+
+
+def inner_linear(x: Tensor, matrix: GatedMatrix | ActivatedMatrix) -> Tensor:
+    """Return the inner elements of an MLP, [tokens, outputs], of x [tokens, inputs]."""
+    if isinstance(matrix, GatedMatrix):
+        return gated_linear(x, matrix)
+    return apply_activation(matrix.activation, linear(x, matrix.up, matrix.bias))

@@ -15,46 +15,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from gllm.kernels.fp8_weights import Fp8Matrix, Fp8Stack
-from gllm.kernels.weight_format import ReadTensor, WeightFormat, stack_tensors
+from gllm.kernels.weight_format import WeightFormat, stack_tensors
 
 SLAB_OUTPUTS = 1024
 """Outputs that are converted to floats at once, unless one row of blocks has more."""
-SCALES = ("weight_scale_inv", "weight_scale")
-"""Names of a layer's scales in checkpoints; codes are multiplied by either."""
-ACTIVATION_SCALES = ("input_scale", "activation_scale")
-"""Names of static scales of 8-bit activations, which are not used: activations keep their dtype, or
-get dynamic scales."""
 
 
 class Fp8Format(WeightFormat[Fp8Matrix]):
     """FP8 (E4M3) weights as checkpoints store them, with one scale per tensor, output or block."""
-
-    stored_dtype = "F8_E4M3"
-
-    def load(
-        self,
-        codes: Tensor,
-        read: ReadTensor,
-        block: tuple[int, int] | None,
-        dtype: torch.dtype,
-    ) -> Fp8Matrix:
-        """Load an FP8 weight from a checkpoint's codes and scales; see `WeightFormat.load`.
-
-        Raises:
-            ValueError: the scales are missing, invalid or of another shape.
-        """
-        name, scales = _read_scales(read)
-        if scales is None or codes.dim() != 2:
-            raise ValueError(
-                f"is of type {codes.dtype} and shape {tuple(codes.shape)}, but there is no "
-                f"{SCALES[0]!r} beside it to scale it by"
-            )
-        for ignored in ACTIVATION_SCALES:
-            read(ignored)
-        try:
-            return prepare_fp8(codes, scales, block, dtype)
-        except ValueError as error:
-            raise ValueError(f"{error} ({name})") from error
 
     def dequantize(self, matrix: Fp8Matrix) -> Tensor:
         """Return the floats [outputs, inputs] in the matrix's dtype."""
@@ -107,14 +75,6 @@ class Fp8Format(WeightFormat[Fp8Matrix]):
     def select_expert(self, stack: Fp8Stack, expert: int) -> Fp8Matrix:
         """Return the weight of one expert of a stack."""
         return stack[expert]
-
-
-def _read_scales(read: ReadTensor) -> tuple[str, Tensor | None]:
-    """Return the name and the tensor of a layer's scales."""
-    for name in SCALES:
-        if (scales := read(name)) is not None:
-            return name, scales
-    return SCALES[0], None
 
 
 def prepare_fp8(

@@ -9,15 +9,16 @@ Source: Dettmers et al., "LLM.int8()" (2022), sections 2 (absmax quantization) a
 quantization: scales of rows and columns); no outliers are kept in a larger type.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from gllm.kernels.native.library import Int8Arguments, QuantizeArguments, library_for
+from gllm.kernels.native.program import make_contiguous
 from gllm.kernels.weight_format import WeightFormat
 
 MAX_CODE = 127
@@ -71,20 +72,49 @@ class Int8Matrix:
         return self.codes.nbytes + self.scales.nbytes + self.offsets.nbytes
 
 
+@dataclass(frozen=True, slots=True)
+class Int8Weight:
+    """Weight [outputs, inputs] in 8-bit integers with one scale per output, as a checkpoint has it.
+
+    A `Weight` as loaded, of which `Int8Format.prepare` makes an Int8Matrix.
+    """
+
+    format: ClassVar[str] = "int8"
+    codes: Tensor
+    """[outputs, inputs] int8."""
+    scales: Tensor
+    """[outputs] float32."""
+    dtype: torch.dtype
+    """Dtype of the floats that it represents."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in memory, in bytes."""
+        return self.codes.nbytes + self.scales.nbytes
+
+
 class Int8Format(WeightFormat[Int8Matrix]):
-    """8-bit integer weights, quantized from floats when a model is loaded.
+    """8-bit integer weights of a checkpoint, or quantized from floats when a model is loaded.
 
     Activations are quantized too, with one scale per row.
     """
 
     scales_rows = True
 
-    def prepare(self, parts: Sequence[Tensor], magnitudes: Tensor | None = None) -> Int8Matrix:
-        """Quantize a weight to int8 when the model is loaded; see `WeightFormat.prepare`.
+    def dequantize(self, matrix: Any) -> Tensor:
+        """Convert a loaded weight to floats [outputs, inputs] in its dtype."""
+        assert isinstance(matrix, Int8Weight), "loaded weights are not packed yet"
+        return (matrix.codes.float() * matrix.scales[:, None]).to(matrix.dtype)
+
+    def prepare(self, parts: Sequence[Any], magnitudes: Tensor | None = None) -> Int8Matrix:
+        """Quantize tensors to int8, or pack Int8Weights; see `WeightFormat.prepare`.
 
         Raises:
             ValueError: the weight has more inputs than MAX_INPUTS.
         """
+        if isinstance(parts[0], Int8Weight):
+            codes = torch.cat([part.codes for part in parts])
+            return pack_int8(codes, torch.cat([part.scales for part in parts]))
         return prepare_int8(parts[0] if len(parts) == 1 else torch.cat(list(parts)), magnitudes)
 
     def row_magnitudes(self, x: Tensor) -> Tensor:
@@ -112,7 +142,7 @@ def row_magnitudes(x: Tensor) -> Tensor:
     It is +inf for a row that contains an infinity or NaN, so that the maximum over ranks is +inf
     too.
     """
-    x = x.contiguous()
+    x = make_contiguous(x)
     library = library_for(x, "linear_int8")
     if library is None:
         magnitudes = x.to(torch.float32).abs().amax(dim=1)
@@ -128,7 +158,7 @@ def quantize_rows(x: Tensor, magnitudes: Tensor | None = None) -> QuantizedRows:
     magnitudes: [rows] float32: largest absolute values of the whole rows, if x has only this rank's
     columns of them.
     """
-    x = x.contiguous()
+    x = make_contiguous(x)
     rows, size = x.shape
     codes = x.new_empty(rows, -(-size // GROUP_INPUTS) * GROUP_INPUTS, dtype=torch.uint8)
     scales = x.new_empty(rows, dtype=torch.float32)
@@ -163,27 +193,63 @@ def prepare_int8(weight: Tensor, magnitudes: Tensor | None = None) -> Int8Matrix
     Raises:
         ValueError: the weight has more inputs than MAX_INPUTS.
     """
-    outputs, inputs = weight.shape
+
+    def read(begin: int, end: int) -> tuple[Tensor, Tensor]:
+        known = None if magnitudes is None else magnitudes[begin:end]
+        rows = quantize_rows(weight[begin:end], known)
+        return rows.codes.bitwise_xor_(ZERO_POINT).view(torch.int8), rows.scales
+
+    return _pack(weight.shape, weight.device, read)
+
+
+def pack_int8(codes: Tensor, scales: Tensor) -> Int8Matrix:
+    """Lay out codes [outputs, inputs] int8 with scales [outputs] float32 as the kernels read them.
+
+    Raises:
+        ValueError: the weight has more inputs than MAX_INPUTS.
+    """
+    padding = -codes.shape[1] % GROUP_INPUTS
+
+    def read(begin: int, end: int) -> tuple[Tensor, Tensor]:
+        return functional.pad(codes[begin:end], (0, padding)), scales[begin:end]
+
+    return _pack(codes.shape, codes.device, read)
+
+
+def _pack(
+    weight_shape: Sequence[int],
+    device: torch.device,
+    read: Callable[[int, int], tuple[Tensor, Tensor]],
+) -> Int8Matrix:
+    """Pack a weight for the kernels.
+
+    Args:
+        weight_shape: numbers of outputs and inputs.
+        device: of the result.
+        read: returns the codes int8, padded to whole groups of inputs, and the scales of the
+            outputs from one index up to another, which may be beyond the last one.
+
+    Raises:
+        ValueError: the weight has more inputs than MAX_INPUTS.
+    """
+    outputs, inputs = weight_shape
     if inputs > MAX_INPUTS:
         raise ValueError(
             f"a weight has {inputs} inputs, but 8-bit sums fit into 32 bits up to {MAX_INPUTS}: "
             "serve this model without --quantization int8"
         )
     panels, groups = -(-outputs // PANEL_OUTPUTS), -(-inputs // GROUP_INPUTS)
-    codes = weight.new_empty(panels, groups, PANEL_OUTPUTS, GROUP_INPUTS, dtype=torch.int8)
-    scales = weight.new_zeros(panels, PANEL_OUTPUTS, dtype=torch.float32)
-    offsets = weight.new_zeros(panels, PANEL_OUTPUTS, dtype=torch.int32)
+    shape = (panels, groups, PANEL_OUTPUTS, GROUP_INPUTS)
+    codes = torch.empty(shape, dtype=torch.int8, device=device)
+    scales = torch.zeros(panels, PANEL_OUTPUTS, device=device)
+    offsets = torch.zeros(panels, PANEL_OUTPUTS, dtype=torch.int32, device=device)
     for begin in range(0, outputs, SLAB_OUTPUTS):
-        rows = quantize_rows(
-            weight[begin : begin + SLAB_OUTPUTS],
-            None if magnitudes is None else magnitudes[begin : begin + SLAB_OUTPUTS],
-        )
-        slab = rows.codes.bitwise_xor_(ZERO_POINT).view(torch.int8)
+        slab, slab_scales = read(begin, begin + SLAB_OUTPUTS)
         slab = functional.pad(slab, (0, 0, 0, -len(slab) % PANEL_OUTPUTS))
         at = slice(begin // PANEL_OUTPUTS, (begin + len(slab)) // PANEL_OUTPUTS)
         words = slab.view(torch.int32).unflatten(0, (-1, PANEL_OUTPUTS)).transpose(1, 2)
         codes[at].view(torch.int32)[..., 0] = words
-        scales[at].view(-1)[: len(rows.scales)] = rows.scales
+        scales[at].view(-1)[: len(slab_scales)] = slab_scales
         sums = slab.sum(dim=1, dtype=torch.int32)
         offsets[at] = sums.view(-1, PANEL_OUTPUTS) * -ZERO_POINT
     return Int8Matrix(codes, scales.flatten(), offsets.flatten(), outputs)
@@ -208,7 +274,7 @@ def linear_int8(
         magnitudes: [tokens] float32, contiguous: largest magnitudes of the whole rows
             (`row_magnitudes`), if x has only this rank's inputs.
     """
-    x = x.contiguous()
+    x = make_contiguous(x)
     library, shape = library_for(x, "linear_int8"), (len(x), matrix.outputs)
     if library is None:
         result = x.new_empty(shape) if out is None else out

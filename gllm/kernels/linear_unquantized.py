@@ -19,6 +19,7 @@ from gllm.kernels.native.library import (
     UnpackArguments,
     library_for,
 )
+from gllm.kernels.native.program import make_contiguous
 from gllm.kernels.weight_format import UNQUANTIZED, WeightFormat, stack_tensors
 
 PANEL_OUTPUTS = 16
@@ -189,7 +190,7 @@ def _multiply_packed(
     assert library is not None, "packed by compiled kernels"
     assert matrix.is_gated == bool(activation), "an activation requires gated panels"
     if x.stride(1) != 1:
-        x = x.contiguous()
+        x = make_contiguous(x)
     if out is None:
         out = library.empty((len(x), matrix.outputs), x.dtype)
     library(

@@ -20,11 +20,12 @@ def rotate_and_store(
     """Apply QK norms and rotary embedding, and write keys and values to the KV cache.
 
     Args:
-        fused: [tokens, heads + 2 * kv_heads, head_dim]: queries, keys, values. May be overwritten.
+        fused: [tokens, heads + 2 * kv_heads, head_dim]: queries, keys, values. Rows may be apart in
+            memory. May be overwritten.
         layout: Numbers of heads and their norms.
         angles: cos and sin of the tokens; None for models without rotary embedding.
-        cache: Keys and values, each [blocks, block_size, kv_heads, head_dim], of the dtype of fused
-            or FP8.
+        cache: Keys and values, each [blocks, block_size, kv_heads, head_dim], of the dtype of
+            fused, another 16-bit dtype, FP8, or int8 (`int8_cache.py`).
         slots: [tokens] int64.
 
     Returns:
@@ -35,7 +36,9 @@ def rotate_and_store(
 
         return gpu.rotate_and_store(fused, layout, angles, cache, slots)
     library = library_for(fused, "rotate")
-    if library is not None and fused.is_contiguous() and cache[0].dtype == fused.dtype:
+    is_dense = fused.stride(2) == 1 and fused.stride(1) == fused.shape[2]
+    is_written = cache[0].dtype in (fused.dtype, torch.int8)
+    if library is not None and is_dense and is_written:
         cosine, sine = (None, None) if angles is None else angles
         norm = layout.query_norm
         library(
@@ -43,8 +46,10 @@ def rotate_and_store(
                 *(fused, cosine, sine, norm, layout.key_norm, *cache, slots),
                 *(len(fused), layout.num_heads, layout.num_kv_heads, fused.shape[2]),
                 0 if cosine is None else 2 * cosine.shape[-1],
+                fused.stride(0),
                 *(layout.eps, layout.interleaved),
                 norm is not None and norm.dtype == torch.float32,
+                cache[0].dtype == torch.int8,
                 fused.dtype,
             )
         )

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gllm.kernels.native.library import KernelLibrary, NormArguments, library_for
+from gllm.kernels.native.program import make_contiguous
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -20,7 +21,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return gpu.rms_norm(x, weight, eps)
     library = library_for(x, "norm")
     if library is not None:
-        return _native(library, x.contiguous(), None, weight, eps)
+        return _native(library, make_contiguous(x), None, weight, eps)
     return functional.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
 
 

@@ -54,7 +54,8 @@ def _llama3(plain: Tensor, theta: float, parameters: Parameters) -> tuple[Tensor
     """
     turns = parameters["original_max_position_embeddings"] * plain / (2 * math.pi)
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    # Equal factors leave no pairs between: a step.
+    kept = ((turns - low) / ((high - low) or 1e-6)).clamp(0, 1)
     return (1 - kept) * plain / parameters["factor"] + kept * plain, 1.0
 
 
@@ -95,6 +96,13 @@ def _yarn_attention_factor(parameters: Parameters) -> float:
     return further * magnitude(1.0)
 
 
+def _proportional(plain: Tensor, theta: float, parameters: Parameters) -> tuple[Tensor, float]:
+    """Gemma 4: the fastest pairs of a head are rotated, with the frequencies of a whole head."""
+    frequencies = plain / parameters.get("factor", 1.0)
+    frequencies[parameters["rotated_pairs"] :] = 0.0
+    return frequencies, 1.0
+
+
 def _longrope(plain: Tensor, theta: float, parameters: Parameters) -> tuple[Tensor, float]:
     """Ding et al., "LongRoPE" (2024), equation 1: searched factors, short or long ones.
 
@@ -114,9 +122,11 @@ def _longrope(plain: Tensor, theta: float, parameters: Parameters) -> tuple[Tens
 SCALINGS: dict[str, Callable[[Tensor, float, Parameters], tuple[Tensor, float]]] = {
     "default": _default,
     "linear": _linear,
+    "dynamic": _default,
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
 }
 
 

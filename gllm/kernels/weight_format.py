@@ -1,17 +1,16 @@
 """Weight formats of linear layers: the interface that each format implements, and the registry.
 
-A format is one file of this package and one line of WEIGHT_FORMATS. It loads weights that a
-checkpoint stores in this format, lays them out in memory for its kernels, and multiplies by them.
+A format is one file of this package and one line of WEIGHT_FORMATS. It lays out weights in memory
+for its kernels and multiplies by them; gllm/models/formats/ reads those that checkpoints store.
 """
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from types import MappingProxyType
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
 from gllm.kernels.activation import act_and_mul
@@ -23,10 +22,13 @@ WEIGHT_FORMATS = MappingProxyType(
         UNQUANTIZED: "gllm.kernels.linear_unquantized:UnquantizedFormat",
         "int8": "gllm.kernels.linear_int8:Int8Format",
         "fp8": "gllm.kernels.linear_fp8:Fp8Format",
+        "grouped": "gllm.kernels.linear_grouped:GroupedFormat",
+        "int4": "gllm.kernels.linear_grouped:Int4Format",
+        "int8_groups": "gllm.kernels.linear_grouped:Int8GroupsFormat",
     }
 )
-"""Format names to "module:class", imported on first use. Names that `--quantization` offers and
-those that a checkpoint's quantization_config selects are keys of this table."""
+"""Format names to "module:class", imported on first use. Names that `--quantization` offers are
+keys of this table."""
 
 
 class Matrix(Protocol):
@@ -42,45 +44,23 @@ class Matrix(Protocol):
 
 Weight = Tensor | Matrix
 """A weight [outputs, inputs] as loaded: a plain tensor, or a matrix in the checkpoint's format."""
-ReadTensor = Callable[[str], Tensor | None]
-"""Reads a tensor of the same layer by the last part of its name; returns None if it is missing."""
 M = TypeVar("M")
 
 
 class WeightFormat(ABC, Generic[M]):
-    """Operations of one weight format (unquantized, int8, fp8): load, prepare, multiply, look up.
+    """Operations of one weight format (unquantized, int8, fp8): prepare, multiply, look up.
 
     Instances have no state.
     """
 
-    stored_dtype: ClassVar[str | None] = None
-    """Dtype of `weight` tensors in this format, by its safetensors name; None if no checkpoint has
-    them."""
     has_lookup: ClassVar[bool] = False
     """True if `lookup` is implemented: the matrix keeps the exact values of the weight."""
+    head_format: ClassVar[str | None] = None
+    """Format of the LM head, and of an embedding tied to it, if not this one: a key of
+    WEIGHT_FORMATS."""
     scales_rows: ClassVar[bool] = False
     """True if products scale each row of x by its largest magnitude. Ranks that hold some inputs
     each have to agree on the magnitude of the whole row first."""
-
-    def load(
-        self,
-        codes: Tensor,
-        read: ReadTensor,
-        block: tuple[int, int] | None,
-        dtype: torch.dtype,
-    ) -> M:
-        """Load a weight that a checkpoint stores in this format.
-
-        Args:
-            codes: the layer's tensor `weight`.
-            read: reads the other tensors of the layer, such as scales.
-            block: outputs and inputs that share a scale; None if config.json does not name them.
-            dtype: of the floats that the weight represents.
-
-        Raises:
-            ValueError: a tensor is missing or does not fit.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no format in checkpoints")
 
     def dequantize(self, matrix: M) -> Tensor:
         """Convert a loaded weight to floats [outputs, inputs]."""

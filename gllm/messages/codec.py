@@ -117,9 +117,21 @@ ToWorker = (
     | handoff.RenewKvHolds
 )
 """Messages that the head process may send to a worker."""
-ToDriver = lifecycle.Hello | steps.StepDone | steps.GrammarReady | reports.StageTimes
+ToDriver = (
+    lifecycle.Hello
+    | steps.StepDone
+    | steps.GrammarReady
+    | reports.StageTimes
+    | kv_transfer.KvMachineReport
+    | kv_transfer.KvBlocksCopied
+)
 """Messages that another stage may send to the driver's process."""
-ToStage = steps.RegisterSequences | steps.RunStep
+ToStage = (
+    steps.RegisterSequences
+    | steps.RunStep
+    | kv_transfer.KvMachineCommand
+    | kv_transfer.CopyKvBlocks
+)
 """Messages that the driver may send to another stage."""
 ToRouter = (
     lifecycle.Hello

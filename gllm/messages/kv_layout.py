@@ -1,8 +1,9 @@
-"""Layout of a worker's part of a KV cache, and the moves between two sets of workers.
+"""Layout of a worker's part of a KV cache, and the parts of a hand-off between two engines.
 
-A move is a head range of one layer. Both sides may be cut differently into pipeline stages and
-tensor-parallel ranks, may replicate heads and may have different block sizes: a run of tokens of
-a move has the same bytes on every worker that has its heads.
+A part is a head range of one layer that one worker reads from another one. Both engines may be cut
+differently into pipeline stages, tensor-parallel ranks and machines, may replicate heads and may
+have different block sizes: a run of tokens of a part has the same bytes on every worker that has
+its heads.
 """
 
 from collections.abc import Sequence
@@ -74,6 +75,8 @@ class KvLayout(msgspec.Struct, frozen=True, array_like=True):
     num_blocks: _Size
     """Usable blocks."""
     layers: Annotated[list[LayerLayout], Meta(min_length=1, max_length=4096)]
+    is_staged: bool = False
+    """True if the blocks are staging blocks of a device, to and from which its worker copies."""
 
     @property
     def offsets(self) -> list[LayerOffsets]:
@@ -122,38 +125,56 @@ class KvLayout(msgspec.Struct, frozen=True, array_like=True):
         return sum(layer.bytes_per_token for layer in self.layers)
 
 
-class KvMove(NamedTuple):
+class KvPart(NamedTuple):
     """Range of KV heads of one layer that a worker reads from a worker of another engine."""
 
-    peer: int
-    """Index of the other worker among those of its engine."""
+    machine: int
+    """Machine of the worker that reads, by its index in its engine."""
+    worker: int
+    """Index of that worker among those of its machine."""
+    owner_machine: int
+    """Machine of the worker that is read from, by its index in its engine."""
+    owner: int
+    """Index of that worker among those of its machine."""
     layer: int
     heads: range
     """Indices in the model."""
 
 
-def find_moves(mine: KvLayout, theirs: Sequence[KvLayout], position: int = 0) -> list[KvMove]:
-    """Return from which workers of another engine a worker reads each of its layers and KV heads.
+def plan_parts(
+    mine: Sequence[Sequence[KvLayout]], theirs: Sequence[Sequence[KvLayout]]
+) -> list[KvPart]:
+    """Plan a hand-off: divide the KV of a token into parts that one machine reads from another one.
 
-    Each layer and head is read exactly once, whatever the numbers of stages and ranks are.
+    Each layer and head of each worker that receives is read exactly once, however both engines are
+    cut into stages, ranks and machines. Every machine can compute the plan of its whole engine.
 
     Args:
-        mine: layout of the worker that receives.
-        theirs: layouts of all workers of the other engine.
-        position: index of the receiving worker among those of its engine. Workers with different
-            indices read replicated heads from different peers.
+        mine: layouts of the engine that receives, by machine and worker.
+        theirs: layouts of the other engine, by machine and worker.
 
     Raises:
         KvLayoutError: the layouts do not fit, or a head is nowhere on the other side.
     """
-    order = [(position + index) % len(theirs) for index in range(len(theirs))]
-    for peer in order:
-        _check_format(mine, theirs[peer])
-    by_layer: dict[int, list[tuple[int, LayerLayout]]] = {}
-    for peer in order:
-        for layer in theirs[peer].layers:
-            by_layer.setdefault(layer.layer, []).append((peer, layer))
-    return [move for own in mine.layers for move in _find_layer_moves(own, by_layer)]
+    places = [(machine, worker) for machine, own in enumerate(mine) for worker in range(len(own))]
+    owners = [(machine, worker) for machine, own in enumerate(theirs) for worker in range(len(own))]
+    layouts = [theirs[machine][worker] for machine, worker in owners]
+    parts = []
+    for position, (machine, worker) in enumerate(places):
+        layout = mine[machine][worker]
+        # Workers read replicated heads from different ones.
+        order = [(position + index) % len(layouts) for index in range(len(layouts))]
+        by_layer: dict[int, list[tuple[int, LayerLayout]]] = {}
+        for number in order:
+            _check_format(layout, layouts[number])
+            for layer in layouts[number].layers:
+                by_layer.setdefault(layer.layer, []).append((number, layer))
+        parts += [
+            KvPart(machine, worker, *owners[number], own.layer, heads)
+            for own in layout.layers
+            for number, heads in _divide_heads(own, by_layer.get(own.layer, []))
+        ]
+    return parts
 
 
 def count_token_bytes(layouts: Sequence[KvLayout]) -> int:
@@ -170,12 +191,21 @@ def count_token_bytes(layouts: Sequence[KvLayout]) -> int:
     return sum(sizes.values())
 
 
-def _find_layer_moves(
-    own: LayerLayout, by_layer: dict[int, list[tuple[int, LayerLayout]]]
-) -> list[KvMove]:
-    """Return the moves of one layer. Raises KvLayoutError."""
-    missing, moves = [own.heads], []
-    for peer, other in by_layer.get(own.layer, []):
+def _divide_heads(
+    own: LayerLayout, others: Sequence[tuple[int, LayerLayout]]
+) -> list[tuple[int, range]]:
+    """Return which heads of a layer are read from each of the other engine's workers.
+
+    Args:
+        own: heads to read.
+        others: number of each worker of the other engine that has the layer, and its heads; those
+            before others are preferred.
+
+    Raises:
+        KvLayoutError: the sizes differ, or nobody has a head.
+    """
+    missing, divided = [own.heads], []
+    for number, other in others:
         if (other.key_bytes, other.value_bytes) != (own.key_bytes, own.value_bytes):
             raise KvLayoutError(
                 f"layer {own.layer} has keys and values of {other.key_bytes} and "
@@ -189,7 +219,7 @@ def _find_layer_moves(
             if begin >= end:
                 rest.append(heads)
                 continue
-            moves.append(KvMove(peer, own.layer, range(begin, end)))
+            divided.append((number, range(begin, end)))
             rest += [range(heads.start, begin), range(end, heads.stop)]
         missing = [heads for heads in rest if heads]
     if missing:
@@ -198,7 +228,7 @@ def _find_layer_moves(
             f"no worker of the other engine has heads {heads.start} to {heads.stop - 1} of layer "
             f"{own.layer}"
         )
-    return moves
+    return divided
 
 
 def _check_format(mine: KvLayout, other: KvLayout) -> None:

@@ -6,12 +6,14 @@ import msgspec
 from msgspec import Meta
 
 from gllm.messages.base import Int64, WireMessage
-from gllm.messages.handoff import Ticket
+from gllm.messages.handoff import Ticket, make_ticket
 
 FetchNumber = Int64
 """Sequence of a fetch; used again once the fetch has ended."""
 BlockId = Annotated[int, Meta(ge=0, lt=2**31)]
 TokenCount = Annotated[int, Meta(ge=0, lt=2**31)]
+COPY_LANE = 2
+"""Lane in which workers on devices count the copied layers of KV blocks, beside those of steps."""
 
 
 class ServeKv(WireMessage, frozen=True):
@@ -30,8 +32,8 @@ class ServeKv(WireMessage, frozen=True):
     """Step that computes the last of these tokens and runs or will run; 0: all are computed."""
     is_partial: bool = False
     """True if further tokens will be served under the ticket."""
-    lane: Annotated[int, Meta(ge=0, le=1)] = 0
-    """Lane of the step."""
+    lane: Annotated[int, Meta(ge=0, le=COPY_LANE)] = 0
+    """Lane of the step; COPY_LANE if `step` is the number of a copy (CopyKvBlocks)."""
 
 
 class RevokeKv(WireMessage, frozen=True):
@@ -60,6 +62,8 @@ class FetchKv(WireMessage, frozen=True):
     """Blocks of these tokens; the first one has `first_token`, at its offset within a block."""
     is_per_layer: bool = False
     """True if the other engine may compute the tokens meanwhile: layers arrive one by one."""
+    reader: Ticket = msgspec.field(default_factory=make_ticket)
+    """Random number of the fetch, the same on all machines of this engine."""
 
 
 class CancelKvFetch(WireMessage, frozen=True):
@@ -103,7 +107,17 @@ class KvMoverGone(WireMessage, frozen=True):
 
 
 class KvMoverStuck(WireMessage, frozen=True):
-    """Report to the head process that the KV transfer process does not read or answer commands."""
+    """Report to the head process that a KV transfer process does not read or answer commands."""
+
+    machine: Annotated[int, Meta(ge=0, lt=2**16)] = 0
+    """Machine of the process, by its index in the engine."""
+
+
+class KvMoverConnected(WireMessage, frozen=True):
+    """Report of another machine's first worker: its KV transfer process takes commands."""
+
+    connection: Int64
+    """Number of the connection; the process of the one before has ended."""
 
 
 class KvTransferTotals(WireMessage, frozen=True):
@@ -135,3 +149,42 @@ KvCommand = ServeKv | RevokeKv | FetchKv | CancelKvFetch
 """Commands of the driver."""
 KvReport = KvFetchStarted | KvFetched | KvRevoked | KvMoverGone
 """Answers of the mover."""
+
+
+class KvMachineCommand(WireMessage, frozen=True):
+    """Command of the driver to the KV transfer process of another machine, via its first worker."""
+
+    connection: Int64
+    """Number in KvMoverConnected; a command to a process that has ended is dropped."""
+    command: KvCommand
+
+
+class KvMachineReport(WireMessage, frozen=True):
+    """Report of another machine's KV transfer process to the driver, via its first worker."""
+
+    machine: Annotated[int, Meta(ge=1, lt=2**16)]
+    """Machine of the process, by its index in the engine; 0 is the driver's."""
+    report: KvReport | KvMoverConnected
+
+
+class CopyKvBlocks(WireMessage, frozen=True):
+    """Command to the workers on devices: copy KV blocks to staging blocks, or back.
+
+    The KV transfer processes read and write staging blocks, in the memory of the host.
+    KvBlocksCopied answers.
+    """
+
+    number: Annotated[int, Meta(ge=1, lt=2**47)]
+    """Copies are numbered from 1, in the order in which they are made."""
+    block_ids: list[BlockId]
+    """Blocks of the device's KV cache."""
+    staging_ids: list[BlockId]
+    """Staging block of each of them."""
+    is_fetched: bool = False
+    """True to copy what was fetched to the device."""
+
+
+class KvBlocksCopied(WireMessage, frozen=True):
+    """Report of a worker on a device that it uses the blocks of a copy no more."""
+
+    number: Annotated[int, Meta(ge=1, lt=2**47)]

@@ -49,6 +49,8 @@ class StageLoaded(WireMessage, frozen=True):
     host_available_bytes: int | None = None
     """Available bytes of the machine's memory, with the weights loaded; None if the stage has
     memory of its own."""
+    state_bytes: int = 0
+    """Bytes of one state slot over the recurrent layers of the worker."""
 
 
 class LayersPrepared(ProcessMessage, frozen=True):
@@ -69,6 +71,8 @@ class InitializeCache(WireMessage, frozen=True):
 
     num_blocks: int
     """Number of KV blocks, equal on all stages."""
+    num_state_slots: int = 0
+    """Number of state slots, equal on all stages; 0 for a model without recurrent layers."""
 
 
 class StageReady(WireMessage, frozen=True):

@@ -6,8 +6,9 @@ import msgspec
 from msgspec import Meta
 
 from gllm.messages.base import ProcessMessage
+from gllm.messages.kv_layout import KvLayout
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of these messages; the head and all agents have to speak the same one."""
 
 Count = Annotated[int, Meta(ge=0)]
@@ -89,6 +90,8 @@ class LinkState(msgspec.Struct, frozen=True):
     """Size of the chunk that was sent last; 0 before the first one."""
     encoding: str = ""
     """Encoding of activations (`--link-encoding`), the same at both ends."""
+    least_bytes_per_second: float | None = None
+    """Payload that the link carries at least, by what it has carried; None if unknown."""
 
 
 class JoinCluster(ProcessMessage, frozen=True):
@@ -278,6 +281,35 @@ class EdgeLost(ProcessMessage, frozen=True):
     cause: str
 
 
+class OpenKvMachine(ProcessMessage, frozen=True):
+    """Command to a node: serve the KV caches of its workers, and fetch KV blocks into them.
+
+    KvMachineOpened answers.
+    """
+
+    epoch: int
+    engine: list[list[KvLayout]]
+    """Layouts of the KV caches of all nodes, by node and worker."""
+    machine: Count
+    """Index of the node among them."""
+    scale: float = 1.0
+    """Bytes of an entry in the device's memory, divided by its bytes in the cache."""
+
+
+class RestartKvMover(ProcessMessage, frozen=True):
+    """Command to a node: replace its KV transfer process, which does not answer the driver."""
+
+    epoch: int
+
+
+class KvMachineOpened(ProcessMessage, frozen=True):
+    """Report of a node that its KV blocks are served or, without `machine`, not any more."""
+
+    epoch: int
+    machine: bytes
+    """KvMachine (gllm.transport.kv.endpoint) in msgpack; empty while nothing is served."""
+
+
 class LeaveCluster(ProcessMessage, frozen=True):
     """Message that a node leaves the engine by itself, or that the head ends all nodes."""
 
@@ -297,6 +329,7 @@ ToNodeHub = (
     | AssignmentFailed
     | EdgeOpened
     | EdgeLost
+    | KvMachineOpened
     | LeaveCluster
 )
 """Messages that an agent may send to the head, besides Hello."""
@@ -313,6 +346,8 @@ ToAgent = (
     | WorkerFrame
     | StageFrame
     | EdgeOpened
+    | OpenKvMachine
+    | RestartKvMover
     | LeaveCluster
 )
 """Messages that the head may send to an agent."""

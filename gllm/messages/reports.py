@@ -6,6 +6,9 @@ from gllm.messages.base import ProcessMessage, WireMessage
 from gllm.scheduler.plan import StepTime
 from gllm.scheduler.step_cost import StepCostCoefficients
 
+STAGE_REPORT_SECONDS = 0.5
+"""Seconds between two reports of the step times of a worker."""
+
 
 class StageTimes(WireMessage, frozen=True):
     """Measured start and end of each step that a stage has computed since its last report.
@@ -92,6 +95,8 @@ class LinkTime(msgspec.Struct, frozen=True, array_like=True):
     """Rate of a message that waits for nothing, without its propagation; None for no limit."""
     round_trip_seconds: float = 0.0
     """Least round trip, without queues."""
+    least_bytes_per_second: float | None = None
+    """Rate that the link has at least, 0 if nothing is known; None for no limit."""
 
 
 class LinkTimes(WireMessage, frozen=True):

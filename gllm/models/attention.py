@@ -4,36 +4,55 @@ They map the hidden states to queries, keys and values and back. The arithmetic 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from gllm.kernels.activation import multiply_by_sigmoid, sigmoid
 from gllm.kernels.alibi import compute_alibi_slopes
 from gllm.kernels.attention import paged_attention, store
 from gllm.kernels.attention_backends import HeadShape
 from gllm.kernels.attention_plan import AttentionPlan
 from gllm.kernels.attention_scaling import AttentionScaling
+from gllm.kernels.attention_window import AttentionChunk, AttentionWindow
 from gllm.kernels.head_linear import multiply_heads, prepare_heads
+from gllm.kernels.native.program import launch_host_function
 from gllm.kernels.qkv import rotate_and_store
 from gllm.kernels.qkv_layout import QKVLayout
 from gllm.kernels.rotary import RotaryAngles, apply_rotary
+from gllm.kernels.state_plan import StatePlan
 from gllm.models.basic_layers import Linear, Norm, optional_norm, read_projections
 from gllm.models.loader import Weights
-from gllm.models.spec import AttentionSpec, LatentAttentionSpec, RopeSpec
+from gllm.models.spec.attention import AttentionSpec, LatentAttentionSpec
+from gllm.models.spec.layer import SequenceMixerSpec
+from gllm.models.spec.parts import QueryScaleSpec, RopeSpec
 
-LayerCache = tuple[Tensor, Tensor]
-"""Keys and values of a layer, each [blocks, block_size, kv_heads, elements]."""
+LayerCache = tuple[Tensor, ...]
+"""Keys and values of a layer, each [blocks, block_size, kv_heads, elements]; of a recurrent layer
+the parts of its state instead, each [slots, *shape] float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
     """Inputs of one step that all layers of a stage share: attention plans and rotary angles."""
 
-    attention_plans: Mapping[int | None, AttentionPlan]
-    """Attention plan for each sliding window that layers have; the key None is full attention."""
+    attention_plans: Mapping[AttentionWindow, AttentionPlan]
+    """Attention plan for each window that layers have; the key None is full attention."""
     angles: Mapping[RopeSpec, RotaryAngles]
     """Rotary angles of the step's positions."""
+    query_scales: Mapping[QueryScaleSpec, Tensor] = field(default_factory=dict, kw_only=True)
+    """Factors [tokens, 1, 1] float32 of the step's queries, unless all are 1."""
+    layer_embeddings: Tensor | None = field(default=None, kw_only=True)
+    """Per-layer embedding [layers, tokens, size] of the stage's layers, if the model has one."""
+    states: StatePlan | None = None
+    """States that recurrent layers read and write; None if the stage has no such layer."""
+
+    @property
+    def state_plan(self) -> StatePlan:
+        """The same, for a recurrent layer."""
+        assert self.states is not None, "a stage with recurrent layers has states"
+        return self.states
 
 
 class Attention:
@@ -43,54 +62,200 @@ class Attention:
         """Read the weights from `weights`, which are those of the layer."""
         self.spec = spec
         num_heads, num_kv_heads, head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        outputs = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
-        order = None
+        value_dim = spec.value_dim or head_dim
+        outputs = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * value_dim]
+        if spec.kv_layers_back:
+            outputs = outputs[:1]
+        orders: list[Tensor | None] = []
+        self.gate_size = 0
+        """Outputs of qkv_proj before the queries: the gates of the heads' outputs."""
         if spec.is_grouped_by_kv_head:
-            order = _order_by_projection(num_heads, num_kv_heads, head_dim)
-        self.qkv_proj = Linear(spec.qkv_proj, weights, outputs, hidden_size, order)
-        self.out_proj = Linear(spec.out_proj, weights, [hidden_size], num_heads * head_dim)
+            orders = [_order_by_projection(num_heads, num_kv_heads, head_dim)]
+        if spec.has_output_gate:
+            self.gate_size = outputs[0]
+            if spec.has_gate_proj:
+                outputs.insert(0, outputs[0])
+            else:
+                outputs[0] *= 2
+                pairs = torch.arange(outputs[0]).view(num_heads, 2, head_dim)
+                orders = [pairs.transpose(0, 1).flip(0).flatten(), None, None]
+        self.qkv_proj = Linear(spec.qkv_proj, weights, outputs, hidden_size, orders)
+        self.out_proj = Linear(spec.out_proj, weights, [hidden_size], num_heads * value_dim)
+        self.gate_proj: Linear | None = None
+        if spec.gate_proj is not None:
+            self.gate_proj = Linear(spec.gate_proj, weights, [num_heads], hidden_size)
         query_shape, key_shape = [head_dim], [head_dim]
         if spec.has_norm_per_head:
             query_shape, key_shape = [num_heads, head_dim], [num_kv_heads, head_dim]
+        if spec.has_projection_norm:
+            query_shape, key_shape = [num_heads * head_dim], [num_kv_heads * head_dim]
         query_norm = optional_norm(spec.query_norm, weights, *query_shape)
         key_norm = optional_norm(spec.key_norm, weights, *key_shape)
+        self._ranks = weights.ranks
         self.norms: tuple[Norm, Norm] | None = None
         """Norms of queries and keys that rotate_and_store does not compute."""
         is_interleaved = spec.rope is not None and spec.rope.is_interleaved
         self.qkv_layout = QKVLayout(num_heads, num_kv_heads, is_interleaved)
+        is_separate = spec.has_norm_per_head or spec.has_projection_norm or spec.norm_follows_rope
         if query_norm is not None and key_norm is not None:
-            if query_norm.kind == "rms" and not spec.has_norm_per_head:
+            if query_norm.kind == "rms" and not is_separate:
                 scales = query_norm.weight, key_norm.weight
                 self.qkv_layout = QKVLayout(
                     num_heads, num_kv_heads, is_interleaved, *scales, query_norm.eps
                 )
             else:
                 self.norms = query_norm, key_norm
+        self.value_norm = optional_norm(spec.value_norm, weights, head_dim)
+        self._prepares_heads = (
+            self.norms is not None
+            or self.value_norm is not None
+            or spec.qkv_limit is not None
+            or (spec.norm_follows_rope and spec.rope is not None)
+        )
+        self.query_norm = query_norm
         slopes = None
         if spec.alibi_scale is not None:
             slopes = compute_alibi_slopes(spec.total_num_heads or num_heads) * spec.alibi_scale
             slopes = slopes[spec.first_head : spec.first_head + num_heads]
-        self.scaling = AttentionScaling(spec.scale, spec.softcap, slopes)
+        sinks = None if spec.sinks is None else weights.read_float32(spec.sinks, num_heads)
+        self.scaling = AttentionScaling(spec.scale, spec.softcap, slopes, sinks)
 
     def __call__(self, x: Tensor, context: ForwardContext, cache: LayerCache) -> Tensor:
         """Return the attention output [tokens, hidden] of x [tokens, hidden].
 
-        Writes the keys and values of the tokens to the cache.
+        Writes the keys and values of the tokens to the cache, unless they are another layer's.
         """
+        if self.spec.kv_layers_back:
+            return self._attend_to_other_layer(x, context, cache)
+        if self.spec.value_dim:
+            return self._attend_with_other_values(x, context, cache)
         spec = self.spec
         num_heads = spec.num_heads + 2 * spec.num_kv_heads
-        qkv = self.qkv_proj(x).view(len(x), num_heads, spec.head_dim)
-        if self.norms is not None:
-            begin = 0
-            counts = spec.num_heads, spec.num_kv_heads
-            for norm, count in zip(self.norms, counts, strict=True):
-                qkv[:, begin : begin + count] = norm(qkv[:, begin : begin + count])
-                begin += count
+        projected = self.qkv_proj(x)
+        qkv = projected[:, self.gate_size :].view(len(x), num_heads, spec.head_dim)
+        if self._prepares_heads:
+            launch_host_function(self._prepare_heads, qkv, context=context, is_in_place=True)
         plan = context.attention_plans[spec.window]
-        angles = None if spec.rope is None else context.angles[spec.rope]
-        query = rotate_and_store(qkv, self.qkv_layout, angles, cache, plan.slots)
-        attended = paged_attention(query, *cache, plan, self.scaling)
-        return self.out_proj(attended.flatten(1))
+        angles = None
+        if spec.rope is not None and not spec.norm_follows_rope:
+            angles = context.angles[spec.rope]
+        keys, values = cache
+        query = rotate_and_store(qkv, self.qkv_layout, angles, (keys, values), plan.slots)
+        if spec.query_scale is not None:
+            query = _scale_queries(spec.query_scale, query, context)
+        attended = paged_attention(query, keys, values, plan, self.scaling)
+        if self.gate_proj is not None:
+            attended = launch_host_function(_scale_heads, attended, self.gate_proj(x))
+        output = attended.flatten(1)
+        if self.gate_size:
+            output = multiply_by_sigmoid(output, projected[:, : self.gate_size])
+        return self.out_proj(output)
+
+    def _prepare_heads(self, context: ForwardContext, qkv: Tensor) -> Tensor:
+        """Apply in place what rotate_and_store does not: norms, a rotation before them, limits.
+
+        qkv: [tokens, heads + 2 * kv_heads, head_dim], which is returned.
+        """
+        spec = self.spec
+        if self.value_norm is not None:
+            values = qkv[:, -spec.num_kv_heads :]
+            values.copy_(self.value_norm(values))
+        if spec.norm_follows_rope and spec.rope is not None:
+            rotated = qkv[:, : spec.num_heads + spec.num_kv_heads]
+            angles = context.angles[spec.rope]
+            rotated.copy_(apply_rotary(rotated, angles, self.qkv_layout.interleaved))
+        if self.norms is not None:
+            self._normalize(qkv, *self.norms)
+        if spec.qkv_limit is not None:
+            qkv.clamp_(-spec.qkv_limit, spec.qkv_limit)
+        return qkv
+
+    def _normalize(self, qkv: Tensor, query_norm: Norm, key_norm: Norm) -> None:
+        """Normalize queries and keys of qkv [tokens, heads + 2 * kv_heads, head_dim] in place."""
+        num_heads = self.spec.num_heads
+        query, key = qkv[:, :num_heads], qkv[:, num_heads : num_heads + self.spec.num_kv_heads]
+        if not self.spec.has_projection_norm:
+            query.copy_(query_norm(query))
+            key.copy_(key_norm(key))
+        elif self._ranks.size == 1:
+            query.copy_(query_norm(query.flatten(1)).view(query.shape))
+            key.copy_(key_norm(key.flatten(1)).view(key.shape))
+        else:
+            self._normalize_over_ranks((query, key), (query_norm, key_norm))
+
+    def _normalize_over_ranks(self, parts: tuple[Tensor, Tensor], norms: tuple[Norm, Norm]) -> None:
+        """Normalize queries and keys in place by the mean squares over all ranks.
+
+        parts: [tokens, heads, head_dim] each; several ranks may have the same keys.
+        """
+        squares = []
+        for part in parts:
+            # In float64, so that the order of the sums does not show.
+            sums = part.to(torch.float64).square().mean(dim=(1, 2))
+            squares.append((sums / self._ranks.size).to(torch.float32))
+        means = self._ranks.layers.sum(torch.stack(squares, dim=1), None, torch.float32)
+        for part, norm, mean in zip(parts, norms, means.unbind(1), strict=True):
+            scaled = part.flatten(1) * torch.rsqrt(mean + norm.eps)[:, None] * norm.weight
+            part.copy_(scaled.view(part.shape))
+
+    def _attend_with_other_values(
+        self, x: Tensor, context: ForwardContext, cache: LayerCache
+    ) -> Tensor:
+        """Return the attention output [tokens, hidden] of values with other sizes than the keys."""
+        spec, plan = self.spec, context.attention_plans[self.spec.window]
+        key_cache, value_cache = cache
+        query = launch_host_function(
+            lambda step, rows: self._store_pairs(step, rows, key_cache, value_cache),
+            self.qkv_proj(x),
+            context=context,
+            shape=(len(x), spec.num_heads, spec.head_dim),
+        )
+        attended = paged_attention(query, key_cache, value_cache, plan, self.scaling).flatten(1)
+        if spec.value_scale != 1:
+            attended = launch_host_function(lambda rows: rows * spec.value_scale, attended)
+        return self.out_proj(attended)
+
+    def _store_pairs(
+        self, context: ForwardContext, projected: Tensor, key_cache: Tensor, value_cache: Tensor
+    ) -> Tensor:
+        """Write the keys and values of the tokens to the cache, and return their queries.
+
+        Args:
+            context: inputs of the step.
+            projected: [tokens, outputs of qkv_proj].
+            key_cache: keys of the layer.
+            value_cache: values of the layer.
+
+        Returns:
+            [tokens, heads, head_dim].
+        """
+        spec, plan = self.spec, context.attention_plans[self.spec.window]
+        width = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+        rotated = projected[:, :width].unflatten(1, (-1, spec.head_dim))
+        values = projected[:, width:].unflatten(1, (spec.num_kv_heads, -1))
+        if spec.rope is not None:
+            rotated = apply_rotary(rotated, context.angles[spec.rope], spec.rope.is_interleaved)
+        query, keys = rotated.split((spec.num_heads, spec.num_kv_heads), dim=1)
+        store(keys, key_cache, plan.slots)
+        store(values, value_cache, plan.slots)
+        return query.contiguous()
+
+    def _attend_to_other_layer(
+        self, x: Tensor, context: ForwardContext, cache: LayerCache
+    ) -> Tensor:
+        """Return the attention output [tokens, hidden] for the keys and values in the cache."""
+        spec, plan = self.spec, context.attention_plans[self.spec.window]
+        query = self.qkv_proj(x).view(len(x), spec.num_heads, spec.head_dim)
+        if self.query_norm is not None:
+            query = self.query_norm(query)
+        if (rope := spec.rope) is not None:
+            query = launch_host_function(
+                lambda step, rows: apply_rotary(rows, step.angles[rope], rope.is_interleaved),
+                query,
+                context=context,
+            )
+        keys, values = cache
+        return self.out_proj(paged_attention(query, keys, values, plan, self.scaling).flatten(1))
 
 
 class LatentAttention:
@@ -104,7 +269,7 @@ class LatentAttention:
     def __init__(self, spec: LatentAttentionSpec, weights: Weights, hidden_size: int) -> None:
         """Read the weights from `weights`, which are those of the layer."""
         self.spec = spec
-        num_heads, rank, rope_dim = spec.num_heads, spec.kv_lora_rank, spec.rope.dim
+        num_heads, rank, rope_dim = spec.num_heads, spec.kv_lora_rank, spec.rope_head_dim
         self.q_down_proj: Linear | None = None
         if spec.q_down_proj is not None:
             self.q_down_proj = Linear(spec.q_down_proj, weights, [spec.q_input_size], hidden_size)
@@ -120,6 +285,9 @@ class LatentAttention:
         self.k_up_proj = prepare_heads(parts[0].transpose(1, 2))
         self.v_up_proj = prepare_heads(parts[1])
         self.out_proj = Linear(spec.out_proj, weights, [hidden_size], num_heads * spec.value_dim)
+        self.gate_proj: Linear | None = None
+        if spec.gate_proj is not None:
+            self.gate_proj = Linear(spec.gate_proj, weights, [num_heads], hidden_size)
         self.scaling = AttentionScaling(spec.scale)
 
     def __call__(self, x: Tensor, context: ForwardContext, cache: LayerCache) -> Tensor:
@@ -128,17 +296,45 @@ class LatentAttention:
         Writes the compressed keys and values of the tokens to the cache.
         """
         spec, plan = self.spec, context.attention_plans[None]
-        rope, angles = spec.rope, context.angles[spec.rope]
-        compressed, key = self.kv_down_proj(x).split((spec.kv_lora_rank, rope.dim), dim=1)
-        key = apply_rotary(key[:, None], angles, rope.is_interleaved)
-        entry = torch.cat((self.kv_norm(compressed)[:, None], key), dim=-1)
         # The cache's values are the first elements of its keys.
-        store(entry, cache[0], plan.slots)
-        attended = paged_attention(self._queries(x, angles), *cache, plan, self.scaling)
+        keys, compressed_values = cache
+        launch_host_function(
+            lambda step, rows: self._store(step, rows, keys),
+            self.kv_down_proj(x),
+            context=context,
+            is_in_place=True,
+        )
+        query = self._queries(x, context)
+        if spec.query_scale is not None:
+            query = _scale_queries(spec.query_scale, query, context)
+        attended = paged_attention(query, keys, compressed_values, plan, self.scaling)
         values = multiply_heads(attended, self.v_up_proj)
+        if self.gate_proj is not None:
+            values = launch_host_function(_scale_heads, values, self.gate_proj(x))
         return self.out_proj(values.flatten(1))
 
-    def _queries(self, x: Tensor, angles: RotaryAngles) -> Tensor:
+    def _store(self, context: ForwardContext, projected: Tensor, keys: Tensor) -> Tensor:
+        """Write the entries of the tokens to the cache.
+
+        Args:
+            context: inputs of the step.
+            projected: [tokens, rank + rope_dim], which is returned.
+            keys: KV cache of the layer.
+        """
+        sizes = self.spec.kv_lora_rank, self.spec.rope_head_dim
+        compressed, key = projected.split(sizes, dim=1)
+        entry = torch.cat(
+            (self.kv_norm(compressed)[:, None], self._rotate(key[:, None], context)), dim=-1
+        )
+        store(entry, keys, context.attention_plans[None].slots)
+        return projected
+
+    def _rotate(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Return the rotary elements [tokens, heads, rope_head_dim] of queries or keys, rotated."""
+        rope = self.spec.rope
+        return x if rope is None else apply_rotary(x, context.angles[rope], rope.is_interleaved)
+
+    def _queries(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Return queries [tokens, heads, rank + rope_dim] for compressed and for rotary keys."""
         spec = self.spec
         if self.q_down_proj is not None:
@@ -146,18 +342,41 @@ class LatentAttention:
         if self.q_norm is not None:
             x = self.q_norm(x)
         query = self.q_proj(x).view(len(x), spec.num_heads, -1)
-        nope, rotary = query.split((spec.nope_head_dim, spec.rope.dim), dim=-1)
+        shape = *query.shape[:2], spec.kv_lora_rank + spec.rope_head_dim
+        return launch_host_function(self._absorb, query, context=context, shape=shape)
+
+    def _absorb(self, context: ForwardContext, query: Tensor) -> Tensor:
+        """Return queries for compressed and for rotary keys, [tokens, heads, rank + rope_dim]."""
+        spec = self.spec
+        nope, rotary = query.split((spec.nope_head_dim, spec.rope_head_dim), dim=-1)
         rank = spec.kv_lora_rank
-        result = x.new_empty(*query.shape[:2], rank + spec.rope.dim)
+        result = query.new_empty(*query.shape[:2], rank + spec.rope_head_dim)
         multiply_heads(nope, self.k_up_proj, out=result[..., :rank])
-        result[..., rank:] = apply_rotary(rotary, angles, spec.rope.is_interleaved)
+        result[..., rank:] = self._rotate(rotary, context)
         return result
 
 
-def head_shape(spec: AttentionSpec | LatentAttentionSpec) -> HeadShape:
+def _scale_queries(spec: QueryScaleSpec, query: Tensor, context: ForwardContext) -> Tensor:
+    """Return queries [tokens, heads, elements] scaled by their positions."""
+
+    def scale(step: ForwardContext, rows: Tensor) -> Tensor:
+        factors = step.query_scales.get(spec)
+        return rows if factors is None else (rows * factors).to(rows.dtype)
+
+    return launch_host_function(scale, query, context=context)
+
+
+def _scale_heads(x: Tensor, gates: Tensor) -> Tensor:
+    """Return x [tokens, heads, elements] times the sigmoid of gates [tokens, heads]."""
+    return x * sigmoid(gates)[..., None]
+
+
+def head_shape(spec: SequenceMixerSpec) -> HeadShape:
     """Return the head sizes of an attention layer, by which the attention backend is selected."""
     entry = spec.kv_entry
-    return HeadShape(entry.key_dim, entry.value_dim, entry.is_shared)
+    has_sinks = isinstance(spec, AttentionSpec) and spec.sinks is not None
+    has_chunks = isinstance(spec.window, AttentionChunk)
+    return HeadShape(entry.key_dim, entry.value_dim, entry.is_shared, has_sinks, has_chunks)
 
 
 def _order_by_projection(num_heads: int, num_kv_heads: int, head_dim: int) -> Tensor:

@@ -5,12 +5,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gllm.kernels.grouped_weight import GroupedWeight, reorder_outputs
 from gllm.kernels.layer_norm import layer_norm
 from gllm.kernels.linear import linear, prepare, row_magnitudes, scales_rows
+from gllm.kernels.residual import add_to
 from gllm.kernels.rms_norm import add_rms_norm, rms_norm
-from gllm.kernels.weight_format import UNQUANTIZED, Matrix, Weight, weight_format
+from gllm.kernels.weight_format import (
+    UNQUANTIZED,
+    Matrix,
+    Weight,
+    dequantize_weight,
+    weight_format,
+)
 from gllm.models.loader import Weights
-from gllm.models.spec import LinearSpec, NormSpec
+from gllm.models.spec.parts import LinearSpec, NormSpec
 
 SLAB_ROWS = 1024
 """Rows per slab: magnitudes of a weight are computed slab by slab to save memory."""
@@ -126,7 +134,7 @@ class Linear:
         weights: Weights,
         outputs: Sequence[int],
         inputs: int,
-        order: Tensor | None = None,
+        orders: Sequence[Tensor | None] = (),
         is_exact: bool = False,
     ) -> None:
         """Read the weights.
@@ -136,7 +144,8 @@ class Linear:
             weights: tensors of the layer.
             outputs: number of outputs of each projection.
             inputs: number of inputs.
-            order: [sum of outputs] int64: stored index of each output; None if they are in order.
+            orders: stored index of each output, [outputs] int64, for each tensor; None for those
+                of a tensor in order, empty if all are.
             is_exact: True to exempt the layer from `--quantization`.
         """
         self._ranks, self._is_summed = weights.ranks, spec.is_summed
@@ -146,12 +155,18 @@ class Linear:
         if self._has_part_of_inputs and not self._is_summed and self._ranks.rank > 0:
             # Somebody else adds the ranks' outputs: the bias counts once.
             self.bias = None
-        if order is None:
+        if not any(order is not None for order in orders):
             self.matrix = read_matrix(spec, weights, outputs, inputs, is_exact)
             return
-        ordered = torch.cat(read_projections(spec, weights, outputs, inputs))[order]
-        self.matrix = prepare(ordered, UNQUANTIZED if is_exact else weights.quantization)
-        self.bias = None if self.bias is None else self.bias[order]
+        parts = read_matrices(spec, weights, outputs, inputs)
+        self.matrix = prepare(
+            _reorder(parts, orders), UNQUANTIZED if is_exact else weights.quantization
+        )
+        if self.bias is not None:
+            rows = [self.outputs] if len(spec.names) == 1 else list(outputs)
+            pairs = zip(self.bias.split(rows), orders, strict=True)
+            biases = [bias if order is None else bias[order] for bias, order in pairs]
+            self.bias = torch.cat(biases)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return y [tokens, outputs] of x [tokens, inputs].
@@ -176,12 +191,30 @@ class Linear:
         return group.sum(part, self.bias, x.dtype)
 
 
+def _reorder(parts: Sequence[Weight], orders: Sequence[Tensor | None]) -> list[Weight]:
+    """Return weights with the outputs of each in its order, quantized only in few bits."""
+    is_grouped = all(isinstance(part, GroupedWeight) for part in parts)
+    ordered: list[Weight] = []
+    for part, order in zip(parts, orders, strict=True):
+        weight = part if is_grouped else dequantize_weight(part)
+        if order is None:
+            ordered.append(weight)
+        elif isinstance(weight, GroupedWeight):
+            ordered.append(reorder_outputs(weight, order))
+        else:
+            ordered.append(dequantize_weight(weight)[order])
+    return ordered
+
+
 class Norm:
     """RMSNorm or LayerNorm over the last dimension."""
 
     def __init__(self, spec: NormSpec, weights: Weights, *shape: int) -> None:
         """Read the scale and the bias, if any, both of the given shape."""
-        self.weight = weights.read(f"{spec.name}.weight", *shape)
+        if spec.has_weight:
+            self.weight = weights.read(f"{spec.name}.weight", *shape)
+        else:
+            self.weight = weights.ones(*shape)
         if spec.offset:
             # The compute dtype would round the sum: it stays in float32.
             self.weight = self.weight.to(torch.float32) + spec.offset
@@ -200,7 +233,7 @@ class Norm:
             return self(hidden)
         if self.kind == "rms":
             return add_rms_norm(hidden, delta, self.weight, self.eps)
-        return self(hidden.add_(delta))
+        return self(add_to(hidden, delta))
 
 
 def optional_norm(spec: NormSpec | None, weights: Weights, *shape: int) -> Norm | None:

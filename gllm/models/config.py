@@ -5,112 +5,24 @@ frontend imports it without torch.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from gllm.config.sampling import SamplingParams
+from gllm.models.config_overrides import apply_overrides
 from gllm.models.config_reader import ConfigReader
 from gllm.models.eos_token import find_eos_id
 from gllm.models.errors import ModelError
-from gllm.models.registry import select_architecture, spec_builder
-from gllm.models.spec import ModelSpec, QuantizationSpec
+from gllm.models.multimodal import MEDIA_TENSORS, LanguageModelConfig, read_language_model
+from gllm.models.quantization_config import read_quantization
+from gllm.models.registry import ARCHITECTURES, select_architecture, spec_builder
+from gllm.models.spec.model import ModelSpec
 from gllm.models.weight_files import is_lfs_pointer, lfs_error, missing_weights_reason
 from gllm.options.field_types import FieldError
 from gllm.options.options import INT32_MAX
-
-NAME = "quantization_config"
-
-
-def read_quantization(config: ConfigReader) -> QuantizationSpec | None:
-    """Return the format of the checkpoint's quantized weights; None if there are none.
-
-    Raises ModelError for an unsupported format. Modules that are not quantized are recognized by
-    the dtype of their tensors.
-    """
-    given = config.get(NAME)
-    if given is None:
-        return None
-    inside = _inside(NAME, given)
-    read = inside.choice(
-        f"{NAME}.quant_method", {"fp8": _fp8, "compressed-tensors": _compressed}, default=""
-    )
-    quantization = read(inside)
-    inside.check_all_read()
-    return quantization
-
-
-def _inside(name: str, given: Any) -> ConfigReader:
-    """Return a reader of a nested object; keys have their full names."""
-    if not isinstance(given, dict):
-        raise ModelError(f"config.json: {name} is {given!r:.80}, but has to be an object")
-    return ConfigReader({f"{name}.{key}": value for key, value in given.items()})
-
-
-def _fp8(config: ConfigReader) -> QuantizationSpec:
-    """Read the format that DeepSeek, Qwen and transformers write."""
-    config.require_value(f"{NAME}.fmt", "e4m3", "float8_e4m3fn")
-    config.require_value(f"{NAME}.scale_fmt", "float", "ue8m0")
-    config.require_value(f"{NAME}.expert_dtype", "fp8")
-    # Quantization of activations, which is not applied.
-    config.ignore(f"{NAME}.activation_scheme")
-    # Instructions to transformers; the tensors' dtypes show which are quantized.
-    config.ignore(f"{NAME}.dequantize", f"{NAME}.modules_to_convert")
-    config.ignore(f"{NAME}.modules_to_not_convert", f"{NAME}.ignored_layers")
-    config.require_value(f"{NAME}.kv_cache_scheme")
-    return QuantizationSpec("fp8", _block(config, f"{NAME}.weight_block_size"))
-
-
-def _compressed(config: ConfigReader) -> QuantizationSpec:
-    """Read the format of llm-compressor: groups of modules, all in 8-bit floating point."""
-    config.require_value(f"{NAME}.format", "float-quantized", "naive-quantized")
-    config.require_value(f"{NAME}.quantization_status", "compressed")
-    config.require_value(f"{NAME}.kv_cache_scheme")
-    config.require_value(f"{NAME}.sparsity_config", {}, {"format": "dense"})
-    config.require_value(f"{NAME}.transform_config", {})
-    config.ignore(f"{NAME}.ignore", f"{NAME}.global_compression_ratio", f"{NAME}.version")
-    name = f"{NAME}.config_groups"
-    given = config.get(name)
-    groups = _inside(name, given)
-    formats = {_group(f"{name}.{group}", groups.get(f"{name}.{group}")) for group in given}
-    groups.check_all_read()
-    if len(formats) != 1:
-        raise ModelError(f"config.json: {name} has {len(formats)} kinds of weights, only 1 is read")
-    return formats.pop()
-
-
-def _group(name: str, given: Any) -> QuantizationSpec:
-    group = _inside(name, given)
-    group.ignore(f"{name}.targets", f"{name}.input_activations")
-    group.require_value(f"{name}.output_activations")
-    group.require_value(f"{name}.format", "float-quantized", "naive-quantized")
-    path = f"{name}.weights"
-    weights = _inside(path, group.get(path, default={}))
-    group.check_all_read()
-    if (weights.get(f"{path}.type"), weights.get(f"{path}.num_bits")) != ("float", 8):
-        raise weights.error((path,), "of type float with num_bits 8", group.get(path))
-    weights.require_value(f"{path}.strategy", "tensor", "channel", "block")
-    weights.require_value(f"{path}.symmetric", True)
-    weights.require_value(f"{path}.dynamic", False)
-    weights.require_value(f"{path}.actorder")
-    weights.require_value(f"{path}.group_size")
-    weights.ignore(f"{path}.observer", f"{path}.observer_kwargs")
-    weights.ignore(f"{path}.scale_dtype", f"{path}.zp_dtype")
-    block = _block(weights, f"{path}.block_structure")
-    weights.check_all_read()
-    return QuantizationSpec("fp8", block)
-
-
-def _block(config: ConfigReader, name: str) -> tuple[int, int] | None:
-    """Return the outputs and inputs per block, or None without blocks."""
-    given = config.get(name)
-    if given is None:
-        return None
-    good = isinstance(given, list) and len(given) == 2
-    if not good or not all(type(size) is int and size > 0 for size in given):
-        raise config.error((name,), "a list of two positive integers", given)
-    return given[0], given[1]
-
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Dtypes of checkpoints."""
@@ -125,6 +37,7 @@ class ModelConfig:
     """Configuration of a model folder: architecture, layers, dtype and sampling defaults."""
 
     architecture: str
+    """Class in config.json: a key of ARCHITECTURES or of LANGUAGE_MODELS."""
     model: ModelSpec
     dtype: str
     """Dtype of the checkpoint: float32, bfloat16 or float16."""
@@ -146,21 +59,67 @@ def read_config(folder: Path, overrides: str | None = None) -> ModelConfig:
             key.
     """
     raw = _read_json(folder / "config.json")
-    if raw is None and any(folder.glob("*.gguf")):
-        raise ModelError(f"{folder} has no config.json, and {missing_weights_reason(['.gguf'])}")
+    if raw is None and (files := sorted(path.name for path in folder.glob("*.gguf"))):
+        raise ModelError(f"{folder} has no config.json, but {missing_weights_reason(files)}")
     if raw is None:
         raise ModelError(f"{folder} has no config.json: it is not a Hugging Face model folder")
-    raw |= json.loads(overrides or "{}")
+    replaced = json.loads(overrides or "{}")
+    raw = apply_overrides(raw, replaced)
     generation = _read_json(folder / GENERATION_CONFIG) or {}
-    architecture = select_architecture(raw.get("architectures"))
-    config = ConfigReader(raw)
-    model = replace(spec_builder(architecture)(config), quantization=read_quantization(config))
-    config.check_all_read()
-    eos_ids = _ids("config.json", raw) | _ids(GENERATION_CONFIG, generation)
+    architecture, content = select_language_model(raw, replaced)
+    model = build_model(content)
+    eos_ids = _ids("config.json", raw) | _ids("config.json", content.content)
+    eos_ids |= _ids(GENERATION_CONFIG, generation)
     if (eos_id := find_eos_id(folder)) is not None:
         eos_ids.add(eos_id)
     sampling = _sampling_defaults(generation)
-    return ModelConfig(architecture, model, _dtype(raw), tuple(sorted(eos_ids)), sampling)
+    dtype = _dtype(content.content)
+    return ModelConfig(architecture, model, dtype, tuple(sorted(eos_ids)), sampling)
+
+
+def select_language_model(
+    raw: dict[str, Any], overrides: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[str, LanguageModelConfig]:
+    """Return the class that config.json names, and the configuration of its language model.
+
+    Args:
+        raw: content of config.json.
+        overrides: values in it that replace keys of a nested configuration too.
+
+    Raises:
+        ModelError: the class is not supported.
+    """
+    name = select_architecture(raw.get("architectures"))
+    if name in ARCHITECTURES:
+        return name, LanguageModelConfig(name, raw)
+    config = read_language_model(raw, name, overrides)
+    select_architecture([config.architecture])
+    return name, config
+
+
+def build_model(config: LanguageModelConfig) -> ModelSpec:
+    """Build the specification of a language model; every key of its configuration is read.
+
+    Raises ModelError, which names the key.
+    """
+    reader = ConfigReader(config.content)
+    try:
+        model = replace(
+            spec_builder(config.architecture)(reader), quantization=read_quantization(reader)
+        )
+        reader.check_all_read()
+    except ModelError as error:
+        if config.section:
+            raise ModelError(f"{error} (in {config.section})") from error
+        raise
+    if config.multimodal_class is None:
+        return model
+    return replace(
+        model,
+        multimodal_class=config.multimodal_class,
+        ignored_tensors=(*model.ignored_tensors, *MEDIA_TENSORS),
+        notes=(*model.notes, f"{config.multimodal_class}: only its language model is loaded"),
+    )
 
 
 def model_notes(model: ModelSpec, max_model_len: int, has_eos: bool = True) -> list[str]:
@@ -185,7 +144,10 @@ def model_notes(model: ModelSpec, max_model_len: int, has_eos: bool = True) -> l
                 f"yarn: attn_factor {rope.parameters['attn_factor']} scales the rotary embedding, "
                 "as in vLLM; transformers ignores it"
             )
-        if rope.kind == "longrope":
+        if (
+            rope.kind == "longrope"
+            and rope.parameters["short_factor"] != rope.parameters["long_factor"]
+        ):
             original = rope.parameters["original_max_position_embeddings"]
             kind = "long" if max_model_len > original else "short"
             notes.append(

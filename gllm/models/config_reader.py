@@ -18,14 +18,15 @@ _DESCRIPTION = (
     "summary_activation summary_proj_to_labels attn_implementation _attn_implementation "
     "_num_labels num_labels output_past max_sequence_length bos_token eos_token pad_token "
     "_attn_implementation_autoset unsloth_fixed unsloth_version transformers.js_config "
-    "chunk_size_feed_forward id2label label2id problem_type task_specific_params"
+    "_flash_attn_2_enabled chunk_size_feed_forward id2label label2id problem_type "
+    "task_specific_params"
 )
 """Keys that describe a model, its tokens and its files, separated by spaces."""
 _TRAINING = (
     "initializer_range init_std attention_dropout hidden_dropout dropout activation_dropout "
     "layerdrop attn_pdrop embd_pdrop resid_pdrop summary_first_dropout gradient_checkpointing "
     "output_router_logits router_aux_loss_coef router_jitter_noise aux_loss_alpha seq_aux "
-    "ep_size pretraining_tp z_loss_weight finetuning_task tf_legacy_loss"
+    "neftune_noise_alpha ep_size pretraining_tp z_loss_weight finetuning_task tf_legacy_loss"
 )
 """Keys of the training: initialization, dropout, losses and distribution."""
 _GENERATION = (
@@ -50,6 +51,7 @@ HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "num_nextn_predict_layers": (0,),
     "partial_rotary_factor": (1,),
     "pruned_heads": ({},),
+    "qk_layer_norms": (False,),
     "qkv_bias": (False,),
     "rope_interleaved": (False,),
     "shared_expert_intermediate_size": (0,),
@@ -95,10 +97,29 @@ class ConfigReader:
         self._raw = raw
         self._read: set[str] = set()
         self._defaults: dict[str, Any] = {}
+        self._own_names: dict[str, tuple[str, ...]] = {}
 
     def set_defaults(self, **values: Any) -> None:
         """Set the model family's defaults for absent keys; null remains unset."""
         self._defaults = values
+
+    def rename(self, **names: str | tuple[str, ...]) -> None:
+        """Read the family's own keys in place of usual ones; errors name the key of the file.
+
+        names: by the usual name, the key or keys to read instead, in the order of `get`.
+        """
+        for usual, own in names.items():
+            self._own_names[usual] = (own,) if isinstance(own, str) else own
+
+    def key(self, *names: str) -> str:
+        """Return which of these keys the file sets; all names if it sets none."""
+        names = self._expand(names)
+        present = (name for name in names if self._raw.get(name) is not None)
+        return next(present, " or ".join(names))
+
+    def _expand(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the keys that are read for these names."""
+        return tuple(own for name in names for own in self._own_names.get(name, (name,)))
 
     def default_of(self, name: str, default: Any) -> Any:
         """Return the model family's default for a key, for keys whose null means the default."""
@@ -106,6 +127,7 @@ class ConfigReader:
 
     def get(self, *names: str, default: Any = None) -> Any:
         """Return a value unchecked."""
+        names = self._expand(names)
         self._read.update(names)
         content = self._defaults | self._raw
         values = (content.get(name) for name in names)
@@ -117,8 +139,9 @@ class ConfigReader:
 
     def is_null(self, name: str) -> bool:
         """Return whether the file sets a key to null."""
-        self._read.add(name)
-        return name in self._raw and self._raw[name] is None
+        names = self._expand((name,))
+        self._read.update(names)
+        return any(name in self._raw and self._raw[name] is None for name in names)
 
     def positive_int(self, *names: str, default: int | None = None) -> int:
         """Return a positive integer."""
@@ -127,6 +150,20 @@ class ConfigReader:
         if type(value) is not int or not 1 <= value <= limit:
             raise self.error(names, f"a positive integer up to {limit}", value)
         return value
+
+    def positive_int_or_auto(self, name: str, auto: int) -> int:
+        """Return a positive integer; `auto` if the key is absent or has the text "auto"."""
+        value = self.get(name, default="auto")
+        return auto if value == "auto" else self.positive_int(name)
+
+    def uniform_int(self, *names: str, default: int) -> int:
+        """Return a positive integer, which the file may have once for each layer."""
+        value = self.get(*names, default=default)
+        is_uniform = isinstance(value, list) and len(set(map(repr, value))) == 1
+        number = value[0] if is_uniform else value
+        if type(number) is not int or not 1 <= number <= INT32_MAX:
+            raise self.error(names, "one positive integer for all layers", value)
+        return number
 
     def non_negative_int(self, *names: str, default: int | None = None) -> int:
         """Return an integer that is 0 or more."""
@@ -186,6 +223,13 @@ class ConfigReader:
                 f"config.json: {name} {value!r:.80} is not implemented, only {good} is"
             )
 
+    def flatten(self, name: str) -> None:
+        """Replace an object of the file by its entries, whose keys become `name.entry`."""
+        entries = self.get(name, default={})
+        if not isinstance(entries, dict):
+            raise self.error((name,), "an object", entries)
+        self._raw = self._raw | {f"{name}.{key}": value for key, value in entries.items()}
+
     def ignore(self, *names: str) -> None:
         """Accept keys that have no effect for this model family."""
         self._read.update(names)
@@ -209,6 +253,4 @@ class ConfigReader:
 
     def error(self, names: tuple[str, ...], rule: str, value: object) -> ModelError:
         """Return the error for a value that violates a rule."""
-        present = [name for name in names if self._raw.get(name) is not None]
-        name = present[0] if present else " or ".join(names)
-        return ModelError(f"config.json: {name} is {value!r:.80}, but has to be {rule}")
+        return ModelError(f"config.json: {self.key(*names)} is {value!r:.80}, but has to be {rule}")

@@ -3,13 +3,13 @@
 The arithmetic is in gllm/kernels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
 
-from gllm.kernels.activation import apply_activation, sigmoid
+from gllm.kernels.activation import apply_activation, sigmoid, xielu
 from gllm.kernels.experts import (
     Routing,
     StackedExperts,
@@ -18,13 +18,16 @@ from gllm.kernels.experts import (
     run_stacked,
     stack_experts,
 )
-from gllm.kernels.gated_linear import GatedMatrix, gated_linear, prepare_gated
+from gllm.kernels.gated_linear import ActivatedMatrix, GatedMatrix, gated_linear, prepare_gated
 from gllm.kernels.linear import linear, prepare, scales_rows
-from gllm.kernels.weight_format import Matrix
+from gllm.kernels.native.program import launch_host_function
+from gllm.kernels.residual import scale
+from gllm.kernels.weight_format import Matrix, dequantize_weight
 from gllm.models.basic_layers import Linear, read_bias, read_matrices, read_matrix
 from gllm.models.errors import ModelError
 from gllm.models.loader import Weights
-from gllm.models.spec import ExpertsSpec, LinearSpec, MLPSpec
+from gllm.models.spec.feed_forward import ExpertsSpec, MLPSpec
+from gllm.models.spec.parts import LinearSpec
 
 
 class MLP:
@@ -32,13 +35,18 @@ class MLP:
 
     def __init__(self, spec: MLPSpec, weights: Weights, hidden_size: int) -> None:
         """Read the weights from `weights`, which are those of the layer."""
-        self.activation = spec.activation
+        self.activation, self.output_scale = spec.activation, spec.output_scale
         self.up_proj: Linear | GatedMatrix
         if spec.is_gated:
             self.up_proj = read_gated(spec, weights, hidden_size)
         else:
             self.up_proj = Linear(spec.up_proj, weights, [spec.intermediate_size], hidden_size)
         self.down_proj = Linear(spec.down_proj, weights, [hidden_size], spec.intermediate_size)
+        self.activation_weights: list[Tensor] | None = None
+        if spec.activation_weights is not None:
+            self.activation_weights = [
+                weights.read_float32(name, 1) for name in spec.activation_weights
+            ]
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the output [tokens, hidden] of x [tokens, hidden].
@@ -46,40 +54,74 @@ class MLP:
         out: see Linear; `down_proj` writes to it.
         """
         if isinstance(self.up_proj, GatedMatrix):
-            return self.down_proj(gated_linear(x, self.up_proj), out)
-        return self.down_proj(apply_activation(self.activation, self.up_proj(x)), out)
+            return scale(self.down_proj(gated_linear(x, self.up_proj), out), self.output_scale)
+        inner = self.up_proj(x)
+        if self.activation_weights is not None:
+            return self.down_proj(xielu(inner, *self.activation_weights), out)
+        return self.down_proj(apply_activation(self.activation, inner), out)
 
 
 def read_gated(spec: MLPSpec, weights: Weights, hidden_size: int) -> GatedMatrix:
     """Read the gate and up projection of a gated MLP and prepare them for the fused kernel."""
     outputs = [spec.intermediate_size, spec.intermediate_size]
     parts = read_matrices(spec.up_proj, weights, outputs, hidden_size)
+    if spec.gate_scale != 1:
+        assert len(parts) == 2, "gate and up projection are separate"
+        parts = [dequantize_weight(parts[0]) * spec.gate_scale, dequantize_weight(parts[1])]
     bias = read_bias(spec.up_proj, weights, outputs)
     fused = parts[0] if len(parts) == 1 else None
     halves = fused if isinstance(fused, Tensor) else parts
     return prepare_gated(halves, bias, spec.activation, weights.quantization)
 
 
-SeparateExperts = tuple[Sequence[GatedMatrix], Sequence[Matrix]]
-"""Gate and up projection of each expert, and down projection of each."""
+SeparateExperts = tuple[Sequence[GatedMatrix | ActivatedMatrix], Sequence[Matrix], Tensor | None]
+"""Gate and up projection of each expert, down projection of each, and the biases of the down
+projections [experts, hidden]."""
+
+
+def read_inner(spec: MLPSpec, weights: Weights, hidden_size: int) -> GatedMatrix | ActivatedMatrix:
+    """Read the projections from the hidden state to the inner elements of an MLP."""
+    if spec.is_gated:
+        return read_gated(spec, weights, hidden_size)
+    outputs = [spec.intermediate_size]
+    matrix = read_matrix(spec.up_proj, weights, outputs, hidden_size)
+    return ActivatedMatrix(matrix, read_bias(spec.up_proj, weights, outputs), spec.activation)
 
 
 def read_separate_experts(
     experts: Sequence[MLPSpec], weights: Weights, hidden_size: int
 ) -> SeparateExperts:
     """Read the weights of MoE experts as one matrix per expert and projection."""
-    gate_up = [read_gated(expert, weights, hidden_size) for expert in experts]
+    gate_up = [read_inner(expert, weights, hidden_size) for expert in experts]
     down = [
         read_matrix(expert.down_proj, weights, [hidden_size], expert.intermediate_size)
         for expert in experts
     ]
-    return gate_up, down
+    return gate_up, down, read_down_biases(experts, weights, hidden_size)
+
+
+def read_down_biases(
+    experts: Sequence[MLPSpec], weights: Weights, hidden_size: int
+) -> Tensor | None:
+    """Read the biases of the down projections, [experts, hidden]; None if this rank adds none.
+
+    The ranks' outputs are added, so only the first one adds them.
+    """
+    biases = _stack(read_bias(expert.down_proj, weights, [hidden_size]) for expert in experts)
+    is_first = experts[0].down_proj.columns is None or weights.ranks.rank == 0
+    return biases if is_first else None
+
+
+def _stack(biases: Iterable[Tensor | None]) -> Tensor | None:
+    """Return the biases of all experts as one tensor; None without biases."""
+    present = [bias for bias in biases if bias is not None]
+    return torch.stack(present) if present else None
 
 
 def read_stacked_experts(
     experts: Sequence[MLPSpec], weights: Weights, hidden_size: int
 ) -> StackedExperts:
-    """Read the weights of MoE experts, without biases, as one stacked tensor per projection.
+    """Read the weights of MoE experts as one stacked tensor per projection.
 
     Raises:
         ModelError: the experts have different shapes or formats.
@@ -91,7 +133,11 @@ def read_stacked_experts(
     down = (read_matrices(expert.down_proj, weights, [hidden_size], size) for expert in experts)
     try:
         return StackedExperts(
-            stack_experts(len(experts), gate_up), stack_experts(len(experts), down), activation
+            stack_experts(len(experts), gate_up, weights.quantization),
+            stack_experts(len(experts), down, weights.quantization),
+            activation,
+            _stack(read_bias(expert.up_proj, weights, [size, size]) for expert in experts),
+            read_down_biases(experts, weights, hidden_size),
         )
     except ValueError as error:
         raise ModelError(f"{experts[0].up_proj.names[0]}: {error}") from error
@@ -104,21 +150,34 @@ class Experts:
         """Read the weights from `weights`, which are those of the layer."""
         router_name = f"{spec.router.names[0]}.weight"
         router = weights.read_float32(router_name, spec.num_experts, hidden_size)
+        if spec.router_scale is not None:
+            factors = weights.read_float32(spec.router_scale, hidden_size)
+            router = router * (factors * hidden_size**-0.5)
+        self.router_bias: Tensor | None = None
+        if spec.router.has_bias:
+            self.router_bias = weights.read_float32(
+                f"{spec.router.names[0]}.bias", spec.num_experts
+            )
         # No BLAS: the experts selected for a token must not depend on its batch.
         self.router = prepare([router])
         self.correction_bias: Tensor | None = None
         if spec.correction_bias is not None:
-            self.correction_bias = weights.read_float32(spec.correction_bias, spec.num_experts)
+            shape = (1, spec.num_experts) if spec.has_correction_row else (spec.num_experts,)
+            self.correction_bias = weights.read_float32(spec.correction_bias, *shape).flatten()
+        self.expert_scale: Tensor | None = None
+        if spec.expert_scale is not None:
+            self.expert_scale = weights.read_float32(spec.expert_scale, spec.num_experts)
         self.routing = Routing(**{each.name: getattr(spec, each.name) for each in fields(Routing)})
         experts = [expert_spec(spec.expert, index) for index in range(spec.num_experts)]
         self.experts: StackedExperts | SeparateExperts
         # GPU kernels read stacks; CPU kernels read matrices, each laid out separately.
-        has_bias = spec.expert.up_proj.has_bias
-        if router.is_cuda and weights.quantization == "none" and not has_bias:
+        if router.is_cuda and spec.expert.is_gated:
             self.experts = read_stacked_experts(experts, weights, hidden_size)
         else:
             self.experts = read_separate_experts(experts, weights, hidden_size)
         self._ranks, self._is_summed = weights.ranks, spec.is_summed
+        self._weighs_inputs = spec.weighs_inputs
+        assert spec.top_k == 1 or not spec.weighs_inputs, "experts_spec refuses it"
         self.shared_expert: MLP | None = None
         if spec.shared_expert is not None:
             self.shared_expert = MLP(spec.shared_expert, weights, hidden_size)
@@ -128,19 +187,31 @@ class Experts:
                 spec.shared_expert_gate, weights, [1], hidden_size, is_exact=True
             )
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the output [tokens, hidden] of x [tokens, hidden]."""
-        logits = linear(x.to(torch.float32), self.router, None)
+    def __call__(self, x: Tensor, router_input: Tensor | None = None) -> Tensor:
+        """Return the output [tokens, hidden] of x [tokens, hidden].
+
+        router_input: input of the router [tokens, hidden]; None for x.
+        """
+        return launch_host_function(self._run, x, x if router_input is None else router_input)
+
+    def _run(self, x: Tensor, router_input: Tensor) -> Tensor:
+        """Return the output; how many tokens each expert has depends on the step."""
+        logits = linear(router_input.to(torch.float32), self.router, self.router_bias)
         expert_ids, expert_weights = route(logits, self.routing, self.correction_bias)
+        if self.expert_scale is not None:
+            expert_weights = expert_weights * self.expert_scale[expert_ids]
         out = self._ranks.layers.partial(*x.shape) if self._is_summed else None
+        routed = x
+        if self._weighs_inputs:
+            routed, expert_weights = x * expert_weights.to(x.dtype), torch.ones_like(expert_weights)
         if isinstance(self.experts, StackedExperts):
-            result = run_stacked(x, expert_ids, expert_weights, self.experts)
+            result = run_stacked(routed, expert_ids, expert_weights, self.experts)
         else:
             reduce_magnitudes = None
             if self._is_summed and scales_rows(self.experts[1][0]):
                 reduce_magnitudes = self._ranks.layers.maximum
             result = run_experts(
-                x, expert_ids, expert_weights, *self.experts, out, reduce_magnitudes
+                routed, expert_ids, expert_weights, *self.experts, out, reduce_magnitudes
             )
         if self.shared_expert is not None:
             shared = self.shared_expert(x, None if out is None else torch.empty_like(out))

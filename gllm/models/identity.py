@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from gllm.models.errors import ModelError
+from gllm.models.formats.gguf_file import GgufFile
 from gllm.models.weight_files import find_weight_files, is_lfs_pointer, lfs_error
 
 MAX_SAMPLED_TENSORS = 256
@@ -24,11 +25,11 @@ MAX_HEADER_BYTES = 100_000_000
 def hash_model(folder: Path) -> str:
     """Return a SHA-256 digest that identifies a model, in hexadecimal.
 
-    It covers config.json, the names, sizes and headers of the safetensors files, and a few bytes of
-    their tensors.
+    It covers config.json, the names, sizes and headers of the weight files, safetensors or GGUF,
+    and a few bytes of their tensors.
 
     Raises:
-        ModelError: a file is missing or is no safetensors file.
+        ModelError: a file is missing or damaged.
     """
     digest = hashlib.sha256()
     try:
@@ -74,11 +75,27 @@ def _hash_weights(digest: "hashlib._Hash", path: Path) -> None:
     if is_lfs_pointer(path):
         raise ModelError(lfs_error(path))
     size = path.stat().st_size
+    if path.suffix == ".gguf":
+        _hash_gguf(digest, path)
+        return
     with path.open("rb") as file:
         header, start = _read_header(file, path)
         digest.update(struct.pack("<QQ", size, len(header)) + path.name.encode() + header)
         for offset in _sample_offsets(header, path):
             file.seek(start + offset)
+            digest.update(file.read(SAMPLED_BYTES))
+
+
+def _hash_gguf(digest: "hashlib._Hash", path: Path) -> None:
+    """Add name, size, header and samples of a GGUF file to a digest."""
+    tensors = GgufFile(path).tensors.values()
+    spans = sorted((tensor.offset, tensor.offset + tensor.nbytes) for tensor in tensors)
+    size = path.stat().st_size
+    digest.update(struct.pack("<Q", size) + path.name.encode())
+    with path.open("rb") as file:
+        digest.update(file.read(spans[0][0] if spans else size))
+        for offset in _offsets_of(spans):
+            file.seek(offset)
             digest.update(file.read(SAMPLED_BYTES))
 
 
@@ -104,5 +121,13 @@ def _sample_offsets(header: bytes, path: Path) -> list[int]:
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{path} has no readable header: {error}") from error
+    return _offsets_of(spans)
+
+
+def _offsets_of(spans: Sequence[tuple[int, int]]) -> list[int]:
+    """Return offsets in the middle of some tensors, all over a file.
+
+    spans: begin and end of each tensor, in ascending order.
+    """
     step = max(1, -(-len(spans) // MAX_SAMPLED_TENSORS))
     return [max(begin, (begin + end - SAMPLED_BYTES) // 2) for begin, end in spans[::step]]

@@ -1,8 +1,8 @@
-"""Loader of one stage's weights from a Hugging Face folder.
+"""Loader of one stage's weights from a Hugging Face folder, or from GGUF files.
 
 Tensors are read from memory-mapped safetensors, only those that the stage requests, and of a
-tensor parallel rank only its runs of them. Every tensor of the stage has to be requested: one that
-is left over may change the results.
+tensor parallel rank only its runs of them; those of GGUF files are read some rows at a time. Every
+tensor of the stage has to be requested: one that is left over may change the results.
 """
 
 import logging
@@ -17,20 +17,24 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from gllm.kernels.weight_format import Weight, dequantize_weight, weight_format
+from gllm.kernels.grouped_weight import GroupedWeight
+from gllm.kernels.linear_grouped import DEVICES
+from gllm.kernels.weight_format import Weight, dequantize_weight
 from gllm.models.errors import ModelError
+from gllm.models.formats.gguf_file import open_gguf_files
+from gllm.models.formats.gguf_names import GgufModel
+from gllm.models.formats.gguf_tensors import GgufStoredTensor
+from gllm.models.formats.stored_format import StoredLinear, stored_format
+from gllm.models.multimodal import rename_tensor
 from gllm.models.ranks import Ranks
-from gllm.models.shard import TensorShards, shard_scales, widen_shards
-from gllm.models.spec import (
-    AttentionSpec,
-    DimensionShard,
-    LayerSpec,
-    LinearSpec,
-    MLPSpec,
-    ModelSpec,
-    NormSpec,
-)
-from gllm.models.stored_tensor import CPU, StoredTensor, StoredTensors, select, split_experts
+from gllm.models.shard import TensorShards, head_shard
+from gllm.models.spec.attention import AttentionSpec, LatentAttentionSpec
+from gllm.models.spec.feed_forward import ExpertsSpec, MLPSpec
+from gllm.models.spec.layer import LayerSpec, NoMixerSpec, SingleMixerSpec
+from gllm.models.spec.model import ModelSpec
+from gllm.models.spec.parts import DimensionShard, LinearSpec, NormSpec
+from gllm.models.spec.recurrent import RecurrentSpec
+from gllm.models.stored_tensor import CPU, StoredTensor, StoredTensors, split_experts
 from gllm.models.weight_files import find_weight_files, unreadable_reason
 
 
@@ -44,6 +48,12 @@ def tensor_shards(model: ModelSpec, layers: range) -> dict[str, TensorShards]:
         layers: indices of the stage's layers.
     """
     cuts: dict[str, TensorShards] = {}
+    if (per_layer := model.per_layer_embedding) is not None:
+        size = per_layer.size
+        run = (layers.start * size, layers.stop * size)
+        own = DimensionShard(model.num_layers * size, (run,))
+        cuts[f"{per_layer.name}.weight"] = None, own
+        cuts[f"{per_layer.projection}.weight"] = own, None
     if model.ranks == 1:
         return cuts
     embedding, head = model.embedding, model.head
@@ -54,6 +64,10 @@ def tensor_shards(model: ModelSpec, layers: range) -> dict[str, TensorShards]:
         layer, prefix = model.layers[index], model.layer_name_format.format(index)
         for linear in _linears(layer):
             cuts |= {f"{prefix}.{name}": cut for name, cut in _linear_cuts(linear)}
+        for mixer in layer.mixers:
+            if isinstance(mixer, AttentionSpec) and mixer.sinks is not None:
+                cuts[f"{prefix}.{mixer.sinks}"] = (head_shard(mixer),)
+            cuts |= {f"{prefix}.{name}": cut for name, cut in _channel_cuts(mixer)}
         for norm in _head_norms(layer):
             cuts |= {f"{prefix}.{norm.name}.{kind}": (norm.heads,) for kind in ("weight", "bias")}
     return {name: cut for name, cut in cuts.items() if any(cut)}
@@ -61,27 +75,44 @@ def tensor_shards(model: ModelSpec, layers: range) -> dict[str, TensorShards]:
 
 def _linears(layer: LayerSpec) -> Iterator[LinearSpec]:
     """Yield the linear layers of a layer that may be cut, of each expert its own."""
-    attention, mlp = layer.attention, layer.mlp
-    if isinstance(attention, AttentionSpec):
-        yield attention.qkv_proj
-    else:
-        yield from (attention.q_proj, attention.kv_up_proj)
-    yield attention.out_proj
-    if isinstance(mlp, MLPSpec):
-        yield from (mlp.up_proj, mlp.down_proj)
-        return
-    for linear in (mlp.expert.up_proj, mlp.expert.down_proj):
-        for index in range(mlp.num_experts):
-            yield replace(linear, names=tuple(name.format(index) for name in linear.names))
-    if mlp.shared_expert is not None:
-        yield from (mlp.shared_expert.up_proj, mlp.shared_expert.down_proj)
+    for mixer in layer.mixers:
+        if isinstance(mixer, AttentionSpec):
+            yield mixer.qkv_proj
+            if mixer.gate_proj is not None:
+                yield mixer.gate_proj
+        elif isinstance(mixer, RecurrentSpec):
+            yield from mixer.in_linears
+        elif isinstance(mixer, LatentAttentionSpec):
+            yield from (mixer.q_proj, mixer.kv_up_proj)
+            if mixer.gate_proj is not None:
+                yield mixer.gate_proj
+        if not isinstance(mixer, NoMixerSpec):
+            yield mixer.out_proj
+    for mlp in (layer.mlp, *([layer.experts.experts] if layer.experts else [])):
+        if isinstance(mlp, MLPSpec):
+            yield from (mlp.up_proj, mlp.down_proj)
+        if not isinstance(mlp, ExpertsSpec):
+            continue
+        for linear in (mlp.expert.up_proj, mlp.expert.down_proj):
+            for index in range(mlp.num_experts):
+                yield replace(linear, names=tuple(name.format(index) for name in linear.names))
+        if mlp.shared_expert is not None:
+            yield from (mlp.shared_expert.up_proj, mlp.shared_expert.down_proj)
 
 
 def _head_norms(layer: LayerSpec) -> Iterator[NormSpec]:
     """Yield the norms with a scale for each head."""
-    if isinstance(layer.attention, AttentionSpec):
-        norms = layer.attention.query_norm, layer.attention.key_norm
-        yield from (norm for norm in norms if norm is not None)
+    for mixer in layer.mixers:
+        if isinstance(mixer, AttentionSpec):
+            norms = mixer.query_norm, mixer.key_norm
+            yield from (norm for norm in norms if norm is not None)
+
+
+def _channel_cuts(spec: SingleMixerSpec) -> Iterator[tuple[str, TensorShards]]:
+    """Yield the tensors of a recurrent block with one row per head or channel, and their cuts."""
+    if isinstance(spec, RecurrentSpec):
+        for vector in spec.vectors:
+            yield vector.name, (*[None] * vector.dimension, vector.rows)
 
 
 def _linear_cuts(linear: LinearSpec) -> Iterator[tuple[str, TensorShards]]:
@@ -94,6 +125,15 @@ def _linear_cuts(linear: LinearSpec) -> Iterator[tuple[str, TensorShards]]:
             f"{name}.weight",
             (linear.columns, rows) if is_transposed else (rows, linear.columns),
         )
+
+
+def is_same_tensor(
+    one: StoredTensor | GgufStoredTensor, other: StoredTensor | GgufStoredTensor
+) -> bool:
+    """Return True if two whole matrices of one checkpoint have the same values."""
+    if isinstance(one, GgufStoredTensor):
+        return isinstance(other, GgufStoredTensor) and one.is_equal(other)
+    return isinstance(other, StoredTensor) and one.is_equal(other)
 
 
 LEFTOVERS = (r"(.*\.)?rotary(_pos)?_emb\.inv_freq",)
@@ -164,6 +204,10 @@ class TensorNames:
 
 log = logging.getLogger(__name__)
 
+HomeTensors = dict[str, StoredTensor | GgufStoredTensor]
+"""Tensors of a checkpoint, by the names that the model reads them by."""
+WEIGHT = ".weight"
+"""End of the names that models read weights by, also those that a checkpoint has in several."""
 Progress = Callable[[int, int], None]
 """Called with the bytes read and the total."""
 
@@ -191,7 +235,7 @@ class Checkpoint:
             layers: layers of the stage.
             device: device of the tensors returned.
             keep_quantized: True if `read_matrices` keeps the checkpoint's format; None for True on
-                GPUs.
+                devices whose kernels multiply by it.
             held_layers: layers of the stage that are in memory already, and not read.
             holds_ends: True if embedding and LM head are in memory already, and not read.
 
@@ -200,12 +244,19 @@ class Checkpoint:
         """
         self.folder = folder
         self.dtype = dtype
-        self._device = device
-        self._keep_quantized = device.type == "cuda" if keep_quantized is None else keep_quantized
+        self.device = device
+        """Device of the tensors returned."""
         self._stored = model.quantization
         self._format = (
-            None if model.quantization is None else weight_format(model.quantization.format)
+            None if model.quantization is None else stored_format(model.quantization.format)
         )
+        has_kernels = self._format is not None and device.type in self._format.devices
+        if self._format is not None and not has_kernels and device.type != "cpu":
+            log.warning(
+                "no kernels of this device multiply by weights of %s: they become %s at load",
+                *(self._format.codes, dtype),
+            )
+        self._keep_quantized = has_kernels if keep_quantized is None else keep_quantized
         self.weight_bytes = 0
         """Bytes in memory of the tensors read so far."""
         self.read_bytes = 0
@@ -213,8 +264,8 @@ class Checkpoint:
         self._progress: Progress = lambda done, total: None
         self._done = 0
         self._files = ExitStack()
+        self._may_lack_head = model.multimodal_class is not None
         homes = self._open(model)
-        split_experts(homes, model)
         self.model = self._with_head(model, homes, layers)
         """The model, with an untied head if the checkpoint's differs from the embedding."""
         self._names = TensorNames(self.model)
@@ -271,9 +322,13 @@ class Checkpoint:
         self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]
     ) -> Sequence[Weight]:
         """Return weights, quantized as in the checkpoint if all are and the kernels support it."""
-        if not self._keep_quantized or not all(self._is_quantized(name) for name in names):
+        pairs = list(zip(names, shapes, strict=True))
+        if self.device.type in DEVICES and all(self._is_packed(name) for name in names):
+            weights = [part for pair in pairs for part in self._read_packed(*pair)]
+        elif self._keep_quantized and all(self._is_quantized(name) for name in names):
+            weights = self._read_all(names, shapes, None)
+        else:
             return self.read_parts(names, shapes)
-        weights = self._read_all(names, shapes, None)
         self.weight_bytes += sum(weight.nbytes for weight in weights)
         return weights
 
@@ -288,7 +343,15 @@ class Checkpoint:
 
     def check_all_read(self) -> None:
         """Raise ModelError if a tensor of the stage was not read."""
-        self._refuse(sorted(self._unread))
+        unread = [name for name in sorted(self._unread) if not self._is_zero_bias(name)]
+        self._refuse(unread)
+
+    def _is_zero_bias(self, name: str) -> bool:
+        """Return whether a tensor is a bias of zeros, which AutoGPTQ gives quantized layers."""
+        stem, _, kind = name.rpartition(".")
+        if kind != "bias" or not self._is_quantized(stem + WEIGHT):
+            return False
+        return not bool(self._read_stored(name, ()).any())
 
     def _check_names(self, names: Iterable[str]) -> None:
         """Raise ModelError for tensors that no stage reads."""
@@ -308,19 +371,24 @@ class Checkpoint:
                 f"computed wrongly: {', '.join(names[:5])} ({len(names)} in all){reason}"
             )
 
-    def _with_head(self, model: ModelSpec, homes: StoredTensors, layers: range) -> ModelSpec:
+    def _with_head(self, model: ModelSpec, homes: HomeTensors, layers: range) -> ModelSpec:
         """Return the model with the LM head of the files; drop the copy of a tied one.
 
         transformers does not tie weights that differ, whatever config.json says.
         """
         embedding = f"{model.embedding.name}.weight"
         own = f"{model.head.untied_name}.weight"
+        head = f"{model.head.name}.weight"
+        if head not in homes and not model.is_head_tied and self._may_lack_head:
+            if layers.stop == model.num_layers:
+                log.warning("the model has no %s: its embedding is used in its place", head)
+            return replace(model, head=replace(model.head, name=model.embedding.name))
         if own not in homes or not model.is_head_tied:
             return model
         if embedding not in homes:
             homes[embedding] = homes[own]
         self.read_bytes += homes[own].nbytes + homes[embedding].nbytes
-        if homes[own].is_equal(homes[embedding]):
+        if is_same_tensor(homes[own], homes[embedding]):
             del homes[own]
             return model
         if layers.stop == model.num_layers:
@@ -340,38 +408,62 @@ class Checkpoint:
             for name, shape in pairs
         ]
 
+    def _is_packed(self, name: str) -> bool:
+        """Return whether a tensor is stored in few bits, as kernels multiply by it."""
+        home = self._homes.get(name)
+        return isinstance(home, GgufStoredTensor) and home.is_packed
+
+    def _read_packed(self, name: str, shape: tuple[int, ...]) -> Sequence[Weight]:
+        """Return a tensor stored in few bits, or the cuts of it, as weights along its outputs."""
+        cuts = self._cuts.get(name, ())
+        self._check_shape(name, self._whole_shape(name, shape, cuts))
+        home = self._homes[name]
+        assert isinstance(home, GgufStoredTensor), "the tensor is packed"
+        packed = home.read_packed(cuts, self.dtype)
+        weights = [replace(weight, device=self.device) for weight in packed]
+        self._mark_read(name, sum(weight.nbytes for weight in weights))
+        return weights
+
     def _is_quantized(self, name: str) -> bool:
         """Return whether a tensor is stored in the format of quantization_config."""
-        home = self._homes.get(name)
-        return (
-            home is not None
-            and self._format is not None
-            and (home.dtype == self._format.stored_dtype)
-        )
+        if self._format is None or not name.endswith(WEIGHT):
+            return False
+        home = self._homes.get(self._codes_name(name))
+        return home is not None and home.dtype in self._format.dtypes
+
+    def _codes_name(self, name: str) -> str:
+        """Return the name of the tensor with the codes of a quantized weight."""
+        assert self._format is not None, "the model has quantized weights"
+        return name.removesuffix(WEIGHT) + "." + self._format.codes
 
     def _tensor(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, cuts: TensorShards
     ) -> Weight:
         """Return a tensor, or the cuts of it, of this shape."""
-        self._check_shape(name, shape, cuts)
+        whole = self._whole_shape(name, shape, cuts)
         if self._is_quantized(name):
-            return self._load_quantized(name, cuts, dtype)
+            return self._load_quantized(name, whole, cuts, dtype)
+        self._check_shape(name, whole)
         tensor = self._read_stored(name, cuts)
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ModelError(
-                f"{self.folder}: tensor {name!r} is of type {tensor.dtype}; of quantized "
-                "checkpoints only those in float8_e4m3fn are implemented, where config.json has "
-                "their quantization_config"
+                f"{self.folder}: tensor {name!r} is of type {tensor.dtype}; quantized tensors are "
+                "read where config.json has their quantization_config: 8-bit floats only in "
+                "float8_e4m3fn"
             )
-        return tensor.to(self._device, dtype)
+        return tensor.to(self.device, dtype)
 
-    def _check_shape(self, name: str, shape: tuple[int, ...], cuts: TensorShards) -> None:
-        """Raise ModelError if the stored tensor does not have the shape of which cuts are read."""
-        expected = list(shape)
+    def _whole_shape(self, name: str, shape: tuple[int, ...], cuts: TensorShards) -> list[int]:
+        """Return the shape of a tensor of which cuts have the given shape."""
+        whole = list(shape)
         for dimension, cut in enumerate(cuts):
             if cut is not None:
                 assert shape[dimension] == cut.num_elements, f"{name} is read as it is cut"
-                expected[dimension] = cut.size
+                whole[dimension] = cut.size
+        return whole
+
+    def _check_shape(self, name: str, expected: Sequence[int]) -> None:
+        """Raise ModelError if the stored tensor does not have this shape."""
         stored = self._home(name).shape
         if stored != tuple(expected):
             raise ModelError(
@@ -379,44 +471,57 @@ class Checkpoint:
                 f"be {tuple(expected)}"
             )
 
-    def _load_quantized(self, name: str, cuts: TensorShards, dtype: torch.dtype) -> Weight:
-        """Return the weight whose codes are the tensor `name`.
+    def _load_quantized(
+        self, name: str, whole: Sequence[int], cuts: TensorShards, dtype: torch.dtype
+    ) -> Weight:
+        """Return a weight that is quantized in the checkpoint.
 
-        It stays in the checkpoint's format unless a cut ends within a block of it.
+        It stays in the checkpoint's format unless a cut ends within a block of scales, or no
+        kernels of the device multiply by it.
 
         Raises:
-            ModelError: scales are missing or do not fit.
+            ModelError: tensors are missing or do not fit.
         """
         assert self._format is not None, "the model has quantized weights"
         assert self._stored is not None, "the model has quantized weights"
-        stem, block = name.removesuffix("weight"), self._stored.block
-        wide = widen_shards(cuts, block)
+        stem = name.removesuffix("weight")
+        has_kernels = self.device.type in self._format.devices
+        device = self.device if has_kernels and not self._format.is_read_on_cpu else CPU
 
-        def read(last_part: str) -> Tensor | None:
-            sibling = stem + last_part
-            if sibling not in self._homes:
-                return None
-            scale_cuts = shard_scales(wide, self._homes[sibling].shape, block)
-            return self._read_stored(sibling, scale_cuts).to(self._device)
+        def shape_of(last_part: str) -> tuple[int, ...] | None:
+            home = self._homes.get(stem + last_part)
+            return None if home is None else home.shape
 
-        codes = self._read_stored(name, wide).to(self._device)
+        def read(last_part: str, sibling_cuts: TensorShards) -> Tensor:
+            return self._read_stored(stem + last_part, sibling_cuts).to(device)
+
+        rows, columns = cuts or (None, None)
+        shape = whole[0], whole[1]
+        layer = StoredLinear(self._stored, shape, rows, columns, dtype, shape_of, read)
         try:
-            weight: Weight = self._format.load(codes, read, block, dtype)
+            weight = self._format.load(layer)
         except ValueError as error:
-            raise ModelError(f"{self.folder}: tensor {name!r} {error}") from error
-        return weight if wide == cuts else select(dequantize_weight(weight), wide, cuts)
+            codes = self._codes_name(name)
+            raise ModelError(f"{self.folder}: tensor {codes!r} {error}") from error
+        if not has_kernels and self.device != CPU:
+            return dequantize_weight(weight).to(self.device)
+        return replace(weight, device=self.device) if isinstance(weight, GroupedWeight) else weight
 
     def _read_stored(self, name: str, cuts: TensorShards) -> Tensor:
         """Return a tensor or its cuts as they are stored, and mark it as read."""
         tensor = self._home(name).read(cuts)
-        self.read_bytes += tensor.nbytes
+        self._mark_read(name, tensor.nbytes)
+        return tensor
+
+    def _mark_read(self, name: str, nbytes: int) -> None:
+        """Count a tensor as read."""
+        self.read_bytes += nbytes
         if name in self._unread:
             self._unread.remove(name)
             self._done += self._expected_bytes(name)
             self._progress(self._done, self.total_bytes)
-        return tensor
 
-    def _home(self, name: str) -> StoredTensor:
+    def _home(self, name: str) -> StoredTensor | GgufStoredTensor:
         """Return where a tensor is. Raises ModelError if it is missing."""
         if name not in self._homes:
             raise ModelError(f"{self.folder} lacks the tensor {name!r}")
@@ -429,10 +534,21 @@ class Checkpoint:
             size = size if cut is None else size * cut.num_elements // cut.size
         return size
 
-    def _open(self, model: ModelSpec) -> StoredTensors:
+    def _open(self, model: ModelSpec) -> HomeTensors:
         """Open the files of the folder; return their tensors by their full names."""
+        paths = find_weight_files(self.folder)
+        if paths[0].suffix == ".gguf":
+            files = open_gguf_files(paths)
+            readers = [self._files.enter_context(file.open()) for file in files]
+            return dict(GgufModel(list(zip(files, readers, strict=True)), model).tensors)
+        homes = self._open_safetensors(paths, model)
+        split_experts(homes, model)
+        return dict(homes)
+
+    def _open_safetensors(self, paths: Iterable[Path], model: ModelSpec) -> StoredTensors:
+        """Open safetensors files; return their tensors by their full names."""
         homes: StoredTensors = {}
-        for path in find_weight_files(self.folder):
+        for path in paths:
             try:
                 handle = self._files.enter_context(safe_open(path, framework="pt"))
             except (OSError, SafetensorError) as error:
@@ -445,10 +561,15 @@ class Checkpoint:
                     "to it"
                 )
             homes |= stored
+        for part, replacement in model.renamed_tensors:
+            homes = {name.replace(part, replacement): home for name, home in homes.items()}
         prefix, head = model.optional_prefix, model.head.untied_name
+        if model.multimodal_class is not None:
+            homes = {rename_tensor(name, prefix, head): home for name, home in homes.items()}
         if any(name.startswith(prefix) for name in homes):
             return homes
         # As the model without its head was saved.
+        self._may_lack_head = True
         return {
             name if name.rpartition(".")[0] == head else prefix + name: home
             for name, home in homes.items()
@@ -492,6 +613,10 @@ class Weights:
     def read(self, name: str, *shape: int) -> Tensor:
         """Read one tensor of this shape."""
         return self._checkpoint.read([self._prefix + name], [shape])
+
+    def ones(self, *shape: int) -> Tensor:
+        """Return ones of this shape, of the dtype and on the device of the tensors."""
+        return torch.ones(*shape, dtype=self.dtype, device=self._checkpoint.device)
 
     def read_float32(self, name: str, *shape: int) -> Tensor:
         """Read one tensor of this shape in float32, whatever the compute dtype is."""

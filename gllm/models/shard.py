@@ -10,16 +10,25 @@ Source: Shoeybi et al., "Megatron-LM" (2019), section 3.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from gllm.models.spec import (
-    AttentionSpec,
-    DimensionShard,
-    ExpertsSpec,
-    LatentAttentionSpec,
+from gllm.models.spec.attention import AttentionSpec, LatentAttentionSpec
+from gllm.models.spec.feed_forward import ExpertsSpec, MLPSpec
+from gllm.models.spec.layer import (
     LayerSpec,
-    LinearSpec,
-    MLPSpec,
-    ModelSpec,
-    NormSpec,
+    NoMixerSpec,
+    ParallelMixerSpec,
+    SequenceMixerSpec,
+    SingleMixerSpec,
+)
+from gllm.models.spec.model import ModelSpec
+from gllm.models.spec.parts import DimensionShard, LinearSpec, NormSpec
+from gllm.models.spec.recurrent import (
+    DeltaNetSpec,
+    KimiDeltaSpec,
+    LightningSpec,
+    Mamba1Spec,
+    Mamba2Spec,
+    RecurrentSpec,
+    ShortConvSpec,
 )
 
 TensorShards = tuple[DimensionShard | None, ...]
@@ -106,6 +115,12 @@ def _cut_blocks(cut: DimensionShard | None, count: int, length: int) -> Dimensio
     )
 
 
+def head_shard(attention: AttentionSpec) -> DimensionShard:
+    """Return the query heads of one rank's attention among those of all ranks."""
+    count, first = attention.num_heads, attention.first_head
+    return DimensionShard(attention.total_num_heads or count, ((first, first + count),))
+
+
 Run = tuple[int, int]
 """Consecutive indices, [begin, end)."""
 
@@ -163,16 +178,22 @@ def _find_obstacle(model: ModelSpec, ranks: int) -> str | None:
     for name, size in (size for layer in layers for size in _divided_sizes(layer)):
         if size % ranks:
             return f"{name} is {size}, which {ranks} ranks cannot divide equally"
-    for layer in layers:
-        heads = layer.attention.num_kv_heads if isinstance(layer.attention, AttentionSpec) else 0
-        if heads % ranks and ranks % heads:
-            return f"num_key_value_heads is {heads}, neither a multiple nor a divisor of {ranks}"
+    for mixer in (mixer for layer in layers for mixer in layer.mixers):
+        name, count = _shared_size(mixer)
+        if count % ranks and ranks % count:
+            return f"{name} is {count}, neither a multiple nor a divisor of {ranks}"
     vocabulary = model.vocab_size
     if (ranks - 1) * -(-vocabulary // ranks) >= vocabulary:
         return f"vocab_size is {vocabulary}, which leaves the last of {ranks} ranks without tokens"
-    block = None if model.quantization is None else model.quantization.block
-    if block is None or ranks == 1:
+    stored = model.quantization
+    block = None if stored is None else stored.block
+    if stored is None or block is None or ranks == 1:
         return None
+    if stored.has_act_order:
+        return (
+            "quantization_config has desc_act or actorder: the inputs of each rank belong to "
+            f"groups of {block[1]} that other ranks have too"
+        )
     parts = [_Part(rank, ranks) for rank in range(ranks)]
     obstacles = (_find_split_block(layer, part, block) for layer in layers for part in parts)
     return next((obstacle for obstacle in obstacles if obstacle is not None), None)
@@ -180,14 +201,35 @@ def _find_obstacle(model: ModelSpec, ranks: int) -> str | None:
 
 def _divided_sizes(layer: LayerSpec) -> Iterator[tuple[str, int]]:
     """Yield name and value of each size of a layer of which every rank has an equal part."""
-    yield "num_attention_heads", layer.attention.num_heads
-    mlp = layer.mlp
-    if isinstance(mlp, MLPSpec):
-        yield "intermediate_size", mlp.intermediate_size
-        return
-    yield "intermediate_size of the experts", mlp.expert.intermediate_size
-    if mlp.shared_expert is not None:
-        yield "intermediate_size of the shared expert", mlp.shared_expert.intermediate_size
+    for mixer in layer.mixers:
+        if isinstance(mixer, RecurrentSpec):
+            yield mixer.divided_size
+        elif not isinstance(mixer, NoMixerSpec):
+            yield "num_attention_heads", mixer.num_heads
+    for name, block in _mlps(layer):
+        yield name, block.intermediate_size
+
+
+def _shared_size(mixer: SingleMixerSpec) -> tuple[str, int]:
+    """Return name and value of a size of which several ranks may have the same part; 0 for none."""
+    if isinstance(mixer, AttentionSpec):
+        return "num_key_value_heads", mixer.num_kv_heads
+    if isinstance(mixer, Mamba2Spec):
+        return mixer.groups_key, mixer.num_groups
+    return "", 0
+
+
+def _mlps(layer: LayerSpec) -> Iterator[tuple[str, MLPSpec]]:
+    """Yield the MLPs of a layer, of the experts one, each with the name of its inner size."""
+    blocks = [layer.mlp, *([layer.experts.experts] if layer.experts else [])]
+    for block in blocks:
+        if isinstance(block, MLPSpec):
+            yield "intermediate_size", block
+        if not isinstance(block, ExpertsSpec):
+            continue
+        yield "intermediate_size of the experts", block.expert
+        if block.shared_expert is not None:
+            yield "intermediate_size of the shared expert", block.shared_expert
 
 
 def _find_split_block(layer: LayerSpec, part: "_Part", block: tuple[int, int]) -> str | None:
@@ -208,25 +250,37 @@ def _find_split_block(layer: LayerSpec, part: "_Part", block: tuple[int, int]) -
 
 def _cut_linears(layer: LayerSpec) -> Iterator[tuple[str, LinearSpec]]:
     """Yield the linear layers of a shard, each with the name of the size that divides it."""
-    attention, mlp = layer.attention, layer.mlp
+    for mixer in layer.mixers:
+        yield from _cut_mixer_linears(mixer)
+    for name, block in _mlps(layer):
+        yield name, block.up_proj
+        yield name, block.down_proj
+
+
+def _cut_mixer_linears(attention: SingleMixerSpec) -> Iterator[tuple[str, LinearSpec]]:
+    """Yield the linear layers of a block, each with the name of the size that divides it."""
     heads = "num_attention_heads"
-    if isinstance(attention, LatentAttentionSpec):
+    if isinstance(attention, RecurrentSpec):
+        heads, _ = attention.divided_size
+        for linear in attention.in_linears:
+            yield heads, linear
+    elif isinstance(attention, LatentAttentionSpec):
         yield heads, attention.q_proj
         yield heads, attention.kv_up_proj
-    else:
+        if attention.gate_proj is not None:
+            yield heads, attention.gate_proj
+    elif isinstance(attention, AttentionSpec):
         qkv = attention.qkv_proj
-        yield heads, replace(qkv, names=qkv.names[:1], rows=qkv.rows[:1])
-        if len(qkv.names) > 1:
-            yield "num_key_value_heads", replace(qkv, names=qkv.names[1:], rows=qkv.rows[1:])
-    yield heads, attention.out_proj
-    blocks = {"intermediate_size": mlp if isinstance(mlp, MLPSpec) else None}
-    if isinstance(mlp, ExpertsSpec):
-        blocks["intermediate_size of the experts"] = mlp.expert
-        blocks["intermediate_size of the shared expert"] = mlp.shared_expert
-    for name, block in blocks.items():
-        if block is not None:
-            yield name, block.up_proj
-            yield name, block.down_proj
+        # Gates, if there are some, and queries; then keys and values.
+        first = max(len(qkv.names) - 2, 1)
+        yield heads, replace(qkv, names=qkv.names[:first], rows=qkv.rows[:first])
+        if len(qkv.names) > first:
+            rest = replace(qkv, names=qkv.names[first:], rows=qkv.rows[first:])
+            yield "num_key_value_heads", rest
+        if attention.gate_proj is not None:
+            yield heads, attention.gate_proj
+    if not isinstance(attention, NoMixerSpec):
+        yield heads, attention.out_proj
 
 
 @dataclass(frozen=True)
@@ -237,31 +291,65 @@ class _Part:
     ranks: int
 
     def cut_layer(self, layer: LayerSpec) -> LayerSpec:
-        attention = layer.attention
         return replace(
             layer,
-            attention=self.cut_latent_attention(attention)
-            if isinstance(attention, LatentAttentionSpec)
-            else self.cut_attention(attention),
-            mlp=self.cut_experts(layer.mlp)
-            if isinstance(layer.mlp, ExpertsSpec)
-            else self.cut_mlp(layer.mlp, is_summed=True),
+            attention=self.cut_sequence_mixer(layer.attention),
+            mlp=self.cut_feed_forward(layer.mlp),
+            experts=None
+            if layer.experts is None
+            else replace(layer.experts, experts=self.cut_experts(layer.experts.experts)),
         )
+
+    def cut_feed_forward(self, spec: MLPSpec | ExpertsSpec | None) -> MLPSpec | ExpertsSpec | None:
+        if isinstance(spec, ExpertsSpec):
+            return self.cut_experts(spec)
+        return None if spec is None else self.cut_mlp(spec, is_summed=True)
+
+    def cut_sequence_mixer(self, spec: SequenceMixerSpec) -> SequenceMixerSpec:
+        if isinstance(spec, AttentionSpec):
+            return self.cut_attention(spec)
+        if isinstance(spec, LatentAttentionSpec):
+            return self.cut_latent_attention(spec)
+        if isinstance(spec, NoMixerSpec):
+            return spec
+        if isinstance(spec, ParallelMixerSpec):
+            attention, recurrent = (
+                self.cut_attention(spec.attention),
+                self.cut_mamba2(spec.recurrent),
+            )
+            return replace(spec, attention=attention, recurrent=recurrent)
+        if isinstance(spec, ShortConvSpec):
+            return self.cut_short_conv(spec)
+        if isinstance(spec, LightningSpec):
+            return self.cut_lightning(spec)
+        if isinstance(spec, Mamba1Spec):
+            return self.cut_mamba1(spec)
+        if isinstance(spec, Mamba2Spec):
+            return self.cut_mamba2(spec)
+        if isinstance(spec, KimiDeltaSpec):
+            return self.cut_kimi_delta(spec)
+        return self.cut_delta_net(spec)
 
     def cut_attention(self, spec: AttentionSpec) -> AttentionSpec:
         heads, kv_heads = self._run(spec.num_heads), self._kv_run(spec.num_kv_heads)
 
         def norm(norm_spec: NormSpec | None, total: int, run: Run) -> NormSpec | None:
-            if norm_spec is None or not spec.has_norm_per_head:
+            if norm_spec is None or not (spec.has_norm_per_head or spec.has_projection_norm):
                 return norm_spec
-            return replace(norm_spec, heads=_make_cut(total, run))
+            unit = spec.head_dim if spec.has_projection_norm else 1
+            return replace(norm_spec, heads=_make_cut(total * unit, _scaled(run, unit)))
 
         return replace(
             spec,
             num_heads=heads[1] - heads[0],
             num_kv_heads=kv_heads[1] - kv_heads[0],
             qkv_proj=replace(spec.qkv_proj, rows=_cut_qkv(spec, heads, kv_heads)),
-            out_proj=self._cut_inputs(spec.out_proj, spec.num_heads, spec.head_dim),
+            out_proj=self._cut_inputs(
+                spec.out_proj, spec.num_heads, spec.value_dim or spec.head_dim
+            ),
+            gate_proj=None
+            if spec.gate_proj is None
+            else replace(spec.gate_proj, rows=(self._cut(spec.num_heads),)),
             query_norm=norm(spec.query_norm, spec.num_heads, heads),
             key_norm=norm(spec.key_norm, spec.num_kv_heads, kv_heads),
             first_head=heads[0],
@@ -275,9 +363,123 @@ class _Part:
         return replace(
             spec,
             num_heads=spec.num_heads // self.ranks,
-            q_proj=rows(spec.q_proj, spec.nope_head_dim + spec.rope.dim),
+            q_proj=rows(spec.q_proj, spec.nope_head_dim + spec.rope_head_dim),
             kv_up_proj=rows(spec.kv_up_proj, spec.nope_head_dim + spec.value_dim),
+            gate_proj=None if spec.gate_proj is None else rows(spec.gate_proj, 1),
             out_proj=self._cut_inputs(spec.out_proj, spec.num_heads, spec.value_dim),
+        )
+
+    def cut_short_conv(self, spec: ShortConvSpec) -> ShortConvSpec:
+        size = spec.num_channels
+        begin, end = self._run(size)
+        runs = [(part * size + begin, part * size + end) for part in range(3)]
+        return replace(
+            spec,
+            num_channels=end - begin,
+            in_proj=replace(spec.in_proj, rows=(_make_cut(3 * size, *runs),)),
+            conv=replace(spec.conv, rows=(self._cut(size),)),
+            out_proj=self._cut_inputs(spec.out_proj, size),
+        )
+
+    def cut_lightning(self, spec: LightningSpec) -> LightningSpec:
+        elements, (begin, end) = self._cut(spec.inner_size), self._run(spec.num_heads)
+        return replace(
+            spec,
+            num_heads=end - begin,
+            qkv_proj=replace(spec.qkv_proj, rows=(self._cut(spec.num_heads, 3 * spec.head_dim),)),
+            gate_proj=replace(spec.gate_proj, rows=(elements,)),
+            out_proj=self._cut_inputs(spec.out_proj, spec.inner_size),
+            slopes=spec.slopes[begin:end],
+            norm_rows=elements,
+        )
+
+    def cut_mamba1(self, spec: Mamba1Spec) -> Mamba1Spec:
+        size, own = spec.num_channels, self._cut(spec.num_channels)
+        begin, end = self._run(size)
+        halves = _make_cut(2 * size, (begin, end), (size + begin, size + end))
+        return replace(
+            spec,
+            num_channels=end - begin,
+            in_proj=replace(spec.in_proj, rows=(halves,)),
+            conv=replace(spec.conv, rows=(own,)),
+            selection_proj=self._cut_inputs(spec.selection_proj, size),
+            step_proj=replace(spec.step_proj, rows=(own,)),
+            step_bias=replace(spec.step_bias, rows=own),
+            decay=replace(spec.decay, rows=own),
+            skip=replace(spec.skip, rows=own),
+            out_proj=self._cut_inputs(spec.out_proj, size),
+        )
+
+    def cut_mamba2(self, spec: Mamba2Spec) -> Mamba2Spec:
+        inner, keys = spec.inner_size, spec.num_groups * spec.state_size
+        groups, is_shared = self._kv_run(spec.num_groups), spec.num_groups % self.ranks != 0
+        value, key = self._run(inner), _scaled(groups, spec.state_size)
+        sizes = inner, inner, keys, keys, spec.num_heads
+        runs, begin = [], 0
+        for size, run in zip(sizes, (value, value, key, key, self._run(sizes[4])), strict=True):
+            runs.append((begin + run[0], begin + run[1]))
+            begin += size
+        channels = [(run[0] - inner, run[1] - inner) for run in runs[1:4]]
+        heads = self._cut(spec.num_heads)
+        return replace(
+            spec,
+            num_heads=spec.num_heads // self.ranks,
+            num_groups=groups[1] - groups[0],
+            first_group=groups[0],
+            total_num_groups=spec.num_groups if is_shared else None,
+            in_proj=replace(spec.in_proj, rows=(_make_cut(sum(sizes), *runs),)),
+            conv=replace(spec.conv, rows=(_make_cut(spec.num_channels, *channels),)),
+            decay=replace(spec.decay, rows=heads),
+            step_bias=replace(spec.step_bias, rows=heads),
+            skip=replace(spec.skip, rows=heads),
+            out_proj=self._cut_inputs(spec.out_proj, inner),
+            norm_rows=self._cut(inner),
+        )
+
+    def cut_delta_net(self, spec: DeltaNetSpec) -> DeltaNetSpec:
+        num_keys, num_values = spec.num_key_heads * spec.key_dim, spec.num_heads * spec.value_dim
+        keys, values = self._run(num_keys), self._run(num_values)
+
+        def shift(run: Run, begin: int) -> Run:
+            return begin + run[0], begin + run[1]
+
+        channels = _make_cut(
+            spec.num_channels, keys, shift(keys, num_keys), shift(values, 2 * num_keys)
+        )
+        heads = self._cut(spec.num_heads)
+        in_rows: tuple[DimensionShard, ...] = channels, self._cut(num_values)
+        gate_rows: tuple[DimensionShard, ...] = heads, heads
+        if spec.is_grouped_by_key_head:
+            in_rows = (self._cut(spec.num_channels + num_values),)
+            gate_rows = (self._cut(2 * spec.num_heads),)
+        return replace(
+            spec,
+            num_heads=spec.num_heads // self.ranks,
+            num_key_heads=spec.num_key_heads // self.ranks,
+            in_proj=replace(spec.in_proj, rows=in_rows),
+            gate_proj=replace(spec.gate_proj, rows=gate_rows),
+            conv=replace(spec.conv, rows=(channels,)),
+            decay=replace(spec.decay, rows=heads),
+            decay_bias=replace(spec.decay_bias, rows=heads),
+            out_proj=self._cut_inputs(spec.out_proj, spec.num_heads, spec.value_dim),
+        )
+
+    def cut_kimi_delta(self, spec: KimiDeltaSpec) -> KimiDeltaSpec:
+        heads, elements = self._cut(spec.num_heads), self._cut(spec.inner_size)
+        whole = _make_cut(spec.head_dim, (0, spec.head_dim))
+        return replace(
+            spec,
+            num_heads=spec.num_heads // self.ranks,
+            qkv_proj=replace(spec.qkv_proj, rows=(elements,) * 3),
+            down_proj=replace(
+                spec.down_proj, rows=(heads, whole, whole)[: len(spec.down_proj.names)]
+            ),
+            decay_proj=replace(spec.decay_proj, rows=(elements,)),
+            gate_proj=replace(spec.gate_proj, rows=(elements,)),
+            conv=replace(spec.conv, rows=(elements,) * 3),
+            decay=replace(spec.decay, rows=heads),
+            decay_bias=replace(spec.decay_bias, rows=elements),
+            out_proj=self._cut_inputs(spec.out_proj, spec.inner_size),
         )
 
     def cut_mlp(self, spec: MLPSpec, is_summed: bool) -> MLPSpec:
@@ -312,7 +514,7 @@ class _Part:
         return self.rank * share, (self.rank + 1) * share
 
     def _kv_run(self, heads: int) -> Run:
-        """Return this rank's KV heads, those of its query heads: at least one."""
+        """Return this rank's KV heads, or groups, those of its query heads: at least one."""
         begin = self.rank * heads // self.ranks
         return begin, begin + max(heads // self.ranks, 1)
 
@@ -334,13 +536,22 @@ def _cut_qkv(spec: AttentionSpec, heads: Run, kv_heads: Run) -> tuple[DimensionS
     def run(of: Run, first: int = 0) -> Run:
         return (first + of[0]) * dim, (first + of[1]) * dim
 
+    if spec.kv_layers_back:
+        return (_make_cut(num_heads * dim, run(heads)),)
     if spec.is_grouped_by_kv_head:
         return (_make_cut((num_heads + 2 * num_kv_heads) * dim, *_group_runs(spec, heads)),)
     if len(spec.qkv_proj.names) == 1:
         keys, values = run(kv_heads, num_heads), run(kv_heads, num_heads + num_kv_heads)
         return (_make_cut((num_heads + 2 * num_kv_heads) * dim, run(heads), keys, values),)
     kv_cut = _make_cut(num_kv_heads * dim, run(kv_heads))
-    return _make_cut(num_heads * dim, run(heads)), kv_cut, kv_cut
+    if spec.has_gate_proj:
+        head_cut = _make_cut(num_heads * dim, run(heads))
+        return head_cut, head_cut, kv_cut, kv_cut
+    size = dim * (1 + spec.has_output_gate)
+    query_cut = _make_cut(num_heads * size, (heads[0] * size, heads[1] * size))
+    value_dim = spec.value_dim or dim
+    value_run = kv_heads[0] * value_dim, kv_heads[1] * value_dim
+    return query_cut, kv_cut, _make_cut(num_kv_heads * value_dim, value_run)
 
 
 def _group_runs(spec: AttentionSpec, heads: Run) -> Iterator[Run]:
@@ -351,6 +562,11 @@ def _group_runs(spec: AttentionSpec, heads: Run) -> Iterator[Run]:
         begin, end = (min(max(head - kv_head * group, 0), group) for head in heads)
         yield (first + begin) * dim, (first + end) * dim
         yield (first + group) * dim, (first + group + 2) * dim
+
+
+def _scaled(run: Run, unit: int) -> Run:
+    """Return a run of units as one of their elements."""
+    return run[0] * unit, run[1] * unit
 
 
 def _make_cut(size: int, *runs: Run) -> DimensionShard:

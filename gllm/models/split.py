@@ -5,7 +5,7 @@
 
 from collections.abc import Sequence
 
-from gllm.models.spec import ModelSpec
+from gllm.models.spec.model import ModelSpec
 from gllm.recovery.partition import StageCosts, partition_layers
 
 
@@ -18,20 +18,31 @@ def split_layers(model: ModelSpec, stages: int, layers: Sequence[int] | None = N
         layers: number of layers of each stage; None to balance their costs.
 
     Raises:
-        ValueError: the model has fewer layers than stages, or `layers` does not add up to them.
+        ValueError: the model has fewer layers than stages, `layers` does not add up to them, or
+            layers that share keys and values would be divided.
     """
-    total = model.num_layers
+    total, joint = model.num_layers, model.num_joint_layers
     if layers is None:
         if stages > total:
             raise ValueError(
                 f"pipeline_parallel_size is {stages}, but the model has only {total} layers: "
                 "use fewer stages"
             )
+        if stages > total - joint + 1:
+            raise ValueError(
+                f"pipeline_parallel_size is {stages}, but the model's last {joint} layers share "
+                f"keys and values, so they are on one stage: use at most {total - joint + 1}"
+            )
         return partition_layers([layer_costs(model)] * stages)
     if sum(layers) != total or len(layers) != stages or min(layers) < 1:
         raise ValueError(
             f"layers {','.join(map(str, layers))} has to give each of the {stages} stages at "
             f"least one layer and to add up to the model's {total}, but adds up to {sum(layers)}"
+        )
+    if layers[-1] < joint:
+        raise ValueError(
+            f"layers {','.join(map(str, layers))} has to give the last stage at least {joint} "
+            "layers, because they share keys and values"
         )
     ends = [sum(layers[: stage + 1]) for stage in range(stages)]
     return [range(end - count, end) for end, count in zip(ends, layers, strict=True)]
@@ -44,8 +55,6 @@ def layer_costs(model: ModelSpec) -> StageCosts:
     vocabulary * hidden weights of the LM head.
     """
     hidden = model.hidden_size
-    layers = tuple(
-        float(layer.attention.weights_per_token(hidden) + layer.mlp.weights_per_token(hidden))
-        for layer in model.layers
-    )
-    return StageCosts(layers, float(hidden), float(model.vocab_size * hidden))
+    layers = tuple(float(layer.weights_per_token(hidden)) for layer in model.layers)
+    head = float(model.vocab_size * hidden)
+    return StageCosts(layers, float(hidden), head, num_joint_layers=model.num_joint_layers)

@@ -12,16 +12,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from gllm.kernels.attention_plan import AttentionPlan
+from gllm.kernels.attention_window import AttentionWindow
 from gllm.kernels.linear import has_lookup, linear, lookup_rows, prepare
 from gllm.kernels.linear_unquantized import wrap_weight
 from gllm.kernels.rotary import RotaryAngles, compute_inverse_frequencies, compute_rotary_angles
-from gllm.kernels.weight_format import Matrix
+from gllm.kernels.state_plan import StatePlan
+from gllm.kernels.weight_format import Matrix, dequantize_weight, format_of, weight_format
 from gllm.models.attention import ForwardContext, LayerCache
 from gllm.models.basic_layers import Norm, optional_norm
 from gllm.models.layers import DecoderLayer, DecoderLayers
 from gllm.models.loader import Checkpoint, Weights
 from gllm.models.ranks import Ranks
-from gllm.models.spec import DimensionShard, ModelSpec, RopeSpec
+from gllm.models.spec.attention import AttentionSpec, LatentAttentionSpec
+from gllm.models.spec.model import ModelSpec, PerLayerEmbeddingSpec
+from gllm.models.spec.parts import DimensionShard, QueryScaleSpec, RopeSpec
 
 HEAD_ROWS = 256
 """Rows for which the LM head computes logits at once; its output is as wide as the vocabulary."""
@@ -34,11 +38,13 @@ class StageInputs:
     """Inputs of a stage for one micro-batch: token ids, positions and attention plans."""
 
     token_ids: Tensor
-    """[tokens] int64; empty except on the first stage."""
+    """[tokens] int64; empty except on the first stage and those with a per-layer embedding."""
     positions: Tensor
     """[tokens] int64: position of each token in its sequence."""
-    attention: Mapping[int | None, AttentionPlan]
-    """Attention plan for each sliding window that layers have; the key None is full attention."""
+    attention: Mapping[AttentionWindow, AttentionPlan]
+    """Attention plan for each window that layers have; the key None is full attention."""
+    states: StatePlan | None = None
+    """States that recurrent layers read and write; None if the stage has no such layer."""
 
 
 class Embedding:
@@ -50,8 +56,7 @@ class Embedding:
         self.rows = _token_range(spec.rows, model.vocab_size)
         """Tokens of the vocabulary that this rank has."""
         if shared is None:
-            shape = (len(self.rows), model.hidden_size)
-            shared = wrap_weight(weights.read(f"{spec.name}.weight", *shape))
+            shared = _read_table(spec.name, weights, len(self.rows), model.hidden_size)
         self.table = shared
         self.vocab_size = model.vocab_size
         self._ranks = weights.ranks
@@ -94,6 +99,45 @@ class Embedding:
         return group.sum(part, None, embeddings.dtype)
 
 
+class PerLayerEmbedding:
+    """The stage's part of the per-layer embedding: an addend of each of its layers."""
+
+    def __init__(
+        self, spec: PerLayerEmbeddingSpec, weights: Weights, layers: range, hidden_size: int
+    ) -> None:
+        """Read the columns of the stage's layers; every tensor parallel rank has all of them."""
+        self.size = spec.size
+        width = len(layers) * spec.size
+        self.table = weights.read(f"{spec.name}.weight", spec.num_rows, width)
+        projection = weights.read(f"{spec.projection}.weight", width, hidden_size)
+        self.projection = prepare([projection], weights.quantization)
+        self.projection_scale = hidden_size**-0.5
+        # In the weights' dtype, as the token embedding's.
+        self.scale = torch.tensor(spec.scale, dtype=weights.dtype)
+        self.norm = Norm(spec.norm, weights, spec.size)
+
+    def __call__(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
+        """Return the part of each layer, [layers, tokens, size].
+
+        Args:
+            token_ids: [tokens] int64.
+            hidden: token embedding [tokens, hidden] of the model.
+        """
+        projected = linear(hidden, self.projection, None) * self.projection_scale
+        projected = self.norm(projected.view(len(hidden), -1, self.size))
+        own = functional.embedding(token_ids, self.table) * self.scale
+        parts = (projected + own.view(projected.shape)) * 2**-0.5
+        return parts.transpose(0, 1).contiguous()
+
+
+def _read_table(name: str, weights: Weights, rows: int, hidden_size: int) -> Matrix:
+    """Read an embedding [rows, hidden], in the checkpoint's format if rows can be looked up."""
+    parts = weights.read_matrices([name], [rows], hidden_size)
+    if not isinstance(parts[0], Tensor) and format_of(parts[0]).has_lookup:
+        return prepare(parts)
+    return wrap_weight(torch.cat([dequantize_weight(part) for part in parts]))
+
+
 def check_token_ids(ids: Tensor, vocab_size: int) -> None:
     """Raise IndexError if a token id is outside the vocabulary; waits for the device of the ids.
 
@@ -115,10 +159,11 @@ class LMHead:
         self.rows = _token_range(spec.rows, model.vocab_size)
         """Tokens of the vocabulary that this rank has."""
         self._ranks = weights.ranks
-        parts = weights.read_parts([spec.name], "weight", [len(self.rows)], model.hidden_size)
+        parts = weights.read_matrices([spec.name], [len(self.rows)], model.hidden_size)
         if spec.has_normalized_rows:
-            parts = [functional.normalize(part) for part in parts]
-        self.matrix = prepare(parts, weights.quantization)
+            parts = [functional.normalize(dequantize_weight(part)) for part in parts]
+        head_format = weight_format(weights.quantization).head_format or weights.quantization
+        self.matrix = prepare(parts, head_format)
         self.is_tied = model.is_head_tied and not spec.has_normalized_rows
         self.vocab_size = model.vocab_size
         bias = f"{spec.name}.bias"
@@ -181,7 +226,7 @@ def _read_ends(
     head = LMHead(model, weights) if layers.stop == model.num_layers else None
     matrix = head.matrix if head is not None and head.is_tied else None
     shared = matrix if matrix is not None and has_lookup(matrix) else None
-    return head, Embedding(model, weights, shared) if layers.start == 0 else None
+    return head, Embedding(model, weights, shared) if model.reads_token_ids(layers) else None
 
 
 @dataclass
@@ -193,6 +238,8 @@ class ReusableParts:
     ends: tuple[LMHead | None, Embedding | None] | None = None
     """LM head and embedding, if the new stage has the same of the two; None if they have to be
     read."""
+    per_layer_embedding: PerLayerEmbedding | None = None
+    """Part of the per-layer embedding, together with `ends`."""
     part_bytes: dict[int, int] = field(default_factory=dict)
     """Bytes of weights by layer index; those of embedding and LM head by `ENDS`."""
     ranks: Ranks | None = None
@@ -223,8 +270,14 @@ def find_reusable_parts(
                 held.layers[index] = module
                 held.part_bytes[index] = stage.part_bytes[index]
         ends = stage.head, stage.embedding
-        if held.ends is None and tuple(end is not None for end in ends) == has_ends:
-            held.ends, held.part_bytes[ENDS] = ends, stage.part_bytes[ENDS]
+        per_layer = stage.per_layer_embedding
+        # A per-layer embedding has the columns of the stage's layers.
+        is_same = tuple(end is not None for end in ends) == has_ends
+        if per_layer is not None:
+            is_same = stage.range == layers
+        if held.ends is None and is_same:
+            held.ends, held.per_layer_embedding = ends, per_layer
+            held.part_bytes[ENDS] = stage.part_bytes[ENDS]
     return held
 
 
@@ -285,6 +338,12 @@ class ModelStage:
             for rope in {spec.attention.rope for spec in specs}
             if rope is not None
         }
+        self.query_scales = {
+            spec.attention.query_scale
+            for spec in specs
+            if isinstance(spec.attention, AttentionSpec | LatentAttentionSpec)
+            and spec.attention.query_scale is not None
+        }
         modules = []
         for spec, index in zip(specs, layers, strict=True):
             before = weights.num_bytes
@@ -296,12 +355,17 @@ class ModelStage:
         self.layers = DecoderLayers(modules, specs, model.hidden_size)
         self.head: LMHead | None
         self.embedding: Embedding | None
+        self.per_layer_embedding = held.per_layer_embedding
         if held.ends is not None:
             self.head, self.embedding = held.ends
             self.part_bytes[ENDS] = held.part_bytes[ENDS]
         else:
             before = weights.num_bytes
             self.head, self.embedding = _read_ends(model, weights, layers)
+            if (per_layer := model.per_layer_embedding) is not None:
+                self.per_layer_embedding = PerLayerEmbedding(
+                    per_layer, weights, layers, model.hidden_size
+                )
             self.part_bytes[ENDS] = weights.num_bytes - before
         self.ranks = weights.ranks
         """The ranks that compute this stage together; they join the groups of each epoch."""
@@ -329,10 +393,22 @@ class ModelStage:
             kv: KV cache of each layer of this stage, the same at every call.
             on_layer: called after each layer with the number of this stage's layers so far.
         """
+        layer_embeddings = None
         if self.embedding is not None:
-            hidden = self.embedding(inputs)
+            embedded = self.embedding(inputs)
+            if self.per_layer_embedding is not None:
+                layer_embeddings = self.per_layer_embedding(inputs.token_ids, embedded)
+            hidden = embedded if self.range.start == 0 else hidden
         assert hidden is not None, "every stage but the first requires activations"
-        context = ForwardContext(inputs.attention, self.compute_angles(inputs.positions))
+        angles = self.compute_angles(inputs.positions)
+        scales = self.compute_query_scales(inputs.positions)
+        context = ForwardContext(
+            inputs.attention,
+            angles,
+            inputs.states,
+            query_scales=scales,
+            layer_embeddings=layer_embeddings,
+        )
         return self.layers(hidden, context, kv, on_layer)
 
     def release_workspace(self) -> None:
@@ -358,3 +434,18 @@ class ModelStage:
             rope: compute_rotary_angles(positions, *frequencies)
             for rope, frequencies in self.frequencies.items()
         }
+
+    def compute_query_scales(self, positions: Tensor) -> dict[QueryScaleSpec, Tensor]:
+        """Return the factors of the queries at positions [tokens]; on a CPU only if one is not 1.
+
+        A GPU's positions are unknown to the host.
+        """
+        scales = {}
+        for spec in self.query_scales:
+            shifted = positions + spec.offset
+            if positions.is_cpu and not bool((shifted >= spec.period).any()):
+                continue
+            periods = torch.div(shifted, spec.period, rounding_mode="floor")
+            factors = 1 + spec.beta * torch.log1p(periods.to(torch.float32))
+            scales[spec] = factors[:, None, None]
+        return scales

@@ -7,15 +7,17 @@ itself stacked; with `save_original_format=False` everything is. `split_experts`
 tensors of its own, by the names that its family has.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gllm.models import spec
 from gllm.models.errors import ModelError
 from gllm.models.shard import TensorShards
+from gllm.models.spec.feed_forward import ExpertsSpec
+from gllm.models.spec.model import ModelSpec, QuantizationSpec
 
 CPU = torch.device("cpu")
 STACKS_BLOCK = "mlp"
@@ -24,6 +26,8 @@ SUFFIXES = {"": "weight", "_scale_inv": "weight_scale_inv", "_activation_scale":
 """Ends of a stack's name, and of the names of the tensors in it."""
 COMPARED_ROWS = 1024
 """Rows of two matrices that are compared at once."""
+MXFP4_BLOCK = 32
+"""Inputs that share a scale in MXFP4, whose codes have 4 bits."""
 SIZES = {"F32": 4, "BF16": 2, "F16": 2}
 """Bytes of an element, by safetensors' name of its type; 1 for all others that are read."""
 
@@ -37,7 +41,9 @@ class StoredTensor:
     expert: int | None = None
     """Index in the first dimension; None for the whole tensor."""
     rows: range = range(1)
-    """Range of the second dimension; only with `expert`, and not of vectors."""
+    """Range of an expert's outputs; only with `expert`, and not of vectors."""
+    is_transposed: bool = False
+    """True if the stack is [experts, inputs, outputs] instead of [experts, outputs, inputs]."""
 
     @property
     def dtype(self) -> str:
@@ -51,7 +57,11 @@ class StoredTensor:
         shape = tuple(self.handle.get_slice(self.name).get_shape())
         if self.expert is None:
             return shape
-        return (len(self.rows), *shape[2:]) if len(shape) > 1 else ()
+        if self.is_transposed:
+            return len(self.rows), shape[1]
+        # Blocks of codes [experts, outputs, blocks, bytes] are rows of bytes.
+        inputs = (math.prod(shape[2:]),) if len(shape) > 2 else ()
+        return (len(self.rows), *inputs) if len(shape) > 1 else ()
 
     @property
     def nbytes(self) -> int:
@@ -74,10 +84,7 @@ class StoredTensor:
                 whole: Tensor = self.handle.get_tensor(self.name)
                 return whole
             stack = self.handle.get_slice(self.name)
-            is_vector = len(stack.get_shape()) == 1
-            rows = slice(self.rows.start, self.rows.stop)
-            part: Tensor = stack[self.expert] if is_vector else stack[self.expert, rows]
-            return part
+            return self._read_block(stack, tuple(slice(0, size) for size in self.shape))
 
     def _read_runs(
         self, file: Any, shape: tuple[int, ...], cuts: TensorShards, chosen: tuple[slice, ...]
@@ -85,8 +92,7 @@ class StoredTensor:
         """Return the runs of the dimensions after those of which a range is chosen."""
         dimension = len(chosen)
         if dimension == len(cuts):
-            part: Tensor = file[self._locate(chosen)]
-            return part
+            return self._read_block(file, chosen)
         cut = cuts[dimension]
         runs = ((0, shape[dimension]),) if cut is None else cut.runs
         parts = [
@@ -94,12 +100,22 @@ class StoredTensor:
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dimension)
 
-    def _locate(self, chosen: tuple[slice, ...]) -> tuple[int | slice, ...]:
-        """Return the place in the file of ranges of this tensor's dimensions."""
-        if self.expert is None:
-            return chosen
-        first = slice(self.rows.start + chosen[0].start, self.rows.start + chosen[0].stop)
-        return self.expert, first, *chosen[1:]
+    def _read_block(self, file: Any, chosen: tuple[slice, ...]) -> Tensor:
+        """Return ranges of this tensor's dimensions."""
+        part: Tensor
+        if self.expert is None or not chosen:
+            part = file[chosen or self.expert]
+            return part
+        rows = self.rows[chosen[0]]
+        span, columns = slice(rows[0], rows[-1] + 1), chosen[1:]
+        if self.is_transposed:
+            part = file[self.expert, columns[0], span]
+            return part[:, :: rows.step].t()
+        if len(file.get_shape()) > 3:
+            part = file[self.expert, span]
+            return part[:: rows.step].flatten(1)[:, columns[0]]
+        part = file[self.expert, span, *columns]
+        return part[:: rows.step]
 
     def is_equal(self, other: "StoredTensor") -> bool:
         """Return True if two whole matrices have the same values, comparing some rows at a time."""
@@ -138,18 +154,19 @@ StoredTensors = dict[str, StoredTensor]
 """Tensors by the names that a model reads them by."""
 
 
-def split_experts(tensors: StoredTensors, model: spec.ModelSpec) -> None:
+def split_experts(tensors: StoredTensors, model: ModelSpec) -> None:
     """Replace stacked expert tensors in `tensors` by a reference for each expert.
 
     Raises ModelError if the shape of a stack does not match config.json.
     """
     for number, layer in enumerate(model.layers):
-        if isinstance(layer.mlp, spec.ExpertsSpec):
-            _split_layer(tensors, layer.mlp, model, model.layer_name_format.format(number))
+        for block in (layer.mlp, layer.experts and layer.experts.experts):
+            if isinstance(block, ExpertsSpec):
+                _split_layer(tensors, block, model, model.layer_name_format.format(number))
 
 
 def _split_layer(
-    tensors: StoredTensors, experts: spec.ExpertsSpec, model: spec.ModelSpec, layer: str
+    tensors: StoredTensors, experts: ExpertsSpec, model: ModelSpec, layer: str
 ) -> None:
     up, down = experts.expert.up_proj.names, experts.expert.down_proj.names
     # In the file are the inner sizes of all ranks.
@@ -157,10 +174,20 @@ def _split_layer(
     inner = experts.expert.intermediate_size if cut is None else cut.size
     folder = up[0].partition(".{}")[0]
     _rename_block(tensors, layer, folder.rpartition(".")[0])
-    for stack, names, outputs, inputs in (
-        ("gate_up_proj", up, inner, hidden),
-        ("down_proj", down, hidden, inner),
-    ):
+    stacks = ("gate_up_proj", up, inner, hidden), ("down_proj", down, hidden, inner)
+    # Qwen3-VL's files have [experts, inputs, outputs]; one of the two matrices is not square.
+    is_transposed = any(
+        f"{layer}.{folder}.{stack}" in tensors
+        and tensors[f"{layer}.{folder}.{stack}"].shape
+        == (experts.num_experts, inputs, len(names) * outputs)
+        != (experts.num_experts, len(names) * outputs, inputs)
+        for stack, names, outputs, inputs in stacks
+    )
+    for stack, names, outputs, inputs in stacks:
+        if experts.stacks is not None:
+            own = experts.stacks.up_proj if names == up else experts.stacks.down_proj
+            _split_own_stack(tensors, experts, f"{layer}.{own}", layer, names, (outputs, inputs))
+            continue
         weights = (experts.num_experts, len(names) * outputs, inputs)
         shapes: dict[str, list[tuple[int, ...]]] = {
             "weight": [weights],
@@ -169,26 +196,75 @@ def _split_layer(
         }
         for suffix, end in SUFFIXES.items():
             name = f"{layer}.{folder}.{stack}{suffix}"
-            targets = [
-                [f"{layer}.{one.format(e)}.{end}" for one in names] for e in range(weights[0])
-            ]
+            targets = _expert_names(layer, names, end, experts.num_experts)
             # Where both forms exist, the stack stays and loading reports an error.
             if name in tensors and targets[0][0] not in tensors:
-                _check_shape(name, tensors[name].shape, shapes[end])
-                _split(tensors, tensors.pop(name), targets)
+                permitted = shapes[end]
+                if is_transposed:
+                    permitted = [(shape[0], *reversed(shape[1:])) for shape in permitted]
+                _check_shape(name, tensors[name].shape, permitted)
+                _split(tensors, tensors.pop(name), targets, is_transposed)
 
 
-def _split(tensors: StoredTensors, stack: StoredTensor, targets: list[list[str]]) -> None:
+def _expert_names(layer: str, names: tuple[str, ...], end: str, count: int) -> list[list[str]]:
+    """Return the names of the experts' tensors, [experts][projections]."""
+    return [[f"{layer}.{name.format(index)}.{end}" for name in names] for index in range(count)]
+
+
+def _split_own_stack(
+    tensors: StoredTensors,
+    experts: ExpertsSpec,
+    stack: str,
+    layer: str,
+    names: tuple[str, ...],
+    shape: tuple[int, int],
+) -> None:
+    """Replace the stacks that a family itself stores the projections `names` in.
+
+    Args:
+        tensors: tensors of the checkpoint.
+        experts: the layer's experts, which have `stacks`.
+        stack: beginning of the stacks' names.
+        layer: prefix of the layer's tensors.
+        names: names of the projections.
+        shape: outputs and inputs of each projection.
+    """
+    assert experts.stacks is not None, "the family names its stacks"
+    is_transposed, is_interleaved = experts.stacks.is_transposed, experts.stacks.is_interleaved
+    outputs, inputs = len(names) * shape[0], shape[1]
+    blocks = -(-inputs // MXFP4_BLOCK)
+    for suffix, end, stored in (
+        ("", "weight", (inputs, outputs) if is_transposed else (outputs, inputs)),
+        ("_bias", "bias", (outputs,)),
+        ("_blocks", "weight_packed", (outputs, blocks, MXFP4_BLOCK // 2)),
+        ("_scales", "weight_scale", (outputs, blocks)),
+    ):
+        name = stack + suffix
+        if name in tensors:
+            _check_shape(name, tensors[name].shape, [(experts.num_experts, *stored)])
+            targets = _expert_names(layer, names, end, experts.num_experts)
+            is_matrix_transposed = is_transposed and not suffix
+            _split(tensors, tensors.pop(name), targets, is_matrix_transposed, is_interleaved)
+
+
+def _split(
+    tensors: StoredTensors,
+    stack: StoredTensor,
+    targets: list[list[str]],
+    is_transposed: bool = False,
+    is_interleaved: bool = False,
+) -> None:
     """Add the parts of a stack to `tensors`, by the names `targets` [experts][projections]."""
-    count = len(targets[0])
-    rows = stack.shape[1] if len(stack.shape) > 1 else 1
+    count, is_matrix = len(targets[0]), len(stack.shape) > 1
+    is_transposed = is_transposed and is_matrix
+    rows = stack.shape[-1 if is_transposed else 1] if is_matrix else 1
     size = max(1, rows // count)
     for expert, names in enumerate(targets):
         for i, name in enumerate(names):
             # A single row of scales holds for gate and up.
             first = min(i * size, rows - size)
-            part = StoredTensor(stack.handle, stack.name, expert, range(first, first + size))
-            tensors[name] = part
+            part = range(i, rows, count) if is_interleaved else range(first, first + size)
+            tensors[name] = StoredTensor(stack.handle, stack.name, expert, part, is_transposed)
 
 
 def _rename_block(tensors: StoredTensors, layer: str, block: str) -> None:
@@ -201,7 +277,7 @@ def _rename_block(tensors: StoredTensors, layer: str, block: str) -> None:
 
 
 def _scale_shapes(
-    weights: tuple[int, int, int], count: int, stored: spec.QuantizationSpec | None
+    weights: tuple[int, int, int], count: int, stored: QuantizationSpec | None
 ) -> list[tuple[int, ...]]:
     """Return the permitted shapes of the scales of stacked weights of `count` projections.
 

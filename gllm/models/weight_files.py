@@ -10,17 +10,24 @@ from gllm.models.errors import ModelError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+GGUF = "model*.gguf"
+"""Names of GGUF files in a folder that was made for them; several are the parts of a split one."""
 LFS_HEADER = b"version https://git-lfs"
 """First bytes of a Git LFS pointer, the text file in place of a large file."""
 
 
 def find_weight_files(folder: Path) -> list[Path]:
-    """Return the paths of a model's safetensors files, by its index if any. Raises ModelError."""
+    """Return the paths of a model's weight files: safetensors, by their index if any, or GGUF.
+
+    Raises ModelError.
+    """
     index = folder / INDEX
     if index.is_file():
         return [folder / name for name in names_of_index(index)]
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
+    if (folder / "config.json").is_file() and (files := sorted(folder.glob(GGUF))):
+        return files
     reason = missing_weights_reason(sorted(path.name for path in folder.iterdir()))
     raise ModelError(f"{folder} {reason}")
 
@@ -47,10 +54,10 @@ def missing_weights_reason(names: list[str]) -> str:
 
     names: names of the model's files, none of which is a supported weight file.
     """
-    if any(name.endswith(".gguf") for name in names):
+    if files := [name for name in names if name.endswith(".gguf")]:
         return (
-            "has weights in GGUF, llama.cpp's format, only; use the model's original repository, "
-            "which has safetensors"
+            "has weights in GGUF files: name one of them, as FOLDER/FILE.gguf, or as "
+            f"REPOSITORY:FILE.gguf on the hub: {', '.join(files[:8])}"
         )
     if any(name.endswith((".bin", ".pth", ".pt")) for name in names):
         return (

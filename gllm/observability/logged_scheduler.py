@@ -69,10 +69,12 @@ class LoggedScheduler(Scheduler):
         self._write(ResetPrefixCacheEvent(self._clock()))
         super().reset_prefix_cache()
 
-    def set_depth(self, depth: int, max_prefill_tokens: int | None = None) -> None:
+    def set_depth(
+        self, depth: int, max_prefill_tokens: int | None = None, is_mixed: bool = False
+    ) -> None:
         """Change the number of micro-batches in flight and log it."""
-        self._write(DepthEvent(self._clock(), depth, max_prefill_tokens))
-        super().set_depth(depth, max_prefill_tokens)
+        self._write(DepthEvent(self._clock(), depth, max_prefill_tokens, is_mixed))
+        super().set_depth(depth, max_prefill_tokens, is_mixed)
 
     def schedule(self, now: float) -> StepPlan | None:
         """Schedule the next step, log its plan and return it; None if nothing can be scheduled."""
@@ -213,7 +215,7 @@ def replay_event(scheduler: Scheduler, event: StepLogEvent) -> StepPlan | None:
         case ResetPrefixCacheEvent():
             scheduler.reset_prefix_cache()
         case DepthEvent():
-            scheduler.set_depth(event.depth, event.max_prefill_tokens)
+            scheduler.set_depth(event.depth, event.max_prefill_tokens, event.is_mixed)
         case CommitEvent():
             scheduler.commit(event.result)
         case StageTimesEvent():

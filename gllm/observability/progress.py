@@ -79,6 +79,12 @@ class ProgressLines:
         """Do nothing: every line printed is complete."""
 
 
+def print_above(line: str) -> None:
+    """Print a line to standard error, above the bars of a terminal."""
+    tqdm.write(line, file=sys.stderr)
+    sys.stderr.flush()
+
+
 def throttle(
     function: Callable[[], object],
     seconds: float = REFRESH_SECONDS,

@@ -157,6 +157,8 @@ class DepthEvent(msgspec.Struct, frozen=True, tag_field="event", tag="depth"):
     """New limit of micro-batches in flight."""
     max_prefill_tokens: int | None
     """New limit of prefill tokens per micro-batch; None: only the policy limits them."""
+    is_mixed: bool = False
+    """With two lanes: micro-batches have decodes and prefill from now on."""
 
 
 class ScheduleEvent(msgspec.Struct, frozen=True, tag_field="event", tag="schedule"):

@@ -8,6 +8,7 @@ flag and the range.
 import argparse
 import dataclasses
 import difflib
+import json
 import math
 import os
 import sys
@@ -424,10 +425,13 @@ def flags_of_config(config: Any) -> dict[str, Any]:
     flags: dict[str, Any] = {}
     for spec in dataclasses.fields(config):
         value = getattr(config, spec.name)
-        if dataclasses.is_dataclass(value):
+        name = spec.name.replace("_", "-")
+        if "help" in spec.metadata and value is not None:
+            flags[name] = list(value) if isinstance(value, tuple) else value
+            if dataclasses.is_dataclass(value) and not isinstance(value, type):
+                flags[name] = json.dumps(dataclasses.asdict(value))
+        elif dataclasses.is_dataclass(value):
             flags |= flags_of_config(value)
-        elif "help" in spec.metadata and value is not None:
-            flags[spec.name.replace("_", "-")] = list(value) if isinstance(value, tuple) else value
     return flags
 
 

@@ -8,6 +8,7 @@ stage, A the bytes per token and #RD the sequences in decode:
     B* = ceil((sum T_i + sum(lat_i + A n / rate_i)) / max T_i),  n = #RD / B*
 
 The link's own occupancy A n / rate_i may be the largest of the T_i: it is a resource like a stage.
+Where micro-batches have prefill beside their decodes, T_i and the bytes on the links include it.
 
 Everything here is pure: times are arguments, in seconds.
 """
@@ -26,6 +27,9 @@ MIN_LATENCY_GAIN = 0.25
 """Predicted gain from which a change is worth it that makes nothing but full pipelines quicker."""
 TIE_SHARE = 0.01
 """Predicted times that differ by less, relative, count as equal: the deeper pipeline is chosen."""
+MIXED_LINK_SHARE, MAX_MIXED_LINK_SHARE = 0.5, 1.0
+"""Time of a link in relation to that of a stage up to which micro-batches are mixed, and above
+which mixed ones are separated again."""
 MIN_CAP_CHANGE = 0.25
 """Change of the prefill cap, relative, from which it is applied without a change of the depth."""
 
@@ -38,9 +42,10 @@ class StageSeconds(NamedTuple):
     seconds_per_decode: float = 0.0
     seconds_per_prefill_token: float = 0.0
 
-    def decode_seconds(self, num_decodes: float) -> float:
-        """Return the seconds of a micro-batch of `num_decodes` decodes."""
-        return self.base_seconds + num_decodes * self.seconds_per_decode
+    def decode_seconds(self, num_decodes: float, num_prefill_tokens: float = 0.0) -> float:
+        """Return the seconds of a micro-batch of decodes, with prefill tokens beside them."""
+        prefill_seconds = num_prefill_tokens * self.seconds_per_prefill_token
+        return self.base_seconds + num_decodes * self.seconds_per_decode + prefill_seconds
 
 
 class LinkSeconds(NamedTuple):
@@ -50,6 +55,9 @@ class LinkSeconds(NamedTuple):
     """Propagation, one way. The link can send other messages during this time."""
     seconds_per_token: float = 0.0
     """Time to send the activations of one token: bytes per token / rate of the link."""
+    most_seconds_per_token: float = 0.0
+    """Upper limit of it by the rates seen so far, from the time on when little was sent; infinite
+    before anything was."""
 
 
 class PipelineSeconds(NamedTuple):
@@ -62,28 +70,33 @@ class PipelineSeconds(NamedTuple):
     """Seconds from the driver (scheduler process) to each stage, one way, for a step's plan."""
     return_latency: float
     """Seconds from the last stage to the driver."""
+    prefill_tokens: float = 0.0
+    """Prefill tokens of a micro-batch beside its decodes, as a mean; as many at any depth."""
 
     def cycle_seconds(self, num_decodes: float) -> float:
-        """Return the time from scheduling a micro-batch of decodes to its result, if no other runs.
+        """Return the time from scheduling a micro-batch to its result, if no other runs.
 
         A stage starts when both the plan of the step and the activations have arrived.
 
         Args:
             num_decodes: decodes of the micro-batch.
         """
+        num_tokens = num_decodes + self.prefill_tokens
         time = 0.0
         for index, stage in enumerate(self.stages):
             if index:
                 link = self.links[index - 1]
-                time += link.latency_seconds + num_decodes * link.seconds_per_token
-            time = max(time, self.plan_latencies[index]) + stage.decode_seconds(num_decodes)
+                time += link.latency_seconds + num_tokens * link.seconds_per_token
+            seconds = stage.decode_seconds(num_decodes, self.prefill_tokens)
+            time = max(time, self.plan_latencies[index]) + seconds
         return time + self.return_latency
 
     def slowest_seconds(self, num_decodes: float) -> float:
-        """Return the seconds that the slowest stage or link takes for a micro-batch of decodes."""
+        """Return the seconds that the slowest stage or link takes for a micro-batch."""
+        num_tokens = num_decodes + self.prefill_tokens
         return max(
-            *(stage.decode_seconds(num_decodes) for stage in self.stages),
-            *(num_decodes * link.seconds_per_token for link in self.links),
+            *(stage.decode_seconds(num_decodes, self.prefill_tokens) for stage in self.stages),
+            *(num_tokens * link.seconds_per_token for link in self.links),
             0.0,
         )
 
@@ -94,18 +107,28 @@ class PipelineSeconds(NamedTuple):
         through the whole pipeline, whichever is longer.
 
         Args:
-            num_decoding: number of decoding sequences (#RD), above 0.
+            num_decoding: number of decoding sequences (#RD), above 0 without prefill.
             depth: micro-batches in flight, at least 1.
         """
-        num_batches = min(float(depth), max(1.0, num_decoding))
+        num_batches = self._num_batches(num_decoding, depth)
         num_decodes = num_decoding / num_batches
         return max(
             self.cycle_seconds(math.ceil(num_decodes)),
             num_batches * self.slowest_seconds(num_decodes),
         )
 
+    def seconds_per_token(self, num_decoding: float, depth: int) -> float:
+        """Return the predicted time per token of a round, prefill tokens included.
+
+        Args:
+            num_decoding: number of decoding sequences (#RD), above 0 without prefill.
+            depth: micro-batches in flight, at least 1.
+        """
+        num_prefill_tokens = self._num_batches(num_decoding, depth) * self.prefill_tokens
+        return self.round_seconds(num_decoding, depth) / (num_decoding + num_prefill_tokens)
+
     def interval_seconds(self, num_decoding: float, depth: int) -> float:
-        """Return the predicted time between two micro-batches of decodes under full load.
+        """Return the predicted time between two micro-batches under full load.
 
         Args:
             num_decoding: number of decoding sequences (#RD).
@@ -114,6 +137,10 @@ class PipelineSeconds(NamedTuple):
         num_decodes = _decodes_per_batch(num_decoding, depth)
         cycle = self.cycle_seconds(math.ceil(num_decodes))
         return max(cycle / depth, self.slowest_seconds(num_decodes))
+
+    def _num_batches(self, num_decoding: float, depth: int) -> float:
+        """Return the micro-batches of a round: without prefill each has a decode."""
+        return float(depth) if self.prefill_tokens else min(float(depth), max(1.0, num_decoding))
 
 
 def solve_depth(times: PipelineSeconds, num_decoding: float, max_depth: int) -> int:
@@ -137,11 +164,12 @@ def solve_depth(times: PipelineSeconds, num_decoding: float, max_depth: int) -> 
 
 
 def choose_depth(times: PipelineSeconds, num_decoding: float, max_depth: int) -> int:
-    """Return the number of micro-batches in flight with the best predicted decode throughput.
+    """Return the number of micro-batches in flight with the best predicted throughput.
 
     It is at most that of `solve_depth`, and less where a stage takes as long for few decodes as for
-    many, so that more micro-batches only cost time. Of equal depths the largest is returned,
-    because it leaves the shortest idle times during prefill.
+    many, so that more micro-batches only cost time. With prefill in the micro-batches they rarely
+    do: an idle stage would compute more of it. Of equal depths the largest is returned, because it
+    leaves the shortest idle times during prefill.
 
     Args:
         times: measured times of the pipeline.
@@ -149,11 +177,11 @@ def choose_depth(times: PipelineSeconds, num_decoding: float, max_depth: int) ->
         max_depth: upper limit, at least 1.
     """
     limit = solve_depth(times, num_decoding, max_depth)
-    if num_decoding <= 0:
+    if num_decoding <= 0 and not times.prefill_tokens:
         return limit
-    rounds = [times.round_seconds(num_decoding, depth) for depth in range(1, limit + 1)]
-    longest = (1 + TIE_SHARE) * min(rounds)
-    return max(depth for depth, seconds in enumerate(rounds, start=1) if seconds <= longest)
+    seconds = [times.seconds_per_token(num_decoding, depth) for depth in range(1, limit + 1)]
+    longest = (1 + TIE_SHARE) * min(seconds)
+    return max(depth for depth, each in enumerate(seconds, start=1) if each <= longest)
 
 
 def cap_prefill(times: PipelineSeconds, min_tokens: int, max_tokens: int) -> int:
@@ -179,13 +207,32 @@ def cap_prefill(times: PipelineSeconds, min_tokens: int, max_tokens: int) -> int
     return max(min_tokens, math.floor(cap))
 
 
+def has_fast_links(times: PipelineSeconds, num_decodes: float, share: float) -> bool:
+    """Return True if no link needs more than a share of the slowest stage's time for a micro-batch.
+
+    Then decodes may wait for the prefill of their micro-batch on the links. In micro-batches of
+    their own they would read all weights once more.
+
+    Args:
+        times: measured times of the pipeline, with the prefill tokens of a micro-batch.
+        num_decodes: decodes of the micro-batch.
+        share: largest time of a link, relative to that of the slowest stage.
+    """
+    num_tokens = num_decodes + times.prefill_tokens
+    seconds = [stage.decode_seconds(num_decodes, times.prefill_tokens) for stage in times.stages]
+    limit = share * max(seconds)
+    return all(num_tokens * link.most_seconds_per_token <= limit for link in times.links)
+
+
 class Pace(NamedTuple):
-    """Number of micro-batches in flight and maximum prefill tokens of each micro-batch."""
+    """Number of micro-batches in flight, and what each of them may have."""
 
     depth: int
     """Micro-batches in flight (B); with two lanes, separate sequences of steps, in each lane."""
     max_prefill_tokens: int
     """Prefill tokens per micro-batch."""
+    is_mixed: bool = False
+    """With two lanes: micro-batches have decodes and prefill, as with one lane."""
 
 
 class DepthController:
@@ -211,13 +258,22 @@ class DepthController:
         """Return True if enough time has passed for `update` to change depth or prefill limit."""
         return now >= self._next_check
 
-    def update(self, times: PipelineSeconds, num_decoding: float, now: float) -> Pace | None:
-        """Return a better depth and prefill limit, if there are any.
+    def update(
+        self,
+        times: PipelineSeconds,
+        num_decoding: float,
+        now: float,
+        is_mixed: bool = False,
+        min_depth: int = 1,
+    ) -> Pace | None:
+        """Return a better depth and prefill limit, if there are any, or the other `is_mixed`.
 
         Args:
             times: measured times of the pipeline.
             num_decoding: number of decoding sequences (#RD), as a mean over the last seconds.
             now: time in seconds.
+            is_mixed: see Pace.
+            min_depth: lower limit of the depth, for what is not in `times`.
 
         Returns:
             The new values; None if nothing changes.
@@ -225,15 +281,17 @@ class DepthController:
         if not self.is_due(now):
             return None
         self._next_check = now + CHECK_INTERVAL_SECONDS
-        depth = choose_depth(times, num_decoding, self._max_depth)
-        if not _is_better(times, num_decoding, depth, self.pace.depth):
+        min_depth = min(min_depth, self._max_depth)
+        depth = max(min_depth, choose_depth(times, num_decoding, self._max_depth))
+        is_enough = self.pace.depth >= min_depth
+        if is_enough and not _is_better(times, num_decoding, depth, self.pace.depth):
             depth = self.pace.depth
         cap = cap_prefill(times, self._min_prefill_tokens, self._most_prefill_tokens)
         old_cap = self.pace.max_prefill_tokens
         is_cap_close = abs(cap - old_cap) < MIN_CAP_CHANGE * old_cap
-        if depth == self.pace.depth and is_cap_close:
+        if depth == self.pace.depth and is_cap_close and is_mixed == self.pace.is_mixed:
             return None
-        self.pace = Pace(depth, cap)
+        self.pace = Pace(depth, cap, is_mixed)
         self._next_check = now + CHANGE_INTERVAL_SECONDS
         return self.pace
 
@@ -246,7 +304,7 @@ def _decodes_per_batch(num_decoding: float, depth: int) -> float:
 def _is_better(times: PipelineSeconds, num_decoding: float, depth: int, present: int) -> bool:
     """Return True if another depth is predicted to be better than the present one by enough.
 
-    First counts the time per token of the decodes, then the throughput while work abounds, then the
+    First counts the time per token, then the throughput while work abounds, then the
     time of a micro-batch in flight meanwhile. What counts later must not cost what counts earlier.
     """
     figures = (
@@ -264,6 +322,7 @@ def _is_better(times: PipelineSeconds, num_decoding: float, depth: int, present:
 
 def _predict(times: PipelineSeconds, num_decoding: float, depth: int) -> tuple[float, float, float]:
     """Return the figures of a depth that `_is_better` compares, in seconds."""
-    decode_seconds = times.round_seconds(num_decoding, depth) if num_decoding > 0 else 0.0
+    has_tokens = num_decoding > 0 or times.prefill_tokens > 0
+    token_seconds = times.seconds_per_token(num_decoding, depth) if has_tokens else 0.0
     interval = times.interval_seconds(num_decoding, depth)
-    return decode_seconds, interval, depth * interval
+    return token_seconds, interval, depth * interval

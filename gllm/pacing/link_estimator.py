@@ -39,6 +39,8 @@ FAST_BYTES_PER_SECOND = 125e6
 """Rate from which on nothing is paced: a chunk takes no longer than the timers are precise."""
 MIN_UNSENT_BYTES = 16_384
 """Least limit of the kernel's buffer: smaller ones leave gaps between packets."""
+MAX_UNSENT_BYTES = 4_194_304
+"""Largest limit on fast links; Linux's default limit of a send buffer."""
 UNSENT_SECONDS = 3e-3
 """Time of the link that the kernel's buffer may hold, but at least MIN_UNSENT_BYTES: the link is
 idle if the writing thread wakes up later."""
@@ -119,6 +121,14 @@ class LinkEstimator:
         if self._rate is None or not self._is_measured:
             return None
         return max(self._rate, self._min_rate)
+
+    @property
+    def least_bytes_per_second(self) -> float | None:
+        """Bandwidth, or what the link has carried at least as long as nobody has used all of it.
+
+        None before the first sample. Nobody ever fills a fast link for long enough to measure it.
+        """
+        return None if self._rate is None else max(self._rate, self._min_rate)
 
     @property
     def has_queue(self) -> bool:
@@ -229,6 +239,8 @@ class SendRate:
         """Earliest time of the next trial; None before the first prefill."""
         self._trial_end = -inf
         self._drain_begin = -inf
+        self._fast_unsent_bytes = MIN_UNSENT_BYTES
+        """Limit of the kernel's buffer while no low rate is measured."""
 
     def pacing_bytes_per_second(self, now: float, has_prefill: bool) -> float:
         """Return the pacing rate of the connection in bytes per second; infinite for no limit.
@@ -247,8 +259,18 @@ class SendRate:
 
     def unsent_bytes(self) -> int:
         """Return the maximum number of unsent bytes in the kernel's send buffer."""
-        rate = self._estimator.bytes_per_second or 0.0
+        rate = self._estimator.bytes_per_second
+        if rate is None or rate >= FAST_BYTES_PER_SECOND:
+            return max(self._fast_unsent_bytes, int((rate or 0.0) * UNSENT_SECONDS))
         return max(MIN_UNSENT_BYTES, int(rate * UNSENT_SECONDS))
+
+    def on_starved(self) -> None:
+        """Record that the kernel's buffer ran empty within a message.
+
+        Then the link is faster than the writing thread wakes up: the buffer holds more from now on,
+        unless the link's rate is known to be low.
+        """
+        self._fast_unsent_bytes = min(2 * self._fast_unsent_bytes, MAX_UNSENT_BYTES)
 
     def _share(self, now: float) -> float:
         """Return the share of the estimated rate at which prefills are sent now."""

@@ -8,10 +8,14 @@ import math
 from collections.abc import Iterable
 
 from gllm.pacing.depth import (
+    MAX_MIXED_LINK_SHARE,
+    MIXED_LINK_SHARE,
     DepthController,
     Pace,
     PipelineSeconds,
     StageSeconds,
+    has_fast_links,
+    solve_depth,
 )
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepTime
@@ -76,7 +80,7 @@ class StageTimeFits:
 
 
 LOAD_SECONDS = 5.0
-"""Time constant of the mean of #RD."""
+"""Time constant of the means of #RD and of the prefill tokens per micro-batch."""
 
 
 class PipelinePacer:
@@ -101,7 +105,14 @@ class PipelinePacer:
         self._fits = StageTimeFits(config.stages)
         self._paths: PipelineSeconds | None = None
         """Times of the links, without those of the stages."""
-        self._num_decoding = 0.0
+        self._has_lanes = not has_cap
+        self._max_depth = config.max_in_flight
+        self._can_mix = self._has_lanes and not config.phase_pure
+        self._num_decoding = self._prefill_tokens = 0.0
+        """Means over the last seconds; prefill tokens are those of a micro-batch, or of one with
+        prefill if decodes are separate."""
+        self._num_new_steps = self._num_new_prefill_tokens = 0
+        """Micro-batches and their prefill tokens since the means were updated."""
         self._load_time = -math.inf
 
     @property
@@ -112,6 +123,10 @@ class PipelinePacer:
     def on_scheduled(self, work: StageWork) -> None:
         """Store the token counts of a scheduled micro-batch."""
         self._fits.on_scheduled(work)
+        num_prefill_tokens = work.num_tokens - work.num_decode_tokens
+        if num_prefill_tokens or not self._is_separated:
+            self._num_new_steps += 1
+            self._num_new_prefill_tokens += num_prefill_tokens
 
     def on_stage_times(self, stage: int, times: Iterable[StepTime]) -> None:
         """Add the measured start and end times of a stage's steps."""
@@ -135,11 +150,39 @@ class PipelinePacer:
         """
         if self._paths is None or not self.is_due(now):
             return None
-        weight = -math.expm1((self._load_time - now) / LOAD_SECONDS)
-        self._num_decoding += weight * (num_decoding - self._num_decoding)
-        self._load_time = now
+        has_prefill = self._num_new_prefill_tokens > 0
+        self._update_load(num_decoding, now)
         stages = self._fits.read(num_context_tokens / max(1, num_decoding))
         if stages is None:
             return None
-        times = self._paths._replace(stages=stages)
-        return self._controller.update(times, self._num_decoding, now)
+        times = self._paths._replace(stages=stages, prefill_tokens=self._prefill_tokens)
+        is_mixed, min_depth = self._should_mix(times), 1
+        if self._has_lanes and not is_mixed:
+            # The decodes decide: they are in micro-batches of their own. But those of prefill have
+            # the same depth, and no stage may be idle while they wait.
+            min_depth = solve_depth(times, 0, self._max_depth) if has_prefill else 1
+            times = times._replace(prefill_tokens=0.0)
+        return self._controller.update(times, self._num_decoding, now, is_mixed, min_depth)
+
+    @property
+    def _is_separated(self) -> bool:
+        """True while micro-batches have decodes only or prefill only."""
+        return self._has_lanes and not self.pace.is_mixed
+
+    def _should_mix(self, times: PipelineSeconds) -> bool:
+        """Return True if links are fast enough for micro-batches with decodes and prefill."""
+        is_mixed = self.pace.is_mixed
+        if not self._can_mix or times.prefill_tokens < 1:
+            return is_mixed
+        share = MAX_MIXED_LINK_SHARE if is_mixed else MIXED_LINK_SHARE
+        return has_fast_links(times, self._num_decoding / self.pace.depth, share)
+
+    def _update_load(self, num_decoding: int, now: float) -> None:
+        """Update the means over the last seconds."""
+        weight = -math.expm1((self._load_time - now) / LOAD_SECONDS)
+        self._num_decoding += weight * (num_decoding - self._num_decoding)
+        if self._num_new_steps:
+            new_tokens = self._num_new_prefill_tokens / self._num_new_steps
+            self._prefill_tokens += weight * (new_tokens - self._prefill_tokens)
+            self._num_new_steps = self._num_new_prefill_tokens = 0
+        self._load_time = now

@@ -9,28 +9,28 @@ The clock of the budget is an argument.
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Generic, NamedTuple, TypeVar
 
-from gllm.sim.capacity import SearchEndedError, SimulationDeadline
+from gllm.sim.capacity import INTERRUPTED, SearchEndedError, SimulationDeadline
 
 
 class SearchBudget:
     """Time limit and limit of the number of evaluations of a planner's search.
 
-    The search asks before each evaluation whether it may continue. An evaluation is assumed to take
-    as long as the longest one so far, so that the search ends within the time limit. One that takes
-    longer is cut off at the `deadline`.
+    The search asks before each evaluation whether it may continue. A running evaluation is cut off
+    at the `deadline`.
 
     Args:
-        seconds: Time limit in seconds from the creation of the object; None: no limit.
+        seconds: Time limit in seconds; None: no limit.
         max_evaluations: Largest number of candidates that may be evaluated; None: no limit.
         clock: Returns the current time in seconds; must be monotonic, and the same in all
             processes.
         reserve: Share of the time, 0..1, that is left at the deadline for work after the search.
+        begin: Time of the clock from which the limit counts, such as the start of a command; None:
+            now.
 
     Raises:
         ValueError: A limit is below 0.
@@ -42,35 +42,42 @@ class SearchBudget:
         max_evaluations: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         reserve: float = 0.0,
+        begin: float | None = None,
     ) -> None:
         for name, limit in (("seconds", seconds), ("max_evaluations", max_evaluations)):
             if limit is not None and limit < 0:
                 raise ValueError(f"{name} is {limit}: give a limit of at least 0")
         self._clock = clock
-        self._begin = clock()
+        self._begin = clock() if begin is None else begin
         self._seconds = seconds
         self._search_seconds = inf if seconds is None else seconds * (1 - reserve)
         self._max_evaluations = max_evaluations
-        self._longest = 0.0
-        self._last = self._begin
+        self._stop_reason = ""
         self.num_evaluations = 0
 
     @property
     def elapsed_seconds(self) -> float:
-        """Seconds since the budget was created."""
+        """Seconds since the time limit began."""
         return self._clock() - self._begin
+
+    def stop(self, reason: str) -> None:
+        """Allow no further evaluation, nor work after the search, for instance after Ctrl-C."""
+        self._stop_reason = reason
+
+    def spent_reason(self) -> str:
+        """Return the reason why the time is over; empty if some is left."""
+        if self._stop_reason or self.elapsed_seconds <= self._search_seconds:
+            return self._stop_reason
+        return self._spent_reason
 
     def refusal(self) -> str:
         """Return the reason why no further evaluation is allowed; empty if one is."""
+        if self._stop_reason:
+            return self._stop_reason
         limit = self._max_evaluations
         if limit is not None and self.num_evaluations >= limit:
             return f"beyond the best {limit} by closed forms"
-        if (
-            self._seconds is not None
-            and self.elapsed_seconds + self._longest > self._search_seconds
-        ):
-            return self._spent_reason
-        return ""
+        return self.spent_reason()
 
     @property
     def _spent_reason(self) -> str:
@@ -79,47 +86,32 @@ class SearchBudget:
     @property
     def deadline(self) -> SimulationDeadline | None:
         """Deadline at which running evaluations are cut off; None without a time limit."""
-        if self._seconds is None:
-            return None
-        end = self._begin + self._search_seconds
-        return SimulationDeadline(end, self._spent_reason, self._clock)
+        return self._deadline(self._search_seconds)
 
     @property
     def final_deadline(self) -> SimulationDeadline | None:
         """Deadline of work after the search, for which `reserve` is; None without a time limit."""
-        if self._seconds is None:
+        return self._deadline(inf if self._seconds is None else self._seconds)
+
+    def _deadline(self, seconds: float) -> SimulationDeadline | None:
+        if self._stop_reason:
+            return SimulationDeadline(-inf, self._stop_reason, self._clock)
+        if seconds == inf:
             return None
-        return SimulationDeadline(self._begin + self._seconds, self._spent_reason, self._clock)
+        return SimulationDeadline(self._begin + seconds, self._spent_reason, self._clock)
 
     def for_one_evaluation(self) -> "SearchBudget":
         """Return a budget with the same deadline for the steps of one evaluation.
 
         It can be sent to another process if its clock can.
         """
-        budget = SearchBudget(self._seconds, clock=self._clock)
-        budget._begin, budget._search_seconds = self._begin, self._search_seconds
+        budget = SearchBudget(self._seconds, clock=self._clock, begin=self._begin)
+        budget._search_seconds = self._search_seconds
+        budget._stop_reason = self._stop_reason
         return budget
 
-    def end_evaluation(self) -> None:
-        """Count an evaluation that has just ended, and measure its duration.
-
-        It is assumed to have begun when the previous one ended, or when the budget was created.
-        """
-        now = self._clock()
-        self._longest = max(self._longest, now - self._last)
-        self._last = now
-        self.num_evaluations += 1
-
-    @contextmanager
-    def evaluation(self, count: int = 1) -> Iterator[None]:
-        """Count evaluations and measure their time, as a context manager.
-
-        Args:
-            count: Number of evaluations in the block.
-        """
-        begin = self._clock()
-        yield
-        self._longest = max(self._longest, self._clock() - begin)
+    def end_evaluation(self, count: int = 1) -> None:
+        """Count evaluations that have just ended."""
         self.num_evaluations += count
 
 
@@ -153,6 +145,12 @@ class BestFirstOutcome(Generic[Candidate, Result]):
     """Number of skipped candidates that cannot beat the best one, by reason."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Number of candidates that might be better but exceed the search budget, by reason."""
+    untried: list[Candidate] = field(default_factory=list)
+    """Candidates that `left_out` counts, the most promising first."""
+    bound: float = -inf
+    """Score that no candidate can exceed: the highest of their bounds."""
+    open_bound: float = -inf
+    """The same of the candidates of `left_out`; -inf without such."""
 
 
 DOMINATED = "bound is below the best candidate"
@@ -175,7 +173,8 @@ def search_best(
     Args:
         candidates: Candidates with their bounds; candidates with equal estimates keep this order.
         evaluate: Evaluates several candidates and returns their results in the same order. It may
-            raise SearchEndedError at the deadline of the budget.
+            raise SearchEndedError at the deadline of the budget. An interrupt (KeyboardInterrupt)
+            ends the search, and stops the budget.
         score: Returns the score of a result; -inf: the candidate cannot be chosen.
         budget: Time and evaluation limit; checked before each batch of candidates.
         batch: Number of candidates per call of `evaluate`.
@@ -190,32 +189,39 @@ def search_best(
             outcome.pruned[bound.reason] += 1
         else:
             queue.append((candidate, bound))
+            outcome.bound = max(outcome.bound, bound.score)
     while queue:
-        chosen: list[Candidate] = []
+        chosen: list[tuple[Candidate, CandidateBound]] = []
         while queue and len(chosen) < batch:
-            candidate, bound = queue.popleft()
-            if bound.score > best_score or is_exhaustive:
-                chosen.append(candidate)
+            pair = queue.popleft()
+            if pair[1].score > best_score or is_exhaustive:
+                chosen.append(pair)
             else:
                 outcome.pruned[DOMINATED] += 1
         if not chosen:
             break
-        if reason := budget.refusal():
-            num_open = sum(is_exhaustive or bound.score > best_score for _, bound in queue)
-            outcome.left_out[reason] += len(chosen) + num_open
-            outcome.pruned[DOMINATED] += len(queue) - num_open
+        if not (reason := budget.refusal()):
+            try:
+                results = evaluate([candidate for candidate, _ in chosen])
+                budget.end_evaluation(len(chosen))
+            except SearchEndedError as error:
+                reason = str(error)
+            except KeyboardInterrupt:
+                reason = INTERRUPTED
+                budget.stop(reason)
+        if reason:
+            still_open = [
+                *chosen,
+                *(pair for pair in queue if is_exhaustive or pair[1].score > best_score),
+            ]
+            outcome.left_out[reason] += len(still_open)
+            outcome.untried = [candidate for candidate, _ in still_open]
+            outcome.open_bound = max(bound.score for _, bound in still_open)
+            outcome.pruned[DOMINATED] += len(chosen) + len(queue) - len(still_open)
             break
-        try:
-            with budget.evaluation(len(chosen)):
-                pairs = list(zip(chosen, evaluate(chosen), strict=True))
-        except SearchEndedError as error:
-            num_open = sum(is_exhaustive or bound.score > best_score for _, bound in queue)
-            outcome.left_out[str(error)] += len(chosen) + num_open
-            outcome.pruned[DOMINATED] += len(queue) - num_open
-            break
-        outcome.evaluated += pairs
-        for pair in pairs:
-            if score(pair[1]) > best_score:
-                best_score, outcome.best = score(pair[1]), pair
+        for (candidate, _), result in zip(chosen, results, strict=True):
+            outcome.evaluated.append((candidate, result))
+            if score(result) > best_score:
+                best_score, outcome.best = score(result), (candidate, result)
     outcome.pruned = +outcome.pruned
     return outcome

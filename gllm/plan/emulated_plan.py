@@ -48,11 +48,13 @@ DROPPED_FLAGS = (
 """Flags of engines and routers that are for real devices or other machines."""
 
 
-def emulate_plan(plan: ServingPlan) -> ServingPlan:
+def emulate_plan(plan: ServingPlan, max_model_len: int | None = None) -> ServingPlan:
     """Return a plan that serves on emulated devices of this machine.
 
     Args:
         plan: checked plan for GPUs.
+        max_model_len: longest sequence of router and engines that do not set it, in tokens; None
+            for `choose_max_model_len`.
 
     Raises:
         PlanError: an engine is on CPUs, or its devices have no data sheet. The message names the
@@ -63,7 +65,7 @@ def emulate_plan(plan: ServingPlan) -> ServingPlan:
     for name, node in plan.nodes.items():
         first_devices[name] = len(devices)
         devices += node.devices
-    ports, length = _choose_ports(plan), _choose_length(plan)
+    ports, length = _choose_ports(plan), max_model_len or choose_max_model_len(plan)
     engines = {}
     for name, engine in plan.engines.items():
         stages = [
@@ -134,10 +136,20 @@ def _emulation_flags(plan: ServingPlan, name: str) -> dict[str, Any]:
     return flags | {"device": device}
 
 
-def _choose_length(plan: ServingPlan) -> int | None:
+def pin_emulated_ports(plan: ServingPlan) -> ServingPlan:
+    """Return a plan for several machines whose engines have ports that one machine can give."""
+    engines = {
+        name: msgspec.structs.replace(plan.engines[name], port=port)
+        for name, port in _choose_ports(plan).items()
+    }
+    return msgspec.structs.replace(plan, engines=engines)
+
+
+def choose_max_model_len(plan: ServingPlan) -> int | None:
     """Return the longest sequence in tokens that router and engines serve; None: the model's.
 
-    It is the least that an engine is configured for, or has space for beside its weights.
+    It is the least that an engine is configured for, or has space for beside its weights. Raises
+    PlanError.
     """
     lengths = []
     for name, engine in plan.engines.items():
@@ -231,9 +243,12 @@ def _choose_ports(plan: ServingPlan) -> dict[str, int]:
         taken = {plan.router.port} | ({int(hub)} if hub.isdigit() else set())
     ports = {}
     for name, engine in plan.engines.items():
-        first = plan.first_port(name, engine.nodes[0])
-        while clashes := taken & set(range(first, first + NUM_ENGINE_PORTS)):
+        first, num_ports = (
+            plan.first_port(name, engine.nodes[0]),
+            NUM_ENGINE_PORTS * len(engine.nodes),
+        )
+        while clashes := taken & set(range(first, first + num_ports)):
             first = max(clashes) + 1
-        taken |= set(range(first, first + NUM_ENGINE_PORTS))
+        taken |= set(range(first, first + num_ports))
         ports[name] = first
     return ports

@@ -25,7 +25,7 @@ from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import CostRangeError
 from gllm.sim.deployment import Deployment
 from gllm.sim.monotone_search import bisect_last
-from gllm.sim.workloads.requests import WorkloadRequest
+from gllm.sim.workloads.requests import WorkloadRequest, longest_job
 
 DELAY_PERCENT = 99.0
 """Percentile of the scheduling delay that every capacity limits, as in CAPACITY_RULES."""
@@ -198,7 +198,7 @@ def measure_workload(jobs: Sequence[WorkloadRequest]) -> WorkloadMoments:
         fmean(tokens**2 for tokens in prompts),
         fmean(steps),
         fmean(contexts),
-        max(job.num_prompt_tokens + job.num_output_tokens for job in jobs),
+        longest_job(jobs),
         tuple(sorted(prompts)),
         tuple(sorted(steps)),
         any(job.parts for job in jobs),

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from gllm.plan.engine_checks import length_flags
 from gllm.plan.nodes import CORE, DeviceCluster
 from gllm.plan.problem import ServiceProblem
 from gllm.plan.serving_plan import (
@@ -18,6 +19,7 @@ from gllm.plan.serving_plan import (
     ServingPlan,
     StagePlan,
 )
+from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.hardware.devices import GBIT_BYTES, NetworkLink
 
 
@@ -61,6 +63,8 @@ class PlannedEngine(NamedTuple):
     """Fields of SchedulerConfig that differ from their defaults."""
     flags: Mapping[str, Any] = {}
     """Further flags of `gllm serve`."""
+    max_model_len: int | None = None
+    """Longest sequence in tokens, as in the simulation; None: not set."""
 
 
 def place_engines(
@@ -136,9 +140,10 @@ def lay_out(
             used[index] += ranks
             devices = [] if node.device == CORE else list(range(first, first + ranks))
             stages.append(StagePlan(node.name, stage.layers, devices))
-        plans[engine.name] = EnginePlan(
-            stages, engine.role, dict(engine.scheduler), dict(engine.flags)
-        )
+        flags, length = dict(engine.flags), engine.max_model_len
+        if length is not None:
+            flags |= length_flags(problem.model, length)
+        plans[engine.name] = EnginePlan(stages, engine.role, dict(engine.scheduler), flags)
     nodes = {
         node.name: NodePlan(
             node.host or node.name,
@@ -185,3 +190,14 @@ def _links(cluster: DeviceCluster) -> dict[str, LinkPlan]:
 
 def _link_plan(link: NetworkLink) -> LinkPlan:
     return LinkPlan(link.bandwidth / GBIT_BYTES, round(link.latency * 1e3, 6))
+
+
+def changed_options(config: SchedulerConfig) -> dict[str, Any]:
+    """Return the scheduler options that differ from their defaults, by name."""
+    default = msgspec.to_builtins(SchedulerConfig())
+    derived = ("stages", "num_blocks", "max_model_len")
+    return {
+        name: value
+        for name, value in msgspec.to_builtins(config).items()
+        if name not in derived and value != default[name]
+    }

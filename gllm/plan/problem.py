@@ -38,6 +38,8 @@ class ServiceProblem:
     """Least number of requests of a simulation."""
     min_seconds: float = 0.0
     """Shortest time in which the requests of a simulation arrive."""
+    max_request_tokens: int | None = None
+    """Tokens to which longer requests are cut, prompt and output together; None: none is cut."""
     seed: int = 0
     """Seed of lengths, arrivals and random choices."""
 

@@ -250,10 +250,8 @@ def explain_missing_transfers(plan: ServingPlan) -> dict[str, str]:
         return {}
     causes = {}
     for name, engine in plan.engines.items():
-        if len(engine.nodes) > 1:
-            causes[name] = "the stages are on several machines"
-        elif engine.stages[0].devices and not is_emulated_engine(engine):
-            causes[name] = "the stages are on GPUs"
+        if len({bool(stage.devices) for stage in engine.stages}) > 1:
+            causes[name] = "some stages are on GPUs, others on CPUs"
     return causes
 
 
@@ -269,27 +267,33 @@ def find_simulated_only(plan: ServingPlan) -> str:
     )
 
 
-def check_configurations(plan: ServingPlan) -> None:
+def check_configurations(plan: ServingPlan) -> dict[str, EngineConfig]:
     """Check the processes of a plan as `gllm serve` and `gllm router` check their command lines.
 
-    The model and the machines are not looked at.
+    The model and the machines are not looked at: see `engine_checks`.
+
+    Returns:
+        The configuration that the head of each engine reads, by name of the engine.
 
     Raises:
         PlanError: a combination of options is refused; the message names process and fix.
     """
     options = LaunchOptions(node_secret_file="secret")
+    engines: dict[str, EngineConfig] = {}
     for node in plan.nodes:
         for spec in commands_for(plan, node, options):
-            configs = ROUTER_CONFIGS if spec.is_router else ENGINE_CONFIGS
+            kinds = ROUTER_CONFIGS if spec.is_router else ENGINE_CONFIGS
             parser = FlagParser(add_help=False)
-            for config in configs:
-                add_flags(parser, config)
+            for kind in kinds:
+                add_flags(parser, kind)
             values = parser.parse_args(spec.arguments)
             try:
-                for config in configs:
-                    config_from_flags(config, values)
+                configs = [config_from_flags(kind, values) for kind in kinds]
             except ValueError as error:
                 raise PlanError(f"gllm {spec.command} refuses {spec.title}: {error}") from None
+            if isinstance(configs[0], EngineConfig):
+                engines.setdefault(spec.name, configs[0])
+    return engines
 
 
 def transfer_flag_names(plan: ServingPlan, name: str) -> tuple[str, ...]:
@@ -297,8 +301,7 @@ def transfer_flag_names(plan: ServingPlan, name: str) -> tuple[str, ...]:
 
     The flags depend on all engines of the plan, so a change of another engine may change them.
     """
-    ports = engine_ports(plan, name, plan.engines[name].nodes[0])
-    return tuple(_transfer_flags(plan, name, ports))
+    return tuple(_transfer_flags(plan, name, plan.engines[name].nodes[0]))
 
 
 def router_hub(plan: ServingPlan) -> str:
@@ -426,7 +429,7 @@ def _engine_process(plan: ServingPlan, name: str, node: str, options: LaunchOpti
         **_node_flags(plan, name, node),
         **_device_flags(plan, engine, node, options),
         **_router_flags(plan, name, engine),
-        **_transfer_flags(plan, name, ports),
+        **_transfer_flags(plan, name, node),
         "slo_ttft": plan.slo.ttft if is_entry else None,
         "slo_tpot": plan.slo.tpot if is_entry else None,
         # The driver writes the log, on the first node.
@@ -492,15 +495,14 @@ def _router_flags(plan: ServingPlan, name: str, engine: EnginePlan) -> dict[str,
     return flags
 
 
-def _transfer_flags(plan: ServingPlan, name: str, ports: EnginePorts) -> dict[str, Any]:
-    """Return how an engine passes KV blocks on; nothing where it need not or cannot."""
+def _transfer_flags(plan: ServingPlan, name: str, node: str) -> dict[str, Any]:
+    """Return how an engine's part on a node passes KV blocks on; nothing where it need not."""
     if not has_phases(plan) or name in explain_missing_transfers(plan):
         return {}
     flags: dict[str, Any] = {"kv_transfer": "auto"}
-    heads = {engine.nodes[0] for engine in plan.engines.values()}
-    if len(heads) > 1:
-        host = plan.nodes[plan.engines[name].nodes[0]].host
-        flags["kv_transfer_address"] = format_host_port(host, ports.kv)
+    if len({other for engine in plan.engines.values() for other in engine.nodes}) > 1:
+        port = engine_ports(plan, name, node).kv
+        flags["kv_transfer_address"] = format_host_port(plan.nodes[node].host, port)
     return flags
 
 

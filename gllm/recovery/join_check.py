@@ -6,8 +6,9 @@ import msgspec
 
 MACHINE_FIELDS = frozenset(
     {
-        # A path on the machine; the hash of the model is compared instead.
+        # Paths on the machine; the hash of the model is compared instead.
         "model",
+        "tokenizer",
         # Resources of the machine.
         "threads",
         "device",
@@ -15,6 +16,7 @@ MACHINE_FIELDS = frozenset(
         "attention_backend",
         "standby_workers",
         "debug_step_seconds",
+        "kv_transfer_address",
         # Files of the head, which other machines do not use.
         "chat_template",
         "crash_folder",
@@ -25,7 +27,14 @@ MACHINE_FIELDS = frozenset(
 )
 """Fields of the engine's configuration that may differ between machines."""
 OWN_FIELDS = frozenset(
-    {"threads", "device", "gpu_memory_utilization", "attention_backend", "debug_step_seconds"}
+    {
+        "threads",
+        "device",
+        "gpu_memory_utilization",
+        "attention_backend",
+        "debug_step_seconds",
+        "kv_transfer_address",
+    }
 )
 """Fields of MACHINE_FIELDS of which a machine uses its own value, not that of the head."""
 PROBE_PROTOCOL = 0
@@ -113,6 +122,8 @@ def apply_own_fields(head_config: bytes, own_config: bytes) -> bytes:
     own: dict[str, Any] = msgspec.json.decode(own_config) if own_config else {}
     if any(str(each.get("device")).startswith("emulated") for each in (config, own)):
         own.pop("device", None)
+    # An address belongs to one machine.
+    config["kv_transfer_address"] = ""
     config.update({name: value for name, value in own.items() if name in OWN_FIELDS})
     return msgspec.json.encode(config)
 

@@ -233,6 +233,7 @@ def _part_of(costs: StageCosts, layers: range) -> StageCosts:
         costs.embedding if is_first else 0.0,
         costs.head if is_last else 0.0,
         costs.step,
+        min(costs.num_joint_layers, len(layers)) if is_last else 1,
     )
 
 

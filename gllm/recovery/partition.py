@@ -25,6 +25,8 @@ class StageCosts:
     """Cost of the LM head, added on the last stage."""
     step: float = 0.0
     """Cost of a step that does not depend on the layers, added on every stage."""
+    num_joint_layers: int = 1
+    """Least number of layers of the last stage: these cannot be divided."""
 
     def cost_of(self, begin: int, end: int) -> float:
         """Return the cost of the layers from `begin` up to `end`, not included, as one stage."""
@@ -83,6 +85,8 @@ def partition_layers(
     limits = [stage.limit_bytes for stage in memory or ()]
 
     def cost_of(stage: int, begin: int, end: int) -> float:
+        if end == num_layers and end - begin < costs[stage].num_joint_layers:
+            return math.inf
         if min_layers and end - begin < min_layers[stage]:
             return math.inf
         if memory and needs[stage](begin, end) > limits[stage]:
@@ -92,6 +96,8 @@ def partition_layers(
     ceiling = _partition(cost_of, num_layers, stages, math.inf, minimize_max=True)[0]
     if math.isinf(ceiling):
         reason = "" if stages > num_layers else " that fits the stages' memory"
+        if (joint := costs[-1].num_joint_layers) > 1:
+            reason = f", of which the last {joint} are on one stage{reason}"
         raise ValueError(f"there is no cut of {num_layers} layers into {stages} stages{reason}")
     # The ceiling is one of the very same costs, so comparing floats is exact.
     ends = _partition(cost_of, num_layers, stages, ceiling, minimize_max=False)[1]

@@ -8,7 +8,7 @@ from gllm.config.router import RouterConfig
 from gllm.engine.fleet_control import FleetControl
 from gllm.engine.text_engine import TextEngine
 from gllm.models.config import read_config
-from gllm.models.hub import public_name
+from gllm.models.hub import public_name, resolve_tokenizer
 from gllm.models.identity import hash_model
 from gllm.router.fleet import Fleet
 from gllm.routing.disaggregation.policy_registry import make_pair_policy
@@ -32,7 +32,7 @@ class FleetEngine(TextEngine):
     def __init__(self, config: RouterConfig, served_model_name: str | None = None) -> None:
         def check(folder: Path) -> None:
             read_config(folder, config.hf_overrides)
-            Tokenizer.load(folder, config.chat_template)
+            Tokenizer.load(resolve_tokenizer(config.tokenizer, folder), config.chat_template)
 
         folder = resolve_served_model(config.model, config.device, check)
         model = read_config(folder, config.hf_overrides)
@@ -50,7 +50,7 @@ class FleetEngine(TextEngine):
         super().__init__(
             self._fleet,
             served_model_name or public_name(config.model),
-            folder,
+            resolve_tokenizer(config.tokenizer, folder),
             model,
             max_model_len,
             config.chat_template,

@@ -17,6 +17,9 @@ COUNTERS = (
     "prefix_hits",
     "prefill_tokens",
     "decode_tokens",
+    "drafts",
+    "draft_tokens",
+    "accepted_tokens",
 )
 """Fields of SchedulerStats that count up."""
 HELD = "an operator has drained it; POST /engines/NAME/undrain ends that"
@@ -112,7 +115,7 @@ def engine_rows(
                 version=announce.version,
                 attached_seconds=now - record.attached_at,
                 silent_seconds=max(0.0, now - link.last_heard),
-                stats=record.stats._asdict(),
+                stats=record.stats.to_numbers(),
                 num_kv_blocks=announce.num_blocks,
                 block_size=announce.block_size,
                 num_stages=announce.num_stages,

@@ -47,7 +47,8 @@ class BalancePolicy(ThrottlePolicy):
 
     def decode_budget(self, load: SchedulerLoad) -> float:
         """Return (4) in cost: an even share of the cost of all running decodes."""
-        if not load.num_ready_decodes:
+        # The base class stores the load for its averages.
+        if not super().decode_budget(load):
             return 0.0
         total = self._total_decode_cost(load)
         # The last decode exceeds the budget by half of one on average; at least one always runs.

@@ -12,6 +12,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from gllm.scheduler.cache_events import CacheEventLog
+from gllm.scheduler.state_slots import StateCache
 
 HASH_BYTES = 16
 """Size of a block hash in bytes."""
@@ -75,7 +76,14 @@ class BlockPool:
     recently used first.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, states: StateCache | None = None) -> None:
+        """Create the pool.
+
+        Args:
+            num_blocks: number of blocks.
+            states: checkpoints that are removed together with cached blocks; None for a model
+                without recurrent layers.
+        """
         self.num_blocks = num_blocks
         self.num_free_blocks = num_blocks
         """Number of blocks that can be allocated: free ones and unreferenced cached ones."""
@@ -84,6 +92,7 @@ class BlockPool:
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
         self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._states = states
         self.event_log: CacheEventLog | None = None
         """Records which hashes are removed; None if nobody watches. The owner of the hash chains
         adds the stored ones."""
@@ -155,6 +164,8 @@ class BlockPool:
         self._evictable.clear()
         self._by_hash.clear()
         self._hashes = [None] * self.num_blocks
+        if self._states is not None:
+            self._states.clear()
         if self.event_log is not None:
             self.event_log.on_cleared()
 
@@ -195,5 +206,7 @@ class BlockPool:
 
     def _remove_digest(self, digest: bytes) -> None:
         del self._by_hash[digest]
+        if self._states is not None:
+            self._states.remove(digest)
         if self.event_log is not None:
             self.event_log.on_removed(digest)

@@ -15,6 +15,11 @@ from gllm.options.options import INT32_MAX, EntryChoices, option
 from gllm.scheduler.lanes import LANE_NAMES
 from gllm.scheduler.policy_entry import BASELINE_ENTRIES, expand_policy, load_policy
 from gllm.scheduler.prefill_order import PREFILL_ORDERS
+from gllm.scheduler.speculative_config import (
+    SpeculativeConfig,
+    parse_speculative_config,
+    to_speculative_config,
+)
 
 POLICY_NAMES = (
     "auto",
@@ -79,8 +84,18 @@ TCP_DEPTH = 4
 longer than computation."""
 
 
+STATE_SLOTS_PER_SEQ = 2
+"""State slots for each of max_num_seqs sequences: its own, and the checkpoint from which it starts
+or that it keeps. Fewer slots lower max_num_seqs."""
+
 DEFAULT_THRESHOLD_TOKENS = 512
 """Prompt tokens from which on "Splitwise" sends KV per layer, on H100s."""
+
+SPECULATION_WITH_STATES = (
+    "speculative_config rejects tokens that are computed already, but this model has recurrent "
+    "layers, whose states cannot go back: leave speculative_config out, or choose a model without "
+    "recurrent layers"
+)
 
 
 @dataclass(frozen=True)
@@ -190,8 +205,9 @@ class SchedulerConfig:
     )
     lanes: str = option(
         "auto",
-        "orders of micro-batches; 2: decodes overtake prefill, in micro-batches of their own; "
-        "auto: 2 if stages of one rank are connected by TCP, else 1",
+        "orders of micro-batches; 2: decodes overtake prefill, in micro-batches of their own, "
+        "except over links faster than the stages; auto: 2 if stages of one rank are connected by "
+        "TCP, else 1",
         choices=LANE_NAMES,
     )
     phase_pure: bool = option(False, "never mix prefill and decode in one micro-batch")
@@ -199,6 +215,12 @@ class SchedulerConfig:
         True,
         "with one stage, schedule a decode before its input token is known",
         flags=("--async-scheduling", "--lookahead"),
+    )
+    speculative_config: SpeculativeConfig | None = option(  # noqa: RUF009
+        None,
+        "JSON object as in vLLM: guess tokens and verify several in one step, such as "
+        '{"method": "ngram", "num_speculative_tokens": 5}; texts stay the same; default: none',
+        parse=parse_speculative_config,
     )
     block_size: int = option(16, "tokens per KV block", ge=1, le=65536)
     prefix_cache: bool = option(
@@ -213,6 +235,8 @@ class SchedulerConfig:
     """Number of KV blocks on each stage."""
     max_model_len: int = field(default=0, metadata={"derived": True})
     """Maximum length of a sequence in tokens, prompt and output."""
+    num_state_slots: int = field(default=0, metadata={"derived": True})
+    """Number of state slots on each stage; 0 for a model without recurrent layers."""
 
     def __post_init__(self) -> None:
         """Check and convert the fields.
@@ -222,6 +246,8 @@ class SchedulerConfig:
         """
         if self.policy in BASELINE_ENTRIES:
             object.__setattr__(self, "policy", expand_policy(self.policy))
+        config = to_speculative_config(self.speculative_config)
+        object.__setattr__(self, "speculative_config", config)
         convert_fields(self)
         self._apply_preset()
         if self.min_prefill_tokens > self.max_prefill_tokens:
@@ -271,6 +297,7 @@ class SchedulerConfig:
         max_model_len: int,
         has_tcp_edges: bool = False,
         num_ranks: int = 1,
+        num_state_slots: int = 0,
     ) -> "SchedulerConfig":
         """Return this configuration for one pipeline, with every None replaced.
 
@@ -280,6 +307,7 @@ class SchedulerConfig:
             max_model_len: maximum length of a sequence in tokens.
             has_tcp_edges: True if stages on different machines are connected by TCP.
             num_ranks: largest number of ranks of a stage.
+            num_state_slots: state slots on each stage; 0 for a model without recurrent layers.
 
         Raises:
             ValueError: the cache cannot hold one sequence of full length, or the policy is an
@@ -292,6 +320,16 @@ class SchedulerConfig:
                 f"sequence of max_model_len {max_model_len} needs {blocks_needed}: raise "
                 "--kv-cache-memory or lower --max-model-len"
             )
+        max_num_seqs = self.max_num_seqs
+        if num_state_slots:
+            if self.speculative_config is not None:
+                raise ValueError(SPECULATION_WITH_STATES)
+            if num_state_slots < STATE_SLOTS_PER_SEQ:
+                raise ValueError(
+                    f"the memory holds {num_state_slots} state slots, but one sequence needs "
+                    f"{STATE_SLOTS_PER_SEQ}: raise --kv-cache-memory"
+                )
+            max_num_seqs = min(max_num_seqs, num_state_slots // STATE_SLOTS_PER_SEQ)
         policy = self.policy
         if policy == "auto":
             policy = "throttle"
@@ -316,6 +354,8 @@ class SchedulerConfig:
             stages=stages,
             num_blocks=num_blocks,
             max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            num_state_slots=num_state_slots,
         )
 
 

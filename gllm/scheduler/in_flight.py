@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from gllm.scheduler.plan import ScheduledRow, StepPlan
+from gllm.scheduler.plan import ScheduledRow, StateSegment, StepPlan
 
 
 class InFlightPlans:
@@ -34,16 +34,23 @@ class InFlightPlans:
         """For each lane, True if another micro-batch may be sent to the stages."""
         return [len(steps) < self.limit for steps in self._lanes]
 
+    @property
+    def max_plans(self) -> int:
+        """Largest number of plans in flight."""
+        return self.limit * len(self._lanes)
+
     def add(
         self,
         rows: list[ScheduledRow],
         released_seqs: list[int],
         lane: int,
         num_prefill_tokens: int,
+        state_segments: tuple[StateSegment, ...] = (),
     ) -> StepPlan:
         """Create, store and return the plan of the next step."""
         step = sum(self._num_planned)
-        plan = StepPlan(step, rows, released_seqs, lane, step - self._num_planned[lane])
+        num_others = step - self._num_planned[lane]
+        plan = StepPlan(step, rows, released_seqs, lane, num_others, state_segments)
         self.plans[step] = plan
         self._lanes[lane].append(step)
         self._num_planned[lane] += 1

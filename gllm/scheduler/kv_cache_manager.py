@@ -1,5 +1,6 @@
 """KV cache manager: allocates blocks to sequences, shares prefixes and frees blocks."""
 
+import math
 from collections.abc import Container
 
 from gllm.scheduler.block_pool import BlockPool, root_hash
@@ -7,13 +8,19 @@ from gllm.scheduler.cache_events import CacheEventLog, CacheEvents
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_holds import KvHolds
 from gllm.scheduler.sequence import Sequence
+from gllm.scheduler.state_slots import StateCache, list_prefill_boundaries
 
 
 class KVCacheManager:
     """Allocates KV blocks to sequences, shares cached prefixes between them and frees blocks."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self.block_pool = BlockPool(config.num_blocks)
+        self.states: StateCache | None = None
+        """State slots of the recurrent layers; None for a model without any."""
+        if config.num_state_slots:
+            sizes = config.num_state_slots, config.max_num_seqs, config.block_size
+            self.states = StateCache(*sizes)
+        self.block_pool = BlockPool(config.num_blocks, self.states)
         self.running: dict[int, Sequence] = {}
         """Sequences that hold blocks, by sequence id."""
         self.holds = KvHolds(self.block_pool)
@@ -21,11 +28,17 @@ class KVCacheManager:
         self._block_size = config.block_size
         self._max_num_seqs = config.max_num_seqs
         self._has_prefix_cache = config.prefix_cache
+        self._num_reserved_blocks = math.ceil(config.kv_threshold * config.num_blocks)
 
     @property
     def free_share(self) -> float:
         """KV_free: free share of the cache, evictable blocks counted as free, 0..1."""
         return self.block_pool.num_free_blocks / self.block_pool.num_blocks
+
+    @property
+    def num_spare_blocks(self) -> int:
+        """Free blocks above the share at which prefill pauses."""
+        return max(0, self.block_pool.num_free_blocks - self._num_reserved_blocks)
 
     def admit(self, sequence: Sequence) -> bool:
         """Add a waiting sequence to the running ones, with the blocks of its cached prefix.
@@ -39,6 +52,8 @@ class KVCacheManager:
         if self.block_pool.num_free_blocks - self.block_pool.count_unreferenced(shared) < 1:
             return False
         self.block_pool.add_references(shared)
+        if self.states is not None:
+            self._admit_state(self.states, sequence, len(shared))
         sequence.start_with_blocks(shared, len(shared) * self._block_size)
         self.running[sequence.seq] = sequence
         return True
@@ -101,11 +116,17 @@ class KVCacheManager:
             salt = sequence.request.cache_salt
             parent = hashes[index - 1] if index else root_hash(salt)
             log.on_stored(hashes[index], parent, token_ids, salt)
+        if self.states is not None:
+            self.states.publish(sequence.seq, num_known, hashes, pool.digests)
         sequence.num_published_blocks = num_full
 
     def unpublish(self, sequence: Sequence) -> None:
         """Remove the blocks of a sequence with invalid content from the prefix cache."""
         self.block_pool.unpublish(sequence.block_ids)
+        if self.states is not None:
+            # Also states after blocks that another sequence has computed.
+            for digest in sequence.block_hashes:
+                self.states.remove(digest)
         # Its rows that are still in flight start behind position 0, so they publish nothing.
         sequence.num_computed_tokens = 0
 
@@ -128,7 +149,8 @@ class KVCacheManager:
 
     def free(self, sequence: Sequence) -> None:
         """Free the blocks of a sequence without rows in flight."""
-        self.running.pop(sequence.seq, None)
+        if self.running.pop(sequence.seq, None) is not None and self.states is not None:
+            self.states.free(sequence.seq)
         self.block_pool.release(sequence.reset())
 
     def remaining_sequences(self) -> list[Sequence]:
@@ -152,6 +174,29 @@ class KVCacheManager:
         return pool.num_free_blocks + num_freeing + self.holds.count_returning_blocks()
 
     def find_shareable_blocks(self, sequence: Sequence) -> list[int]:
+        """Return the blocks with which a sequence can start; its last token is never included.
+
+        With recurrent layers they end where their state was kept.
+        """
+        blocks = self._find_computed_blocks(sequence)
+        if self.states is None or not blocks:
+            return blocks
+        hashes = sequence.get_block_hashes(len(blocks), self._block_size)
+        return blocks[: self.states.count_restorable_blocks(hashes)]
+
+    def _admit_state(self, states: StateCache, sequence: Sequence, num_blocks: int) -> None:
+        """Give a sequence a state slot, and the state after its first `num_blocks` blocks."""
+        size = self._block_size
+        boundaries: list[int] = []
+        is_kept = self._has_prefix_cache and not sequence.request.is_kv_foreign
+        if is_kept:
+            num_shared = len(self._find_computed_blocks(sequence)) * size
+            lengths = sequence.prompt_len, sequence.num_prefill_tokens
+            boundaries = list_prefill_boundaries(num_blocks * size, num_shared, *lengths, size)
+        hashes = sequence.get_block_hashes(num_blocks, size)
+        states.admit(sequence.seq, hashes[-1] if hashes else None, boundaries, is_kept)
+
+    def _find_computed_blocks(self, sequence: Sequence) -> list[int]:
         """Return the computed blocks of a sequence's prefix; its last token is never included."""
         num_full = (sequence.num_prefill_tokens - 1) // self._block_size
         shared = self._find_parent_blocks(sequence, num_full)

@@ -2,7 +2,8 @@
 
 With two lanes every step is either one of decodes or one of prefill. Order holds within a lane; a
 decode step may overtake prefill steps on every link, in every stage and at the driver.
-docs/scheduler.md says why that is safe.
+docs/scheduler.md says why that is safe. Over links that turn out to be fast the driver mixes both
+phases, and all steps are in the prefill lane.
 """
 
 DECODE_LANE, PREFILL_LANE = 0, 1

@@ -2,10 +2,11 @@
 
 By Little's law the mean latency is the number of requests in the system divided by their rate: the
 Q prompts that wait and the D sequences that decode. Chunks of C tokens, beside d decodes in a
-micro-batch on p stages, change both. With t(n) the time of a micro-batch of n tokens, W the mean
-prompt length, and w the prefill tokens per second:
+micro-batch on p stages, change both. With t(n) the interval of micro-batches of n tokens, W the
+mean prompt length, w the prefill tokens per second, and b the mean interval divided by its
+prediction, which leaves out the slow steps of a busy machine:
 
-    rho  = w * t(d + C) / C                               utilization by prefill
+    rho  = b * w * t(d + C) / C                           utilization by prefill
     T(C) = t(d + C) * (W / C / (1 - rho) + p - 1)         time to first token
     m(C) = t(d) + psi * (t(d + C) - t(d))                 time per micro-batch of a decode
     psi / (1 - psi)  in proportion to  1 / C + (p - 1) * (1 - rho) / W
@@ -47,15 +48,12 @@ class ChunkLatencyModel:
     Calls return 3 Q T(C) / T(C0) + D m(C) / m(C0), with the symbols of this module.
 
     Args:
-        averages: averages of the load with the present chunk size.
+        averages: averages of the load; C0 is the mean size of their chunks.
         curve: fitted step time, with the context of the averages.
         stages: number of pipeline stages.
-        chunk_tokens: present chunk size C0.
     """
 
-    def __init__(
-        self, averages: StepAverages, curve: StepTimeCurve, stages: int, chunk_tokens: float
-    ) -> None:
+    def __init__(self, averages: StepAverages, curve: StepTimeCurve, stages: int) -> None:
         self._averages = averages
         self._curve = curve
         self._num_edges = stages - 1
@@ -67,6 +65,13 @@ class ChunkLatencyModel:
         undelayed = max(averages.decodes - averages.delayed_decodes, SMALLEST_DECODES)
         delayed = max(averages.delayed_decodes, SMALLEST_DECODES)
         self._odds = 1.0
+        chunk_tokens = averages.prefill_tokens / averages.prefill_steps
+        chunk_seconds = curve.seconds(
+            averages.decodes + chunk_tokens, chunk_tokens * self._pairs_per_token
+        )
+        predicted = self._base + averages.prefill_steps * (chunk_seconds - self._base)
+        self._slowness = averages.seconds / predicted
+        """b."""
         present = self._predict(chunk_tokens)
         self._odds = delayed / undelayed / present.odds
         present = self._predict(chunk_tokens)
@@ -82,7 +87,7 @@ class ChunkLatencyModel:
         averages = self._averages
         num_pairs = tokens * self._pairs_per_token
         seconds = self._curve.seconds(averages.decodes + tokens, num_pairs)
-        utilization = self._tokens_per_second * seconds / tokens
+        utilization = self._tokens_per_second * self._slowness * seconds / tokens
         spare = 1 - min(utilization, MAX_UTILIZATION)
         queue = (1 + max(0.0, utilization - MAX_UTILIZATION) / spare) / spare
         ttft = seconds * (self._prompt_tokens / tokens * queue + self._num_edges)

@@ -14,6 +14,7 @@ from gllm.scheduler.policy import SchedulerLoad, SchedulingPolicy
 from gllm.scheduler.preemption import PreemptionManager
 from gllm.scheduler.queues import SequenceQueues, rank_of
 from gllm.scheduler.sequence import Sequence
+from gllm.scheduler.speculation import MicroBatchYield
 
 
 class MicroBatchFiller:
@@ -38,8 +39,12 @@ class MicroBatchFiller:
         """Limit of the prefill in a micro-batch, in addition to the policy's budget."""
         self._policy = policy
         self._is_phase_pure = config.phase_pure
-        self._async_scheduling = config.async_scheduling
+        self._speculates = config.speculative_config is not None
+        self._runs_ahead = config.async_scheduling or self._speculates
+        """True if a decode may have several rows in flight."""
         self._block_size = config.block_size
+        self._micro_batch: MicroBatchYield | None = None
+        """Yield of the micro-batch that is filled, with speculation."""
         self._kv_cache = kv_cache
         self._admission = admission
         self._queues = queues
@@ -107,7 +112,11 @@ class MicroBatchFiller:
 
     def select_decodes(self) -> list[Sequence]:
         """Return the decodes that may run, in the order of service."""
-        return self._admission.select_decodes(self._queues.ready)
+        decodes = self._admission.select_decodes(self._queues.ready)
+        if self._speculates:
+            # Rows of guesses alone only take what the others leave.
+            decodes.sort(key=lambda s: s.num_scheduled_tokens >= s.num_tokens)
+        return decodes
 
     def schedule_decodes(self) -> tuple[list[ScheduledRow], float]:
         """Return rows of the ready decodes within the policy's budget, and their cost."""
@@ -129,6 +138,7 @@ class MicroBatchFiller:
         single_token_rows: list[ScheduledRow] = []
         multi_token_rows: list[ScheduledRow] = []
         ready, block_size = self._queues.ready, self._block_size
+        self._micro_batch = self._predict_yield(decodes) if self._speculates else None
         for sequence in decodes:
             if cost >= budget or not num_left:
                 break
@@ -136,22 +146,66 @@ class MicroBatchFiller:
                 continue  # An earlier decode of this loop has preempted it.
             num_scheduled = sequence.num_scheduled_tokens
             num_tokens = sequence.num_tokens - num_scheduled
-            if num_tokens != 1:
+            if num_tokens < 1 and sequence.draft_token_ids:
+                num_tokens = 0  # The row consists of guesses.
+            elif num_tokens != 1:
                 num_tokens = min(sequence.num_decode_tokens, num_left)
             has_blocks = num_scheduled + num_tokens <= len(sequence.block_ids) * block_size
             if not (has_blocks or self._preemption.allocate_decode(sequence, num_tokens)):
                 self.is_decode_stalled = True
                 continue
+            draft_token_ids: list[int] = []
+            if sequence.draft_token_ids:
+                draft_token_ids = self._fit_drafts(sequence, num_tokens, num_left)
+                if not (num_tokens or draft_token_ids):
+                    continue
             cost += self._policy.decode_cost(num_scheduled)
             del ready[sequence.seq]
-            rows = multi_token_rows if num_tokens > 1 else single_token_rows
-            rows.append(sequence.schedule_row(num_tokens))
-            num_left -= num_tokens
-            if self._async_scheduling:
+            row = sequence.schedule_row(num_tokens, draft_token_ids)
+            rows = multi_token_rows if row.num_tokens > 1 else single_token_rows
+            rows.append(row)
+            num_left -= row.num_tokens
+            if self._runs_ahead:
                 self._queues.make_ready(sequence)
         self._counters.decode_tokens += limit - num_left
         self._queues.num_decode_context_tokens += limit - num_left
         return single_token_rows + multi_token_rows, cost
+
+    def _predict_yield(self, decodes: list[Sequence]) -> MicroBatchYield:
+        """Return what a micro-batch of an even share of the decodes yields without guesses."""
+        queues, speculation = self._queues, self._queues.speculation
+        assert speculation is not None
+        num_known = sum(s.num_scheduled_tokens < s.num_tokens for s in decodes)
+        num_rows = min(num_known, -(-len(queues.decoding_seqs) // queues.depth))
+        num_prefill_tokens = min(queues.num_waiting_tokens, self.max_prefill_tokens)
+        return speculation.start_micro_batch(num_rows, num_prefill_tokens)
+
+    def _fit_drafts(self, sequence: Sequence, num_known: int, num_left: int) -> list[int]:
+        """Return the draft tokens of a decode that fit into the micro-batch and into free blocks.
+
+        Guesses preempt nothing and leave the blocks at which prefill pauses. Blocks behind the
+        right guesses stay with the sequence, whose next tokens need them.
+
+        Args:
+            sequence: a decode with draft tokens; blocks of its known tokens are allocated.
+            num_known: known tokens of its row; 0 if it consists of guesses.
+            num_left: limit of the row's tokens.
+        """
+        if 0 < num_known < sequence.num_tokens - sequence.num_scheduled_tokens:
+            return []  # Known tokens that do not fit come first.
+        num_spare = self._kv_cache.num_spare_blocks
+        num_slots = (len(sequence.block_ids) + num_spare) * self._block_size
+        num_left = min(num_left, num_slots - sequence.num_scheduled_tokens)
+        draft_token_ids = sequence.draft_token_ids[: max(0, num_left - num_known)]
+        if self._micro_batch is not None and draft_token_ids:
+            speculation = self._queues.speculation
+            assert speculation is not None, "there are draft tokens"
+            num_drafts = speculation.count_useful(sequence, len(draft_token_ids), self._micro_batch)
+            del draft_token_ids[num_drafts:]
+        self._kv_cache.allocate(sequence, num_known + len(draft_token_ids))
+        self._counters.drafts += len(draft_token_ids) > 0
+        self._counters.draft_tokens += len(draft_token_ids)
+        return draft_token_ids
 
     def schedule_prefills(
         self, decodes: list[ScheduledRow], decode_cost: float, now: float
@@ -159,8 +213,9 @@ class MicroBatchFiller:
         """Return prefill chunks that fit next to the decodes of a micro-batch."""
         if not self._queues.waiting:
             return []
-        budget = self._policy.prefill_budget(self._queues.load(len(decodes), decode_cost))
-        num_left = self.max_num_batched_tokens - count_tokens(decodes)
+        num_decode_tokens = count_tokens(decodes)
+        budget = self._policy.prefill_budget(self._queues.load(num_decode_tokens, decode_cost))
+        num_left = self.max_num_batched_tokens - num_decode_tokens
         num_left = min(num_left, self.max_prefill_tokens)
         rows: list[ScheduledRow] = []
         while self._queues.waiting and budget > 0 and num_left:
@@ -245,7 +300,7 @@ class MicroBatchFiller:
         row = sequence.schedule_row(num_tokens)
         if sequence.seq in self._queues.decoding_seqs:
             self._queues.num_decode_context_tokens += num_tokens
-        if self._async_scheduling:
+        if self._runs_ahead:
             self._queues.make_ready(sequence)
         return row
 

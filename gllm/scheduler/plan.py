@@ -4,7 +4,7 @@ All types are NamedTuples, so that any codec can carry them as compact arrays.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 ON_DEVICE = -1
@@ -14,7 +14,8 @@ ON_DEVICE = -1
 class ScheduledRow(NamedTuple):
     """Tokens of one sequence in a micro-batch: a decode step or a prefill chunk.
 
-    A decode may have several tokens, if a grammar has determined tokens that need no sampling.
+    A decode may have several tokens, if a grammar has determined tokens that need no sampling, or
+    if it is a window: its last tokens are guesses that the step verifies.
     """
 
     seq: int
@@ -32,12 +33,41 @@ class ScheduledRow(NamedTuple):
     """Token ids of the row's positions beyond the prompt, which every stage that needs it has
     received at registration; ON_DEVICE for a token that the previous step still samples."""
     should_sample: bool
-    """True if a token is sampled from the row's last position."""
+    """True if a token is sampled from the row's last position; in a window also from the position
+    before each draft token that the row has."""
+    num_draft_tokens: int = 0
+    """Last tokens of the row that are guesses. If all are, the row continues an earlier window: its
+    first token is the guess of the token that the row before samples last."""
+
+    @property
+    def num_samples(self) -> int:
+        """Positions of a sampling row from which a token is sampled, the last ones of the row."""
+        return min(self.num_tokens, self.num_draft_tokens + 1)
+
+    @property
+    def first_sampled_position(self) -> int:
+        """Position in the sequence of the first token that is sampled."""
+        return self.start + self.num_tokens - self.num_samples + 1
 
 
 def count_tokens(rows: Iterable[ScheduledRow]) -> int:
     """Return the total number of tokens to compute in rows of a micro-batch."""
     return sum([row.num_tokens for row in rows])
+
+
+class StateSegment(NamedTuple):
+    """Consecutive tokens of a row between two states of recurrent layers, with the slots of these.
+
+    The segments of a row follow each other: each starts from the state that the one before wrote.
+    """
+
+    row: int
+    """Index of the row in the plan."""
+    num_tokens: int
+    source: int
+    """Slot of the state before the segment; -1 at the first token of a sequence: zeros."""
+    target: int
+    """Slot to which the state after the segment is written."""
 
 
 class StepPlan(NamedTuple):
@@ -57,6 +87,8 @@ class StepPlan(NamedTuple):
     (gllm/scheduler/lanes.py), else 0."""
     num_other_steps: int = 0
     """Number of earlier steps in the other lane; 0 with one lane."""
+    state_segments: tuple[StateSegment, ...] = ()
+    """Segments of all rows, in row order, for recurrent layers; empty for a model without any."""
 
     @property
     def turn(self) -> int:
@@ -72,10 +104,29 @@ class SampledToken(NamedTuple):
     token_id: int
     error: str = ""
     """Reason why there is no token; the request ends with this error."""
-    forced_token_ids: tuple[int, ...] = ()
-    """Tokens that follow without sampling because the grammar permits no others."""
+    further_token_ids: tuple[int, ...] = ()
+    """Tokens that follow: those sampled after accepted draft tokens, and those that the grammar
+    forces."""
     is_finite: bool = True
     """False if the logits were not finite; the sequence's KV blocks are then not reused."""
+
+
+def count_accepted(row: ScheduledRow, sampled: SampledToken | None) -> int:
+    """Return the number of draft tokens of a window that are tokens of the text.
+
+    Those are the ones that equal the samples before them. The first token of a window of guesses
+    alone has no sample here: it was right, because the last stage has sampled the window.
+    """
+    if sampled is None or sampled.error:
+        return 0
+    num_samples = row.num_samples
+    count = row.num_draft_tokens + 1 - num_samples
+    drafts = row.token_ids[len(row.token_ids) + 1 - num_samples :]
+    for draft, token in zip(drafts, (sampled.token_id, *sampled.further_token_ids), strict=False):
+        if draft != token:
+            break
+        count += 1
+    return count
 
 
 class StepResult(NamedTuple):
@@ -151,6 +202,29 @@ class SchedulerStats(NamedTuple):
     """Number of failed fetches, after which the sequences were prefilled."""
     in_flight_prefill_tokens: int = 0
     """Prefill tokens of the micro-batches in flight, no longer in `waiting_tokens`; no counter."""
+    state_slots: int = 0
+    """Slots for states of recurrent layers; 0 for a model without any."""
+    used_state_slots: int = 0
+    """State slots that running sequences refer to; no counter."""
+    drafts: int = 0
+    """Windows that were scheduled, those that continued a wrong guess included."""
+    draft_tokens: int = 0
+    """Draft tokens of the windows."""
+    accepted_tokens: int = 0
+    """Draft tokens that are tokens of the text."""
+    accepted_per_position: tuple[int, ...] = ()
+    """The same by position in the window; empty without speculation."""
+
+    @property
+    def num_decoded_tokens(self) -> int:
+        """Tokens computed in decode without wrong guesses: about the generated tokens."""
+        return self.decode_tokens - self.draft_tokens + self.accepted_tokens
+
+    def to_numbers(self) -> dict[str, float]:
+        """Return the statistics that are single numbers, by name."""
+        numbers = self._asdict()
+        del numbers["accepted_per_position"]
+        return numbers
 
     @property
     def unfinished(self) -> int:
@@ -173,6 +247,10 @@ class SchedulerCounters:
     decode_tokens: int = 0
     fetched_tokens: int = 0
     failed_fetches: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
 
 
 class FirstToken(NamedTuple):

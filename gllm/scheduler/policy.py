@@ -16,6 +16,7 @@ from gllm.scheduler.admission import AdmissionController
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import ScheduledRow
 from gllm.scheduler.stage_work import StageWork
+from gllm.scheduler.step_cost import OnlineStepCurveFit
 
 if TYPE_CHECKING:
     from gllm.scheduler.micro_batch import MicroBatchFiller
@@ -64,6 +65,10 @@ class SchedulingPolicy(Protocol):
     step."""
     admission: type[AdmissionController]
     """Class of the controller that admits waiting sequences to the KV cache."""
+
+    @property
+    def curve_fit(self) -> OnlineStepCurveFit | None:
+        """Step time by tokens that the policy fits; None if it fits none."""
 
     def fill(self, batch: "MicroBatchFiller", now: float) -> list[ScheduledRow]:
         """Return the rows of the next micro-batch, which may mix both phases.
@@ -114,7 +119,8 @@ class SchedulingPolicy(Protocol):
 
         Args:
             work: tokens and context of the step.
-            seconds: time of its slowest stage.
+            seconds: its interval in a full pipeline, at least the time of its slowest stage
+                (gllm/scheduler/step_intervals.py).
         """
 
 
@@ -125,6 +131,7 @@ class TokenBudgetPolicy:
     """
 
     learns_step_times = False
+    curve_fit: OnlineStepCurveFit | None = None
     admission: type[AdmissionController] = AdmissionController
 
     def fill(self, batch: "MicroBatchFiller", now: float) -> list[ScheduledRow]:

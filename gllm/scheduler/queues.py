@@ -14,6 +14,7 @@ from gllm.scheduler.kv_cache_manager import KVCacheManager
 from gllm.scheduler.policy import SchedulerLoad
 from gllm.scheduler.prefill_order import PrefillOrder
 from gllm.scheduler.sequence import Sequence
+from gllm.scheduler.speculation import Speculation
 from gllm.scheduler.stage_work import count_query_key_pairs
 
 rank_of = attrgetter("rank")
@@ -39,9 +40,15 @@ class SequenceQueues:
     Args:
         kv_cache: KV cache of the pipeline, for the prefix cache and the free share.
         config: resolved configuration; policies spread the decodes over its stages at first.
+        speculation: guesses the next tokens of decodes; None for no guesses.
     """
 
-    def __init__(self, kv_cache: KVCacheManager, config: SchedulerConfig) -> None:
+    def __init__(
+        self,
+        kv_cache: KVCacheManager,
+        config: SchedulerConfig,
+        speculation: Speculation | None = None,
+    ) -> None:
         self.waiting: list[Sequence] = []
         """Sequences with unscheduled prefill, in the order of prefill; fcfs: best rank first."""
         self.ready: dict[int, Sequence] = {}
@@ -61,6 +68,8 @@ class SequenceQueues:
         self._kv_cache = kv_cache
         self._block_size = config.block_size
         self._async_scheduling = config.async_scheduling
+        self.speculation = speculation
+        """Guesses the next tokens of decodes; None for no guesses."""
         order = PrefillOrder(config.prefill_order, config.prefill_group)
         self._order = order
         self._key: Callable[[Sequence], Any] = order.key if order.forms_groups else rank_of
@@ -115,7 +124,13 @@ class SequenceQueues:
         num_scheduled = sequence.num_scheduled_tokens
         if num_scheduled < sequence.num_prefill_tokens:
             return
-        if self._async_scheduling:
+        seq = sequence.seq
+        if self.speculation is not None:
+            can_decode = self.speculation.prepare(sequence)
+            if not can_decode:
+                # A guess that it was ready with may have been wrong.
+                self.ready.pop(seq, None)
+        elif self._async_scheduling:
             # If all known tokens are scheduled, the last row in flight samples one more.
             num_tokens = max(sequence.num_tokens, num_scheduled + 1)
             can_decode = num_tokens < sequence.prompt_len + sequence.request.max_tokens
@@ -123,12 +138,24 @@ class SequenceQueues:
             can_decode = num_scheduled < sequence.num_tokens
         if not can_decode:
             return
-        seq = sequence.seq
         if seq not in self.ready:
             self.ready[seq] = sequence
         if seq not in self.decoding_seqs:
             self.decoding_seqs.add(seq)
             self.num_decode_context_tokens += num_scheduled
+
+    def remove_ahead(self) -> None:
+        """Remove ready decodes with rows in flight; the commits make them ready again."""
+        for sequence in list(self.ready.values()):
+            if sequence.num_rows_in_flight:
+                del self.ready[sequence.seq]
+
+    def append(self, sequence: Sequence, token_id: int) -> None:
+        """Append a token of the output, with which guesses in flight may turn out to be wrong."""
+        num_scheduled = sequence.num_scheduled_tokens
+        sequence.append(token_id)
+        if sequence.seq in self.decoding_seqs:
+            self.num_decode_context_tokens += sequence.num_scheduled_tokens - num_scheduled
 
     def describe(self) -> QueueSnapshot:
         """Return a copy of the queues."""

@@ -27,6 +27,7 @@ from gllm.scheduler.plan import (
     StepPlan,
     StepResult,
     StepTime,
+    count_accepted,
     count_tokens,
 )
 from gllm.scheduler.policy import SchedulingPolicy
@@ -34,7 +35,10 @@ from gllm.scheduler.policy_registry import create_policy
 from gllm.scheduler.preemption import PreemptionManager
 from gllm.scheduler.queues import QueueSnapshot, SequenceQueues
 from gllm.scheduler.sequence import SchedulerRequest, Sequence, SequenceTable
-from gllm.scheduler.step_cost import StepTimeCollector
+from gllm.scheduler.speculation import CreateDrafter, Speculation
+from gllm.scheduler.stage_work import StageWork
+from gllm.scheduler.step_cost import DEFAULT_RIDGE_TOKENS, OnlineStepCurveFit, observe_both
+from gllm.scheduler.step_intervals import StepIntervalCollector
 
 
 class Scheduler:
@@ -48,6 +52,8 @@ class Scheduler:
         output_lengths: output lengths of finished sequences from an earlier scheduler, for
             predictions.
         create_transfers: constructor of `transfers`, with the arguments of SchedulerTransfers.
+        create_drafter: creates what guesses the tokens of a sequence, if speculation is on; None
+            for the configured method.
     """
 
     def __init__(
@@ -56,25 +62,42 @@ class Scheduler:
         policy: SchedulingPolicy | None = None,
         output_lengths: OutputLengths | None = None,
         create_transfers: Callable[..., SchedulerTransfers] = SchedulerTransfers,
+        create_drafter: CreateDrafter | None = None,
     ) -> None:
         assert config.max_in_flight is not None
         self.config = config
         self.kv_cache = KVCacheManager(config)
         policy = policy or create_policy(config)
         self._has_lanes = config.num_lanes > 1
+        self._is_mixed = not self._has_lanes
+        """Micro-batches have decodes and prefill."""
         self.table = SequenceTable()
         self._sequences = self.table.sequences
         self._in_flight = InFlightPlans(config.num_lanes, config.max_in_flight)
-        self.learns_step_times = policy.learns_step_times
-        observe = policy.observe_step if self.learns_step_times else None
-        self._step_times = StepTimeCollector(observe, config.stages)
+        observe: Callable[[StageWork, float], None] | None = None
+        if policy.learns_step_times:
+            observe = policy.observe_step
+        self._speculation: Speculation | None = None
+        if config.speculative_config is not None:
+            curve_fit = policy.curve_fit
+            if curve_fit is None:
+                curve_fit = OnlineStepCurveFit(config.ridge_tokens or DEFAULT_RIDGE_TOKENS)
+                observe = observe_both(observe, curve_fit)
+            self._speculation = Speculation(config, curve_fit, create_drafter)
+        self.learns_step_times = observe is not None
+        self._step_intervals = StepIntervalCollector(observe, config.stages)
         self._last_plan_had_decodes = False
+        self._lane_change_step = -1
+        """Last step before decodes have changed the lane."""
         self._counters = SchedulerCounters()
+        if config.speculative_config is not None:
+            num_positions = config.speculative_config.num_speculative_tokens
+            self._counters.accepted_per_position = [0] * num_positions
         rule = ADMISSION_RULES.get(config.kv_admission, policy.admission)
         self._admission = rule(config, self.kv_cache, output_lengths)
         self.output_lengths = self._admission.output_lengths
         """Lengths of finished outputs, with which another scheduler can begin."""
-        self._queues = SequenceQueues(self.kv_cache, config)
+        self._queues = SequenceQueues(self.kv_cache, config, self._speculation)
         parts = self.kv_cache, self._admission, self._queues
         self._preemption = PreemptionManager(config, *parts, self._counters)
         self._filler = MicroBatchFiller(config, policy, *parts, self._preemption, self._counters)
@@ -104,7 +127,9 @@ class Scheduler:
         """Empty the prefix cache; running sequences are not affected."""
         self.kv_cache.block_pool.reset_prefix_cache()
 
-    def set_depth(self, depth: int, max_prefill_tokens: int | None = None) -> None:
+    def set_depth(
+        self, depth: int, max_prefill_tokens: int | None = None, is_mixed: bool = False
+    ) -> None:
         """Change the number of micro-batches in flight.
 
         Before the first call `max_in_flight` limits the micro-batches in flight, and the policy
@@ -115,6 +140,9 @@ class Scheduler:
                 the decodes: #PP_depth. At most `max_in_flight` counts.
             max_prefill_tokens: limit of the prefill in a micro-batch; None for no other than the
                 policy's.
+            is_mixed: with two lanes, put decodes and prefill into the same micro-batches, as with
+                one lane. All of them are in the prefill lane, as chunks of a prompt may not
+                overtake each other.
 
         Raises:
             ValueError: a value is below 1.
@@ -130,6 +158,12 @@ class Scheduler:
             )
         self._in_flight.limit = self._queues.depth = min(depth, config.max_in_flight)
         self._filler.max_prefill_tokens = max_prefill_tokens
+        was_mixed, self._is_mixed = self._is_mixed, is_mixed or not self._has_lanes
+        if was_mixed != self._is_mixed and self._speculation is not None:
+            # Decodes are in another lane now: no sequence may have rows in both.
+            self._lane_change_step = max(self._in_flight.plans, default=-1)
+            self._speculation.is_paused = self._lane_change_step >= 0
+            self._queues.remove_ahead()
 
     def schedule(self, now: float) -> StepPlan | None:
         """Return the next micro-batch; None if nothing can run or too many are in flight.
@@ -137,15 +171,13 @@ class Scheduler:
         Sequences whose KV can be fetched are left to `transfers.start_fetches`, called first.
         """
         self._now = now
+        self._step_intervals.on_time(now)
         has_room = self._in_flight.has_room
         if True not in has_room or not self._sequences:
             return None
         counters = self._counters
         num_decodes, num_prefills = counters.decode_tokens, counters.prefill_tokens
-        if self._has_lanes:
-            rows = self._filler.fill_lane(now, *has_room)
-        else:
-            rows = self._filler.fill(now, self._last_plan_had_decodes)
+        rows = self._fill(now, has_room)
         is_stuck = not rows and not self._in_flight.plans
         if is_stuck and not self.transfers.returns_blocks(self._sequences.values()):
             # Nothing fits, and no blocks return without a step.
@@ -154,16 +186,28 @@ class Scheduler:
             return None
         num_decodes = counters.decode_tokens - num_decodes
         num_prefills = counters.prefill_tokens - num_prefills
-        lane = PREFILL_LANE if self._has_lanes and num_prefills else DECODE_LANE
-        plan = self._in_flight.add(rows, self.table.pop_released(), lane, num_prefills)
+        has_prefill_lane = self._has_lanes and (num_prefills or self._is_mixed)
+        lane = PREFILL_LANE if has_prefill_lane else DECODE_LANE
+        states = self.kv_cache.states
+        segments = () if states is None else states.schedule_rows(rows)
+        released_seqs = self.table.pop_released()
+        plan = self._in_flight.add(rows, released_seqs, lane, num_prefills, segments)
         if self.transfers.readable.is_enabled:
             self.transfers.readable.on_scheduled(plan, self._sequences)
         counters.steps += 1
         self._last_plan_had_decodes = num_decodes > 0
         self._queues.num_decode_plans += self._last_plan_had_decodes
-        self._step_times.on_scheduled(plan)
+        self._step_intervals.on_scheduled(plan, now, self._in_flight.max_plans)
         self._admission.on_scheduled(num_decodes + num_prefills)
         return plan
+
+    def _fill(self, now: float, has_room: list[bool]) -> list[ScheduledRow]:
+        """Return the rows of the next micro-batch, within the room of each lane."""
+        if not self._is_mixed:
+            return self._filler.fill_lane(now, *has_room)
+        if not has_room[-1]:
+            return []
+        return self._filler.fill(now, self._last_plan_had_decodes)
 
     def commit(self, result: StepResult) -> StepOutput:
         """Apply the result of the oldest micro-batch in flight (of its lane, if there are two).
@@ -172,12 +216,18 @@ class Scheduler:
             ValueError: the result belongs to another plan or lacks a row.
         """
         plan = self._in_flight.pop(result.step)
+        if self._speculation is not None and self._speculation.is_paused:
+            oldest = min(self._in_flight.plans, default=result.step + 1)
+            self._speculation.is_paused = oldest <= self._lane_change_step
+        self._step_intervals.on_committed(result.step)
         sampled = {token.seq: token for token in result.sampled_tokens}
         output = StepOutput([], [], [], [], count_tokens(plan.rows))
-        sequences, error = self._sequences, result.error
+        sequences, error, states = self._sequences, result.error, self.kv_cache.states
         for row in plan.rows:
             sequence = sequences[row.seq]
             sequence.num_rows_in_flight -= 1
+            if states is not None:
+                states.on_row_committed(row)
             if error:
                 self._fail(sequence, error, output)
             else:
@@ -190,8 +240,7 @@ class Scheduler:
 
     def record_step_times(self, stage: int, times: list[StepTime]) -> None:
         """Record when a stage computed scheduled steps; permitted at any time after `schedule`."""
-        for time in times:
-            self._step_times.on_stage_time(time)
+        self._step_intervals.on_stage_times(stage, times)
 
     def available_parallelism(self) -> int:
         """Return the number of stages that the available work could keep busy.
@@ -221,6 +270,7 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """Return the present state and the counters."""
         running = len(self.kv_cache.running) - len(self.transfers.started_prefetches)
+        states = self.kv_cache.states
         return SchedulerStats(
             running=running,
             waiting=len(self._sequences) - running + len(self.table.pending_forks),
@@ -233,7 +283,10 @@ class Scheduler:
             fetching=len(self.transfers.fetches),
             held_blocks=self.kv_cache.holds.num_blocks,
             in_flight_prefill_tokens=self._in_flight.num_prefill_tokens,
-            **vars(self._counters),
+            state_slots=0 if states is None else states.num_slots,
+            used_state_slots=0 if states is None else states.num_used_slots,
+            **vars(self._counters)
+            | {"accepted_per_position": tuple(self._counters.accepted_per_position)},
         )
 
     def describe(self) -> QueueSnapshot:
@@ -253,8 +306,12 @@ class Scheduler:
         output: StepOutput,
     ) -> None:
         """Count a row as computed and append its sampled token."""
-        seq, num_preemptions, start, num_tokens, _, _, should_sample = row
+        seq, num_preemptions, start, num_tokens, _, _, should_sample, num_drafts = row
         end = start + num_tokens
+        if num_drafts:
+            if not self._continues(sequence, row):
+                return
+            end += self._count_accepted(row, sampled) - num_drafts
         if start <= sequence.num_computed_tokens:
             # Otherwise an earlier row failed, and the blocks between were never written.
             sequence.num_computed_tokens = end
@@ -272,18 +329,54 @@ class Scheduler:
             raise ValueError(f"the result lacks sequence {seq} after {num_preemptions} preemptions")
         if sampled.error:
             self._fail(sequence, sampled.error, output)
-        elif end == sequence.num_tokens:
+            return
+        index = row.first_sampled_position if num_drafts else end
+        for token_id in (sampled.token_id, *sampled.further_token_ids):
             # Otherwise an earlier row has returned the token as a forced one.
-            self._append_token(sequence, sampled.token_id, output)
-            for token_id in sampled.forced_token_ids:
-                if not sequence.is_finished:
-                    self._append_token(sequence, token_id, output)
+            if index == sequence.num_tokens and not sequence.is_finished:
+                self._append_token(sequence, token_id, output)
+            index += 1
+
+    def _count_accepted(self, row: ScheduledRow, sampled: SampledToken | None) -> int:
+        """Return how many draft tokens of a window are right, and count them."""
+        num_accepted = count_accepted(row, sampled)
+        counters = self._counters
+        counters.accepted_tokens += num_accepted
+        for position in range(num_accepted):
+            counters.accepted_per_position[position] += 1
+        if self._speculation is not None and sampled is not None:
+            self._speculation.on_verified(row.seq, row.num_draft_tokens, num_accepted)
+        return num_accepted
+
+    def _continues(self, sequence: Sequence, row: ScheduledRow) -> bool:
+        """Return True if a window begins with a known token or a guess that was right.
+
+        A window of guesses alone is void if a token before it, or its first one, was guessed wrong.
+        """
+        start = row.start
+        if row.num_draft_tokens < row.num_tokens:
+            return True
+        return (
+            start <= sequence.num_computed_tokens
+            and start < sequence.num_tokens
+            and sequence.token_ids[start] == row.token_ids[0]
+        )
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Add the full blocks of a sequence to the prefix cache whose tokens are known by now."""
+        num_next = (sequence.num_published_blocks + 1) * self.config.block_size
+        if sequence.num_computed_tokens >= num_next:
+            self.kv_cache.publish(sequence)
 
     def _append_token(self, sequence: Sequence, token_id: int, output: StepOutput) -> None:
         """Append a generated token and finish the sequence if it is the last one."""
         request = sequence.request
-        sequence.token_ids.append(token_id)
-        sequence.num_tokens += 1
+        if self._speculation is None:
+            sequence.token_ids.append(token_id)
+            sequence.num_tokens += 1
+        else:
+            self._queues.append(sequence, token_id)
+            self._publish(sequence)
         output.seqs.append(sequence.seq)
         output.token_ids.append(token_id)
         num_generated = sequence.num_tokens - sequence.prompt_len
@@ -323,3 +416,5 @@ class Scheduler:
         elif sequence.seq in self._sequences:
             self.kv_cache.free(sequence)
             self.table.release(sequence)
+            if self._speculation is not None:
+                self._speculation.release(sequence.seq)

@@ -171,6 +171,10 @@ class Sequence:
     prefill_group: tuple[int, int] = UNGROUPED
     """Number of the group of prompts that are sorted together, and sort key within it
     (PrefillOrder)."""
+    draft_token_ids: list[int] = field(default_factory=list)
+    """Guesses for the next row, at the positions behind all known and scheduled tokens."""
+    guesses: list[int] = field(default_factory=list)
+    """Draft tokens in flight, at the positions from `num_tokens` on."""
     num_displacements: int = 0
     """Number of micro-batches in which prompts postponed this decode (policy `splitwise`)."""
 
@@ -256,8 +260,13 @@ class Sequence:
             hashes += chain_hashes(parent, token_ids, block_size)
         return hashes[:num_blocks]
 
-    def schedule_row(self, num_tokens: int) -> ScheduledRow:
-        """Schedule the next `num_tokens` tokens; their blocks must be allocated."""
+    def schedule_row(self, num_tokens: int, draft_token_ids: Items[int] = ()) -> ScheduledRow:
+        """Schedule the next tokens; their blocks must be allocated.
+
+        Args:
+            num_tokens: known tokens, or one that the row before samples; 0 in a row of guesses.
+            draft_token_ids: guesses behind them.
+        """
         start = self.num_scheduled_tokens
         end = start + num_tokens
         num_known = self.num_tokens
@@ -265,9 +274,14 @@ class Sequence:
             token_ids = [self.token_ids[start]]
         else:
             token_ids = self.token_ids[max(start, self.prompt_len) : end].tolist()
-        if end > num_known:
+        if end > num_known and not self.guesses and num_tokens:
             token_ids.append(ON_DEVICE)
         should_sample = end >= num_known
+        if draft_token_ids:
+            token_ids += draft_token_ids
+            self.guesses += draft_token_ids
+            num_tokens += len(draft_token_ids)
+            end += len(draft_token_ids)
         new_block_ids: list[int] = []
         if self.num_sent_blocks < len(self.block_ids):
             new_block_ids = self.block_ids[self.num_sent_blocks :]
@@ -285,8 +299,18 @@ class Sequence:
                 new_block_ids,
                 token_ids,
                 should_sample,
+                len(draft_token_ids),
             ),
         )
+
+    def append(self, token_id: int) -> None:
+        """Append a token of the output; a guess in flight at its position becomes a known token."""
+        self.token_ids.append(token_id)
+        self.num_tokens += 1
+        if self.guesses and self.guesses.pop(0) != token_id:
+            # Rows in flight behind the wrong guess add nothing; the next row overwrites their KV.
+            self.guesses.clear()
+            self.num_scheduled_tokens = self.num_tokens - 1
 
     def start_with_blocks(self, block_ids: list[int], num_cached_tokens: int) -> None:
         """Start the sequence with blocks that hold its first `num_cached_tokens` tokens."""
@@ -310,6 +334,7 @@ class Sequence:
         self.num_scheduled_tokens = self.num_computed_tokens = 0
         self.num_reused_tokens = self.num_expected_cached_tokens = 0
         self.num_prefill_tokens = self.num_tokens
+        self.guesses.clear()
         self.is_preempting = False
         return block_ids
 

@@ -14,6 +14,8 @@ from typing import NamedTuple
 from gllm.scheduler.plan import StepPlan, StepTime
 from gllm.scheduler.stage_work import StageWork, compute_stage_work, count_query_key_pairs
 
+DEFAULT_RIDGE_TOKENS = 150
+"""Ridge of the step time curve until it is fitted: that of a GPU."""
 MAX_PENDING_STEPS = 4096
 """Steps kept while their stages do not report; the oldest is dropped first."""
 REPORTED_STEP_INTERVAL = 7
@@ -28,6 +30,10 @@ DECAY_PER_STEP = 0.998
 """Factor on a step's weight with each later step: about the last thousand steps count."""
 REFIT_INTERVAL_STEPS = 32
 """Observed steps between two fits."""
+PRIOR_STEPS = 1
+"""Samples without tokens, of the time that the given ridge predicts, at the first fit of a
+StepTimeCurve: steps of a full pipeline are all large, and the first ones slow, so that they do not
+determine the part of the time that does not depend on the tokens."""
 DESCENT_SWEEPS = 60
 """Passes of the coordinate descent over all coefficients per fit."""
 
@@ -114,16 +120,16 @@ class DecayedLeastSquares:
         self._right = [0.0] * size
         self._scaled = [0.0] * size
 
-    def observe(self, features: Iterable[float], target: float) -> None:
-        """Add a sample; its target is above 0."""
+    def observe(self, features: Iterable[float], target: float, weight: float = 1.0) -> None:
+        """Add a sample, which counts as `weight` samples; its target is above 0."""
         # Relative errors: with absolute ones the long steps alone would determine the fit.
         row = [f / (s * target) for f, s in zip(features, self._scales, strict=True)]
         right = self._right
         for i, value in enumerate(row):
-            line = self._matrix[i]
+            line, weighted = self._matrix[i], weight * value
             for j, other in enumerate(row):
-                line[j] = line[j] * DECAY_PER_STEP + value * other
-            right[i] = right[i] * DECAY_PER_STEP + value
+                line[j] = line[j] * DECAY_PER_STEP + weighted * other
+            right[i] = right[i] * DECAY_PER_STEP + weighted
 
     def solve(self, start: Iterable[float] | None = None) -> list[float]:
         """Return the coefficients of the features, none of them negative.
@@ -235,7 +241,7 @@ class OnlineStepCurveFit:
         self._num_steps = 0
 
     def observe_step(self, work: StageWork, seconds: float) -> None:
-        """Add a step: its work and the time of its slowest stage, above 0."""
+        """Add a step: its work and its interval, above 0."""
         tokens, square = work.num_tokens, seconds**2
         self._scale.observe((1 + (tokens / self._ridge_tokens) ** 2,), square)
         if not self._is_fixed:
@@ -251,10 +257,27 @@ class OnlineStepCurveFit:
         (scale,) = self._scale.solve()
         self.curve = StepTimeCurve.from_ridge(self._ridge_tokens, math.sqrt(scale))
         if not self._is_fixed:
-            start = None if self.is_fitted else self.curve
+            start = None
+            if not self.is_fitted:
+                start = self.curve
+                self._squares.observe((1.0, 0.0, 0.0, 0.0, 0.0), start.constant, PRIOR_STEPS)
             self.curve = StepTimeCurve(*self._squares.solve(start))
             self.most_tokens = self._largest_step
         self.is_fitted = True
+
+
+def observe_both(
+    observe: Callable[[StageWork, float], None] | None, curve_fit: OnlineStepCurveFit
+) -> Callable[[StageWork, float], None]:
+    """Return a function that passes a step's work and interval to `observe` and to a fit."""
+
+    def pass_on(work: StageWork, seconds: float) -> None:
+        if observe is not None:
+            observe(work, seconds)
+        if seconds > 0:
+            curve_fit.observe_step(work, seconds)
+
+    return pass_on
 
 
 class StepTimeCollector:

@@ -10,13 +10,11 @@ from gllm.scheduler.plan import ScheduledRow
 from gllm.scheduler.policy import PaperThrottlePolicy, SchedulerLoad
 from gllm.scheduler.stage_work import StageWork
 from gllm.scheduler.step_averages import StepAverager
-from gllm.scheduler.step_cost import OnlineStepCurveFit, StepTimeCurve
+from gllm.scheduler.step_cost import DEFAULT_RIDGE_TOKENS, OnlineStepCurveFit, StepTimeCurve
 
 if TYPE_CHECKING:
     from gllm.scheduler.micro_batch import MicroBatchFiller
 
-DEFAULT_RIDGE_TOKENS = 150
-"""Ridge of the step time curve until it is fitted: that of a GPU."""
 EFFICIENCY_LIMIT = 0.96
 """Share of arithmetic in the time of the largest micro-batch while sequences decode: a larger one
 would gain at most four per cent in throughput, and delay the decodes by more."""
@@ -48,11 +46,12 @@ class ThrottlePolicy(PaperThrottlePolicy):
     """
 
     learns_step_times = True
+    curve_fit: OnlineStepCurveFit
 
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
         ridge = config.ridge_tokens
-        self._curve_fit = OnlineStepCurveFit(
+        self.curve_fit = OnlineStepCurveFit(
             ridge or DEFAULT_RIDGE_TOKENS, is_fixed=ridge is not None
         )
         self._averager = StepAverager(config.stages)
@@ -75,9 +74,9 @@ class ThrottlePolicy(PaperThrottlePolicy):
         return super().decode_budget(load)
 
     def observe_step(self, work: StageWork, seconds: float) -> None:
-        """Learn the step time and the load from a completed step."""
+        """Learn the interval and the load from a completed step."""
         if seconds > LEAST_STEP_SECONDS:
-            self._curve_fit.observe_step(work, seconds)
+            self.curve_fit.observe_step(work, seconds)
             self._averager.observe_step(work, seconds)
 
     def _tokens_by_waiting(self, load: SchedulerLoad) -> float:
@@ -89,7 +88,7 @@ class ThrottlePolicy(PaperThrottlePolicy):
         if not work:
             return 0
         is_alone = not load.num_decoding and load.num_waiting_prompts <= 1
-        if is_alone or not self._chunk_tokens or not self._curve_fit.is_fitted:
+        if is_alone or not self._chunk_tokens or not self.curve_fit.is_fitted:
             tokens = self._choose_for(load, work)
             self._chunk_tokens = self._chunk_tokens or tokens
         else:
@@ -107,7 +106,7 @@ class ThrottlePolicy(PaperThrottlePolicy):
         `work` tokens in chunks of n take (work / n + stages - 1) micro-batches, each of which
         delays the prompts by its time and the decodes by the time of its prefill.
         """
-        curve, decodes = self._curve_fit.curve, load.num_scheduled_decodes
+        curve, decodes = self.curve_fit.curve, load.num_scheduled_decodes
         prompts, running = max(1, load.num_waiting_prompts), load.num_decoding
         num_edges = self._config.stages - 1
         base = curve.seconds(decodes)
@@ -122,12 +121,12 @@ class ThrottlePolicy(PaperThrottlePolicy):
         """Choose the chunk size of the shortest mean latency for the averages of the load."""
         averages = self._averager.read()
         self._mean_decodes = averages.decodes
-        if not averages.prompts or not averages.prefill_tokens:
+        if not averages.prompts or not averages.prefill_steps:
             return
         # Chunks grow as soon as prompts queue, and shrink with the average.
         averages = averages._replace(waiting=max(averages.waiting, num_waiting))
-        curve = self._curve_fit.curve.with_context(averages.context_tokens)
-        latency = ChunkLatencyModel(averages, curve, self._config.stages, self._chunk_tokens)
+        curve = self.curve_fit.curve.with_context(averages.context_tokens)
+        latency = ChunkLatencyModel(averages, curve, self._config.stages)
         self._chunk_tokens = self._minimize(latency, curve, averages.decodes, averages.running)
 
     def _minimize(
@@ -139,7 +138,7 @@ class ThrottlePolicy(PaperThrottlePolicy):
     ) -> float:
         """Return the chunk size of least cost, within the limits of a chunk."""
         smallest = self._config.min_prefill_tokens
-        largest = GROWTH_LIMIT * self._curve_fit.most_tokens
+        largest = GROWTH_LIMIT * self.curve_fit.most_tokens
         if running:
             largest = min(largest, curve.tokens_at_efficiency(EFFICIENCY_LIMIT))
         largest = max(smallest, min(largest - decodes, self._config.max_prefill_tokens))

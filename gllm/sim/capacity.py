@@ -8,16 +8,18 @@ github.com/microsoft/vidur).
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import ceil, inf
 from statistics import fmean
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gllm.observability.latency import percentile
 from gllm.sim.monotone_search import bisect_last, find_last
+from gllm.sim.simulation_pool import end_simulations, open_simulation_pool
+from gllm.sim.stability import has_growth, num_in_system
 
 RATE_STEP = 1.025
 """Ratio of neighbouring rates of the search: the capacity is exact to 2.5 %."""
@@ -28,7 +30,7 @@ MAX_SINGLE_STEPS = 4
 
 
 class RateTrial(NamedTuple):
-    """P99 and mean scheduling delays of the requests simulated at one request rate, in seconds.
+    """Scheduling delays of the requests simulated at one request rate: P99, means and growth.
 
     A request's scheduling delay is the time from its arrival until the scheduler first includes it
     in a batch.
@@ -41,6 +43,10 @@ class RateTrial(NamedTuple):
     """Mean delay of the first half of the requests, by arrival."""
     second_half_delay_seconds: float
     """Mean delay of the second half of the requests."""
+    is_growing: bool = False
+    """True if the number of requests that wait grows: `gllm.sim.stability`."""
+    figures: Any = None
+    """Figures of the simulation beside its delays, for the caller of the search."""
 
     @property
     def growth(self) -> float:
@@ -52,10 +58,12 @@ class RateTrial(NamedTuple):
         return self.second_half_delay_seconds / self.first_half_delay_seconds
 
 
-def make_rate_trial(delays: Sequence[float | None]) -> RateTrial:
-    """Return the P99 and mean scheduling delays of one simulation, from the delays of its requests.
+def make_rate_trial(arrivals: Sequence[float], delays: Sequence[float | None]) -> RateTrial:
+    """Return the scheduling delays of one simulation as figures, from those of its requests.
 
     Args:
+        arrivals: Arrival of each request in seconds, ascending. Requests that arrive all at once
+            have no rate that could be too high.
         delays: Seconds from each request's arrival until it is first scheduled, in order of
             arrival; None for a request that was never scheduled, which counts as an infinite delay.
 
@@ -67,7 +75,9 @@ def make_rate_trial(delays: Sequence[float | None]) -> RateTrial:
     values = [inf if delay is None else delay for delay in delays]
     half = len(values) // 2
     p99 = inf if inf in values else percentile(values, 99)
-    return RateTrial(len(values), p99, fmean(values[:half]), fmean(values[half:]))
+    starts = [arrival + delay for arrival, delay in zip(arrivals, values, strict=True)]
+    is_growing = arrivals[-1] > arrivals[0] and has_growth(num_in_system(arrivals, starts).counts)
+    return RateTrial(len(values), p99, fmean(values[:half]), fmean(values[half:]), is_growing)
 
 
 def stopped_trial(num_requests: int) -> RateTrial:
@@ -76,25 +86,21 @@ def stopped_trial(num_requests: int) -> RateTrial:
     Args:
         num_requests: Number of requests of the workload.
     """
-    return RateTrial(num_requests, inf, inf, inf)
+    return RateTrial(num_requests, inf, inf, inf, True)
 
 
 @dataclass(frozen=True)
 class CapacityRule:
     """Conditions under which a request rate counts as sustained, and limits of the capacity search.
 
-    A rate is sustained if the P99 scheduling delay is below a limit and delays do not grow during
-    the run. The search looks for the highest such rate.
+    A rate is sustained if the P99 scheduling delay is below a limit and the number of requests that
+    wait does not grow during the run. The search looks for the highest such rate.
     """
 
     max_p99_delay_seconds: float = 5.0
     """Limit of the 99th percentile of the scheduling delays."""
-    max_growth: float | None = 1.2
-    """Limit of the second half's mean delay over the first half's; None: no limit."""
-    min_growing_delay_seconds: float = 0.5
-    """Mean delay of the second half below which growth does not count as overload, since a short
-    queue grows and shrinks by chance. At an overload of 2.5 %, 1,000 requests exceed it at up to 30
-    per second."""
+    permits_growth: bool = False
+    """True if only the P99 counts, also where the queue grows."""
     num_confirmations: int = 2
     """Number of next higher rates, in steps of 2.5 %, that must not be sustained."""
     min_requests: int = 1000
@@ -123,15 +129,8 @@ class CapacityRule:
         return trial.p99_delay_seconds <= self.max_p99_delay_seconds
 
     def is_sustained(self, trial: RateTrial) -> bool:
-        """Return True if the delays of a run are within the limit and do not grow."""
-        return self.is_bounded(trial) and not self._is_growing(trial)
-
-    def _is_growing(self, trial: RateTrial) -> bool:
-        return (
-            self.max_growth is not None
-            and trial.growth > self.max_growth
-            and trial.second_half_delay_seconds > self.min_growing_delay_seconds
-        )
+        """Return True if the delays of a run are within the limit and its queue does not grow."""
+        return self.is_bounded(trial) and (self.permits_growth or not trial.is_growing)
 
     def check_length(self, trial: RateTrial) -> None:
         """Raise ValueError if a run has too few requests to show overload."""
@@ -145,7 +144,7 @@ class CapacityRule:
 CAPACITY_RULES = {
     "sustained": CapacityRule(),
     "vidur": CapacityRule(
-        max_growth=None,
+        permits_growth=True,
         num_confirmations=0,
         min_requests=2,
         usual_requests=2,
@@ -169,6 +168,10 @@ class Capacity:
     note: str = ""
     """Reason why the search ended early, so that higher rates may be sustained; empty if it did
     not."""
+
+
+INTERRUPTED = "stopped by Ctrl-C"
+"""Reason of a search that an interrupt ended."""
 
 
 class SearchEndedError(Exception):
@@ -225,7 +228,7 @@ def find_capacity(
         jobs: Number of processes that simulate rates in parallel. The result does not depend on it.
         on_trial: Callback with each tried rate and its delays, called in this process.
         refusal: Called before each simulation. A non-empty reason ends the search, which then
-            returns the highest sustained rate so far.
+            returns the highest sustained rate so far, as an interrupt (KeyboardInterrupt) does.
 
     Raises:
         ValueError: No tried rate is sustained, or `run` simulates too few requests.
@@ -233,7 +236,7 @@ def find_capacity(
     if not 0 < start_rate < inf:
         raise ValueError(f"start_rate is {start_rate}, but must be above 0 requests per second")
     with ExitStack() as stack:
-        executor = stack.enter_context(ProcessPoolExecutor(jobs)) if jobs > 1 else None
+        executor = stack.enter_context(open_simulation_pool(jobs)) if jobs > 1 else None
         search = _CapacitySearch(run, start_rate, rule, executor, on_trial, refusal)
         stack.callback(search.cancel)
         note = ""
@@ -283,17 +286,23 @@ class _CapacitySearch:
         if rate not in self.trials:
             if reason := self._refusal():
                 raise SearchEndedError(reason)
-            if self._executor is None:
-                trial = self._run(rate)
-            else:
-                for needed in (rate, *next_rates):
-                    if needed not in self._futures:
-                        self._futures[needed] = self._executor.submit(self._run, needed)
-                trial = self._futures[rate].result()
+            try:
+                trial = self._simulate(rate, next_rates)
+            except KeyboardInterrupt:
+                end_simulations()
+                raise SearchEndedError(INTERRUPTED) from None
             self._rule.check_length(trial)
             self.trials[rate] = trial
             self._on_trial(rate, trial)
         return self.trials[rate]
+
+    def _simulate(self, rate: float, next_rates: Sequence[float]) -> RateTrial:
+        if self._executor is None:
+            return self._run(rate)
+        for needed in (rate, *next_rates):
+            if needed not in self._futures:
+                self._futures[needed] = self._executor.submit(self._run, needed)
+        return self._futures[rate].result()
 
     def cancel(self) -> None:
         """Cancel simulations that have not started."""
@@ -336,7 +345,7 @@ class _CapacitySearch:
         """Return the highest sustained rate of the grid, from above.
 
         The 99th percentile separates the rates into low and high ones but for anomalies, so a
-        bisection finds where that is. Growth of the delays depends on chance as well, so from there
+        bisection finds where that is. Growth of the queue depends on chance as well, so from there
         down the rates are tried one by one.
         """
         best = self._descend(self._highest_bounded())

@@ -21,24 +21,29 @@ from gllm.scheduler.kv_admission import RESERVING_ADMISSIONS
 from gllm.sim.capacity import (
     CapacityRule,
     RateTrial,
-    make_rate_trial,
     stopped_trial,
 )
 from gllm.sim.cluster.cluster import ClusterRun, LogOpener, simulate_cluster
 from gllm.sim.cluster.router import make_router
 from gllm.sim.deployment import Deployment, simulate
+from gllm.sim.hardware.shapes import MODELS
 from gllm.sim.metrics.delays import (
     DelayLimitStop,
     RunLoad,
     measure_load,
     measure_rate_trial,
-    scheduling_delays,
 )
 from gllm.sim.metrics.report import class_attainment, summarize_cluster, summarize_run
 from gllm.sim.metrics.run_record import RunRecord, ServedRequest
-from gllm.sim.options import SimulationConfig, build_deployment, build_workload
+from gllm.sim.options import (
+    SimulationConfig,
+    build_deployment,
+    build_workload,
+    check_request_lengths,
+    table_model,
+)
 from gllm.sim.workloads.classes import parse_shares
-from gllm.sim.workloads.requests import WorkloadRequest
+from gllm.sim.workloads.requests import WorkloadRequest, longest_job
 
 
 class SimulationResult(NamedTuple):
@@ -67,7 +72,11 @@ def build_simulation(config: SimulationConfig) -> tuple[Deployment, list[Workloa
         OSError: The cost profile cannot be read.
     """
     jobs = build_workload(config)
-    longest = max(job.num_prompt_tokens + job.num_output_tokens for job in jobs)
+    longest = longest_job(jobs)
+    name = table_model(config)
+    if name is not None and MODELS[name].positions:
+        # Other models than those with learned positions compute beyond their context.
+        check_request_lengths(config, longest)
     deployment = build_deployment(config, longest)
     if config.length_prediction is not None:
         _check_prediction(config, deployment)
@@ -235,12 +244,12 @@ def simulate_trial(
     """
     if config.engines > 1:
         requests = simulate_requests(config, deployment, jobs, check)
-        return make_rate_trial(scheduling_delays(requests.values())), requests
+        return measure_rate_trial(requests.values()), requests
     stop = DelayLimitStop([job.arrival_seconds for job in jobs], rule.max_p99_delay_seconds)
     run = simulate(deployment, jobs, stop=stop, check=check)
     if stop.has_stopped:
         return stopped_trial(len(jobs)), run.requests
-    return measure_rate_trial(run), run.requests
+    return measure_rate_trial(run.requests.values()), run.requests
 
 
 class RunLatencies(NamedTuple):
@@ -309,8 +318,6 @@ class SimulationAtRate:
         self._config, self._rule, self._limits = config, rule, limits
         self._stops_early = stops_early
         self._deployment: Deployment | None = None
-        self.figures: dict[float, RunLatencies] = {}
-        """Figures of the runs in this process, by rate."""
 
     def at_rate(self, rate: float) -> SimulationConfig:
         """Return the configuration with another rate and the number of requests that it needs."""
@@ -318,10 +325,10 @@ class SimulationAtRate:
         return replace(self._config, rate=rate, requests=requests)
 
     def __call__(self, rate: float) -> RateTrial:
-        """Return the scheduling delays at a rate in requests per second."""
+        """Return the scheduling delays at a rate in requests per second, with a RunLatencies."""
         config = self.at_rate(rate)
         jobs = build_workload(config)
-        longest = max(job.num_prompt_tokens + job.num_output_tokens for job in jobs)
+        longest = longest_job(jobs)
         deployment = self._deployment
         if deployment is None or longest > deployment.scheduler.max_model_len:
             # Profiles take seconds to be fitted.
@@ -332,7 +339,7 @@ class SimulationAtRate:
                 return trial
         else:
             requests = simulate_requests(config, deployment, jobs, self._check)
-            trial = make_rate_trial(scheduling_delays(requests.values()))
+            trial = measure_rate_trial(requests.values())
         figures = summarize_latencies([served.line for served in requests.values()], self._limits)
-        self.figures[rate] = figures
-        return trial if figures.is_within else trial._replace(p99_delay_seconds=inf)
+        delay = trial.p99_delay_seconds if figures.is_within else inf
+        return trial._replace(p99_delay_seconds=delay, figures=figures)

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 from gllm.observability.step_log import StartEvent, StepLogEvent
 from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.kv_memory import divide_kv_memory
 from gllm.scheduler.output_lengths import OutputLengths
 from gllm.scheduler.sequence import SchedulerRequest
+from gllm.sim.client import SimulatedClient
 from gllm.sim.costs.base import CostModel
 from gllm.sim.costs.roofline import DeviceEfficiency, RooflineCostModel
 from gllm.sim.depth_control import replay_depth, start_depth
@@ -95,6 +97,9 @@ def simulate(
 ) -> RunRecord:
     """Simulate a workload on one engine and return the record of its requests and micro-batches.
 
+    Requests have the times of the client. Where the cost model has measured them, these include the
+    way of requests and tokens through the frontend; the log has the times of the driver.
+
     Args:
         deployment: Model, cost model and scheduler configuration of the engine.
         jobs: Requests sorted by arrival time.
@@ -107,19 +112,24 @@ def simulate(
     """
     _check_lengths(deployment, (job.num_prompt_tokens + job.num_output_tokens for job in jobs))
     start = deployment.start_event(jobs[0].arrival_seconds if jobs else 0.0)
-    recorder = RunRecorder(start)
+    cost = deployment.cost
+    recorder = RunRecorder(start, cost.delivery_seconds if cost.delivery_seconds(1) else None)
     if log is not None:
         log(start)
     pipeline = SimulatedPipeline(
         deployment.scheduler,
-        deployment.cost,
+        cost,
         [recorder],
         log,
         loop=EventLoop(check=check),
         output_lengths=deployment.output_lengths,
     )
     start_depth(pipeline, deployment.depth)
-    pipeline.submit_each(iterate_scheduler_requests(jobs))
+    requests = iterate_scheduler_requests(jobs)
+    if cost.request_transfer(is_busy=True).is_free:
+        pipeline.submit_each(requests)
+    else:
+        SimulatedClient(pipeline).send_each(requests)
     if stop is None:
         pipeline.loop.run()
         return recorder.record
@@ -156,8 +166,8 @@ def simulate_scheduler_requests(
         deployment: Model, cost model and scheduler configuration of the engine.
         requests: Arrival times in seconds, ascending, with the requests.
         aborts: Times in seconds, with the ids of the sequences that are aborted then.
-        stage_reports: Times at which the driver receives the step times of stages; None: each stage
-            reports at the end of each step.
+        stage_reports: Times at which the driver receives the step times of stages; None: the stages
+            report as workers do.
         depth_changes: Changes of the number of micro-batches in flight in the logged run.
 
     Raises:
@@ -245,7 +255,11 @@ def roofline_deployment(
             f"with {usable_bytes / 1e9:.1f} usable; raise --pp or --tp, or change --layers",
             "weights",
         )
-    num_needed = -(-max_model_len // config.block_size)
+    num_needed, num_slots = -(-max_model_len // config.block_size), 0
+    if hardware.model.recurrent is not None:
+        memories = hardware.stage_kv_memories(config.block_size, memory_share)
+        limits = num_needed, blocks, config.max_num_seqs
+        blocks, num_slots = divide_kv_memory(memories, *limits)
     if blocks < num_needed:
         raise ModelFitError(
             f"the KV cache has {blocks} blocks of {config.block_size} tokens, but one sequence of "
@@ -258,7 +272,7 @@ def roofline_deployment(
         model,
         hardware.layer_counts,
         RooflineCostModel(hardware, efficiency),
-        config.resolve(stages, blocks, max_model_len),
+        config.resolve(stages, blocks, max_model_len, num_state_slots=num_slots),
         degrees=ranks if max(ranks) > 1 else [],
         hardware=hardware,
     )

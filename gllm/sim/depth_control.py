@@ -84,11 +84,11 @@ def replay_depth(pipeline: SimulatedPipeline, changes: Iterable[DepthChange]) ->
         changes: The logged changes with their times.
     """
     for change in changes:
-        arguments = change.depth, change.max_prefill_tokens
+        arguments = change.depth, change.max_prefill_tokens, change.is_mixed
         pipeline.loop.push(change.received_time, REPORT, _set_depth, (pipeline, arguments))
 
 
-def _set_depth(now: float, change: tuple[SimulatedPipeline, tuple[int, int | None]]) -> None:
+def _set_depth(now: float, change: tuple[SimulatedPipeline, tuple[int, int | None, bool]]) -> None:
     pipeline, arguments = change
     if not pipeline.is_stopped:
         pipeline.scheduler.set_depth(*arguments)
@@ -110,7 +110,7 @@ def probe_link_times(cost: CostModel, num_stages: int) -> PipelineSeconds:
         one, many = (cost.activation_transfer(stage, work) for work in (small, large))
         added = many.occupancy_seconds - one.occupancy_seconds
         per_token = added / (large.num_tokens - small.num_tokens)
-        links.append(LinkSeconds(one.total_seconds - per_token, per_token))
+        links.append(LinkSeconds(one.total_seconds - per_token, per_token, per_token))
     before = cost.plan_seconds(small)
     latencies = [
         before + cost.plan_transfer(stage, small).total_seconds for stage in range(num_stages)

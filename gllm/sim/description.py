@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from statistics import fmean
 
-from gllm.sim.capacity import CAPACITY_RULES, CapacityRule
+from gllm.sim.capacity import CAPACITY_RULES
 from gllm.sim.deployment import Deployment
 from gllm.sim.hardware.stages import format_degrees
 from gllm.sim.metrics.delays import RunLoad
 from gllm.sim.metrics.report import show_value
-from gllm.sim.options import SimulationConfig
+from gllm.sim.options import SimulationConfig, describe_cut_requests
 from gllm.sim.workloads.requests import WorkloadRequest
 
 
@@ -42,6 +42,7 @@ def describe_simulation(
         f"{scheduler.max_model_len} tokens",
         f"workload: {config.workload}, {len(jobs)} requests of {prompt:.0f} prompt and "
         f"{output:.0f} output tokens on average, {arrivals}, seed {config.seed}",
+        *describe_cut_requests(config),
     ]
 
 
@@ -53,38 +54,35 @@ def describe_load(load: RunLoad) -> list[str]:
     lines = [
         f"load: offered {offered}{unit}, sustained {show_value(load.sustained_rate)} requests/s"
     ]
-    if not load.is_overloaded:
-        return lines
-    p99, first, second = map(show_value, trial[1:])
-    delays = f"mean {first} s in the first half of the requests, {second} s in the second"
     rule = CAPACITY_RULES["sustained"]
+    if not load.is_overloaded and rule.is_sustained(trial):
+        return lines
+    p99, first, second = map(show_value, (trial[1], trial[2], trial[3]))
+    delays = f"mean {first} s in the first half of the requests, {second} s in the second"
+    if load.is_overloaded:
+        return [
+            *lines,
+            f"overloaded{_describe_excess(load)}: scheduling delay p99 {p99} s,",
+            f"    {delays}; latencies grow with the number of requests",
+        ]
     num_needed = rule.num_requests(load.offered_rate or 0.0, 0)
-    if rule.is_bounded(trial) and trial.num_requests < num_needed:
+    if load.offered_rate is not None and trial.num_requests < num_needed:
         # The first requests find an empty system, so delays grow at any load.
         return [
             *lines,
             f"scheduling delays grow: {delays};",
             f"    --requests {num_needed} or more show whether this is an overload",
         ]
-    return [
-        *lines,
-        f"overloaded{_describe_excess(load, rule)}: scheduling delay p99 {p99} s,",
-        f"    {delays}; latencies grow with the number of requests",
-    ]
+    return [*lines, f"scheduling delay p99 {p99} s, {delays}: the queue does not grow"]
 
 
-def _describe_excess(load: RunLoad, rule: CapacityRule) -> str:
+def _describe_excess(load: RunLoad) -> str:
     """Return by how much the rate is too high, or the delays where the rate is sustained."""
     if percent := round(100 * (load.overload or 0.0)):
         return f" by {percent} %"
-    # A burst makes delays too long at a rate that the engine sustains on average.
-    trial, limit = load.trial, rule.max_p99_delay_seconds
-    if rule.is_bounded(trial):
-        return f", delays grow by {show_value(100 * (trial.growth - 1))} %"
-    if trial.p99_delay_seconds == inf:
+    if load.trial.p99_delay_seconds == inf:
         return ", requests are never scheduled"
-    excess = show_value(100 * (trial.p99_delay_seconds / limit - 1))
-    return f", delays are {excess} % above {show_value(limit)} s"
+    return f", delays grow by {show_value(100 * (load.trial.growth - 1))} %"
 
 
 def describe_below_range(counts: Mapping[str, int]) -> list[str]:

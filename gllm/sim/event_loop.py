@@ -17,7 +17,7 @@ COMMIT, ARRIVAL, ABORT, REPORT, DRIVER_TURN, PIPELINE = range(6)
 
 NANOSECONDS = 1e9
 """Units of an event's time per second: finer differences are rounding errors."""
-CHECK_EVENTS = 256
+CHECK_EVENTS = 64
 """Events between two calls of a loop's check: a few milliseconds."""
 MAX_SCALED_SECONDS = 2.0**21
 """Time below which a product with NANOSECONDS has an error of less than half a nanosecond."""

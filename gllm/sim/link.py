@@ -29,6 +29,56 @@ class SendingWindow(Protocol):
         """Send bytes at a rate; return the seconds until the last one has left."""
 
 
+class MessageLink(Protocol):
+    """Protocol of what carries messages in simulated time: a link, or a path over several."""
+
+    @property
+    def loop(self) -> EventLoop:
+        """Clock of the link."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of messages that are not completely sent."""
+
+    @property
+    def uses_slack(self) -> bool:
+        """True if a policy reads the slack of the senders."""
+
+    def add_slack_source(self, owner: object, source: Callable[[float], float | None]) -> None:
+        """Add a sender, until `drop`; the policy considers the slack of its next decode output.
+
+        Args:
+            owner: The sender.
+            source: Returns the time until its next decode output in seconds; None: there is none.
+        """
+
+    def send(
+        self,
+        traffic_class: TrafficClass,
+        cost: TransferCost,
+        deliver: Callable[[float, T], None],
+        argument: T,
+        owner: object = None,
+        rank: int = PIPELINE,
+    ) -> None:
+        """Send a message; it leaves at once or waits.
+
+        Args:
+            traffic_class: Class of the message, for the policy.
+            cost: Occupancy and propagation of the message.
+            deliver: Called with the arrival time and the argument.
+            argument: Second argument of the call.
+            owner: Sender, for `drop`.
+            rank: Rank of the arrival among the events of its time.
+        """
+
+    def drop(self, owner: object) -> None:
+        """Remove the messages and the slack of a sender that has ended.
+
+        Messages that are sent completely arrive nevertheless.
+        """
+
+
 @dataclass(eq=False, slots=True)
 class LinkMessage:
     """Message that waits for a simulated network link or is being sent over it."""
@@ -103,12 +153,7 @@ class SimulatedLink:
         return self._policy.uses_slack
 
     def add_slack_source(self, owner: object, source: Callable[[float], float | None]) -> None:
-        """Add a sender, until `drop`; the policy considers the slack of its next decode output.
-
-        Args:
-            owner: The sender.
-            source: Returns the time until its next decode output in seconds; None: there is none.
-        """
+        """Add a sender: see `MessageLink.add_slack_source`."""
         self._slack_sources.append((owner, source))
 
     def send(
@@ -120,16 +165,7 @@ class SimulatedLink:
         owner: object = None,
         rank: int = PIPELINE,
     ) -> None:
-        """Send a message; it leaves at once or waits for the link.
-
-        Args:
-            traffic_class: Class of the message, for the policy.
-            cost: Occupancy and propagation of the message.
-            deliver: Called with the arrival time and the argument.
-            argument: Second argument of the call.
-            owner: Sender, for `drop`.
-            rank: Rank of the arrival among the events of its time.
-        """
+        """Send a message; it leaves at once or waits for the link: see `MessageLink.send`."""
         now = self.loop.now
         size = cost.num_bytes or max(1, round(cost.occupancy_seconds * NOMINAL_BYTES_PER_SECOND))
         message = LinkMessage(
@@ -151,10 +187,7 @@ class SimulatedLink:
             self._push_end(sending)
 
     def drop(self, owner: object) -> None:
-        """Remove the messages and the slack of a sender that has ended, and stop its chunk.
-
-        Messages that are sent completely arrive nevertheless.
-        """
+        """Remove the messages and the slack of a sender, and stop its chunk."""
         now = self.loop.now
         self._waiting = [message for message in self._waiting if message.owner is not owner]
         self._slack_sources = [source for source in self._slack_sources if source[0] is not owner]

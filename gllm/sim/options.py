@@ -211,6 +211,54 @@ def build_workload(config: SimulationConfig) -> list[WorkloadRequest]:
     )
 
 
+def table_model(config: SimulationConfig) -> str | None:
+    """Return the model of the table that a configuration simulates; None for a measured one."""
+    if config.profile is None:
+        return config.model
+    name = config.profile.removeprefix(VIDUR_MODEL)
+    return name if name in MODELS else None
+
+
+def check_request_lengths(config: SimulationConfig, longest: int) -> None:
+    """Check that an engine of the simulated model serves the requests.
+
+    Args:
+        config: The options.
+        longest: Prompt plus output tokens of the longest request in the workload.
+
+    Raises:
+        ValueError: The longest request or `max_model_len` exceeds the model's context.
+    """
+    name = table_model(config)
+    limit = MODELS[name].max_context if name is not None else 0
+    if not limit:
+        return
+    if (config.max_model_len or 0) > limit:
+        raise ValueError(
+            f"--max-model-len {config.max_model_len}: the context of {name} is {limit} tokens: "
+            "lower it"
+        )
+    if longest > limit:
+        raise ValueError(
+            f"--workload {config.workload} has a request of {longest} tokens, but the context of "
+            f"{name} is {limit}: cut the requests (--max-request-tokens {limit}), or choose "
+            "another model or workload"
+        )
+
+
+def describe_cut_requests(config: SimulationConfig) -> list[str]:
+    """Return a line with the number of requests that `max_request_tokens` cuts; empty if none."""
+    most = config.max_request_tokens
+    if most is None:
+        return []
+    whole = build_workload(replace(config, max_request_tokens=None))
+    num_cut = sum(job.num_prompt_tokens + job.num_output_tokens > most for job in whole)
+    if not num_cut:
+        return []
+    share = f"{100 * num_cut / len(whole):.1f} %"
+    return [f"{num_cut} of {len(whole)} requests ({share}) are cut to {most} tokens"]
+
+
 def build_deployment(config: SimulationConfig, longest: int) -> Deployment:
     """Return the engine configuration that the options of `gllm simulate` describe.
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
+from gllm.messages.reports import STAGE_REPORT_SECONDS
 from gllm.observability.logged_scheduler import LoggedScheduler
 from gllm.observability.step_log import (
     StepLogEvent,
@@ -33,7 +34,7 @@ from gllm.sim.event_loop import (
     REPORT,
     EventLoop,
 )
-from gllm.sim.link import SimulatedLink, make_link
+from gllm.sim.link import MessageLink, make_link
 from gllm.sim.observer import PipelineObserver, SchedulerCall
 
 OUTPUT_TOKEN_ID = 1
@@ -51,10 +52,10 @@ class DecodeClocks:
     Args:
         cost: Cost model of the pipeline.
         links: Link from each stage but the last one to the next one.
-        owner: Sender of the messages, for `SimulatedLink.drop`.
+        owner: Sender of the messages, for `MessageLink.drop`.
     """
 
-    def __init__(self, cost: CostModel, links: Sequence[SimulatedLink], owner: object) -> None:
+    def __init__(self, cost: CostModel, links: Sequence[MessageLink], owner: object) -> None:
         self._cost = cost
         self._num_links = len(links)
         self._clocks = {stage: StageClock() for stage, link in enumerate(links) if link.uses_slack}
@@ -91,11 +92,11 @@ class PipelineLinks(NamedTuple):
     Several entries may be the same link, for example one network card.
     """
 
-    activations: Sequence[SimulatedLink]
+    activations: Sequence[MessageLink]
     """Link from each stage but the last one to the next one."""
-    plans: Sequence[SimulatedLink]
+    plans: Sequence[MessageLink]
     """Link from the driver to each stage, for scheduled batches."""
-    results: SimulatedLink
+    results: MessageLink
     """Link from the last stage to the driver, for sampled tokens."""
 
 
@@ -151,6 +152,44 @@ class _SampledTokens(dict[tuple[int, ...], SampledToken]):
         seq, num_preemptions = key
         token = self[key] = SampledToken(seq, num_preemptions, OUTPUT_TOKEN_ID)
         return token
+
+
+class SimulatedWindows:
+    """Verifies draft tokens as the last stage does; all tokens of outputs are OUTPUT_TOKEN_ID."""
+
+    def __init__(self) -> None:
+        self._ends: dict[int, int] = {}
+        """By sequence, the end of its last row if all guesses up to it were right."""
+
+    def sample(self, plan: StepPlan) -> list[SampledToken]:
+        """Return the results of a step's rows; none for a row that continues a wrong guess."""
+        sampled = []
+        for row in plan.rows:
+            if not row.should_sample:
+                continue
+            seq, num_drafts = row.seq, row.num_draft_tokens
+            drafts = row.token_ids[len(row.token_ids) - num_drafts :]
+            continues = num_drafts == row.num_tokens
+            is_void = continues and (self._ends.get(seq), drafts[0]) != (row.start, OUTPUT_TOKEN_ID)
+            if is_void:
+                self._ends.pop(seq, None)
+                continue
+            del drafts[:continues]
+            is_wrong = [draft != OUTPUT_TOKEN_ID for draft in drafts]
+            num_right = is_wrong.index(True) if True in is_wrong else len(drafts)
+            if num_right == len(drafts):
+                self._ends[seq] = row.start + row.num_tokens
+            else:
+                self._ends.pop(seq, None)
+            further = (OUTPUT_TOKEN_ID,) * num_right
+            token = SampledToken(seq, row.num_preemptions, OUTPUT_TOKEN_ID, "", further)
+            sampled.append(token)
+        return sampled
+
+    def release(self, seqs: Iterable[int]) -> None:
+        """Forget sequences that have ended."""
+        for seq in seqs:
+            self._ends.pop(seq, None)
 
 
 ROUNDING_SECONDS = 1e-9
@@ -247,6 +286,8 @@ class SimulatedStage:
         self._arrival_seconds = pipeline.cost.arrival_seconds(index)
         self._num_arrivals = 0
         """Number of requests that arrived before the micro-batch's end as it is predicted."""
+        self._unreported: list[StepTime] = []
+        """Times of steps since the last report."""
         self._order = LaneOrder() if pipeline.scheduler.config.num_lanes > 1 else None
         self._next_turns = [0, 0]
         self._ready: tuple[dict[int, InFlightBatch], dict[int, InFlightBatch]] = {}, {}
@@ -263,6 +304,11 @@ class SimulatedStage:
             return max(start, self._end_time - ROUNDING_SECONDS)
         seconds = self._pipeline.cost.least_stage_seconds(self.index, batch.work)
         return start + max(0.0, seconds - ROUNDING_SECONDS)
+
+    def pop_step_times(self) -> list[StepTime]:
+        """Return the times of steps computed since the last call; they are kept for reports."""
+        times, self._unreported = self._unreported, []
+        return times
 
     def receive(self, now: float, batch: InFlightBatch) -> None:
         """Count an arrived plan or activation; start the micro-batch once all have arrived."""
@@ -328,7 +374,7 @@ class SimulatedStage:
         if self._has_clock and batch.traffic_class is TrafficClass.DECODE:
             pipeline.clocks.on_finished(self.index, now, batch.work)
         if pipeline.reports_step_times:
-            pipeline.scheduler.record_step_times(self.index, [StepTime(step, start, now)])
+            self._unreported.append(StepTime(step, start, now))
         for observer in pipeline.observers:
             observer.on_stage_finished(self.index, step, start, now)
         if self._is_last:
@@ -352,8 +398,8 @@ class SimulatedPipeline:
         log: Receives the events of the step log; None: no log.
         loop: Event loop with the simulated clock, which engines may share; default: a new one.
         links: Network links, which engines may share; default: new links that send in order.
-        reports_step_times: True if each stage reports its time to the driver at the end of each
-            step; if False, only `report_step_times_at` does.
+        reports_step_times: True if the stages report their times to the driver as workers do, every
+            STAGE_REPORT_SECONDS; if False, only `report_step_times_at` does.
         output_lengths: Output lengths of earlier requests, from which the scheduler predicts at the
             start.
         devices: Device of each stage, shared with other engines; default: new devices.
@@ -397,7 +443,7 @@ class SimulatedPipeline:
             SimulatedStage(self, stage, devices[stage] if devices else None)
             for stage in range(config.stages)
         ]
-        self._is_turn_due = False
+        self._is_turn_due = self._is_report_due = False
         self.num_arrivals = 0
         """Number of requests so far."""
         self._num_steps = 0
@@ -409,9 +455,15 @@ class SimulatedPipeline:
         self._num_committed_steps = [0, 0]
         """Number of committed steps of each lane."""
         self._tokens = _SampledTokens()
+        self._windows = SimulatedWindows() if config.speculative_config is not None else None
         self.planned_time = self.sampled_time = self.returned_time = 0.0
         """When the newest plan leaves the driver, the newest tokens are sampled, and the newest
         result leaves the last stage."""
+
+    @property
+    def is_busy(self) -> bool:
+        """True if a micro-batch is in flight."""
+        return bool(self._in_flight)
 
     # Calls and events from outside.
 
@@ -503,6 +555,7 @@ class SimulatedPipeline:
             those of the first unfinished sequences; assign new ones for another pipeline.
         """
         self.is_stopped = True
+        self._record_step_times()
         for link in (*self.links.activations, *self.links.plans, self.links.results):
             link.drop(self)
         return self.scheduler.unfinished_requests(now)
@@ -520,6 +573,29 @@ class SimulatedPipeline:
         planned = [step for step in steps if step.step < self._num_steps]
         self.scheduler.record_step_times(stage, planned)
         self._request_turn(now)
+
+    def _schedule_report(self, now: float) -> None:
+        """Report the step times of all stages later, unless a report is scheduled already."""
+        if self.reports_step_times and not self._is_report_due:
+            self._is_report_due = True
+            self.loop.push(now + STAGE_REPORT_SECONDS, REPORT, self._report_step_times, None)
+
+    def _report_step_times(self, now: float, _: None) -> None:
+        """Report the steps since the last report, and again later while there are any."""
+        if self.is_stopped:
+            return
+        self._is_report_due = False
+        if self._record_step_times() or self._in_flight:
+            self._schedule_report(now)
+
+    def _record_step_times(self) -> bool:
+        """Report the steps since the last report; return True if there are any."""
+        has_times = False
+        for stage in self._stages:
+            if times := stage.pop_step_times():
+                has_times = True
+                self.scheduler.record_step_times(stage.index, times)
+        return has_times
 
     # The driver.
 
@@ -541,6 +617,7 @@ class SimulatedPipeline:
             self._num_steps = plan.step + 1
             batch = InFlightBatch(plan, len(self._stages))
             self._in_flight[plan.step] = batch
+            self._schedule_report(now)
             self._notify_scheduled(batch, now)
             leave_time = now + self.cost.plan_seconds(batch.work)
             self.planned_time = max(self.planned_time, leave_time)
@@ -628,8 +705,13 @@ class SimulatedPipeline:
             num_committed_steps[lane] = turn + 1
             plan = results.pop(turn).plan
             # The first two fields of a row are its sequence and num_preemptions.
-            sampled = [tokens[row[:2]] for row in plan.rows if row.should_sample]
+            if self._windows is not None:
+                sampled = self._windows.sample(plan)
+            else:
+                sampled = [tokens[row[:2]] for row in plan.rows if row.should_sample]
             del self._in_flight[plan.step]
+            if self._windows is not None:
+                self._windows.release(plan.released_seqs)
             output = self.scheduler.commit(StepResult(plan.step, sampled))
             for observer in self.observers:
                 observer.on_committed(plan, output, now)

@@ -51,6 +51,9 @@ class ProfileOptions:
     """Longest sequence in tokens; default: the profile's, or `longest`."""
     device: str = ""
     """Name of the device (DEVICES), for profiles of several devices."""
+    includes_host: bool = True
+    """True to include the work of frontend and client, as far as the profile measured it; False for
+    the engine alone."""
 
     @property
     def num_stages(self) -> int:
@@ -137,7 +140,9 @@ def _build_measured(path: str, profile: CostProfile, options: ProfileOptions) ->
         )
     link = _link_between_stages(profile, options.link)
     modified = Path(path).stat().st_mtime_ns
-    cost = _fit_profile(path, modified, tuple(layers), link).with_own_counts()
+    cost = _fit_profile(
+        path, modified, tuple(layers), link, options.includes_host
+    ).with_own_counts()
     scheduler = options.scheduler.resolve(
         stages,
         profile.scheduler.num_blocks * max(profile.layers) // max(layers),
@@ -162,7 +167,7 @@ def _link_between_stages(profile: CostProfile, names: str) -> NetworkLink:
 
 @lru_cache(maxsize=16)
 def _fit_profile(
-    path: str, modified: int, layers: tuple[int, ...], link: NetworkLink
+    path: str, modified: int, layers: tuple[int, ...], link: NetworkLink, includes_host: bool
 ) -> FittedCostModel:
     """Return the fits of a profile, which take seconds: a search prices many designs of one cut.
 
@@ -171,8 +176,9 @@ def _fit_profile(
         modified: Time of its last change in nanoseconds.
         layers: Number of layers of each stage.
         link: Between the stages, where the profile measured none.
+        includes_host: With the work of frontend and client.
     """
-    return FittedCostModel(read_profile(path), layers, link)
+    return FittedCostModel(read_profile(path), layers, link, includes_host)
 
 
 def _build_vidur(options: ProfileOptions) -> Deployment:

@@ -60,7 +60,7 @@ def find_added_tokens(
     named = _named_tokens(config)
     if is_complete:
         by_id = {
-            int(index): _to_token(token)
+            int(index): to_token(token)
             for index, token in config["added_tokens_decoder"].items()
             if index.isdecimal() and isinstance(token, dict) and "content" in token
         }
@@ -84,7 +84,7 @@ def find_added_tokens(
 def read_description(folder: Path) -> dict[str, Any]:
     """Return the JSON of the tokenizer that `read_tokenizer` reads. Raises ValueError."""
     description = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    present = {token["id"]: _to_token(token) for token in description.get("added_tokens") or ()}
+    present = {token["id"]: to_token(token) for token in description.get("added_tokens") or ()}
     if find_added_tokens(folder, present):
         description = json.loads(read_tokenizer(folder).to_str())
     return dict(description)
@@ -99,14 +99,14 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, tokenizers.AddedToken]
             more.values() if isinstance(more, dict) else more if isinstance(more, list) else ()
         )
     tokens = [
-        _to_token(value, is_special=True)
+        to_token(value, is_special=True)
         for value in values
         if isinstance(value, str) or (isinstance(value, dict) and "content" in value)
     ]
     return {token.content: token for token in tokens if token.content}
 
 
-def _to_token(value: str | dict[str, Any], is_special: bool = False) -> tokenizers.AddedToken:
+def to_token(value: str | dict[str, Any], is_special: bool = False) -> tokenizers.AddedToken:
     """Return a token of a file, which is a text or an object."""
     if isinstance(value, str):
         return tokenizers.AddedToken(value, special=True)

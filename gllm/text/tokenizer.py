@@ -10,7 +10,9 @@ from typing import Any
 import tokenizers
 
 from gllm.text.added_tokens import read_tokenizer
+from gllm.text.byte_alphabet import BYTE_LEVEL_ALPHABET
 from gllm.text.chat.template import ChatTemplate, load_chat_template
+from gllm.text.conversion.folder import prepare_tokenizer_folder
 from gllm.text.special_tokens import SpecialTokenMarker
 
 MAX_COMPOSED_CHARACTERS = 4
@@ -110,19 +112,18 @@ class Tokenizer:
         """Load the tokenizer of a model folder.
 
         Args:
-            folder: The model folder.
+            folder: The model folder; a tokenizer in other files than tokenizer.json is converted.
             chat_template: File of a chat template to be used in place of the folder's own.
 
         Raises:
-            FileNotFoundError: The folder has no tokenizer.json.
-            ValueError: A file is invalid.
+            FileNotFoundError: The folder has no tokenizer.
+            ValueError: A file is invalid or cannot be converted.
         """
         template = None if chat_template is None else Path(chat_template)
-        file = Path(folder) / "tokenizer.json"
-        if not file.is_file():
-            raise FileNotFoundError(f"{folder} has no tokenizer.json: {_how_to_convert(folder)}")
+        folder = prepare_tokenizer_folder(Path(folder))
+        file = folder / "tokenizer.json"
         try:
-            backend = read_tokenizer(Path(folder))
+            backend = read_tokenizer(folder)
         except PermissionError as error:
             raise ValueError(f"{error.filename} cannot be read: permission denied") from error
         except ValueError:
@@ -133,7 +134,7 @@ class Tokenizer:
                     f"{file} is a git-lfs pointer and not the file itself: run `git lfs pull`"
                 ) from error
             raise ValueError(f"{file} is no tokenizer: {error}") from error
-        tokenizer = cls(backend, load_chat_template(Path(folder), template))
+        tokenizer = cls(backend, load_chat_template(folder, template))
         if tokenizer.chat_template is not None:
             # Takes as long as reading the file: not during a request.
             _ = tokenizer.special_token_marker
@@ -246,33 +247,6 @@ class Tokenizer:
             to_bytes = _byte_level_bytes if self.has_byte_tokens else _piece_bytes
             known = self._bytes[token_id] = to_bytes(token)
         return known
-
-
-def _how_to_convert(folder: str | Path) -> str:
-    """Return how to get a tokenizer.json into a folder."""
-    if (Path(folder) / "qwen.tiktoken").is_file():
-        return (
-            f"make it from qwen.tiktoken with `python -m scripts.convert_qwen_tokenizer {folder}`"
-        )
-    return (
-        "save one with the model, for instance by save_pretrained of a fast tokenizer of "
-        "transformers"
-    )
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Return the byte of each character of a byte-level vocabulary.
-
-    Printable bytes stand for themselves; the others have the code points from 256 on, in order.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable}
-    return alphabet | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-BYTE_LEVEL_ALPHABET = _byte_alphabet()
-"""Byte of each character of a byte-level vocabulary."""
 
 
 def _byte_level_bytes(token: str) -> bytes:

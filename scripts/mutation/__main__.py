@@ -3,6 +3,7 @@
     python -m scripts.mutation sample --number 120 --seed 43    # writes sample.json
     python -m scripts.mutation run --suite "not full and not long" --verdicts quick.json
     python -m scripts.mutation table before.json quick.json
+    python -m scripts.mutation run --sample scripts/mutation/planners.json --verdicts planners.json
 
 `run` changes a copy of the tree, never the tree itself; a later run goes on where one was cut off.
 """
@@ -26,7 +27,7 @@ from queue import SimpleQueue
 from threading import Lock
 
 from scripts.mutation.operators import Mutant, cpp_mutants, python_mutants
-from scripts.mutation.subjects import SUBJECTS, Subject
+from scripts.mutation.subjects import SUBJECTS, WRITTEN, Subject
 
 ROOT = Path(__file__).parents[2]
 SAMPLE = Path(__file__).with_name("sample.json")
@@ -99,9 +100,9 @@ def draw_sample(root: Path, number: int, seed: int) -> list[Fault]:
     return faults
 
 
-def load_sample() -> list[Fault]:
-    """Return the recorded sample."""
-    return [Fault(**row) for row in json.loads(SAMPLE.read_text(encoding="utf-8"))]
+def load_sample(path: Path) -> list[Fault]:
+    """Return a recorded sample."""
+    return [Fault(**row) for row in json.loads(path.read_text(encoding="utf-8"))]
 
 
 def save_rows(path: Path, rows: list[Fault] | list[Verdict]) -> None:
@@ -220,8 +221,8 @@ def run(options: argparse.Namespace) -> None:
     root: Path = options.tree
     verdicts, hints = load_verdicts(options.verdicts), load_verdicts(options.hints)
     waiting: SimpleQueue[tuple[Fault, list[list[str]]]] = SimpleQueue()
-    for fault in load_sample():
-        known, subject = verdicts.get(fault.number), SUBJECTS[fault.subject]
+    for fault in load_sample(options.sample):
+        known, subject = verdicts.get(fault.number), (SUBJECTS | WRITTEN)[fault.subject]
         if fault.equivalent or (known and not (options.further and known.outcome == "survived")):
             continue
         stages = [] if known else [matching(root, subject.tests)]
@@ -250,9 +251,9 @@ def run(options: argparse.Namespace) -> None:
             future.result()
 
 
-def print_table(paths: list[Path]) -> None:
+def print_table(paths: list[Path], sample: Path) -> None:
     """Print, by subject, how many faults each suite finds."""
-    faults = [fault for fault in load_sample() if not fault.equivalent]
+    faults = [fault for fault in load_sample(sample) if not fault.equivalent]
     print("| subject | faults |", " | ".join(path.stem for path in paths), "|")
     print("| --- | --: |", " | ".join("--:" for _ in paths), "|")
     sizes = Counter(fault.subject for fault in faults)
@@ -282,13 +283,15 @@ def main(arguments: list[str]) -> None:
     tests.add_argument("--jobs", type=int, default=1, help="mutants side by side")
     table = commands.add_parser("table", help="print what each suite found")
     table.add_argument("verdicts", type=Path, nargs="+")
+    for command in (tests, table):
+        command.add_argument("--sample", type=Path, default=SAMPLE, help="file of the faults")
     options = parser.parse_args(arguments)
     if options.command == "sample":
         save_rows(SAMPLE, draw_sample(ROOT, options.number, options.seed))
     elif options.command == "run":
         run(options)
     else:
-        print_table(options.verdicts)
+        print_table(options.verdicts, options.sample)
 
 
 if __name__ == "__main__":

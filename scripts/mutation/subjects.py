@@ -105,3 +105,21 @@ SUBJECTS: dict[str, Subject] = {
         ("tests/deploy/manifests", "tests/plan", "tests/e2e"),
     ),
 }
+
+WRITTEN: dict[str, Subject] = {
+    "planners": Subject(
+        ("gllm/plan/**/*.py",),
+        (
+            "tests/plan/test_invariants.py",
+            "tests/plan/hetero/test_invariants.py",
+            "tests/plan/test_attainment.py",
+            "tests/plan/test_engine_checks.py",
+            "tests/plan/test_scaling.py",
+            "tests/plan/test_pool_plan.py",
+            "tests/plan/test_goodput_plan.py",
+            "tests/plan/test_engine_design_search.py",
+            "tests/plan/test_limited_capacity.py",
+        ),
+    ),
+}
+"""Parts with samples of faults that were written by hand: planners.json."""

@@ -13,15 +13,26 @@ from benchmarks.cpu.drivers import timing
 from benchmarks.cpu.environments import ENVIRONMENTS, installed_versions, is_pinned, package_of
 from benchmarks.cpu.limits import Rates
 from benchmarks.cpu.loads import equal_cell, rate_cell, requests_of, trace_cell
-from benchmarks.cpu.model import DEMO, FIRST_WORD, VOCABULARY, tokenizer_json, word
+from benchmarks.cpu.model import (
+    COMMON,
+    DEMO,
+    DENSE,
+    FIRST_WORD,
+    SHAPES,
+    VOCABULARY,
+    WEIGHT_BYTES,
+    tokenizer_json,
+    word,
+)
 from benchmarks.cpu.modes import shares_of_capacity
 from benchmarks.cpu.options import CompareConfig
-from benchmarks.cpu.peers import PEERS, Peer, Server, select_peers
+from benchmarks.cpu.peers import DENSE_PEERS, PEERS, Peer, Server, select_peers
 from benchmarks.cpu.prepare import llama_binaries
 from benchmarks.cpu.results import Results, Row
 from benchmarks.cpu.serving import send_cells
 from benchmarks.cpu.session import Session
 from benchmarks.cpu.workplace import OURS, PeerError, Workplace, run
+from gllm.models.config import read_config
 
 pytestmark = pytest.mark.full
 
@@ -48,12 +59,34 @@ def test_what_cannot_be_asked(
 
 
 def test_peers_of_a_mode_in_the_order_of_the_table() -> None:
-    assert [peer.name for peer in select_peers(("vllm", "gllm"), in_process=False)] == [
+    assert [peer.name for peer in select_peers(("vllm", "gllm"), "server")] == [
         "gllm",
         "vllm",
     ]
-    assert [peer.name for peer in select_peers(None, in_process=True)] == list(PEERS)
+    modes = ("in-process", "four-bit", "hybrid")
+    in_process, four_bit, hybrid = (select_peers(None, mode) for mode in modes)
+    names = [peer.name for peer in hybrid]
+    assert names[:4] == list(DENSE_PEERS)
+    assert names[4:] == [f"{peer}-{shape}" for shape in ("lfm2", "qwen3.5") for peer in DENSE_PEERS]
+    assert [*in_process, *four_bit, *hybrid[4:]] == list(PEERS.values())
+    assert {peer.weights for peer in four_bit} == {"q4_0", "q4_k_m", "int4"}
+    assert select_peers(None, "server") == [peer for peer in in_process if peer.serve]
     assert {peer.environment for peer in PEERS.values()} == set(ENVIRONMENTS)
+
+
+def test_hybrids_have_as_many_weights(tmp_path: Path) -> None:
+    """Read per token, states included; they are less than one percent."""
+    sizes = {}
+    for shape, (name, options) in SHAPES.items():
+        kind = {"Lfm2": "lfm2", "Qwen2": "qwen2", "Qwen3_5": "qwen3_5_text"}[name]
+        raw = COMMON | options | {"architectures": [f"{name}ForCausalLM"], "model_type": kind}
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        model = read_config(tmp_path).model
+        assert model.has_state == (shape != DENSE)
+        layers = sum(layer.weights_per_token(model.hidden_size) for layer in model.layers)
+        sizes[shape] = layers + model.vocab_size * model.hidden_size
+    assert 2 * sizes[DENSE] == WEIGHT_BYTES
+    assert all(0.99 < size / sizes[DENSE] < 1.01 for size in sizes.values()), sizes
 
 
 def test_words_are_tokenized_into_their_ids() -> None:

@@ -6,10 +6,18 @@ import pytest
 
 from benchmarks.cpu import comparison_page as page
 from benchmarks.cpu import results
-from benchmarks.cpu.aims import server_verdicts, verdict_table
+from benchmarks.cpu.aims import four_bit_verdicts, server_verdicts, verdict_table
 from benchmarks.cpu.limits import Rates
 from benchmarks.cpu.model import KV_BYTES, WEIGHT_BYTES
-from benchmarks.cpu.report import by_round, cells_of, limits, peers_of, ratio, speed_table
+from benchmarks.cpu.report import (
+    by_round,
+    cells_of,
+    hybrid_table,
+    limits,
+    peers_of,
+    ratio,
+    speed_table,
+)
 from benchmarks.cpu.results import Results, Row
 
 pytestmark = pytest.mark.full
@@ -124,6 +132,40 @@ def test_aims() -> None:
     slow = [row("gllm", 0, 100.0, pss=3 * 10**9), row("vllm", 0, 100.0)]
     assert verdict_table(found(rows=slow)).count("**missed**") == 2
     assert verdict_table(found(rows=ROWS[6:])) == ""
+
+
+def test_files_of_four_bits_are_compared_with_the_time_of_reading_them() -> None:
+    speeds = {"gllm-q4_0": 60.0, "llama.cpp-q4_0": 50.0, "vllm-int4": 40.0}
+    rows = [Row(peer, "decode b=1", 0, {"tokens_per_second": s}, 0.0) for peer, s in speeds.items()]
+    run = found("four-bit", rows)
+    run.versions = dict.fromkeys(speeds, "1.0")
+    run.file_bytes = {"gllm-q4_0": 350_000_000, "llama.cpp-q4_0": 350_000_000}
+    # 35 GB/s are read at best, and the cache of 160 tokens is small beside the file.
+    limit = 35e9 / (350e6 + 160 * KV_BYTES)
+    seen = {verdict.description: verdict for verdict in four_bit_verdicts(run)}
+    assert seen["gllm-q4_0, decode b=1, x the best"].measured == pytest.approx(1.2)
+    share = seen["gllm-q4_0, decode b=1, share of the read bandwidth"]
+    assert share.measured == pytest.approx(60 / limit)
+    assert not share.is_met
+    *_, bf16, reading = speed_table(run).splitlines()
+    assert "physical limit, bf16" in bf16
+    assert "reading 350 MB of q4_0" in reading
+    assert f"{limit:.4g}" in reading
+
+
+def test_hybrids_are_compared_with_the_dense_model_and_the_peer() -> None:
+    speeds = {"gllm": 30.0, "llama.cpp": 25.0, "gllm-lfm2": 33.0, "llama.cpp-lfm2": 22.0}
+    rows = [Row(peer, "decode b=1", 0, {"tokens_per_second": s}, 0.0) for peer, s in speeds.items()]
+    run = found("hybrid", rows)
+    run.versions = dict.fromkeys(speeds, "1.0")
+    table = [line.split("|")[1:-1] for line in hybrid_table(run).splitlines()[2:]]
+    assert {name.strip(): float(value) for name, value in table} == {
+        "gllm / llama.cpp": 1.2,
+        "gllm-lfm2 / gllm": 1.1,
+        "llama.cpp-lfm2 / llama.cpp": 0.88,
+        "gllm-lfm2 / llama.cpp-lfm2": 1.5,
+    }
+    assert "ratio of tokens/s" in "\n".join(page.sections(run))
 
 
 def test_the_page_of_all_modes(tmp_path: Path) -> None:

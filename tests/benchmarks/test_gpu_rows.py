@@ -52,6 +52,7 @@ WRONG = {
     "rotation": (kernels, "rotate_and_store"),
     "silu gate": (kernels, "act_and_mul"),
     "fp8 linear": (kernels, "linear_fp8"),
+    "int4 linear": (kernels, "linear_grouped"),
     "experts": (kernels, "run_stacked"),
 }
 

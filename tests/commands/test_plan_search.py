@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -9,12 +10,16 @@ import pytest
 from gllm.commands.plan.command import main
 from gllm.commands.plan.search import EXCLUDED, build_problem, make_parser
 from gllm.options.flags import config_from_flags
+from gllm.plan.search.objectives import AssessedDesign
+from gllm.plan.search.planner import simulate_design
 from gllm.plan.serving_plan import read_plan
 from gllm.sim.costs.profile import DEBUG_STEP_SECONDS, write_profile
 from gllm.sim.options import SimulationConfig
 from tests.sim.test_fitted import profile as make_profile
 
 WORKLOAD = ["--workload", "fixed:6000,2", "--requests", "20", "--jobs", "1"]
+BRIEF = ["--workload", "fixed:300,1", "--requests", "20", "--jobs", "1"]
+"""Requests of one step, for long runs."""
 SMALL = ["search", "--model", "qwen2.5-32b", "--max-num-seqs", "32", "--policies", "sarathi:512"]
 
 
@@ -47,39 +52,42 @@ def test_closed_forms_find_a_design_and_write_its_plan(
 def test_the_best_designs_are_simulated_and_the_others_counted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    space = ["--devices", "H100", "--pp", "1", "--tp", "1,2,4", "--simulate", "1"]
+    space = ["--devices", "H100", "--pp", "1", "--tp", "1,2,4", "--simulate", "1", *BRIEF]
     status, text, error = run(capsys, *SMALL, *space, "--objective", "cost", "--rate", "1")
     assert status == 0
     # Before the first simulation.
     assert error.startswith("3 designs, of which at most 1 are simulated, within 600 s\n")
     assert "1 of 3 designs simulated" in text
     assert "bound is below the best candidate" in text
-    assert "requests/s: capacity" in text
+    # A rate above the planned one is not simulated.
+    assert "at 1 requests/s: TTFT p50" in text
 
 
 def test_a_profile_gives_a_plan_of_one_core_engines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     profile_path, plan_path = tmp_path / "profile.json", tmp_path / "plan.yaml"
-    write_profile(make_profile([8]), profile_path)
+    write_profile(make_profile([6]), profile_path)
     local = ["--profile", str(profile_path), "--cores", "2", "--checkpoint", "demo"]
     local += ["--workload", "fixed:600,4"]
     argv = ["search", *local, "--policies", "sarathi:512", "--max-num-seqs", "16"]
     status, text, error = run(
-        capsys, *argv, "--pp", "1", "--rate", "35", "--output", str(plan_path), "--closed-form"
+        capsys, *argv, "--pp", "1", "--rate", "45", "--output", str(plan_path), "--closed-form"
     )
     assert status == 0, error
     plan = read_plan(plan_path)
     assert plan.model == "demo"
     assert len(plan.engines) == 2, text
-    assert all(engine.flags == {"threads": 1} for engine in plan.engines.values())
+    assert all(
+        engine.flags == {"threads": 1, "max-model-len": 1024} for engine in plan.engines.values()
+    )
     assert {stage.node for engine in plan.engines.values() for stage in engine.stages} == {"local"}
 
 
 def test_shorter_runs_need_fewer_requests(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     write_profile(make_profile([8]), path)
-    argv = ["--profile", str(path), "--cores", "2"]
+    argv = ["--profile", str(path), "--cores", "2", "--rule", "vidur"]
 
     def num_requests(*flags: str) -> int:
         values = make_parser().parse_args([*argv, *flags])
@@ -105,7 +113,8 @@ def test_a_plan_has_the_flags_with_which_its_profile_was_measured(
     status, _, error = run(capsys, *argv, "--output", str(plan_path))
     assert status == 0, error
     (engine,) = read_plan(plan_path).engines.values()
-    assert engine.flags == {"threads": 1, "dtype": "float32", "debug-step-seconds": 0.05}
+    measured = {"threads": 1, "dtype": "float32", "debug-step-seconds": 0.05}
+    assert engine.flags == {**measured, "max-model-len": 1024}
 
 
 @pytest.mark.parametrize(
@@ -189,13 +198,22 @@ def test_a_capacity_within_limits_is_written_as_a_plan(
         (["search", "--cores", "2"], "--profile and --cores belong together"),
         (["search", "--objective", "power"], "needs a rate to serve: add --rate"),
         (["search", "--devices", "L20", "--objective", "qps-per-dollar"], "needs a price of L20"),
-        (["search", "--model", "llama-2-70b", "--max-devices", "1"], "no design fits; the largest"),
+        (["search", "--model", "llama-3-70b", "--max-devices", "1"], "no design fits; the largest"),
         (["search", "--devices", "L20", "--nodes", "a=h:1xH100"], "none of --nodes has it"),
         (["search", "--prices", "gold"], "prices 'gold'"),
         (["search", "--arrivals", "static"], "or --objective makespan"),
         (["search", "--policies", "best"], "--policies best"),
         (["capacity", "--arrivals", "static"], "a capacity needs arrivals at a rate"),
         (["capacity", "--slo", "tbt=1"], "limit a percentile"),
+        (["capacity", "--bytes-per-weight", "1", "--output", "p.yaml"], "leave --output out"),
+        (["search", "--bytes-per-weight", "1", "--output", "p.yaml"], "leave --output out"),
+        (["search", "--checkpoint", "demo"], "add --output"),
+        (["capacity", "--tp-link", "nvlink"], "one rank has no such link"),
+        (["search", "--tp", "1", "--tp-link", "nvlink"], "one rank has no such link"),
+        (
+            ["hetero", "--cluster", "c", "--model", "m", "--workload", "w", "--checkpoint", "demo"],
+            "add --output",
+        ),
     ],
 )
 def test_errors_name_the_flag_and_the_fix(
@@ -212,3 +230,64 @@ def test_planners_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "capacity" in text
     assert "search" in text
+
+
+def test_requests_beyond_the_context_are_refused_or_cut_and_counted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Half of the requests have 3,000 tokens, OPT has 2,048 positions."""
+    argv = ["search", "--model", "opt-13b", "--devices", "H100", "--pp", "1", "--tp", "1"]
+    argv += ["--policies", "vllm", "--closed-form", "--workload", "uniform:2999,3000,1,1"]
+    status, _, error = run(capsys, *argv)
+    assert status == 2
+    assert "has a request of 3001 tokens, but the context of opt-13b is 2048" in error
+    assert "--max-request-tokens 2048" in error
+    status, text, error = run(capsys, *argv, "--max-request-tokens", "2048")
+    assert status == 0, error
+    assert "1000 of 1000 requests (100.0 %) are cut to 2048 tokens" in text
+    capacity = ["capacity", "--model", "opt-13b", "--device", "H100", "--pp", "1"]
+    status, _, error = run(capsys, *capacity, "--max-model-len", "4000")
+    assert status == 2
+    assert "opt-13b is 2048" in error
+
+
+def test_the_bound_is_beside_the_answer_and_what_was_not_tried_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    space = ["--devices", "H100", "--pp", "1", "--tp", "1,2", "--rate", "1", *BRIEF]
+    status, text, error = run(capsys, *SMALL, *space, "--slo", "ttft=2")
+    assert status == 0, error
+    assert "best so far: " in error
+    assert "bound by closed forms, of equal engines: at most " in text
+    assert "designs that were not tried" not in text
+    status, text, error = run(
+        capsys, *SMALL[:3], *space, "--policies", "sarathi:512", "--max-num-seqs", "32",
+        "--objective", "power", "--rate", "3", "--closed-form",
+    )  # fmt: skip
+    assert status == 0, error
+    assert "bound by closed forms, of equal engines: at least " in text
+
+
+def test_an_interrupt_writes_the_plan_so_far(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in the second simulation leaves the result of the first."""
+    path, num_calls = tmp_path / "plan.yaml", 0
+
+    def interrupt(*arguments: Any) -> AssessedDesign:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            raise KeyboardInterrupt
+        return simulate_design(*arguments)
+
+    monkeypatch.setattr("gllm.plan.search.planner.simulate_design", interrupt)
+    space = ["--devices", "H100", "--pp", "1", "--tp", "1,2", "--policies", "sarathi:512,vllm"]
+    argv = [*SMALL[:3], *space, "--max-num-seqs", "32", "--exhaustive", "--run-seconds", "5"]
+    argv += [*BRIEF, "--rule", "vidur"]
+    status, text, error = run(capsys, *argv, "--output", str(path))
+    assert status == 0, error
+    assert "1 stopped by Ctrl-C" in text
+    assert "not tried: " in text
+    assert "stopped by Ctrl-C: latencies are estimated by closed forms" in text
+    assert len(read_plan(path).engines) == 1

@@ -8,7 +8,16 @@ import pytest
 
 from gllm.commands.router import make_parser as build_router_parser
 from gllm.commands.up import find_own_node, main
-from gllm.plan.serving_plan import ExpectedFigures, NodePlan, PlanError, ServingPlan, write_plan
+from gllm.plan.serving_plan import (
+    EnginePlan,
+    ExpectedFigures,
+    NodePlan,
+    PlanError,
+    RouterPlan,
+    ServingPlan,
+    StagePlan,
+    write_plan,
+)
 from gllm.serve import make_parser
 from tests.plan.test_processes import CPU_PHASES, GPUS, LOCAL
 
@@ -63,7 +72,8 @@ def test_gpus_and_missing_transfers_are_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, secret = tmp_path / "plan.yaml", tmp_path / "secret"
-    write_plan(GPUS, path)
+    mixed = EnginePlan([StagePlan("x", 32, [2]), StagePlan("z", 32)], "prefill")
+    write_plan(msgspec.structs.replace(GPUS, engines={**GPUS.engines, "p0": mixed}), path)
     secret.touch()
     flags = ["--node", "y", "--node-secret-file", str(secret), "--dry-run"]
     assert main([str(path), *flags]) == 0
@@ -104,7 +114,21 @@ def test_an_emulated_plan_runs_on_this_machine_alone(
         ["gllm", "router", "--model=qwen2.5-32b"], *[["gllm", "serve", "--model=qwen2.5-32b"]] * 2
     ]  # fmt: skip
     assert "--device=emulated:A100-80G,L20,L20" in lines[2]
-    assert captured.err.startswith("gllm up: on real devices p0: no KV blocks are passed on")
+    assert captured.err == ""
+
+
+def test_an_emulated_plan_can_be_made_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.yaml"
+    expected = ExpectedFigures("gllm plan goodput --nodes nodes.yaml --rate 2", 2.0)
+    router = RouterPlan("z")
+    write_plan(msgspec.structs.replace(GPUS, expected=expected, router=router), path)
+    flags = ["--emulate", "--replan", "--dry-run", "--model", "qwen2.5-32b"]
+    assert main([str(path), *flags]) == 0
+    lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line[1] for line in lines if "--detect-shifts" in line] == ["router"]
+    assert "--device=emulated:A100-80G,L20,L20" in lines[2]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +140,8 @@ def test_an_emulated_plan_runs_on_this_machine_alone(
         (CPU_PHASES, ["--node", "x"], "nodes: the machines need a secret"),
         (GPUS, ["--emulate", "--node", "x"], "--node: --emulate starts the whole plan"),
         (GPUS, ["--emulate", "--on", "ray"], "--on ray: --emulate starts the whole plan"),
-        (SEARCHED, ["--emulate", "--replan"], "--replan: --emulate starts the whole plan"),
+        (LOCAL, ["--emulate", "--replan"], "expected.by: '': --replan repeats the search"),
+        (GPUS, ["--emulate", "--emit", "lws", "out"], "--emit: --emulate starts the whole plan"),
         (LOCAL, ["--emulate"], "engines.a.stages[0].devices: empty: CPUs are not emulated"),
         (LOCAL, ["--node", "there"], "nodes: there is no node 'there'"),
         (LOCAL, ["--emit", "nomad", "out"], "--emit nomad: choose one of"),

@@ -104,7 +104,7 @@ def test_bytes(text: str, value: int) -> None:
         {"kv_cache_memory": -1},
         {"threads": 0},
         {"dtype": "int8"},
-        {"quantization": "int4"},
+        {"quantization": "int2"},
         {"device": "tpu"},
         {"gpu_memory_utilization": 0.0},
         {"gpu_memory_utilization": 1.01},

@@ -10,6 +10,7 @@ from gllm.config.engine import EngineConfig
 from gllm.config.router import RouterConfig
 from gllm.engine.preflight import plan_model
 from gllm.models.config import read_config
+from gllm.models.config_overrides import apply_overrides
 from gllm.models.hub import DEMO
 from gllm.options.field_types import FieldError
 from gllm.router.fleet_engine import FleetEngine
@@ -43,6 +44,71 @@ def test_values_replace_keys_and_null_removes_them(tmp_path: Path) -> None:
     config = read_config(tmp_path, overrides)
     assert config.model.context_length == 8192
     assert config.eos_ids == (5,)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0}
+THETA = {"rope_type": "default", "rope_theta": 5e5}
+
+
+@pytest.mark.parametrize(
+    ("raw", "overrides", "expected"),
+    [
+        ({"a": 1}, {"a": None, "b": 2}, {"a": None, "b": 2}),
+        # The configuration of a part is merged, an object that is a value is replaced.
+        (
+            {"text_config": {"a": 1, "b": {"x": 1}}, "c": {"x": 1}},
+            {"text_config": {"b": {"y": 2}}, "c": {"y": 2}},
+            {"text_config": {"a": 1, "b": {"y": 2}}, "c": {"y": 2}},
+        ),
+        ({"text_config": None}, {"text_config": {"a": 1}}, {"text_config": {"a": 1}}),
+        (
+            {"quantization_config": {"bits": 4, "x": 1}},
+            {"quantization_config": {"bits": 8}},
+            {"quantization_config": {"bits": 8}},
+        ),
+        # The base frequency stays, under either name.
+        ({"rope_theta": 5e5}, {"rope_scaling": YARN}, {"rope_theta": 5e5, "rope_scaling": YARN}),
+        (
+            {"rope_parameters": THETA},
+            {"rope_scaling": YARN},
+            {"rope_scaling": {**YARN, "rope_theta": 5e5}},
+        ),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            {"rope_parameters": {**YARN, "rope_theta": 7.0}},
+            {"rope_parameters": {**YARN, "rope_theta": 7.0}},
+        ),
+        (
+            {"rope_parameters": THETA},
+            {"rope_scaling": None},
+            {"rope_parameters": {"rope_theta": 5e5}},
+        ),
+        (
+            {"rope_parameters": THETA},
+            {"rope_theta": 7.0},
+            {"rope_parameters": {**THETA, "rope_theta": 7.0}, "rope_theta": 7.0},
+        ),
+        (
+            {"text_config": {"rope_parameters": THETA, "a": 1}},
+            {"text_config": {"rope_scaling": YARN}},
+            {"text_config": {"rope_scaling": {**YARN, "rope_theta": 5e5}, "a": 1}},
+        ),
+    ],
+)
+def test_nested_overrides(raw: Any, overrides: Any, expected: Any) -> None:
+    before = json.dumps(raw)
+    assert apply_overrides(raw, overrides) == expected
+    assert json.dumps(raw) == before
+
+
+def test_a_replaced_scaling_keeps_the_base_frequency(tmp_path: Path) -> None:
+    raw = json.loads((DEMO / "config.json").read_text())
+    raw.pop("rope_theta", None)
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"rope_parameters": THETA}))
+    config = read_config(tmp_path, json.dumps({"rope_scaling": YARN}))
+    rope = config.model.layers[0].attention.rope
+    assert rope is not None
+    assert (rope.kind, rope.theta) == ("yarn", 5e5)
 
 
 async def test_engines_and_routers_read_the_replaced_configuration() -> None:

@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 
 from gllm.config.engine import EngineConfig
-from gllm.config.nodes import NodesConfig
-from gllm.engine.engine import Engine
 from gllm.options.field_types import FieldError
 from gllm.options.flags import config_from_flags
 from gllm.serve import make_parser
@@ -63,15 +61,6 @@ def test_encodings_are_those_of_links() -> None:
     assert parse("--kv-transfer-encoding", "int8").kv_transfer_encoding == "int8"
     with pytest.raises(FieldError, match="kv_transfer_encoding is 'gzip'"):
         EngineConfig(kv_transfer_encoding="gzip")
-
-
-def test_gpus_and_other_machines_are_refused() -> None:
-    with pytest.raises(FieldError, match="set device to cpu"):
-        EngineConfig(kv_transfer="auto", device="cuda")
-    nodes = NodesConfig(nnodes=2, node_rank=0, master_addr="127.0.0.1")
-    config = EngineConfig(kv_transfer="auto", pipeline_parallel_size=2)
-    with pytest.raises(ValueError, match="kv_transfer needs all stages on one machine"):
-        Engine(config, nodes=nodes)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from gllm.messages.kv_transfer import FetchKv, KvFetched
+from tests.support.engines.local_workers import LocalWorkers
+from tests.support.gpu.device_stage import host_as_gpu
 from tests.support.servers.kv_rig import KvRig, KvWatch, generate, kv_rig, make_prompts
 
 Cut = tuple[int, int]
@@ -75,3 +77,19 @@ async def test_bytes_and_text_are_the_same_for_other_stages_and_ranks() -> None:
 @pytest.mark.long
 async def test_bytes_and_text_are_the_same_for_all_pairs() -> None:
     await check_pairs(CUTS, CUTS)
+
+
+@pytest.mark.full
+async def test_blocks_of_devices_pass_through_staging_blocks() -> None:
+    """Workers of this process whose device is the CPU; the movers are real."""
+    prompts = make_prompts(8, seed=5, longest=60)
+    with host_as_gpu():
+        async with kv_rig() as rig:
+            cuts = {"P": (2, 1), "D": (1, 1)}
+            options = {
+                name: options_of(cut) | {"node": LocalWorkers()} for name, cut in cuts.items()
+            }
+            await rig.start(options)
+            expected = [await generate(rig.engines["P"], each) for each in prompts]
+            await rig.router.reset_prefix_cache()
+            await check_pair(rig, "P", "D", prompts, expected)

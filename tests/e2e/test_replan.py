@@ -202,7 +202,8 @@ async def test_flips_restarts_and_a_failed_change_lose_no_request(
         lambda _: is_ready.set(),
     )
     replanner = Replanner(
-        manager, ServerClient(url), plan, "here", lambda each: commands_for(each, "here", options),
+        manager, ServerClient(url), plan, ["here"],
+        lambda each: commands_for(each, "here", options),
         ScriptedSearch(tmp_path, [flipped, broken]),
     )  # fmt: skip
     running = asyncio.create_task(manager.run())

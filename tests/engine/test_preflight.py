@@ -73,9 +73,14 @@ def test_one_that_can_be_gets_its_workers(flags: str, num_workers: int) -> None:
 
 def test_the_smallest_cache_that_may_be_enough_passes() -> None:
     plan = plan_model(EngineConfig(max_model_len=64))
-    elements = sum(layer.attention.kv_entry.num_elements for layer in plan.config.model.layers)
-    for dtype, size in (("auto", 2), ("fp8", 1)):
-        enough = 64 * elements * size
+    entries = [layer.attention.kv_entry for layer in plan.config.model.layers]
+    elements = sum(entry.num_elements for entry in entries)
+    scales = sum(2 * entry.num_heads for entry in entries)
+    for dtype, size in (
+        *(("auto", 2 * elements), ("fp8", elements)),
+        *(("int8", elements + 4 * scales), ("int8_per_token_head", elements + 4 * scales)),
+    ):
+        enough = 64 * size
         made = EngineConfig(max_model_len=64, kv_cache_memory=enough, kv_cache_dtype=dtype)
         assert plan_model(made).max_model_len == 64
         less = EngineConfig(max_model_len=64, kv_cache_memory=enough - 1, kv_cache_dtype=dtype)

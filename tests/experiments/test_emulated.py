@@ -2,20 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 
 import pytest
 
 from experiments import emulated, two_machines, two_nodes
 from experiments.__main__ import EMULATED, main
-from experiments.base import ExperimentOptions, write_result
+from experiments.base import ExperimentOptions, claims_table, write_result
 from experiments.claims import ExpectedLimit, PaperClaim
 from experiments.emulated_trials import (
     ENGINES,
+    LoadedEngine,
     ServedWorkload,
-    Workloads,
     serve_trials,
-    split_log,
     trial_config,
 )
 from experiments.trials import (
@@ -28,14 +28,12 @@ from experiments.trials import (
 )
 from gllm.config.engine import EngineConfig
 from gllm.models.config import read_config
-from gllm.models.spec import AttentionSpec
-from gllm.observability.step_log import StageTimesEvent, StepLogEvent
+from gllm.models.spec.attention import AttentionSpec
+from gllm.observability.step_log import StepLogEvent
 from gllm.runtime.emulation.deployment import build_emulated_deployment
 from gllm.runtime.emulation.model_folder import prepare_emulated_model
-from gllm.scheduler.plan import StepTime
 from gllm.sim.costs.base import ConstantCostModel
 from gllm.sim.deployment import Deployment, simulate_scheduler_requests
-from gllm.sim.metrics.run_record import RunRecord, build_run_record
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload
 from tests.support.full_cases import full_but
 from tests.support.sim.requests import to_scheduler_requests
@@ -47,19 +45,18 @@ TRIAL = SimulationTrial(L20_32B, "azure-conv", "throttle", 2.0, 8)
 class SimulatedEngines:
     """Simulated pipelines in place of engines; a step takes 10 ms of the emulated device."""
 
-    def __init__(self, late_share: float = 0.01) -> None:
-        self.late_share = late_share
-        self.num_workloads: list[list[int]] = []
-        """Of each engine of each call."""
+    def __init__(self, late_shares: Sequence[float] = (0.01,)) -> None:
+        self.late_shares = cycle(late_shares)
+        """Of one workload after another."""
+        self.num_engines: list[int] = []
+        """Of each call."""
 
-    def __call__(
-        self, groups: Sequence[tuple[EngineConfig, Workloads]]
-    ) -> list[list[ServedWorkload]]:
-        """Serve the workloads of engines that run together."""
-        self.num_workloads.append([len(workloads) for _, workloads in groups])
+    def __call__(self, groups: Sequence[LoadedEngine]) -> list[ServedWorkload]:
+        """Serve the requests of engines that run together."""
+        self.num_engines.append(len(groups))
         return [
-            [ServedWorkload(simulate_log(config, jobs), self.late_share) for jobs in workloads]
-            for config, workloads in groups
+            ServedWorkload(simulate_log(config, jobs), next(self.late_shares))
+            for config, jobs in groups
         ]
 
 
@@ -71,7 +68,7 @@ def simulate_log(config: EngineConfig, jobs: list[WorkloadRequest]) -> list[Step
     return simulate_scheduler_requests(deployment, to_scheduler_requests(jobs))[1]
 
 
-def test_trials_of_one_engine_share_it() -> None:
+def test_each_load_has_an_engine_of_its_own() -> None:
     engines = SimulatedEngines()
     trials = [
         replace(TRIAL, policy=policy, rate=rate)
@@ -79,7 +76,7 @@ def test_trials_of_one_engine_share_it() -> None:
         for policy in ("throttle", "sarathi", "prefill-first", "balance")
     ]
     served = serve_trials(trials, progress=False, serve=engines)
-    assert engines.num_workloads == [[2] * ENGINES, [2]]
+    assert engines.num_engines == [ENGINES, ENGINES, 2]
     assert [each.run.trial for each in served] == trials
     assert all(len(each.run.record.requests) == 8 for each in served)
 
@@ -89,14 +86,57 @@ def test_equal_trials_are_served_once() -> None:
     # The default of a field.
     trials = [TRIAL, replace(TRIAL, options=(("prefill_iterations", 8),))]
     first, second = serve_trials(trials, progress=False, serve=engines)
-    assert engines.num_workloads == [[1]]
+    assert engines.num_engines == [1]
     assert first.run.record is second.run.record
     assert second.run.trial == trials[1]
 
 
+def test_late_trials_are_served_once_more() -> None:
+    engines = SimulatedEngines([0.5, 0.01, 0.5, 0.01, 0.3])
+    base = replace(TRIAL, arrivals="static", requests=2)
+    trials = [replace(base, policy=policy) for policy in ("throttle", "sarathi", "balance")]
+    served = serve_trials(trials, progress=False, serve=engines)
+    assert engines.num_engines == [3, 1, 1]
+    assert [each.late_share for each in served] == [0.01, 0.01, 0.3]
+    assert [each.is_valid for each in served] == [True, True, False]
+    simulated = [TrialRun(trial, simulate_trial(trial)) for trial in trials]
+    table = emulated.comparison_table(simulated, served, OPTIONS)
+    assert [("invalid" in row, "/ -" in row) for row in table.splitlines()[2:]] == [
+        (False, False),
+        (False, False),
+        (True, True),
+    ]
+    lateness, *differences = emulated.fidelity_claims(simulated, served)
+    assert lateness.shown == "30.0 % (1 of 3 trials are invalid)"
+    assert not any("balance" in claim.note for claim in differences)
+
+
+def test_claims_on_an_invalid_trial_are_not_judged() -> None:
+    base = replace(TRIAL, requests=2)
+    trials = [replace(base, policy=policy) for policy in ("throttle", "sarathi")]
+    simulated = [TrialRun(trial, simulate_trial(trial)) for trial in trials]
+    engines = SimulatedEngines([0.01, 0.5, 0.5])
+    served = serve_trials(trials, progress=False, serve=engines)
+    names = [trial.policy for trial in trials]
+    experiment = emulated.EmulatedExperiment(
+        "test",
+        lambda options: trials,
+        lambda runs, policy: [
+            PaperClaim(name, ExpectedLimit(9.0), run.figures["e2el"]["mean"])
+            for name, run in zip(names, runs, strict=True)
+        ],
+    )
+    first, second = emulated.make_claims(experiment, simulated, served, "throttle")
+    assert first.ours == served[0].run.figures["e2el"]["mean"]
+    assert second.shown == emulated.LATE
+    assert second.verdict.is_met is None
+
+
 def test_times_are_those_of_the_device_at_every_speed() -> None:
+    # Workers report step times at intervals of the host, on which the policy must not depend.
+    trial = replace(TRIAL, policy="throttle-paper")
     (slow,), (fast,) = (
-        serve_trials([TRIAL], speed, progress=False, serve=SimulatedEngines()) for speed in (1, 4)
+        serve_trials([trial], speed, progress=False, serve=SimulatedEngines()) for speed in (1, 4)
     )
     for name in ("ttft", "tpot", "e2el"):
         assert fast.run.figures[name]["mean"] == pytest.approx(slow.run.figures[name]["mean"])
@@ -127,36 +167,26 @@ def test_an_engine_is_what_its_trial_simulates(kv_share: float) -> None:
     assert num_blocks == deployment.scheduler.num_blocks
 
 
-def test_a_log_is_split() -> None:
-    jobs = make_workload("azure-conv", 3, 2.0)
-    later = [job._replace(arrival_seconds=job.arrival_seconds + 1000) for job in jobs[:2]]
-    config = trial_config(TRIAL)
-    start, *events = simulate_log(config, [*jobs, *later])
-    report = StageTimesEvent(999.5, 0, [StepTime(0, 0.0, 0.01)])
-    index = next(i for i, event in enumerate(events) if event.time >= 999)
-    parts = split_log([start, *events[:index], report, *events[index:]], [0.0, 999.0])
-    runs = [build_run_record(part) for part in parts]
-    assert [len(run.requests) for run in runs] == [3, 2]
-    assert all(not any(step.stage_times[0] is None for step in run.micro_batches) for run in runs)
-
-
-@pytest.mark.parametrize("name", full_but(("volatility",), EMULATED))
+@pytest.mark.parametrize("name", full_but(("volatility",), emulated.EMULATED))
 def test_pages(name: str, tmp_path: Path) -> None:
-    result = emulated.run(name, OPTIONS, 2.0, SimulatedEngines(late_share=0.5))
+    result = emulated.run(name, OPTIONS, 2.0, SimulatedEngines([0.5]))
     text = write_result(result, name, "gllm", tmp_path).read_text()
     assert "Limits of " in text
     assert "2 times their speed" in text
     assert "GB/s" in text
     (late,) = (claim for claim in result.claims if "lateness" in claim.quantity)
     assert late.verdict.is_met is False
-    assert f"{late.quantity} (50.0 %)" in text.partition("Missed: ")[2]
-    judged = [claim for claim in result.claims if "simulated:" in claim.note]
-    assert judged
-    assert len(judged) + 5 == len(result.claims)
+    assert f"{late.quantity} (50.0 %" in text.partition("Missed: ")[2]
+    # Every trial is late, so nothing is judged and no emulated figure is shown.
+    assert result.claims[-1] == late
+    assert not any(claim.verdict.is_met for claim in result.claims)
+    assert emulated.LATE in text
+    rows = [line for line in text.splitlines() if "/ -" in line]
+    assert len(rows) == text.count("**50, invalid**") > 0
 
 
 def test_every_emulated_experiment_is_known() -> None:
-    assert set(EMULATED) == set(emulated.EMULATED)
+    assert set(EMULATED) == {*emulated.EMULATED, "planners"}
 
 
 def test_only_some_experiments_are_emulated(capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,8 +198,10 @@ def test_claims_have_the_figures_of_others_beside_them() -> None:
     claims = [PaperClaim("a", ExpectedLimit(0.5), 0.6), PaperClaim("b", "a plot", None, "1.00 x")]
     others = {"simulated": [replace(claims[0], ours=0.4), replace(claims[1], note="2.00 x")]}
     first, second = emulated.join_claims(claims, others)
-    assert first.shown == "60.0 % (simulated: 40.0 %)"
-    assert second.shown == "1.00 x (simulated: 2.00 x)"
+    table = claims_table([first, second, PaperClaim("c", "none", None, "3")], "emulated")
+    header, _, *rows = ([cell.strip() for cell in line.split("|")] for line in table.splitlines())
+    assert header[3:5] == ["emulated", "simulated"]
+    assert [row[3:5] for row in rows] == [["60.0 %", "40.0 %"], ["1.00 x", "2.00 x"], ["3", "-"]]
     assert emulated.name_misses([first, second]).endswith(f"Missed: a ({first.shown}).")
     assert "No claim" in emulated.name_misses([second])
 
@@ -187,9 +219,9 @@ def test_differences_from_the_simulation() -> None:
 def test_two_machines(tmp_path: Path) -> None:
     links = []
 
-    def serve_nodes(trial: SimulationTrial, link: str) -> RunRecord:
+    def serve_nodes(trial: SimulationTrial, link: str) -> two_nodes.NodesRun:
         links.append(link)
-        return simulate_trial(trial)
+        return two_nodes.NodesRun(simulate_trial(trial))
 
     result = two_machines.run(OPTIONS, SimulatedEngines(), serve_nodes)
     assert links == ["25gbit+0.05ms"]
@@ -211,15 +243,34 @@ def test_two_machines(tmp_path: Path) -> None:
 def test_two_nodes(tmp_path: Path) -> None:
     trials: list[SimulationTrial] = []
 
-    def serve(trial: SimulationTrial, link: str) -> RunRecord:
+    def serve(trial: SimulationTrial, link: str) -> two_nodes.NodesRun:
         trials.append(trial)
-        return simulate_trial(trial)
+        return two_nodes.NodesRun(simulate_trial(trial), 0.03)
 
     result = two_nodes.run(OPTIONS, serve)
     text = write_result(result, "two-nodes", "gllm", tmp_path).read_text()
     assert [dict(trial.options).get("max_in_flight") for trial in trials] == [16, 4]
     assert text.count("depth controller ") == 2
-    assert len(result.claims) == 2
+    assert [claim.quantity.partition(":")[0] for claim in result.claims] == [
+        "depth controller",
+        "--max-in-flight 4 --lanes 1",
+        "largest lateness of a run, over the time of its steps",
+        "25gbit+0.05ms",
+        "25gbit+0.05ms",
+    ]
+    assert not result.claims[2].verdict.is_met
+    assert "two lanes" in text
+
+
+def test_lateness_of_two_nodes() -> None:
+    metrics = """\
+# HELP gllm:emulation_late_seconds_total help
+gllm:emulation_late_seconds_total{model_name="m",stage="0"} 0.25
+gllm:emulation_late_seconds_total{model_name="m",stage="1"} 0.5
+gllm:stage_busy_seconds_total{model_name="m",stage="0"} 20.0
+gllm:stage_busy_seconds_total{model_name="m",stage="1"} 10.0
+"""
+    assert two_nodes.read_late_share(metrics) == 0.025
 
 
 def test_flags_of_two_nodes() -> None:

@@ -54,6 +54,7 @@ MEASURED = (
     "emulation",
     "two-machines",
     "two-nodes",
+    "planners",
 )
 SIMULATED = [name for name in EXPERIMENTS if name not in MEASURED]
 QUICK_SEARCH = partial(plan_replicas, max_vain_restarts=1)
@@ -75,8 +76,8 @@ SMALL: dict[str, list[tuple[ModuleType, str, object]]] = {
         (profile, "DECODE_TOKENS", 10),
         (profile, "REPEATS", 2),
         (profile, "BURST", 6),
-        (profile, "BURSTS", 2),
         (profile, "SHARES", (0.3, 0.6)),
+        (profile, "HOST_SHARES", (0.6,)),
         (progress, "MAX_SECONDS", 0.0),
     ],
 }
@@ -136,6 +137,7 @@ def test_prediction_of_the_real_engine(
     for metric in ("TTFT", "TPOT", "E2EL"):
         assert f"median {metric}, ms" in page
     assert "SLO attainment at speed" in page
+    assert "1 stage, Poisson, 60 %: mean TTFT at the client, raw" in page
     lines = re.findall(r"^(.+): (\d+) of (\d+), \d+ s$", capsys.readouterr().err, re.MULTILINE)
     ends = {title: (done, total) for title, done, total in lines}
     assert sorted(ends) == ["parts of the model", "profile"]
@@ -182,9 +184,13 @@ def test_the_real_ablation(tmp_path: Path) -> None:
     assert BASE in page
 
 
-def test_what_cannot_be_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["slo", "--real"]) == 2
     assert "--real supports ablation" in capsys.readouterr().err
+    assert main(["slo", "--results", str(tmp_path)]) == 2
+    assert "--results supports planners, not slo" in capsys.readouterr().err
+    assert main(["planners", "--seconds", "5"]) == 2
+    assert "--seconds needs --results" in capsys.readouterr().err
     for arguments in (["slo", "--requests", "2"], ["nothing"]):
         with pytest.raises(SystemExit):
             main(arguments)

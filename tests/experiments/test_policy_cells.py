@@ -4,24 +4,25 @@ import pytest
 
 from experiments.policy_cells import (
     DEVICES,
-    OURS,
+    DIAGONAL,
     POLICIES,
     SHARES,
     STAGES,
     WORKLOADS,
-    CellFigures,
+    CellBase,
     CellRun,
-    PolicyCell,
-    judge_cell,
     list_cells,
     run_cell,
 )
+from experiments.policy_verdicts import OURS, CellFigures, PolicyCell, judge_cell
+from gllm.options.slo import Slo
 
+SLO = Slo(ttft_seconds=1.0, tpot_seconds=0.1)
 CELL = PolicyCell("cpu", 2, "azure-code", 0.8)
 
 
 def figures(e2el: float, throughput: float, itl: float) -> CellFigures:
-    return CellFigures(e2el, throughput, itl, 0.1, 0.01, 0.0)
+    return CellFigures(e2el, throughput, itl, 0.1, 0.01, 0.0, 1.0, 0.5)
 
 
 def judge(ours: CellFigures, *, spread: float = 0.0) -> tuple[str, ...]:
@@ -47,11 +48,11 @@ def test_each_aim_is_judged_by_the_best_policy_of_its_figure() -> None:
 
 
 def test_every_policy_of_a_cell_serves_the_same_requests() -> None:
-    found = run_cell(CellRun(CELL, 1, 12, 8.0))
+    found = run_cell(CellRun(CELL, 1, 12, CellBase(10.0, SLO)))
     assert set(found) == set(POLICIES)
     assert len({figures.e2el for figures in found.values()}) > 3
     assert all(min(figures[:5]) > 0 for figures in found.values())
-    own_ridge = run_cell(CellRun(CELL._replace(device="gpu"), 1, 12, 2.0))
+    own_ridge = run_cell(CellRun(CELL._replace(device="gpu"), 1, 12, CellBase(2.5, SLO)))
     assert own_ridge["fixed"] == own_ridge["fixed, own ridge"]
 
 
@@ -61,4 +62,11 @@ def test_a_quick_run_has_every_value() -> None:
     assert {cell.stages for cell in cells} == set(STAGES)
     assert {cell.workload for cell in cells} == set(WORKLOADS)
     assert {cell.share for cell in cells} >= set(SHARES)
-    assert len(list_cells(quick=False)) == 5 * 4 * (3 * 5 + 2)
+    assert len(list_cells(quick=False)) == len(DEVICES) * 4 * (3 * 5 + 2)
+
+
+def test_emulated_cells_have_every_value() -> None:
+    assert {cell.stages for cell in DIAGONAL} == set(STAGES)
+    assert {cell.workload for cell in DIAGONAL} == set(WORKLOADS)
+    assert {cell.share for cell in DIAGONAL} >= set(SHARES)
+    assert len({cell[:3] for cell in DIAGONAL}) == len(DIAGONAL)

@@ -188,6 +188,7 @@ async def test_an_image_is_refused_while_it_is_new(server, path):
     rest = {"max_tokens": 4} if path == MESSAGES_PATH else {}
     answer = await server.post(path, {field: turns, **rest})
     assert (answer.status, answer.error["param"]) == (400, field)
+    assert "(LlamaForCausalLM is served, of which only" in answer.error["message"]
     # A client that keeps the refused message can go on.
     for added in (
         [{"role": "user", "content": "Hi"}],

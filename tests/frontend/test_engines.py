@@ -24,7 +24,7 @@ def row(name: str, state: str = "ready") -> EngineRow:
     )
     return EngineRow(
         name=name, role="mixed", state=state, cause="", address="127.0.0.1:1", version="1",
-        attached_seconds=5.0, silent_seconds=0.1, stats=stats._asdict(), num_kv_blocks=64,
+        attached_seconds=5.0, silent_seconds=0.1, stats=stats.to_numbers(), num_kv_blocks=64,
         block_size=16, num_stages=2, num_requests=2, num_dispatched=7, weight=1.0,
         has_kv_transfer=False,
     )  # fmt: skip

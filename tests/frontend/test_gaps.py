@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import http.client
+import statistics
 from urllib.parse import urlsplit
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from benchmarks.gap_cases import CASES, LONG, MANY, Case, chat
 from benchmarks.loop_watch import LoopWatch
 from gllm.config.server import ServerConfig
+from gllm.frontend.fields.parsing import parse_body
+from gllm.options.limits import MAX_JSON_VALUES
 from tests.frontend.conftest import CHAT_PATH, serving
 from tests.support.http.raw import SECONDS
 
@@ -17,6 +20,9 @@ PLAIN = Case("plain", CHAT_PATH, chat())
 TURNS = 150
 """The longest turn of the loop, in longest turns of a plain request: CPU time of the loop's thread,
 so a busy machine lengthens both."""
+ATTEMPTS = 3
+"""Measurements of a slow request, of which the shortest counts: page faults and interrupts of a
+machine's other work occur in one, work of the loop in all of them."""
 NOT_HERE = (LONG, MANY)
 """A vocabulary this small makes half a million tokens of the one; the fake engine tells of each
 prompt of the other by itself."""
@@ -63,12 +69,33 @@ async def test_no_field_stops_the_loop(engine):
     }
     async with serving(engine, checks_schemas=False, **options) as server:
         await longest_turn(server, PLAIN)
-        plain = max([(await longest_turn(server, PLAIN))[0] for _ in range(5)])
+        plain = statistics.median([(await longest_turn(server, PLAIN))[0] for _ in range(5)])
         slow = []
         for case in CASES:
             if case.field in NOT_HERE:
                 continue
             seconds, status = await longest_turn(server, case)
+            for _ in range(ATTEMPTS - 1):
+                if seconds > TURNS * plain:
+                    seconds = min(seconds, (await longest_turn(server, case))[0])
             if seconds > TURNS * plain or status >= 500:
                 slow.append((case.field, seconds / plain, status))
     assert slow == []
+
+
+@pytest.mark.usefixtures("frozen_heap")
+def test_a_body_of_many_lists_causes_no_garbage_collections():
+    body = b'{"odd":[' + b"[]," * (MAX_JSON_VALUES - 16) + b"1]}"
+    phases = []
+
+    def count(phase: str, _: object) -> None:
+        phases.append(phase)
+
+    gc.callbacks.append(count)
+    try:
+        values = parse_body(body)
+    finally:
+        gc.callbacks.remove(count)
+    assert len(values["odd"]) == MAX_JSON_VALUES - 15
+    assert phases.count("start") <= 1, "one may follow the decoding"
+    assert gc.isenabled()

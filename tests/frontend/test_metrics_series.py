@@ -42,6 +42,35 @@ async def test_all_buckets_of_all_histograms_are_there_before_the_first_step(ser
     assert sizes["+Inf"] == 12
 
 
+async def test_state_slots_are_shown_for_models_with_recurrent_layers(server):
+    server.engine.stats = SchedulerStats()
+    names = {name for name, *_ in await series(server)}
+    assert not any("state_slots" in name for name in names)
+    server.engine.stats = SchedulerStats(state_slots=8, used_state_slots=3)
+    values = {name: value for (name, *_), value in (await series(server)).items()}
+    assert values["gllm:state_slots_total"] == 8
+    assert values["gllm:state_slots_used"] == 3
+
+
+async def test_guesses_are_shown_by_vllm_s_names_with_speculation(server):
+    server.engine.stats = SchedulerStats()
+    names = {name for name, *_ in await series(server)}
+    assert not any("spec_decode" in name for name in names)
+    server.engine.stats = SchedulerStats(
+        drafts=9, draft_tokens=30, accepted_tokens=12, accepted_per_position=(8, 4)
+    )
+    found = await series(server)
+    values = {name: value for (name, *_), value in found.items()}
+    for prefix in ("gllm", "vllm"):
+        start = f"{prefix}:spec_decode_num"
+        assert values[f"{start}_drafts_total"] == 9
+        assert values[f"{start}_draft_tokens_total"] == 30
+        assert values[f"{start}_accepted_tokens_total"] == 12
+        name = f"{start}_accepted_tokens_per_pos_total"
+        positions = [dict(labels)["position"] for key, *labels in found if key == name]
+        assert positions == ["0", "1"]
+
+
 async def test_engines_count_the_blocks_that_they_fetch(server):
     server.engine.kv_transfers = KvTransferTotals(3, 1, 4096, 0.5, 7, 2)
     server.engine.stats = SchedulerStats(

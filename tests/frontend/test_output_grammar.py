@@ -10,9 +10,9 @@ from tests.frontend.conftest import CHAT, CHAT_PATH
 from tests.frontend.test_tools import CALLS, MARKS, NAMED, TOOLS, WITH_TOOLS, said, serve
 from tests.support.text import tokenizers as some
 from tests.support.text.judge import Judge
-from tests.support.text.tool_formats import FORMATS
+from tests.support.text.tool_formats import FORMATS, SINGLE
 
-TAGS = [tag for one in REASONING_TAGS.values() for tag in (one.opening, one.closing)]
+TAGS = [tag for one in REASONING_TAGS.values() for tag in one.tokens]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 FORMAT: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 
@@ -36,7 +36,7 @@ async def test_demanded_calls(server, name):
     assert choice["finish_reason"] == "tool_calls"
     assert said([call["function"] for call in choice["message"]["tool_calls"]]) == calls
     judge = judge_of(server)
-    assert judge.takes(write(calls[: 1 if name == "llama3" else 2]))
+    assert judge.takes(write(calls[: 1 if name in SINGLE else 2]))
     assert not judge.takes("Hello")
     assert (await server.chat(tools=TOOLS, tool_choice=NAMED)).status == 200
     judge = judge_of(server)

@@ -41,6 +41,7 @@ MARKS = {
     "llama3": "<|python_tag|>",
     "mistral": "[TOOL_CALLS]",
     "deepseek": "<｜tool▁calls▁begin｜>",
+    "harmony": "<|channel|>commentary",
 }
 
 
@@ -102,7 +103,10 @@ QUICK = ("hermes", "qwen3_coder", "deepseek31")
     ids=[write.__name__ for _, write in FORMATS],
 )
 async def test_calls(server, name, write):
-    serve(server, f"{WITH_TOOLS}{{# {MARKS[name]} #}}")
+    if name in MARKS:
+        serve(server, f"{WITH_TOOLS}{{# {MARKS[name]} #}}")
+    else:
+        serve(server, WITH_TOOLS, tool_call_parser=name)
     server.engine.reply = write(CALLS)
     answer = await server.chat(tools=TOOLS)
     choice = answer.json["choices"][0]
@@ -202,6 +206,15 @@ async def test_answers_of_tools_come_back(server):
     ]
     assert (await server.chat(messages=messages)).status == 200
     assert "tool\nseven" in prompt_of(server)
+
+
+async def test_a_call_ends_an_answer_of_gpt_oss(server):
+    source = f"{WITH_TOOLS}{{# {MARKS['harmony']} <|channel|>analysis<|message|> #}}"
+    serve(server, source, "<|call|>")
+    call = server.engine.tokenizer.token_to_id("<|call|>")
+    for fields in ({"tools": TOOLS}, {}, {"stop_token_ids": [call]}):
+        assert (await server.chat(**fields)).status == 200
+        assert server.engine.calls[-1].params.stop_token_ids == (call,)
 
 
 async def test_special_tokens_reach_the_parser_alone(server):

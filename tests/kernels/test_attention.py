@@ -14,7 +14,9 @@ from gllm.kernels.alibi import compute_alibi_slopes
 from gllm.kernels.attention import paged_attention, store_kv
 from gllm.kernels.attention_plan import PagedBatch, plan_attention
 from gllm.kernels.attention_scaling import AttentionScaling
+from gllm.kernels.attention_window import AttentionChunk, AttentionWindow
 from gllm.kernels.fp8_cache import select_converted
+from gllm.kernels.int8_cache import dequantize_entries, quantize_entries
 from gllm.kernels.native.library import DTYPES
 from tests.support.examples import num_examples
 from tests.support.models.kernel_builds import covers_builds
@@ -37,7 +39,7 @@ def dense(
     keys: Tensor,
     values: Tensor,
     kind: AttentionScaling = PLAIN,
-    window: int | None = None,
+    window: AttentionWindow = None,
 ) -> Tensor:
     """The last rows of causal attention: query [n, heads, dim], keys and values [c, kv, dim]."""
     count, heads, _ = query.shape
@@ -50,8 +52,31 @@ def dense(
     distance = torch.arange(context - count, context)[:, None] - torch.arange(context)
     if kind.alibi_slopes is not None:
         scores = scores - kind.alibi_slopes[:, None, None] * distance
-    hidden = (distance < 0) | (distance >= (window or context))
-    return torch.einsum("hqc,chd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), values)
+    positions = torch.arange(context - count, context)
+    if isinstance(window, AttentionChunk):
+        oldest = positions // window.size * window.size
+    else:
+        oldest = positions + 1 - (window or context)
+    hidden = (distance < 0) | (torch.arange(context) < oldest[:, None])
+    scores = scores.masked_fill(hidden, -math.inf)
+    if kind.sinks is not None:
+        sinks = kind.sinks[:, None, None].expand(-1, count, 1)
+        weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return torch.einsum("hqc,chd->qhd", weights, values)
+
+
+def stored(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers as a cache of a dtype has them."""
+    return quantize_entries(numbers) if dtype == torch.int8 else numbers.to(dtype)
+
+
+def read(cache: Tensor) -> Tensor:
+    """The numbers of a cache."""
+    if cache.dtype == torch.int8:
+        return dequantize_entries(cache, torch.float32)
+    return cache.float()
 
 
 def check(
@@ -60,7 +85,7 @@ def check(
     shape: tuple[int, int, int],
     seed: int,
     kind: AttentionScaling = PLAIN,
-    window: int | None = None,
+    window: AttentionWindow = None,
     dtype: torch.dtype = torch.float32,
     cached: torch.dtype | None = None,
 ) -> None:
@@ -81,7 +106,7 @@ def check(
         table[row, : len(blocks)] = blocks
         pair = [torch.randn(total, kv_heads, head_dim, generator=generator) for _ in "kv"]
         if cached is not None:
-            pair = [tokens.to(cached).float() for tokens in pair]
+            pair = [read(stored(tokens, cached)) for tokens in pair]
         before = torch.arange(total - new)
         slots = torch.tensor(blocks)[before // block_size] * block_size + before % block_size
         for cache, tokens in zip(caches, pair, strict=True):
@@ -97,7 +122,7 @@ def check(
     lengths = np.array(totals)
     rows = PagedBatch(table, starts, lengths, decodes, block_size, num_blocks)
     plan = plan_attention(rows, dtype, window)
-    key_cache, value_cache = (cache.to(kept) for cache in caches)
+    key_cache, value_cache = (stored(cache, kept) for cache in caches)
     key, value = torch.cat(keys).to(dtype), torch.cat(values).to(dtype)
     store_kv(key, value, key_cache, value_cache, plan.slots)
     actual = paged_attention(torch.cat(queries).to(dtype), key_cache, value_cache, plan, kind)
@@ -105,7 +130,7 @@ def check(
     torch.testing.assert_close(actual.float(), torch.cat(wanted), rtol=limit, atol=limit)
 
 
-kinds = st.sampled_from(["plain", "softcap", "alibi"])
+kinds = st.sampled_from(["plain", "softcap", "alibi", "sinks"])
 shapes = st.tuples(st.integers(1, 3), st.integers(1, 4), st.sampled_from([2, 6, 16, 80]))
 decode_rows = st.lists(st.tuples(st.integers(0, 40), st.just(1)), max_size=6)
 chunk_rows = st.lists(st.tuples(st.integers(0, 30), st.integers(2, 25)), max_size=3)
@@ -119,7 +144,7 @@ chunk_rows = st.lists(st.tuples(st.integers(0, 30), st.integers(2, 25)), max_siz
     shapes,
     st.integers(0, 2**31),
     kinds,
-    st.none() | st.integers(1, 50),
+    st.none() | st.integers(1, 50) | st.integers(1, 50).map(AttentionChunk),
     st.sampled_from([*DTYPES]),
 )
 def test_matches_dense_attention(
@@ -130,11 +155,12 @@ def test_matches_dense_attention(
     shape: tuple[int, int, int],
     seed: int,
     kind: str,
-    window: int | None,
+    window: AttentionWindow,
     dtype: torch.dtype,
 ) -> None:
     slopes = torch.rand(shape[0] * shape[1]) if kind == "alibi" else None
-    scores = AttentionScaling(0.3, 2.0 if kind == "softcap" else None, slopes)
+    sinks = 3 * torch.randn(shape[0] * shape[1]) if kind == "sinks" else None
+    scores = AttentionScaling(0.3, 2.0 if kind == "softcap" else None, slopes, sinks)
     if decodes or chunks:
         check(decodes + chunks, block_size, shape, seed, scores, window, dtype)
 
@@ -145,16 +171,23 @@ def test_chunks_longer_than_a_slice(way: str, cached: int) -> None:
     rows = [(5, 1), (cached, beyond), (0, attention_plan.QUERY_SLICE)]
     check(rows, 16, (2, 2, 8), seed=1)
     check(rows, 16, (2, 2, 8), seed=1, window=90)
+    check(rows, 16, (2, 2, 8), seed=1, window=AttentionChunk(90))
     check(rows, 16, (2, 2, 8), seed=1, kind=AttentionScaling(0.2, alibi_slopes=torch.rand(4)))
+    check(rows, 16, (2, 2, 8), seed=1, kind=AttentionScaling(0.2, sinks=torch.randn(4)), window=90)
 
 
 def test_a_one_token_chunk_behind_a_longer_one(way: str) -> None:
     check([(4, 1), (0, 5), (7, 1), (0, 1)], 4, (1, 2, 8), seed=2)
 
 
-@covers_builds(dtype=[*DTYPES], window=[None, 70, 200], dim=[24, 80])
+@covers_builds(
+    dtype=[*DTYPES],
+    window=[None, 70, 200, AttentionChunk(100)],
+    dim=[24, 80],
+    cached=["as computed", "int8"],
+)
 def test_a_token_does_not_depend_on_its_chunk(
-    way: str, dtype: torch.dtype, window: int | None, dim: int
+    way: str, dtype: torch.dtype, window: AttentionWindow, dim: int, cached: str
 ) -> None:
     if way == "torch":
         pytest.skip("torch rounds differently for other numbers of rows")
@@ -165,7 +198,8 @@ def test_a_token_does_not_depend_on_its_chunk(
         for count in (heads, kv_heads, kv_heads)
     )
     table = np.arange(-(-tokens // block_size))[None]
-    caches = [torch.zeros(table.size + 1, block_size, kv_heads, dim, dtype=dtype) for _ in "kv"]
+    empty = torch.zeros(table.size + 1, block_size, kv_heads, dim)
+    caches = [stored(empty, torch.int8 if cached == "int8" else dtype) for _ in "kv"]
 
     def run(*chunks: int) -> Tensor:
         results, begin = [], 0
@@ -198,17 +232,19 @@ def test_decodes_are_grouped_by_length() -> None:
     assert groups == [[1], [8], [4, 3], [5, 7], [0], [6], [2]]
 
 
-@pytest.mark.parametrize("window", [None, 9, 5000])
+@pytest.mark.parametrize("window", [None, 9, 5000, AttentionChunk(5000)])
 @pytest.mark.parametrize("cached", [torch.float32, torch.float8_e4m3fn])
 def test_more_cached_tokens_than_are_gathered_at_once(
-    way: str, cached: torch.dtype, window: int | None
+    way: str, cached: torch.dtype, window: AttentionWindow
 ) -> None:
     most = attention_plan.GATHERED_TOKENS
     rows = [(most + 70, 1), (3, 1), (most // 2, 1), (most // 2 - 90, 1), (most - 40, 7), (9, 5)]
     check(rows, 16, (1, 2, 4), 3, window=window, cached=cached)
 
 
-@covers_builds(dtype=[*DTYPES], cached=[torch.float8_e4m3fn, torch.float16, torch.bfloat16])
+@covers_builds(
+    dtype=[*DTYPES], cached=[torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.int8]
+)
 def test_caches_of_another_type(way: str, cached: torch.dtype, dtype: torch.dtype) -> None:
     """Also with windows that skip whole blocks."""
     rows = [(30, 1), (2, 1), (0, 1), (300, 1), (9, 7), (0, 5), (270, 3)]

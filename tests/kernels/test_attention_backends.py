@@ -119,6 +119,7 @@ def test_a_gpu_takes_flash_attention_where_it_fits(installed: None) -> None:
         (replace(ON_GPU, shapes=ON_GPU.shapes | {LATENT}), "latent attention"),
         (replace(ON_GPU, shapes=frozenset({HeadShape(320, 320)})), "320 elements"),
         (replace(ON_GPU, shapes=frozenset({HeadShape(12, 12)})), "12 elements"),
+        (replace(ON_GPU, shapes=frozenset({HeadShape(64, 64, has_sinks=True)})), "attention sinks"),
         (replace(ON_GPU, shapes=frozenset({HeadShape(192, 128)})), "values 128"),
     ],
 )

@@ -202,7 +202,7 @@ def test_halves_of_experts_add_up(quantization: str, tokens: int) -> None:
 
             out = torch.full_like(x, torch.nan)
             reduce = reduce_magnitudes if scales_rows else None
-            result = run_experts(x, experts, weights, gated, own, out, reduce)
+            result = run_experts(x, experts, weights, gated, own, None, out, reduce)
             assert result is out
             outs.append(result)
     torch.testing.assert_close(outs[0] + outs[1], wanted, rtol=1e-5, atol=1e-5)

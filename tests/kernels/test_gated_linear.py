@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gllm.kernels.activation import ACTIVATIONS
+from gllm.kernels.activation import apply_gate
 from gllm.kernels.gated_linear import gated_linear, prepare_gated
 from gllm.kernels.native.library import DTYPES
 from tests.support.models.kernel_builds import covers_builds
@@ -29,7 +29,9 @@ def operands(outputs: int, inputs: int, rows: int, dtype: torch.dtype) -> tuple[
     return x.to(dtype), weight.to(dtype), torch.randn(2 * outputs, generator=generator).to(dtype)
 
 
-@covers_builds(dtype=[*DTYPES], activation=["silu", "gelu_tanh", "gelu"], biased=[False, True])
+@covers_builds(
+    dtype=[*DTYPES], activation=["silu", "gelu_tanh", "gelu", "swiglu_oai"], biased=[False, True]
+)
 def test_equals_float64(way: str, dtype: torch.dtype, activation: str, biased: bool) -> None:
     for shape in SHAPES:
         x, weight, bias = operands(*shape, dtype)
@@ -39,7 +41,7 @@ def test_equals_float64(way: str, dtype: torch.dtype, activation: str, biased: b
         assert result.dtype == dtype
         # Gates that are not fused are rounded before they are activated, and once more after.
         tolerance = 1e-5 if dtype == torch.float32 else 2**-6
-        wanted = ACTIVATIONS[activation](gate) * up
+        wanted = apply_gate(activation, gate, up)
         torch.testing.assert_close(result.double(), wanted, rtol=tolerance, atol=tolerance)
 
 

@@ -42,7 +42,7 @@ def quantized(x: Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def wanted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What the definition makes of finite numbers."""
+    """Result of the definition for finite numbers."""
     rows, row_scales = quantized(x)
     columns, column_scales = quantized(weight)
     result = (rows @ columns.T).astype(np.float32) * (row_scales[:, None] * column_scales)

@@ -57,7 +57,7 @@ def test_norms(way: str, dtype: torch.dtype, wide: bool, rows: int, size: int, s
 @settings(max_examples=num_examples(30, 1000), deadline=None)
 @given(
     TYPES,
-    st.sampled_from(["silu", "gelu", "gelu_tanh", "relu"]),
+    st.sampled_from(["silu", "gelu", "gelu_tanh", "relu", "swiglu_oai"]),
     st.integers(1, 5),
     st.integers(1, 70),
     st.integers(0, 99),
@@ -71,6 +71,9 @@ def test_gates(way: str, dtype: torch.dtype, kind: str, rows: int, size: int, se
         "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
         "relu": torch.relu,
     }
+    if kind == "swiglu_oai":
+        first, second = first.clamp(max=7), second.clamp(-7, 7) + 1
+        formulas[kind] = lambda x: x * torch.sigmoid(1.702 * x)
     close(act_and_mul(kind, both), formulas[kind](first) * second)
 
 

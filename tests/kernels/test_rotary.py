@@ -16,7 +16,9 @@ from gllm.kernels.rotary import (
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SCALINGS_UNDER_TEST: list[tuple[str, dict[str, Any]]] = [
     ("linear", {"factor": 4.0}),
+    ("dynamic", {"factor": 4.0}),
     ("llama3", LLAMA3 | {"original_max_position_embeddings": 8192}),
+    ("llama3", LLAMA3 | {"high_freq_factor": 1.0, "original_max_position_embeddings": 8192}),
     ("yarn", {"factor": 4.0, "original_max_position_embeddings": 32768}),
     ("yarn", {"factor": 4.0, "original_max_position_embeddings": 4096, "truncate": False}),
     (
@@ -107,10 +109,25 @@ def test_a_short_text_is_rotated_as_the_longest_is() -> None:
     torch.testing.assert_close(short / stretched, ratio)
 
 
+def test_proportional_frequencies_are_those_of_transformers() -> None:
+    import transformers
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    written = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+    config = transformers.LlamaConfig(head_dim=128, rope_parameters=written)
+    wanted, wanted_factor = ROPE_INIT_FUNCTIONS["proportional"](config)
+    frequencies, factor = compute_inverse_frequencies(
+        "proportional", 128, 1e6, {"rotated_pairs": 16}
+    )
+    torch.testing.assert_close(frequencies, wanted, rtol=2e-6, atol=0)
+    assert factor == wanted_factor
+
+
 def test_every_kind_is_held_against_transformers() -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    assert {kind for kind, _ in SCALINGS_UNDER_TEST} | {"default", "longrope"} == set(SCALINGS)
+    tested = {kind for kind, _ in SCALINGS_UNDER_TEST}
+    assert tested | {"default", "longrope", "proportional"} == set(SCALINGS)
     assert set(SCALINGS) - {"default"} <= set(ROPE_INIT_FUNCTIONS)
 
 

@@ -13,18 +13,21 @@ from torch import Tensor
 
 from gllm.kernels.attention_plan import PagedBatch, plan_attention
 from gllm.kernels.native.library import load_library
+from gllm.kernels.state_plan import NO_SLOT
 from gllm.kernels.threads import set_num_threads
 from gllm.models.config import read_config
 from gllm.models.loader import Checkpoint, Weights
 from gllm.models.stage import ModelStage, StageInputs
 from gllm.runtime.worker.kv_cache import KVCache
 from tests.models.test_fp8 import save_both
+from tests.support.models.state_plans import plan_states
 from tests.support.models.tiny_models import FAMILIES, save
 
 BLOCK, BLOCKS = 4, 48
 LENGTH, PROMPT, OTHERS = 41, 17, (3, 29, 1)
 """Tokens of the sequence under test, those of them that are its prompt, tokens of the others."""
-VARIED = ["llama3", "gemma2", "bloom", "deepseek-v2"]
+LATENT = "deepseek-v2"
+VARIED = ["llama3", "gemma2", "bloom", LATENT]
 """Families whose attention differs: plain, with windows and soft caps, ALiBi, latents."""
 QUICK = {
     ("llama3", torch.float32),
@@ -71,7 +74,9 @@ class Model:
         every = range(model.num_layers)
         with Checkpoint(folder, dtype, model, every) as checkpoint:
             self.stage = ModelStage(model, Weights(checkpoint), every, 64)
-        self.cache = KVCache(model.layers, BLOCKS, BLOCK, cached or dtype)
+        self.cache = KVCache(
+            model.layers, BLOCKS, BLOCK, cached or dtype, num_state_slots=len(OTHERS) + 1
+        )
         self.windows = {layer.attention.window for layer in model.layers}
         self.dtype = dtype
 
@@ -98,7 +103,13 @@ class Model:
             )
             plans = {w: plan_attention(rows, self.dtype, w) for w in self.windows}
             positions = torch.from_numpy(np.concatenate(spots))
-            inputs = StageInputs(torch.from_numpy(ids), positions, plans)
+            states = plan_states(
+                *(
+                    [(int(count), owner if first else NO_SLOT, owner)]
+                    for owner, count, first in zip(owners.tolist(), counts, begin, strict=True)
+                )
+            )
+            inputs = StageInputs(torch.from_numpy(ids), positions, plans, states)
             with torch.inference_mode():
                 hidden = self.stage.forward(inputs, None, self.cache.layers)
                 logits = self.stage.compute_logits(hidden)
@@ -130,16 +141,22 @@ def test_recomputed_logits_are_those_of_the_decodes(
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"),
+    ("family", "dtype", "cached"),
     [
-        pytest.param(family, dtype, marks=[] if (row - column) % 3 == 0 else pytest.mark.full)
+        pytest.param(
+            *(family, dtype, cached), marks=[] if (row - column) % 3 == third else pytest.mark.full
+        )
+        for third, cached in enumerate((torch.float8_e4m3fn, torch.int8))
         for row, family in enumerate(VARIED)
         for column, dtype in enumerate(DTYPES)
+        if (family, cached) != (LATENT, torch.int8)
     ],
     ids=str,
 )
-def test_with_a_kv_cache_in_fp8(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    check(Model(save(family, tmp_path), dtype, torch.float8_e4m3fn))
+def test_with_a_kv_cache_of_8_bits(
+    family: str, dtype: torch.dtype, cached: torch.dtype, tmp_path: Path
+) -> None:
+    check(Model(save(family, tmp_path), dtype, cached))
 
 
 def test_with_weights_in_fp8(tmp_path: Path) -> None:

@@ -16,7 +16,10 @@ from gllm.models.config import model_notes, read_config
 from gllm.models.errors import ModelError
 from gllm.models.hub import DEMO
 from gllm.models.registry import ARCHITECTURES, spec_builder
-from gllm.models.spec import AttentionSpec, MLPSpec, ModelSpec, RopeSpec
+from gllm.models.spec.attention import AttentionSpec
+from gllm.models.spec.feed_forward import MLPSpec
+from gllm.models.spec.model import ModelSpec
+from gllm.models.spec.parts import RopeSpec
 from tests.support.models.published import PUBLISHED, read
 from tests.support.text.tokenizers import save as save_tokenizer
 from tests.support.text.tokenizers import sentencepiece
@@ -203,7 +206,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
-    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
+    ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope_type 'ntk'"),
     ({"rope_scaling": {"rope_type": "linear"}}, "lacks.*factor"),
     ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "no number"),
     ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor is 0"),

@@ -7,23 +7,78 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from httpx2 import ConnectTimeout, ReadTimeout
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils._paths import filter_repo_objects
 
 from gllm.config.engine import EngineConfig
-from gllm.engine.preflight import plan_model
+from gllm.config.router import RouterConfig
+from gllm.engine.preflight import memory_reason, plan_model
 from gllm.models.config import read_config
 from gllm.models.errors import ModelError
-from gllm.models.hub import DEMO, public_name, resolve_model
+from gllm.models.hub import (
+    DEMO,
+    public_name,
+    require_tokenizer,
+    resolve_model,
+    resolve_tokenizer,
+)
+from gllm.models.hub_download import check_space, make_byte_counter
 from gllm.models.weight_files import INDEX, SINGLE, find_weight_files
 from gllm.options.exit_status import UNAVAILABLE_STATUS, find_exit_status
+from gllm.router.fleet_engine import FleetEngine
 from gllm.text.tokenizer import Tokenizer
 from tests.support.engines.pipeline import Pipeline
 from tests.support.models.tiny_models import save
 from tests.support.text.tokenizers import byte_level
+from tests.support.text.tokenizers import save as save_tokenizer
+
+TOKENIZER = {
+    "config.json",
+    "tokenizer.json",
+    "tekken.json",
+    "tiktoken.model",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "merges.txt",
+}
+
+
+def test_a_tokenizer_is_a_folder_a_file_or_a_name_on_the_hub(
+    tmp_path: Path, hub: "Callable[..., Hub]"
+) -> None:
+    assert resolve_tokenizer(None, tmp_path) == tmp_path == require_tokenizer(None, tmp_path)
+    assert resolve_tokenizer("demo", tmp_path) == DEMO
+    file = tmp_path / "tekken.json"
+    file.write_text("{}")
+    for path in (file, tmp_path):
+        assert resolve_tokenizer(str(path), DEMO) == tmp_path == require_tokenizer(str(path), DEMO)
+    repository = hub(*TOKENIZER, *COPIES, SINGLE, INDEX, "generation_config.json")
+    assert resolve_tokenizer("org/name", DEMO, repository) == repository.folder
+    assert repository.fetched == TOKENIZER
+    for name in ("/no/such", "./no"):
+        with pytest.raises(ModelError, match=f"no tokenizer '{name}'"):
+            resolve_tokenizer(name, DEMO)
+    with pytest.raises(ModelError, match="'org/name' is not on this machine"):
+        require_tokenizer("org/name", DEMO)
+    failing = FailingHub(tmp_path, ConnectionError("refused"))
+    with pytest.raises(ModelError, match=r"org/name.*cannot be reached"):
+        resolve_tokenizer("org/name", DEMO, failing)
+
+
+async def test_engines_and_routers_use_another_tokenizer(tmp_path: Path) -> None:
+    backend = byte_level()
+    folder = save_tokenizer(tmp_path, backend, chat_template="{{ messages[0].content }}!")
+    plan_model(EngineConfig(tokenizer=str(folder)))
+    router = FleetEngine(RouterConfig(hub="0", tokenizer=str(folder)))
+    assert router.tokenizer.vocab_size == backend.get_vocab_size()
+    assert router.tokenizer.chat_template is not None
+    assert router.tokenizer.chat_template.render([{"role": "user", "content": "a"}]) == "a!"
+    await router.stop()
 
 
 def test_folders_and_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,14 +118,31 @@ class Hub:
         self.folder = root / "snapshots" / "c0ffee"
         self.files = files
         self.fetched: set[str] = set()
+        self.dry_runs: list[list[str]] = []
 
     def snapshot_download(
-        self, name: str, *, allow_patterns: list[str], revision: str | None = None
-    ) -> str:
+        self,
+        name: str,
+        *,
+        allow_patterns: list[str],
+        revision: str | None = None,
+        dry_run: bool = False,
+        tqdm_class: object = None,
+    ) -> Any:
         assert name == "org/name"
         assert revision in (None, "c0ffee")
         self.folder.mkdir(parents=True, exist_ok=True)
-        for path in filter_repo_objects(self.files, allow_patterns=allow_patterns):
+        paths = list(filter_repo_objects(self.files, allow_patterns=allow_patterns))
+        if dry_run:
+            self.dry_runs.append(paths)
+            return [
+                SimpleNamespace(
+                    file_size=len(self.files[path]),
+                    will_download=not (self.folder / path).exists(),
+                )
+                for path in paths
+            ]
+        for path in paths:
             self.fetched.add(path)
             (self.folder / path).parent.mkdir(exist_ok=True)
             (self.folder / path).write_text(self.files[path])
@@ -87,10 +159,21 @@ class FailingHub(Hub):
         super().__init__(root, {})
         self.error = error
 
-    def snapshot_download(
-        self, name: str, *, allow_patterns: list[str], revision: str | None = None
-    ) -> str:
+    def snapshot_download(self, name: str, **_: Any) -> Any:
         raise self.error
+
+
+class BreakingHub(Hub):
+    """A hub whose download of weights breaks off once."""
+
+    is_broken = True
+
+    def snapshot_download(self, name: str, **options: Any) -> Any:
+        is_of_weights = any(path.endswith(".safetensors") for path in options["allow_patterns"])
+        if is_of_weights and self.is_broken and not options.get("dry_run"):
+            self.is_broken = False
+            raise ReadTimeout("timed out")
+        return super().snapshot_download(name, **options)
 
 
 @pytest.fixture
@@ -160,14 +243,14 @@ def test_a_refused_model_has_no_weight_fetched(hub: Callable[..., Hub], index: b
     assert len(seen) == 1
 
 
-AWQ = {"quantization_config": {"quant_method": "awq"}}
+EXL2 = {"quantization_config": {"quant_method": "exl2"}}
 
 
 @pytest.mark.parametrize(
     ("changes", "options", "said"),
     [
         ({"architectures": ["Other"]}, {}, "architectures.*not supported"),
-        (AWQ, {}, "quant_method 'awq' is not implemented"),
+        (EXL2, {}, "quant_method 'exl2' is not implemented"),
         ({}, {"max_model_len": 10**9}, "max_model_len"),
         ({}, {"pipeline_parallel_size": 64}, "layers"),
         ({}, {}, r"no tokenizer\.json"),
@@ -223,9 +306,7 @@ def test_a_folder_of_gguf_files_is_named(tmp_path: Path) -> None:
     (tmp_path / "model-Q8_0.gguf").write_bytes(b"GGUF")
     with pytest.raises(ModelError, match=r"no config\.json.*GGUF"):
         read_config(tmp_path)
-    with pytest.raises(ModelError, match="is a GGUF file"):
-        resolve_model(str(tmp_path / "model-Q8_0.gguf"))
-    with pytest.raises(ModelError, match="GGUF"):
+    with pytest.raises(ModelError, match=r"GGUF.*: model-Q8_0\.gguf"):
         find_weight_files(tmp_path)
 
 
@@ -256,6 +337,8 @@ def test_git_lfs_pointers_are_named(name: str, tmp_path: Path) -> None:
         (LocalEntryNotFoundError("offline"), "cannot be reached"),
         (HFValidationError("bad name"), "neither a folder nor a name"),
         (ConnectionError("refused"), "cannot be reached"),
+        (ConnectTimeout("too slow"), r"cannot be reached.*\(too slow\)"),
+        (ConnectTimeout(""), r"cannot be reached.*\(ConnectTimeout\)"),
     ],
 )
 def test_failed_download_says_what_to_do(error: Exception, said: str, tmp_path: Path) -> None:
@@ -263,6 +346,89 @@ def test_failed_download_says_what_to_do(error: Exception, said: str, tmp_path: 
         resolve_model("org/name", FailingHub(tmp_path, error))
     is_passing = find_exit_status(caught.value) == UNAVAILABLE_STATUS
     assert is_passing == ("cannot be reached" in said)
+
+
+def test_a_download_that_broke_off_goes_on(tmp_path: Path) -> None:
+    repository = BreakingHub(tmp_path, dict.fromkeys((*SMALL, SINGLE), "{}"))
+    with pytest.raises(
+        ModelError, match=r"broke off; run the same command again.*timed out"
+    ) as caught:
+        resolve_model("org/name", repository)
+    assert find_exit_status(caught.value) == UNAVAILABLE_STATUS
+    assert resolve_model("org/name", repository) == repository.folder
+    assert SINGLE in repository.fetched
+
+
+def test_the_size_of_the_weights_is_checked_before_them(hub: "Callable[..., Hub]") -> None:
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    shards = {"model-1.safetensors": "x" * 700, "model-2.safetensors": "x" * 300}
+    repository = hub(*SMALL, *COPIES, **{INDEX: json.dumps(index)}, **shards)
+    sizes: list[int] = []
+
+    def check_size(num_bytes: int) -> None:
+        sizes.append(num_bytes)
+        if len(sizes) == 1:
+            raise ModelError("too large")
+
+    with pytest.raises(ModelError, match="too large"):
+        resolve_model("org/name", repository, check_size=check_size)
+    assert repository.dry_runs == [sorted(shards)]
+    assert repository.fetched == {*SMALL, INDEX}
+    resolve_model("org/name", repository, check_size=check_size)
+    # Nothing is missing any more.
+    resolve_model("org/name", repository, check_size=check_size)
+    assert sizes == [1000, 1000]
+
+
+def test_weights_that_do_not_fit_on_the_disk_are_not_fetched(tmp_path: Path) -> None:
+    files: list[Any] = [
+        SimpleNamespace(file_size=3 * 10**9, will_download=True),
+        SimpleNamespace(file_size=9 * 10**9, will_download=False),
+        SimpleNamespace(file_size=None, will_download=True),
+    ]
+    check_space("org/name", files, tmp_path, 3 * 10**9)
+    with pytest.raises(
+        ModelError, match=r"'org/name' need 3\.0 GB more.*has 2\.0 GB free: set HF_HOME"
+    ):
+        check_space("org/name", files, tmp_path, 2 * 10**9)
+    check_space("org/name", files[1:], tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "bytes_", "fits"),
+    [
+        ({}, 100, True),
+        ({}, 101, False),
+        ({"dtype": "bfloat16"}, 200, True),
+        ({"dtype": "bfloat16"}, 202, False),
+        ({"quantization": "int8"}, 400, True),
+        ({"quantization": "int8"}, 404, False),
+        ({"quantization": "int4"}, 800, True),
+        ({"quantization": "int4"}, 808, False),
+    ],
+)
+def test_weights_that_certainly_do_not_fit_into_memory(
+    options: dict[str, Any], bytes_: int, fits: bool
+) -> None:
+    reason = memory_reason(bytes_ * 10**9, EngineConfig(**options), 100 * 10**9)
+    assert (reason is None) == fits
+    assert fits or (reason is not None and "101.0 GB of memory at least, but 100.0 GB" in reason)
+
+
+def test_progress_counts_megabytes_of_several_bars() -> None:
+    """As huggingface_hub makes them: bytes received, bytes written, files."""
+    reported: list[int] = []
+    bar_class = make_byte_counter(reported.append)
+    received, written = (bar_class(total=0, unit="B", desc=text) for text in ("a", "b"))
+    num_files = bar_class(total=3, desc="files", unit="it", disable=False)
+    for _ in range(3):
+        received.update(900_000)
+        written.update(1_500_000)
+        num_files.update()
+    assert reported == [1, 2, 1]
+    assert sum(reported) == 4
+    for bar in (received, written, num_files):
+        bar.close()
 
 
 def test_configuration_is_read_without_torch() -> None:

@@ -21,7 +21,10 @@ from gllm.runtime.worker.cuda.staging import map_tensors
 from tests.support.models.tiny_models import save
 
 META = torch.device("meta")
-FAMILIES = ("llama3", "qwen2", "qwen3-tied", "gemma2", "phi3", "gpt2", "bloom", "deepseek-v3")
+FAMILIES = (
+    *("llama3", "qwen2", "qwen3-tied", "gemma2", "gemma4-e", "phi3", "gpt2", "bloom"),
+    "deepseek-v3",
+)
 
 
 def attended(query: Tensor, keys: Tensor, values: Tensor, *rest: object) -> Tensor:
@@ -57,8 +60,12 @@ def test_nothing_of_a_stage_stays_behind(family: str, tmp_path: Path) -> None:
         six = torch.arange(6)
         inputs = StageInputs(six, six, plan_table_attention(rows, executor.dtype, windows))
         inputs = map_tensors(inputs, lambda tensor: tensor.to(META))
-        caches = []
+        caches: list[tuple[Tensor, Tensor]] = []
         for layer in described:
+            back = getattr(layer.attention, "kv_layers_back", 0)
+            if back:
+                caches.append(caches[-back])
+                continue
             held = layer.attention.kv_entry
             keys = torch.empty(
                 9, 4, held.num_heads, held.key_dim, dtype=executor.dtype, device=META

@@ -2,13 +2,14 @@
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gllm.models.errors import ModelError
-from gllm.models.spec import ModelSpec
+from gllm.models.spec.model import ModelSpec
 from tests.support.models.published import PUBLISHED, Config, read
 
 POPULAR: dict[str, dict[str, Any]] = json.loads(
@@ -44,7 +45,8 @@ TYPES = {"kimi_k2": "deepseek_v3"}
 LIBRARY = [
     name
     for name in POPULAR
-    if POPULAR[name]["config"]["model_type"] not in ("chatglm", "baichuan", "qwen")
+    if POPULAR[name]["config"]["model_type"]
+    not in ("chatglm", "baichuan", "qwen", "kimi_vl", "phi4mm")
 ]
 
 
@@ -57,26 +59,18 @@ def test_loads_as_transformers_writes_it() -> None:
         kind = keys.pop("model_type")
         config = transformers.AutoConfig.for_model(TYPES.get(kind, kind), **keys)
         written = config.to_dict() | {"architectures": raw["architectures"]}
-        assert read(written) == read(raw), name
+        ours, theirs = read(raw), read(written)
+        if "text_config" in raw and "tie_word_embeddings" not in raw:
+            # Whether the head is tied, the tensors tell.
+            theirs = replace(theirs, head=ours.head)
+        assert ours == theirs, name
 
 
 ABSENT = {
-    "gpt-oss-20b": "GptOssForCausalLM",
-    "pythia-1.4b": "GPTNeoXForCausalLM",
-    "phi-2": "PhiForCausalLM",
-    "gemma-3-4b-it": "Gemma3ForConditionalGeneration",
-    "qwen2.5-vl-7b-instruct": "Qwen2_5_VLForConditionalGeneration",
-    "qwen3-next-80b-a3b": "Qwen3NextForCausalLM",
-    "llama-4-scout": "Llama4ForConditionalGeneration",
-    "starcoder2-7b": "Starcoder2ForCausalLM",
-    "olmo-2-7b": "Olmo2ForCausalLM",
-    "granite-3.1-8b-instruct": "GraniteForCausalLM",
-    "smollm3-3b": "SmolLM3ForCausalLM",
-    "glm-4.5-air": "Glm4MoeForCausalLM",
-    "gpt-j-6b": "GPTJForCausalLM",
-    "mpt-7b": "MPTForCausalLM",
-    "internlm2-chat-7b": "InternLM2ForCausalLM",
-    "mamba-2.8b": "MambaForCausalLM",
+    "codegen-350m": "CodeGenForCausalLM",
+    "mllama": "MllamaForConditionalGeneration",
+    "dbrx-instruct": "DbrxForCausalLM",
+    "rwkv-4-169m": "RwkvForCausalLM",
     "bert-base-uncased": "BertForMaskedLM",
     "t5-small": "T5ForConditionalGeneration",
 }

@@ -12,7 +12,7 @@ from torch import Tensor
 from gllm.kernels.fp8_weights import Fp8Matrix
 from gllm.models.attention import Attention, LatentAttention
 from gllm.models.shard import unsupported_shard_reason
-from gllm.models.spec import ModelSpec
+from gllm.models.spec.model import ModelSpec
 from gllm.transport.groups import StageGroups
 from tests.models.test_fp8 import BLOCKS, TENSORS, compressed, quantize
 from tests.models.test_ranks import PROMPTS, largest_error

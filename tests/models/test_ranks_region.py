@@ -9,10 +9,9 @@ from torch import Tensor
 
 from gllm.kernels.all_reduce import GroupClosedError
 from gllm.kernels.native.library import load_library, using_library
-from gllm.models.spec import ModelSpec
+from gllm.models.spec.model import ModelSpec
 from gllm.transport.groups import StageGroups, open_groups
 from gllm.transport.region import RegionLayout, create_region
-from tests.models.test_layers import RECORDED
 from tests.models.test_ranks import PROMPTS
 from tests.support.models.kernel_builds import UnrecordableLibrary
 from tests.support.models.ranked_model import RankedModel, joined, open_thread_groups
@@ -50,6 +49,8 @@ def logits(model: RankedModel) -> list[Tensor]:
         ("qwen2-moe", (4,)),
         pytest.param("qwen2", (2,), marks=pytest.mark.full),
         pytest.param("deepseek-v2", (2, 1), marks=pytest.mark.full),
+        pytest.param("olmo2", (4, 2), marks=pytest.mark.full),
+        pytest.param("qwen3-next", (2,), marks=pytest.mark.full),
         *(
             pytest.param(name, cut, marks=pytest.mark.long)
             for name in FAMILIES
@@ -65,11 +66,7 @@ def test_the_same_bits_as_by_torch(family: str, cut: tuple[int, ...], tmp_path: 
         actual = logits(model)
         is_recorded = {rank.stage.layers.is_program for ranks in model.stages for rank in ranks}
     assert all(torch.equal(*pair) for pair in zip(actual, wanted, strict=True))
-    assert is_recorded == {load_library() is not None and family in RECORDED} or family in OTHERS
-
-
-OTHERS = set(FAMILIES) - {*RECORDED, "qwen2-moe", "deepseek-v2"}
-"""Families of which test_layers.py does not say whether they are recorded."""
+    assert is_recorded == {load_library() is not None}
 
 
 @pytest.mark.skipif(load_library() is None, reason="nothing is compiled")

@@ -10,16 +10,11 @@ from hypothesis import strategies as st
 from gllm.models.config_reader import ConfigReader
 from gllm.models.registry import spec_builder
 from gllm.models.shard import shard, unsupported_shard_reason
-from gllm.models.spec import (
-    AttentionSpec,
-    DimensionShard,
-    ExpertsSpec,
-    LatentAttentionSpec,
-    LinearSpec,
-    MLPSpec,
-    ModelSpec,
-    QuantizationSpec,
-)
+from gllm.models.spec.attention import AttentionSpec, LatentAttentionSpec
+from gllm.models.spec.feed_forward import ExpertsSpec, MLPSpec
+from gllm.models.spec.model import ModelSpec, QuantizationSpec
+from gllm.models.spec.parts import DimensionShard, LinearSpec
+from gllm.models.spec.recurrent import Mamba1Spec, ShortConvSpec
 from tests.support.examples import num_examples
 from tests.support.models.published import PUBLISHED, read
 
@@ -321,6 +316,8 @@ def test_published_models_divide_or_say_why(ranks: int) -> None:
             assert unsupported_shard_reason(model, int(reason.split()[-1])) is None
             continue
         parts = [shard(model, rank, ranks).layers[0].attention for rank in range(ranks)]
-        assert sum(part.num_heads for part in parts) == attention.num_heads
+        has_channels = isinstance(attention, ShortConvSpec | Mamba1Spec)
+        name = "num_channels" if has_channels else "num_heads"
+        assert sum(getattr(part, name) for part in parts) == getattr(attention, name)
         shares = [part.kv_entry.num_elements * ranks for part in parts]
         assert min(shares) >= attention.kv_entry.num_elements

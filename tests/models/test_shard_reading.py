@@ -27,8 +27,20 @@ from gllm.models.config import read_config
 from gllm.models.errors import ModelError
 from gllm.models.feed_forward import expert_spec, read_stacked_experts
 from gllm.models.loader import Checkpoint, Weights, tensor_shards
-from gllm.models.shard import TensorShards, is_aligned, shard, shard_scales, widen_shards
-from gllm.models.spec import AttentionSpec, DimensionShard, ExpertsSpec, MLPSpec, ModelSpec
+from gllm.models.shard import (
+    TensorShards,
+    is_aligned,
+    shard,
+    shard_scales,
+    unsupported_shard_reason,
+    widen_shards,
+)
+from gllm.models.spec.attention import AttentionSpec
+from gllm.models.spec.feed_forward import ExpertsSpec, MLPSpec
+from gllm.models.spec.layer import NoMixerSpec, ParallelMixerSpec
+from gllm.models.spec.model import ModelSpec
+from gllm.models.spec.parts import DimensionShard
+from gllm.models.spec.recurrent import Mamba2Spec
 from gllm.models.stored_tensor import StoredTensor, select
 from tests.models.test_fp8 import STYLES, quantize, save_both
 from tests.models.test_ranks_quantized import save_fp8
@@ -38,19 +50,29 @@ from tests.support.full_cases import full_but
 from tests.support.models.tiny_models import FAMILIES, reference, save
 
 WHOLE = (
-    # Norms, but those with a scale for each head.
-    r".*(norm|layernorm|ln_\w+|layer_norm)\.(weight|bias)",
+    # Norms, but those with a scale for each head, and those within Mamba 2.
+    r"(?!.*(mamba|mixer)\.norm).*(norm|norm_[12f]|layernorm|ln_\w+|layer_norm)\.(weight|bias)",
     # Biases of output and down projections, added to the sum.
-    r".*(o_proj|out_proj|down_proj|dense|c_proj|fc2|dense_4h_to_h)\.bias",
+    r".*(o_proj|out_proj|down_proj|dense|c_proj|fc2|fc_out|dense_4h_to_h)\.bias",
     # Routers and the gate of the shared expert.
     r".*mlp\.gate\.(weight|e_score_correction_bias)",
-    r".*(block_sparse_moe\.gate|shared_expert_gate)\.weight",
+    r".*(mixer|feed_forward)\.(gate\.(weight|e_score_correction_bias)|expert_bias)",
+    r".*(block_sparse_moe\.gate|shared_expert_gate|mlp\.router)\.(weight|bias)",
     # Compressions of latent attention.
     r".*(q_a_proj|kv_a_proj_with_mqa)\.weight",
+    # Compressions of decays and gates.
+    r".*(f_a_proj|g_a_proj)\.weight",
+    # Per-layer embeddings, and Gemma 4's router and factors.
+    r".*(per_layer\w*|layernorm_[12])\.weight|.*layer_scalar|.*router\..*",
+    # Further routers and their biases, numbers of an activation, numbered norms.
+    r".*(e_score_correction_bias|expert_bias|mlp\.gate\.wg\.weight|feed_forward\.gate\.weight)",
+    r".*act_fn\.\w+|.*post_norm[12]\.weight",
     # Learned positions.
     r".*(wpe|embed_positions)\.weight",
 )
 """Patterns of tensors that all ranks hold."""
+CUT = r"k_norm|mamba\.norm|self_attn\.norm\."
+"""Pattern of tensors that are not among WHOLE, although their names fit."""
 KEYS = r".*\.(k_proj|v_proj|k_norm)\.(weight|bias)"
 """Pattern of tensors that several ranks hold where there are fewer KV heads than ranks."""
 SCALES = ("weight_scale", "weight_scale_inv", "input_scale", "activation_scale")
@@ -106,17 +128,24 @@ def check_ranks(folder: Path, ranks: int, keep_quantized: bool = False) -> list[
             assert torch.equal(tensor, whole[name][place])
             counts[name][place] += 1
         checkpoints.append(checkpoint)
-    attention = model.layers[0].attention
-    kv_heads = attention.num_kv_heads if isinstance(attention, AttentionSpec) else ranks
-    copies = max(ranks // kv_heads, 1)
-    is_fused = isinstance(attention, AttentionSpec) and len(attention.qkv_proj.names) == 1
     for name, count in counts.items():
-        if any(re.fullmatch(pattern, name) for pattern in WHOLE) and "k_norm" not in name:
-            is_per_head = isinstance(attention, AttentionSpec) and attention.has_norm_per_head
+        number = re.search(r"\.(\d+)\.", name)
+        attention = model.layers[int(number[1]) if number else 0].mixers[0]
+        kv_heads = attention.num_kv_heads if isinstance(attention, AttentionSpec) else ranks
+        copies = max(ranks // kv_heads, 1)
+        is_fused = isinstance(attention, AttentionSpec) and len(attention.qkv_proj.names) == 1
+        if any(re.fullmatch(each, name) for each in WHOLE) and not re.search(CUT, name):
+            is_per_head = isinstance(attention, AttentionSpec) and (
+                attention.has_norm_per_head or attention.has_projection_norm
+            )
             expected = {1} if is_per_head and "q_norm" in name else {ranks}
         elif re.fullmatch(KEYS, name):
-            is_shared = "norm" in name and count.dim() == 1
+            is_whole = isinstance(attention, AttentionSpec) and attention.has_projection_norm
+            is_shared = "norm" in name and count.dim() == 1 and not is_whole
             expected = {ranks if is_shared else copies}
+        elif isinstance(attention, Mamba2Spec) and re.search(r"conv1d|in_proj", name):
+            # Ranks that have a part of one group's heads all have its keys and queries.
+            expected = {1, max(ranks // attention.num_groups, 1)}
         elif is_fused and re.search(r"qkv|query_key_value|W_pack|c_attn", name):
             expected = {1, copies}
         else:
@@ -145,8 +174,10 @@ STORED = {
 @pytest.mark.parametrize("family", full_but(STORED, FAMILIES))
 def test_ranks_have_every_tensor_once(family: str, tmp_path: Path) -> None:
     folder = save(family, tmp_path, heads=8)
+    model = read_config(folder).model
     for ranks in (2, 4):
-        check_ranks(folder, ranks)
+        if unsupported_shard_reason(model, ranks) is None:
+            check_ranks(folder, ranks)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -289,6 +320,7 @@ def test_magnitudes_of_whole_rows(family: str, tmp_path: Path) -> None:
     layer = part.layers[index]
     mlp = layer.mlp.expert if isinstance(layer.mlp, ExpertsSpec) else layer.mlp
     assert isinstance(mlp, MLPSpec)
+    assert not isinstance(layer.attention, NoMixerSpec | ParallelMixerSpec)
     with Checkpoint(folder, torch.float32, part, range(model.num_layers)) as checkpoint:
         weights = Weights(checkpoint).at(prefix)
         for spec in (layer.attention.out_proj, mlp.down_proj):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gllm.models.config_reader import ConfigReader
 from gllm.models.families.llama import build_spec
-from gllm.models.spec import ModelSpec
+from gllm.models.spec.model import ModelSpec
 from gllm.models.split import layer_costs, split_layers
 from gllm.recovery.partition import StageCosts, StageMemory, partition_layers, slowest_cost
 from tests.support.examples import num_examples

@@ -8,7 +8,7 @@ import pytest
 import zmq
 
 from gllm.models.errors import ModelError
-from gllm.models.hub import ModelUnreachableError
+from gllm.models.hub_download import ModelUnreachableError
 from gllm.options.exit_status import INVALID_STATUS, UNAVAILABLE_STATUS, find_exit_status
 
 

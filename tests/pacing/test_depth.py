@@ -225,3 +225,24 @@ def test_the_controller_follows_its_sequences() -> None:
     assert controller.update(times, 0, 0.0) == Pace(12, 2048)
     assert controller.update(times, 1, 10.0) is None
     assert math.isclose(times.round_seconds(1, 12), times.round_seconds(1, 3))
+
+
+def test_prefill_keeps_all_stages_busy() -> None:
+    """One stage is 15 % slower than the others: three micro-batches suffice for decodes alone."""
+    stages = [*[StageSeconds(0.010, 1e-4, 8e-5)] * 3, StageSeconds(0.0115, 1e-4, 8e-5)]
+    times = PipelineSeconds(stages, [LinkSeconds(5e-5, 4e-6)] * 3, [0.0] * 4, 0.0005)
+    assert choose_depth(times, 64, 16) == 3
+    mixed = times._replace(prefill_tokens=200)
+    assert choose_depth(mixed, 64, 16) == 4
+    # An idle stage would compute prefill: a pipeline that is full has the best throughput.
+    assert mixed.seconds_per_token(64, 4) < 0.85 * mixed.seconds_per_token(64, 3)
+    assert math.isclose(times.seconds_per_token(64, 3), times.round_seconds(64, 3) / 64)
+
+
+def test_prefill_counts_on_links() -> None:
+    """100 tokens of prefill keep a link busy for longer than a stage: it is the slowest."""
+    times = equal_stages(3, per_token=0.001)._replace(prefill_tokens=100)
+    assert times.slowest_seconds(5) == pytest.approx(0.105)
+    # 2 links of about 125 ms and 3 stages of 10 ms.
+    assert solve_depth(times, 60, 64) == 3
+    assert times.cycle_seconds(5) == pytest.approx(3 * 0.010 + 2 * 0.105)

@@ -12,6 +12,7 @@ from gllm.pacing.link_estimator import (
     DRAIN_SHARE,
     FAST_BYTES_PER_SECOND,
     MAX_TRIAL_QUEUE_BYTES,
+    MAX_UNSENT_BYTES,
     MIN_DROP_SECONDS,
     MIN_UNSENT_BYTES,
     NOTICE_ROUND_TRIPS,
@@ -289,3 +290,8 @@ def test_fast_links_are_not_paced_and_may_buffer_more(rate: float) -> None:
     pacing = limits.pacing_bytes_per_second(0, has_prefill=True)
     assert (pacing == inf) == (rate >= FAST_BYTES_PER_SECOND)
     assert limits.unsent_bytes() == max(MIN_UNSENT_BYTES, int(rate * UNSENT_SECONDS))
+    for _ in range(20):
+        limits.on_starved()
+    # An empty buffer means that the writing thread is too slow, but for links known to be slow.
+    least = MAX_UNSENT_BYTES if rate >= FAST_BYTES_PER_SECOND else MIN_UNSENT_BYTES
+    assert limits.unsent_bytes() == max(least, int(rate * UNSENT_SECONDS))

@@ -1,5 +1,7 @@
 """Pacer of a pipeline: which measurements it waits for, and what it bounds."""
 
+from math import inf
+
 import pytest
 
 from gllm.pacing.depth import LinkSeconds, Pace, PipelineSeconds
@@ -96,3 +98,76 @@ def test_steps_that_no_stage_reports_are_forgotten() -> None:
 def test_max_in_flight_bounds_the_first_depth(limit: int) -> None:
     config = SchedulerConfig(max_in_flight=limit).resolve(STAGES, 1000, 1000)
     assert PipelinePacer(config).pace.depth == limit
+
+
+def report_mixed(pacer: PipelinePacer, steps: range, tokens: int, decodes: int = 4) -> None:
+    """Report steps of decodes and about so many prefill tokens; the last stage is slower."""
+    for step in steps:
+        num_prefill = tokens * (5 + step % 5) // 7
+        chunks = ((0, num_prefill),) if num_prefill else ()
+        num_tokens = decodes + num_prefill
+        pacer.on_scheduled(StageWork(step, num_tokens, chunks, decodes, 100 * decodes, 4))
+        for stage in range(STAGES):
+            seconds = (0.010 + 0.004 * (stage == STAGES - 1)) + 1e-4 * num_tokens
+            pacer.on_stage_times(stage, [StepTime(step, 0.0, seconds)])
+
+
+def paths(seconds_per_token: float, most_seconds_per_token: float | None = None) -> PipelineSeconds:
+    most = seconds_per_token if most_seconds_per_token is None else most_seconds_per_token
+    link = LinkSeconds(0.0, seconds_per_token, most)
+    return PipelineSeconds([], [link] * (STAGES - 1), [0.0] * STAGES, 0.0)
+
+
+@pytest.mark.parametrize(("tokens", "depth"), [(0, 2), (140, 3)])
+def test_prefill_beside_decodes_keeps_all_stages_busy(tokens: int, depth: int) -> None:
+    """Two micro-batches suffice for decodes alone, because the last stage is slower."""
+    pacer = make_pacer()
+    pacer.on_paths(paths(1e-6))
+    report_mixed(pacer, range(EARLY_FITS[1]), tokens)
+    pacer.update(12, 1200, 0.0)
+    assert pacer.pace.depth == depth
+
+
+def test_micro_batches_are_mixed_over_fast_links() -> None:
+    """144 tokens take 28 ms on a stage: mixed below 14 ms on a link, separated above 28."""
+    pacer = make_pacer("2")
+    pacer.on_paths(paths(0.0, inf))
+    report_mixed(pacer, range(EARLY_FITS[1]), 140)
+    pacer.update(12, 1200, 0.0)
+    assert not pacer.pace.is_mixed, "nothing is known about the rate of the links"
+    now, step = 0.0, EARLY_FITS[1]
+    for per_token, is_mixed in (
+        (1.2e-4, False),
+        (0.8e-4, True),
+        (1.4e-4, True),
+        (2.3e-4, False),
+        (1.4e-4, False),
+    ):
+        pacer.on_paths(paths(per_token))
+        # Five seconds between two changes.
+        for _ in range(6):
+            now, step = now + 1.0, step + 8
+            report_mixed(pacer, range(step - 8, step), 140)
+            pacer.update(12, 1200, now)
+        assert pacer.pace.is_mixed == is_mixed, per_token
+
+
+def test_phases_stay_pure_where_that_is_configured() -> None:
+    config = SchedulerConfig(lanes="2", phase_pure=True).resolve(STAGES, 1000, 1000, True)
+    pacer = PipelinePacer(config)
+    pacer.on_paths(paths(1e-6))
+    report_mixed(pacer, range(EARLY_FITS[1]), 140)
+    pacer.update(12, 1200, 0.0)
+    assert not pacer.pace.is_mixed
+
+
+def test_separate_prefill_is_never_too_shallow() -> None:
+    """Two suffice for decodes. A chunk takes 2 x 280 ms on links and 3 x 150 on stages: 4."""
+    for tokens, depth in ((0, 2), (1400, 4)):
+        pacer = make_pacer("2")
+        pacer.on_paths(paths(2e-4))
+        for step in range(EARLY_FITS[1] // 2):
+            report_mixed(pacer, range(2 * step, 2 * step + 1), 0)
+            report_mixed(pacer, range(2 * step + 1, 2 * step + 2), tokens, 0 if tokens else 4)
+        pacer.update(12, 1200, 0.0)
+        assert (pacer.pace.depth, pacer.pace.is_mixed) == (depth, False)

@@ -14,6 +14,7 @@ from gllm.plan.best_first import (
     SearchBudget,
     search_best,
 )
+from gllm.sim.capacity import INTERRUPTED, SearchEndedError
 from tests.support.examples import num_examples
 
 Pair = tuple[float, CandidateBound]
@@ -72,7 +73,32 @@ def test_a_budget_leaves_out_only_candidates_that_could_win(
     assert total == len(pairs)
     best = outcome.best[1] if outcome.best else -inf
     could_win = sum(not bound.reason and bound.score > best for _, bound in pairs)
-    assert outcome.left_out.total() <= could_win
+    assert outcome.left_out.total() == len(outcome.untried) <= could_win
+    # Nothing beats the bound, and only what was not tried may beat the best.
+    exhaustive = search(pairs, is_exhaustive=True)
+    highest = exhaustive.best[1] if exhaustive.best else -inf
+    assert highest <= outcome.bound
+    assert highest <= max(best, outcome.open_bound)
+
+
+def test_an_interrupt_leaves_the_best_so_far_and_names_what_was_not_tried() -> None:
+    def evaluate(chosen: Sequence[float]) -> list[float]:
+        if chosen[0] == 5.0:
+            raise KeyboardInterrupt
+        return [1.0]
+
+    pairs = [(float(score), CandidateBound(9.0 + score, float(score))) for score in (3, 8, 5)]
+    budget = SearchBudget()
+    outcome = search_best(pairs, evaluate, lambda result: result, budget)
+    assert outcome.best == (8.0, 1.0)
+    assert outcome.left_out == {INTERRUPTED: 2}
+    assert outcome.untried == [5.0, 3.0]
+    assert outcome.open_bound == 14.0
+    assert budget.refusal() == INTERRUPTED
+    for deadline in (budget.deadline, budget.final_deadline):
+        assert deadline is not None
+        with pytest.raises(SearchEndedError, match="Ctrl-C"):
+            deadline()
 
 
 class FakeClock:
@@ -85,21 +111,24 @@ class FakeClock:
         return self.now
 
 
-def test_a_search_ends_before_an_evaluation_that_would_exceed_its_time() -> None:
+def test_a_search_ends_at_the_deadline_of_an_evaluation() -> None:
     clock = FakeClock()
-    budget = SearchBudget(10.0, clock=clock)
+    budget = SearchBudget(10.0, clock=clock, begin=98.0)
     started = []
 
     def evaluate(chosen: Sequence[int]) -> list[float]:
         started.append(clock.now)
-        clock.now += 4.0
+        for _ in range(4):
+            clock.now += 1.0
+            assert budget.deadline is not None
+            budget.deadline()
         return [0.0 for _ in chosen]
 
     pairs = [(index, CandidateBound(9.0, 1.0)) for index in range(5)]
     outcome = search_best(pairs, evaluate, lambda result: result, budget)
     assert started == [100.0, 104.0]
-    assert budget.elapsed_seconds == 8.0
-    assert outcome.left_out == {"the budget of 10 s is spent": 3}
+    assert budget.elapsed_seconds == 10.0
+    assert outcome.left_out == {"the budget of 10 s is spent": 4}
 
 
 def test_a_search_evaluates_in_the_order_of_expected_scores() -> None:

@@ -1,5 +1,6 @@
 """Searches for clusters against exhaustive ones, and the check of nine SLOs."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,7 @@ from gllm.observability.latency import RequestTimeline
 from gllm.plan.pools.design_search import (
     BUDGETS,
     choose_cheapest,
+    find_cheapest_cluster,
     find_smallest_clusters,
     maximal_designs,
     maximize_throughput,
@@ -95,6 +97,47 @@ def test_the_price_of_a_throughput_is_that_of_an_exhaustive_search(
     assert serves(cheapest)
     assert BUDGETS[objective](cheapest) == pytest.approx(min(map(BUDGETS[objective], able)))
     assert num_evaluations <= sum(limit)
+
+
+@given(
+    st.sampled_from(PAIRS),
+    st.sampled_from(sorted(BUDGETS)),
+    st.floats(0.3, 5),
+    st.floats(0.3, 5),
+    st.floats(1, 40),
+    st.integers(0, 12),
+    st.booleans(),
+)
+def test_the_cheapest_cluster_is_that_of_an_exhaustive_search(
+    name: str,
+    objective: str,
+    prompt_rate: float,
+    token_rate: float,
+    rate: float,
+    spare: int,
+    has_start: bool,
+) -> None:
+    """Clusters need spare machines of either kind in addition to those of the load."""
+    pair, evaluate, calls = machine_pair(name), throughput(prompt_rate, token_rate), []
+
+    def serves(design: ClusterDesign) -> bool:
+        calls.append(design)
+        more = design.num_machines - rate / prompt_rate - rate / token_rate
+        return evaluate(design) >= rate and more >= spare
+
+    grid = [ClusterDesign(*pair, p, t) for p in range(1, 31) for t in range(1, 31)]
+    able = [design for design in grid if serves(design)]
+    prompt, token = (max(1, math.ceil(rate / each - 1e-9)) for each in (prompt_rate, token_rate))
+    calls.clear()
+    start = able[-1] if able and has_start else None
+    found = find_cheapest_cluster(pair, serves, objective, (prompt, token), (30, 30), start)
+    if not able:
+        assert found is None
+        return
+    assert found is not None
+    cheapest = min(map(BUDGETS[objective], able))
+    assert BUDGETS[objective](found) == pytest.approx(cheapest)
+    assert len(calls) <= 60
 
 
 def test_a_limit_that_is_too_low_is_doubled() -> None:

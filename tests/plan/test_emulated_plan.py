@@ -8,7 +8,8 @@ import pytest
 from gllm.config.engine import EngineConfig
 from gllm.config.router import RouterConfig
 from gllm.options.flags import config_from_flags
-from gllm.plan.emulated_plan import emulate_plan
+from gllm.plan.emulated_plan import choose_max_model_len, emulate_plan, pin_emulated_ports
+from gllm.plan.plan_change import StartEngine, StopEngine, adopt_plan, change_plan
 from gllm.plan.processes import check_configurations, commands_for, find_simulated_only
 from gllm.plan.serving_plan import (
     EnginePlan,
@@ -125,6 +126,30 @@ def test_ports_of_several_machines_do_not_clash() -> None:
     plan = msgspec.structs.replace(plan, router=RouterPlan("y", 7999, flags={"hub": 8002}))
     specs = emulated_specs(plan)
     assert [spec.url.rpartition(":")[2] for spec in specs.values()] == ["7999", "8003", "8007"]
+
+
+def test_a_later_plan_leaves_running_engines_as_they_are() -> None:
+    """The plan for real machines changes; its engines have one machine's ports from the start."""
+    small, large = ["A100-40G"] * 4, ["H100"] * 4
+    nodes = {"x": NodePlan("10.0.0.1", small), "y": NodePlan("10.0.0.2", small + large)}
+    gone, kept, added = (
+        EnginePlan([StagePlan(node, 20, [first + index]) for index in range(4)], port=port)
+        for node, first, port in (("x", 0, 8000), ("y", 0, 8000), ("y", 4, None))
+    )
+    plan = ServingPlan("llama-2-70b", nodes, {"a": gone, "b": kept}, router=RouterPlan("x", 7999))
+    running, length = pin_emulated_ports(plan), choose_max_model_len(plan)
+    later = msgspec.structs.replace(plan, engines={"c": kept, "d": added})
+    change = change_plan(running, adopt_plan(running, later))
+    assert change.actions == (StartEngine("d"), StopEngine("a"))
+    first, second = (
+        {spec.name: spec for spec in commands_for(emulate_plan(each, length), "emulated")}
+        for each in (running, change.plan)
+    )
+    assert list(second) == ["router", "b", "d"]
+    assert [second[name] for name in ("router", "b")] == [first[name] for name in ("router", "b")]
+    assert len({spec.url for spec in (*first.values(), second["d"])}) == 4
+    assert parse(second["d"]).max_model_len == parse(first["a"]).max_model_len == length
+    assert choose_max_model_len(msgspec.structs.replace(plan, engines={"d": added})) != length
 
 
 def test_router_and_engines_serve_what_the_least_memory_holds() -> None:

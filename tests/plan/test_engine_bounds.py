@@ -19,9 +19,8 @@ from gllm.plan.search.designs import EngineDesign
 from gllm.routing.placement import LatencyModel
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.capacity import make_rate_trial
 from gllm.sim.deployment import Deployment, simulate
-from gllm.sim.metrics.delays import scheduling_delays
+from gllm.sim.metrics.delays import measure_rate_trial
 from gllm.sim.options import SimulationConfig, build_deployment, build_workload
 from gllm.sim.workloads.requests import WorkloadRequest
 from tests.support.examples import num_examples
@@ -111,7 +110,7 @@ def test_no_rate_above_the_bound_is_within_limits_of_the_time_between_tokens(
     rate = 1.01 * highest
     config = SimulationConfig(workload=workload, rate=rate, requests=ceil(LONG_SECONDS * rate))
     served = simulate(deployment, build_workload(config)).requests.values()
-    trial = make_rate_trial(scheduling_delays(served))
+    trial = measure_rate_trial(served)
     is_bounded = trial.p99_delay_seconds <= DELAY_SECONDS
     assert not (is_bounded and meets_slo([each.line for each in served], limits))
 

@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 
 from gllm.commands.plan.command import main
 from gllm.options.slo import Slo
+from gllm.plan.attainment import Attainment, AttainmentVerdict
 from gllm.plan.best_first import SearchBudget
+from gllm.plan.engine_times import prefill_work
 from gllm.plan.goodput import systems
+from gllm.plan.goodput.bounds import NUM_BOUND_REQUESTS, bound_phase
 from gllm.plan.goodput.engines import (
     DISTSERVE_COSTS,
     EngineCosts,
@@ -21,23 +24,38 @@ from gllm.plan.goodput.engines import (
     make_engine,
     parse_batches,
 )
+from gllm.plan.goodput.placed_systems import SystemPlacer
 from gllm.plan.goodput.placement import (
+    PHASES,
     PhaseGoodput,
+    PlacementUnit,
     count_engines,
     count_for_cluster,
     engine_choices,
     place_units,
     unit_choices,
 )
-from gllm.plan.goodput.planner import NUM_BOUND_REQUESTS, PHASES, GoodputPlanner, bound_phase
-from gllm.plan.goodput.systems import NUM_STEPS, GoodputTask, Outcome, System, measure_goodput
+from gllm.plan.goodput.planner import RATE_STEP, GoodputPlan, GoodputPlanner
+from gllm.plan.goodput.systems import (
+    NUM_STEPS,
+    GoodputTask,
+    JudgedPlan,
+    Outcome,
+    RunTask,
+    System,
+    measure_goodput,
+    run_system,
+)
 from gllm.plan.layout import Parallelism, PlannedEngine, Stages, lay_out, place_engines
 from gllm.plan.nodes import DeviceCluster, equal_nodes
 from gllm.plan.problem import ServiceProblem
+from gllm.plan.processes import check_configurations, commands_for
 from gllm.plan.serving_plan import ExpectedFigures, LinkPlan, RouterPlan, check_plan, read_plan
 from gllm.plan.strategies import UnservableError
+from gllm.sim.capacity import SearchEndedError
 from gllm.sim.costs.distserve import read_coefficients
 from gllm.sim.deployment import ModelFitError
+from gllm.sim.hardware.devices import LINKS
 from gllm.sim.hardware.shapes import MODELS
 from gllm.sim.workloads.requests import make_workload
 from tests.plan.test_limited_capacity import TickingClock
@@ -140,12 +158,20 @@ class FakeMeasurement:
         self.seed, self.problem, self.costs = seed, problem, costs
         self.jobs = make_workload(problem.workload, NUM_BOUND_REQUESTS, seed=problem.seed)
         self.num_calls = 0
+        self._bounds: dict[tuple[str, Parallelism], float] = {}
+
+    def bound(self, phase: str, engine: Parallelism) -> float:
+        """Return the planner's bound of one phase."""
+        key = phase, engine
+        if key not in self._bounds:
+            bound = bound_phase(self.problem, self.costs, self.jobs, phase, engine)
+            self._bounds[key] = bound.score
+        return self._bounds[key]
 
     def phase(self, phase: str, engine: Parallelism) -> float:
         """Return the goodput of one phase."""
-        bound = bound_phase(self.problem, self.costs, self.jobs, phase, engine)
         # Not so small that a cluster cannot serve the rate of a test.
-        return bound.score * Random(f"{self.seed} {phase} {engine}").uniform(0.2, 1.0)
+        return self.bound(phase, engine) * Random(f"{self.seed} {phase} {engine}").uniform(0.2, 1.0)
 
     def both(self, prefill: Parallelism, decode: Parallelism) -> float:
         """Return the goodput of one engine of each phase."""
@@ -160,6 +186,19 @@ class FakeMeasurement:
         assert task.system.decode is not None
         return self.both(task.system.prefill, task.system.decode)
 
+    def judge(self, task: RunTask, slo: Slo) -> JudgedPlan:
+        """Judge that engines attain the SLO up to the sum of their goodputs."""
+        system = task.system
+        assert system.decode is not None
+        rates = [
+            system.num_prefill * self.phase("prefill", system.prefill),
+            system.num_decode * self.phase("decode", system.decode),
+        ]
+        is_met = task.rate <= min(rates)
+        verdict = AttainmentVerdict.MET if is_met else AttainmentVerdict.MISSED
+        share = 0.95 if is_met else 0.5
+        return JudgedPlan(Attainment(verdict, share, share, share, 1000), Outcome((0.1,), (0.1,)))
+
 
 SMALL_DEVICES = EngineCosts("roofline", "A100-40G")
 
@@ -170,7 +209,8 @@ def make_planner(
     """Return a planner whose simulations are replaced."""
     problem = make_problem(cluster=cluster, limits=make_limits(10.0, 10.0), model=model)
     measure = FakeMeasurement(seed, problem, SMALL_DEVICES)
-    return GoodputPlanner(problem, SMALL_DEVICES, SearchBudget(), measure), measure
+    planner = GoodputPlanner(problem, SMALL_DEVICES, SearchBudget(), measure, judge=measure.judge)
+    return planner, measure
 
 
 SMALL = st.sampled_from([equal_nodes(*sizes) for sizes in ((1, 8), (2, 4), (4, 2), (1, 3))])
@@ -205,12 +245,13 @@ def test_units_are_those_of_a_brute_force(seed: int, cluster: DeviceCluster, mod
     ]
     if not units:
         with pytest.raises(UnservableError, match="memory"):
-            planner.place_together(rate=1e-3)
+            planner.place_together(None)
         return
     best = max(measure.both(unit.prefill, unit.decode) / unit.num_gpus for unit in units)
-    plan = planner.place_together(rate=1e-3)
+    plan = planner.place_together(None)
     assert plan.unit in units
     assert plan.per_gpu == pytest.approx(best)
+    assert plan.bound >= plan.rate
 
 
 @given(st.integers(0, 10**6), SMALL, SIZES)
@@ -229,8 +270,160 @@ def test_phases_are_those_of_a_brute_force(seed: int, cluster: DeviceCluster, mo
     }
     engines = [max(values[phase], key=values[phase].__getitem__) for phase in PHASES]
     assume(sum(engine.num_gpus for engine in engines) <= cluster.num_devices)
-    plan = planner.place_apart(rate=1e-3)
+    plan = planner.place_apart(None)
     assert [plan.system.prefill, plan.system.decode] == engines
+    assert plan.bound >= plan.rate
+
+
+@pytest.mark.parametrize("num_gpus", [2, 7])
+def test_the_bound_is_that_of_whole_engines(num_gpus: int) -> None:
+    """The GPUs are divided among both phases, those of a phase among engines of any kinds."""
+    planner, measure = make_planner(1, equal_nodes(1, num_gpus), "opt-13b")
+    shape = MODELS["opt-13b"]
+    engines = list(engine_choices(planner.problem.cluster, shape.heads, shape.layers))
+    rates = {
+        phase: [(each.num_gpus, measure.bound(phase, each)) for each in engines] for phase in PHASES
+    }
+
+    @cache
+    def most(phase: str, left: int) -> float:
+        filled = [rate + most(phase, left - size) for size, rate in rates[phase] if size <= left]
+        return max(filled, default=0.0)
+
+    counts = range(num_gpus + 1)
+    best = max(min(most("prefill", each), most("decode", num_gpus - each)) for each in counts)
+    assert planner.place_apart(None).bound == pytest.approx(best)
+    rate = 0.5 * planner.place_apart(None).rate
+    least = [next(each for each in counts if most(phase, each) >= rate) for phase in PHASES]
+    assert planner.place_apart(rate).bound == sum(least)
+
+
+@given(st.integers(0, 10**6), SMALL, st.floats(0.05, 1.0))
+@settings(max_examples=num_examples(3, 60), deadline=None)
+def test_plans_for_a_rate_have_the_fewest_gpus(
+    seed: int, cluster: DeviceCluster, share: float
+) -> None:
+    planner, measure = make_planner(seed, cluster, "opt-13b")
+    shape = MODELS["opt-13b"]
+    rate = share * planner.place_apart(None).rate
+    engines = list(engine_choices(cluster, shape.heads, shape.layers))
+    least = {
+        phase: [(count_engines(rate, measure.phase(phase, engine)), engine) for engine in engines]
+        for phase in PHASES
+    }
+    plan = planner.place_apart(rate)
+    assert plan.attainment.is_met
+    assert plan.system.num_gpus == min(
+        num_prefill * prefill.num_gpus + num_decode * decode.num_gpus
+        for num_prefill, prefill in least["prefill"]
+        for num_decode, decode in least["decode"]
+    )
+    assert 2 <= plan.bound <= plan.system.num_gpus
+    # Every plan found has a place on the nodes.
+    planner.lay_out(plan)
+
+
+def test_one_gpu_of_each_phase_is_found_where_larger_engines_are_better() -> None:
+    problem = make_problem(cluster=equal_nodes(1, 2))
+
+    def measure(task: GoodputTask) -> float:
+        return task.system.prefill.num_gpus**2 / 100
+
+    fake = FakeMeasurement(0, problem, DISTSERVE_COSTS)
+    planner = GoodputPlanner(problem, DISTSERVE_COSTS, SearchBudget(), measure, judge=fake.judge)
+    plan = planner.place_apart(None)
+    assert [plan.system.prefill, plan.system.decode] == [Parallelism(1)] * 2
+
+
+def test_a_rate_is_lowered_until_it_is_judged_to_attain_the_limits() -> None:
+    planner, measure = make_planner(3, EIGHT, "opt-13b")
+    plan = planner.place_apart(None)
+    rates: list[float] = []
+
+    def judge(task: RunTask, slo: Slo) -> JudgedPlan:
+        rates.append(task.rate)
+        return measure.judge(task._replace(rate=task.rate * 1.7), slo)
+
+    strict = GoodputPlanner(planner.problem, SMALL_DEVICES, SearchBudget(), measure, judge=judge)
+    lower = strict.place_apart(None)
+    assert plan.rate / 1.7 / RATE_STEP <= lower.rate <= plan.rate / 1.7 * (1 + 1e-9)
+    assert lower.num_judged == len(rates) < 12
+
+    def spend(task: RunTask, slo: Slo) -> JudgedPlan:
+        if len(rates) > lower.num_judged + 5:
+            raise SearchEndedError("the budget is spent")
+        return judge(task, slo)
+
+    # At the end of the budget the highest rate so far counts, if there is one.
+    cut = GoodputPlanner(planner.problem, SMALL_DEVICES, SearchBudget(), measure, judge=spend)
+    short = cut.place_apart(None)
+    assert short.attainment.is_met
+    assert short.rate <= lower.rate
+    with pytest.raises(UnservableError, match="the budget is spent"):
+        cut.place_apart(None)
+
+    def refuse(task: RunTask, slo: Slo) -> JudgedPlan:
+        return measure.judge(task._replace(rate=1e9), slo)
+
+    never = GoodputPlanner(planner.problem, SMALL_DEVICES, SearchBudget(), measure, judge=refuse)
+    for rate in (None, 1.0):
+        with pytest.raises(UnservableError, match="loosen --slo"):
+            never.place_apart(rate)
+
+
+def test_links_between_nodes_take_time() -> None:
+    slow = {"crossings": frozenset({0}), "network": "network"}
+    engines = [
+        make_engine(costs, "opt-13b", Parallelism(1, 2), "distserve", **options)  # type: ignore[arg-type]
+        for costs in (DISTSERVE_COSTS, EngineCosts("roofline"))
+        for options in ({}, slow)
+    ]
+    work = prefill_work([512])
+    seconds = [engine.cost.activation_transfer(0, work).total_seconds for engine in engines]
+    size = 512 * 2 * MODELS["opt-13b"].hidden
+    expected = size / LINKS["network"].bandwidth + LINKS["network"].latency
+    assert seconds[1] == seconds[3] == pytest.approx(expected)
+    assert seconds[0] == 0 < seconds[2] < expected / 10
+    # Two nodes of one GPU hold a unit of no pair, but an engine of two stages and others apart.
+    problem = make_problem(cluster=equal_nodes(4, 2))
+    placer = SystemPlacer(problem, DISTSERVE_COSTS, "network")
+    unit = PlacementUnit(Parallelism(1, 4), Parallelism(1, 4), 4)
+    assert placer.unit_system(unit, 1).prefill_crossings == {0, 1, 2}
+    apart = placer.apart_system(Parallelism(2, 2), Parallelism(1, 2), 1, 1)
+    assert apart.prefill_crossings == {0}
+    assert apart.decode_crossings == frozenset()
+    assert apart.node_link == apart.network == "network"
+
+
+def test_several_units_keep_their_routes() -> None:
+    problem = make_problem(cluster=equal_nodes(1, 4))
+    planner = GoodputPlanner(problem, DISTSERVE_COSTS, SearchBudget())
+    unit = PlacementUnit(Parallelism(1), Parallelism(1), 1)
+    system = SystemPlacer(problem, DISTSERVE_COSTS, "nvlink").unit_system(unit, 2)
+    outcome = run_system(system, "fixed:512,8", 20.0, 8)
+    # Units take turns, and each keeps its requests.
+    assert len(outcome.transfers) == 8
+    attainment = Attainment(AttainmentVerdict.MET, 1.0, 0.9, 1.0, 8)
+    plan = planner.lay_out(GoodputPlan(system, unit, 2.0, 0.5, outcome, attainment, {}, 2))
+    check_configurations(plan)
+    (router, *_) = commands_for(plan, "node-0")
+    assert "prefill-0:decode-0=1,prefill-1:decode-1=1" in " ".join(router.arguments)
+    # Judged engines are those that start: same batches, same context.
+    config = make_engine(DISTSERVE_COSTS, "opt-13b", Parallelism(1), "distserve").scheduler
+    for engine in plan.engines.values():
+        assert engine.scheduler["max-num-seqs"] == config.max_num_seqs
+        # The model's context, which has no flag.
+        assert engine.flags == {}
+    assert config.max_model_len == 2048
+
+
+def test_a_device_without_coefficients_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["goodput", "--device", "RTX4090"]) == 2
+    assert "measured on A100-80G, not on --device RTX4090" in capsys.readouterr().err
+    # 26 GB of weights fit no card of 24 GB, nor two with the KV cache of a prompt.
+    flags = ["--costs", "roofline", "--device", "RTX4090", "--gpus-per-node", "2", "--rate", "1"]
+    assert main(["goodput", *flags]) == 1
+    assert "memory binds" in capsys.readouterr().err
 
 
 @given(st.floats(0.1, 9), st.floats(0.1, 9), st.integers(1, 4), st.integers(1, 4))
@@ -282,12 +475,13 @@ def test_the_constraint_that_binds_is_named(
 
 
 @pytest.mark.parametrize("name", ["place_together", "place_apart"])
-def test_a_running_simulation_is_cut_off_at_the_budget(name: str) -> None:
+@pytest.mark.parametrize("rate", [None, 1.0])
+def test_a_running_simulation_is_cut_off_at_the_budget(name: str, rate: float | None) -> None:
     clock = TickingClock(1.0)
     planner = GoodputPlanner(make_problem(), DISTSERVE_COSTS, SearchBudget(20.0, clock=clock))
     place: Callable[[float | None], object] = getattr(planner, name)
     with pytest.raises(UnservableError, match=r"the budget of 20 s is spent.*raise --budget"):
-        place(1.0)
+        place(rate)
     assert clock.now <= 20.0 + 5
 
 
@@ -297,13 +491,14 @@ def test_a_spent_budget_and_too_high_a_rate_are_refused() -> None:
         planner.place_together(1.0)
     planner, _ = make_planner(1, EIGHT, "opt-13b")
     for place in (planner.place_together, planner.place_apart):
-        with pytest.raises(ValueError, match="add nodes"):
+        with pytest.raises(UnservableError, match="add nodes"):
             place(1e4)
 
 
 def test_the_command_writes_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.yaml"
-    flags = ["--gpus-per-node", "2", "--workload", FIXED, "--requests", "8", "--rate", "2"]
+    lengths = "fixed:512,4"
+    flags = ["--gpus-per-node", "2", "--workload", lengths, "--requests", "8", "--rate", "2"]
     assert main(["goodput", *flags, "--output", str(path)]) == 0
     plan = read_plan(path)
     assert {engine.role for engine in plan.engines.values()} == {"prefill", "decode"}
@@ -315,8 +510,8 @@ def test_the_command_writes_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture
     assert plan.expected.attainment >= 0.9
     text = capsys.readouterr().out
     assert "requests/s per GPU" in text
-    assert "simulated only: prefill-0, decode-0: no KV blocks are passed on" in text
-    assert "the stages are on GPUs" in plan.simulated_only
+    assert "no plan has fewer than 2 GPUs (gap 0 %)" in text
+    assert not plan.simulated_only
     # Stages and ranks within a node were predicted with NVLink.
     assert [node.link for node in plan.nodes.values()] == [LinkPlan(2000, 0.005)]
     assert main(["goodput", *flags, "--slo", "ttft=0.01,tpot=0.1"]) == 1
@@ -368,3 +563,13 @@ def test_measured_batches_are_engines(tmp_path: Path) -> None:
 def test_invalid_batches_are_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_batches(text, "file")
+
+
+@pytest.mark.parametrize(
+    ("num_prefill", "num_decode", "text"),
+    [(1, 1, "TP 2 PP 1, TP 4 PP 1"), (11, 21, "11 x TP 2 PP 1, 21 x TP 4 PP 1")],
+)
+def test_a_placement_names_all_its_engines(num_prefill: int, num_decode: int, text: str) -> None:
+    pair = Parallelism(2), Parallelism(4)
+    system = System("", "opt-13b", DISTSERVE_COSTS, *pair, num_prefill, num_decode)
+    assert system.placement == text

@@ -11,7 +11,7 @@ from gllm.plan.layout import Parallelism
 from gllm.plan.nodes import CORE, NO_NODES, DeviceCluster, DeviceNode, parse_nodes
 from gllm.plan.problem import ServiceProblem
 from gllm.plan.search.designs import EngineDesign
-from gllm.plan.search.planner import FleetForecast, lay_out_fleet
+from gllm.plan.search.fleet import FleetForecast, lay_out_fleet
 from gllm.plan.serving_plan import (
     ExpectedFigures,
     LinkPlan,

@@ -1,21 +1,30 @@
 """Capacities within latency limits: those of a fine grid of rates (V12), whatever the processes."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gllm.options.slo import NO_SLO, Slo, parse_slo
+from gllm.plan.attainment import EXTENSION
 from gllm.plan.best_first import SearchBudget
 from gllm.plan.capacity import (
+    MIN_JUDGED,
     PLAN_RULES,
     REQUESTS_PER_RUN,
+    JudgedSimulation,
     extend_rule,
     measure_capacity,
 )
-from gllm.sim.capacity import SearchEndedError
-from gllm.sim.configured import SimulationAtRate
+from gllm.sim.capacity import INTERRUPTED, SearchEndedError
+from gllm.sim.configured import (
+    SimulationAtRate,
+    build_simulation,
+    simulate_requests,
+    simulate_trial,
+)
 from gllm.sim.options import SimulationConfig
 from tests.support.full_cases import full_but
 
@@ -58,7 +67,7 @@ def test_limits_lower_the_capacity() -> None:
 @pytest.mark.parametrize("name", full_but(["vidur"], sorted(PLAN_RULES)))
 def test_a_spent_budget_leaves_the_highest_rate_so_far(name: str) -> None:
     rule = replace(
-        PLAN_RULES[name], min_seconds=10.0, usual_requests=40, min_requests=40, max_growth=None
+        PLAN_RULES[name], min_seconds=10.0, usual_requests=40, min_requests=40, permits_growth=True
     )
     whole = measure_capacity(CONFIG, 1.0, rule)
     budget = SearchBudget(max_evaluations=3)
@@ -75,17 +84,16 @@ def test_a_spent_budget_leaves_the_highest_rate_so_far(name: str) -> None:
     assert none.note
 
 
-def test_a_budget_of_seconds_expects_an_evaluation_as_long_as_the_longest() -> None:
-    now = 0.0
-    budget = SearchBudget(10.0, clock=lambda: now)
-    now = 2.0
+def test_a_budget_counts_from_the_begin_of_the_command() -> None:
+    now = 7.0
+    budget = SearchBudget(10.0, clock=lambda: now, begin=0.0)
     budget.end_evaluation()
-    now = 6.0
-    budget.end_evaluation()
+    now = 10.0
     assert not budget.refusal()
-    now = 6.1
+    now = 10.1
     assert budget.refusal() == "the budget of 10 s is spent"
-    assert budget.num_evaluations == 2
+    assert budget.elapsed_seconds == 10.1
+    assert budget.num_evaluations == 1
 
 
 def test_processes_do_not_change_the_capacity() -> None:
@@ -95,6 +103,78 @@ def test_processes_do_not_change_the_capacity() -> None:
     assert one.rate == two.rate > 0
     assert one.figures == two.figures
     assert one.trials == two.trials
+
+
+@pytest.mark.full
+def test_a_judged_capacity_is_below_saturation() -> None:
+    """M/D/1: an engine that computes one prompt at a time serves 1 / its seconds per prompt."""
+    config = replace(CONFIG, workload="fixed:2000,1")
+    rule = replace(PLAN_RULES["sustained"], min_seconds=10.0)
+    saturation = measure_saturation(config)
+    capacity = measure_capacity(config, saturation, rule, is_judged=True)
+    assert 0.8 * saturation < capacity.rate <= saturation
+    assert capacity.figures is not None
+
+
+def test_a_rate_near_the_capacity_is_given_up_before_others_are_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At saturation, where only long runs decide, a first answer does not wait for them."""
+    config = replace(CONFIG, workload="fixed:2000,1")
+    num_requests = 0
+
+    def count(*arguments: Any) -> Any:
+        nonlocal num_requests
+        num_requests += len(arguments[2])
+        return simulate_trial(*arguments)
+
+    monkeypatch.setattr("gllm.plan.capacity.simulate_trial", count)
+    rule = replace(PLAN_RULES["sustained"], min_seconds=10.0)
+    start = 0.99 * measure_saturation(config)
+    budget = SearchBudget(max_evaluations=1)
+    measure_capacity(config, start, rule, is_judged=True, budget=budget)
+    assert num_requests == MIN_JUDGED * (1 + EXTENSION)
+
+
+def test_a_confirmation_has_other_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+
+    def record(config: SimulationConfig) -> None:
+        seeds.append(config.seed)
+        raise SearchEndedError("the workload is known")
+
+    monkeypatch.setattr("gllm.plan.capacity.build_workload", record)
+    for is_confirmation in (False, True):
+        with pytest.raises(SearchEndedError):
+            JudgedSimulation(CONFIG, RULE, is_confirmation=is_confirmation)(1.0)
+    assert seeds[0] == CONFIG.seed != seeds[1]
+
+
+def measure_saturation(config: SimulationConfig) -> float:
+    """Return requests per second of an engine that always has requests."""
+    offline = replace(config, requests=400, arrivals="static")
+    deployment, jobs = build_simulation(offline)
+    served = simulate_requests(offline, deployment, jobs)
+    return 400 / max(request.line.times[-1] for request in served.values())
+
+
+def test_an_interrupt_ends_a_search_for_the_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_runs = num_whole = 0
+
+    def interrupt(*arguments: Any) -> Any:
+        nonlocal num_runs
+        num_runs += 1
+        if num_runs > num_whole:
+            raise KeyboardInterrupt
+        return simulate_trial(*arguments)
+
+    monkeypatch.setattr("gllm.sim.configured.simulate_trial", interrupt)
+    rule = replace(RULE, usual_requests=40, min_requests=40)
+    for allowed, has_rate in ((0, False), (2, True)):
+        num_whole, num_runs, budget = allowed, 0, SearchBudget()
+        capacity = measure_capacity(CONFIG, 1.0, rule, budget=budget)
+        assert (capacity.rate > 0) == has_rate
+        assert capacity.note == budget.refusal() == INTERRUPTED
 
 
 @given(st.floats(0, 1e4), st.sampled_from(sorted(PLAN_RULES)), st.floats(0.01, 100))

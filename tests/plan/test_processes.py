@@ -214,17 +214,30 @@ def test_engines_on_cpus_pass_kv_blocks_on_over_the_network() -> None:
     assert explain_missing_transfers(CPU_PHASES) == {}
 
 
+def test_each_machine_of_an_engine_has_an_address_for_its_blocks() -> None:
+    engine = EnginePlan([StagePlan("x", 3), StagePlan("y", 3)], "prefill")
+    plan = msgspec.structs.replace(CPU_PHASES, engines={**CPU_PHASES.engines, "p": engine})
+    parts = [by_name(plan, node)["p"] for node in plan.nodes]
+    assert [part.kv_transfer for part in parts] == ["auto", "auto"]
+    addresses = [part.kv_transfer_address for part in parts]
+    assert [address.rpartition(":")[0] for address in addresses] == ["10.0.0.1", "10.0.0.2"]
+    assert by_name(plan, "y")["d"].kv_transfer_address not in addresses
+    check_configurations(plan)
+
+
 def test_engines_that_pass_nothing_on_are_named_with_the_cause() -> None:
-    assert explain_missing_transfers(LOCAL) == {}
-    assert explain_missing_transfers(GPUS) == {
-        "p0": "the stages are on GPUs",
-        "d0": "the stages are on several machines",
-    }
-    assert find_simulated_only(GPUS).startswith(
-        "p0: no KV blocks are passed on, because the stages are on GPUs: prompts are computed again"
+    for plan in (LOCAL, GPUS, CPU_PHASES):
+        assert explain_missing_transfers(plan) == {}
+        assert find_simulated_only(plan) == ""
+    assert [by_name(GPUS, node)["d0"].kv_transfer for node in "xy"] == ["auto", "auto"]
+    engine = EnginePlan([StagePlan("x", 32, [2]), StagePlan("y", 32)], "prefill")
+    plan = msgspec.structs.replace(GPUS, engines={**GPUS.engines, "p0": engine})
+    cause = "some stages are on GPUs, others on CPUs"
+    assert explain_missing_transfers(plan) == {"p0": cause}
+    assert find_simulated_only(plan).startswith(
+        f"p0: no KV blocks are passed on, because {cause}: prompts are computed again"
     )
-    assert find_simulated_only(LOCAL) == find_simulated_only(CPU_PHASES) == ""
-    assert by_name(GPUS, "x")["p0"].kv_transfer is None
+    assert by_name(plan, "x")["p0"].kv_transfer is None
 
 
 @pytest.mark.parametrize("plan", [LOCAL, GPUS, CPU_PHASES])
@@ -236,7 +249,6 @@ def test_the_configurations_of_a_plan_are_those_that_gllm_accepts(plan: ServingP
     ("changes", "words"),
     [
         ({"scheduler": {"lanes": "2"}}, "refuses engine p0: lanes is 2, but tensor_parallel_size"),
-        ({"flags": {"kv-transfer": "auto"}}, "refuses engine p0: kv_transfer needs KV caches in"),
         ({"flags": {"debug-slowdown": [1.0, 2.0]}}, "refuses engine p0: debug_slowdown"),
     ],
 )

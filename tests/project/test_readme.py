@@ -10,5 +10,5 @@ def test_readme_says_for_whom_gllm_is_before_the_start() -> None:
     start = before.partition("\ngllm is for you if\n\n")[2]
     suited, _, unsuited = start.partition("\n\nIt is not yet for you if\n\n")
     assert [len(re.findall(r"^- .*[;.]$", part, re.M)) for part in (suited, unsuited)] == [3, 3]
-    for limit in ("GGUF", "4 bits", "images", "LoRA", "disaggregation", "GPUs"):
+    for limit in ("speculative", "images", "LoRA", "disaggregation", "GPUs"):
         assert limit in unsuited

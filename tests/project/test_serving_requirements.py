@@ -22,8 +22,8 @@ ENTRY_MODULES = (
 """Modules that a server and its first clients run, or import by name."""
 PACKAGES = {"jinja2": "Jinja2", "yaml": "PyYAML", "zmq": "pyzmq"}
 """Packages whose modules have another name."""
-OPTIONAL = {"matplotlib", "opentelemetry", "pynvml", "ray", "triton"}
-"""Modules that a flag or a GPU needs; imported when they are."""
+OPTIONAL = {"matplotlib", "opentelemetry", "pynvml", "ray", "transformers", "triton"}
+"""Modules that a flag, a GPU or the tokenizer of an older model needs; imported when they are."""
 
 
 def imported_modules(statements: list[ast.stmt], with_functions: bool) -> Iterator[str]:

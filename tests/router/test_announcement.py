@@ -22,6 +22,7 @@ CONFIG = EngineConfig("demo", max_model_len=256)
 
 def announce(
     num_blocks: int = 100,
+    num_state_slots: int = 0,
     numerics: str = "cpu",
     config: EngineConfig = CONFIG,
     endpoint: bytes = b"",
@@ -29,6 +30,7 @@ def announce(
 ) -> AnnounceEngine:
     supervisor = SimpleNamespace(
         num_blocks=num_blocks,
+        num_state_slots=num_state_slots,
         numerics=numerics,
         planner=SimpleNamespace(layers=[range(2), range(2, 4)]),
         kv_mover=SimpleNamespace(
@@ -71,6 +73,8 @@ def test_starts_and_kernels_differ() -> None:
     assert first.model_hash == other.model_hash
     # Before the weights are loaded there are no blocks.
     assert announce(num_blocks=0).num_blocks == 0
+    # Two state slots for each sequence of a model with recurrent layers.
+    assert announce(num_state_slots=20).max_num_seqs == 10
 
 
 def parse(*arguments: str) -> AttachmentConfig:

@@ -137,6 +137,18 @@ def test_engines_follow_the_rate_that_one_is_predicted_to_sustain() -> None:
     assert rig.status.num_wanted == 3
 
 
+def test_the_rule_of_a_plan_has_a_slope_and_an_offset() -> None:
+    for offset, expected in ((0.6, 3), (0.0, 2)):
+        rule = ScaleConfig("0:5", scale_engine_rate=2.5, scale_engine_offset=offset)
+        rig = ScaledRig(rule)
+        leading(rig.attach("a"))
+        for _ in range(60):
+            rig.arrive(4)
+            rig.pass_time(1)
+        assert rig.status.engine_rate == 2.5
+        assert rig.status.num_wanted == expected
+
+
 def test_decision_of_the_leading_router_counts() -> None:
     rig = ScaledRig()
     leading(rig.attach("a"), leader=5)

@@ -59,3 +59,38 @@ async def test_memory_is_that_of_the_device_and_texts_survive_a_worker(
         workers.kill(workers.sender_of(stages - 1))
         assert await asyncio.gather(*running) == texts
         assert engine.status().num_resumed_requests == len(prompts)
+
+
+@pytest.mark.full
+async def test_synthetic_guesses_repeat_a_token_and_come_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts are one repeated token; all guesses are right, also after the death of a worker."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    speculation = {
+        "method": "synthetic",
+        "num_speculative_tokens": 3,
+        "synthetic_acceptance_rate": 1.0,
+    }
+    config = EngineConfig.from_options(
+        "qwen2.5-7b",
+        device="emulated:L20",
+        pipeline_parallel_size=2,
+        max_model_len=8192,
+        emulated_speed=20,
+        threads=1,
+        speculative_config=speculation,
+    )
+    workers = LocalWorkers()
+    async with Engine(config, node=workers) as engine:
+        prompt = [300, 301, 302]
+        text = await generate(engine, prompt)
+        assert (len(text), len(set(text))) == (40, 1)
+        stats = engine.status().stats
+        assert stats.steps < 25
+        assert stats.accepted_tokens > 25
+        has_begun = asyncio.Event()
+        running = asyncio.create_task(generate(engine, prompt, has_begun))
+        await has_begun.wait()
+        workers.kill(workers.sender_of(1))
+        assert await running == text

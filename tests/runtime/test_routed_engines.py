@@ -27,11 +27,14 @@ PROMPT = Random(1).choices(range(3, 2048), k=100)
 
 
 @cache
-def stages_of(name: str, preset: str = "tetri", kv_push: str = "off") -> MappedStages:
+def stages_of(
+    name: str, preset: str = "tetri", kv_push: str = "off", kv_cache_dtype: str = "auto"
+) -> MappedStages:
     """Weights are loaded once per engine; each cluster has new drivers and movers over them."""
     return MappedStages(
         FOLDER,
         preset=preset,
+        kv_cache_dtype=kv_cache_dtype,
         kv_push=kv_push,
         kv_push_threshold=CHUNK,
         prefill_batch_tokens=CHUNK,
@@ -47,9 +50,12 @@ def submit(rig: MovingCluster, prompt: list[int], max_tokens: int = MAX_TOKENS) 
 
 
 @cache
-def expected(prompt: tuple[int, ...], max_tokens: int = MAX_TOKENS) -> list[int]:
+def expected(
+    prompt: tuple[int, ...], max_tokens: int = MAX_TOKENS, kv_cache_dtype: str = "auto"
+) -> list[int]:
     """Return the greedy output of a prompt on one engine."""
-    with closing(MovingCluster({"one": stages_of("one")})) as rig:
+    stages = stages_of("one", kv_cache_dtype=kv_cache_dtype)
+    with closing(MovingCluster({"one": stages})) as rig:
         stream = submit(rig, list(prompt), max_tokens)
         rig.run([stream])
         return stream.entry.outputs[0]
@@ -91,6 +97,16 @@ async def test_tetri_chooses_the_decode_engine_after_the_first_chunk(kv_push: st
         (fetch,) = [each for each in rig.engines[name].commands if isinstance(each, FetchKv)]
         assert fetch.is_per_layer == (kv_push != "off") == bool(rig.engines["P0"].pushed)
         assert rig.engines[name].scheduler.stats().fetched_tokens == len(PROMPT)
+        rig.check_empty()
+
+
+async def test_entries_of_8_bits_are_fetched_with_their_scales() -> None:
+    stages = {name: stages_of(name, kv_cache_dtype="int8") for name in ("P0", "D0")}
+    with routed(stages, "tetri") as rig:
+        stream = submit(rig, PROMPT)
+        rig.run([stream])
+        assert stream.entry.outputs[0] == expected(tuple(PROMPT), kv_cache_dtype="int8")
+        assert rig.engines["D0"].scheduler.stats().fetched_tokens == len(PROMPT)
         rig.check_empty()
 
 

@@ -142,11 +142,16 @@ def test_a_depth_of_the_stages_changes_nothing(
     assert drive(plain, requests) == drive(set_once, requests)
 
     events: list[StepLogEvent] = []
-    deep = make_config(stages, policy=policy, max_in_flight=4 * stages)
+    lanes = data.draw(st.sampled_from(["1", "2"]))
+    deep = make_config(stages, policy=policy, max_in_flight=4 * stages, lanes=lanes)
     logged = LoggedScheduler(deep, events.append, lambda: 0.0)
     depths = st.integers(1, 20)
     changes = {
-        step: (data.draw(depths), data.draw(st.none() | st.integers(1, 50)))
+        step: (
+            data.draw(depths),
+            data.draw(st.none() | st.integers(1, 50)),
+            data.draw(st.booleans()),
+        )
         for step in data.draw(st.sets(st.integers(0, 60), max_size=5))
     }
     num_changes = len(changes)
@@ -161,7 +166,7 @@ def test_a_depth_of_the_stages_changes_nothing(
 def drive(
     scheduler: Scheduler,
     requests: list[tuple[int, int]],
-    changes: dict[int, tuple[int, int | None]] | None = None,
+    changes: dict[int, tuple[int, int | None, bool]] | None = None,
 ) -> list[StepPlan]:
     """Run all requests to their end; the depth changes before the steps of `changes`."""
     plans: list[StepPlan] = []

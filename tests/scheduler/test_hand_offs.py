@@ -59,7 +59,9 @@ def drive(pair: EnginePair, steps: int) -> None:
     suppress_health_check=[HealthCheck.too_slow],
     database=None,
 )
-@given(first=configs(), second=configs(), seed=st.integers(0, 2**32))
+@given(
+    first=configs(has_states=False), second=configs(has_states=False), seed=st.integers(0, 2**32)
+)
 def test_every_request_ends_and_every_block_returns(
     run: int, first: SchedulerConfig, second: SchedulerConfig, seed: int
 ) -> None:

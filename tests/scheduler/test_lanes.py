@@ -20,13 +20,22 @@ from tests.support.scheduler.pipeline import EVERY_POLICY, Pipeline, generate
 
 EXAMPLES = num_examples(10, 300)
 STEPS = 200
+PURE_POLICIES = {
+    "prefill-first",
+    "vllm",
+    "distserve",
+    "tetri",
+    "lightllm",
+    "fastertransformer",
+}
+"""Policies whose micro-batches have one phase."""
 
 
 @st.composite
 def lane_pipelines(draw: st.DrawFn) -> LanePipeline:
-    """A pipeline of two lanes."""
+    """A pipeline of two lanes, which may mix decodes and prefill now and then."""
     rng = Random(draw(st.integers(0, 2**32)))
-    return LanePipeline(draw(configs(lanes="2")), rng, draw(st.booleans()))
+    return LanePipeline(draw(configs(lanes="2")), rng, draw(st.booleans()), draw(st.booleans()))
 
 
 @further_runs(2)
@@ -90,6 +99,43 @@ def test_steps_overtake_under_every_policy(policy: str) -> None:
     check_outputs(pipeline)
     assert all(pipeline.num_turns)
     assert pipeline.num_overtakes
+
+
+@policy_cases(EVERY_POLICY)
+def test_decodes_and_prefill_are_mixed_and_separated(policy: str) -> None:
+    config = SchedulerConfig(
+        policy=policy, lanes="2", max_num_batched_tokens=16, max_num_seqs=6, max_in_flight=3
+    )
+    pipeline = LanePipeline(config.resolve(2, 400, 100), Random(7), changes_mix=True)
+    for seq in range(30):
+        pipeline.add(SchedulerRequest(seq, [seq] * 40, 5 + seq % 5 * 10))
+    pipeline.drain()
+    check_outputs(pipeline)
+    assert all(pipeline.num_turns)
+    is_pure = policy in PURE_POLICIES
+    assert bool(pipeline.num_mixed) != is_pure
+
+
+def test_mixed_plans_are_in_the_lane_of_the_chunks_before_them() -> None:
+    """Chunks of a prompt stay in order when decodes and prefill are mixed and separated again."""
+    scheduler = two_lanes(policy="throttle-paper", max_prefill_tokens=32)
+    scheduler.add(SchedulerRequest(0, [1], 50), 0.0)
+    commit(scheduler, next_plan(scheduler))
+    scheduler.add(SchedulerRequest(1, [2] * 150, 50), 0.0)
+    decode, prefill, more = (next_plan(scheduler) for _ in range(3))
+    assert [plan.lane for plan in (decode, prefill, more)] == [0, 1, 1]
+    scheduler.set_depth(2, is_mixed=True)
+    commit(scheduler, decode)
+    assert scheduler.schedule(0.0) is None, "the prefill lane is full"
+    commit(scheduler, prefill)
+    mixed = next_plan(scheduler)
+    assert (mixed.lane, [row.seq for row in mixed.rows]) == (PREFILL_LANE, [0, 1])
+    scheduler.set_depth(2)
+    assert scheduler.schedule(0.0) is None, "the only decode is in flight"
+    commit(scheduler, more)
+    assert next_plan(scheduler).lane == PREFILL_LANE
+    commit(scheduler, mixed)
+    assert [next_plan(scheduler).lane for _ in range(2)] == [DECODE_LANE, PREFILL_LANE]
 
 
 @settings(max_examples=num_examples(8, 100), deadline=None, database=None)

@@ -17,8 +17,10 @@ EXAMPLES = num_examples(12, 200)
 
 
 @st.composite
-def configs(draw: st.DrawFn, lanes: str = "1") -> SchedulerConfig:
-    """A configuration whose cache holds from one full-length sequence up."""
+def configs(draw: st.DrawFn, lanes: str = "1", has_states: bool | None = None) -> SchedulerConfig:
+    """A configuration whose cache holds from one full-length sequence up.
+
+    has_states: of a model with recurrent layers; None for some."""
     block_size = draw(st.sampled_from([1, 2, 4, 16]))
     max_model_len = draw(st.integers(2, 60))
     blocks = -(-max_model_len // block_size)
@@ -47,7 +49,9 @@ def configs(draw: st.DrawFn, lanes: str = "1") -> SchedulerConfig:
     )
     stages = draw(st.integers(int(lanes), 8))
     num_blocks = blocks + draw(st.integers(0, 3 * blocks))
-    return config.resolve(stages, num_blocks, max_model_len)
+    may_have_states = draw(st.booleans()) if has_states is None else has_states
+    num_slots = draw(st.sampled_from([2, 3, 7, 24, 60])) if may_have_states else 0
+    return config.resolve(stages, num_blocks, max_model_len, num_state_slots=num_slots)
 
 
 @st.composite
@@ -109,6 +113,7 @@ def check_outputs(pipeline: Pipeline) -> None:
     stats = pipeline.scheduler.stats()
     assert (stats.running, stats.waiting, stats.in_flight, stats.kv_usage) == (0, 0, 0, 0.0)
     assert not pipeline.scheduler.stats().unfinished
+    assert not stats.used_state_slots
 
 
 @further_runs(2)

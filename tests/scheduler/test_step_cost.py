@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gllm.scheduler.balance_policy import BalancePolicy
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.plan import ScheduledRow, StepPlan, StepTime
+from gllm.scheduler.plan import SampledToken, ScheduledRow, StepPlan, StepResult, StepTime
 from gllm.scheduler.policy_registry import POLICIES
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
@@ -150,7 +150,7 @@ def test_decodes_with_long_contexts_count_for_more() -> None:
     )
 
 
-def test_times_reach_the_policy_once_every_stage_has_told_its_own() -> None:
+def test_times_reach_the_policy_once_all_stages_and_the_result_have_arrived() -> None:
     config = SchedulerConfig(policy="balance").resolve(2, 100, 1600)
     heard: list[tuple[int, float]] = []
 
@@ -165,4 +165,7 @@ def test_times_reach_the_policy_once_every_stage_has_told_its_own() -> None:
     scheduler.record_step_times(1, [StepTime(plan.step, 5.0, 8.0), StepTime(99, 0.0, 1.0)])
     assert heard == []
     scheduler.record_step_times(0, [StepTime(plan.step, 1.0, 2.0)])
-    assert heard == [(plan.step, 3.0)]
+    assert heard == []
+    scheduler.commit(StepResult(plan.step, [SampledToken(0, 0, 1)]))
+    scheduler.schedule(8.5)
+    assert heard == [(plan.step, (8.5 - 0.0) / 2)]

@@ -4,11 +4,8 @@ putting them together.
 The vocabulary is trained here, and written as Qwen's file is: base64 and ids, the bytes first.
 """
 
-import base64
 import json
-import random
 import unicodedata
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,11 +15,12 @@ from hypothesis import strategies as st
 from tokenizers import Regex, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
+from gllm.text.byte_alphabet import BYTE_LEVEL_ALPHABET
 from gllm.text.detokenizer import IncrementalDetokenizer
-from gllm.text.tokenizer import BYTE_LEVEL_ALPHABET, Tokenizer
-from scripts.convert_qwen_tokenizer import PATTERN, SPECIAL, main, merges, parse
+from gllm.text.tokenizer import Tokenizer
+from scripts.convert_qwen_tokenizer import PATTERN, SPECIAL, main
 from tests.support.examples import num_examples
-from tests.support.text.tokenizers import CORPUS
+from tests.support.text.tokenizers import CORPUS, tiktoken_file
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXTS = [
@@ -61,12 +59,6 @@ def trained() -> dict[bytes, int]:
     }
 
 
-def written(ranks: dict[bytes, int]) -> bytes:
-    """As a tiktoken file."""
-    ordered = sorted(ranks.items(), key=lambda item: item[1])
-    return b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ordered)
-
-
 @pytest.fixture(scope="module")
 def ranks() -> dict[bytes, int]:
     return trained()
@@ -76,7 +68,7 @@ def ranks() -> dict[bytes, int]:
 def folder(ranks: dict[bytes, int], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A chat model's folder."""
     folder = tmp_path_factory.mktemp("qwen")
-    (folder / "qwen.tiktoken").write_bytes(written(ranks))
+    (folder / "qwen.tiktoken").write_bytes(tiktoken_file(ranks))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "QWenTokenizer"}')
     generation = {"chat_format": "chatml", "eos_token_id": 151643, "top_p": 0.8}
     (folder / "generation_config.json").write_text(json.dumps(generation))
@@ -123,38 +115,6 @@ def test_encodes_any_text_as_tiktoken(
     assert "".join(pieces) + stream.finish() == unicodedata.normalize("NFC", text)
 
 
-@given(seed=st.integers(0, 2**32))
-@settings(max_examples=num_examples(30, 1000), deadline=None)
-def test_merges_of_random_vocabularies_join_as_tiktoken_does(seed: int) -> None:
-    """Vocabularies over two letters, where pairs overlap and runs are long."""
-    rng = random.Random(seed)
-    ranks = {bytes([byte]): byte for byte in range(256)}
-    while len(ranks) < 270:
-        left, right = rng.choices([token for token in ranks if set(token) <= {97, 98}], k=2)
-        if left + right not in ranks:
-            longer = ranks | {left + right: len(ranks)}
-            # No token whose own bytes are joined in another way.
-            with suppress(ValueError):
-                merges(longer)
-                ranks = longer
-    pairs = merges(ranks)
-    letters = {byte: letter for letter, byte in BYTE_LEVEL_ALPHABET.items()}
-
-    def text(token: bytes) -> str:
-        return "".join(letters[byte] for byte in token)
-
-    ours = Backend(
-        models.BPE(
-            {text(token): rank for token, rank in ranks.items()},
-            [(text(left), text(right)) for left, right in pairs],
-        )
-    )
-    theirs = tiktoken.Encoding("random", pat_str="[ab]+", mergeable_ranks=ranks, special_tokens={})
-    for _ in range(20):
-        word = "".join(rng.choices("ab", k=rng.randint(1, 24)))
-        assert ours.encode(word).ids == theirs.encode_ordinary(word), (word, pairs)
-
-
 def test_special_tokens_follow_the_vocabulary(
     tokenizer: Tokenizer, ranks: dict[bytes, int]
 ) -> None:
@@ -198,7 +158,7 @@ def test_prompts_are_put_together_as_the_original_does(
 
 
 def test_a_base_model_has_no_chat_template(tmp_path: Path, ranks: dict[bytes, int]) -> None:
-    (tmp_path / "qwen.tiktoken").write_bytes(written(ranks))
+    (tmp_path / "qwen.tiktoken").write_bytes(tiktoken_file(ranks))
     with pytest.raises(FileNotFoundError, match="convert_qwen_tokenizer"):
         Tokenizer.load(tmp_path)
     main([str(tmp_path)])
@@ -213,29 +173,3 @@ def test_a_folder_without_the_file_is_told(
     with pytest.raises(SystemExit):
         main([str(tmp_path)])
     assert "qwen.tiktoken" in capsys.readouterr().err
-
-
-BYTES = {bytes([byte]): byte for byte in range(256)}
-
-
-@pytest.mark.parametrize(
-    ("data", "named"),
-    [
-        (b"version https://git-lfs\n", "no tiktoken file"),
-        (b"!!! 0\n", "no tiktoken file"),
-        (b"YQ== x\n", "no tiktoken file"),
-        (b"", "single bytes"),
-        (written({token: rank for token, rank in BYTES.items() if rank < 255}), "single bytes"),
-        (written(BYTES | {b"ab": 257}), "missing or occur twice"),
-        (written(BYTES | {b"ab": 255}), "missing or occur twice"),
-    ],
-    ids=["lfs", "base64", "id", "empty", "byte", "gap", "twice"],
-)
-def test_other_files_are_refused(data: bytes, named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        parse(data)
-
-
-def test_tokens_that_nothing_makes_are_refused() -> None:
-    with pytest.raises(ValueError, match="token 256"):
-        merges(BYTES | {b"abc": 256})

@@ -31,15 +31,20 @@ STARTS = (0.3, 4.0, 9.6, 10.0, 170.0)
 """Rates at which searches start; the queue serves 10 requests per second."""
 
 
+def poisson_arrivals(rate: float, seed: int, num_requests: int = NUM_REQUESTS) -> list[float]:
+    rng = random.Random(seed)
+    return list(accumulate(rng.expovariate(rate) for _ in range(num_requests)))
+
+
 def run_queue(rate: float, seed: int = 0, num_requests: int = NUM_REQUESTS) -> RateTrial:
     """Return the delays of a queue with Poisson arrivals and a constant service time."""
-    rng = random.Random(seed)
     free_at, delays = 0.0, []
-    for arrival in accumulate(rng.expovariate(rate) for _ in range(num_requests)):
+    arrivals = poisson_arrivals(rate, seed, num_requests)
+    for arrival in arrivals:
         start = max(arrival, free_at)
         delays.append(start - arrival)
         free_at = start + SERVICE_SECONDS
-    return make_rate_trial(delays)
+    return make_rate_trial(arrivals, delays)
 
 
 @cache
@@ -62,7 +67,10 @@ def test_the_capacity_is_that_of_a_fine_grid(start_rate: float, seed: int) -> No
     capacity = find_capacity(run, start_rate)
     expected = grid_capacity(SUSTAINED, seed)
     assert expected / RATE_STEP <= capacity.rate <= expected * 1.005
-    assert 8.5 < expected < 10.5
+    # The seed decides at which rate they arrive in fact. Delays of at most 5 s at the end of 200 s
+    # permit an overload of 2.5 %.
+    arriving = NUM_REQUESTS / poisson_arrivals(expected, seed)[-1]
+    assert 9.5 < arriving < 10 * (1 + SUSTAINED.max_p99_delay_seconds / 200)
     assert len(capacity.trials) - capacity.num_confirmations <= 20
     trials = dict(capacity.trials)
     assert SUSTAINED.is_sustained(trials[capacity.rate])
@@ -93,11 +101,11 @@ def test_the_bisection_of_vidur_doubles_its_interval_by_the_delay() -> None:
 
 
 def step_trial(sustained: Callable[[float], bool], bounded: float) -> Callable[[float], RateTrial]:
-    """Return a system with bounded delays up to a rate, which grow where it is not sustained."""
+    """Return a system with bounded delays up to a rate, whose queue grows unless sustained."""
 
     def run(rate: float) -> RateTrial:
         p99 = 1.0 if rate <= bounded else 50.0
-        return RateTrial(1000, p99, 1.0, 1.0 if sustained(rate) else 3.0)
+        return RateTrial(1000, p99, 1.0, 1.0, not sustained(rate))
 
     return run
 
@@ -167,22 +175,26 @@ def test_every_trial_is_reported_once(rule: CapacityRule, jobs: int) -> None:
     assert find_capacity(run_queue, 8.0, rule, jobs, on_trial).trials == tuple(reported)
 
 
-def test_growth_of_a_short_queue_is_no_overload() -> None:
-    assert SUSTAINED.is_sustained(RateTrial(1000, 1.0, 0.01, 0.05))
-    assert not SUSTAINED.is_sustained(RateTrial(1000, 3.0, 0.5, 0.7))
-    assert SUSTAINED.is_sustained(RateTrial(1000, 3.0, 0.5, 0.6))
+def test_a_queue_that_grows_is_overloaded() -> None:
+    """By the rule of all planners; that of Vidur looks at the delays alone."""
+    assert SUSTAINED.is_sustained(RateTrial(1000, 3.0, 0.5, 0.7))
+    assert not SUSTAINED.is_sustained(RateTrial(1000, 3.0, 0.5, 0.7, True))
     assert not SUSTAINED.is_sustained(RateTrial(1000, 5.1, 0.5, 0.5))
-    assert VIDUR.is_sustained(RateTrial(1000, 3.0, 0.5, 0.7))
+    assert VIDUR.is_sustained(RateTrial(1000, 3.0, 0.5, 0.7, True))
+    for seed in range(20):
+        assert not run_queue(9.0, seed).is_growing
+        assert run_queue(12.0, seed).is_growing
+        assert not make_rate_trial([0.0] * 100, [0.1 * index for index in range(100)]).is_growing
 
 
 def test_figures_of_delays() -> None:
-    trial = make_rate_trial([1.0, 3.0, 4.0, 6.0, 8.0])
-    assert trial == pytest.approx((5, 7.92, 2.0, 6.0))
+    trial = make_rate_trial(range(5), [1.0, 3.0, 4.0, 6.0, 8.0])
+    assert trial[:-1] == pytest.approx((5, 7.92, 2.0, 6.0, False))
     assert trial.growth == 3.0
-    assert make_rate_trial([0.0, 0.0]).growth == 1.0
-    assert make_rate_trial([0.0, 0.1]).growth == inf
-    assert make_rate_trial([0.0, None]).p99_delay_seconds == inf
-    assert stopped_trial(5) == (5, inf, inf, inf)
+    assert make_rate_trial([0.0, 1.0], [0.0, 0.0]).growth == 1.0
+    assert make_rate_trial([0.0, 1.0], [0.0, 0.1]).growth == inf
+    assert make_rate_trial([0.0, 1.0], [0.0, None]).p99_delay_seconds == inf
+    assert stopped_trial(5) == RateTrial(5, inf, inf, inf, True)
     assert stopped_trial(5).growth == inf
 
 
@@ -201,14 +213,14 @@ def test_a_short_run_shows_no_overload() -> None:
     with pytest.raises(ValueError, match="simulate at least 1000"):
         find_capacity(lambda rate: run_queue(rate, num_requests=999), 1.0)
     with pytest.raises(ValueError, match="at least 2 requests"):
-        make_rate_trial([1.0])
+        make_rate_trial([0.0], [1.0])
 
 
 def run_scheduler(rate: float) -> RateTrial:
     """Return the delays of the production scheduler on one simulated device."""
     deployment = roofline_deployment("qwen2.5-14b", "L20", 1, 1024)
     jobs = make_workload("uniform:100,900,1,8", SUSTAINED.num_requests(rate, 0), rate)
-    return measure_rate_trial(simulate(deployment, jobs))
+    return measure_rate_trial(simulate(deployment, jobs).requests.values())
 
 
 @pytest.mark.long
@@ -218,4 +230,5 @@ def test_the_capacity_of_the_scheduler_is_that_of_a_fine_grid(start_rate: float)
     assert len(capacity.trials) - capacity.num_confirmations <= 20
     rates = [capacity.rate * 1.005**index for index in range(-4, 24)]
     best = max(rate for rate in rates if SUSTAINED.is_sustained(run_scheduler(rate)))
-    assert capacity.rate <= best <= capacity.rate * RATE_STEP
+    # Whether a rate counts as sustained is not monotone to the last step of the grid.
+    assert capacity.rate <= best <= capacity.rate * RATE_STEP * 1.005

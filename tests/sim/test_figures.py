@@ -1,7 +1,9 @@
 """Figures of micro-batches, delays, classes and clusters, by hand where possible."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
+from random import Random
 
 import pytest
 
@@ -71,8 +73,11 @@ def test_figures_of_micro_batches() -> None:
     assert figures["seconds_by_tokens"] == {"1": 1.0, "4": 1.0, "64": 3.0, "128": 2.0}
     # Half of the 7 s have passed within the micro-batch of 64 tokens, 90 % in that of 128.
     assert (figures["tokens_by_time_p50"], figures["tokens_by_time_p90"]) == (64, 128)
+    # The stages take 2, 1, 3 and 1 s together.
+    assert figures["seconds_per_step_variation"] == pytest.approx(0.6875**0.5 / 1.75)
     nothing = summarize_batches(measure_micro_batches([]))
     assert "kv_usage" not in nothing
+    assert nothing["seconds_per_step_variation"] == 0
     assert nothing["tokens_by_time_p50"] is None
 
 
@@ -138,17 +143,47 @@ def test_load_of_a_run() -> None:
     steady = measure_load([served(time, time) for time in (0.0, 1.0, 2.0, 4.0)], 0.5)
     assert steady is not None
     assert (steady.offered_rate, steady.overload, steady.is_overloaded) == (0.75, 0.5, False)
-    growing = measure_load([served(time, 4 * time) for time in (0.0, 1.0, 2.0, 3.0)], 2.0)
+    growing = measure_load([served(float(time), 4.0 * time) for time in range(40)], 2.0)
     assert growing is not None
     assert growing.is_overloaded
     assert growing.overload == 0.0
-    assert describe_load(growing)[1].startswith("overloaded, delays are ")
-    worse = describe_load(RunLoad(growing.offered_rate, 0.5, growing.trial))
+    assert describe_load(growing)[1].startswith("overloaded, delays grow by ")
+    worse = describe_load(
+        RunLoad(growing.offered_rate, 0.5, growing.trial._replace(is_growing=True))
+    )
     assert worse[1].startswith("overloaded by 100 %: scheduling delay")
     assert len(describe_load(steady)) == 1
     at_once = measure_load([served(0.0, 1.0), served(0.0, 2.0)], 2.0)
     assert at_once is not None
     assert (at_once.offered_rate, at_once.overload) == (None, None)
+
+
+def queue_of_one_second(arrivals: Sequence[float]) -> list[ServedRequest]:
+    """Return requests that one server takes in turn, for 1 s each."""
+    free, requests = 0.0, []
+    for arrival in arrivals:
+        start = max(arrival, free)
+        free = start + 1
+        requests.append(served(arrival, start, free))
+    return requests
+
+
+@pytest.mark.parametrize("count", [100, 400, 2000])
+def test_stable_queues_with_long_delays_are_not_overloaded(count: int) -> None:
+    rng = Random(3)
+    # M/D/1 at 0.8 of the capacity, and bursts of 100 requests every 200 s.
+    poisson = list(accumulate(rng.expovariate(0.8) for _ in range(count)))
+    bursts = sorted(200.0 * (i // 100) + 1e-3 * (i % 100) for i in range(max(200, count)))
+    for arrivals in (poisson, bursts):
+        load = measure_load(queue_of_one_second(arrivals), 1.0)
+        assert load is not None
+        assert not load.is_overloaded
+        assert not any("overloaded" in line for line in describe_load(load))
+    # Above the capacity it is.
+    rapid = list(accumulate(rng.expovariate(1.5) for _ in range(count)))
+    load = measure_load(queue_of_one_second(rapid), 1.0)
+    assert load is not None
+    assert load.is_overloaded
 
 
 def test_an_overloaded_simulation_sustains_less_than_it_is_offered() -> None:
@@ -157,7 +192,7 @@ def test_an_overloaded_simulation_sustains_less_than_it_is_offered() -> None:
         run = simulate(deployment, make_workload("fixed:900,10", 100, rate))
         load = measure_load(list(run.requests.values()), steady_throughput(run)[1])
         assert load is not None
-        assert load.trial == measure_rate_trial(run)
+        assert load.trial == measure_rate_trial(run.requests.values())
         assert load.is_overloaded == is_overloaded
         assert load.overload is not None
         assert (load.overload > 1) == is_overloaded

@@ -15,6 +15,8 @@ from gllm.sim.costs.base import CostRangeError
 from gllm.sim.costs.fitted import FittedCostModel
 from gllm.sim.costs.profile import (
     CostProfile,
+    HostSamples,
+    RequestTransferSample,
     SpanSample,
     StepSample,
     read_profile,
@@ -86,6 +88,12 @@ def profile(cut: list[int], slowdown: float = 1.0) -> CostProfile:
 
 STEP: list[Any] = [1, 0, 0, 1, 9, 1, 9.0, [0.1]]
 """A step of one token on one stage, as in a file."""
+SHORT_HOST: dict[str, Any] = {
+    "steps": [[*STEP[:-1], [0.1, 0.1]]],
+    "requests": [[0, True, 0.1]],
+    **dict.fromkeys(("links", "plans", "sampling", "returns", "deliveries"), ()),
+}
+"""Host of a pipeline with a stage more than the profile."""
 
 
 @pytest.mark.parametrize(
@@ -103,6 +111,8 @@ STEP: list[Any] = [1, 0, 0, 1, 9, 1, 9.0, [0.1]]
         ({"steps": [["1", *STEP[1:]]]}, r"at `\$\.steps"),
         ({"spans": [[-1, True, True, STEP]]}, r"at `\$\.spans"),
         ({"activation_bytes": -8}, r"at `\$\.activation_bytes"),
+        ({"host": {"steps": []}}, r"at `\$\.host\.steps"),
+        ({"host": SHORT_HOST}, "but stages in steps of host 2"),
     ],
 )
 def test_a_damaged_profile_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -166,6 +176,65 @@ def test_time_between_steps_of_one_stage_is_part_of_several() -> None:
         plain, cost = (FittedCostModel(each, cut) for each in (single, waits))
         added = cost.stage_seconds(0, work) - plain.stage_seconds(0, work)
         assert added == pytest.approx(expected, rel=0.02)
+
+
+STRETCH, HOST_STEP, HOST_TOKEN, HOST_ARRIVAL = 1.1, 3e-4, 4e-5, 2e-3
+
+
+def add_host(measured: CostProfile) -> CostProfile:
+    """Return a profile whose host stretches steps and takes time per step, token and arrival."""
+    steps = [
+        msgspec.structs.replace(
+            step,
+            stages=[
+                STRETCH * alone + HOST_STEP + HOST_TOKEN * step.samples + HOST_ARRIVAL * count
+                for alone in step.stages
+            ],
+            arrivals=[count] * len(step.stages),
+        )
+        for count in range(2)
+        for step in measured.steps
+    ]
+    ways = [RequestTransferSample(0, False, 2e-3), RequestTransferSample(1, False, 3e-3)]
+    ways += [RequestTransferSample(0, True, 4e-3), RequestTransferSample(1, True, 5e-3)]
+    deliveries = [(1, 6e-4), (3, 8e-4)]
+    host = HostSamples(steps, [(1, 3e-3)], [(1, 4e-3)], [], [(1, 5e-3)], ways, deliveries)
+    return msgspec.structs.replace(measured, host=host)
+
+
+@pytest.mark.parametrize("measured", [[LAYERS], [5, 3]])
+@pytest.mark.parametrize("cut", [[LAYERS], [4, 4]])
+def test_a_server_under_load_is_slower_than_its_engine(measured: list[int], cut: list[int]) -> None:
+    served = add_host(profile(measured))
+    cost, alone = (FittedCostModel(served, cut, includes_host=each) for each in (True, False))
+    for work in WORKS:
+        for stage in range(len(cut)):
+            expected = STRETCH * alone.stage_seconds(stage, work)
+            expected += HOST_STEP + HOST_TOKEN * work.num_sampled_rows
+            assert cost.stage_seconds(stage, work) == pytest.approx(expected, rel=0.03)
+    assert cost.arrival_seconds(0) == pytest.approx(HOST_ARRIVAL, rel=0.05)
+    idle, busy = cost.request_transfer(False), cost.request_transfer(True)
+    assert (*idle[:2], *busy[:2]) == pytest.approx((1e-3, 1e-3, 1e-3, 3e-3), rel=0.02)
+    assert [cost.delivery_seconds(count) for count in (1, 5)] == pytest.approx([6e-4, 1e-3])
+    work = decode(1, 1)
+    times = cost.plan_seconds(work), cost.return_seconds(work)
+    assert times == pytest.approx((4e-3, 5e-3), rel=0.02)
+    assert cost.activation_transfer(0, work).total_seconds == pytest.approx(3e-3, rel=0.02)
+    assert alone.request_transfer(True).is_free
+    without = [alone.delivery_seconds(1), alone.plan_seconds(work), alone.arrival_seconds(0)]
+    assert without == [0.0, 0.0, 0.0]
+
+
+def test_the_host_of_a_profile_is_read_and_can_be_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    write_profile(add_host(profile([LAYERS])), path)
+    assert read_profile(path) == add_host(profile([LAYERS]))
+    options = ProfileOptions(SchedulerConfig(), longest=32)
+    costs = [
+        profiled_deployment(str(path), replace(options, includes_host=each)).cost
+        for each in (True, False)
+    ]
+    assert [cost.request_transfer(is_busy=False).is_free for cost in costs] == [False, True]
 
 
 def test_a_link_that_was_not_measured_is_a_given_one() -> None:

@@ -166,12 +166,15 @@ BOUNDED = {
     "layer_counts": "stages",
     "nodes": "stages of an engine",
     "num_devices": "machines of a plan",
+    "num_waiting": "links of a transfer",
     "peak_flops": "stages",
+    "placement": "two phases",
     "power": "stages",
     "prefills": "sizes of a profile, read once",
     "price": "stages",
     "ranges": "columns of a table",
     "records": "lives of an engine",
+    "uses_slack": "links of a transfer",
 }
 """Properties with a loop over few values, and what these are. Others are methods or cached: a
 property in a loop hides a loop inside a loop."""

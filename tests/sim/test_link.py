@@ -13,6 +13,7 @@ from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import NO_TRANSFER, ConstantCostModel, CostModel, TransferCost
 from gllm.sim.event_loop import PIPELINE, EventLoop
+from gllm.sim.joint_link import KV_CHUNK_BYTES, ActivationsFirstPolicy, JointLink, LinkShare
 from gllm.sim.link import SimulatedLink, make_link
 from gllm.sim.pipeline import PipelineLinks, SimulatedPipeline, make_pipeline_links
 from gllm.sim.workloads.requests import WorkloadRequest
@@ -369,3 +370,39 @@ def test_links_that_do_not_fit_the_stages_are_refused() -> None:
     config = SchedulerConfig().resolve(3, 10, 16)
     with pytest.raises(ValueError, match="1 activation links and 2 plan links, but 3 stages need"):
         SimulatedPipeline(config, ConstantCostModel(1.0), links=links)
+
+
+def test_joint_message_arrives_when_the_last_link_has_sent_its_part() -> None:
+    loop = EventLoop()
+    up, down, other = (SimulatedLink(loop, ActivationsFirstPolicy()) for _ in range(3))
+    arrivals: list[tuple[str, float]] = []
+
+    def deliver(now: float, name: str) -> None:
+        arrivals.append((name, now))
+
+    path = JointLink(loop, [LinkShare(up, 1.0, 100.0), LinkShare(down, 0.5, 100.0)])
+    later = JointLink(loop, [LinkShare(other, 1.0, 100.0), LinkShare(down, 1.0, 100.0)])
+    cost = TransferCost(1.0, 0.25, 100)
+    path.send(TrafficClass.KV_CACHE, cost, deliver, "first")
+    later.send(TrafficClass.KV_CACHE, cost, deliver, "second")
+    later.send(TrafficClass.KV_CACHE, cost, deliver, "dropped", owner=loop)
+    later.drop(loop)
+    assert (path.num_waiting, later.num_waiting) == (2, 2)
+    loop.run()
+    # The second one waits for the half of the first one on the common link.
+    assert arrivals == [("first", 1.25), ("second", 1.75)]
+
+
+def test_activations_do_not_wait_for_kv_blocks_of_a_shared_link() -> None:
+    loop = EventLoop()
+    link = SimulatedLink(loop, ActivationsFirstPolicy())
+    arrivals: dict[str, float] = {}
+    rate = float(KV_CHUNK_BYTES)
+    for name, traffic_class, num_bytes in (
+        ("kv", TrafficClass.KV_CACHE, 100 * KV_CHUNK_BYTES),
+        ("decode", TrafficClass.DECODE, KV_CHUNK_BYTES),
+    ):
+        cost = TransferCost(num_bytes / rate, 0.0, num_bytes)
+        link.send(traffic_class, cost, lambda now, name: arrivals.update({name: now}), name)
+    loop.run()
+    assert arrivals == {"decode": pytest.approx(2.0), "kv": pytest.approx(101.0)}

@@ -313,6 +313,26 @@ def test_arrivals_prolong_the_step_that_they_meet() -> None:
     assert [(each.start, each.end) for each in last if each] == [(5.0, 6.0), (6.0, 7.0)]
 
 
+def test_stages_report_several_steps_at_a_time() -> None:
+    """As workers do: half a second after the first plan, and as long as there are steps."""
+    reported: list[tuple[float, int, list[float]]] = []
+
+    def on_event(event: Logged) -> None:
+        if isinstance(event, StageTimesEvent):
+            reported.append((event.time, event.stage, [step.end for step in event.steps]))
+
+    deployment = Deployment("m", [1, 1], ConstantCostModel(0.1875), config(2))
+    simulate(deployment, [WorkloadRequest(1.0, 4, 2), WorkloadRequest(9.0, 4, 1)], log=on_event)
+    assert reported == [
+        (1.5, 0, [1.1875]),
+        (1.5, 1, [1.375]),
+        (2.0, 0, [1.5625]),
+        (2.0, 1, [1.75]),
+        (9.5, 0, [9.1875]),
+        (9.5, 1, [9.375]),
+    ]
+
+
 def test_a_link_carries_one_at_a_time() -> None:
     resolved = config(2, policy="sarathi", max_num_batched_tokens=16, max_in_flight=9)
     run_events = served(

@@ -15,7 +15,7 @@ from gllm.sim.costs import operators
 from gllm.sim.costs.roofline import DeviceEfficiency, RooflineCostModel
 from gllm.sim.deployment import roofline_deployment
 from gllm.sim.hardware.devices import DEVICES, DeviceSpec, NetworkLink
-from gllm.sim.hardware.shapes import MODELS, ModelShape
+from gllm.sim.hardware.shapes import MODELS, ModelShape, RecurrentShape
 from gllm.sim.hardware.stages import PipelineSpec, StageSpec, build_hardware, split_layers_evenly
 
 PEAK = DeviceEfficiency(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -73,6 +73,26 @@ def test_decodes_and_chunks_share_the_weights() -> None:
     matrices = [hypot(2 * rows * LAYER / 1000, 2 * LAYER / 100) for rows in (3, 2, 5)]
     expected = sum(alone) - matrices[0] - matrices[1] + matrices[2]
     assert cost.stage_seconds(0, both) == pytest.approx(expected)
+
+
+def test_recurrences_by_hand() -> None:
+    """Three of four layers have states: each is read and written once per sequence and step."""
+    recurrent = RecurrentShape(num_layers=3, state_bytes=400, flops=700)
+    shape = replace(TINY, recurrent=recurrent, kv_share=1.0)
+    stages = StageSpec(4, SLOW), StageSpec(4, SLOW)
+    layers = replace(TINY, layers=8), replace(shape, layers=8)
+    links = (NetworkLink(50.0, 0.25),)
+    costs = [RooflineCostModel(PipelineSpec(each, stages, links), PEAK) for each in layers]
+    for work, sequences in ((decode(2, 10), 2), (prefill((5, 3)), 1), (prefill((0, 3), (5, 4)), 2)):
+        without, found = (cost.stage_seconds(0, work) for cost in costs)
+        # Means over the eight layers.
+        compute = work.num_tokens * (700 * 3 // 8) / 1000
+        traffic = 2 * sequences * (400 * 3 // 8) / 100
+        assert found - without == pytest.approx(4 * hypot(compute, traffic))
+        more = layers[1].step_flops(work) - layers[0].step_flops(work)
+        assert more == 8 * work.num_tokens * (700 * 3 // 8)
+    halves = replace(shape, kv_heads=2).shard(2)
+    assert (halves.state_bytes, halves.state_flops) == (200 * 3 // 4, 350 * 3 // 4)
 
 
 def test_efficiencies_scale_the_device() -> None:

@@ -15,7 +15,7 @@ from gllm.observability.latency import percentile
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.costs.base import ConstantCostModel
 from gllm.sim.pipeline import SimulatedPipeline
-from gllm.sim.workloads.lengths import NAMED_WORKLOADS, sample_lengths
+from gllm.sim.workloads.lengths import NAMED_WORKLOADS, longest_request, sample_lengths
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload, sample_arrival_times
 from gllm.sim.workloads.traces import TRACES, load_trace
 from tests.support.sim.requests import to_scheduler_requests
@@ -98,6 +98,14 @@ def test_mixed_is_half_chats_and_a_quarter_each_of_code_and_papers() -> None:
     halves = [fmean(p for p, _ in half) for half in (lengths[:4000], lengths[4000:])]
     assert halves[0] == pytest.approx(halves[1], rel=0.05)
     assert len(sample_lengths("mixed", 7, 0)) == 7
+
+
+@pytest.mark.parametrize("workload", [*NAMED_WORKLOADS, "uniform:1,9,1,9", "sessions:4,3,2,8,8,8"])
+def test_an_extended_run_begins_with_the_same_requests(workload: str) -> None:
+    """Also where a trace is exhausted, or half of it."""
+    requests = make_workload(workload, 1700, seed=3)
+    for count in (1, 7, 900, 1601):
+        assert make_workload(workload, count, seed=3) == requests[:count]
 
 
 # Generators.
@@ -306,6 +314,10 @@ def test_lengths_of_a_file(tmp_path: Path) -> None:
     assert Counter(sample_lengths(workload, 3, 0)) == Counter([(19, 9), (21, 11), (5, 1)])
     assert Counter(sample_lengths(workload, 6, 1)) == Counter(2 * [(19, 9), (21, 11), (5, 1)])
     assert [job[1:3] for job in make_workload(workload, 3, 2.0)] == sample_lengths(workload, 3, 0)
+    # The order is the seed's, whatever the number of passes over the file.
+    for count in (3, 6, 7):
+        orders = {tuple(sample_lengths(workload, count, seed)) for seed in range(20)}
+        assert len(orders) > 3, count
     for text in (
         "prompt,output\n1,2\n",
         "prompt_tokens,output_tokens\n",
@@ -317,3 +329,46 @@ def test_lengths_of_a_file(tmp_path: Path) -> None:
             sample_lengths(workload, 3, 0)
     with pytest.raises(ValueError, match="cannot be read: No such file"):
         sample_lengths(f"file:{tmp_path}/none.csv", 3, 0)
+
+
+def test_two_rows_of_a_file_do_not_go_to_two_engines(tmp_path: Path) -> None:
+    """In the file's order, a router in turns would send all long requests to one engine."""
+    path = tmp_path / "two.csv"
+    path.write_text("prompt_tokens,output_tokens\n1900,9\n21,11\n")
+    even = sample_lengths(f"file:{path}", 1000, 0)[::2]
+    assert even.count((1900, 9)) == pytest.approx(250, abs=60)
+
+
+def test_a_file_with_times_is_replayed_in_its_order(tmp_path: Path) -> None:
+    path = tmp_path / "times.csv"
+    path.write_text("arrival_s,prompt_tokens,output_tokens\n0.5,19,9\n2,5,1\n2,7,3\n")
+    workload = f"file:{path}"
+    jobs = make_workload(workload, 3, arrivals="replay", seed=7)
+    assert [job[:3] for job in jobs] == [(0.5, 19, 9), (2.0, 5, 1), (2.0, 7, 3)]
+    path.write_text("prompt_tokens,output_tokens\n19,9\n")
+    with pytest.raises(ValueError, match="has no arrivals to replay"):
+        make_workload(workload, 1, arrivals="replay")
+    for times in (["2", "1"], ["-1", "1"], ["0", "x"], ["0", "inf"], ["nan", "1"]):
+        rows = "".join(f"{time},19,9\n" for time in times)
+        path.write_text(f"arrival_s,prompt_tokens,output_tokens\n{rows}")
+        with pytest.raises(ValueError, match="arrival_s: give seconds"):
+            make_workload(workload, 2, arrivals="replay")
+
+
+@pytest.mark.parametrize(
+    ("workload", "expected"),
+    [
+        ("fixed:30,12", 42),
+        ("uniform:1,50,2,8", 58),
+        ("lognormal:10,20,90,5,6,9", 99),
+        ("zipf:1.1,40,1.2,5", 45),
+        ("azure-conv", 14_089),
+        ("mixed", 14_089),
+        ("chat-1m", 4096),
+        ("sessions", None),
+    ],
+)
+def test_no_request_is_longer_than_the_longest(workload: str, expected: int | None) -> None:
+    assert longest_request(workload) == expected
+    if expected is not None:
+        assert max(map(sum, sample_lengths(workload, 500, 3))) <= expected

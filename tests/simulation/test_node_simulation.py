@@ -95,14 +95,14 @@ def test_layers_that_do_not_fit_after_a_recut_wait_for_the_machine() -> None:
 
 # Under other seeds several such requests come before a step commits, and use up the restarts.
 @pytest.mark.parametrize(
-    "seed", [8, *(pytest.param(i, marks=pytest.mark.long) for i in (1, 2, 4, *range(10, 20)))]
+    "seed", [7, *(pytest.param(i, marks=pytest.mark.long) for i in (2, 4, *range(10, 20)))]
 )
 def test_a_request_that_powers_off_machines_ends_after_three_deaths(seed: int) -> None:
     scenario = play(seed, has_bombs=True, poison_share=1.0)
     bombs = [each for each in scenario.readers if each.is_poison]
     assert all(each.errors == {"poison"} or each.is_aborted for each in bombs)
     # Other seeds may draw no such request.
-    assert bombs or seed != 8
+    assert bombs or seed != 7
     others = {
         end for each in scenario.readers if each not in bombs for end, _ in each.ends.values()
     }

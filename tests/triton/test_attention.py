@@ -28,6 +28,7 @@ from gllm.kernels.attention_plan import (
     write_device_tables,
 )
 from gllm.kernels.attention_scaling import AttentionScaling
+from gllm.kernels.attention_window import AttentionChunk, AttentionWindow
 from gllm.kernels.triton import attention, attention_shapes, decode_attention, tiles
 from gllm.kernels.triton.attention_shapes import SplitLimits
 from tests.support.examples import num_examples
@@ -145,13 +146,13 @@ class Case:
         query = torch.randn(int(starts[-1]), self.heads, self.key_dim, generator=generator)
         self.query = query.to(self.dtype)
 
-    def expected(self, scores: AttentionScaling, window: int | None = None) -> Tensor:
+    def expected(self, scores: AttentionScaling, window: AttentionWindow = None) -> Tensor:
         plan = plan_attention(self.paged, torch.float32, window)
         assert plan.gathers is not None
         keys, values = (cache.to(torch.float32) for cache in self.caches)
         return reference.paged_attention(self.query.float(), keys, values, plan, scores)
 
-    def plan(self, window: int | None = None) -> AttentionPlan:
+    def plan(self, window: AttentionWindow = None) -> AttentionPlan:
         """As for a device."""
         planned = plan_attention(self.paged, torch.float32, window)
         tables = build_device_tables(self.paged, CPU)
@@ -160,7 +161,7 @@ class Case:
     def check(
         self,
         scores: AttentionScaling,
-        window: int | None = None,
+        window: AttentionWindow = None,
         processors: int = 1,
         small: bool = True,
     ) -> None:
@@ -173,10 +174,11 @@ class Case:
 
 def scores_of(kind: str, heads: int) -> AttentionScaling:
     slopes = compute_alibi_slopes(heads) if kind == "alibi" else None
-    return AttentionScaling(0.25, 2.0 if kind == "softcap" else None, slopes)
+    sinks = 3 * torch.randn(heads) if kind == "sinks" else None
+    return AttentionScaling(0.25, 2.0 if kind == "softcap" else None, slopes, sinks)
 
 
-kinds = st.sampled_from(["plain", "softcap", "alibi"])
+kinds = st.sampled_from(["plain", "softcap", "alibi", "sinks"])
 dtypes = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 heads_of = st.tuples(st.integers(1, 2), st.sampled_from([1, 3, 7, 18]))
 decode_rows = st.lists(st.tuples(st.integers(0, 45), st.just(1)), max_size=3)
@@ -190,7 +192,7 @@ chunk_rows = st.lists(st.tuples(st.integers(0, 25), st.integers(2, 12)), max_siz
     st.integers(1, 17),
     heads_of,
     st.sampled_from([16, 24]),
-    st.none() | st.integers(1, 50),
+    st.none() | st.integers(1, 50) | st.integers(1, 50).map(AttentionChunk),
     kinds,
     dtypes,
     st.sampled_from([1, 12]),
@@ -201,7 +203,7 @@ def test_matches_the_reference(
     block_size: int,
     heads: tuple[int, int],
     dim: int,
-    window: int | None,
+    window: AttentionWindow,
     kind: str,
     dtype: torch.dtype,
     processors: int,
@@ -255,12 +257,16 @@ def test_a_cache_of_another_16_bits(dtype: torch.dtype, cached: torch.dtype) -> 
     Case([(20, 1), (9, 4)], 2, 1, 24, 16, dtype=dtype, cached=cached).check(AttentionScaling(0.2))
 
 
-@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.full), 45])
-def test_long_contexts_are_split_and_short_ones_use_fewer_parts(window: int | None) -> None:
+@pytest.mark.parametrize(
+    "window", [pytest.param(None, marks=pytest.mark.full), 45, AttentionChunk(40)]
+)
+def test_long_contexts_are_split_and_short_ones_use_fewer_parts(window: AttentionWindow) -> None:
     rows = [(97, 1), (0, 1), (32, 1)]
     case = Case(rows, 3, 1, 16, 16)
+    sinks = torch.tensor([-1.0, 0.5, 4.0])
     for processors in (3, 1000):
         case.check(AttentionScaling(0.2), window, processors)
+    case.check(AttentionScaling(0.2, sinks=sinks), window, 1000)
 
 
 @pytest.mark.parametrize(
@@ -268,16 +274,17 @@ def test_long_contexts_are_split_and_short_ones_use_fewer_parts(window: int | No
     [
         (None, 11),
         (45, 1000),
+        (AttentionChunk(98), 1000),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in ((None, 4), (None, 1000), (45, 4), (45, 11))
         ),
     ],
 )
-def test_chunks_of_long_contexts_are_split(window: int | None, processors: int) -> None:
+def test_chunks_of_long_contexts_are_split(window: AttentionWindow, processors: int) -> None:
     """Also beside decodes, and where a part of a short one's context is empty."""
     case = Case([(9, 1), (97, 5), (0, 3), (64, 6)], 6, 2, 16, 16, dtype=torch.bfloat16)
-    case.check(AttentionScaling(0.2), window, processors)
+    case.check(AttentionScaling(0.2, sinks=torch.randn(6)), window, processors)
 
 
 def test_a_launch_is_replayed_for_other_contexts() -> None:

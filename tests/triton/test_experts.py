@@ -60,8 +60,11 @@ def test_matches_the_reference(
     dtype, step = kind
     x, experts, weights, up, down = made(seed, tokens, sizes)
     x, up, down = (tensor.to(dtype) for tensor in (x, up / 4, down / 4))
-    wanted = run_stacked(x, experts, weights, StackedExperts(up, down, activation))
-    close(gpu.run_experts(x, experts, weights, up, down, activation), wanted, step)
+    biases = torch.randn(len(up), up.shape[1]).to(dtype), torch.randn(down.shape[:2]).to(dtype)
+    for bias in ((None, None), biases):
+        wanted = run_stacked(x, experts, weights, StackedExperts(up, down, activation, *bias))
+        actual = gpu.run_experts(x, experts, weights, up, down, activation, biases=bias)
+        close(actual, wanted, step)
 
 
 @pytest.mark.parametrize(
@@ -153,8 +156,13 @@ def test_weights_in_8_bit_floats(
     dtype, step = kind
     x, experts, weights, *_ = made(tokens, tokens, sizes)
     x = (x / 4).to(dtype)
-    wanted = run_stacked(x, experts, weights, StackedExperts(up, down, "silu")).double()
-    actual = gpu.run_experts(x, experts, weights, up, down, "silu", fp8)
+    biases = (
+        torch.randn(sizes[0], 2 * sizes[3]).to(dtype),
+        torch.randn(sizes[0], sizes[2]).to(dtype),
+    )
+    stacked = StackedExperts(up, down, "silu", *biases)
+    wanted = run_stacked(x, experts, weights, stacked).double()
+    actual = gpu.run_experts(x, experts, weights, up, down, "silu", fp8, biases)
     assert actual.dtype == dtype
     assert actual.isfinite().all()
     error = (actual.double() - wanted).norm() / wanted.norm()

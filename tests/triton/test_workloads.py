@@ -26,10 +26,16 @@ TINY: dict[str, Callable[[torch.device], PreparedTuningCase]] = {
         workloads.prepare_attention, AttentionShape(2, 2, 16, 16, 4, wide=True), 1, 3, 9
     ),
     "linear": partial(workloads.prepare_linear_fp8, 3, 40, 150),
-    "experts": partial(workloads.prepare_experts, 3, (4, 2, 24, 16), 2, False),
-    "experts in float32": partial(workloads.prepare_experts, 3, (4, 2, 24, 16), 4, False),
-    "experts, 16-bit products": partial(workloads.prepare_experts, 3, (4, 2, 24, 16), 2, True),
-    "experts, 8-bit products": partial(workloads.prepare_experts, 3, (4, 2, 24, 16), 1, True),
+    "experts": partial(workloads.prepare_experts, 3, (4, 2, 24, 16), 2, "experts"),
+    "experts in float32": partial(workloads.prepare_experts, 3, (4, 2, 24, 16), 4, "experts"),
+    "experts, 16-bit products": partial(
+        workloads.prepare_experts, 3, (4, 2, 24, 16), 2, "experts_fp8"
+    ),
+    "experts, 8-bit products": partial(
+        workloads.prepare_experts, 3, (4, 2, 24, 16), 1, "experts_fp8"
+    ),
+    "4 bits": partial(workloads.prepare_linear_grouped, 3, 40, 150),
+    "experts, 4 bits": partial(workloads.prepare_experts, 3, (4, 2, 24, 16), 4, "experts_grouped"),
     "sum": partial(workloads.prepare_experts_sum, 3, 2, 24),
     "quantize": partial(workloads.prepare_quantize, 2, 256),
     "norm": partial(workloads.prepare_rms_norm, 3, 40),

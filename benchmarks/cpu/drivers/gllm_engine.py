@@ -11,7 +11,7 @@ def main() -> None:
     spec = task()
     options: dict[str, Any] = {"dtype": "bfloat16", "prefix_cache": False}
     options |= {"threads": spec.threads, "kv_cache_memory": spec.kv_bytes}
-    if spec.weights != "bf16":
+    if spec.weights in ("int8", "int4"):
         options["quantization"] = spec.weights
     with LLM(spec.model, progress=False, **options) as llm:
 

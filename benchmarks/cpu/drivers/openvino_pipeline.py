@@ -12,7 +12,7 @@ BATCHED_TOKENS = 2048
 
 def properties(spec: Task) -> dict[str, object]:
     """Return properties of the CPU plugin: bfloat16 arithmetic, a cache as wide as the weights."""
-    cache = {"bf16": ov.Type.bf16, "int8": ov.Type.u8}[spec.weights]
+    cache = ov.Type.bf16 if spec.weights == "bf16" else ov.Type.u8
     return {
         "INFERENCE_NUM_THREADS": spec.threads,
         "INFERENCE_PRECISION_HINT": ov.Type.bf16,

@@ -32,7 +32,7 @@ class Task:
     model: str
     """Path of the peer's model files."""
     weights: str
-    """bf16 or int8."""
+    """bf16, int8, int4, or a type of GGUF."""
     threads: int
     kv_bytes: int
     batches: list[int]

@@ -73,12 +73,16 @@ class RoundRobinLock:
     """
 
     def __init__(self, engines: int) -> None:
-        self._started = asyncio.Barrier(engines)
+        self._barrier = asyncio.Barrier(engines)
         self._lock = asyncio.Lock()  # first come, first served
 
     async def start(self) -> None:
         """Wait until all engines have called this method."""
-        await self._started.wait()
+        await self._barrier.wait()
+
+    async def end(self) -> None:
+        """Wait until all engines have called this method: nothing disturbs their last turns."""
+        await self._barrier.wait()
 
     async def __aenter__(self) -> None:
         await self._lock.acquire()

@@ -1,14 +1,10 @@
 """`gllm plan NAME`: find machines, parallelism and routes for a model and a workload."""
 
 import importlib
-import shlex
 import sys
-from pathlib import Path
+import time
+from collections.abc import Callable
 
-from msgspec.structs import replace
-
-from gllm.plan.processes import check_configurations, find_simulated_only
-from gllm.plan.serving_plan import ServingPlan, write_plan
 from gllm.plan.strategies import STRATEGIES, UnservableError
 
 REPORTS = {"diff": "compare what a plan expects with the step logs of its engines"}
@@ -43,34 +39,33 @@ def main(argv: list[str]) -> int:
     return 2
 
 
-def run_strategy(name: str, argv: list[str]) -> int:
+def run_strategy(name: str, argv: list[str], clock: Callable[[], float] = time.monotonic) -> int:
     """Run a planner, which prints its result, and write its serving plan to `--output`.
+
+    The time of `--budget` begins with the call: the imports of the planner are a part of it.
 
     Args:
         name: name of the planner, such as capacity.
         argv: its command line.
+        clock: returns the seconds that the budget counts, the same in all processes of the planner.
 
     Returns:
         The exit status: 1 if no deployment serves the workload, 2 for invalid input.
     """
+    begin = clock()
     strategy = importlib.import_module(f"gllm.commands.plan.{name}")
     values = strategy.make_parser().parse_args(argv)
+    values.clock, values.begin = clock, begin
     try:
+        if values.checkpoint and not values.output:
+            raise ValueError("--checkpoint: it is the model of a written plan: add --output")
+        # Its imports are a part of the budget.
+        output = importlib.import_module("gllm.commands.plan.output") if values.output else None
         lay_out = strategy.plan(values)
         if lay_out is None:
             return 1
-        if values.output:
-            plan: ServingPlan = lay_out()
-            assert plan.expected is not None, "planners predict figures"
-            command = plan.expected.by or shlex.join(["gllm", "plan", name, *argv])
-            expected = replace(plan.expected, by=command)
-            plan = replace(plan, model=values.checkpoint or plan.model, expected=expected)
-            check_configurations(plan)
-            plan = replace(plan, simulated_only=find_simulated_only(plan))
-            write_plan(plan, Path(values.output))
-            print(f"wrote {values.output}")
-            if plan.simulated_only:
-                print(f"simulated only: {plan.simulated_only}")
+        if output is not None:
+            output.write_checked_plan(lay_out(), values, ["gllm", "plan", name, *argv])
     except BrokenPipeError:
         raise  # The reader of the table has gone, which is no error: see gllm/__main__.py.
     except (ValueError, OSError, ModuleNotFoundError) as error:

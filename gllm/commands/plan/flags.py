@@ -1,9 +1,10 @@
-"""Flags of planners that simulate and write a plan."""
+"""Flags of planners that simulate and write a plan, and texts that their reports share."""
 
 import argparse
 
 from gllm.options.flags import FlagType, number_type, output_file
 from gllm.options.slo import TARGET_ATTAINMENT
+from gllm.plan.attainment import Attainment
 
 
 def add_slo_flags(
@@ -42,7 +43,7 @@ def add_budget_flag(parser: argparse.ArgumentParser, default: str) -> None:
         "--budget",
         metavar="SECONDS",
         type=number_type(float, gt=0, le=1e7),
-        help=f"time of the search; default: {default}",
+        help=f"time of the command; default: {default}",
     )
 
 
@@ -87,3 +88,9 @@ def add_output_flags(parser: argparse.ArgumentParser, model: str = "--model") ->
         type=FlagType(output_file),
         help="write the best plan, for `gllm up`",
     )
+
+
+def format_interval(attainment: Attainment) -> str:
+    """Return the share of requests within the limits with its interval, and if it decides."""
+    text = f"{attainment.share:.1%} ({attainment.low:.1%} to {attainment.high:.1%})"
+    return text if attainment.is_met else f"{text}, {attainment.verdict}"

@@ -8,7 +8,8 @@ from gllm.options.flags import FlagParser, FlagType, input_file, number_type
 from gllm.options.slo import parse_slo
 from gllm.plan.best_first import SearchBudget
 from gllm.plan.goodput.engines import COST_KINDS, MAX_MODEL_LEN, EngineCosts
-from gllm.plan.goodput.planner import GoodputPlan, GoodputPlanner, PhaseSearch, UnitSearch
+from gllm.plan.goodput.planner import GoodputPlan, GoodputPlanner
+from gllm.plan.goodput.search_results import PhaseSearch, UnitSearch
 from gllm.plan.nodes import equal_nodes
 from gllm.plan.problem import ServiceProblem
 from gllm.plan.serving_plan import ServingPlan
@@ -19,6 +20,8 @@ from gllm.sim.workloads.lengths import WORKLOAD_HELP
 
 PLACEMENTS = ("together", "apart")
 """DistServe's Algorithm 2, for slow networks between nodes, and Algorithm 1, for fast ones."""
+RESERVE = 0.5
+"""Share of the budget in which the plan that a search found is judged."""
 NUM_SHOWN = 8
 """Rows of the table at most."""
 
@@ -83,7 +86,8 @@ def _add_problem_flags(parser: argparse.ArgumentParser) -> None:
         "--network",
         default="nvlink",
         choices=tuple(LINKS),
-        help="link from prefill to decode engines (default %(default)s)",
+        help="link between nodes, and with --placement apart from prefill to decode engines "
+        "(default %(default)s)",
     )
     parser.add_argument("--workload", default="sharegpt", help=WORKLOAD_HELP)
     parser.add_argument(
@@ -111,7 +115,16 @@ def plan(values: argparse.Namespace) -> Callable[[], ServingPlan]:
     """
     problem = make_goodput_problem(values)
     costs = EngineCosts(values.costs, values.device, values.batches or "", values.max_model_len)
-    planner = GoodputPlanner(problem, costs, SearchBudget(values.budget), network=values.network)
+    # The engines for a rate are judged alone, without a search for their goodput.
+    reserve = RESERVE if values.rate is None else 0.0
+    budget = SearchBudget(values.budget, None, values.clock, reserve, values.begin)
+    planner = GoodputPlanner(
+        problem,
+        costs,
+        budget,
+        network=values.network,
+        on_best=lambda text: print(f"best so far: {text}", flush=True),
+    )
     place = planner.place_together if values.placement == "together" else planner.place_apart
     best = place(values.rate)
     print(format_plan(best, problem))
@@ -141,11 +154,18 @@ def make_goodput_problem(values: argparse.Namespace) -> ServiceProblem:
 def format_plan(plan: GoodputPlan, problem: ServiceProblem) -> str:
     """Return the best candidates as tables, and the chosen engines, as text."""
     parts = [_search_table(title, search) for title, search in plan.searches.items()]
+    attained, num_gpus = plan.attainment, plan.system.num_gpus
+    bound = f"no plan is above {plan.bound:.2f} requests/s on {problem.cluster.num_devices} GPUs"
+    gap = plan.bound / plan.rate - 1
+    if not plan.searches:
+        bound = f"no plan has fewer than {plan.bound:g} GPUs"
+        gap = num_gpus / plan.bound - 1
     parts.append(
-        f"{plan.system.placement}: {plan.system.num_gpus} GPUs, "
-        f"{plan.per_gpu:.3f} requests/s per GPU\n"
-        f"at {plan.rate:.2f} requests/s {100 * plan.attainment:.1f} % of the requests are within "
-        f"both limits (goal: {100 * problem.limits.attainment:g} %), simulated"
+        f"{plan.system.placement}: {num_gpus} GPUs, {plan.per_gpu:.3f} requests/s per GPU\n"
+        f"at {plan.rate:.2f} requests/s {100 * attained.share:.1f} % of the requests are within "
+        f"both limits ({100 * attained.low:.1f} to {100 * attained.high:.1f} % of "
+        f"{attained.num_requests} simulated; goal: {100 * problem.limits.attainment:g} %)\n"
+        f"bound by closed forms: {bound} (gap {100 * gap:.0f} %); {plan.num_judged} judged"
     )
     return "\n\n".join(parts)
 

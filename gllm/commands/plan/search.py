@@ -8,12 +8,23 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
-from gllm.commands.plan.capacity import add_limit_flags, engine_flags
+from gllm.commands.plan.capacity import (
+    add_limit_flags,
+    check_emitted_fields,
+    check_links,
+    engine_flags,
+)
 from gllm.commands.plan.flags import add_output_flags
-from gllm.commands.plan.search_report import describe_search, format_forecast, plot_search
-from gllm.observability.progress import show_progress, throttle
+from gllm.commands.plan.search_report import (
+    describe_result,
+    describe_search,
+    format_forecast,
+    plot_search,
+)
+from gllm.observability.progress import print_above, show_progress, throttle
 from gllm.options.flags import (
     FlagParser,
     FlagType,
@@ -30,12 +41,14 @@ from gllm.plan.nodes import CORE, NO_NODES, DeviceCluster, parse_nodes
 from gllm.plan.prices import DEFAULT_PRICES, PRICE_TABLES, parse_prices
 from gllm.plan.problem import ServiceProblem
 from gllm.plan.search.designs import DesignSpace, cap_policies, parse_devices, parse_policies
-from gllm.plan.search.objectives import MAKESPAN, OBJECTIVES, check_problem
-from gllm.plan.search.planner import DesignPlanner, forecast_closed, forecast_fleet, lay_out_fleet
+from gllm.plan.search.fleet import choose_fleet, forecast_closed, lay_out_fleet
+from gllm.plan.search.objectives import MAKESPAN, OBJECTIVES, AssessedDesign, check_problem
+from gllm.plan.search.planner import DesignPlanner
 from gllm.plan.serving_plan import ServingPlan
-from gllm.sim.capacity import CapacityRule, SearchEndedError
+from gllm.sim.capacity import INTERRUPTED, CapacityRule, SearchEndedError
 from gllm.sim.costs.profile import read_profile
-from gllm.sim.options import SimulationConfig
+from gllm.sim.hardware.devices import LINKS, find_link
+from gllm.sim.options import SimulationConfig, check_request_lengths, describe_cut_requests
 from gllm.sim.profiled import VIDUR_MODEL, is_profile_file
 
 EXCLUDED = (
@@ -66,13 +79,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_config_flag()
     add_flags(parser, SimulationConfig, EXCLUDED, takes_entries=True)
     _add_space_flags(parser)
-    add_limit_flags(parser, "vidur")
+    add_limit_flags(parser, "sustained")
     parser.add_argument(
         "--objective",
         choices=tuple(OBJECTIVES),
-        help="qps-per-dollar, goodput-per-gpu: capacity of an engine; cost, power: of the engines "
-        "that --rate needs; makespan: of --requests at once on all devices (default: "
-        "qps-per-dollar if all prices are known, else goodput-per-gpu)",
+        help="qps-per-dollar, goodput-per-gpu: capacity of an engine, or the --rate of all engines "
+        "that it needs; cost, power: of the engines that --rate needs; makespan: of --requests at "
+        "once on all devices (default: qps-per-dollar if all prices are known, otherwise "
+        "goodput-per-gpu)",
     )
     parser.add_argument(
         "--rate",
@@ -103,8 +117,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--simulate",
         metavar="NUMBER",
         type=number_type(int, ge=1, le=10**6),
-        help=f"most designs that are simulated (default {NUM_SIMULATED}, with --cores "
-        f"{NUM_SIMULATED_LOCAL})",
+        help="most designs that are simulated (default with --rate: as many as --budget permits; "
+        f"without {NUM_SIMULATED}, with --cores {NUM_SIMULATED_LOCAL})",
     )
     parser.add_argument(
         "--closed-form", action="store_true", help="simulate nothing: an estimate in seconds"
@@ -127,7 +141,9 @@ def _add_space_flags(parser: argparse.ArgumentParser) -> None:
         "--devices", help=f"devices to choose from (default {','.join(DEFAULT_DEVICES)})"
     )
     parser.add_argument(
-        "--nodes", help="machines to choose from, as in a=10.0.0.1:8xH100,b=10.0.0.2:4xA100-80G"
+        "--nodes",
+        help="machines to choose from, as in a=10.0.0.1:8xH100,b=10.0.0.2:4xA100-80G; an engine "
+        "spans several with --link network, or a slower one",
     )
     parser.add_argument(
         "--cores",
@@ -172,25 +188,39 @@ def plan(values: argparse.Namespace) -> Callable[[], ServingPlan] | None:
         OSError: a file cannot be read or written.
     """
     config: SimulationConfig = config_from_flags(SimulationConfig, values, EXCLUDED)
+    check_emitted_fields(config, values.output)
+    stages = values.pipeline_parallel_size or DEFAULT_DEGREES
+    check_links(config, stages, values.tensor_parallel_size or DEFAULT_DEGREES)
     problem, space, rule = build_problem(values, config)
     check_problem(problem)
     planner = DesignPlanner(problem, config, rule)
+    check_request_lengths(planner.config, planner.moments.longest_tokens)
+    for line in describe_cut_requests(planner.config):
+        print(line)
     designs = list(space.designs(int(problem.bounds["devices"])))
-    usual = NUM_SIMULATED_LOCAL if space.devices == (CORE,) else NUM_SIMULATED
-    limit = None if values.closed_form or values.exhaustive else values.simulate or usual
-    budget = SearchBudget(values.budget, limit, reserve=FORECAST_SHARE)
+    limit = _num_simulated(values, space)
+    budget = SearchBudget(values.budget, limit, values.clock, FORECAST_SHARE, values.begin)
     if not values.closed_form:
         most = len(designs) if limit is None else min(limit, len(designs))
         text = f"{len(designs)} designs, of which at most {most} are simulated"
         print(f"{text}, within {values.budget:g} s", file=sys.stderr, flush=True)
     with show_progress("design", name="simulated", stays=False) as bar:
+        best_score = -inf
+
+        def report(result: AssessedDesign) -> None:
+            nonlocal best_score
+            bar.update()
+            if result.score > best_score:
+                best_score = result.score
+                print_above(f"best so far: {describe_result(result, problem)}")
+
         outcome = planner.search(
             designs,
             budget,
             values.jobs,
             values.exhaustive,
             values.closed_form,
-            lambda result: bar.update(),
+            report,
             throttle(bar.refresh),
         )
     print(describe_search(outcome, problem, len(designs), values.closed_form))
@@ -204,16 +234,19 @@ def plan(values: argparse.Namespace) -> Callable[[], ServingPlan] | None:
     if values.closed_form:
         forecast = forecast_closed(planner, best)
     else:
+        results = [result for _, result in outcome.evaluated if result.score > -inf]
         try:
-            forecast = forecast_fleet(planner, best, config.routing_policy, budget.final_deadline)
-        except SearchEndedError as error:
-            print(f"{error}: latencies are estimated by closed forms")
+            best, forecast = choose_fleet(
+                planner, results, config.routing_policy, budget.final_deadline
+            )
+        except (SearchEndedError, KeyboardInterrupt) as error:
+            print(f"{error or INTERRUPTED}: latencies are estimated by closed forms")
             forecast = forecast_closed(planner, best)
-    print(format_forecast(best, forecast))
+    print(format_forecast(best, forecast, outcome, problem))
     if values.plot:
         plot_search(outcome, problem, Path(values.plot))
         print(f"wrote {values.plot}")
-    chosen = best.design.configure(planner.config)
+    chosen = planner.configure(best.design)
     return lambda: lay_out_fleet(
         problem,
         best.design,
@@ -222,6 +255,16 @@ def plan(values: argparse.Namespace) -> Callable[[], ServingPlan] | None:
         forecast,
         engine_flags(chosen),
     )
+
+
+def _num_simulated(values: argparse.Namespace, space: DesignSpace) -> int | None:
+    """Return how many designs are simulated at most; None: as many as the budget permits."""
+    if values.closed_form or values.exhaustive:
+        return None
+    if values.simulate or values.rate is not None:
+        # At a rate, few simulations show whether a design serves it, and prices rule out others.
+        return values.simulate
+    return NUM_SIMULATED_LOCAL if space.devices == (CORE,) else NUM_SIMULATED
 
 
 def build_problem(
@@ -252,6 +295,8 @@ def build_problem(
         )
     devices = (CORE,) if is_local else _devices(values, cluster)
     most = values.max_devices or values.cores or DEFAULT_MAX_DEVICES
+    if cluster.nodes:
+        cluster = _with_network(cluster, config)
     if cluster.nodes and not values.max_devices:
         most = max(
             sum(node.num_devices for node in cluster.nodes if node.device == device)
@@ -289,6 +334,16 @@ def build_problem(
         values.max_num_seqs or _usual_batches(config, is_local),
     )
     return problem, space, rule
+
+
+def _with_network(cluster: DeviceCluster, config: SimulationConfig) -> DeviceCluster:
+    """Return a cluster whose engines may span nodes, if --link has the speed of a network.
+
+    Simulations know one link between stages.
+    """
+    link = find_link("link", config.link.split(",")[0].strip())
+    is_network = link.bandwidth <= LINKS["network"].bandwidth
+    return replace(cluster, network=link) if is_network else cluster
 
 
 def _usual_batches(config: SimulationConfig, is_local: bool) -> tuple[int, ...]:

@@ -8,14 +8,16 @@ from typing import TypeVar
 from gllm.plan.best_first import BestFirstOutcome
 from gllm.plan.problem import ServiceProblem
 from gllm.plan.search.designs import EngineDesign
+from gllm.plan.search.fleet import FleetForecast
 from gllm.plan.search.objectives import OBJECTIVES, AssessedDesign
-from gllm.plan.search.planner import FleetForecast
 from gllm.sim.metrics.plots import plot_scatter
 from gllm.sim.metrics.report import format_table, show_value
 
 Outcome = BestFirstOutcome[EngineDesign, AssessedDesign]
 NUM_ROWS = 20
 """Most designs in a table."""
+NUM_UNTRIED = 5
+"""Most designs that were not tried and are named."""
 
 
 def describe_search(
@@ -39,6 +41,10 @@ def describe_search(
     lines = [table, "", f"{len(results)} of {num_designs} designs {word}"]
     lines += _count_lines("ruled out by closed forms", outcome.pruned)
     lines += _count_lines("left out", outcome.left_out)
+    if outcome.untried:
+        names = "; ".join(map(str, outcome.untried[:NUM_UNTRIED]))
+        more = len(outcome.untried) - NUM_UNTRIED
+        lines.append(f"not tried: {names}" + (f"; and {more} more" if more > 0 else ""))
     failures = Counter(result.note for result in results if result.note)
     lines += _count_lines(f"{word} without a capacity", failures)
     return "\n".join(lines)
@@ -55,15 +61,53 @@ def find_pareto_set(outcome: Outcome) -> list[AssessedDesign]:
     return pareto_set(served, costs)
 
 
-def format_forecast(best: AssessedDesign, forecast: FleetForecast) -> str:
-    """Return the best engine design with its predicted capacity and latencies as text."""
+def describe_result(result: AssessedDesign, problem: ServiceProblem) -> str:
+    """Return the number of engines of a design and the value of the objective as text."""
+    engines = f"{result.num_engines} engine{'s' * (result.num_engines > 1)}"
+    unit = OBJECTIVES[problem.objective].unit
+    return f"{engines} of {result.design}, {show_value(result.value)} {unit}"
+
+
+def describe_bound(best: AssessedDesign, outcome: Outcome, problem: ServiceProblem) -> str:
+    """Return the bound of the objective over all designs, and how far the best one is from it.
+
+    Args:
+        best: chosen design.
+        outcome: result of the search, with the bounds of the designs by closed forms.
+        problem: objective of the search.
+    """
+    objective = OBJECTIVES[problem.objective]
+    sign = -1 if objective.is_least else 1
+
+    def describe(bound: float) -> str:
+        value = sign * max(bound, best.score)
+        gap = abs(value / best.value - 1)
+        return f"{show_value(value)} {objective.unit}, {show_value(100 * gap)} % better"
+
+    side = "at least" if objective.is_least else "at most"
+    lines = [f"bound by closed forms, of equal engines: {side} {describe(outcome.bound)}"]
+    if outcome.untried:
+        lines.append(f"designs that were not tried: {side} {describe(outcome.open_bound)}")
+    return "\n".join(lines)
+
+
+def format_forecast(
+    best: AssessedDesign, forecast: FleetForecast, outcome: Outcome, problem: ServiceProblem
+) -> str:
+    """Return the best engine design with its predicted figures and the bound of all as text.
+
+    Args:
+        best: chosen design.
+        forecast: figures of its engines.
+        outcome: result of the search.
+        problem: objective of the search.
+    """
     expected = forecast.expected
-    engines = f"{forecast.num_engines} engine{'s' * (forecast.num_engines > 1)}"
     figures = [
-        f"capacity {show_value(expected.capacity)}/s",
         *(
             f"{name} {show_value(value, factor)} {unit}"
             for name, value, factor, unit in (
+                ("capacity", expected.capacity, 1.0, "requests/s"),
                 ("TTFT p50", expected.ttft_seconds, 1.0, "s"),
                 ("TPOT p50", expected.tpot_seconds, 1.0, "s"),
                 ("within the limits", expected.attainment, 100.0, "%"),
@@ -72,7 +116,8 @@ def format_forecast(best: AssessedDesign, forecast: FleetForecast) -> str:
         ),
     ]
     lines = [
-        f"\nbest: {engines} of {best.design}",
+        f"\nbest: {describe_result(best, problem)}",
+        describe_bound(best, outcome, problem),
         f"at {show_value(expected.rate)} requests/s: {', '.join(figures)}",
     ]
     if not forecast.is_within:

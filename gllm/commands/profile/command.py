@@ -10,7 +10,8 @@ import math
 import platform
 import random
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,7 @@ from typing import Any
 import msgspec
 
 from gllm.commands.bench.real import RoundRobinLock, run_logged, serve_workload
+from gllm.commands.bench.real_server import RealServer, pair_requests, start_server
 from gllm.commands.profile.operator_profile import (
     OperatorPoints,
     OperatorProfiler,
@@ -35,6 +37,7 @@ from gllm.models.config import read_config
 from gllm.models.errors import ModelError
 from gllm.models.hub import resolve_model
 from gllm.observability.progress import show_progress
+from gllm.observability.step_log import read_step_log
 from gllm.options.flags import (
     FlagParser,
     FlagType,
@@ -49,7 +52,9 @@ from gllm.options.options import INT32_MAX, Range
 from gllm.sim.costs.profile import (
     DEBUG_STEP_SECONDS,
     CostProfile,
+    HostSamples,
     SpanSample,
+    build_host_samples,
     build_profile,
     write_profile,
 )
@@ -71,9 +76,11 @@ PREFILLS = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 REPEATS = 4
 """Times that each single prompt is served."""
 BURST = 20
-BURSTS = 4
+"""Requests of a burst, and as many with Poisson arrivals after each."""
 SHARES = (0.3, 0.3, 0.6, 0.6)
 """Request rates as shares of the rate at which a burst is served."""
+HOST_SHARES = (0.3, 0.6, 0.9, 0.3, 0.6, 0.9)
+"""Request rates of the server, as shares of the rate at which a burst is served."""
 SWEEP_TURNS = 6
 OPERATOR_DEFAULTS = {"tokens": 4096, "batch": 128, "stride": 1, "repeats": 20}
 """Values of the flags --operator-..., which are Vidur's."""
@@ -81,9 +88,6 @@ MAX_CONTEXT = 8192
 """Longest text that is measured, in tokens."""
 ACTIVATION_ITEM_BYTES = 4
 """Bytes per element of the activations between stages, at most."""
-WHOLE_PROMPTS = 10**9
-"""Value of ridge_tokens that leaves #MaxP as the only limit of chunks, to measure large ones
-too."""
 
 
 def make_sweep_workloads(
@@ -148,13 +152,14 @@ async def measure_profile(
     """Measure step times of an engine by serving workloads; return them as a cost profile.
 
     The simulator reads the profile. Two engines run: one computes prompts without chunking, the
-    other as configured. Ranges of layers are then timed alone.
+    other as configured. A server then serves requests of this process over HTTP, which measures the
+    work of frontend and client beside the engine. Ranges of layers are timed alone at last.
 
     Args:
         config: configuration of the engine to measure.
         progress: True to show the progress on standard error.
-        turns: lock by which the two engines, started together, run alternately; None to start them
-            one after the other.
+        turns: lock by which the two engines and the server, started together, run alternately; None
+            to start them one after the other.
         rounds: number of times that all workloads are served.
     """
     stages = config.pipeline_parallel_size
@@ -166,41 +171,92 @@ async def measure_profile(
         workloads = make_sweep_workloads(
             stages, _longest(engine), scheduler.max_num_seqs, scheduler.max_num_batched_tokens
         )
-        bar.total = rounds * (sum(map(len, workloads)) + BURST * (BURSTS + len(SHARES)))
+        num_mixed = 2 * BURST * (len(SHARES) + len(HOST_SHARES))
+        bar.total = rounds * (sum(map(len, workloads)) + num_mixed)
         mine = await _begin(turns)
         for _ in range(rounds):
             for part in range(SWEEP_TURNS):
                 async with mine:
                     for seed, jobs in enumerate(workloads[part::SWEEP_TURNS]):
                         await serve_workload(engine, jobs, seed, bar.update)
+        await mine.end()
 
     async def mix(engine: Engine) -> None:
-        loop, longest, seconds = asyncio.get_running_loop(), _longest(engine), []
-        mine = await _begin(turns)
-        for _ in range(rounds):
-            for seed in range(BURSTS):
-                async with mine:
-                    begin = loop.time()
-                    burst = make_mixed_workload(BURST, longest, math.inf, seed)
-                    await serve_workload(engine, burst, seed, bar.update)
-                    seconds.append(loop.time() - begin)
-            for seed, share in enumerate(SHARES, start=BURSTS):
-                async with mine:
-                    jobs = make_mixed_workload(
-                        BURST, longest, share * BURST / median(seconds), seed
-                    )
-                    await serve_workload(engine, jobs, seed, bar.update)
+        async def serve(jobs: list[WorkloadRequest], seed: int) -> None:
+            await serve_workload(engine, jobs, seed, bar.update)
 
-    whole, cut = _uncached(config, ridge_tokens=WHOLE_PROMPTS), _uncached(config)
+        longest.set_result(_longest(engine))
+        await _serve_mixed(serve, _longest(engine), SHARES, await _begin(turns), rounds)
+
+    async def mix_over_http(server: RealServer) -> None:
+        async def serve(jobs: list[WorkloadRequest], seed: int) -> None:
+            await server.serve_workload(jobs, seed, bar.update)
+
+        mine = await _begin(turns)
+        await _serve_mixed(serve, await longest, HOST_SHARES, mine, rounds)
+
+    # Whole prompts, and micro-batches up to the limit: no load has larger ones.
+    most = config.scheduler.resolve(stages, 2**30, 2**30).max_num_batched_tokens
+    whole = _uncached(config, policy="sarathi", max_num_batched_tokens=most)
+    cut = _uncached(config)
+    longest: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     with bar:
         if turns:
-            runs = list(await asyncio.gather(run_logged(whole, sweep), run_logged(cut, mix)))
+            *runs, host = await asyncio.gather(
+                run_logged(whole, sweep), run_logged(cut, mix), _measure_host(cut, mix_over_http)
+            )
         else:
             runs = [await run_logged(whole, sweep), await run_logged(cut, mix)]
+            host = await _measure_host(cut, mix_over_http)
     profile = build_profile([build_run_record(run) for run in reversed(runs)], _machine(config))
+    profile = msgspec.structs.replace(profile, host=host)
     # The other engines wait: they would slow the parts down, and the parts them.
     async with turns or nullcontext():
         return await asyncio.to_thread(_add_spans, profile, config, progress)
+
+
+async def _serve_mixed(
+    serve: Callable[[list[WorkloadRequest], int], Awaitable[None]],
+    longest: int,
+    shares: Sequence[float],
+    mine: RoundRobinLock,
+    rounds: int,
+) -> None:
+    """Serve bursts, each with Poisson arrivals at a share of the rate of bursts after it.
+
+    Args:
+        serve: Serves requests, with a seed for their prompts.
+        longest: Tokens of the longest sequence.
+        shares: Shares of the rate.
+        mine: Lock that is held while a burst and the requests after it are served.
+        rounds: Number of times that all of them are served.
+    """
+    loop, seconds = asyncio.get_running_loop(), []
+    for _ in range(rounds):
+        for index, share in enumerate(shares):
+            async with mine:
+                begin = loop.time()
+                await serve(make_mixed_workload(BURST, longest, math.inf, index), index)
+                seconds.append(loop.time() - begin)
+                rate, seed = share * BURST / median(seconds), len(shares) + index
+                await serve(make_mixed_workload(BURST, longest, rate, seed), seed)
+    await mine.end()
+
+
+async def _measure_host(
+    config: EngineConfig, serve: Callable[[RealServer], Awaitable[None]]
+) -> HostSamples:
+    """Start a server, call `serve` with it and return its samples."""
+    with tempfile.TemporaryDirectory(prefix="gllm-") as folder:
+        log = Path(folder) / "steps.jsonl"
+        async with start_server(config, log) as server:
+            await serve(server)
+        events = list(read_step_log(log))
+    run = build_run_record(events)
+    # The bursts only tell the rate: no core is free in them, and their first request waits, too,
+    # until this process has sent the last one.
+    requests = [request for request in server.served if request.job.arrival_seconds > 0]
+    return build_host_samples(run, pair_requests(requests, events, run))
 
 
 def _add_spans(profile: CostProfile, config: EngineConfig, progress: bool) -> CostProfile:

@@ -30,7 +30,7 @@ from gllm.config.engine import EngineConfig
 from gllm.kernels.threads import using_num_threads
 from gllm.models.config import ModelConfig, read_config
 from gllm.models.feed_forward import MLP
-from gllm.models.spec import MLPSpec
+from gllm.models.spec.feed_forward import MLPSpec
 from gllm.runtime.worker.device import threads_per_worker
 from gllm.sim.costs.operator_tables import VIDUR_FILES
 from gllm.transport.base import EdgeLayout

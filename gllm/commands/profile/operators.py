@@ -84,7 +84,8 @@ class LayerOperators:
     def __init__(self, span: TimedSpan, repeats: int) -> None:
         layer = span.executor.stage.layers.layers[0]
         is_plain = isinstance(layer.attention, Attention) and isinstance(layer.mlp, MLP)
-        if not is_plain or layer.is_parallel or layer.mlp_norm is None:
+        norms = layer.attention_norm, layer.mlp_norm
+        if not is_plain or layer.is_parallel or any(norm is None for norm in norms):
             raise ValueError(
                 "operators are timed of layers with attention of grouped queries and an MLP; use "
                 "`gllm profile` without --operators for this model"
@@ -106,10 +107,11 @@ class LayerOperators:
         spec = layer.attention.spec
         shape = batch.num_tokens, spec.num_heads, spec.head_dim
         query = torch.ones(shape, dtype=executor.dtype, device=executor.device)
-        plan, cache = batch.inputs.attention[spec.window], executor.layer_caches[0]
+        plan = batch.inputs.attention[spec.window]
+        keys, values = executor.layer_caches[0]
         scaling = layer.attention.scaling
         with torch.inference_mode():
-            return self._time(lambda: paged_attention(query, *cache, plan, scaling))
+            return self._time(lambda: paged_attention(query, keys, values, plan, scaling))
 
     def _prepare(self, rows: StepRows) -> Batch:
         return self._span.prepare(rows, should_sample=False)[0]
@@ -122,9 +124,11 @@ def _list_calls(
     span: TimedSpan, layer: DecoderLayer, batch: Batch, num_tokens: int
 ) -> dict[str, Callable[[], object]]:
     """Return calls of the token-level operators of a layer, on inputs of their shapes."""
-    attention, mlp, mlp_norm = layer.attention, layer.mlp, layer.mlp_norm
+    attention, mlp = layer.attention, layer.mlp
+    attention_norm, mlp_norm = layer.attention_norm, layer.mlp_norm
     assert isinstance(attention, Attention), "checked above"
     assert isinstance(mlp, MLP), "checked above"
+    assert attention_norm is not None, "checked above"
     assert mlp_norm is not None, "checked above"
     executor, spec, up_proj = span.executor, attention.spec, mlp.up_proj
     hidden, delta = span.make_hidden(num_tokens), span.make_hidden(num_tokens)
@@ -135,9 +139,10 @@ def _list_calls(
     if spec.rope is not None:
         angles = executor.stage.compute_angles(batch.inputs.positions)[spec.rope]
     slots = batch.inputs.attention[spec.window].slots
-    cache, layout = executor.layer_caches[0], attention.qkv_layout
+    keys, values = executor.layer_caches[0]
+    cache, layout = (keys, values), attention.qkv_layout
     calls: dict[str, Callable[[], object]] = {
-        "input_layernorm": lambda: layer.attention_norm.add_and_normalize(hidden, delta),
+        "input_layernorm": lambda: attention_norm.add_and_normalize(hidden, delta),
         "attn_pre_proj": lambda: attention.qkv_proj(hidden),
         "attn_rope": lambda: rotate_and_store(qkv, layout, angles, cache, slots),
         "attn_post_proj": lambda: attention.out_proj(attended),

@@ -20,6 +20,7 @@ from gllm.runtime.worker.device import count_gpus
 from gllm.runtime.worker.stage_resources import create_backend
 from gllm.scheduler.plan import ScheduledRow, StepPlan
 from gllm.scheduler.stage_work import StageWork, compute_stage_work
+from gllm.scheduler.state_slots import create_direct_segments
 from gllm.transport.solo_group import create_solo_groups
 
 WARM_UP_STEPS = 2
@@ -80,9 +81,9 @@ class TimedSpan:
             executor.join(create_solo_groups(0, num_ranks, device))
         scheduler = backend.reserve()
         self._block_size = scheduler.block_size
-        executor.allocate(
-            max(count_blocks(rows, self._block_size) for rows in steps), self._block_size
-        )
+        num_blocks = max(count_blocks(rows, self._block_size) for rows in steps)
+        num_slots = max(map(len, steps)) if executor.state_bytes else 0
+        executor.allocate(num_blocks, self._block_size, num_state_slots=num_slots)
         backend.prepare_steps()
         self._step = 0
         self._num_sequences = 0
@@ -110,7 +111,8 @@ class TimedSpan:
             )
             if seq == self._num_sequences:
                 self._register(seq)
-        plan = StepPlan(self._step, scheduled, [])
+        segments = create_direct_segments(scheduled) if self.executor.state_bytes else ()
+        plan = StepPlan(self._step, scheduled, [], state_segments=segments)
         return self.executor.prepare(plan), compute_stage_work(self._step, scheduled)
 
     def time_step(self, rows: StepRows, should_sample: bool = True) -> tuple[StageWork, float]:

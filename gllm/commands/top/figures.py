@@ -141,10 +141,20 @@ class ServerMetrics:
     step_tokens: float
     """Mean number of tokens per micro-batch."""
     stages: tuple[StageTimeShares, ...]
+    state_slots: float = 0.0
+    """Slots for the states of recurrent layers; 0 for a model without."""
+    used_state_slots: float = 0.0
+    """State slots that running sequences use."""
     router: RouterMetrics | None = None
     """Metrics of a router and its engines; None for an engine."""
     node_counts: Mapping[str, float] = field(default_factory=dict)
     """Number of the engine's machines, by state."""
+    has_speculation: bool = False
+    """True for an engine that guesses tokens."""
+    accepted_share: float = math.nan
+    """Share of its guesses that were right, in [0, 1]."""
+    tokens_per_window: float = math.nan
+    """Mean tokens of the text that a row with guesses yields."""
     node_losses: float = 0.0
     """Number of losses of machines since the server's start."""
 
@@ -208,6 +218,7 @@ def metrics_between(before: MetricsScrape, after: MetricsScrape) -> ServerMetric
 
     steps = increase("micro_batches_total")
     tokens = increase("prefill_tokens_total") + increase("decode_tokens_total")
+    accepted = increase("spec_decode_num_accepted_tokens_total")
     return ServerMetrics(
         model=after.model,
         running=after.value("num_requests_running"),
@@ -224,9 +235,14 @@ def metrics_between(before: MetricsScrape, after: MetricsScrape) -> ServerMetric
         prefix_hits=safe_ratio(
             increase("prefix_cache_hits_total"), increase("prefix_cache_queries_total")
         ),
+        accepted_share=safe_ratio(accepted, increase("spec_decode_num_draft_tokens_total")),
+        tokens_per_window=1 + safe_ratio(accepted, increase("spec_decode_num_drafts_total")),
+        has_speculation="spec_decode_num_drafts_total" in after.values,
         step_rate=safe_ratio(steps, seconds),
         step_tokens=safe_ratio(tokens, steps),
         stages=tuple(map(stage, sorted(after.stages.get("stage_busy_seconds_total", {})))),
+        state_slots=after.value("state_slots_total"),
+        used_state_slots=after.value("state_slots_used"),
         router=router_metrics_between(before, after),
         node_counts=after.node_counts,
         node_losses=after.value("node_losses_total"),

@@ -59,6 +59,7 @@ def render(
 def _engine_part(figures: ServerMetrics, width: int) -> list[str]:
     """Return the lines that an engine has and a router has not."""
     return [
+        *_state_lines(figures),
         *_machine_lines(figures),
         _labeled_line("recoveries", _recoveries(figures)),
         _labeled_line(
@@ -66,10 +67,30 @@ def _engine_part(figures: ServerMetrics, width: int) -> list[str]:
             f"{figures.in_flight:.0f} in flight, {format_number(figures.step_rate)}/s, "
             f"{format_number(figures.step_tokens)} tokens each",
         ),
+        *_speculation_lines(figures),
         *chain.from_iterable(
             _stage_lines(number, stage, width) for number, stage in enumerate(figures.stages)
         ),
     ]
+
+
+def _state_lines(figures: ServerMetrics) -> list[str]:
+    """Return the line of the state slots; none for a model without recurrent layers."""
+    if not figures.state_slots:
+        return []
+    text = f"{figures.used_state_slots:.0f} of {figures.state_slots:.0f} used"
+    return [_labeled_line("state slots", text)]
+
+
+def _speculation_lines(figures: ServerMetrics) -> list[str]:
+    """Return a line about guessed tokens; none without speculation."""
+    if not figures.has_speculation:
+        return []
+    text = (
+        f"{format_share(figures.accepted_share)} of guesses right, "
+        f"{format_number(figures.tokens_per_window)} tokens per window"
+    )
+    return [_labeled_line("speculation", text)]
 
 
 def _machine_lines(figures: ServerMetrics) -> list[str]:

@@ -201,11 +201,11 @@ class Replanner:
     started, stopped or switched between prefill and decode.
 
     Args:
-        manager: starts and ends the engines of this node.
+        manager: starts and ends the engines of this machine.
         router: HTTP client of the router.
         plan: running plan, which has a router.
-        node: name of this node.
-        make_specs: returns this node's processes of a plan.
+        nodes: names of the nodes that are this machine.
+        make_specs: returns this machine's processes of a plan.
         search: searches for new plans.
         times: intervals and timeouts.
     """
@@ -215,7 +215,7 @@ class Replanner:
         manager: EngineManager,
         router: ServerClient,
         plan: ServingPlan,
-        node: str,
+        nodes: Sequence[str],
         make_specs: Callable[[ServingPlan], Sequence[ProcessSpec]],
         search: PlanSearch,
         times: ReplanTimes = ReplanTimes(),
@@ -225,7 +225,7 @@ class Replanner:
         self.num_searches = 0
         self._manager = manager
         self._router = router
-        self._node = node
+        self._nodes = nodes
         self._make_specs = make_specs
         self._search = search
         self._times = times
@@ -281,11 +281,11 @@ class Replanner:
         for action in change.actions:
             plan = self.plan if isinstance(action, StopEngine) else change.plan
             nodes = plan.engines[action.name].nodes
-            if not isinstance(action, ChangeRole) and nodes != [self._node]:
+            if not isinstance(action, ChangeRole) and not set(nodes) <= set(self._nodes):
                 raise PlanError(
                     f"engines.{action.name}: it would have to start or to end on "
-                    f"{', '.join(nodes)}, but engines change on {self._node} only, where the "
-                    "router is: start the new plan with `gllm up` on all nodes"
+                    f"{', '.join(nodes)}, but engines change on {', '.join(self._nodes)} only, "
+                    "where the router is: start the new plan with `gllm up` on all nodes"
                 )
 
     async def _apply(self, change: PlanChange, path: Path) -> bool:

@@ -411,7 +411,10 @@ class EngineAnnouncer:
         num_stages = len(supervisor.planner.layers)
         # Only sizes that do not depend on the number of blocks are read.
         limits = self._resolve(
-            num_stages, max(num_blocks, -(-model.max_model_len // block_size)), model.max_model_len
+            num_stages,
+            max(num_blocks, -(-model.max_model_len // block_size)),
+            model.max_model_len,
+            num_state_slots=supervisor.num_state_slots,
         )
         return AnnounceEngine(
             PROTOCOL,

@@ -4,7 +4,12 @@ from collections.abc import Sequence
 
 from gllm.frontend.fields.base import JsonObject, Warn
 from gllm.frontend.fields.value_errors import raise_field_error, raise_unsupported
-from gllm.text.chat.placeholders import describe_part, describe_parts, is_media_part
+from gllm.text.chat.placeholders import (
+    MediaPartError,
+    describe_part,
+    describe_parts,
+    is_media_part,
+)
 
 
 class ChatMessageBuilder:
@@ -199,6 +204,10 @@ def check_type(value: JsonObject, path: str, supported_types: Sequence[str]) -> 
     rule = (
         f"one of {', '.join(supported_types)}" if len(supported_types) > 1 else supported_types[0]
     )
+    if is_media_part(value):
+        raise_unsupported(
+            path, f"has the type {kind!r:.100}, which is not supported: use {rule}", MediaPartError
+        )
     if isinstance(kind, str):
         raise_unsupported(path, f"has the type {kind!r:.100}, which is not supported: use {rule}")
     raise_field_error(f"{path}.type", rule, kind)

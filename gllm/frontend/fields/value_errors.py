@@ -25,14 +25,17 @@ def raise_field_error(path: str, rule: str, value: object = None) -> NoReturn:
     raise FieldError(_field_name(path), message)
 
 
-def raise_unsupported(path: str, message: str) -> NoReturn:
+def raise_unsupported(
+    path: str, message: str, error_class: type[FieldError] = FieldError
+) -> NoReturn:
     """Raise the FieldError of a JSON value that the API allows and this server does not support.
 
     Args:
         path: Path of the value in the request body, such as `input[3].content[0]`.
         message: Rest of a sentence that starts with the path, such as "is not supported".
+        error_class: Class of the error.
     """
-    raise FieldError(_field_name(path), f"{path} {message}")
+    raise error_class(_field_name(path), f"{path} {message}")
 
 
 def describe_value(value: object) -> str:

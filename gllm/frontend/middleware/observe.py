@@ -94,7 +94,9 @@ async def _observe(request: web.Request, handler: Handler) -> web.StreamResponse
         except ConnectionError:
             raise  # the client has disconnected
         except Exception as error:
-            response = error_response(to_client_error(error, request.path))
+            context = request.app.get(CONTEXT)
+            architecture = "" if context is None else context.engine.model.architecture
+            response = error_response(to_client_error(error, request.path, architecture))
         status = response.status
         return response
     finally:

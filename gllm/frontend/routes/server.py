@@ -112,7 +112,7 @@ async def get_loads(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
     status = context.engine.status()
     stats = status.stats
-    counters = (stats.decode_tokens, stats.prefix_queries, stats.prefix_hits)
+    counters = (stats.num_decoded_tokens, stats.prefix_queries, stats.prefix_hits)
     rates = context.load_window.add(LoadReading(time.monotonic(), *counters))
     max_tokens = status.num_kv_blocks * status.block_size
     mode, transfers = schemas.disaggregation_mode(context.engine.role), status.kv_transfers

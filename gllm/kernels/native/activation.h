@@ -5,7 +5,7 @@
 
 namespace gllm {
 
-enum Activation { NONE, SILU, GELU_TANH, GELU, SIGMOID };  // as in library.py
+enum Activation { NONE, SILU, GELU_TANH, GELU, SIGMOID, SWIGLU_OAI };  // as in library.py
 
 // 1 + erf(x / sqrt(2)), within 1.5e-7. Source: Abramowitz and Stegun, "Handbook of Mathematical
 // Functions" (1964), formula 7.1.26 for 1 - erf.
@@ -21,10 +21,21 @@ inline Vector one_plus_erf(Vector x) {
 }
 
 inline Vector activated(Vector x, int32_t kind) {
+    if (kind == NONE) return x;
     if (kind == SILU) return x / (1.0f + exp(-x));
     if (kind == SIGMOID) return 1.0f / (1.0f + exp(-x));
     if (kind == GELU) return 0.5f * x * one_plus_erf(x);
     return 0.5f * x * (1.0f + tanh(0.7978845608f * (x + 0.044715f * x * x * x)));
+}
+
+// Gate and up projection of a gated linear layer, combined. The limit and the factor of SWIGLU_OAI are
+// those of activation.py.
+inline Vector gated(Vector gate, Vector up, int32_t kind) {
+    if (kind != SWIGLU_OAI) return activated(gate, kind) * up;
+    gate = gate > 7.0f ? broadcast(7.0f) : gate;
+    up = up > 7.0f ? broadcast(7.0f) : up;
+    up = up < -7.0f ? broadcast(-7.0f) : up;
+    return gate / (1.0f + exp(-1.702f * gate)) * (up + 1.0f);
 }
 
 }  // namespace gllm

@@ -22,6 +22,7 @@ struct AttentionArguments {
     const void* query;           // [tokens, heads, key_dim], tokens query_row elements apart
     const void* keys;            // [slots, kv_heads, key_dim], slots key_row elements apart
     const void* values;          // [slots, kv_heads, value_dim], slots value_row elements apart
+    // With int8_cache, keys and values are codes; the float behind a head's codes is their scale.
     const int64_t* block_table;  // [rows, table_row]
     const int64_t* query_start;  // [rows + 1]
     const int64_t* context_len;  // [rows]
@@ -29,9 +30,10 @@ struct AttentionArguments {
     int64_t rows, table_row, block_size;
     int64_t heads, kv_heads, key_dim, value_dim;
     int64_t query_row, key_row, value_row;
-    int64_t window;  // 0: none
+    int64_t window;  // of the latest keys; below 0: of chunks of that many keys; 0: all
     float scale, softcap;  // softcap 0: none
-    int32_t dtype, threads;
+    int32_t dtype, int8_cache, threads;
+    const float* sinks;  // [heads], or null: scores of a further key, whose value is zero
 };
 
 namespace {
@@ -50,6 +52,9 @@ struct Scratch {
     Block block, coming;
     Memory<Unit> queries, keys, values, weights;
     Memory<float> scores, sums, most;
+    // With codes only: scales of the block, and numbers of LANES rows of codes.
+    float key_scales[KEYS], value_scales[KEYS];
+    Memory<std::conditional_t<std::is_same_v<Unit, float>, float, bfloat16>> numbers;
     Memory<Vector> total;
     Products<Unit> products;
 };
@@ -76,12 +81,15 @@ class Slots {
     int64_t offset, size;
 };
 
-template <class T>
+// T: queries and outputs; Cached: keys and values, T or int8_t.
+template <class T, class Cached>
 class Attention {
     using Unit = typename Packing<T>::Unit;
     static constexpr int64_t PER = Packing<T>::PER_UNIT;
     // Keys of a block are filled up to a multiple of it.
     static constexpr int64_t STEP = std::max<int64_t>(LANES, Products<Unit>::INNER * PER);
+    static constexpr bool CODES = !std::is_same_v<Cached, T>;
+    static constexpr int64_t SCALE = CODES ? sizeof(float) : 0;  // elements behind a head
 
   public:
     explicit Attention(const AttentionArguments& given)
@@ -112,12 +120,17 @@ class Attention {
     const AttentionArguments& a;
     const int64_t group, units, width;
 
+    // Position of the first key that the query at a position sees.
+    int64_t oldest_visible(int64_t position) const {
+        if (a.window < 0) return position / -a.window * -a.window;
+        return a.window ? std::max<int64_t>(position - a.window + 1, 0) : 0;
+    }
+
     Tile tile_of(int64_t row, int64_t head, int64_t first, int64_t tokens) const {
         const int64_t row_tokens = a.query_start[row + 1] - a.query_start[row];
         const int64_t position = a.context_len[row] - row_tokens + first;
         // Blocks begin at multiples of KEYS, so that a query's sums do not depend on its tile.
-        const int64_t oldest = a.window ? std::max<int64_t>(position - a.window + 1, 0) : 0;
-        const int64_t begin = oldest / KEYS * KEYS;
+        const int64_t begin = oldest_visible(position) / KEYS * KEYS;
         return {row, head, first, tokens, position, begin, position + tokens};
     }
 
@@ -133,6 +146,12 @@ class Attention {
         s.sums.assign(padded * width, 0.0f);
         s.most.assign(rows, -INFINITY);
         s.total.assign(rows, Vector{});
+        if constexpr (CODES) s.numbers.resize(LANES * std::max(a.key_dim, a.value_dim));
+        if (a.sinks)
+            for (int64_t r = 0; r < rows; ++r) {
+                s.most[r] = a.sinks[tile.kv_head * group + r % group];
+                s.total[r][0] = 1.0f;
+            }
         pack_queries(tile, s.queries.data());
         locate(tile, tile.begin, s.block);
         for (int64_t key = tile.begin; key < tile.end; key += KEYS) {
@@ -141,15 +160,19 @@ class Attention {
                 locate(tile, key + KEYS, s.coming);
             else
                 locate(next, next.begin, s.coming);
-            pack(s.block, s.keys.data(), s.values.data());
+            pack(s.block, s);
+            if constexpr (CODES) {
+                read_scales(s.block.keys, s.block.count, a.key_dim, s.key_scales);
+                read_scales(s.block.values, s.block.count, a.value_dim, s.value_scales);
+            }
             s.products.multiply(s.queries.data(), units, s.keys.data(), KEYS, s.scores.data(), KEYS,
                               rows, wide, units, false,
-                              Wanted(s.coming.keys, s.coming.count, a.key_dim * sizeof(T)));
+                              Wanted(s.coming.keys, s.coming.count, head_bytes(a.key_dim)));
             for (int64_t r = 0; r < rows; ++r)
                 weigh(tile, r, tile.position + r / group, key, count, s);
             s.products.multiply(s.weights.data(), KEYS / PER, s.values.data(), width, s.sums.data(),
                               width, rows, width, wide / PER, true,
-                              Wanted(s.coming.values, s.coming.count, a.value_dim * sizeof(T)));
+                              Wanted(s.coming.values, s.coming.count, head_bytes(a.value_dim)));
             std::swap(s.block, s.coming);
         }
         write(tile, s);
@@ -160,11 +183,13 @@ class Attention {
                Scratch<Unit>& s) const {
         float* scores = s.scores.data() + r * KEYS;
         const int64_t wide = rounded_up(count, STEP);
+        if constexpr (CODES)
+            for (int64_t j = 0; j < wide; j += LANES)
+                store(scores + j, load(scores + j) * load(s.key_scales + j));
         const bool bent = a.softcap != 0 || a.slopes;
         if (bent) bend(scores, wide, tile.kv_head * group + r % group, key - position);
         const float scale = bent ? 1.0f : a.scale;
-        const int64_t oldest = a.window ? position - a.window + 1 : 0;
-        const int64_t low = std::max<int64_t>(oldest - key, 0);
+        const int64_t low = std::max<int64_t>(oldest_visible(position) - key, 0);
         const int64_t high = std::min(count, position + 1 - key);
         Vector most = broadcast(-INFINITY);
         for (int64_t j = 0; j < wide; j += LANES) {
@@ -184,7 +209,11 @@ class Attention {
         for (int64_t j = 0; j < wide; j += LANES) {
             const Vector weight = exp(load(scores + j) * scale - now);
             total += weight;
-            store(reinterpret_cast<Stored*>(weights) + j, weight);
+            Stored* to = reinterpret_cast<Stored*>(weights) + j;
+            if constexpr (CODES)
+                store(to, weight * load(s.value_scales + j));
+            else
+                store(to, weight);
         }
         if (now != before) {
             const float kept = std::exp(before - now);
@@ -212,8 +241,9 @@ class Attention {
     // Elements as units hold them.
     using Stored = std::conditional_t<PER == 1, float, bfloat16>;
 
-    static void put(Stored& to, T value) {
-        if constexpr (std::is_same_v<Stored, T>)
+    template <class Element>
+    static void put(Stored& to, Element value) {
+        if constexpr (std::is_same_v<Stored, Element>)
             to = value;
         else
             to = to_float(value);
@@ -234,8 +264,9 @@ class Attention {
     }
 
     void locate(const Tile& tile, int64_t first, Block& block) const {
-        const T* keys = static_cast<const T*>(a.keys) + tile.kv_head * a.key_dim;
-        const T* values = static_cast<const T*>(a.values) + tile.kv_head * a.value_dim;
+        const Cached* keys = static_cast<const Cached*>(a.keys) + tile.kv_head * (a.key_dim + SCALE);
+        const Cached* values =
+            static_cast<const Cached*>(a.values) + tile.kv_head * (a.value_dim + SCALE);
         Slots slots(a.block_table + tile.row * a.table_row, a.block_size, first);
         block.count = std::min(KEYS, tile.end - first);
         for (int64_t i = 0; i < block.count; ++i) {
@@ -247,21 +278,52 @@ class Attention {
 
     // keys [units, KEYS] and values [KEYS / PER, width], both zero behind what there is, as far as
     // vectors reach.
-    void pack(const Block& block, Unit* keys, Unit* values) const {
+    void pack(const Block& block, Scratch<Unit>& s) const {
+        Unit *keys = s.keys.data(), *values = s.values.data();
         const bool ragged = block.count % STEP != 0;
         if (ragged || units * PER != a.key_dim) std::fill(keys, keys + units * KEYS, Unit{});
         if (ragged || width != a.value_dim)
             std::fill(values, values + KEYS / PER * width, Unit{});
         for (int64_t j = 0; j < block.count; j += LANES) {
             const int64_t some = std::min<int64_t>(LANES, block.count - j);
-            pack_columns(reinterpret_cast<const T* const*>(block.keys + j), some, keys + j);
-            pack_rows(reinterpret_cast<const T* const*>(block.values + j), some,
-                      values + j / PER * width);
+            if constexpr (CODES) {
+                const Stored* rows[LANES];
+                widen(block.keys + j, some, a.key_dim, s.numbers.data(), rows);
+                pack_columns(rows, some, keys + j);
+                widen(block.values + j, some, a.value_dim, s.numbers.data(), rows);
+                pack_rows(rows, some, values + j / PER * width);
+            } else {
+                pack_columns(reinterpret_cast<const T* const*>(block.keys + j), some, keys + j);
+                pack_rows(reinterpret_cast<const T* const*>(block.values + j), some,
+                          values + j / PER * width);
+            }
         }
     }
 
+    // Rows of codes become `numbers`, exactly; rows [count]: where each begins there.
+    static void widen(const char* const* codes, int64_t count, int64_t dim, Stored* numbers,
+                      const Stored** rows) {
+        for (int64_t i = 0; i < count; ++i, numbers += dim) {
+            const int8_t* from = reinterpret_cast<const int8_t*>(codes[i]);
+            int64_t d = 0;
+            for (; d + LANES <= dim; d += LANES) store(numbers + d, load(from + d));
+            for (; d < dim; ++d) assign(numbers[d], from[d]);
+            rows[i] = numbers;
+        }
+    }
+
+    // Bytes of a head's key or value.
+    static int64_t head_bytes(int64_t dim) { return (dim + SCALE) * sizeof(Cached); }
+
+    // scales [KEYS]: those behind the codes of some rows, zero after them.
+    static void read_scales(const char* const* rows, int64_t count, int64_t dim, float* scales) {
+        for (int64_t i = 0; i < count; ++i) std::memcpy(scales + i, rows[i] + dim, sizeof(float));
+        std::fill(scales + count, scales + KEYS, 0.0f);
+    }
+
     // Rows of keys become columns [units, KEYS].
-    void pack_columns(const T* const* rows, int64_t count, Unit* columns) const {
+    template <class Element>
+    void pack_columns(const Element* const* rows, int64_t count, Unit* columns) const {
         int64_t unit = 0;
         if (count == LANES)
             for (; (unit + LANES) * PER <= a.key_dim; unit += LANES) {
@@ -278,7 +340,8 @@ class Attention {
     }
 
     // Rows of values stay rows; where a unit holds two numbers, they come from neighbours.
-    void pack_rows(const T* const* rows, int64_t count, Unit* packed) const {
+    template <class Element>
+    void pack_rows(const Element* const* rows, int64_t count, Unit* packed) const {
         for (int64_t i = 0; i < count; i += PER, packed += width) {
             int64_t d = 0;
             if (i + PER <= count)
@@ -292,7 +355,8 @@ class Attention {
         }
     }
 
-    static Vector neighbours(const T* first, const T* second) {
+    template <class Element>
+    static Vector neighbours(const Element* first, const Element* second) {
         if constexpr (PER == 1)
             return load(first);
         else
@@ -318,5 +382,8 @@ class Attention {
 }  // namespace gllm
 
 extern "C" __attribute__((visibility("default"))) void gllm_attention(const gllm::AttentionArguments* a) {
-    gllm::with_dtype(a->dtype, [&](auto type) { gllm::Attention<decltype(type)>(*a).run(); });
+    gllm::with_dtype(a->dtype, [&](auto type) {
+        using T = decltype(type);
+        a->int8_cache ? gllm::Attention<T, int8_t>(*a).run() : gllm::Attention<T, T>(*a).run();
+    });
 }

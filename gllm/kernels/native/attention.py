@@ -1,7 +1,7 @@
 """Attention backend for CPUs: calls the compiled kernel of attention.cpp.
 
-The kernel reads the block tables of a plan itself, and a cache of the dtype of the queries in
-place.
+The kernel reads the block tables of a plan itself, and a cache of the dtype of the queries or of
+int8 in place.
 """
 
 from collections.abc import Iterator
@@ -13,9 +13,16 @@ import torch
 from torch import Tensor
 
 from gllm.kernels.attention_backends import AttentionRequirements
-from gllm.kernels.attention_plan import GATHERED_TOKENS, AttentionPlan, PagedBatch
+from gllm.kernels.attention_plan import (
+    GATHERED_TOKENS,
+    AttentionPlan,
+    PagedBatch,
+    find_oldest_visible,
+)
 from gllm.kernels.attention_scaling import AttentionScaling
+from gllm.kernels.attention_window import AttentionWindow, encode_window
 from gllm.kernels.fp8_cache import select_converted
+from gllm.kernels.int8_cache import num_cached_elements
 from gllm.kernels.native.builds import select_build
 from gllm.kernels.native.library import MAX_SLOWDOWN, AttentionArguments, current_library
 
@@ -53,15 +60,16 @@ def paged_attention(
 ) -> Tensor:
     """Compute causal attention over a paged KV cache with the compiled CPU kernel.
 
-    If the cache has another dtype than the query, its blocks are converted first, for some
+    A cache of another dtype than the query and int8 is converted block by block first, for some
     sequences at a time.
 
     Args:
         query: [tokens, heads, head_dim].
         key_cache: [blocks, block_size, kv_heads, head_dim].
-        value_cache: [blocks, block_size, kv_heads, value_dim] of key_cache's dtype.
+        value_cache: [blocks, block_size, kv_heads, value_dim] of key_cache's dtype; of int8, both
+            have entries of int8_cache.py.
         plan: attention metadata of the step; `plan.rows` is read.
-        scaling: scale, softcap and ALiBi slopes of the scores.
+        scaling: scale, softcap, ALiBi slopes and sinks of the scores.
 
     Returns:
         [tokens, heads, value_dim].
@@ -69,9 +77,9 @@ def paged_attention(
     # A backend requested by name is used even if it was measured to be slower than torch.
     kernels = current_library()
     assert kernels is not None, "no compiled kernels: the plan was made for another backend"
-    output = kernels.empty((*query.shape[:2], value_cache.shape[3]), query.dtype)
+    output = kernels.empty((*query.shape[:2], num_cached_elements(value_cache)), query.dtype)
     rows, window = plan.rows, plan.window
-    if key_cache.dtype == query.dtype:
+    if key_cache.dtype in (query.dtype, torch.int8):
         kernels(_arguments(output, query, key_cache, value_cache, rows, window, scaling))
         return output
     for part in _split_rows(rows, window):
@@ -87,7 +95,7 @@ def _arguments(
     key_cache: Tensor,
     value_cache: Tensor,
     rows: PagedBatch,
-    window: int | None,
+    window: AttentionWindow,
     scaling: AttentionScaling,
 ) -> AttentionArguments:
     """Return the kernel's arguments for the sequences of `rows`."""
@@ -96,9 +104,11 @@ def _arguments(
         *(table.ctypes.data for table in (rows.block_table, rows.query_start, rows.context_len)),
         scaling.alibi_slopes,
         *(len(rows.context_len), rows.block_table.shape[1], rows.block_size),
-        *(query.shape[1], *key_cache.shape[2:], value_cache.shape[3]),
-        *(query.stride(0), key_cache.stride(1), value_cache.stride(1), window or 0),
-        *(scaling.scale, scaling.softcap or 0, query.dtype),
+        *(query.shape[1], key_cache.shape[2]),
+        *(num_cached_elements(key_cache), num_cached_elements(value_cache)),
+        *(query.stride(0), key_cache.stride(1), value_cache.stride(1), encode_window(window)),
+        *(scaling.scale, scaling.softcap or 0, query.dtype, key_cache.dtype == torch.int8),
+        sinks=scaling.sinks,
     )
 
 
@@ -111,13 +121,11 @@ class _Part:
     """[rows, blocks]: True for the entries of the block table that are read."""
 
 
-def _split_rows(rows: PagedBatch, window: int | None) -> Iterator[_Part]:
+def _split_rows(rows: PagedBatch, window: AttentionWindow) -> Iterator[_Part]:
     """Yield the sequences of a batch in parts of at most GATHERED_TOKENS tokens, or single ones."""
-    first = np.zeros_like(rows.context_len)
-    if window is not None:
-        oldest = rows.context_len - np.diff(rows.query_start) - window + 1
-        # The kernel begins at a multiple of its block of keys.
-        first = np.maximum(oldest, 0) // KEYS_PER_BLOCK * KEYS_PER_BLOCK // rows.block_size
+    oldest = find_oldest_visible(rows.context_len - np.diff(rows.query_start), window)
+    # The kernel begins at a multiple of its block of keys.
+    first = oldest // KEYS_PER_BLOCK * KEYS_PER_BLOCK // rows.block_size
     columns = np.arange(rows.block_table.shape[1])
     last = -(-rows.context_len // rows.block_size)
     is_read = (columns >= first[:, None]) & (columns < last[:, None])

@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "activation.h"
+#include "eight_bits.h"
 #include "pool.h"
 
 namespace gllm {
@@ -25,23 +26,26 @@ struct NormArguments {
 };
 
 struct RotaryArguments {
-    void* qkv;             // [tokens, heads + 2 kv_heads, head_dim]; queries are rotated in place
+    void* qkv;             // [tokens, heads + 2 kv_heads, head_dim], row elements between tokens; queries
+                           // are rotated in place
     const float* cosine;   // [tokens, dim / 2]
     const float* sine;     // [tokens, dim / 2]
     const void* query_norm;  // [head_dim], or null: RMSNorm before the rotation; see float_weight
     const void* key_norm;
-    void* keys;            // [slots, kv_heads, head_dim]
-    void* values;          // [slots, kv_heads, head_dim]
+    // [slots, kv_heads, head_dim]; with int8_cache, codes with the scale of each head behind them
+    void* keys;
+    void* values;
     const int64_t* slots;  // [tokens]
-    int64_t tokens, heads, kv_heads, head_dim, dim;
+    int64_t tokens, heads, kv_heads, head_dim, dim, row;
     float eps;
-    int32_t interleaved, float_weight, dtype, threads;
+    int32_t interleaved, float_weight, int8_cache, dtype, threads;
 };
 
 struct GateArguments {
-    const void* gate_up;  // [rows, 2 size]
-    void* output;         // [rows, size]
-    int64_t rows, size;
+    const void* gate;  // [rows, size], gate_row elements between rows
+    const void* up;    // [rows, size], up_row elements between rows
+    void* output;      // [rows, size]
+    int64_t rows, size, gate_row, up_row;
     int32_t activation, dtype, threads;
 };
 
@@ -125,14 +129,19 @@ void norm_and_rotate(T* head, const void* norm, const RotaryArguments& a, int64_
 
 template <class T, class W>
 void rotate_and_store(const RotaryArguments& a) {
-    const int64_t row = (a.heads + 2 * a.kv_heads) * a.head_dim, wide = a.kv_heads * a.head_dim;
-    share_loop(a.threads, a.tokens, a.tokens * row >= PARALLEL, [&](int64_t token) {
-        T* head = static_cast<T*>(a.qkv) + token * row;
+    const int64_t size = (a.heads + 2 * a.kv_heads) * a.head_dim, wide = a.kv_heads * a.head_dim;
+    share_loop(a.threads, a.tokens, a.tokens * size >= PARALLEL, [&](int64_t token) {
+        T* head = static_cast<T*>(a.qkv) + token * a.row;
         for (int64_t i = 0; i < a.heads; ++i, head += a.head_dim)
             norm_and_rotate<T, W>(head, a.query_norm, a, token);
         T* keys = head;
         for (int64_t i = 0; i < a.kv_heads; ++i, head += a.head_dim)
             norm_and_rotate<T, W>(head, a.key_norm, a, token);
+        if (a.int8_cache) {
+            store_codes(keys, a.kv_heads, a.head_dim, a.keys, a.slots[token]);
+            store_codes(head, a.kv_heads, a.head_dim, a.values, a.slots[token]);
+            return;
+        }
         std::copy(keys, head, static_cast<T*>(a.keys) + a.slots[token] * wide);
         std::copy(head, head + wide, static_cast<T*>(a.values) + a.slots[token] * wide);
     });
@@ -141,15 +150,15 @@ void rotate_and_store(const RotaryArguments& a) {
 template <class T>
 void gate(const GateArguments& a) {
     share_loop(a.threads, a.rows, a.rows * a.size >= PARALLEL, [&](int64_t row) {
-        const T* gate = static_cast<const T*>(a.gate_up) + row * 2 * a.size;
-        const T* up = gate + a.size;
+        const T* gate = static_cast<const T*>(a.gate) + row * a.gate_row;
+        const T* up = static_cast<const T*>(a.up) + row * a.up_row;
         T* output = static_cast<T*>(a.output) + row * a.size;
         int64_t i = 0;
         for (; i + LANES <= a.size; i += LANES)
-            store(output + i, activated(load(gate + i), a.activation) * load(up + i));
+            store(output + i, gated(load(gate + i), load(up + i), a.activation));
         for (; i < a.size; ++i) {
-            const Vector one = activated(broadcast(to_float(gate[i])), a.activation);
-            assign(output[i], one[0] * to_float(up[i]));
+            const Vector first = broadcast(to_float(gate[i])), second = broadcast(to_float(up[i]));
+            assign(output[i], gated(first, second, a.activation)[0]);
         }
     });
 }

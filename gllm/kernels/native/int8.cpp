@@ -17,16 +17,12 @@
 #pragma GCC optimize("fp-contract=off")
 #endif
 
+#include "eight_bits.h"
 #include "int8_dot.h"
 #include "pool.h"
 #include "unrolled.h"
 
 namespace gllm {
-
-constexpr float LARGEST = 127.0f;             // code of a row's largest number, without ZERO
-constexpr float SMALLEST = 7.52316385e-37f;   // 2^-120: rows below it count as zeros
-constexpr int64_t ROW_CHUNK = 192;            // rows of a task
-constexpr int64_t QUANTIZED_ALONE = 1 << 14;  // elements from which on threads are worth waking
 
 struct QuantizeArguments {
     const void* x;   // [rows, size]
@@ -90,6 +86,28 @@ void quantize_row(const T* x, int64_t size, uint32_t bits, uint8_t* codes, float
         const float product = to_float(x[i]) * inverse;
         codes[i] = static_cast<uint8_t>(as<uint32_t>(product + 12582912.0f) + ZERO);
     }
+}
+
+// Codes without offset and padding.
+template <class T>
+void quantize_head(const T* x, int64_t size, int8_t* codes) {
+    const uint32_t bits = largest_bits(x, size);
+    const float most = as<float>(bits);
+    const bool finite = bits < 0x7f800000;
+    const float scale = finite ? most / LARGEST : NAN;
+    std::memcpy(codes + size, &scale, sizeof(scale));
+    if (!finite || most < SMALLEST) {
+        std::fill(codes, codes + size, 0);
+        return;
+    }
+    const float inverse = LARGEST / most;
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) {
+        const Bytes low = low_bytes(as<Words>(load(x + i) * inverse + 12582912.0f));
+        std::memcpy(codes + i, &low, sizeof(low));
+    }
+    for (; i < size; ++i)
+        codes[i] = static_cast<int8_t>(as<uint32_t>(to_float(x[i]) * inverse + 12582912.0f));
 }
 
 template <class T>
@@ -238,6 +256,19 @@ void linear(const Int8Arguments& a) {
 }
 
 }  // namespace
+
+template <class T>
+void store_codes(const T* x, int64_t heads, int64_t dim, void* cache, int64_t slot) {
+    const int64_t stride = dim + static_cast<int64_t>(sizeof(float));
+    int8_t* to = static_cast<int8_t*>(cache) + slot * heads * stride;
+    for (int64_t head = 0; head < heads; ++head)
+        quantize_head(x + head * dim, dim, to + head * stride);
+}
+
+template void store_codes(const float*, int64_t, int64_t, void*, int64_t);
+template void store_codes(const bfloat16*, int64_t, int64_t, void*, int64_t);
+template void store_codes(const float16*, int64_t, int64_t, void*, int64_t);
+
 }  // namespace gllm
 
 extern "C" {

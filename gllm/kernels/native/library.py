@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from gllm.kernels.native.builds import BUILD_VARIABLE, BuildSelection, select_build
+from gllm.kernels.state_plan import StatePlan
 from gllm.kernels.threads import num_threads
 
 NUM_PLACES = 5
@@ -34,7 +35,16 @@ MAX_RANKS = 64
 
 log = logging.getLogger(__name__)
 
-Operation = Literal["linear", "linear_int8", "attention", "norm", "gate", "rotate"]
+Operation = Literal[
+    "linear",
+    "linear_int8",
+    "linear_grouped",
+    "attention",
+    "norm",
+    "gate",
+    "rotate",
+    "recurrence",
+]
 MAX_SLOWDOWN = 1.25
 """Largest ratio of a kernel's time to torch's at which the kernel is used: the geometric mean of
 decodes and a prefill chunk. Above 1, because a short measurement is not exact and compiled kernels
@@ -148,7 +158,8 @@ class AttentionArguments(KernelArguments):
         ("rows table_row block_size heads kv_heads key_dim value_dim", Long),
         ("query_row key_row value_row window", Long),
         ("scale softcap", Float),
-        ("dtype threads", Int),
+        ("dtype int8_cache threads", Int),
+        ("sinks", Pointer),
     )
 
 
@@ -174,9 +185,9 @@ class RotaryArguments(KernelArguments):
 
     _fields_ = _fields(
         ("qkv cosine sine query_norm key_norm keys values slots", Pointer),
-        ("tokens heads kv_heads head_dim dim", Long),
+        ("tokens heads kv_heads head_dim dim row", Long),
         ("eps", Float),
-        ("interleaved float_weight dtype threads", Int),
+        ("interleaved float_weight int8_cache dtype threads", Int),
     )
 
 
@@ -187,7 +198,9 @@ class GateArguments(KernelArguments):
     """
 
     _fields_ = _fields(
-        ("gate_up output", Pointer), ("rows size", Long), ("activation dtype threads", Int)
+        ("gate up output", Pointer),
+        ("rows size gate_row up_row", Long),
+        ("activation dtype threads", Int),
     )
 
 
@@ -199,6 +212,73 @@ class ActivateArguments(KernelArguments):
 
     _fields_ = _fields(
         ("input output", Pointer), ("rows size", Long), ("activation dtype threads", Int)
+    )
+
+
+class StatePlanArguments(ctypes.Structure):
+    """Segments of a step and the slots of their states, for kernels of recurrent layers.
+
+    C structure `StatePlan` of recurrent.cpp.
+    """
+
+    _fields_ = _fields(("segments groups", Pointer), ("num_groups", Long))
+
+
+class ConvolutionArguments(KernelArguments):
+    """Arguments of the compiled causal depthwise convolution.
+
+    C structure `ConvolutionArguments` of recurrent.cpp, which documents the fields.
+    """
+
+    _fields_ = _fields(
+        ("plan", StatePlanArguments),
+        ("input weight bias state output", Pointer),
+        ("channels size input_row", Long),
+        ("activation dtype threads", Int),
+    )
+
+
+class RecurrenceArguments(KernelArguments):
+    """Arguments of the compiled linear recurrence: gated delta rule or selective state update.
+
+    C structure `RecurrenceArguments` of recurrent.cpp, which documents the fields.
+    """
+
+    _fields_ = _fields(
+        ("plan", StatePlanArguments),
+        ("query key value step beta rate bias skip state output", Pointer),
+        ("heads key_heads key_dim value_dim", Long),
+        ("query_row key_row value_row step_row beta_row", Long),
+        ("min_step max_step query_scale decay_bound", Float),
+        ("normalizes step_per_key dtype threads", Int),
+    )
+
+
+class ScanArguments(KernelArguments):
+    """Arguments of the compiled selective scan of Mamba 1.
+
+    C structure `ScanArguments` of recurrent.cpp, which documents the fields.
+    """
+
+    _fields_ = _fields(
+        ("plan", StatePlanArguments),
+        ("value step key query rate bias skip state output", Pointer),
+        ("channels size value_row step_row key_row query_row", Long),
+        ("dtype threads", Int),
+    )
+
+
+class GatedNormArguments(KernelArguments):
+    """Arguments of the compiled RMSNorm with a gate.
+
+    C structure `GatedNormArguments` of recurrent.cpp, which documents the fields.
+    """
+
+    _fields_ = _fields(
+        ("input gate weight output", Pointer),
+        ("rows groups weight_groups size gate_row", Long),
+        ("eps", Float),
+        ("gates_first activation float_weight dtype threads", Int),
     )
 
 
@@ -279,8 +359,50 @@ class Int8Arguments(KernelArguments):
     )
 
 
-ACTIVATIONS = MappingProxyType({"silu": 1, "gelu_tanh": 2, "gelu": 3})
+class GroupScalesArguments(ctypes.Structure):
+    """Scales or minimums of a weight of few bits.
+
+    C structure `GroupScales` of grouped.cpp, which documents the fields.
+    """
+
+    _fields_ = _fields(("numbers units", Pointer), ("groups_per_unit kind", Long))
+
+
+class GroupedArguments(KernelArguments):
+    """Arguments of the compiled linear layer with a weight of few bits.
+
+    C structure `GroupedArguments` of grouped.cpp, which documents the fields.
+    """
+
+    _fields_ = _fields(
+        ("codes table", Pointer),
+        ("scales minimums", GroupScalesArguments),
+        ("x bias output", Pointer),
+        ("rows inputs outputs output_row group", Long),
+        ("width zero dtype float_output threads", Int),
+        ("order", Pointer),
+    )
+
+
+class GroupedRowsArguments(KernelArguments):
+    """Arguments of the compiled function that reads rows of a weight of few bits.
+
+    C structure `GroupedRowsArguments` of grouped.cpp, which documents the fields.
+    """
+
+    _fields_ = _fields(
+        ("codes table", Pointer),
+        ("scales minimums", GroupScalesArguments),
+        ("chosen output", Pointer),
+        ("rows inputs group", Long),
+        ("width zero dtype threads", Int),
+    )
+
+
+ACTIVATIONS = MappingProxyType({"silu": 1, "gelu_tanh": 2, "gelu": 3, "swiglu_oai": 5})
 """Compiled activations and their numbers in `enum Activation` of activation.h."""
+NO_ACTIVATION = 0
+"""Number of the identity there."""
 SIGMOID = 4
 """Number of the sigmoid there; it gates experts and scores them, but is no feed-forward block's."""
 
@@ -290,12 +412,18 @@ FUNCTIONS = {
     "gllm_rotate_and_store": RotaryArguments,
     "gllm_gate": GateArguments,
     "gllm_activate": ActivateArguments,
+    "gllm_convolve": ConvolutionArguments,
+    "gllm_recur": RecurrenceArguments,
+    "gllm_scan": ScanArguments,
+    "gllm_gated_norm": GatedNormArguments,
     "gllm_linear": LinearArguments,
     "gllm_linear_heads": HeadLinearArguments,
     "gllm_pack": PackArguments,
     "gllm_unpack": UnpackArguments,
     "gllm_quantize_rows": QuantizeArguments,
     "gllm_linear_int8": Int8Arguments,
+    "gllm_linear_grouped": GroupedArguments,
+    "gllm_read_grouped": GroupedRowsArguments,
     "gllm_reduce": ReduceArguments,
     "gllm_barrier": BarrierArguments,
     "gllm_cancel": CancelArguments,
@@ -529,6 +657,12 @@ def using_library(library: KernelLibrary) -> Iterator[None]:
         yield
     finally:
         library_override.reset(token)
+
+
+def plan_arguments(plan: StatePlan) -> StatePlanArguments:
+    """Return the C structure of a plan in host memory; it is valid as long as the plan is."""
+    segments, groups = plan.segments, plan.groups
+    return StatePlanArguments(segments.data_ptr(), groups.data_ptr(), len(groups) - 1)
 
 
 def data_pointer(tensor: Tensor | None) -> int | None:

@@ -61,8 +61,9 @@ class LinearOutput {
         for (int64_t r = 0; r < rows; ++r, gates += apart, others += apart) {
             T* to = static_cast<T*>(a.output) + (row + r) * output_row + column;
             for (int64_t i = 0; i < width; i += LANES) {
-                const Vector gate = activated(load(gates + i) + load(numbers + i), a.gate);
-                const Vector product = gate * (load(others + i) + load(numbers + PANEL + i));
+                const Vector gate = load(gates + i) + load(numbers + i);
+                const Vector up = load(others + i) + load(numbers + PANEL + i);
+                const Vector product = gated(gate, up, a.gate);
                 if (i + LANES <= width)
                     store(to + i, product);
                 else

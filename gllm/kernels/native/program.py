@@ -4,14 +4,16 @@ A recorded program runs all kernels of a step in one call from Python, without t
 step of few tokens spends much of its time between kernels. `RecordedProgram.run` updates what
 changes from step to step: the number of tokens, their rotary angles and their cache slots.
 
-Recording computes nothing: kernel calls are stored instead of run, and any other computation raises
-`NotRecordableError`. Models that need other operations run without a program.
+Recording computes nothing: kernel calls are stored instead of run. What no compiled kernel computes
+is a host function (`launch_host_function`): a replay calls it between the kernels, with the rows of
+the step. Any other computation raises `NotRecordableError`, and the model runs without a program.
 """
 
 import ctypes
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,17 +21,28 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gllm.kernels.attention_plan import AttentionPlan
+from gllm.kernels.attention_window import AttentionWindow, encode_window
 from gllm.kernels.native.library import (
     AttentionArguments,
     BarrierArguments,
+    ConvolutionArguments,
     KernelLibrary,
     Operation,
+    RecurrenceArguments,
     RotaryArguments,
+    ScanArguments,
     data_pointer,
+    library_override,
+    plan_arguments,
     using_library,
 )
 from gllm.kernels.rotary import RotaryAngles
+from gllm.kernels.state_plan import StatePlan
 
+RECURRENCES = ConvolutionArguments, RecurrenceArguments, ScanArguments
+"""Argument structures of kernels that update states, as a plan says."""
+PLANNED = AttentionArguments, *RECURRENCES
+"""Argument structures of kernels that process sequences, which a plan describes, not rows."""
 ALIGNED = 64
 """Alignment of buffers in bytes."""
 
@@ -63,6 +76,33 @@ def _memory_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+@dataclass(slots=True)
+class HostCall:
+    """Recorded call of a host function (`launch_host_function`) on the rows of a step."""
+
+    function: Callable[..., Tensor]
+    inputs: tuple[Tensor, ...]
+    """Tensors with a row for each token that the recording can compute."""
+    output: Tensor | None
+    """Receives the result; None if the function changes its first input."""
+    has_context: bool
+    """True if the function needs the inputs of the step."""
+    rows: tuple[Tensor, ...] = field(default=(), init=False)
+    """The inputs' rows of the step."""
+
+    def select_rows(self, tokens: int) -> None:
+        """Select the rows of a step of `tokens` tokens."""
+        self.rows = tuple(each[:tokens] for each in self.inputs)
+
+    def __call__(self, context: object) -> None:
+        """Call the function; context: inputs of the step."""
+        result = (
+            self.function(context, *self.rows) if self.has_context else self.function(*self.rows)
+        )
+        if self.output is not None:
+            self.output[: len(result)] = result
+
+
 class KernelRecorder(KernelLibrary):
     """Kernel library that records the calls of a stage instead of running them, like graph capture.
 
@@ -74,8 +114,8 @@ class KernelRecorder(KernelLibrary):
     def __init__(self, library: KernelLibrary, tokens: int, memory: Tensor) -> None:
         """Record calls of `library` with buffers in memory [bytes] uint8."""
         self.calls: list[ctypes.Structure] = []
-        self.segment_ends: list[int] = []
-        """Number of calls up to the end of each segment."""
+        self.stops: list[tuple[int, HostCall | None]] = []
+        """Host calls, and None at the end of each segment, each with the number of calls before."""
         self.checks: list[Callable[[], None]] = []
         """Checks to call after each run of the calls."""
         self.tokens = tokens
@@ -89,7 +129,13 @@ class KernelRecorder(KernelLibrary):
 
     def end_segment(self) -> None:
         """End a segment of the calls; a replay can call a function between two segments."""
-        self.segment_ends.append(len(self.calls))
+        self.stops.append((len(self.calls), None))
+
+    def call_host(self, call: HostCall) -> None:
+        """Store a host call."""
+        if any(len(each) != self.tokens for each in call.inputs):
+            raise NotRecordableError("an input of a host function has other rows than tokens")
+        self.stops.append((len(self.calls), call))
 
     def call_after(self, check: Callable[[], None]) -> None:
         """Store a check to call after each replay; a check is stored once."""
@@ -129,6 +175,41 @@ class KernelRecorder(KernelLibrary):
         self._used = 0
 
 
+def launch_host_function(
+    function: Callable[..., Tensor],
+    *inputs: Tensor,
+    context: object = None,
+    shape: Sequence[int] | None = None,
+    is_in_place: bool = False,
+) -> Tensor:
+    """Return function(*inputs), for what no compiled kernel computes.
+
+    While recording, the call is stored instead. It is the same function on the same rows, so
+    a replay computes the same bits.
+
+    Args:
+        function: returns a tensor [tokens, ...] of the first input's dtype, or its first input,
+            which it has changed.
+        inputs: tensors with a row for each token.
+        context: inputs of the step, passed to the function before `inputs`, as a replay passes its
+            own; None for none.
+        shape: shape of the result; None for that of the first input.
+        is_in_place: True if the function returns its first input.
+    """
+    recorder = library_override.get()
+    if not isinstance(recorder, KernelRecorder):
+        return function(*inputs) if context is None else function(context, *inputs)
+    first = inputs[0]
+    output = None if is_in_place else recorder.empty(shape or first.shape, first.dtype)
+    recorder.call_host(HostCall(function, inputs, output, context is not None))
+    return first if output is None else output
+
+
+def make_contiguous(x: Tensor) -> Tensor:
+    """Return x [tokens, ...] whose rows follow each other in memory, as most kernels read it."""
+    return x if x.is_contiguous() else launch_host_function(Tensor.contiguous, x)
+
+
 @contextmanager
 def record_kernels(library: KernelLibrary, tokens: int, memory: Tensor) -> Iterator[KernelRecorder]:
     """Record this thread's kernel calls within a `with` block instead of running them.
@@ -162,7 +243,7 @@ class RecordedProgram:
             table += [recorded.address(arguments), ctypes.addressof(arguments)]
         self._table = (ctypes.c_void_p * len(table))(*table)
         self._count = len(calls)
-        self._segment_ends = recorded.segment_ends
+        self._stops = recorded.stops
         self._checks = recorded.checks
         self._library = recorded.library
         self._attentions = [call for call in calls if isinstance(call, AttentionArguments)]
@@ -174,16 +255,19 @@ class RecordedProgram:
         self._calls_with_rows = [
             (call, call.rows // self.tokens)
             for call in calls
-            if not isinstance(call, AttentionArguments | RotaryArguments | BarrierArguments)
+            if not isinstance(call, (*PLANNED, RotaryArguments, BarrierArguments))
         ]
+        self._recurrences = [call for call in calls if isinstance(call, RECURRENCES)]
         self._num_tokens = 0
 
     def run(
         self,
         tokens: int,
-        plans: Mapping[int | None, AttentionPlan],
+        plans: Mapping[AttentionWindow, AttentionPlan],
         angles: Mapping[Any, RotaryAngles],
+        states: StatePlan | None = None,
         on_segment: Callable[[int], None] | None = None,
+        context: object = None,
     ) -> None:
         """Replay the recorded kernel calls for one step.
 
@@ -191,8 +275,10 @@ class RecordedProgram:
             tokens: number of tokens of the step, at most `self.tokens`.
             plans: attention plan of the step for each window.
             angles: rotary angles of the step for each kind of rotary embedding.
-            on_segment: called after each segment with the number of segments that have run; None to
-                run all calls at once.
+            states: states of the step, if there are recurrent layers.
+            on_segment: called after each segment with the number of segments that have run; None
+                for no calls.
+            context: inputs of the step for host functions.
 
         Raises:
             GroupClosedError, GroupMismatchError: from the checks of collectives of the ranks.
@@ -200,6 +286,9 @@ class RecordedProgram:
         if tokens != self._num_tokens:
             for call, rows_per_token in self._calls_with_rows:
                 call.rows = tokens * rows_per_token
+            for _, host_call in self._stops:
+                if host_call is not None:
+                    host_call.select_rows(tokens)
             self._num_tokens = tokens
         pointers = {
             rope: (data_pointer(cos), data_pointer(sin)) for rope, (cos, sin) in angles.items()
@@ -209,21 +298,32 @@ class RecordedProgram:
             call.tokens, call.slots = tokens, slots
             if rope is not None:
                 call.cosine, call.sine = pointers[rope]
-        fields = {window or 0: _cache_fields(plan) for window, plan in plans.items()}
+        fields = {encode_window(window): _cache_fields(plan) for window, plan in plans.items()}
         for call in self._attentions:
             for name, value in fields[call.window]:
                 setattr(call, name, value)
-        if on_segment is None:
-            self._run_calls(0, self._count)
-            return
-        begin = 0
-        for index, end in enumerate(self._segment_ends, start=1):
+        if self._recurrences:
+            assert states is not None, "a stage with recurrent layers has states"
+            plan = plan_arguments(states)
+            for call in self._recurrences:
+                call.plan = plan
+        begin, num_segments = 0, 0
+        for end, host_call in self._stops:
+            num_segments += host_call is None
+            if host_call is None and on_segment is None:
+                continue
             self._run_calls(begin, end)
-            on_segment(index)
             begin = end
+            if host_call is not None:
+                host_call(context)
+            elif on_segment is not None:
+                on_segment(num_segments)
+        self._run_calls(begin, self._count)
 
     def _run_calls(self, begin: int, end: int) -> None:
         """Run some of the calls, and the checks."""
+        if begin == end:
+            return
         entry_bytes = 2 * ctypes.sizeof(ctypes.c_void_p)
         address = ctypes.addressof(self._table) + begin * entry_bytes
         self._library.run(ctypes.c_void_p(address), end - begin)

@@ -138,6 +138,22 @@ inline Vector load(const float16* from) {
 #endif
 }
 
+// Integers become the same numbers.
+inline Vector load(const int8_t* from) {
+#if defined(__AVX512F__)
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return (Vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+#elif defined(__AVX2__)
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+    return (Vector)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+#else
+    typedef int8_t SignedBytes __attribute__((vector_size(LANES)));
+    SignedBytes bytes;
+    std::memcpy(&bytes, from, sizeof(bytes));
+    return __builtin_convertvector(__builtin_convertvector(bytes, Integers), Vector);
+#endif
+}
+
 // Stores round to nearest, ties to even; what is not a number stays so.
 inline void store(float* to, Vector value) { *reinterpret_cast<Vector*>(to) = value; }
 // Below 2^-126 it may become 0.

@@ -11,7 +11,7 @@ from torch import Tensor
 from gllm.kernels.triton.kernel_specs import KernelSpec, TunedConstants
 from gllm.kernels.triton.tiles import choose_tiles
 
-KINDS = ("silu", "relu", "gelu", "gelu_tanh")
+KINDS = ("silu", "relu", "relu2", "gelu", "gelu_tanh", "swiglu_oai")
 """Supported activations."""
 
 
@@ -25,12 +25,28 @@ def activate(x, KIND: tl.constexpr):
         made = x * tl.sigmoid(x)
     elif KIND == "relu":
         made = tl.where(x < 0.0, 0.0, x)
+    elif KIND == "relu2":
+        made = tl.where(x < 0.0, 0.0, x * x)
     elif KIND == "gelu":
         made = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
         tl.static_assert(KIND == "gelu_tanh")
         # (1 + tanh(a)) / 2 is the sigmoid of 2 a; a's factor is the square root of 2 / pi.
         made = x * tl.sigmoid(2.0 * 0.7978845608028654 * (x + 0.044715 * x * x * x))
+    return made
+
+
+@triton.jit
+def gate(x, up, KIND: tl.constexpr):
+    """Return act(x) * up of float32 x and up, with the activation KIND. Triton device function."""
+    if KIND == "swiglu_oai":
+        # As in gllm/kernels/activation.py.
+        x = tl.where(x > 7.0, 7.0, x)
+        up = tl.where(up > 7.0, 7.0, up)
+        up = tl.where(up < -7.0, -7.0, up)
+        made = x * tl.sigmoid(1.702 * x) * (up + 1.0)
+    else:
+        made = activate(x, KIND) * up
     return made
 
 
@@ -46,7 +62,7 @@ def _gate(both, output, size, row, KIND: tl.constexpr, BLOCK: tl.constexpr):
     there = column < size
     gates = tl.load(both + token * row + column, there, 0.0).to(tl.float32)
     others = tl.load(both + token * row + size + column, there, 0.0).to(tl.float32)
-    made = activate(gates, KIND) * others
+    made = gate(gates, others, KIND)
     tl.store(output + token * size + column, made.to(output.dtype.element_ty), there)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gllm.kernels.attention_plan import AttentionPlan
 from gllm.kernels.attention_scaling import AttentionScaling
+from gllm.kernels.attention_window import max_visible
 from gllm.kernels.triton import attention_shapes
 from gllm.kernels.triton.attention_shapes import (
     DEFAULT_SPLIT_LIMITS,
@@ -18,7 +19,13 @@ from gllm.kernels.triton.attention_shapes import (
     AttentionShape,
     SplitLimits,
 )
-from gllm.kernels.triton.attention_tiles import LOWEST, attend, load_elements, load_slopes
+from gllm.kernels.triton.attention_tiles import (
+    attend,
+    initial_statistics,
+    load_elements,
+    load_slopes,
+    oldest_visible,
+)
 from gllm.kernels.triton.decode_attention import decode_attention
 from gllm.kernels.triton.split_attention import (
     PARTIAL,
@@ -49,7 +56,7 @@ def paged_attention(
         key_cache: [blocks, block_size, kv_heads, head_dim] of one of these dtypes or float8_e4m3fn.
         value_cache: [blocks, block_size, kv_heads, value_dim], likewise.
         plan: `plan.tables` is read.
-        scaling: scale, softcap and slopes of the scores.
+        scaling: scale, softcap, slopes and sinks of the scores.
         limits: limits for splitting contexts.
 
     Returns:
@@ -57,9 +64,10 @@ def paged_attention(
     """
     tokens, heads, _ = query.shape
     output = query.new_empty(tokens, heads, value_cache.shape[3])
-    features = scaling.softcap is not None, scaling.alibi_slopes is not None, plan.window
+    slopes, sinks = scaling.alibi_slopes, scaling.sinks
+    features = scaling.softcap is not None, slopes is not None, sinks is not None, plan.window
     shape = attention_shapes.describe_shape(query, key_cache, value_cache, features)
-    tensors = (output, query, key_cache, value_cache, scaling.alibi_slopes)
+    tensors = (output, query, key_cache, value_cache, slopes, sinks)
     factors = _factors(scaling)
     if plan.rows.num_decodes:
         decode_attention(*tensors, plan, shape, factors, limits)
@@ -84,6 +92,7 @@ def _prefill(
     key_cache: Tensor,
     value_cache: Tensor,
     slopes: Tensor | None,
+    sinks: Tensor | None,
     plan: AttentionPlan,
     shape: AttentionShape,
     factors: tuple[float, float],
@@ -97,8 +106,8 @@ def _prefill(
     listed = tables.get_prefill_tiles(rows, packed.tokens)
     programs = shape.kv_heads * packed.parts
     longest = int(rows.context_len[rows.num_decodes :].max())
-    if shape.window is not None:
-        longest = min(longest, shape.window + packed.tokens)
+    if (most := max_visible(shape.window)) is not None:
+        longest = min(longest, most + packed.tokens)
     busy = limits.num_processors(query.device)
     splits = attention_shapes.prefill_splits(
         len(listed) * programs, longest, busy, limits.min_prefill_tokens
@@ -113,6 +122,7 @@ def _prefill(
         key_cache,
         value_cache,
         slopes,
+        sinks,
         listed,
         tables.block_table,
         tables.query_start,
@@ -156,14 +166,14 @@ OTHERS = {"tiles": "*i32", "query_start": "*i32", "skipped": "i32", "tokens": "i
 
 @triton.jit(do_not_specialize=[*OTHERS, "block_table", "context_len", "table_row"])
 def prefill_kernel(
-    output, partial, statistics, query, keys, values, slopes, tiles, block_table, query_start,
-    context_len, skipped, tokens, table_row, query_token, query_head, key_row, key_head, value_row,
-    value_head, inner, outer,
+    output, partial, statistics, query, keys, values, slopes, sinks, tiles, block_table,
+    query_start, context_len, skipped, tokens, table_row, query_token, query_head, key_row,
+    key_head, value_row, value_head, inner, outer,
     ROWS: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, MAIN: tl.constexpr, MAIN_PAD: tl.constexpr,
     REST: tl.constexpr, REST_PAD: tl.constexpr, VALUE: tl.constexpr, VALUE_PAD: tl.constexpr,
-    SHARED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr,
-    SPLIT: tl.constexpr, LEAST: tl.constexpr,
+    SHARED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
+    WINDOW: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of one tile of prefill queries over one split of its context (Triton).
 
@@ -191,8 +201,7 @@ def prefill_kernel(
     own_slopes = load_slopes(slopes, head, there, ALIBI)
     positions = context - count + token
 
-    highest = tl.full([ROWS], LOWEST, dtype=tl.float32)
-    total = tl.zeros([ROWS], dtype=tl.float32)
+    highest, total = initial_statistics(sinks, head, there, tl.program_id(2), SINKS)
     attended = tl.zeros([ROWS, VALUE_PAD], dtype=tl.float32)
     keys += kv_head * key_head
     values += kv_head * value_head
@@ -200,8 +209,8 @@ def prefill_kernel(
     nearest = context - count + first
     end = tl.minimum(nearest + TOKENS, context)
     oldest = 0
-    if WINDOW > 0:
-        oldest = tl.maximum(nearest - WINDOW + 1, 0)
+    if WINDOW != 0:
+        oldest = oldest_visible(nearest, WINDOW)
     begin = oldest // KEYS * KEYS
     if SPLIT:
         begin, end = split_range(begin, end, tl.program_id(2), tl.num_programs(2), KEYS, LEAST)
@@ -209,7 +218,7 @@ def prefill_kernel(
     if WINDOW == 0:
         # The first token, and so every one, sees all keys before `seen`: they need no mask.
         seen = tl.minimum((nearest + 1) // KEYS * KEYS, end)
-    for is_masked in tl.static_range(WINDOW > 0, 2):
+    for is_masked in tl.static_range(WINDOW != 0, 2):
         highest, total, attended = attend(
             queries, rest, positions, own_slopes, highest, total, attended, keys, values, table,
             begin, end if is_masked else seen, oldest, inner, outer, key_row, value_row,

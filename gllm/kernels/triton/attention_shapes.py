@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from gllm.kernels.attention_window import AttentionChunk, AttentionWindow, encode_window
 from gllm.kernels.triton import common
 from gllm.kernels.triton.kernel_specs import KernelSpec, TunedConstants
 from gllm.kernels.triton.tiles import choose_tiles
@@ -83,8 +84,9 @@ class AttentionShape:
     """True if values are the first elements of the keys (latent attention)."""
     softcap: bool = False
     alibi: bool = False
-    window: int | None = None
-    """Number of visible tokens (sliding window); None: all."""
+    sinks: bool = False
+    window: AttentionWindow = None
+    """Tokens visible to a token."""
     wide: bool = False
     """True if queries are float32."""
 
@@ -100,7 +102,7 @@ class AttentionShape:
 
 
 def describe_shape(
-    query: Tensor, keys: Tensor, values: Tensor, features: tuple[bool, bool, int | None]
+    query: Tensor, keys: Tensor, values: Tensor, features: tuple[bool, bool, bool, AttentionWindow]
 ) -> AttentionShape:
     """Derive the `AttentionShape` from the query and the paged key and value caches.
 
@@ -108,7 +110,7 @@ def describe_shape(
         query: [tokens, heads, key_dim].
         keys: [blocks, block_size, kv_heads, key_dim].
         values: [blocks, block_size, kv_heads, value_dim].
-        features: True with softcap, True with ALiBi, and the window.
+        features: True with softcap, with ALiBi and with sinks, and the window.
     """
     shared = keys.data_ptr() == values.data_ptr() and keys.stride() == values.stride()
     return AttentionShape(
@@ -186,7 +188,8 @@ def attention_constants(tiles: TileSizes, shape: AttentionShape) -> dict[str, in
         "SHARED": shape.shared and not shape.wide,
         "SOFTCAP": shape.softcap,
         "ALIBI": shape.alibi,
-        "WINDOW": shape.window or 0,
+        "SINKS": shape.sinks,
+        "WINDOW": encode_window(shape.window),
     }
 
 
@@ -269,7 +272,9 @@ CASES = [
         for label, heads, features in (
             ("softcap, heads of 256", "groups of 2 heads of 256", {"softcap": True}),
             ("window, heads of 128", "groups of 4 heads of 128", {"window": 4096}),
+            ("chunks, heads of 128", "groups of 4 heads of 128", {"window": AttentionChunk(8192)}),
             ("ALiBi, heads of 128", "groups of 4 heads of 128", {"alibi": True}),
+            ("sinks, heads of 64", "groups of 7 heads of 64", {"sinks": True, "window": 128}),
         )
     ),
     *(
@@ -301,7 +306,7 @@ def list_specs(
             f"{name}, {label}",
             kernel,
             {**_types(query, cached, shape), **types},
-            {**({} if shape.alibi else {"slopes": None}), **more},
+            {**_absent(shape), **more},
             tuned=tuned_constants(table, shape),
             tensor_cores=True,
             min_arch=min_arch,
@@ -320,14 +325,22 @@ def tuned_constants(table: str, shape: AttentionShape) -> TunedConstants:
 
 STRIDES = ("query_token", "query_head", "key_row", "key_head", "value_row", "value_head")
 """Elements between the tokens and heads of queries, keys and values."""
-ALIGNED = ("output", "query", "keys", "values", "slopes", *STRIDES)
+ALIGNED = ("output", "query", "keys", "values", "slopes", "sinks", *STRIDES)
 """Arguments of the kernels that are multiples of 16."""
+
+
+def _absent(shape: AttentionShape) -> dict[str, None]:
+    """Return the tensors that the kernels do not get for this shape."""
+    given = {"slopes": shape.alibi, "sinks": shape.sinks}
+    return {name: None for name, is_given in given.items() if not is_given}
 
 
 def _types(query: str, cached: str, shape: AttentionShape) -> dict[str, str]:
     pointers = {"output": query, "query": query, "keys": cached, "values": cached}
     if shape.alibi:
         pointers["slopes"] = "fp32"
+    if shape.sinks:
+        pointers["sinks"] = "fp32"
     tables = dict.fromkeys(("block_table", "context_len"), "i32")
     return {
         **{name: f"*{kind}" for name, kind in (pointers | tables).items()},

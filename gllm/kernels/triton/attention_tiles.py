@@ -51,6 +51,34 @@ def load_slopes(slopes, heads, there, ALIBI: tl.constexpr):
 
 
 @triton.jit
+def initial_statistics(sinks, heads, there, split, SINKS: tl.constexpr):
+    """Return the highest score and the total weight of each row before any key, both [ROWS].
+
+    With SINKS each row begins with the sink of its head, a score without a value, in the first
+    split of its context. Triton device function.
+    """
+    highest = tl.full(heads.shape, LOWEST, dtype=tl.float32)
+    total = tl.zeros(heads.shape, dtype=tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + heads, mask=there, other=0.0) * 1.4426950408889634
+        highest = tl.where(split == 0, sink, highest)
+        total += tl.where(split == 0, 1.0, 0.0)
+    return highest, total
+
+
+@triton.jit
+def oldest_visible(position, WINDOW: tl.constexpr):
+    """Return the first position that the query at a position, or at each of several, sees.
+
+    WINDOW: visible tokens; below 0: tokens of a chunk, of which all from its start on are visible;
+    not 0. Triton device function.
+    """
+    if WINDOW < 0:
+        return position // -WINDOW * -WINDOW
+    return tl.maximum(position - WINDOW + 1, 0)
+
+
+@triton.jit
 def load_block_ids(table, start, oldest, end, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """Load the KV block id of each position start .. start + KEYS - 1, [KEYS] int32.
 
@@ -83,8 +111,9 @@ def attend(
     Constants, in elements of a head: MAIN: key elements in the first tile (all, or for latent
     attention those shared with the values); REST: further key elements; VALUE: value elements;
     *_PAD: the next power of two, at least 16. KEYS: keys per tile. BLOCK_SIZE: tokens per cache
-    block. SHARED: values are the first tile of the keys. WINDOW: visible tokens, 0 for all. MASKED:
-    False if all queries see all keys, whose number is a multiple of KEYS.
+    block. SHARED: values are the first tile of the keys. WINDOW: as in oldest_visible, 0 if all
+    tokens are visible. MASKED: False if all queries see all keys, whose number is a multiple of
+    KEYS.
     """
     blocks = load_block_ids(table, begin, oldest, end, KEYS, BLOCK_SIZE)
     for start in range(begin, end, KEYS):
@@ -109,8 +138,8 @@ def attend(
             score = score - slopes[:, None] * distance.to(tl.float32)
         if MASKED:
             seen = there[None, :] & (tokens[None, :] <= positions[:, None])
-            if WINDOW > 0:
-                seen = seen & (tokens[None, :] > positions[:, None] - WINDOW)
+            if WINDOW != 0:
+                seen = seen & (tokens[None, :] >= oldest_visible(positions, WINDOW)[:, None])
             score = tl.where(seen, score, float("-inf"))
         higher = tl.maximum(highest, tl.max(score, axis=1))
         kept = tl.exp2(highest - higher)

@@ -10,13 +10,21 @@ import triton.language as tl
 from torch import Tensor
 
 from gllm.kernels.attention_plan import AttentionPlan
+from gllm.kernels.attention_window import max_visible
 from gllm.kernels.triton import attention_shapes
 from gllm.kernels.triton.attention_shapes import (
     MIN_DECODE_SPLIT_TOKENS,
     AttentionShape,
     SplitLimits,
 )
-from gllm.kernels.triton.attention_tiles import LOWEST, attend, load_elements, load_slopes
+from gllm.kernels.triton.attention_tiles import (
+    LOWEST,
+    attend,
+    initial_statistics,
+    load_elements,
+    load_slopes,
+    oldest_visible,
+)
 from gllm.kernels.triton.split_attention import (
     PARTIAL,
     allocate_split_results,
@@ -32,6 +40,7 @@ def decode_attention(
     key_cache: Tensor,
     value_cache: Tensor,
     slopes: Tensor | None,
+    sinks: Tensor | None,
     plan: AttentionPlan,
     shape: AttentionShape,
     factors: tuple[float, float],
@@ -49,6 +58,7 @@ def decode_attention(
         key_cache: [blocks, block_size, kv_heads, key_dim].
         value_cache: [blocks, block_size, kv_heads, value_dim].
         slopes: [heads] float32, or None.
+        sinks: [heads] float32, or None.
         plan: `plan.tables` is read; `plan.rows` selects the number of splits.
         shape: Constants of the kernel.
         factors: `inner` and `outer` of attention_tiles.attend.
@@ -59,8 +69,8 @@ def decode_attention(
     tiles = attention_shapes.choose_attention_tiles(shape, "decode")
     programs = shape.kv_heads * attention_shapes.pack_queries(tiles, shape).parts
     contexts = plan.rows.context_len[:rows]
-    if shape.window is not None:
-        contexts = np.minimum(contexts, shape.window)
+    if (most := max_visible(shape.window)) is not None:
+        contexts = np.minimum(contexts, most)
     busy = limits.num_processors(query.device)
     splits = attention_shapes.decode_splits(contexts, programs, busy, limits.min_decode_tokens)
     parts = allocate_split_results(rows, splits, shape, query.device)
@@ -71,6 +81,7 @@ def decode_attention(
         key_cache,
         value_cache,
         slopes,
+        sinks,
         tables.block_table,
         tables.context_len,
         tables.block_table.stride(0),
@@ -99,13 +110,13 @@ def split_index(row, head, split, GROUP: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["block_table", "context_len", "table_row"])
 def decode_kernel(
-    output, partial, statistics, query, keys, values, slopes, block_table, context_len,
+    output, partial, statistics, query, keys, values, slopes, sinks, block_table, context_len,
     table_row, query_token, query_head, key_row, key_head, value_row, value_head, inner, outer,
     ROWS: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, MAIN: tl.constexpr, MAIN_PAD: tl.constexpr,
     REST: tl.constexpr, REST_PAD: tl.constexpr, VALUE: tl.constexpr, VALUE_PAD: tl.constexpr,
-    SHARED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr,
-    SPLIT: tl.constexpr, LEAST: tl.constexpr,
+    SHARED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
+    WINDOW: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of one decode over one split of its context (Triton).
 
@@ -117,8 +128,8 @@ def decode_kernel(
     row = tl.program_id(2)
     context = tl.load(context_len + row)
     oldest = 0
-    if WINDOW > 0:
-        oldest = tl.maximum(context - WINDOW, 0)
+    if WINDOW != 0:
+        oldest = oldest_visible(tl.maximum(context - 1, 0), WINDOW)
     kv_head = tl.program_id(0) // PARTS
 
     packed = tl.arange(0, ROWS)
@@ -140,11 +151,11 @@ def decode_kernel(
     if REST > 0:
         rest = load_elements(query_at + MAIN, there, REST, REST_PAD, True)
     own_slopes = load_slopes(slopes, head, there, ALIBI)
+    highest, total = initial_statistics(sinks, head, there, split, SINKS)
 
     highest, total, attended = attend(
         queries, rest, tl.zeros([ROWS], dtype=tl.int32) + (context - 1), own_slopes,
-        tl.full([ROWS], LOWEST, dtype=tl.float32),
-        tl.zeros([ROWS], dtype=tl.float32),
+        highest, total,
         tl.zeros([ROWS, VALUE_PAD], dtype=tl.float32),
         keys + kv_head * key_head, values + kv_head * value_head,
         block_table + row.to(tl.int64) * table_row,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gllm.kernels.triton.activation import activate
+from gllm.kernels.triton.activation import gate
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +118,25 @@ def block_rows(row, pair, PICKED: tl.constexpr, GATE: tl.constexpr):
 
 
 @triton.jit
+def add_biases(
+    total, other, bias, expert, column,
+    OUTPUTS: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Add an expert's biases to a tile of its outputs; return total and other, [ROWS, COLUMNS].
+
+    bias: [experts, OUTPUTS], or with a GATE [experts, 2 * OUTPUTS], the gates' first; without BIAS
+    nothing is added. Triton device function.
+    """
+    if BIAS:
+        maps: tl.constexpr = 2 if GATE != "" else 1
+        own = bias + expert.to(tl.int64) * (maps * OUTPUTS) + column
+        total += tl.load(own, column < OUTPUTS, 0.0).to(tl.float32)[None, :]
+        if GATE != "":
+            other += tl.load(own + OUTPUTS, column < OUTPUTS, 0.0).to(tl.float32)[None, :]
+    return total, other
+
+
+@triton.jit
 def store_tile(total, other, output, to, column, there, OUTPUTS: tl.constexpr, GATE: tl.constexpr):
     """Store a tile [ROWS, COLUMNS] of an expert's output, with the gated activation if GATE is set.
 
@@ -130,7 +149,7 @@ def store_tile(total, other, output, to, column, there, OUTPUTS: tl.constexpr, G
         # As the reference, which gates what it has rounded.
         kind = output.dtype.element_ty
         gates = total.to(kind).to(tl.float32)
-        total = activate(gates, GATE) * other.to(kind).to(tl.float32)
+        total = gate(gates, other.to(kind).to(tl.float32), GATE)
     at = output + to.to(tl.int64)[:, None] * OUTPUTS + column[None, :]
     within = there[:, None] & (column < OUTPUTS)[None, :]
     tl.store(at, total.to(output.dtype.element_ty), within)

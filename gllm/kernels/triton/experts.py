@@ -1,7 +1,8 @@
 """Mixture of experts for GPUs, without synchronization with the host.
 
 This module has the product with 16-bit weights and the weighted sum per token; blocks of rows are
-in expert_blocks.py, 8-bit floating-point weights in experts_fp8.py. The block size is constant and
+in expert_blocks.py, 8-bit floating-point weights in experts_fp8.py, weights of few bits in
+experts_grouped.py. The block size is constant and
 the parts of a token are added in the order of the experts' numbers, so the result of a token does
 not depend on its batch. Formula: gllm/kernels/experts.py.
 """
@@ -14,11 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from gllm.kernels.fp8_weights import Fp8Stack
-from gllm.kernels.triton import experts_fp8
+from gllm.kernels.grouped_words import GroupedStack
+from gllm.kernels.triton import experts_fp8, experts_grouped
 from gllm.kernels.triton.activation import KINDS
 from gllm.kernels.triton.common import dot
 from gllm.kernels.triton.expert_blocks import (
     SortedPairs,
+    add_biases,
     block_rows,
     expert_constants,
     expert_lookup_sizes,
@@ -35,10 +38,10 @@ MIN_INNER = 16
 
 @triton.jit
 def _multiply(
-    x, weight, output, order, bounds, x_row,
-    PICKED: tl.constexpr, GATE: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
-    EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
+    x, weight, bias, output, order, bounds, x_row,
+    PICKED: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """Multiply one tile of a block's rows by the weight of their expert.
 
@@ -69,6 +72,7 @@ def _multiply(
             if GATE != "":
                 right = tl.load(right_at + OUTPUTS * INPUTS, right_there, 0.0)
                 other = dot(left, right, other)
+        total, other = add_biases(total, other, bias, expert, column, OUTPUTS, GATE, BIAS)
         store_tile(total, other, output, to, column, there, OUTPUTS, GATE)
 
 
@@ -104,10 +108,11 @@ def run_experts(
     x: Tensor,
     experts: Tensor,
     weights: Tensor,
-    up: Tensor | Fp8Stack,
-    down: Tensor | Fp8Stack,
+    up: Tensor | Fp8Stack | GroupedStack,
+    down: Tensor | Fp8Stack | GroupedStack,
     activation: str,
     fp8: bool | None = None,
+    biases: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
     """Run each token's selected experts with Triton kernels; return their weighted sum.
 
@@ -120,6 +125,7 @@ def run_experts(
         activation: name of the gate's activation, for example "silu".
         fp8: True quantizes activations to FP8 for FP8 weights; None: only if the GPU multiplies
             FP8.
+        biases: [experts, 2 * inner] of `up` and [experts, hidden] of `down`; None for no biases.
 
     Returns:
         [tokens, hidden] of the dtype of x.
@@ -135,11 +141,14 @@ def run_experts(
     pairs = sort_by_expert(experts, count)
     size = len(pairs.order)
     gated, parts = x.new_empty(size, inner), x.new_empty(size, hidden)
-    for source, weight, to, gate in ((x, up, gated, activation), (gated, down, parts, "")):
+    products = (x, up, biases[0], gated, activation), (gated, down, biases[1], parts, "")
+    for source, weight, bias, to, gate in products:
         if isinstance(weight, Fp8Stack):
-            experts_fp8.multiply_experts(source, weight, to, pairs, gate, fp8)
+            experts_fp8.multiply_experts(source, weight, bias, to, pairs, gate, fp8)
+        elif isinstance(weight, GroupedStack):
+            experts_grouped.multiply_experts(source, weight, bias, to, pairs, gate)
         else:
-            _launch(source, weight, to, pairs, gate)
+            _launch(source, weight, bias, to, pairs, gate)
     return sum_expert_outputs(parts, experts, weights)
 
 
@@ -168,17 +177,26 @@ def sum_expert_outputs(parts: Tensor, experts: Tensor, weights: Tensor) -> Tenso
     return output
 
 
-def _launch(source: Tensor, weight: Tensor, to: Tensor, pairs: SortedPairs, gate: str) -> None:
+def _launch(
+    source: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    to: Tensor,
+    pairs: SortedPairs,
+    gate: str,
+) -> None:
     """Fill `to` [rows, outputs] from source [tokens or rows, inputs], as _multiply says."""
     use = choose_tiles("experts", **expert_lookup_sizes(gate, source.element_size()))
     grid = triton.cdiv(to.shape[1], use["columns"]), pairs.blocks(use["rows"])
     _multiply[grid](
         source,
         weight,
+        bias,
         to,
         pairs.order,
         pairs.bounds,
         source.stride(0),
+        BIAS=bias is not None,
         **pairs.constants(),
         **_constants(source.shape[1], to.shape[1], gate, use),
         num_warps=use["warps"],
@@ -212,14 +230,16 @@ def _sums(hidden: int, picked: int, use: Mapping[str, int]) -> dict[str, int]:
     return {"HIDDEN": hidden, "PICKED": picked, "PICKED_BLOCK": block, "BLOCK": use["elements"]}
 
 
-def _product(kind: str, sizes: tuple[int, int], experts: tuple[int, int], gate: str) -> KernelSpec:
-    names = ("x", "weight", "output")
+def _product(
+    kind: str, sizes: tuple[int, int], experts: tuple[int, int], gate: str, bias: bool = False
+) -> KernelSpec:
+    names = ("x", "weight", "output", *(("bias",) if bias else ()))
     signature = {**dict.fromkeys(names, f"*{kind}"), "order": "*i64", "bounds": "*i64"}
     return KernelSpec(
         f"{sizes[0]} to {sizes[1]}, {experts[0]} experts, {gate or 'plain'}, {kind}",
         _multiply,
         {**signature, "x_row": "i32"},
-        expert_constants(*experts),
+        {**expert_constants(*experts), "BIAS": bias, **({} if bias else {"bias": None})},
         tensor_cores=True,
         aligned=(*signature, "x_row"),
         tuned=TunedConstants(
@@ -253,6 +273,8 @@ KERNEL_SPECS = [
     _product("bf16", (2048, 352), (64, 6), "silu"),
     _product("bf16", (352, 2048), (64, 6), ""),
     _product("bf16", (192, 2048), (128, 8), ""),
+    # gpt-oss-20b.
+    _product("bf16", (2880, 2880), (32, 4), "swiglu_oai", bias=True),
     _product("fp32", (2048, 768), (128, 8), "silu"),
     _product("fp32", (768, 2048), (128, 8), ""),
     _sum("bf16", 2048, 8),

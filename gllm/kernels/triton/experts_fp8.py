@@ -14,6 +14,7 @@ from torch import Tensor
 from gllm.kernels.fp8_weights import Fp8Stack
 from gllm.kernels.triton.expert_blocks import (
     SortedPairs,
+    add_biases,
     block_rows,
     expert_constants,
     expert_lookup_sizes,
@@ -33,11 +34,11 @@ from gllm.kernels.triton.tiles import choose_tiles
 
 @triton.jit
 def _multiply(
-    x, x_scales, codes, scales, output, order, bounds, x_row,
-    PICKED: tl.constexpr, GATE: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
-    EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    SCALE_COLUMNS: tl.constexpr, FP8: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    GROUP: tl.constexpr,
+    x, x_scales, codes, scales, bias, output, order, bounds, x_row,
+    PICKED: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, FP8: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Multiply one tile of a block's rows by the FP8 weight of their expert, as experts._multiply.
 
@@ -78,13 +79,22 @@ def _multiply(
                 behind = (OUTPUTS + column) // SCALE_ROWS * BLOCKS
                 scale = tl.load(scale_at + behind, known, 0.0)
                 other = add_group(other, left, right, share, scale, FP8)
+        total, other = add_biases(total, other, bias, expert, column, OUTPUTS, GATE, BIAS)
         store_tile(total, other, output, to, column, there, OUTPUTS, GATE)
 
 
 def multiply_experts(
-    source: Tensor, weight: Fp8Stack, to: Tensor, pairs: SortedPairs, gate: str, fp8: bool | None
+    source: Tensor,
+    weight: Fp8Stack,
+    bias: Tensor | None,
+    to: Tensor,
+    pairs: SortedPairs,
+    gate: str,
+    fp8: bool | None,
 ) -> None:
     """Multiply the rows of a batch by the FP8 weights of their experts, writing to `to`.
+
+    bias: [experts, outputs of the weight], added to the products.
 
     With a gate (the name of an activation) `source` [tokens, inputs] is in token order and `to`
     [pairs, outputs] is sorted by expert. Without one (down projection) `source` is sorted by expert
@@ -106,10 +116,12 @@ def multiply_experts(
         scales,
         weight.codes.view(torch.uint8),
         weight.scales,
+        bias,
         to,
         pairs.order,
         pairs.bounds,
         source.stride(0),
+        BIAS=bias is not None,
         **pairs.constants(),
         **_constants((inputs, to.shape[1]), gate, (weight.rows, width), fp8, group, use),
         num_warps=use["warps"],
@@ -149,7 +161,7 @@ def _compiled(
         f"{sizes[0]} to {sizes[1]}, {experts[0]} experts, {gate or 'plain'}, {kind}, {products}",
         _multiply,
         {**pointers, "x_row": "i32"},
-        expert_constants(*experts),
+        {**expert_constants(*experts), "bias": None, "BIAS": False},
         tensor_cores=True,
         min_arch=89 if fp8 else 80,
         aligned=(*pointers, "x_row"),

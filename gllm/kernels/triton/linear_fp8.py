@@ -159,23 +159,24 @@ def _linear_kernel(
 
 @triton.jit(do_not_specialize=["parts"])
 def _add_kernel(
-    out, partial, bias, outputs, parts, BIAS: tl.constexpr, BLOCK: tl.constexpr
+    out, partial, bias, outputs, parts, out_row, BIAS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Add the partial sums and the bias.
 
-    Grid: (tokens, blocks of BLOCK outputs). out [tokens, outputs]; partial [parts, tokens, outputs]
-    float32; bias [outputs].
+    Grid: (tokens, blocks of BLOCK outputs). out [tokens, outputs], out_row elements between tokens;
+    partial [parts, tokens, outputs] float32; bias [outputs].
     """
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = columns < outputs
-    at = tl.program_id(0).to(tl.int64) * outputs + columns
+    token = tl.program_id(0).to(tl.int64)
+    at = token * outputs + columns
     step = tl.num_programs(0).to(tl.int64) * outputs
     total = tl.zeros((BLOCK,), tl.float32)
     for part in range(parts):
         total += tl.load(partial + part * step + at, there, 0.0)
     if BIAS:
         total += tl.load(bias + columns, there, 0.0).to(tl.float32)
-    tl.store(out + at, total.to(out.dtype.element_ty), there)
+    tl.store(out + token * out_row + columns, total.to(out.dtype.element_ty), there)
 
 
 @cache
@@ -277,9 +278,29 @@ def linear_fp8(
         num_stages=use["stages"],
     )
     if parts > 1:
-        blocks = triton.cdiv(outputs, ADDED)
-        _add_kernel[(tokens, blocks)](out, to, bias, outputs, parts, BIAS=biased, BLOCK=ADDED)
+        add_parts(to, bias if biased else None, out)
     return out
+
+
+def add_parts(partial: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Write the sums of partial sums, added in order, and of the bias to `out`.
+
+    Args:
+        partial: [parts, tokens, outputs] float32.
+        bias: [outputs].
+        out: [tokens, outputs], rows are contiguous.
+    """
+    parts, tokens, outputs = partial.shape
+    _add_kernel[(tokens, triton.cdiv(outputs, ADDED))](
+        out,
+        partial,
+        out if bias is None else bias,
+        outputs,
+        parts,
+        out.stride(0),
+        BIAS=bias is not None,
+        BLOCK=ADDED,
+    )
 
 
 def choose_group_sizes(columns: int, inputs: int) -> tuple[int, int]:
@@ -400,9 +421,10 @@ KERNEL_SPECS = [
                 "bias": f"*{floats}",
                 "outputs": "i32",
                 "parts": "i32",
+                "out_row": "i32",
             },
             constants={"BIAS": True, "BLOCK": ADDED},
-            aligned=("out", "partial", "bias", "outputs"),
+            aligned=("out", "partial", "bias", "outputs", "out_row"),
             stages=3,
         )
         for floats in ("bf16", "fp16")

@@ -4,15 +4,26 @@ Results are checked against the same operation on the CPU in float32, which is t
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache, partial
 from itertools import product
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from gllm.kernels import activation, attention, experts, linear_fp8, qkv, rms_norm
+from gllm.kernels import (
+    activation,
+    attention,
+    experts,
+    grouped_weight,
+    linear_fp8,
+    linear_grouped,
+    qkv,
+    rms_norm,
+)
 from gllm.kernels.attention_plan import (
     AttentionPlan,
     PagedBatch,
@@ -21,16 +32,20 @@ from gllm.kernels.attention_plan import (
 )
 from gllm.kernels.attention_scaling import AttentionScaling
 from gllm.kernels.fp8_weights import Fp8Matrix, Fp8Stack
+from gllm.kernels.grouped_words import GroupedStack
 from gllm.kernels.qkv_layout import QKVLayout
 from gllm.kernels.triton import attention_shapes
 from gllm.kernels.triton import experts as gpu_experts
 from gllm.kernels.triton import linear_fp8 as gpu_linear
+from gllm.kernels.triton import linear_grouped as gpu_grouped
 from gllm.kernels.triton import qkv as gpu_qkv
 from gllm.kernels.triton import rms_norm as gpu_norm
 from gllm.kernels.triton.activation import act_and_mul
 from gllm.kernels.triton.attention import paged_attention
 from gllm.kernels.triton.attention_shapes import AttentionShape
 
+Stack = Tensor | Fp8Stack | GroupedStack
+S = TypeVar("S", Tensor, Fp8Stack, GroupedStack, Stack)
 BLOCK = 128
 """Outputs and inputs of a block of weights in 8-bit floats."""
 ROUNDED = {torch.float32: 2e-3, torch.bfloat16: 2e-2}
@@ -127,11 +142,22 @@ def prepare_linear_fp8(
     return PreparedTuningCase(run, expected.to(device), limit)
 
 
+def prepare_linear_grouped(
+    tokens: int, outputs: int, inputs: int, device: torch.device
+) -> PreparedTuningCase:
+    """Prepare the tuning case of a linear layer with a weight [outputs, inputs] of 4 bits."""
+    x, words = _random(4, tokens, inputs).to(device, torch.bfloat16), _four_bits(1, outputs, inputs)
+    (weight,) = _floats(words)
+    expected = functional.linear(x.to(torch.float32), weight.to(device))
+    run = partial(gpu_grouped.linear_grouped, x, _moved(words, device)[0], None)
+    return PreparedTuningCase(run, expected, ROUNDED[torch.bfloat16])
+
+
 def prepare_experts(
     tokens: int,
     sizes: tuple[int, int, int, int],
     element: int,
-    eights: bool,
+    table: str,
     device: torch.device,
 ) -> PreparedTuningCase:
     """Prepare the tuning case of a mixture-of-experts layer.
@@ -140,16 +166,17 @@ def prepare_experts(
         tokens: rows of the batch.
         sizes: number of experts, of selected experts, hidden size, intermediate size.
         element: bytes per element of the activations in the products.
-        eights: True for FP8 weights.
+        table: "experts", or "experts_fp8" and "experts_grouped" with weights in FP8 or of 4 bits.
         device: of the tensors.
     """
     count, picked, hidden, inner = sizes
     dtype = torch.float32 if element == 4 else torch.bfloat16
     x = _random(5, tokens, hidden).to(dtype)
     shares, chosen = _random(6, tokens, count).softmax(-1).topk(picked)
-    up: Tensor | Fp8Stack = _stack(count, 2 * inner, hidden)
-    down: Tensor | Fp8Stack = _stack(count, hidden, inner)
-    if not eights:
+    make = _four_bits if table == "experts_grouped" else _stack
+    up: Stack = make(count, 2 * inner, hidden)
+    down: Stack = make(count, hidden, inner)
+    if table == "experts":
         up, down = _floats(up).to(dtype), _floats(down).to(dtype)
     reference = experts.StackedExperts(_floats(up), _floats(down), "silu")
     expected = experts.run_stacked(x.to(torch.float32), chosen, shares, reference)
@@ -169,17 +196,35 @@ def _stack(count: int, outputs: int, inputs: int) -> Fp8Stack:
     return Fp8Stack(codes, scales, BLOCK, BLOCK, torch.float32)
 
 
-def _floats(weights: Tensor | Fp8Stack) -> Tensor:
+@lru_cache(maxsize=2)
+def _four_bits(count: int, outputs: int, inputs: int) -> GroupedStack:
+    """Return random weights of 4 bits that keep the magnitude of the inputs; cached likewise."""
+    layout = grouped_weight.GroupLayout(4, 32, zero=8)
+
+    def weight(seed: int) -> grouped_weight.GroupedWeight:
+        codes = (_random(seed, outputs, inputs) * 3 + 8).clamp(0, 15).to(torch.uint8)
+        scales = (_random(8, outputs, -(-inputs // 32)).abs() + 0.5) / (3 * inputs**0.5)
+        rows = grouped_weight.GroupedRows(codes, grouped_weight.GroupScales(scales.half()))
+        stored = partial(grouped_weight.slice_rows, rows)
+        return grouped_weight.GroupedWeight(layout, (outputs, inputs), 0, stored)
+
+    return linear_grouped.GroupedFormat().stack(count, ([weight(n)] for n in range(count)))
+
+
+def _floats(weights: Stack) -> Tensor:
     if isinstance(weights, Tensor):
         return weights.to(torch.float32)
+    if isinstance(weights, GroupedStack):
+        return torch.stack([weights[n].floats() for n in range(weights.shape[0])])
     return torch.stack([linear_fp8.dequantize(weights[n]) for n in range(weights.shape[0])])
 
 
-def _moved(weights: Tensor | Fp8Stack, device: torch.device) -> Tensor | Fp8Stack:
+def _moved(weights: S, device: torch.device) -> S:
     if isinstance(weights, Tensor):
         return weights.to(device)
-    codes, scales = weights.codes.to(device), weights.scales.to(device)
-    return Fp8Stack(codes, scales, weights.rows, weights.columns, weights.dtype)
+    values: dict[str, Any] = {one.name: getattr(weights, one.name) for one in fields(weights)}
+    moved = {name: each.to(device) for name, each in values.items() if isinstance(each, Tensor)}
+    return type(weights)(**values | moved)
 
 
 def prepare_experts_sum(
@@ -281,21 +326,23 @@ def _attention() -> Iterator[TuningCase]:
 
 
 def _mixtures() -> Iterator[TuningCase]:
-    kinds = [(False, 2), (False, 4), (True, 1), (True, 2), (True, 4)]
-    for (eights, element), maps, sizes, tokens in product(kinds, (1, 2), EXPERT_SHAPES, (32, 1024)):
-        table, named = (
-            "experts_fp8" if eights else "experts",
-            f"{tokens} tokens, {sizes[0]} experts",
-        )
-        make = partial(prepare_experts, tokens, sizes, element, eights)
+    elements = {"experts": (2, 4), "experts_fp8": (1, 2, 4), "experts_grouped": (2, 4)}
+    kinds = [(table, element) for table, each in elements.items() for element in each]
+    for (table, element), maps, sizes, tokens in product(kinds, (1, 2), EXPERT_SHAPES, (32, 1024)):
+        named = f"{tokens} tokens, {sizes[0]} experts"
+        make = partial(prepare_experts, tokens, sizes, element, table)
         yield TuningCase(table, {"maps": maps, "bytes": element}, named, make)
 
 
 def _others() -> Iterator[TuningCase]:
     for tokens, (outputs, inputs) in product((1, 16, 32, 64, 1024), LINEAR_SHAPES):
         named = f"{tokens} tokens, {inputs} to {outputs}"
-        make = partial(prepare_linear_fp8, tokens, outputs, inputs)
-        yield TuningCase("linear_fp8", {"tokens": tokens}, named, make)
+        for table, prepare in (
+            ("linear_fp8", prepare_linear_fp8),
+            ("linear_grouped", prepare_linear_grouped),
+        ):
+            make = partial(prepare, tokens, outputs, inputs)
+            yield TuningCase(table, {"tokens": tokens}, named, make)
     for tokens, size in product((32, 1024), (2048, 3584, 4096, 8192, 16_384)):
         make = partial(prepare_rms_norm, tokens, size)
         yield TuningCase("rms_norm", {"size": size}, f"{tokens} tokens of {size}", make)

@@ -6,7 +6,7 @@ Source: Yang et al., "Baichuan 2: Open Large-scale Language Models" (2023), sect
 from dataclasses import replace
 
 from gllm.models.config_reader import ConfigReader
-from gllm.models.spec import ModelSpec
+from gllm.models.spec.model import ModelSpec
 from gllm.models.spec_builders import attention_spec, decoder_model, gated_mlp_spec, pre_norm_layer
 
 BAICHUAN2_VOCABULARY = 125_696

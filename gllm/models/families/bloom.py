@@ -4,17 +4,18 @@ Source: BigScience Workshop, "BLOOM: A 176B-Parameter Open-Access Multilingual L
 (2022).
 """
 
+from dataclasses import replace
+
 from gllm.models.config_reader import ConfigReader
 from gllm.models.errors import ModelError
-from gllm.models.spec import (
-    AttentionSpec,
-    EmbeddingSpec,
-    HeadSpec,
-    LayerSpec,
-    LinearSpec,
-    ModelSpec,
+from gllm.models.spec.attention import AttentionSpec
+from gllm.models.spec.model import EmbeddingSpec, HeadSpec, ModelSpec
+from gllm.models.spec_builders import (
+    layer_norm_spec,
+    plain_mlp_spec,
+    pre_norm_layer,
+    sized_attention_spec,
 )
-from gllm.models.spec_builders import layer_norm_spec, plain_mlp_spec
 
 
 def build_spec(config: ConfigReader) -> ModelSpec:
@@ -26,11 +27,7 @@ def build_spec(config: ConfigReader) -> ModelSpec:
     config.ignore("slow_but_exact", "n_inner", "offset_alibi", "skip_bias_add", "skip_bias_add_qkv")
     config.ignore("attention_softmax_in_fp32", "masked_softmax_fusion", "bias_dropout_fusion")
     mlp = plain_mlp_spec(4 * hidden, "gelu_tanh", ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"))
-    before = (
-        layer_norm_spec(config, "input_layernorm"),
-        layer_norm_spec(config, "post_attention_layernorm"),
-    )
-    layer = LayerSpec(_attention(config, hidden), mlp, *before)
+    layer = pre_norm_layer(config, _attention(config, hidden), mlp, layer_norm_spec)
     root = "transformer"
     behind = layer_norm_spec(config, f"{root}.word_embeddings_layernorm")
     return ModelSpec(
@@ -51,14 +48,6 @@ def _attention(config: ConfigReader, hidden: int) -> AttentionSpec:
     if hidden % heads:
         names = "hidden_size or n_embed", "n_head or num_attention_heads"
         raise ModelError(f"config.json: {names[0]} {hidden} is no multiple of {names[1]} {heads}")
-    head_dim = hidden // heads
-    return AttentionSpec(
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=head_dim,
-        qkv_proj=LinearSpec(("self_attention.query_key_value",), has_bias=True),
-        out_proj=LinearSpec(("self_attention.dense",), has_bias=True),
-        scale=head_dim**-0.5,
-        alibi_scale=1.0,
-        is_grouped_by_kv_head=True,
-    )
+    names = "self_attention.query_key_value", "self_attention.dense"
+    attention = sized_attention_spec(heads, hidden // heads, names, True, True)
+    return replace(attention, alibi_scale=1.0, is_grouped_by_kv_head=True)

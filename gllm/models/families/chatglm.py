@@ -4,18 +4,19 @@ Source: GLM Team, "ChatGLM: A Family of Large Language Models from GLM-130B to G
 the configurations published with the models.
 """
 
+from dataclasses import replace
+from functools import partial
+
 from gllm.models.config_reader import ConfigReader
 from gllm.models.errors import ModelError
-from gllm.models.spec import (
-    AttentionSpec,
-    EmbeddingSpec,
-    HeadSpec,
-    LayerSpec,
-    LinearSpec,
-    MLPSpec,
-    ModelSpec,
-    NormSpec,
-    RopeSpec,
+from gllm.models.spec.attention import AttentionSpec
+from gllm.models.spec.model import EmbeddingSpec, HeadSpec, ModelSpec
+from gllm.models.spec.parts import RopeSpec
+from gllm.models.spec_builders import (
+    plain_mlp_spec,
+    pre_norm_layer,
+    rms_norm_spec,
+    sized_attention_spec,
 )
 
 
@@ -26,24 +27,17 @@ def build_spec(config: ConfigReader) -> ModelSpec:
     """
     _check(config)
     hidden, bias = config.positive_int("hidden_size"), config.boolean("add_bias_linear")
-    layer = LayerSpec(
-        attention=_attention(config, bias),
-        mlp=MLPSpec(
-            intermediate_size=config.positive_int("ffn_hidden_size"),
-            activation="silu",
-            up_proj=LinearSpec(("mlp.dense_h_to_4h",), bias),
-            down_proj=LinearSpec(("mlp.dense_4h_to_h",), bias),
-        ),
-        attention_norm=_norm(config, "input_layernorm"),
-        mlp_norm=_norm(config, "post_attention_layernorm"),
-    )
+    size, names = config.positive_int("ffn_hidden_size"), ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+    mlp = replace(plain_mlp_spec(size, "silu", names, bias), is_gated=True)
+    norm = partial(rms_norm_spec, eps="layernorm_epsilon", default=1e-5)
+    layer = pre_norm_layer(config, _attention(config, bias), mlp, norm)
     root = "transformer.encoder"
     return ModelSpec(
         vocab_size=config.positive_int("padded_vocab_size"),
         hidden_size=hidden,
         embedding=EmbeddingSpec("transformer.embedding.word_embeddings"),
         layers=(layer,) * config.positive_int("num_layers"),
-        norm=_norm(config, f"{root}.final_layernorm"),
+        norm=norm(config, f"{root}.final_layernorm"),
         head=HeadSpec("transformer.output_layer"),
         context_length=config.positive_int("seq_length"),
         layer_name_format=f"{root}.layers.{{}}",
@@ -66,21 +60,15 @@ def _attention(config: ConfigReader, bias: bool) -> AttentionSpec:
     theta = 10_000.0 * config.positive_float("rope_ratio", default=1.0)
     if theta < 1:
         raise config.error(("rope_ratio",), "a finite number from 0.0001 on", theta / 10_000.0)
-    return AttentionSpec(
-        num_heads=heads,
+    return sized_attention_spec(
+        heads,
+        head_dim,
+        ("self_attention.query_key_value", "self_attention.dense"),
+        qkv_bias=bias or config.boolean("add_qkv_bias"),
+        out_bias=bias,
         num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        qkv_proj=LinearSpec(
-            ("self_attention.query_key_value",), bias or config.boolean("add_qkv_bias")
-        ),
-        out_proj=LinearSpec(("self_attention.dense",), bias),
-        scale=head_dim**-0.5,
         rope=RopeSpec(head_dim // 2, theta=theta, is_interleaved=True),
     )
-
-
-def _norm(config: ConfigReader, name: str) -> NormSpec:
-    return NormSpec(name, "rms", config.positive_float("layernorm_epsilon", default=1e-5))
 
 
 def _check(config: ConfigReader) -> None:

@@ -3,22 +3,22 @@
 Source: Almazrouei et al., "The Falcon Series of Open Language Models" (2023).
 """
 
+from dataclasses import replace
+
 from gllm.models.config_reader import ConfigReader
 from gllm.models.errors import ModelError
 from gllm.models.rope import read_rope
-from gllm.models.spec import (
-    AttentionSpec,
-    EmbeddingSpec,
-    LayerSpec,
-    LinearSpec,
-    MLPSpec,
-    ModelSpec,
-)
+from gllm.models.spec.attention import AttentionSpec
+from gllm.models.spec.feed_forward import MLPSpec
+from gllm.models.spec.layer import LayerSpec
+from gllm.models.spec.model import EmbeddingSpec, ModelSpec
 from gllm.models.spec_builders import (
     ACTIVATIONS,
     decoder_model,
     layer_norm_spec,
     plain_mlp_spec,
+    pre_norm_layer,
+    sized_attention_spec,
 )
 
 
@@ -61,13 +61,13 @@ def _attention(config: ConfigReader, hidden: int, bias: bool) -> AttentionSpec:
     head_dim, alibi = hidden // heads, config.boolean("alibi")
     if alibi:
         config.ignore("rope_parameters", "rope_scaling", "rope_theta")
-    return AttentionSpec(
-        num_heads=heads,
+    return sized_attention_spec(
+        heads,
+        head_dim,
+        ("self_attention.query_key_value", "self_attention.dense"),
+        bias,
+        bias,
         num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        qkv_proj=LinearSpec(("self_attention.query_key_value",), bias),
-        out_proj=LinearSpec(("self_attention.dense",), bias),
-        scale=head_dim**-0.5,
         rope=None if alibi else read_rope(config, head_dim),
         # ALiBi is added before the scores are scaled.
         alibi_scale=head_dim**-0.5 if alibi else None,
@@ -79,22 +79,12 @@ def _layer(config: ConfigReader, attention: AttentionSpec, mlp: MLPSpec) -> Laye
     grown = config.boolean("new_decoder_architecture")
     parallel = config.boolean("parallel_attn", default=True) or grown
     norms = config.positive_int("num_ln_in_parallel_attn", default=2 if grown else 1)
-    if parallel and norms == 2 and grown:
-        return LayerSpec(
-            attention,
-            mlp,
-            layer_norm_spec(config, "ln_attn"),
-            layer_norm_spec(config, "ln_mlp"),
-            is_parallel=True,
-        )
-    if parallel and norms == 1:
-        return LayerSpec(
-            attention, mlp, layer_norm_spec(config, "input_layernorm"), None, is_parallel=True
-        )
-    if norms != 1:
+    if norms != 1 and not (norms == 2 and grown):
         raise ModelError(f"config.json: num_ln_in_parallel_attn {norms} is not implemented here")
-    before = (
-        layer_norm_spec(config, "input_layernorm"),
-        layer_norm_spec(config, "post_attention_layernorm"),
-    )
-    return LayerSpec(attention, mlp, *before)
+    if norms == 2:
+        layer = pre_norm_layer(config, attention, mlp, layer_norm_spec, ("ln_attn", "ln_mlp"))
+    else:
+        layer = pre_norm_layer(config, attention, mlp, layer_norm_spec)
+    if parallel and norms == 1:
+        return replace(layer, mlp_norm=None, is_parallel=True)
+    return replace(layer, is_parallel=parallel)

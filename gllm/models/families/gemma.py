@@ -4,19 +4,28 @@ Source: Gemma Team, "Gemma" (2024), section 2; "Gemma 2" (2024), section 2; "Gem
 Report" (2025), section 2.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from gllm.models.config_reader import ConfigReader
-from gllm.models.rope import read_rope
-from gllm.models.spec import AttentionSpec, EmbeddingSpec, LayerSpec, ModelSpec, NormSpec, RopeSpec
+from gllm.models.rope import read_local_rope
+from gllm.models.spec.attention import AttentionSpec
+from gllm.models.spec.feed_forward import MLPSpec
+from gllm.models.spec.layer import LayerSpec
+from gllm.models.spec.model import ModelSpec
 from gllm.models.spec_builders import (
     ACTIVATIONS,
     attention_spec,
     decoder_model,
+    four_norm_layer,
     gated_mlp_spec,
+    offset_norm_spec,
+    pre_norm_layer,
     read_layer_windows,
-    rms_norm_spec,
+    windowed_layers,
+    with_head_norms,
 )
 
 
@@ -27,12 +36,9 @@ def build_gemma_spec(config: ConfigReader) -> ModelSpec:
     # The official releases say "gelu" and mean its approximation; so does transformers.
     activation = config.choice("hidden_act", ACTIVATIONS | {"gelu": "gelu_tanh"}, "gelu")
     config.require_value("hidden_activation", config.get("hidden_act"), "gelu_pytorch_tanh")
-    layer = LayerSpec(
-        attention=attention_spec(config, None, bias, bias),
-        mlp=replace(gated_mlp_spec(config), activation=activation),
-        attention_norm=_norm(config, "input_layernorm"),
-        mlp_norm=_norm(config, "post_attention_layernorm"),
-    )
+    mlp = replace(gated_mlp_spec(config), activation=activation)
+    attention = attention_spec(config, None, bias, bias)
+    layer = pre_norm_layer(config, attention, mlp, offset_norm_spec)
     return _model(config, [layer] * config.positive_int("num_hidden_layers"))
 
 
@@ -41,13 +47,16 @@ def build_gemma2_spec(config: ConfigReader) -> ModelSpec:
 
     Every other layer has a sliding window.
     """
-    config.set_defaults(head_dim=256, num_key_value_heads=4, sliding_window=4096)
-    softcap = config.optional_positive_float("attn_logit_softcapping", default=50.0)
-    attention = replace(_attention(config, None), softcap=softcap)
-    slides = [layer % 2 == 0 for layer in range(config.positive_int("num_hidden_layers"))]
-    windows = read_layer_windows(config, slides, required=True)
-    layers = [_layer(config, replace(attention, window=window)) for window in windows]
-    return _with_cap(config, _model(config, layers), default=30.0)
+    return _gemma2_model(config, partial(four_norm_layer, norm=offset_norm_spec))
+
+
+def build_vault_gemma_spec(config: ConfigReader) -> ModelSpec:
+    """Build the ModelSpec of VaultGemma: Gemma 2 without norms after the blocks.
+
+    Source: VaultGemma Team, "VaultGemma" (2025), section 4.
+    """
+    names = "input_layernorm", "pre_feedforward_layernorm"
+    return _gemma2_model(config, partial(pre_norm_layer, norm=offset_norm_spec, names=names))
 
 
 def build_gemma3_spec(config: ConfigReader) -> ModelSpec:
@@ -55,37 +64,31 @@ def build_gemma3_spec(config: ConfigReader) -> ModelSpec:
 
     Layers with a sliding window have their own rotary parameters.
     """
-    config.set_defaults(
-        head_dim=256, num_key_value_heads=4, rope_theta=1_000_000.0, sliding_window=4096
-    )
-    pattern = config.positive_int("sliding_window_pattern", "_sliding_window_pattern", default=6)
+    config.set_defaults(head_dim=256, num_key_value_heads=4, rope_theta=1e6, sliding_window=4096)
     config.require_value("attn_logit_softcapping", None)
+    pattern = config.positive_int("sliding_window_pattern", "_sliding_window_pattern", default=6)
     count = config.positive_int("num_hidden_layers")
-    slides = [(layer + 1) % pattern != 0 for layer in range(count)]
-    windows = read_layer_windows(config, slides, required=True)
-    everywhere = _attention(config, {"layer_type": "full_attention"})
-    everywhere = replace(
-        everywhere,
-        query_norm=_norm(config, "self_attn.q_norm"),
-        key_norm=_norm(config, "self_attn.k_norm"),
+    windows = read_layer_windows(
+        config, [(layer + 1) % pattern != 0 for layer in range(count)], required=True
     )
-    nearby = replace(everywhere, rope=_local_rope(config, everywhere.head_dim))
-    layers = [
-        _layer(config, everywhere if window is None else replace(nearby, window=window))
-        for window in windows
-    ]
-    return _with_cap(config, _model(config, layers), default=None)
+    attention = _attention(config, {"layer_type": "full_attention"})
+    attention = with_head_norms(config, attention, norm=offset_norm_spec)
+    local = read_local_rope(config, attention.head_dim, 10_000.0, "rope_local_base_freq")
+    layer = partial(four_norm_layer, norm=offset_norm_spec)
+    layers = windowed_layers(config, attention, _mlp(config), windows, local, layer)
+    return _capped_model(config, layers, default=None)
 
 
-def _local_rope(config: ConfigReader, head_dim: int) -> RopeSpec:
-    """Return the rotary positions of layers with a window; rope_scaling does not apply to them."""
-    theta = config.finite_float("rope_local_base_freq", default=10_000.0)
-    if theta < 1:
-        raise config.error(("rope_local_base_freq",), "a finite number from 1 on", theta)
-    by_type = config.get("rope_parameters")
-    if isinstance(by_type, dict) and "sliding_attention" in by_type:
-        return read_rope(config, head_dim, theta=theta, layer_type="sliding_attention")
-    return RopeSpec(head_dim, theta=theta)
+def _gemma2_model(
+    config: ConfigReader, layer: Callable[[ConfigReader, Any, Any], LayerSpec]
+) -> ModelSpec:
+    config.set_defaults(head_dim=256, num_key_value_heads=4, sliding_window=4096)
+    softcap = config.optional_positive_float("attn_logit_softcapping", default=50.0)
+    attention = replace(_attention(config, None), softcap=softcap)
+    slides = [layer % 2 == 0 for layer in range(config.positive_int("num_hidden_layers"))]
+    windows = read_layer_windows(config, slides, required=True)
+    layers = windowed_layers(config, attention, _mlp(config), windows, layer=layer)
+    return _capped_model(config, layers, default=30.0)
 
 
 def _attention(config: ConfigReader, rope: dict[str, Any] | None) -> AttentionSpec:
@@ -95,36 +98,30 @@ def _attention(config: ConfigReader, rope: dict[str, Any] | None) -> AttentionSp
     return replace(attention, scale=scalar**-0.5)
 
 
-def _layer(config: ConfigReader, attention: AttentionSpec) -> LayerSpec:
-    return LayerSpec(
-        attention=attention,
-        mlp=gated_mlp_spec(config, activation="hidden_activation", default="gelu_pytorch_tanh"),
-        attention_norm=_norm(config, "input_layernorm"),
-        post_attention_norm=_norm(config, "post_attention_layernorm"),
-        mlp_norm=_norm(config, "pre_feedforward_layernorm"),
-        post_mlp_norm=_norm(config, "post_feedforward_layernorm"),
-    )
+def _mlp(config: ConfigReader) -> MLPSpec:
+    return gated_mlp_spec(config, activation="hidden_activation", default="gelu_pytorch_tanh")
 
 
-def _model(config: ConfigReader, layers: list[LayerSpec]) -> ModelSpec:
-    config.require_value("use_bidirectional_attention", False)
-    scale = config.positive_int("hidden_size") ** 0.5
-    # Gemma 3 states the context that its linear scaling has extended.
-    longest = config.positive_int("max_position_embeddings")
-    norm = _norm(config, "model.norm")
-    model = decoder_model(config, layers, tied=True, norm=norm, context_length=longest)
-    return replace(model, embedding=EmbeddingSpec(model.embedding.name, scale=scale))
-
-
-def _with_cap(config: ConfigReader, model: ModelSpec, default: float | None) -> ModelSpec:
-    """Add the cap of the logits, and check the further keys of Gemma 2 and 3."""
+def _capped_model(
+    config: ConfigReader, layers: list[LayerSpec], default: float | None
+) -> ModelSpec:
+    """Build a model with a cap of the logits, and check the further keys of Gemma 2 and 3."""
     # Older files have both keys; transformers reads hidden_activation.
     config.ignore("hidden_act", "cache_implementation")
     config.require_value("sliding_window_size", config.get("sliding_window"))
     cap = config.optional_positive_float("final_logit_softcapping", default=default)
-    return replace(model, head=replace(model.head, softcap=cap))
+    return _model(config, layers, softcap=cap)
 
 
-def _norm(config: ConfigReader, name: str) -> NormSpec:
-    """Build an RMSNorm; its stored scale is relative to 1."""
-    return rms_norm_spec(config, name, offset=1.0)
+def _model(config: ConfigReader, layers: list[LayerSpec], **head: Any) -> ModelSpec:
+    config.require_value("use_bidirectional_attention", False)
+    return decoder_model(
+        config,
+        layers,
+        tied=True,
+        embedding_scale=config.positive_int("hidden_size") ** 0.5,
+        norm=offset_norm_spec(config, "model.norm"),
+        # Gemma 3 states the context that its linear scaling has extended.
+        context_length=config.positive_int("max_position_embeddings"),
+        head=head,
+    )

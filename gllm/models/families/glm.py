@@ -1,18 +1,24 @@
-"""GLM-4: the first release in Hugging Face's format, and that of April 2025.
+"""GLM-4: the first release in Hugging Face's format, that of April 2025, GLM-4.5 to 4.7, GLM-5.
 
-Source: GLM Team, "ChatGLM: A Family of Large Language Models from GLM-130B to GLM-4" (2024).
+Source: GLM Team, "ChatGLM: A Family of Large Language Models from GLM-130B to GLM-4" (2024);
+"GLM-4.5: Agentic, Reasoning, and Coding (ARC) Foundation Models" (2025), section 2.1.
 """
 
 from dataclasses import replace
 
 from gllm.models.config_reader import ConfigReader
-from gllm.models.spec import LayerSpec, ModelSpec
+from gllm.models.expert_builders import moe_model, v3_experts_spec
+from gllm.models.families.deepseek import sparse_attention_model
+from gllm.models.spec.layer import LayerSpec
+from gllm.models.spec.model import ModelSpec
 from gllm.models.spec_builders import (
     attention_spec,
     decoder_model,
     gated_mlp_spec,
+    latent_attention_spec,
     pre_norm_layer,
     rms_norm_spec,
+    with_head_norms,
 )
 
 
@@ -28,6 +34,80 @@ def build_glm4_spec(config: ConfigReader) -> ModelSpec:
         post_attention_norm=rms_norm_spec(config, "post_self_attn_layernorm"),
         post_mlp_norm=rms_norm_spec(config, "post_mlp_layernorm"),
     )
+    further = config.non_negative_int("num_nextn_predict_layers", default=0)
+    layers = [layer] * config.positive_int("num_hidden_layers")
+    return decoder_model(config, layers, num_prediction_layers=further)
+
+
+def build_glm4_moe_spec(config: ConfigReader) -> ModelSpec:
+    """Build the ModelSpec of GLM-4.5: half of each head rotated, the experts of DeepSeek V3."""
+    config.set_defaults(
+        first_k_dense_replace=1,
+        moe_intermediate_size=1408,
+        n_routed_experts=128,
+        n_shared_experts=1,
+        norm_topk_prob=True,
+        num_experts_per_tok=8,
+        num_key_value_heads=8,
+        num_nextn_predict_layers=1,
+        rms_norm_eps=1e-5,
+    )
+    bias = config.boolean("attention_bias")
+    attention = attention_spec(config, {"partial": 0.5}, qkv_bias=bias)
+    if config.boolean("use_qk_norm"):
+        attention = with_head_norms(config, attention)
+    return moe_model(config, attention, v3_experts_spec(config))
+
+
+def build_glm4_moe_lite_spec(config: ConfigReader) -> ModelSpec:
+    """Build the ModelSpec of GLM-4.7 Flash: the attention and the experts of DeepSeek V3."""
+    config.set_defaults(
+        first_k_dense_replace=1,
+        n_shared_experts=1,
+        norm_topk_prob=True,
+        num_nextn_predict_layers=1,
+        q_lora_rank=768,
+        rms_norm_eps=1e-5,
+        routed_scaling_factor=1.8,
+    )
+    config.require_value("attention_bias", False)
+    return moe_model(config, latent_attention_spec(config), v3_experts_spec(config))
+
+
+def build_glm_dsa_spec(config: ConfigReader) -> ModelSpec:
+    """Build the ModelSpec of GLM-5: that of DeepSeek V3.2, up to `index_topk` tokens."""
+    config.set_defaults(
+        first_k_dense_replace=3,
+        n_shared_experts=1,
+        norm_topk_prob=True,
+        q_lora_rank=2048,
+        rms_norm_eps=1e-5,
+        routed_scaling_factor=2.5,
+    )
+    config.require_value("attention_bias", False)
+    model = moe_model(config, latent_attention_spec(config), v3_experts_spec(config))
+    return sparse_attention_model(config, model)
+
+
+def build_solar_open_spec(config: ConfigReader) -> ModelSpec:
+    """Build the ModelSpec of Solar Open: experts of GLM-4.5 in every layer.
+
+    Source: Upstage, "Solar Open Technical Report" (2026), section 2.
+    """
+    config.set_defaults(
+        head_dim=128,
+        n_shared_experts=1,
+        norm_topk_prob=True,
+        num_key_value_heads=8,
+        rms_norm_eps=1e-5,
+        rope_theta=1_000_000.0,
+    )
+    # Of dense layers, which there are none of.
+    config.ignore("intermediate_size")
+    config.require_value("first_k_dense_replace", 0)
+    config.require_value("use_qk_norm", False)
+    attention = attention_spec(config, {"partial": 1.0}, config.boolean("attention_bias"))
+    layer = pre_norm_layer(config, attention, v3_experts_spec(config))
     return decoder_model(config, [layer] * config.positive_int("num_hidden_layers"))
 
 

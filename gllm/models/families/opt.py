@@ -5,16 +5,15 @@ Source: Zhang et al., "OPT: Open Pre-trained Transformer Language Models" (2022)
 
 from gllm.models.config_reader import ConfigReader
 from gllm.models.errors import ModelError
-from gllm.models.spec import (
-    AttentionSpec,
-    EmbeddingSpec,
-    LayerSpec,
-    LinearSpec,
-    ModelSpec,
-    NormSpec,
-    PositionEmbeddingSpec,
+from gllm.models.spec.layer import LayerSpec
+from gllm.models.spec.model import EmbeddingSpec, ModelSpec, PositionEmbeddingSpec
+from gllm.models.spec.parts import NormSpec
+from gllm.models.spec_builders import (
+    ACTIVATIONS,
+    decoder_model,
+    plain_mlp_spec,
+    sized_attention_spec,
 )
-from gllm.models.spec_builders import ACTIVATIONS, decoder_model, plain_mlp_spec
 
 
 def build_spec(config: ConfigReader) -> ModelSpec:
@@ -23,14 +22,8 @@ def build_spec(config: ConfigReader) -> ModelSpec:
     _check(config, hidden)
     heads = config.positive_int("num_attention_heads")
     bias = config.boolean("enable_bias", default=True)
-    attention = AttentionSpec(
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=hidden // heads,
-        qkv_proj=LinearSpec(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), bias),
-        out_proj=LinearSpec(("self_attn.out_proj",), bias),
-        scale=(hidden // heads) ** -0.5,
-    )
+    names = tuple(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "out_proj"))
+    attention = sized_attention_spec(heads, hidden // heads, names, bias, bias)
     size = config.positive_int("ffn_dim")
     activation = config.choice("activation_function", ACTIVATIONS, "relu")
     mlp = plain_mlp_spec(size, activation, ("fc1", "fc2"), bias)

@@ -5,19 +5,20 @@ with the models.
 """
 
 from dataclasses import replace
+from functools import partial
 
 from gllm.models.config_reader import ConfigReader
 from gllm.models.errors import ModelError
-from gllm.models.spec import (
-    AttentionSpec,
-    EmbeddingSpec,
-    LayerSpec,
-    LinearSpec,
-    ModelSpec,
-    NormSpec,
-    RopeSpec,
+from gllm.models.spec.attention import AttentionSpec
+from gllm.models.spec.model import EmbeddingSpec, ModelSpec
+from gllm.models.spec.parts import RopeSpec
+from gllm.models.spec_builders import (
+    decoder_model,
+    gated_mlp_spec,
+    pre_norm_layer,
+    rms_norm_spec,
+    sized_attention_spec,
 )
-from gllm.models.spec_builders import decoder_model, gated_mlp_spec
 
 
 def build_spec(config: ConfigReader) -> ModelSpec:
@@ -32,19 +33,15 @@ def build_spec(config: ConfigReader) -> ModelSpec:
     if width % 2:
         raise config.error(("intermediate_size",), "even: gate and up projection share it", width)
     mlp = gated_mlp_spec(config, "mlp", width // 2, bias, names=("w2", "w1", "c_proj"))
-    layer = LayerSpec(
-        attention=_attention(config, bias),
-        mlp=mlp,
-        attention_norm=_norm(config, "ln_1"),
-        mlp_norm=_norm(config, "ln_2"),
-    )
+    norm = partial(rms_norm_spec, eps="layer_norm_epsilon")
+    layer = pre_norm_layer(config, _attention(config, bias), mlp, norm, ("ln_1", "ln_2"))
     context = _context_length(config)
     model = decoder_model(
         config,
         [layer] * config.positive_int("num_hidden_layers"),
         root="transformer.",
         embedding=EmbeddingSpec("transformer.wte"),
-        norm=_norm(config, "transformer.ln_f"),
+        norm=norm(config, "transformer.ln_f"),
         context_length=context,
         layer_name_format="transformer.h.{}",
     )
@@ -80,19 +77,8 @@ def _attention(config: ConfigReader, bias: bool) -> AttentionSpec:
     theta = config.positive_float("rotary_emb_base", default=10_000.0)
     if theta < 1:
         raise config.error(("rotary_emb_base",), "a finite number from 1 on", theta)
-    return AttentionSpec(
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=head_dim,
-        qkv_proj=LinearSpec(("attn.c_attn",), has_bias=True),
-        out_proj=LinearSpec(("attn.c_proj",), bias),
-        scale=head_dim**-0.5,
-        rope=RopeSpec(head_dim, theta=theta),
-    )
-
-
-def _norm(config: ConfigReader, name: str) -> NormSpec:
-    return NormSpec(name, "rms", config.positive_float("layer_norm_epsilon", default=1e-6))
+    rope, names = RopeSpec(head_dim, theta=theta), ("attn.c_attn", "attn.c_proj")
+    return sized_attention_spec(heads, head_dim, names, qkv_bias=True, out_bias=bias, rope=rope)
 
 
 def _check(config: ConfigReader) -> None:

@@ -5,19 +5,23 @@ Technical Report" (2025).
 """
 
 from dataclasses import replace
+from typing import Any
 
 from gllm.models.config_reader import ConfigReader
-from gllm.models.spec import AttentionSpec, ExpertsSpec, LayerSpec, LinearSpec, MLPSpec, ModelSpec
+from gllm.models.expert_builders import qwen_experts_spec, sparse_blocks, with_shared_expert
+from gllm.models.rope import read_local_rope
+from gllm.models.spec.attention import AttentionSpec
+from gllm.models.spec.feed_forward import ExpertsSpec
+from gllm.models.spec.model import ModelSpec
 from gllm.models.spec_builders import (
     attention_spec,
-    check_experts,
     decoder_model,
     gated_mlp_spec,
     pre_norm_layer,
     read_layer_windows,
     read_sliding_window,
-    rms_norm_spec,
     windowed_layers,
+    with_head_norms,
 )
 
 
@@ -27,19 +31,19 @@ def build_qwen2_spec(config: ConfigReader) -> ModelSpec:
     return decoder_model(config, windowed_layers(config, attention, mlp, _read_windows(config)))
 
 
+def build_mimo_spec(config: ConfigReader) -> ModelSpec:
+    """Build the ModelSpec of MiMo: Qwen2, whose multi-token prediction layers are left out."""
+    config.set_defaults(attention_bias=True)
+    config.require_value("attention_bias", True)
+    config.ignore("num_nextn_predict_layers")
+    return replace(build_qwen2_spec(config), ignored_tensors=(r"model\.mtp_layers\..*",))
+
+
 def build_qwen2_moe_spec(config: ConfigReader) -> ModelSpec:
     """Build the ModelSpec of Qwen2 MoE: Qwen2 with experts and a gated shared expert."""
-    experts = replace(
-        _experts_spec(config, default=60),
-        shared_expert=gated_mlp_spec(
-            config,
-            "mlp.shared_expert",
-            config.positive_int("shared_expert_intermediate_size", default=5632),
-        ),
-        shared_expert_gate=LinearSpec(("mlp.shared_expert_gate",)),
-    )
+    experts = with_shared_expert(config, qwen_experts_spec(config, default=60), default=5632)
     attention = attention_spec(config, qkv_bias=config.boolean("qkv_bias", default=True))
-    return decoder_model(config, _moe_layers(config, attention, experts))
+    return _moe_model(config, attention, experts)
 
 
 def build_qwen3_spec(config: ConfigReader) -> ModelSpec:
@@ -52,51 +56,41 @@ def build_qwen3_spec(config: ConfigReader) -> ModelSpec:
 def build_qwen3_moe_spec(config: ConfigReader) -> ModelSpec:
     """Build the ModelSpec of Qwen3 MoE: Qwen3 with experts, without a shared expert."""
     config.set_defaults(num_key_value_heads=4)
-    experts = _experts_spec(config, default=128)
-    return decoder_model(config, _moe_layers(config, _qwen3_attention_spec(config), experts))
+    experts = qwen_experts_spec(config, default=128)
+    return _moe_model(config, _qwen3_attention_spec(config), experts)
 
 
-def _qwen3_attention_spec(config: ConfigReader) -> AttentionSpec:
+def build_mellum_spec(config: ConfigReader) -> ModelSpec:
+    """Build the ModelSpec of Mellum 2: Qwen3 MoE, where layers with a window rotate otherwise.
+
+    Source: the configuration published with the model (JetBrains, 2026).
+    """
+    config.set_defaults(head_dim=128, norm_topk_prob=True, num_key_value_heads=4, rope_theta=5e5)
+    config.ignore("num_nextn_predict_layers", "num_mtp_layers", "mtp_layer_types")
+    config.ignore("mtp_mlp_layer_types", "intermediate_size")
+    count = config.positive_int("num_hidden_layers")
+    config.require_value("mlp_layer_types", ["sparse"] * count)
+    experts = qwen_experts_spec(config, default=64)
+    attention = _qwen3_attention_spec(config, {"layer_type": "full_attention"})
+    local = read_local_rope(config, attention.head_dim, 10_000.0)
+    windows = read_layer_windows(config, [False] * count)
+    layers = windowed_layers(config, attention, experts, windows, local)
+    return decoder_model(config, layers, ignored_tensors=(r"mtp\..*",))
+
+
+def _qwen3_attention_spec(
+    config: ConfigReader, rope: dict[str, Any] | None = None
+) -> AttentionSpec:
     """Build attention with norms of query and key heads."""
     config.require_value("use_qk_norm", True)
     bias = config.boolean("attention_bias")
-    return replace(
-        attention_spec(config, qkv_bias=bias, out_bias=bias),
-        query_norm=rms_norm_spec(config, "self_attn.q_norm"),
-        key_norm=rms_norm_spec(config, "self_attn.k_norm"),
-    )
+    return with_head_norms(config, attention_spec(config, rope, bias, bias))
 
 
-def _experts_spec(config: ConfigReader, default: int) -> ExpertsSpec:
-    """Build the routed experts; `default` is their number without the key."""
-    return check_experts(
-        ExpertsSpec(
-            num_experts=config.positive_int("num_experts", "num_local_experts", default=default),
-            top_k=config.positive_int("num_experts_per_tok"),
-            router=LinearSpec(("mlp.gate",)),
-            expert=gated_mlp_spec(
-                config, "mlp.experts.{}", config.positive_int("moe_intermediate_size")
-            ),
-            renormalize=config.boolean("norm_topk_prob"),
-        )
-    )
-
-
-def _moe_layers(
-    config: ConfigReader, attention: AttentionSpec, experts: ExpertsSpec
-) -> list[LayerSpec]:
-    """Build the layers: experts in every decoder_sparse_step-th one, except mlp_only_layers."""
+def _moe_model(config: ConfigReader, attention: AttentionSpec, experts: ExpertsSpec) -> ModelSpec:
     config.require_value("use_sliding_window", False)
-    dense = gated_mlp_spec(config)
-    step = config.positive_int("decoder_sparse_step", default=1)
-    dense_layers = config.get("mlp_only_layers", default=[])
-    if not isinstance(dense_layers, list) or not all(type(one) is int for one in dense_layers):
-        raise config.error(("mlp_only_layers",), "a list of layers' numbers", dense_layers)
-    blocks: list[MLPSpec | ExpertsSpec] = []
-    for layer in range(len(_read_windows(config))):
-        is_sparse = layer not in dense_layers and (layer + 1) % step == 0
-        blocks.append(experts if is_sparse else dense)
-    return [pre_norm_layer(config, attention, block) for block in blocks]
+    blocks = sparse_blocks(config, experts, len(_read_windows(config)))
+    return decoder_model(config, [pre_norm_layer(config, attention, block) for block in blocks])
 
 
 def _read_windows(config: ConfigReader) -> list[int | None]:

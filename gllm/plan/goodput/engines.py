@@ -13,7 +13,13 @@ from typing import NamedTuple
 
 from gllm.plan.layout import Parallelism
 from gllm.scheduler.config import SchedulerConfig
-from gllm.sim.costs.base import DecodeOnlyCostModel
+from gllm.scheduler.stage_work import StageWork
+from gllm.sim.costs.base import (
+    CostModel,
+    DecodeOnlyCostModel,
+    DelegatingCostModel,
+    TransferCost,
+)
 from gllm.sim.costs.distserve import (
     DecodeSample,
     DistServeCoefficients,
@@ -26,6 +32,7 @@ from gllm.sim.costs.distserve import (
     read_kv_capacity,
 )
 from gllm.sim.deployment import USABLE_MEMORY_SHARE, Deployment, roofline_deployment
+from gllm.sim.hardware.devices import LINKS, NetworkLink
 from gllm.sim.hardware.shapes import MODELS
 from gllm.sim.hardware.stages import build_hardware, split_layers_evenly
 
@@ -155,7 +162,9 @@ CHUNK = 512
 COST_KINDS = ("distserve", "vllm", "roofline", "batches")
 """Published coefficients of two engines with OPT models, data sheets, and measured batches."""
 LOCAL_LINK = "nvlink"
-"""Name of the link between the ranks of a stage and between stages."""
+"""Name of the link between the ranks of a stage and between stages on one node."""
+PUBLISHED_DEVICE = "A100-80G"
+"""Device on which the coefficients of kinds `distserve` and `vllm` were measured."""
 
 
 @dataclass(frozen=True)
@@ -164,11 +173,19 @@ class EngineCosts:
 
     kind: str
     """A name of COST_KINDS."""
-    device: str = "A100-80G"
+    device: str = PUBLISHED_DEVICE
     """Name of the GPU, whose memory limits weights and KV cache."""
     file: str = ""
     """CSV file of the measured batches; only for kind `batches`."""
     max_model_len: int = MAX_MODEL_LEN
+
+    def __post_init__(self) -> None:
+        """Refuse a device that the published coefficients say nothing about."""
+        if self.kind in ("distserve", "vllm") and self.device != PUBLISHED_DEVICE:
+            raise ValueError(
+                f"--costs {self.kind} are coefficients measured on {PUBLISHED_DEVICE}, not on "
+                f"--device {self.device}: choose --costs roofline, or batches measured on it"
+            )
 
     def __str__(self) -> str:
         return self.kind
@@ -186,6 +203,9 @@ def make_engine(
     policy: str,
     kv_admission: str = "auto",
     has_prefill: bool = True,
+    crossings: frozenset[int] = frozenset(),
+    network: str = LOCAL_LINK,
+    async_scheduling: bool = False,
 ) -> Deployment:
     """Return an engine for the simulator: model, parallelism, step times and scheduler options.
 
@@ -196,6 +216,10 @@ def make_engine(
         policy: Scheduling policy.
         kv_admission: Rule by which the scheduler decides whether a request's KV cache fits.
         has_prefill: False if prefills take no time, because another engine computes them.
+        crossings: Stages whose next stage is on another node.
+        network: Name of the link between nodes.
+        async_scheduling: True to schedule a step before the tokens of the last one are known, as
+            `gllm serve` does; DistServe's engines do not.
 
     Raises:
         ValueError: The model does not fit the devices, or there are no step times for this
@@ -208,7 +232,7 @@ def make_engine(
         max_num_seqs=MAX_SEQS * pp,
         prefix_cache=False,
         kv_admission=kv_admission,
-        async_scheduling=False,
+        async_scheduling=async_scheduling,
     )
     if costs.kind == "roofline":
         engine = roofline_deployment(
@@ -226,7 +250,34 @@ def make_engine(
             DistServeCostModel(coefficients, pp, extrapolates_context=True),
             config.resolve(pp, blocks, costs.max_model_len),
         )
-    return engine if has_prefill else replace(engine, cost=DecodeOnlyCostModel(engine.cost))
+    cost = engine.cost
+    if crossings:
+        cost = NodeLinkCostModel(cost, MODELS[model].hidden, LINKS[network], crossings)
+    return replace(engine, cost=cost if has_prefill else DecodeOnlyCostModel(cost))
+
+
+class NodeLinkCostModel(DelegatingCostModel):
+    """Cost model wrapper that sends activations between nodes over a network link.
+
+    Args:
+        cost: Cost model of the engine on one node.
+        hidden: Elements of the activations of a token.
+        link: Link between nodes.
+        crossings: Stages whose next stage is on another node.
+    """
+
+    def __init__(
+        self, cost: CostModel, hidden: int, link: NetworkLink, crossings: frozenset[int]
+    ) -> None:
+        super().__init__(cost)
+        self._token_bytes, self._link, self._crossings = 2 * hidden, link, crossings
+
+    def activation_transfer(self, stage: int, work: StageWork) -> TransferCost:
+        """Return the cost of the link between nodes where the next stage is on another one."""
+        if stage not in self._crossings:
+            return super().activation_transfer(stage, work)
+        size = work.num_tokens * self._token_bytes
+        return TransferCost(size / self._link.bandwidth, self._link.latency, size)
 
 
 def _num_blocks(costs: EngineCosts, model: str, parallelism: Parallelism, block_size: int) -> int:

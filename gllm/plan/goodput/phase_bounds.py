@@ -6,17 +6,19 @@ of TPOT.
 """
 
 from collections.abc import Sequence
-from math import ceil
+from math import ceil, inf
 from statistics import fmean
 
 from gllm.options.slo import Slo
 from gllm.plan.best_first import CandidateBound
+from gllm.plan.engine_bounds import EngineBounds, measure_workload
 from gllm.plan.engine_times import EngineTimes, prefill_work
 from gllm.sim.deployment import Deployment
-from gllm.sim.workloads.requests import WorkloadRequest
+from gllm.sim.workloads.requests import WorkloadRequest, longest_job
 
 SLACK = 1.5
-"""Bound of a phase's goodput, per closed form: lengths vary, and some requests may miss a limit."""
+"""Bound of a phase's goodput, per closed form within the limits: lengths vary, some requests may
+miss a limit. The throughput of the engine without limits is a bound, too."""
 CONSTRAINTS = ("GPU memory", "KV cache", "TTFT", "TPOT")
 """Constraints in the order in which an engine has to meet them."""
 
@@ -48,7 +50,10 @@ def bound_prefill(engine: Deployment, jobs: Sequence[WorkloadRequest], slo: Slo)
     mean, square = fmean(services), fmean(seconds**2 for seconds in services)
     per_batch = len(prompts) / len(batches)
     expected = per_batch * 2 * wait / (square + 2 * wait * mean)
-    return CandidateBound(SLACK * saturated, min(expected, saturated))
+    score = min(
+        SLACK * saturated, _max_rate(engine, [job._replace(num_output_tokens=1) for job in jobs])
+    )
+    return CandidateBound(score, min(expected, saturated))
 
 
 def _pack(prompts: Sequence[int], limit: int) -> list[list[int]]:
@@ -81,16 +86,24 @@ def bound_decode(engine: Deployment, jobs: Sequence[WorkloadRequest], slo: Slo) 
     context, stages = prompt + output / 2, len(engine.layers)
     config = engine.scheduler
     capacity = config.num_blocks * config.block_size / (context * stages)
-    most = max(1, min(config.max_num_seqs // stages, int(capacity)))
-    rate = EngineTimes(engine.cost, stages).decode_rate(context, tpot, most) / output
+    largest = max(1, min(config.max_num_seqs // stages, int(capacity)))
+    rate = EngineTimes(engine.cost, stages).decode_rate(context, tpot, largest) / output
     if not rate:
         return CandidateBound(0.0, 0.0, CONSTRAINTS[3])
-    return CandidateBound(SLACK * rate, rate)
+    # Requests of one token have no decode.
+    decoded = [job for job in jobs if job.num_output_tokens > 1]
+    most = _max_rate(engine, decoded) * len(jobs) / len(decoded) if decoded else inf
+    return CandidateBound(min(SLACK * rate, most), rate)
+
+
+def _max_rate(engine: Deployment, jobs: Sequence[WorkloadRequest]) -> float:
+    """Return the requests per second that no schedule of an engine exceeds."""
+    return EngineBounds(engine, measure_workload(jobs)).max_rate()
 
 
 def _refuse_cache(engine: Deployment, jobs: Sequence[WorkloadRequest]) -> str:
     """Return the constraint if the longest request does not fit the KV cache; else empty."""
-    longest = max(job.num_prompt_tokens + job.num_output_tokens for job in jobs)
+    longest = longest_job(jobs)
     config = engine.scheduler
     return CONSTRAINTS[1] if config.num_blocks * config.block_size < longest else ""
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from gllm.plan.layout import Parallelism, PlannedStage, Stages
 from gllm.plan.nodes import DeviceCluster, equal_nodes
 
+PHASES = ("prefill", "decode")
 ROUNDING = 1e-9
 """Relative tolerance of a rate that engines serve exactly."""
 

@@ -1,73 +1,63 @@
-"""Planner of prefill and decode engines with the highest goodput per GPU.
+"""Planner of prefill and decode engines: highest goodput per GPU, or the fewest GPUs for a rate.
 
-Candidates come from `placement`, their bounds from `phase_bounds`, goodputs from the simulator. The
-search takes candidates in the order of their estimates and leaves out those that cannot win.
+Candidates come from `placement`, their bounds from `bounds`, goodputs from the simulator. The
+search takes candidates in the order of their estimates and leaves out those that cannot win. A plan
+is returned only for a rate at which it attains the SLO by `gllm.plan.attainment`.
 """
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import TypeVar
+from typing import Any, NamedTuple
 
+from gllm.options.slo import Slo
+from gllm.plan.attainment import Attainment
 from gllm.plan.best_first import BestFirstOutcome, CandidateBound, SearchBudget, search_best
-from gllm.plan.goodput.engines import LOCAL_LINK, EngineCosts, make_engine
-from gllm.plan.goodput.phase_bounds import (
-    CONSTRAINTS,
-    bound_decode,
-    bound_prefill,
-    constraint_of_nearest_candidate,
-)
+from gllm.plan.goodput.bounds import GoodputBounds
+from gllm.plan.goodput.engines import EngineCosts
+from gllm.plan.goodput.placed_systems import SystemPlacer
 from gllm.plan.goodput.placement import (
-    PhaseGoodput,
+    PHASES,
     PlacementUnit,
-    count_engines,
     count_for_cluster,
     engine_choices,
-    place_units,
     unit_choices,
+)
+from gllm.plan.goodput.search_results import (
+    PhaseSearch,
+    UnitSearch,
+    best_pair,
+    require_best,
+    values_of,
 )
 from gllm.plan.goodput.systems import (
     PHASE_TARGET,
     GoodputTask,
+    JudgedPlan,
     Outcome,
     RunTask,
     System,
+    judge_system,
     measure_goodput,
-    run_task,
 )
-from gllm.plan.layout import Parallelism, PlannedEngine, lay_out, place_engines
-from gllm.plan.nodes import with_inner_link
+from gllm.plan.layout import Parallelism
 from gllm.plan.problem import ServiceProblem
-from gllm.plan.serving_plan import ExpectedFigures, RouterPlan, ServingPlan
+from gllm.plan.serving_plan import ExpectedFigures, ServingPlan
 from gllm.plan.strategies import UnservableError
-from gllm.sim.hardware.devices import LINKS
-from gllm.sim.workloads.requests import WorkloadRequest, make_workload
+from gllm.sim.capacity import INTERRUPTED, SearchEndedError
+from gllm.sim.monotone_search import find_last
 
-PHASES = ("prefill", "decode")
-FIXES = {
-    "GPU memory": "choose a device with more memory, or more GPUs per node",
-    "KV cache": "choose a device with more memory, more GPUs per node, or shorter requests",
-    "TTFT": "loosen the limit of ttft, or allow more GPUs per node",
-    "TPOT": "loosen the limit of tpot, or allow more GPUs per node",
-}
-"""Remedy of each constraint."""
-Candidate = TypeVar("Candidate", Parallelism, PlacementUnit)
-PhaseSearch = BestFirstOutcome[Parallelism, float]
-UnitSearch = BestFirstOutcome[PlacementUnit, float]
-PRESET = "distserve"
-"""Preset of the router, which its engines take as well."""
-NUM_BOUND_REQUESTS = 400
-"""Requests from which closed forms take the lengths."""
 LEAST_RATE = 1e-3
 """Estimate of a goodput at least, requests per second."""
 FIRST_FACTOR = 1.25
 """First upper end of a search, per closed-form estimate."""
 NUM_STEPS = 64
 """Rates from 0 to that end."""
-MAX_ADDED = 4
-"""Engines that are added at most where a plan's simulated attainment misses the target."""
+RATE_STEP = 2 ** (1 / 16)
+"""Ratio of the rates at which a plan is judged: 4.4 %."""
+MAX_STEPS = 48
+"""Steps by which a rate is lowered at most: to an eighth."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +73,24 @@ class GoodputPlan:
     """Goodput in requests per second per GPU of the chosen engines, before rounding up."""
     outcome: Outcome
     """Simulated latencies of the requests at `rate`."""
-    attainment: float
-    """Simulated share of the requests within both latency limits at `rate`, 0..1."""
+    attainment: Attainment
+    """Verdict that the share of the requests within both latency limits at `rate` is enough."""
     searches: Mapping[str, PhaseSearch | UnitSearch]
-    """Results of the searches, by phase, or under `unit` for pairs of engines."""
+    """Results of the searches, by phase, or under `unit` for pairs of engines; empty if the rate
+    was an argument."""
+    bound: float
+    """No plan is better: with a rate as argument a lower bound of the number of GPUs, otherwise an
+    upper bound of the rate on the cluster's GPUs. By closed forms, each phase for itself."""
+    num_judged: int = 1
+    """Number of plans or rates that were judged."""
+
+
+class _Candidate(NamedTuple):
+    """Engines that may serve a rate, and the rate that closed forms expect of them."""
+
+    system: System
+    unit: PlacementUnit | None
+    expected: float
 
 
 class GoodputPlanner:
@@ -100,7 +104,11 @@ class GoodputPlanner:
         budget: Time and evaluation limit of all simulations together.
         measure: Returns the simulated goodput of a task in requests per second; None for
             `measure_goodput`, which ends at the deadline of the budget.
-        network: Name of the link that transfers KV caches from prefill to decode engines.
+        network: Name of the link between nodes; without units it also transfers KV caches from
+            prefill to decode engines.
+        judge: Judges a system at a rate; None for `judge_system`, which ends at the deadline of the
+            budget.
+        on_best: Called with a description of each system that attains the SLO, with its rate.
 
     Raises:
         ValueError: The workload is unknown, or has a request that is longer than the context.
@@ -113,26 +121,25 @@ class GoodputPlanner:
         budget: SearchBudget,
         measure: Callable[[GoodputTask], float] | None = None,
         network: str = "nvlink",
+        judge: Callable[[RunTask, Slo], JudgedPlan] | None = None,
+        on_best: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.problem, self.costs = problem, costs
+        self._on_best = on_best
         self._measure = measure or partial(measure_goodput, check=budget.deadline)
-        self._budget, self._network = budget, network
-        self._jobs = make_workload(problem.workload, NUM_BOUND_REQUESTS, seed=problem.seed)
+        self._judge = judge or partial(judge_system, check=budget.final_deadline)
+        self._num_judged = 0
+        self._budget = budget
+        self._bounds = GoodputBounds(problem, costs)
+        self._placer = SystemPlacer(problem, costs, network)
         self._phase_target = max(problem.limits.attainment, PHASE_TARGET)
-        self._bounds: dict[tuple[str, Parallelism], CandidateBound] = {}
         self._rates: dict[GoodputTask, float] = {}
-        longest = max(job.num_prompt_tokens + job.num_output_tokens for job in self._jobs)
-        if longest > costs.max_model_len:
-            raise ValueError(
-                f"--workload {problem.workload} has a request of {longest} tokens, but "
-                f"--max-model-len is {costs.max_model_len}: raise it or choose another "
-                "workload"
-            )
 
     def place_apart(self, rate: float | None) -> GoodputPlan:
-        """Search for the best prefill and decode engines independently (DistServe's Algorithm 1).
+        """Search for prefill and decode engines that are placed independently of each other.
 
-        They serve `rate` requests per second, or as many as all GPUs can if it is None.
+        Without a rate the best engine of each phase is taken (DistServe's Algorithm 1), as many as
+        all GPUs hold. With a rate, numbers and parallelism are those with the fewest GPUs.
 
         Raises:
             UnservableError: No engine of a phase meets the latency limits.
@@ -140,27 +147,66 @@ class GoodputPlanner:
         """
         shape, cluster = self.problem.shape, self.problem.cluster
         choices = list(engine_choices(cluster, shape.heads, shape.layers))
+        bounds = {
+            phase: [(engine, self._bounds.per_gpu(phase, engine)) for engine in choices]
+            for phase in PHASES
+        }
+        if rate is not None:
+            return self._find_cheapest(rate, self._apart_candidates(rate, choices), bounds)
         searches: dict[str, PhaseSearch] = {}
         for phase in PHASES:
-            bounds = [(engine, self._per_gpu(phase, engine)) for engine in choices]
             searches[phase] = search_best(
-                bounds, partial(self._phase_values, phase), lambda value: value, self._budget
+                bounds[phase], partial(self._phase_values, phase), lambda value: value, self._budget
             )
-            _require(f"{phase} engine", searches[phase], bounds)
-        prefill, decode = _best_pair(searches, cluster.num_devices)
-        if rate is None:
-            counts = count_for_cluster(cluster.num_devices, prefill, decode)
-            rate = min(counts[0] * prefill.rate, counts[1] * decode.rate)
-        else:
-            counts = count_engines(rate, prefill.rate), count_engines(rate, decode.rate)
-        system = self._make_system(prefill.parallelism, decode.parallelism, *counts)
+            require_best(f"{phase} engine", searches[phase], bounds[phase])
+        self._complete(searches, bounds)
+        prefill, decode = best_pair(searches, bounds, cluster.num_devices)
+        counts = count_for_cluster(cluster.num_devices, prefill, decode)
+        rate = min(counts[0] * prefill.rate, counts[1] * decode.rate)
+        system = self._placer.apart_system(prefill.parallelism, decode.parallelism, *counts)
         per_gpu = 1 / (1 / prefill.per_gpu + 1 / decode.per_gpu)
-        return self._finish(system, None, rate, per_gpu, searches)
+        return self._certify(system, None, rate, per_gpu, searches)
+
+    def _complete(
+        self,
+        searches: Mapping[str, PhaseSearch],
+        bounds: Mapping[str, Sequence[tuple[Parallelism, CandidateBound]]],
+    ) -> None:
+        """Evaluate further engines where the best ones of both phases do not fit together.
+
+        A search leaves out what is worse than the best engine of its phase, which may be too large
+        to stand beside any engine of the other phase.
+        """
+        num_gpus = self.problem.cluster.num_devices
+        while True:
+            values = {phase: dict(searches[phase].evaluated) for phase in PHASES}
+            pairs = [
+                (1 / (1 / first + 1 / second), prefill, decode)
+                for prefill, prefill_bound in bounds["prefill"]
+                for decode, decode_bound in bounds["decode"]
+                if prefill.num_gpus + decode.num_gpus <= num_gpus
+                and (first := values["prefill"].get(prefill, prefill_bound.score)) > 0
+                and (second := values["decode"].get(decode, decode_bound.score)) > 0
+            ]
+            if not pairs:
+                return
+            chosen = zip(PHASES, max(pairs)[1:], strict=True)
+            missing = [(phase, engine) for phase, engine in chosen if engine not in values[phase]]
+            if not missing or self._budget.refusal():
+                return
+            for phase, engine in missing:
+                try:
+                    (value,) = self._phase_values(phase, [engine])
+                except SearchEndedError:
+                    return
+                self._budget.end_evaluation()
+                searches[phase].evaluated.append((engine, value))
 
     def place_together(self, rate: float | None) -> GoodputPlan:
-        """Search for the best engine pair whose stages share nodes (DistServe's Algorithm 2).
+        """Search for the engine pair whose stages share nodes (DistServe's Algorithm 2).
 
-        They serve `rate` requests per second, or as many as all GPUs can if it is None.
+        Without a rate the pair with the highest goodput per GPU is taken, as many as the nodes
+        hold. With a rate, pair and number are those with the fewest GPUs.
 
         Raises:
             UnservableError: No pair meets the latency limits.
@@ -168,9 +214,11 @@ class GoodputPlanner:
         """
         shape, cluster = self.problem.shape, self.problem.cluster
         bounds = [
-            (unit, self._bound_unit(unit))
+            (unit, self._bounds.of_unit(unit))
             for unit in unit_choices(cluster, shape.heads, shape.layers)
         ]
+        if rate is not None:
+            return self._find_cheapest(rate, self._unit_candidates(rate, bounds), {"unit": bounds})
         best_so_far = 0.0
 
         def evaluate(units: Sequence[PlacementUnit]) -> list[float]:
@@ -180,21 +228,87 @@ class GoodputPlanner:
             return values
 
         search = search_best(bounds, evaluate, lambda value: value, self._budget)
-        unit = _require("unit", search, bounds)
-        per_gpu = dict(search.evaluated)[unit]
-        goodput = per_gpu * unit.num_gpus
-        groups = len(cluster.nodes) // unit.num_nodes
-        most = groups * (cluster.devices_per_node // unit.gpus_per_node)
-        count = most if rate is None else count_engines(rate, goodput)
-        if count > most:
-            raise ValueError(
-                f"--rate {rate:g} needs {count} units of {unit.num_gpus} GPUs, and the cluster "
-                f"holds {most}: add nodes, or lower the rate to {most * goodput:.2f}"
-            )
-        system = self._make_system(unit.prefill, unit.decode, count, count)
-        return self._finish(system, unit, rate or count * goodput, per_gpu, {"unit": search})
+        unit = require_best("unit", search, bounds)
+        per_gpu = values_of(search, bounds)[unit]
+        count = self._placer.most_units(unit)
+        system = self._placer.unit_system(unit, count)
+        rate = count * per_gpu * unit.num_gpus
+        return self._certify(system, unit, rate, per_gpu, {"unit": search})
 
-    def _finish(
+    def _unit_candidates(
+        self, rate: float, bounds: Sequence[tuple[PlacementUnit, CandidateBound]]
+    ) -> Iterator[_Candidate]:
+        """Yield numbers of each unit that may serve a rate by its bound."""
+        for unit, bound in bounds:
+            for count in range(1, self._placer.most_units(unit) + 1):
+                if not bound.reason and count * unit.num_gpus * bound.score >= rate:
+                    system = self._placer.unit_system(unit, count)
+                    yield _Candidate(system, unit, count * unit.num_gpus * bound.expected)
+
+    def _apart_candidates(
+        self, rate: float, choices: Sequence[Parallelism]
+    ) -> Iterator[_Candidate]:
+        """Yield numbers of prefill and decode engines that may serve a rate by their bounds."""
+        num_gpus = self.problem.cluster.num_devices
+        counted: dict[str, list[tuple[Parallelism, int, float]]] = {}
+        for phase in PHASES:
+            each = ((engine, self._bounds.of_engine(phase, engine)) for engine in choices)
+            counted[phase] = [
+                (engine, count, count * bound.expected)
+                for engine, bound in each
+                if not bound.reason
+                for count in range(1, num_gpus // engine.num_gpus + 1)
+                if count * bound.score >= rate
+            ]
+        for prefill, num_prefill, prefill_rate in counted["prefill"]:
+            for decode, num_decode, decode_rate in counted["decode"]:
+                total = num_prefill * prefill.num_gpus + num_decode * decode.num_gpus
+                if total <= num_gpus:
+                    try:
+                        system = self._placer.apart_system(prefill, decode, num_prefill, num_decode)
+                    except ValueError:
+                        continue  # Nodes hold as many GPUs, but not these stages.
+                    yield _Candidate(system, None, min(prefill_rate, decode_rate))
+
+    def _find_cheapest(
+        self,
+        rate: float,
+        candidates: Iterable[_Candidate],
+        bounds: Mapping[str, Sequence[tuple[Any, CandidateBound]]],
+    ) -> GoodputPlan:
+        """Return the candidate with the fewest GPUs that attains the SLO at a rate.
+
+        Candidates are judged in the order of their GPUs; of those with the same number engines on
+        one node come first, then those of which the highest rate is expected.
+        """
+        for title, each in bounds.items():
+            if all(bound.reason for _, bound in each):
+                require_best(
+                    f"{title} engine" if title in PHASES else title, BestFirstOutcome(), each
+                )
+        ordered = sorted(
+            candidates,
+            key=lambda each: (each.system.num_gpus, each.system.crosses_nodes, -each.expected),
+        )
+        for candidate in ordered:
+            if reason := self._budget.refusal():
+                raise UnservableError(
+                    f"no plan was found for {rate:g} requests/s ({reason}): raise --budget"
+                )
+            judged = self._judge_at(candidate.system, rate)
+            if judged.attainment.is_met:
+                per_gpu = rate / candidate.system.num_gpus
+                bound = self._bounds.least_gpus(rate)
+                return GoodputPlan(
+                    candidate.system, candidate.unit, rate, per_gpu, judged.outcome,
+                    judged.attainment, {}, bound, self._num_judged,
+                )  # fmt: skip
+        raise UnservableError(
+            f"none of {len(ordered)} plans on {self.problem.cluster.num_devices} GPUs attains the "
+            f"limits at {rate:g} requests/s: add nodes, lower --rate or loosen --slo"
+        )
+
+    def _certify(
         self,
         system: System,
         unit: PlacementUnit | None,
@@ -202,67 +316,63 @@ class GoodputPlanner:
         per_gpu: float,
         searches: Mapping[str, PhaseSearch | UnitSearch],
     ) -> GoodputPlan:
-        """Return the plan, simulated at its rate; engines of separate phases are added if needed.
+        """Return the plan at the highest rate, up to a searched one, at which it attains the SLO.
 
-        Both phases at 95 % attain about 90 % together. Where that falls short, the better one of a
-        further prefill engine and a further decode engine is added while the cluster has GPUs.
+        A search takes short runs, in which queues have no time to grow. At the end of the budget
+        the highest rate so far counts.
         """
-        cluster = self.problem.cluster
-        if system.num_gpus > cluster.num_devices:
-            raise ValueError(
-                f"--rate {rate:g} needs {system.placement}, {system.num_gpus} GPUs, and the "
-                f"cluster has {cluster.num_devices}: add nodes, or lower the rate"
+        judged: dict[int, JudgedPlan] = {}
+
+        def attains(index: int, *_: int) -> bool:
+            judged[index] = self._judge_at(system, rate / RATE_STEP**-index)
+            return judged[index].attainment.is_met
+
+        try:
+            best = find_last(attains, 0, 1, -MAX_STEPS, 0)
+        except UnservableError:
+            met = [index for index, each in judged.items() if each.attainment.is_met]
+            if not met:
+                raise
+            best = max(met)
+        if best is None:
+            raise UnservableError(
+                f"{system.placement} attains the limits at no rate from "
+                f"{rate / RATE_STEP**MAX_STEPS:.2f} requests/s: loosen --slo"
             )
-        outcome, attained = self._simulate(system, rate)
-        for _ in range(MAX_ADDED if unit is None else 0):
-            if attained >= self.problem.limits.attainment:
-                break
-            larger = [
-                replace(system, num_prefill=system.num_prefill + 1),
-                replace(system, num_decode=system.num_decode + 1),
-            ]
-            results = [
-                (candidate, *self._simulate(candidate, rate))
-                for candidate in larger
-                if candidate.num_gpus <= cluster.num_devices
-            ]
-            if not results:
-                break
-            system, outcome, attained = max(results, key=lambda result: result[2])
-        return GoodputPlan(system, unit, rate, per_gpu, outcome, attained, searches)
+        return GoodputPlan(
+            system,
+            unit,
+            rate / RATE_STEP**-best,
+            rate / RATE_STEP**-best / system.num_gpus,
+            judged[best].outcome,
+            judged[best].attainment,
+            searches,
+            self._bounds.most_rate(),
+            self._num_judged,
+        )
 
-    def _simulate(self, system: System, rate: float) -> tuple[Outcome, float]:
+    def _judge_at(self, system: System, rate: float) -> JudgedPlan:
+        """Judge a system at a request rate. Raises UnservableError at the end of the budget."""
         problem = self.problem
-        outcome = run_task(
-            RunTask(system, problem.workload, rate, problem.num_requests, problem.seed)
-        )
-        return outcome, outcome.attainment(*problem.limits.require("ttft", "tpot"))
-
-    def _bound(self, phase: str, engine: Parallelism) -> CandidateBound:
-        """Return the closed forms of a phase on an engine, which are computed once."""
-        key = phase, engine
-        if key not in self._bounds:
-            self._bounds[key] = bound_phase(self.problem, self.costs, self._jobs, phase, engine)
-        return self._bounds[key]
-
-    def _per_gpu(self, phase: str, engine: Parallelism) -> CandidateBound:
-        score, expected, reason = self._bound(phase, engine)
-        return CandidateBound(score / engine.num_gpus, expected / engine.num_gpus, reason)
-
-    def _bound_unit(self, unit: PlacementUnit) -> CandidateBound:
-        """Return the closed forms of a unit per GPU: those of its slower phase."""
-        each = self._bound("prefill", unit.prefill), self._bound("decode", unit.decode)
-        reason = next((bound.reason for bound in each if bound.reason), "")
-        return CandidateBound(
-            min(bound.score for bound in each) / unit.num_gpus,
-            min(bound.expected for bound in each) / unit.num_gpus,
-            reason,
-        )
+        task = RunTask(system, problem.workload, rate, problem.num_requests, problem.seed)
+        self._num_judged += 1
+        try:
+            judged = self._judge(task, problem.limits)
+        except SearchEndedError as error:
+            reason = f"no plan was judged to the end ({error}): raise --budget"
+            raise UnservableError(reason) from None
+        except KeyboardInterrupt:
+            self._budget.stop(INTERRUPTED)
+            raise UnservableError(f"no plan was judged to the end ({INTERRUPTED})") from None
+        self._budget.end_evaluation()
+        if judged.attainment.is_met:
+            self._on_best(f"{system.placement}, {rate:.2f} requests/s; {judged.attainment}")
+        return judged
 
     def _phase_rate(self, phase: str, engine: Parallelism, target: float) -> float:
         """Return the goodput of an engine in one phase, requests per second."""
         system = System(phase, self.problem.model, self.costs, engine)
-        task = self._make_task(system, phase, target, self._bound(phase, engine))
+        task = self._make_task(system, phase, target, self._bounds.of_engine(phase, engine))
         if task not in self._rates:
             self._rates[task] = self._measure(task)
         return self._rates[task]
@@ -281,20 +391,11 @@ class GoodputPlanner:
         for phase, engine in zip(PHASES, (unit.prefill, unit.decode), strict=True):
             if self._phase_rate(phase, engine, target) / unit.num_gpus <= best:
                 return 0.0
-        score, expected, _ = self._bound_unit(unit)
+        score, expected, _ = self._bounds.of_unit(unit)
         bound = CandidateBound(score * unit.num_gpus, expected * unit.num_gpus)
-        system = self._make_system(unit.prefill, unit.decode)
+        system = self._placer.unit_system(unit, 1)
         task = self._make_task(system, "", target, bound)
         return self._measure(task) / unit.num_gpus
-
-    def _make_system(
-        self, prefill: Parallelism, decode: Parallelism, num_prefill: int = 1, num_decode: int = 1
-    ) -> System:
-        """Return a system of prefill and decode engines."""
-        counts = num_prefill, num_decode
-        return System(
-            "plan", self.problem.model, self.costs, prefill, decode, *counts, network=self._network
-        )
 
     def _make_task(
         self, system: System, phase: str, target: float, bound: CandidateBound
@@ -316,137 +417,12 @@ class GoodputPlanner:
 
     def lay_out(self, plan: GoodputPlan) -> ServingPlan:
         """Convert the chosen engines into a serving plan. Raises ValueError if they do not fit."""
-        problem, system, unit = self.problem, plan.system, plan.unit
-        assert system.decode is not None
-        layers = problem.shape.layers
-        if unit is not None:
-            pairs = place_units(problem.cluster, unit, system.num_prefill, layers)
-            engines = [
-                PlannedEngine(f"{phase}-{index}", stages, phase)
-                for index, pair in enumerate(pairs)
-                for phase, stages in zip(PHASES, pair, strict=True)
-            ]
-        else:
-            counted = [("prefill", index, system.prefill) for index in range(system.num_prefill)]
-            counted += [("decode", index, system.decode) for index in range(system.num_decode)]
-            counted.sort(key=lambda engine: -engine[2].tp)
-            placed = place_engines(
-                problem.cluster,
-                [(engine, engine.split_layers(layers)) for _, _, engine in counted],
-            )
-            engines = [
-                PlannedEngine(f"{phase}-{index}", stages, phase)
-                for (phase, index, _), stages in zip(counted, placed, strict=True)
-            ]
-        # KV caches stay within the nodes of a unit.
-        routes = {f"prefill-{i}": {f"decode-{i}": 1.0} for i in range(system.num_prefill)}
         outcome = plan.outcome
-        return lay_out(
-            problem,
-            with_inner_link(problem.cluster, LINKS[LOCAL_LINK]),
-            engines,
-            RouterPlan("", preset=PRESET),
-            ExpectedFigures(
-                "",
-                plan.rate,
-                attainment=plan.attainment,
-                ttft_seconds=median(outcome.ttft),
-                tpot_seconds=median(outcome.tpot),
-            ),
-            routes if unit is not None else {},
+        expected = ExpectedFigures(
+            "",
+            plan.rate,
+            attainment=plan.attainment.share,
+            ttft_seconds=median(outcome.ttft),
+            tpot_seconds=median(outcome.tpot),
         )
-
-
-def bound_phase(
-    problem: ServiceProblem,
-    costs: EngineCosts,
-    jobs: Sequence[WorkloadRequest],
-    phase: str,
-    engine: Parallelism,
-) -> CandidateBound:
-    """Return an upper bound and an estimate of an engine's goodput in prefill or decode.
-
-    Both are in requests per second and computed without a simulation.
-
-    Args:
-        problem: Model and latency limits.
-        costs: Source of the predicted step times.
-        jobs: Requests of the workload.
-        phase: prefill or decode.
-        engine: Parallelism of the engine; if the model does not fit, the bound is 0 with a reason.
-    """
-    admission = "auto" if phase == "prefill" else "distserve"
-    has_prefill = phase == "prefill"
-    try:
-        deployment = make_engine(costs, problem.model, engine, "distserve", admission, has_prefill)
-    except ValueError as error:
-        return CandidateBound(0.0, 0.0, _reason_of(error))
-    return (bound_prefill if has_prefill else bound_decode)(deployment, jobs, problem.limits)
-
-
-def _reason_of(error: ValueError) -> str:
-    """Return the constraint that an engine fails, by the error of `make_engine`."""
-    text = str(error)
-    if "published nothing" in text or "no batches" in text:
-        return "no costs are known"
-    return CONSTRAINTS[1] if "the KV cache has" in text else CONSTRAINTS[0]
-
-
-def _best_pair(
-    searches: Mapping[str, PhaseSearch], num_gpus: int
-) -> tuple[PhaseGoodput, PhaseGoodput]:
-    """Return the simulated engines with the fewest GPUs per rate that so many GPUs hold together.
-
-    These are the best ones of each phase, unless both together are too large.
-
-    Raises:
-        UnservableError: No simulated engines fit together.
-    """
-    prefills, decodes = (
-        [
-            PhaseGoodput(engine, value * engine.num_gpus)
-            for engine, value in searches[phase].evaluated
-        ]
-        for phase in PHASES
-    )
-    pairs = [
-        (prefill, decode)
-        for prefill in prefills
-        for decode in decodes
-        if prefill.rate > 0
-        and decode.rate > 0
-        and prefill.parallelism.num_gpus + decode.parallelism.num_gpus <= num_gpus
-    ]
-    if not pairs:
-        raise UnservableError(
-            f"no simulated engine of each phase fit {num_gpus} GPUs together: add nodes"
-        )
-    return min(pairs, key=lambda pair: 1 / pair[0].per_gpu + 1 / pair[1].per_gpu)
-
-
-def _require(
-    title: str,
-    search: BestFirstOutcome[Candidate, float],
-    bounds: Sequence[tuple[Candidate, CandidateBound]],
-) -> Candidate:
-    """Return the best candidate of a search.
-
-    Raises:
-        UnservableError: There is none; the message names the constraint that binds.
-    """
-    if search.best is not None and search.best[1] > 0:
-        return search.best[0]
-    if search.left_out and search.best is None:
-        reasons = ", ".join(search.left_out)
-        raise UnservableError(f"no {title} was simulated ({reasons}): raise --budget")
-    counts = Counter(bound.reason for _, bound in bounds if bound.reason)
-    if search.best is not None:
-        constraint = "latency limits, with queues"
-        counts[constraint] = len(search.evaluated)
-    else:
-        constraint = constraint_of_nearest_candidate(list(counts))
-    account = ", ".join(f"{count} by {reason}" for reason, count in counts.items())
-    raise UnservableError(
-        f"no {title} of {len(bounds)} fits: {constraint} binds ({account or 'none to try'}): "
-        f"{FIXES.get(constraint, 'loosen --slo')}"
-    )
+        return self._placer.lay_out(plan.system, plan.unit, expected)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from gllm.observability.latency import RequestTimeline
 from gllm.options.slo import Slo
+from gllm.plan.attainment import Attainment, AttainmentTest, JudgedRequest
 from gllm.plan.goodput.engines import EngineCosts, make_engine
 from gllm.plan.layout import Parallelism
 from gllm.routing.disaggregation.policy_registry import make_pair_policy
@@ -45,6 +46,16 @@ class System:
     decode_policy: str = "distserve"
     network: str = "nvlink"
     """Name of the link that transfers KV caches from prefill to decode engines."""
+    node_link: str = "nvlink"
+    """Name of the link between stages on different nodes."""
+    prefill_crossings: frozenset[int] = frozenset()
+    """Stages of prefill engines whose next stage is on another node."""
+    decode_crossings: frozenset[int] = frozenset()
+    """The same of decode engines."""
+    async_scheduling: bool = False
+    """True if engines schedule a step before the tokens of the last one are known."""
+    is_paired: bool = False
+    """True if each prefill engine hands its requests to the decode engine of the same number."""
 
     @property
     def num_gpus(self) -> int:
@@ -53,12 +64,17 @@ class System:
         return self.num_prefill * self.prefill.num_gpus + decode
 
     @property
+    def crosses_nodes(self) -> bool:
+        """True if an engine has stages on several nodes."""
+        return bool(self.prefill_crossings or self.decode_crossings)
+
+    @property
     def placement(self) -> str:
         """Numbers and parallelism of the engines as text."""
         if self.decode is None:
             return str(self.prefill)
-        counts = f"{self.num_prefill} x {self.prefill}, {self.num_decode} x {self.decode}"
-        return counts.replace("1 x ", "")
+        pairs = (self.num_prefill, self.prefill), (self.num_decode, self.decode)
+        return ", ".join(f"{count} x {cut}" if count > 1 else str(cut) for count, cut in pairs)
 
 
 class Outcome(NamedTuple):
@@ -71,6 +87,10 @@ class Outcome(NamedTuple):
     """Mean seconds in each of the five phases of PARTS; empty without separate decode engines."""
     transfers: tuple[float, ...] = ()
     """Duration of each KV transfer."""
+    arrivals: tuple[float, ...] = ()
+    """Arrival time by request."""
+    finishes: tuple[float, ...] = ()
+    """Time of the last token by request; infinite without one."""
 
     def attainment(self, ttft: float | None, tpot: float | None, scale: float = 1.0) -> float:
         """Return the share (0..1) of requests within latency limits multiplied by a scale."""
@@ -80,6 +100,15 @@ class Outcome(NamedTuple):
             for first, tpot_seconds in zip(self.ttft, self.tpot, strict=True)
         ]
         return sum(met) / len(met)
+
+    def judged(self, slo: Slo) -> list[JudgedRequest]:
+        """Return the requests for a test of attainment: those within both limits score 1."""
+        ttft, tpot = slo.require("ttft", "tpot")
+        rows = zip(self.arrivals, self.finishes, self.ttft, self.tpot, strict=True)
+        return [
+            JudgedRequest(arrival, finish, (float(first <= ttft and seconds <= tpot),))
+            for arrival, finish, first, seconds in rows
+        ]
 
 
 PARTS = ("prefill queue", "prefill", "transfer", "decode queue", "decode")
@@ -108,15 +137,34 @@ def run_system(
     if system.decode is None:
         return _run_colocated(system, jobs, check)
     costs = system.costs, system.model
-    prefill = make_engine(*costs, system.prefill, system.prefill_policy)
+    prefill = make_engine(
+        *costs,
+        system.prefill,
+        system.prefill_policy,
+        crossings=system.prefill_crossings,
+        network=system.node_link,
+        async_scheduling=system.async_scheduling,
+    )
     admission = "distserve" if system.decode_policy == "distserve" else "auto"
-    decode = make_engine(*costs, system.decode, system.decode_policy, admission)
+    decode = make_engine(
+        *costs,
+        system.decode,
+        system.decode_policy,
+        admission,
+        crossings=system.decode_crossings,
+        network=system.node_link,
+        async_scheduling=system.async_scheduling,
+    )
     engines = {f"P{index}": prefill for index in range(system.num_prefill)}
     engines |= {f"D{index}": decode for index in range(system.num_decode)}
     roles = {name: "prefill" if name[0] == "P" else "decode" for name in engines}
     shape = MODELS[system.model]
     network = KvNetwork(LINKS[system.network], shape.layers * shape.kv_bytes)
-    policy = make_pair_policy("distserve", Random(seed))
+    if system.is_paired:
+        routes = {f"P{index}": {f"D{index}": 1.0} for index in range(system.num_prefill)}
+        policy = make_pair_policy("flow", Random(seed), routes)
+    else:
+        policy = make_pair_policy("distserve", Random(seed))
     run = simulate_pairs(engines, roles, jobs, policy, network, check=check)
     lines = [run.cluster.requests[index].line for index in range(len(jobs))]
     return _outcome(lines, run.handoffs)
@@ -201,7 +249,14 @@ def _outcome(lines: Sequence[RequestTimeline], handoffs: dict[int, HandoffRecord
             )
         )
     means = tuple(fmean(column) for column in zip(*parts, strict=True))
-    return Outcome(ttft, tpot, means, tuple(transfers))
+    return Outcome(
+        ttft,
+        tpot,
+        means,
+        tuple(transfers),
+        tuple(line.arrival for line in lines),
+        tuple(line.times[-1] if line.times else inf for line in lines),
+    )
 
 
 NUM_STEPS = 32
@@ -263,6 +318,41 @@ def run_task(task: RunTask) -> Outcome:
 
 def _count_requests(rate: float, num_requests: int) -> int:
     return max(num_requests, min(ceil(rate * MIN_SECONDS), MAX_GROWTH * num_requests))
+
+
+MAX_JUDGED = 4000
+"""Requests of the longest run that judges a plan, unless the problem asks for longer ones."""
+MIN_JUDGED = 1000
+"""Requests of the first one."""
+
+
+class JudgedPlan(NamedTuple):
+    """Verdict on a system at a request rate, and the latencies of the longest run."""
+
+    attainment: Attainment
+    outcome: Outcome
+
+
+def judge_system(task: RunTask, slo: Slo, check: Callable[[], None] | None = None) -> JudgedPlan:
+    """Judge by simulation if the engines of a task attain an SLO at its rate, and are stable.
+
+    Args:
+        task: Engines, workload, rate and seed; runs have at least the task's number of requests.
+        slo: Limits of TTFT and TPOT, and the share of requests that has to be within them.
+        check: Called now and then; an error that it raises ends the simulation.
+    """
+    outcome: Outcome | None = None
+
+    def simulate(count: int) -> Sequence[JudgedRequest]:
+        nonlocal outcome
+        outcome = run_system(task.system, task.lengths, task.rate, count, task.seed, check)
+        return outcome.judged(slo)
+
+    first = max(MIN_JUDGED, task.num_requests)
+    test = AttainmentTest((slo.attainment,), first, max(MAX_JUDGED, first))
+    attainment = test.run(simulate)
+    assert outcome is not None
+    return JudgedPlan(attainment, outcome)
 
 
 def measure_goodput(task: GoodputTask, check: Callable[[], None] | None = None) -> float:

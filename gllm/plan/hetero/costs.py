@@ -7,14 +7,17 @@ H in the terms of the KV cache. A stage is a set of devices that hold `layers` l
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
+from math import floor
 from typing import NamedTuple
 
+from gllm.plan.engine_checks import activation_bytes
 from gllm.plan.engine_times import EngineTimes, decode_step_work, prefill_work
 from gllm.plan.hetero.workload import MeanLengths
 from gllm.plan.layout import PlannedStage, Stages
 from gllm.plan.nodes import DeviceCluster
+from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.roofline import LayerRooflines, RooflineCostModel
 from gllm.sim.deployment import USABLE_MEMORY_SHARE
@@ -45,7 +48,7 @@ class PhaseSeconds(NamedTuple):
 
 
 class ReplicaCosts(ABC):
-    """Predicted prefill, decode and KV transfer times of one replica, and its largest batch.
+    """Predicted prefill and decode times of one replica, and its largest batch.
 
     A replica is a group of devices that runs as one prefill or decode engine.
 
@@ -57,9 +60,11 @@ class ReplicaCosts(ABC):
 
     prompts_per_batch = 1
     """Prompts that a prefill replica computes together."""
+    memory_share = 1.0
+    """Share of the memory of devices that weights and KV cache may use at most."""
 
     def __init__(self, cluster: DeviceCluster, shape: ModelShape, lengths: MeanLengths) -> None:
-        self._cluster, self._shape, self._lengths = cluster, shape, lengths
+        self._cluster, self._shape, self.lengths = cluster, shape, lengths
 
     @abstractmethod
     def prefill(self, stages: Stages) -> PhaseSeconds:
@@ -71,19 +76,11 @@ class ReplicaCosts(ABC):
 
     @abstractmethod
     def max_batch(self, stages: Stages) -> int:
-        """Return how many requests fit the memory of every stage; 0 if not even one fits."""
+        """Return how many mean requests fit every stage's memory; 0 if the longest does not."""
 
     def prefill_spread(self, num_stages: int) -> float:
         """Return the factor by which unequal prompt lengths slow a pipeline of stages down."""
         return 1.0
-
-    def kv_seconds(self, prefill: Stages, decode: Stages) -> float:
-        """Return the seconds of the KV transfer of one request from a prefill to a decode replica.
-
-        Links work in parallel.
-        """
-        layer_bytes = self._lengths.prompt * self._shape.kv_bytes
-        return kv_transfer_seconds(prefill, decode, layer_bytes, self._cluster.link)
 
 
 class Table1Costs(ReplicaCosts):
@@ -99,7 +96,7 @@ class Table1Costs(ReplicaCosts):
 
     def prefill(self, stages: Stages) -> PhaseSeconds:
         """Return the times of one prompt."""
-        size = self._lengths.prompt * self._token_bytes
+        size = self.lengths.prompt * self._token_bytes
         return PhaseSeconds(
             [self.prefill_compute(stage) + self.rank_transfers(stage, size) for stage in stages],
             self.hops(stages, size),
@@ -107,7 +104,7 @@ class Table1Costs(ReplicaCosts):
 
     def decode(self, stages: Stages, batch: float) -> PhaseSeconds:
         """Return the times of all decode steps of a batch."""
-        size, output = batch * self._token_bytes, self._lengths.output
+        size, output = batch * self._token_bytes, self.lengths.output
         return PhaseSeconds(
             [
                 self.decode_compute(stage, batch) + self.rank_transfers(stage, size) * output
@@ -117,24 +114,26 @@ class Table1Costs(ReplicaCosts):
         )
 
     def max_batch(self, stages: Stages) -> int:
-        """Return the largest batch that fits the memory of every device."""
+        """Return the largest batch that fits every device; 0 if the longest request does not."""
         most = float(MAX_BATCH)
         for stage in stages:
             weights = self.device_bytes(stage, 0)
             request_bytes = self.device_bytes(stage, 1) - weights
             most = min(most, (self._least(stage, "memory") - weights) / request_bytes)
+        if most * self.lengths.total < self.lengths.longest:
+            return 0
         return max(0, int(most))
 
     # Rows of the table.
 
     def prefill_compute(self, stage: PlannedStage) -> float:
         """Return the compute seconds of a prompt on the slowest device of a stage."""
-        flops = 24 * self._lengths.prompt * self._shape.hidden**2 * stage.layers
+        flops = 24 * self.lengths.prompt * self._shape.hidden**2 * stage.layers
         return flops / len(stage.devices) / self._least(stage, "flops")
 
     def decode_compute(self, stage: PlannedStage, batch: float) -> float:
         """Return the seconds of weight reads and arithmetic of all decode steps of a batch."""
-        output, ranks = self._lengths.output, len(stage.devices)
+        output, ranks = self.lengths.output, len(stage.devices)
         read = 12 * self._shape.hidden**2 * BYTES_PER_ELEMENT * output * stage.layers
         flops = 24 * batch * output * self._shape.hidden**2 * stage.layers
         seconds = read / ranks / self._least(stage, "bandwidth")
@@ -166,7 +165,7 @@ class Table1Costs(ReplicaCosts):
 
     def device_bytes(self, stage: PlannedStage, batch: float) -> float:
         """Return the bytes that a batch occupies on each device of a stage."""
-        tokens = batch * self._lengths.total
+        tokens = batch * self.lengths.total
         weights = 12 * self._shape.hidden**2 * BYTES_PER_ELEMENT
         kv = tokens * self._shape.kv_bytes
         activations = 4 * tokens * self._token_bytes
@@ -182,6 +181,8 @@ class RooflineCosts(ReplicaCosts):
 
     Prompts up to BATCHED_PROMPT_TOKENS are prefilled in batches.
     """
+
+    memory_share = USABLE_MEMORY_SHARE
 
     def __init__(self, cluster: DeviceCluster, shape: ModelShape, lengths: MeanLengths) -> None:
         super().__init__(cluster, shape, lengths)
@@ -202,9 +203,9 @@ class RooflineCosts(ReplicaCosts):
 
     def decode(self, stages: Stages, batch: float) -> PhaseSeconds:
         """Return the seconds of all decode steps at the mean context, by stage and link."""
-        rows, output = max(1, round(batch)), self._lengths.output
+        rows, output = max(1, round(batch)), self.lengths.output
         if rows not in self._decode_works:
-            self._decode_works[rows] = decode_step_work(rows, self._lengths.prompt + output / 2)
+            self._decode_works[rows] = decode_step_work(rows, self.lengths.prompt + output / 2)
         work, model = self._decode_works[rows], self._model(stages)
         times, way_back = EngineTimes(model, len(stages)), model.return_transfer(work).total_seconds
         driver = model.plan_seconds(work) + model.return_seconds(work)
@@ -219,11 +220,11 @@ class RooflineCosts(ReplicaCosts):
 
         A pipeline has one prompt per stage in flight, and each waits for the longest of them.
         """
-        spread = self._lengths.spread
+        spread = self.lengths.spread
         return spread[min(num_stages, len(spread)) - 1] if spread else 1.0
 
     def max_batch(self, stages: Stages) -> int:
-        """Return the most requests of mean length that fit the KV cache; 0 without room for one."""
+        """Return the most mean requests that fit the KV cache; 0 if the longest does not."""
         if stages not in self._engines:
             self._engines[stages] = None
             with suppress(ValueError):
@@ -233,10 +234,12 @@ class RooflineCosts(ReplicaCosts):
         if (engine := self._engines[stages]) is None:
             return 0
         try:
-            blocks = min(engine[0].stage_kv_blocks(BLOCK_SIZE, USABLE_MEMORY_SHARE))
+            num_tokens = count_replica_kv_tokens(engine[0])
         except ValueError:
             return 0
-        return max(0, min(MAX_BATCH, int(blocks * BLOCK_SIZE / self._lengths.total)))
+        if num_tokens < self.lengths.longest:
+            return 0
+        return min(MAX_BATCH, int(num_tokens / self.lengths.total))
 
     def _model(self, stages: Stages) -> RooflineCostModel:
         """Return the cost model of a layout. Raises ValueError if the model does not fit it."""
@@ -278,6 +281,29 @@ def build_pipeline(cluster: DeviceCluster, shape: ModelShape, stages: Stages) ->
     )
 
 
+@cache
+def largest_step() -> SchedulerConfig:
+    """Return the scheduler options with which engines of a plan need most memory for a step."""
+    return SchedulerConfig(preset="flow", max_num_seqs=MAX_BATCH).resolve(1, 1, 1)
+
+
+def count_replica_kv_tokens(pipeline: PipelineSpec) -> int:
+    """Return the tokens for whose KV entries every device has space beside weights and activations.
+
+    Args:
+        pipeline: Model and devices of a replica.
+
+    Raises:
+        ValueError: The model's heads cannot be divided among the ranks of a stage.
+    """
+    blocks = []
+    for index, count in enumerate(pipeline.stage_kv_blocks(BLOCK_SIZE, USABLE_MEMORY_SHARE)):
+        shard = pipeline.model.shard(pipeline.stages[index].tp)
+        used = activation_bytes(shard, largest_step())
+        blocks.append(count - used / pipeline.rank_block_bytes(index, BLOCK_SIZE))
+    return max(0, floor(min(blocks))) * BLOCK_SIZE
+
+
 def slowest_device(cluster: DeviceCluster, stage: PlannedStage) -> DeviceSpec:
     """Return a device with the lowest rates and the least memory among the devices of a stage.
 
@@ -311,49 +337,24 @@ def best_link(cluster: DeviceCluster, stage: PlannedStage, following: PlannedSta
     return max(links, key=lambda link: link.bandwidth)
 
 
-def kv_transfer_seconds(
-    prefill: Stages, decode: Stages, layer_bytes: float, link: Callable[[int, int], NetworkLink]
-) -> float:
-    """Return the predicted seconds of the KV transfer of one request between two replicas.
-
-    Each layer's KV heads are sent from the prefill ranks to the decode ranks that need them. All
-    links transfer in parallel, so the slowest one determines the time.
+def layer_overlaps(prefill: Stages, decode: Stages) -> list[tuple[int, int, int]]:
+    """Return the stages of two engines that have layers in common, and the number of these.
 
     Args:
         prefill: Stages of the sending replica.
         decode: Stages of the receiving replica.
-        layer_bytes: Bytes of the request's KV cache in one layer, all heads.
-        link: Returns the link between two nodes, given by index.
+
+    Returns:
+        (index of the sending stage, index of the receiving stage, number of layers).
     """
-    slowest = 0.0
-    for source, num_layers, target in _overlaps(prefill, decode):
-        for share, a, b in _shared_heads(source.devices, target.devices):
-            way = link(a, b)
-            slowest = max(slowest, way.latency + num_layers * layer_bytes * share / way.bandwidth)
-    return slowest
-
-
-def _overlaps(prefill: Stages, decode: Stages) -> list[tuple[PlannedStage, int, PlannedStage]]:
-    """Return pairs of stages with layers in common, and the number of these."""
     pairs, first = [], 0
-    for source in prefill:
+    for i, source in enumerate(prefill):
         start = 0
-        for target in decode:
+        for j, target in enumerate(decode):
             end = min(first + source.layers, start + target.layers)
             num_layers = end - max(first, start)
             if num_layers > 0:
-                pairs.append((source, num_layers, target))
+                pairs.append((i, j, num_layers))
             start += target.layers
         first += source.layers
     return pairs
-
-
-def _shared_heads(a: Sequence[int], b: Sequence[int]) -> list[tuple[float, int, int]]:
-    """Return the share of the heads that each pair of ranks has in common, and their machines."""
-    shares = []
-    for i, source in enumerate(a):
-        for j, target in enumerate(b):
-            common = min((i + 1) / len(a), (j + 1) / len(b)) - max(i / len(a), j / len(b))
-            if common > 1e-12:
-                shares.append((common, source, target))
-    return shares

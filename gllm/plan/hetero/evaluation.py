@@ -1,16 +1,24 @@
 """Value of a partition: its replicas, and the maximum flow of requests through them."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import NamedTuple
 
+from gllm.plan.hetero.links import (
+    LinkBytes,
+    LinkDirection,
+    RequestTraffic,
+    machines_of,
+    make_traffic,
+)
 from gllm.plan.hetero.replicas import Phase, Replica, ReplicaPlanner
-from gllm.plan.nodes import Group
+from gllm.plan.nodes import DeviceCluster, Group
 
-FLOW_UNIT = 1e-7
-"""Requests per second of one unit of flow; capacities are whole numbers, so flows are exact."""
-SOURCE, SINK = 0, 1
-"""Vertices of the flow network; numbers, so that equal problems have equal flows: the algorithm
-iterates over sets, and the hashes of strings differ between processes."""
+FLOW_TOLERANCE = 1e-9
+"""Share of the whole flow below which the flow of a route is none."""
+LOCAL_PREFERENCE = 1e-7
+"""Share of a request by which the flow prefers a KV transfer within a machine to one between two:
+it decides between equal flows only."""
 
 
 class PlanFlow(NamedTuple):
@@ -24,8 +32,8 @@ class PlanFlow(NamedTuple):
     """Flow through each decode replica."""
     routes: dict[tuple[int, int], float]
     """Flow by (prefill replica, decode replica), as list indices; only positive flows."""
-    transfers: dict[tuple[int, int], float]
-    """Capacity of the KV transfers between the same pairs of replicas."""
+    links: dict[LinkDirection, float]
+    """Utilization, 0 to 1, of each link that the flow uses."""
 
     def shares(self, prefill: int) -> dict[int, float]:
         """Return the share of a prefill replica's requests that each decode replica receives."""
@@ -34,81 +42,115 @@ class PlanFlow(NamedTuple):
         return {d: flow / total for d, flow in flows.items()} if total else {}
 
 
-def _vertex(side: str, index: int) -> int:
-    """Return the number of an end of a replica: its way in or out."""
-    sides = "prefill-in", "prefill-out", "decode-in", "decode-out"
-    return 2 + sides.index(side) + len(sides) * index
+def replica_name(phase: Phase, index: int) -> str:
+    """Return the name of a replica of a plan: p0, p1, ... for prefill, d0, ... for decode."""
+    return f"{phase[0]}{index}"
 
 
-def build_graph(
-    prefill: Sequence[Replica], decode: Sequence[Replica], planner: ReplicaPlanner
-) -> Any:
-    """Return the flow network of a plan: source, prefill replicas, decode replicas, sink.
-
-    Capacities are requests per second: of each replica, and of the KV transfers between each pair.
-    The edges to the source and the sink do not limit the flow further.
+def pair_traffic(
+    prefill: Sequence[Replica], decode: Sequence[Replica], traffic: RequestTraffic
+) -> dict[tuple[int, int], LinkBytes]:
+    """Return the bytes that a request sends over each link, by the pair of replicas that serve it.
 
     Args:
         prefill: Prefill replicas.
         decode: Decode replicas.
-        planner: Predicts the seconds of a KV transfer.
-
-    Returns:
-        A networkx.DiGraph with the attribute `capacity` in FLOW_UNITs on each edge.
+        traffic: Bytes of activations and KV transfers.
     """
-    import networkx
-
-    graph = networkx.DiGraph()
-    graph.add_nodes_from((SOURCE, SINK))
-    for p, replica in enumerate(prefill):
-        capacity = round(replica.capacity / FLOW_UNIT)
-        graph.add_edge(SOURCE, _vertex("prefill-in", p), capacity=capacity)
-        graph.add_edge(_vertex("prefill-in", p), _vertex("prefill-out", p), capacity=capacity)
-    for d, replica in enumerate(decode):
-        capacity = round(replica.capacity / FLOW_UNIT)
-        graph.add_edge(_vertex("decode-in", d), _vertex("decode-out", d), capacity=capacity)
-        graph.add_edge(_vertex("decode-out", d), SINK, capacity=capacity)
+    names = [replica_name(Phase.PREFILL, p) for p in range(len(prefill))]
+    others = [replica_name(Phase.DECODE, d) for d in range(len(decode))]
+    own = [traffic.activations(*pair) for pair in zip(names, prefill, strict=True)]
+    own_decode = [traffic.activations(*pair) for pair in zip(others, decode, strict=True)]
+    loads = {}
     for p, source in enumerate(prefill):
         for d, target in enumerate(decode):
-            capacity = round(1 / planner.kv_seconds(source, target) / FLOW_UNIT)
-            graph.add_edge(_vertex("prefill-out", p), _vertex("decode-in", d), capacity=capacity)
-    return graph
+            shares = traffic.kv_shares(names[p], source, others[d], target)
+            links = {link: share * traffic.kv_bytes for link, share in shares.items()}
+            for link, size in (*own[p].items(), *own_decode[d].items()):
+                links[link] = links.get(link, 0.0) + size
+            loads[p, d] = links
+    return loads
 
 
 def solve_flow(
-    prefill: Sequence[Replica], decode: Sequence[Replica], planner: ReplicaPlanner
+    prefill: Sequence[Replica], decode: Sequence[Replica], traffic: RequestTraffic
 ) -> PlanFlow:
-    """Return the maximum flow of requests through replicas, by the preflow-push algorithm.
+    """Return the maximum flow of requests through replicas and the links that they share.
+
+    A linear program: one variable for each pair of replicas; the capacity of each replica and the
+    bandwidth of each link bound the sum of the flows through it.
 
     Args:
         prefill: Prefill replicas.
         decode: Decode replicas.
-        planner: Predicts the seconds of a KV transfer.
+        traffic: Bytes of activations and KV transfers of a request.
     """
-    from networkx.algorithms.flow import preflow_push
+    import numpy
+    from scipy.optimize import linprog
+    from scipy.sparse import csr_array
 
-    graph = build_graph(prefill, decode, planner)
-    residual = preflow_push(graph, SOURCE, SINK)
-    flows: dict[tuple[int, int], float] = {}
-    ways: dict[tuple[int, int], float] = {}
-    for p in range(len(prefill)):
-        for d in range(len(decode)):
-            edge = residual[_vertex("prefill-out", p)][_vertex("decode-in", d)]
-            if edge["flow"] > 0:
-                flows[p, d] = edge["flow"] * FLOW_UNIT
-                ways[p, d] = edge["capacity"] * FLOW_UNIT
-
-    def through(side: str, index: int) -> float:
-        edge = residual[_vertex(f"{side}-in", index)][_vertex(f"{side}-out", index)]
-        return float(edge["flow"] * FLOW_UNIT)
-
+    loads = pair_traffic(prefill, decode, traffic)
+    links = {link: i for i, link in enumerate(dict.fromkeys(chain(*loads.values())))}
+    num_replicas = len(prefill) + len(decode)
+    rows, columns, values, gains = [], [], [], []
+    for column, ((p, d), sizes) in enumerate(loads.items()):
+        rows += [p, len(prefill) + d]
+        values += [1 / prefill[p].capacity, 1 / decode[d].capacity]
+        rows += [num_replicas + links[link] for link in sizes]
+        values += [size / link.bandwidth for link, size in sizes.items()]
+        columns += [column] * (2 + len(sizes))
+        is_remote = any(link.is_of_machine for link in sizes)
+        gains.append(1 - LOCAL_PREFERENCE * is_remote)
+    shape = num_replicas + len(links), len(loads)
+    matrix = csr_array((values, (rows, columns)), shape=shape)
+    ones = numpy.ones(shape[0])
+    solution = linprog(-numpy.array(gains), A_ub=matrix, b_ub=ones, method="highs-ds")
+    if solution.x is None:
+        raise RuntimeError(f"HiGHS did not solve the flow of requests: {solution.message}")
+    flows = numpy.where(solution.x > FLOW_TOLERANCE * solution.x.sum(), solution.x, 0.0)
+    used = matrix @ flows
+    scale = 1 / max(1.0, used.max())  # HiGHS exceeds bounds by its tolerance.
+    flows, used = flows * scale, used * scale
     return PlanFlow(
-        residual.graph["flow_value"] * FLOW_UNIT,
-        [through("prefill", index) for index in range(len(prefill))],
-        [through("decode", index) for index in range(len(decode))],
-        flows,
-        ways,
+        float(flows.sum()),
+        [float(used[p] * replica.capacity) for p, replica in enumerate(prefill)],
+        [float(used[len(prefill) + d] * replica.capacity) for d, replica in enumerate(decode)],
+        {pair: float(flow) for pair, flow in zip(loads, flows, strict=True) if flow},
+        {
+            link: float(used[num_replicas + i])
+            for link, i in links.items()
+            if used[num_replicas + i]
+        },
     )
+
+
+def bound_flow(
+    prefill: Sequence[Replica], decode: Sequence[Replica], traffic: RequestTraffic
+) -> float:
+    """Return an upper bound of the maximum flow, from capacities and the links of machines alone.
+
+    The prefill replicas of a machine cannot send more requests away than its way out carries KV
+    caches; the others have to be decoded on replicas with a stage on it. Likewise for decode.
+    """
+    bounds = []
+    for side, others in ((prefill, decode), (decode, prefill)):
+        near: dict[int, float] = {}
+        for replica in others:
+            for node in machines_of(replica):
+                near[node] = near.get(node, 0.0) + replica.capacity
+        total, own = 0.0, dict[int, float]()
+        for replica in side:
+            nodes = machines_of(replica)
+            if len(nodes) > 1:
+                total += replica.capacity
+            else:
+                (node,) = nodes
+                own[node] = own.get(node, 0.0) + replica.capacity
+        for node, capacity in own.items():
+            remote = traffic.network_bandwidth(node) / traffic.kv_bytes
+            total += min(capacity, near.get(node, 0.0) + remote)
+        bounds.append(total)
+    return min(bounds)
 
 
 TypedGroup = tuple[Phase, Group]
@@ -179,6 +221,8 @@ class EvaluatedPlan(NamedTuple):
     decode: list[Replica]
     flow: PlanFlow
     score: Score
+    machine_classes: tuple[int, ...] = ()
+    """Equal numbers for machines that are interchangeable; empty: all are different."""
 
     @property
     def _phases(self) -> list[tuple[Phase, list[Replica], list[float]]]:
@@ -189,7 +233,7 @@ class EvaluatedPlan(NamedTuple):
     def engines(self) -> dict[str, tuple[Replica, float]]:
         """Return each replica and its flow by name: p0, p1, ... for prefill, d0, ... for decode."""
         return {
-            f"{phase[0]}{index}": pair
+            replica_name(phase, index): pair
             for phase, replicas, flows in self._phases
             for index, pair in enumerate(zip(replicas, flows, strict=True))
         }
@@ -214,6 +258,17 @@ class EvaluatedPlan(NamedTuple):
         ]
 
 
+def classify_machines(cluster: DeviceCluster) -> tuple[int, ...]:
+    """Return a number for each machine, equal for machines that are interchangeable."""
+    special = {node for pair in cluster.between for node in pair}
+    classes: dict[object, int] = {}
+    keys = (
+        (node.device, node.num_devices, node.inner_link, index if index in special else -1)
+        for index, node in enumerate(cluster.nodes)
+    )
+    return tuple(classes.setdefault(key, len(classes)) for key in keys)
+
+
 class PlanEvaluator:
     """Computes and caches the score of divisions of the devices into prefill and decode groups.
 
@@ -225,6 +280,10 @@ class PlanEvaluator:
 
     def __init__(self, planner: ReplicaPlanner) -> None:
         self.planner = planner
+        self.traffic = make_traffic(planner)
+        """Bytes of a request on the links of the cluster."""
+        self.machine_classes = classify_machines(planner.cluster)
+        """Equal numbers for machines that are interchangeable."""
         self.num_evaluations = 0
         """Partitions that were compared, those included whose bound is too low for a flow."""
         self.num_flows = 0
@@ -239,11 +298,14 @@ class PlanEvaluator:
     def evaluate_if_better(self, partition: Partition, best: Score) -> EvaluatedPlan | None:
         """Return the plan of a partition if its score beats another one; otherwise None.
 
-        The smaller capacity of both phases bounds the flow, so most flows need not be computed.
+        Capacities and links of machines bound the flow, so most flows need not be computed.
         """
         self.num_evaluations += 1
-        bound = self._bound(*self._replicas(partition))
-        if not Score(bound.scarce, bound.scarce, bound.ample).beats(best):
+        sides = self._replicas(partition)
+        bound = self._bound(*sides)
+        if not bound._replace(flow=bound.scarce).beats(best):
+            return None
+        if not bound._replace(flow=bound_flow(*sides, self.traffic)).beats(best):
             return None
         plan = self._evaluate(partition)
         return plan if plan.score.beats(best) else None
@@ -254,11 +316,13 @@ class PlanEvaluator:
             bound = self._bound(prefill, decode)
             if prefill and decode:
                 self.num_flows += 1
-                flow = solve_flow(prefill, decode, self.planner)
+                flow = solve_flow(prefill, decode, self.traffic)
             else:
                 flow = PlanFlow(0.0, [0.0] * len(prefill), [0.0] * len(decode), {}, {})
             score = bound._replace(flow=flow.value)
-            self._plans[partition] = EvaluatedPlan(partition, prefill, decode, flow, score)
+            self._plans[partition] = EvaluatedPlan(
+                partition, prefill, decode, flow, score, self.machine_classes
+            )
         return self._plans[partition]
 
     def _replicas(self, partition: Partition) -> tuple[list[Replica], list[Replica]]:

@@ -24,7 +24,9 @@ MAX_BRUTE_FORCE = 12
 """Groups up to which all divisions into phases are compared."""
 
 
-def count_groups(cluster: DeviceCluster, shape: ModelShape, lengths: MeanLengths) -> int:
+def count_groups(
+    cluster: DeviceCluster, shape: ModelShape, lengths: MeanLengths, devices: Group | None = None
+) -> int:
     """Return the number of device groups with which the search begins, at least 2.
 
     The total memory is divided by that of the weights plus the KV cache of KV_REQUESTS requests.
@@ -33,33 +35,45 @@ def count_groups(cluster: DeviceCluster, shape: ModelShape, lengths: MeanLengths
         cluster: Devices and their memory.
         shape: Sizes of the model.
         lengths: Mean prompt and output lengths of the workload.
+        devices: Devices to divide; default: all.
     """
+    devices = devices or cluster.all_devices
     weights = shape.parameters * shape.bytes_per_weight
     kv = KV_REQUESTS * lengths.total * shape.layers * shape.kv_bytes
-    total = cluster.memory(cluster.all_devices)
-    return max(2, min(cluster.num_devices, int(total // (weights + kv))))
+    return max(2, min(sum(devices), int(cluster.memory(devices) // (weights + kv))))
 
 
-def first_partition(planner: ReplicaPlanner, num_groups: int) -> Partition:
+def first_partition(planner: ReplicaPlanner, devices: Group | None = None) -> Partition:
     """Return the initial partition of the search: groups of devices, each for prefill or decode.
 
     Args:
         planner: Has the cluster and predicts capacities.
-        num_groups: Number of groups.
+        devices: Devices to divide; default: all of the cluster.
     """
-    groups = divide_devices(planner.cluster, num_groups)
+    cluster = planner.cluster
+    devices = devices or cluster.all_devices
+    num_groups = count_groups(cluster, planner.shape, planner.costs.lengths, devices)
+    groups = divide_devices(cluster, num_groups, devices)
     phases = choose_phases(planner, groups)
     return make_partition(zip(phases, groups, strict=True))
 
 
-def divide_devices(cluster: DeviceCluster, num_groups: int) -> list[Group]:
-    """Divide the devices into groups with fast links inside and similar total memory.
+def divide_devices(
+    cluster: DeviceCluster, num_groups: int, devices: Group | None = None
+) -> list[Group]:
+    """Divide devices into groups with fast links inside and similar total memory.
 
     Uses spectral clustering by bandwidth, then swaps and moves of devices.
+
+    Args:
+        cluster: Devices and network links.
+        num_groups: Number of groups.
+        devices: Devices to divide; default: all.
     """
     import numpy
 
-    machines = [index for index, count in enumerate(cluster.all_devices) for _ in range(count)]
+    devices = devices or cluster.all_devices
+    machines = [index for index, count in enumerate(devices) for _ in range(count)]
     affinity = numpy.array(
         [[cluster.link(a, b).bandwidth for b in machines] for a in machines], dtype=float
     )

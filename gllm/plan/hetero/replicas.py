@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from itertools import permutations
 from math import floor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from gllm.plan.hetero.costs import ReplicaCosts
+from gllm.plan.engine_checks import planned_max_model_len
+from gllm.plan.hetero.costs import ReplicaCosts, build_pipeline, count_replica_kv_tokens
 from gllm.plan.layout import PlannedStage, Stages
 from gllm.plan.nodes import DeviceCluster, Group
 from gllm.sim.hardware.shapes import ModelShape
@@ -150,6 +151,17 @@ class Replica(NamedTuple):
     """Largest number of requests whose KV cache fits memory."""
 
     @property
+    def options(self) -> dict[str, Any]:
+        """Scheduler options of the engine, for its simulation and for the serving plan.
+
+        A prefill engine needs sequences for prompts that wait for their transfer.
+        """
+        options: dict[str, Any] = {} if self.phase is Phase.MIXED else {"preset": "flow"}
+        if self.phase is not Phase.PREFILL:
+            options["max_num_seqs"] = self.batch
+        return options
+
+    @property
     def degrees(self) -> str:
         """Return the parallelism, such as `TP2 PP3`, or `TP2,1` for unequal stages."""
         ranks = [len(stage.devices) for stage in self.stages]
@@ -179,7 +191,6 @@ class ReplicaPlanner:
     ) -> None:
         self.cluster, self.shape, self.costs, self.rule = cluster, shape, costs, rule
         self._best: dict[tuple[Group, Phase], Replica | None] = {}
-        self._kv_seconds: dict[tuple[Stages, Stages], float] = {}
 
     def best(self, group: Group, phase: Phase) -> Replica | None:
         """Return the best replica of a group; None if the model does not fit it."""
@@ -203,13 +214,6 @@ class ReplicaPlanner:
             if batch and (replica := self._measure(group, phase, stages, batch)).capacity > 0:
                 replicas.append(replica)
         return replicas
-
-    def kv_seconds(self, prefill: Replica, decode: Replica) -> float:
-        """Return the seconds of the KV transfer of one request."""
-        key = prefill.stages, decode.stages
-        if key not in self._kv_seconds:
-            self._kv_seconds[key] = self.costs.kv_seconds(*key)
-        return self._kv_seconds[key]
 
     def _measure(self, group: Group, phase: Phase, stages: Stages, batch: int) -> Replica:
         if phase is Phase.PREFILL:
@@ -243,3 +247,18 @@ class ReplicaPlanner:
         if self.rule is PipelineCapacityRule.CREDITED:
             return latency, batch / max(seconds)
         return latency, batch / max(latency, num_flying * max(seconds))
+
+
+def max_model_len_of(planner: ReplicaPlanner, replicas: Sequence[Replica]) -> int:
+    """Return the longest sequence that engines serve, in tokens: what all of their memories hold.
+
+    It is at most the model's context, unless the workload has longer requests.
+
+    Args:
+        planner: Model, devices and workload.
+        replicas: The engines.
+    """
+    shape, longest = planner.shape, planner.costs.lengths.longest
+    pipelines = (build_pipeline(planner.cluster, shape, replica.stages) for replica in replicas)
+    num_tokens = min(count_replica_kv_tokens(pipeline) for pipeline in pipelines)
+    return planned_max_model_len(longest, num_tokens, shape.max_context)

@@ -1,14 +1,22 @@
 """Simulation of a plan: engines of its stages, its routes, and KV transfers over its links."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from random import Random
+from statistics import median
 from typing import NamedTuple
 
-from gllm.plan.hetero.costs import BLOCK_SIZE, build_pipeline
+from gllm.observability.latency import RequestTimeline
+from gllm.options.slo import NO_SLO
+from gllm.pacing.policy_registry import make_link_policy
+from gllm.pacing.traffic import LinkPolicy
+from gllm.plan.attainment import AttainmentTest, JudgedRequest, judge_line
+from gllm.plan.hetero.costs import BLOCK_SIZE, build_pipeline, count_replica_kv_tokens
 from gllm.plan.hetero.evaluation import EvaluatedPlan
+from gllm.plan.hetero.links import LinkBytes, LinkDirection, RequestTraffic, make_traffic
 from gllm.plan.hetero.planner import HeteroPlan
-from gllm.plan.hetero.replicas import Phase, Replica, ReplicaPlanner
-from gllm.plan.hetero.workload import mean_lengths, sample_workload
+from gllm.plan.hetero.replicas import Phase, Replica, ReplicaPlanner, max_model_len_of
+from gllm.plan.hetero.workload import cut_lengths, sample_workload
+from gllm.plan.nodes import DeviceCluster
 from gllm.plan.problem import ServiceProblem
 from gllm.routing.disaggregation.policy_registry import make_pair_policy
 from gllm.scheduler.config import SchedulerConfig
@@ -16,10 +24,13 @@ from gllm.sim.cluster.cluster import ClusterRun
 from gllm.sim.cluster.handoffs import KvNetwork, TransferPath
 from gllm.sim.cluster.paired import simulate_pairs
 from gllm.sim.costs.roofline import RooflineCostModel
-from gllm.sim.deployment import USABLE_MEMORY_SHARE, Deployment
+from gllm.sim.deployment import Deployment
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.hardware.devices import NetworkLink
-from gllm.sim.workloads.requests import WorkloadRequest
+from gllm.sim.joint_link import ActivationsFirstPolicy, JointLink, LinkShare
+from gllm.sim.link import SimulatedLink
+from gllm.sim.pipeline import PipelineLinks, make_pipeline_links
+from gllm.sim.workloads.requests import WorkloadRequest, sample_arrival_times
 from gllm.sim.workloads.traces import Lengths
 
 OVERLOAD = 1.15
@@ -31,28 +42,82 @@ MIN_REQUESTS = 200
 """Least number of requests of a simulation."""
 
 
-class PairLinks(KvNetwork):
-    """Simulated network with a separate link for each pair of prefill and decode engine.
+RATE_SHARES = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4)
+"""Shares of a plan's capacity at which it is tried whether it is stable, highest first."""
+MAX_EXTENSION = 16
+"""Factor by which a simulation is extended at most to see whether it is stable."""
+
+
+class SharedLinks(KvNetwork):
+    """Simulated network of a plan: each direction of a machine's or device's link exists once.
+
+    KV transfers of all pairs of engines and the activations between stages share these links, as
+    they do in the flow of the plan.
 
     Args:
-        seconds: Seconds in which `num_tokens` tokens are transferred, by (sender, receiver).
-        num_tokens: Number of tokens for which `seconds` holds; fixes the bandwidth of each link.
+        cluster: Machines and links.
+        traffic: Shares of the bytes that each link carries.
+        replicas: Engines by name.
         bytes_per_token: KV cache of one token in bytes, over all layers.
     """
 
     def __init__(
-        self, seconds: dict[tuple[str, str], float], num_tokens: float, bytes_per_token: int
+        self,
+        cluster: DeviceCluster,
+        traffic: RequestTraffic,
+        replicas: Mapping[str, Replica],
+        bytes_per_token: int,
     ) -> None:
         super().__init__(NetworkLink(1.0, 0.0), bytes_per_token)
-        self._ways = {
-            pair: NetworkLink(num_tokens * bytes_per_token / pair_seconds, 0.0)
-            for pair, pair_seconds in seconds.items()
+        self._cluster, self._traffic, self._replicas = cluster, traffic, replicas
+        self._ways: dict[LinkDirection, SimulatedLink] = {}
+        self._paths: dict[tuple[str, str], TransferPath] = {}
+        self._has_activations = {
+            link
+            for name, replica in replicas.items()
+            for index in range(len(replica.stages) - 1)
+            for link in traffic.hop_shares(name, replica, index)
         }
 
     def path(self, source: str, target: str, loop: EventLoop) -> TransferPath:
-        """Return the link between two engines."""
-        link = super().path(f"{source}-{target}", target, loop).link
-        return TransferPath(link, self._ways[source, target])
+        """Return the path between two engines, over all links that their stages use."""
+        if (source, target) not in self._paths:
+            ends = self._replicas[source], self._replicas[target]
+            shares = self._traffic.kv_shares(source, ends[0], target, ends[1])
+            latency = max(
+                self._cluster.link(a.devices[0], b.devices[0]).latency
+                for a in ends[0].stages
+                for b in ends[1].stages
+            )
+            # The links of the path have rates of their own.
+            network = NetworkLink(self.network.bandwidth, latency)
+            self._paths[source, target] = TransferPath(self._join(shares, loop), network)
+        return self._paths[source, target]
+
+    def pipeline_links(self, engine: str, loop: EventLoop) -> PipelineLinks | None:
+        """Return the links of an engine's stages, which it shares; None for a single stage."""
+        replica = self._replicas[engine]
+        num_hops = len(replica.stages) - 1
+        if not num_hops:
+            return None
+        own = make_pipeline_links(loop, num_hops + 1)
+        hops = [
+            self._join(self._traffic.hop_shares(engine, replica, index), loop)
+            for index in range(num_hops)
+        ]
+        return own._replace(activations=hops)
+
+    def _join(self, shares: LinkBytes, loop: EventLoop) -> JointLink:
+        for link in shares:
+            if link not in self._ways:
+                policy: LinkPolicy = make_link_policy("serial")
+                if link in self._has_activations:
+                    policy = ActivationsFirstPolicy()
+                self._ways[link] = SimulatedLink(loop, policy)
+        return JointLink(
+            loop,
+            [LinkShare(self._ways[link], share, link.bandwidth) for link, share in shares.items()],
+        )
 
 
 class SimulatedThroughput(NamedTuple):
@@ -97,16 +162,11 @@ def build_engine_deployment(
         ValueError: A sequence of `max_model_len` tokens does not fit the KV cache.
     """
     hardware = build_pipeline(problem.cluster, problem.shape, replica.stages)
-    blocks = min(hardware.stage_kv_blocks(BLOCK_SIZE, USABLE_MEMORY_SHARE))
-    # A prefill engine needs room for prompts that wait for their transfer.
-    batch = replica.batch if replica.phase is not Phase.PREFILL else 256
-    is_mixed = replica.phase is Phase.MIXED
+    blocks = count_replica_kv_tokens(hardware) // BLOCK_SIZE
     config = SchedulerConfig(
-        max_num_seqs=max(1, batch),
-        prefix_cache=False,
+        **replica.options,
         block_size=BLOCK_SIZE,
-        preset=None if is_mixed else "flow",
-        policy=policy if is_mixed else "auto",
+        policy=policy if replica.phase is Phase.MIXED else "auto",
     )
     return Deployment(
         problem.model,
@@ -119,7 +179,11 @@ def build_engine_deployment(
 
 
 def plan_fleet(
-    problem: ServiceProblem, planner: ReplicaPlanner, plan: EvaluatedPlan, seed: int = 0
+    problem: ServiceProblem,
+    planner: ReplicaPlanner,
+    plan: EvaluatedPlan,
+    seed: int = 0,
+    check: Callable[[], None] | None = None,
 ) -> SimulatedFleet:
     """Return the engines of a plan for a simulation; requests follow the plan's maximum flow.
 
@@ -128,16 +192,13 @@ def plan_fleet(
         planner: Predicts the seconds of KV transfers.
         plan: Replicas and the flow between them; replicas without flow are left out.
         seed: Seed of the routing policy.
+        check: Called now and then; an error that it raises ends a simulation.
     """
     routes = plan.routes()
     used = {*routes, *(name for targets in routes.values() for name in targets)}
     replicas = {name: replica for name, (replica, _) in plan.engines().items() if name in used}
-    most = max_model_len_of(problem, list(replicas.values()))
-    seconds = {
-        (p, d): planner.kv_seconds(replicas[p], replicas[d])
-        for p, targets in routes.items()
-        for d in targets
-    }
+    most = max_model_len_of(planner, list(replicas.values()))
+    traffic = make_traffic(planner)
     roles = {name: str(replica.phase) for name, replica in replicas.items()}
     kv_bytes = problem.shape.layers * problem.shape.kv_bytes
 
@@ -146,9 +207,9 @@ def plan_fleet(
             name: build_engine_deployment(problem, replica, most)
             for name, replica in replicas.items()
         }
-        network = PairLinks(seconds, mean_lengths(problem.workload).prompt, kv_bytes)
+        network = SharedLinks(problem.cluster, traffic, replicas, kv_bytes)
         policy = make_pair_policy("flow", Random(seed), routes)
-        return simulate_pairs(engines, roles, jobs, policy, network).cluster
+        return simulate_pairs(engines, roles, jobs, policy, network, check=check).cluster
 
     latency = max(replica.latency for replica in plan.prefill) + max(
         replica.latency for replica in plan.decode
@@ -156,18 +217,21 @@ def plan_fleet(
     return SimulatedFleet(plan.score.flow, latency, most, serve)
 
 
-def simulate_throughput(fleet: SimulatedFleet, workload: str, seed: int = 0) -> SimulatedThroughput:
+def simulate_throughput(
+    fleet: SimulatedFleet, workload: str, seed: int = 0, most: int | None = None
+) -> SimulatedThroughput:
     """Simulate engines at OVERLOAD times their estimated capacity, with evenly spaced arrivals.
 
     Args:
         fleet: Engines of a plan and their estimated capacity.
         workload: Name of the workload, which determines prompt and output lengths.
         seed: Seed of the lengths.
+        most: Tokens to which longer requests are cut; None: those that no engine holds.
     """
     rate = OVERLOAD * fleet.estimate
     latency = max(fleet.latency, MIN_REQUESTS / rate / WINDOW[1])
     begin, end = WINDOW[0] * latency, WINDOW[1] * latency
-    lengths = sample_workload(workload, round(rate * end), seed)
+    lengths = cut_lengths(sample_workload(workload, round(rate * end), seed), most)
     times = [index / rate for index in range(len(lengths))]
     run = fleet.serve(make_jobs(lengths, times, fleet.max_model_len))
     ends = [served.line.times[-1] for served in run.requests.values() if served.line.times]
@@ -175,15 +239,78 @@ def simulate_throughput(fleet: SimulatedFleet, workload: str, seed: int = 0) -> 
     return SimulatedThroughput(fleet.estimate, num_finished / (end - begin))
 
 
-def simulate_plan(plan: HeteroPlan, seed: int = 0) -> SimulatedThroughput:
+def simulate_plan(
+    plan: HeteroPlan, seed: int = 0, check: Callable[[], None] | None = None
+) -> SimulatedThroughput:
     """Simulate a plan at a request rate above its estimated capacity; return its throughput.
 
     Args:
         plan: Result of `plan_replicas`.
         seed: Seed of the lengths and of the routing policy.
+        check: Called now and then; an error that it raises ends the simulation.
     """
-    fleet = plan_fleet(plan.problem, plan.planner, plan.best, seed)
-    return simulate_throughput(fleet, plan.problem.workload, seed)
+    fleet = plan_fleet(plan.problem, plan.planner, plan.best, seed, check)
+    return simulate_throughput(fleet, plan.problem.workload, seed, plan.problem.max_request_tokens)
+
+
+class MeasuredRate(NamedTuple):
+    """Request rate at which a simulated plan is stable, and the latencies of its requests."""
+
+    rate: float
+    """Requests per second."""
+    num_requests: int
+    """Requests of the simulation."""
+    ttft_seconds: float
+    """Median TTFT."""
+    tpot_seconds: float
+    """Median TPOT of the requests with several output tokens."""
+
+
+def measure_rate(
+    fleet: SimulatedFleet,
+    problem: ServiceProblem,
+    limit: float,
+    seed: int,
+    num_requests: int,
+) -> MeasuredRate | None:
+    """Return the highest of some shares of a rate at which a fleet is stable.
+
+    Arrivals are a Poisson process. The shared test of planners decides, which extends a run until
+    the number of requests in the system is seen to grow, or not to.
+
+    Args:
+        fleet: Engines of a plan.
+        problem: Workload, and the tokens to which its requests are cut.
+        limit: Rate of which RATE_SHARES are tried, requests per second.
+        seed: Seed of lengths and arrivals.
+        num_requests: Least number of requests of a simulation.
+
+    Returns:
+        None if the fleet is not stable at any of them.
+
+    Raises:
+        SearchEndedError: The deadline of the fleet's simulations has come.
+    """
+    test = AttainmentTest((), num_requests, MAX_EXTENSION * num_requests)
+    lengths = sample_workload(problem.workload, test.max_requests, seed)
+    lengths = cut_lengths(lengths, problem.max_request_tokens)
+    for share in RATE_SHARES:
+        rate = share * limit
+        times = sample_arrival_times("poisson", test.max_requests, rate, seed)
+        jobs = make_jobs(lengths, times, fleet.max_model_len)
+        lines: list[RequestTimeline] = []
+
+        def simulate(count: int) -> list[JudgedRequest]:
+            run = fleet.serve(jobs[:count])  # noqa: B023 - called before the next rate
+            lines[:] = [run.requests[index].line for index in range(count)]  # noqa: B023
+            return [judge_line(line, NO_SLO) for line in lines]  # noqa: B023
+
+        result = test.run(simulate)
+        if result.is_met:
+            ttft = median(line.ttft for line in lines if line.ttft is not None)
+            tpot = [line.tpot for line in lines if line.tpot is not None]
+            return MeasuredRate(rate, result.num_requests, ttft, median(tpot) if tpot else 0.0)
+    return None
 
 
 def make_jobs(lengths: Lengths, times: list[float], max_model_len: int) -> list[WorkloadRequest]:
@@ -198,14 +325,3 @@ def make_jobs(lengths: Lengths, times: list[float], max_model_len: int) -> list[
         WorkloadRequest(time, min(prompt, max_model_len - output), output)
         for time, (prompt, output) in zip(times, lengths, strict=True)
     ]
-
-
-def max_model_len_of(problem: ServiceProblem, replicas: list[Replica]) -> int:
-    """Return the largest number of tokens of a request that fits the KV cache of every replica."""
-    pipelines = [
-        build_pipeline(problem.cluster, problem.shape, replica.stages) for replica in replicas
-    ]
-    blocks = [
-        min(pipeline.stage_kv_blocks(BLOCK_SIZE, USABLE_MEMORY_SHARE)) for pipeline in pipelines
-    ]
-    return BLOCK_SIZE * min(blocks)

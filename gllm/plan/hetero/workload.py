@@ -6,6 +6,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from gllm.sim.workloads.lengths import NAMED_WORKLOADS, sample_lengths
+from gllm.sim.workloads.requests import WorkloadRequest, scale_request
 from gllm.sim.workloads.traces import TRACES, Lengths, load_trace
 
 HEAVY_PROMPT, HEAVY_OUTPUT = 512, 128
@@ -28,6 +29,8 @@ class MeanLengths(NamedTuple):
     output: float
     spread: tuple[float, ...] = ()
     """Expected longest of 1, 2, ... prompts, relative to the mean prompt; empty: equal lengths."""
+    longest: int = 0
+    """Tokens of the longest request, which every engine has to hold; 0: those of a mean one."""
 
     @property
     def total(self) -> float:
@@ -57,17 +60,37 @@ def _lengths_by_class() -> dict[str, Lengths]:
     return lengths
 
 
+def cut_lengths(pairs: Lengths, most: int | None) -> Lengths:
+    """Return the lengths with longer requests cut to `most` tokens, as `gllm simulate` cuts them.
+
+    Args:
+        pairs: (prompt tokens, output tokens) of each request.
+        most: Limit of prompt plus output; None: no limit.
+    """
+    if most is None:
+        return pairs
+    jobs = (scale_request(WorkloadRequest(0.0, *pair), 1.0, most) for pair in pairs)
+    return [(job.num_prompt_tokens, job.num_output_tokens) for job in jobs]
+
+
+def share_above(workload: str, num_tokens: int) -> float:
+    """Return the share (0..1) of a workload's requests that are longer than a number of tokens."""
+    pairs = sample_workload(workload, 0, 0)
+    return sum(prompt + output > num_tokens for prompt, output in pairs) / len(pairs)
+
+
 @cache
-def mean_lengths(workload: str) -> MeanLengths:
+def mean_lengths(workload: str, most: int | None = None) -> MeanLengths:
     """Return the mean prompt and output length of a workload.
 
     Args:
         workload: A name of CLASSES, or of a workload of the simulator.
+        most: Tokens to which longer requests are cut; None: none is cut.
 
     Raises:
         ValueError: The workload is unknown.
     """
-    pairs = sample_workload(workload, 0, 0)
+    pairs = cut_lengths(sample_workload(workload, 0, 0), most)
     prompts = sorted(prompt for prompt, _ in pairs)
     mean = fmean(prompts)
     spread = [
@@ -78,7 +101,8 @@ def mean_lengths(workload: str) -> MeanLengths:
         for number in range(1, MAX_SPREAD + 1)
     ]
     outputs = fmean(output for _, output in pairs)
-    return MeanLengths(mean, outputs, tuple(deviation / mean for deviation in spread))
+    longest = max(prompt + output for prompt, output in pairs)
+    return MeanLengths(mean, outputs, tuple(each / mean for each in spread), longest)
 
 
 def sample_workload(workload: str, count: int, seed: int) -> Lengths:

@@ -11,6 +11,9 @@ from math import ceil, log
 from typing import NamedTuple
 
 from gllm.observability.latency import RequestTimeline
+from gllm.plan.attainment import Attainment, AttainmentTest, JudgedRequest
+from gllm.plan.engine_bounds import EngineBounds, measure_workload
+from gllm.plan.engine_checks import planned_max_model_len
 from gllm.plan.engine_times import EngineTimes, decode_step_work, prefill_work
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.cluster.paired import simulate_pool, simulate_split
@@ -28,7 +31,7 @@ from gllm.sim.metrics.slowdowns import (
     worst_margin,
 )
 from gllm.sim.monotone_search import find_last
-from gllm.sim.workloads.requests import WorkloadRequest, make_workload
+from gllm.sim.workloads.requests import WorkloadRequest, cut_requests, make_workload
 
 MODEL = "bloom-176b"
 """Model of the paper's cluster studies."""
@@ -37,8 +40,8 @@ PROFILES = {"bloom-176b": "bloom-176b", "llama-2-70b": "llama2-70b"}
 MIN_SECONDS = 30.0
 """Shortest time in which requests arrive: a conversation's decode takes 10 s, and a cluster whose
 requests arrive within it is never full."""
-MAX_MODEL_LEN = 16384
-"""Holds every request of the traces."""
+LONGEST_REQUEST = 14_089
+"""Tokens of the longest request of the traces."""
 USABLE_SHARE = 0.9
 """Share of the GPUs' memory for weights and KV cache."""
 MAX_BATCH = 512
@@ -57,6 +60,14 @@ MAX_FACTOR = 10
 """Limit of a search, per rate at its start."""
 FIRST_STEP = 4
 """First step of a search, as a power of RATE_STEP."""
+MIN_REQUESTS = 500
+"""Requests of the first run of a test, at least."""
+MAX_REQUESTS = 2000
+"""Requests of the longest run of a test, unless its time asks for more. Where it decides nothing,
+the shares of its requests decide."""
+FIRST_SECONDS, MAX_SECONDS = 80.0, 200.0
+"""Least times of the first and of the longest run of a test, whatever the rate: a cluster fills for
+40 s, as conversations take 10 to 30 s, and looks overloaded until it is full."""
 WORKLOADS = {"code": "azure-code", "conversation": "azure-conv"}
 """Shipped traces of the paper's workloads; arrivals are Poisson's, as in the paper."""
 
@@ -95,11 +106,19 @@ class ClusterPoint:
     seed: int = 0
     model: str = MODEL
     """A name of PROFILES."""
+    max_request_tokens: int | None = None
+    """Tokens to which longer requests are cut; None: none is cut."""
 
     @property
     def num_requests(self) -> int:
         """Number of simulated requests."""
         return self.size.requests if self.is_static else self.size.at_rate(self.rate)
+
+    def jobs(self, count: int) -> list[WorkloadRequest]:
+        """Return the first requests. Those of a shorter run are the first ones of a longer run."""
+        arrivals = "static" if self.is_static else "poisson"
+        jobs = make_workload(WORKLOADS[self.workload], count, self.rate, arrivals, self.seed)
+        return cut_requests(jobs, self.max_request_tokens)
 
 
 @dataclass(frozen=True)
@@ -169,12 +188,28 @@ def kv_capacity(machine: MachineType, model: str, num_machines: int = 1) -> int:
     return machine.kv_tokens(weight_bytes, kv_bytes, USABLE_SHARE)
 
 
+def machine_scheduler(policy: str) -> SchedulerConfig:
+    """Return the scheduler options of every machine, simulated and planned.
+
+    Args:
+        policy: Scheduling policy.
+    """
+    return SchedulerConfig(
+        policy=policy,
+        max_num_batched_tokens=PROMPT_BATCH_TOKENS + MAX_BATCH,
+        max_num_seqs=MAX_BATCH,
+        prefix_cache=False,
+        async_scheduling=False,
+    )
+
+
 def build_machine(
     machine: MachineType,
     policy: str,
     has_prefill: bool = True,
     model: str = MODEL,
     num_stages: int = 1,
+    longest: int = LONGEST_REQUEST,
 ) -> Deployment:
     """Return the simulated engine of a machine, which runs the model with tensor parallelism 8.
 
@@ -184,14 +219,9 @@ def build_machine(
         has_prefill: False for a token machine, where prefills take no time.
         model: A name of PROFILES.
         num_stages: Pipeline stages, one on each of as many machines.
+        longest: Tokens of the longest request.
     """
-    config = SchedulerConfig(
-        policy=policy,
-        max_num_batched_tokens=PROMPT_BATCH_TOKENS + MAX_BATCH,
-        max_num_seqs=MAX_BATCH,
-        prefix_cache=False,
-        async_scheduling=False,
-    )
+    config = machine_scheduler(policy)
     blocks = kv_capacity(machine, model, num_stages) // config.block_size
     shape = MODELS[model]
     cost: CostModel = SplitwiseCostModel(
@@ -202,7 +232,8 @@ def build_machine(
     if not has_prefill:
         cost = DecodeOnlyCostModel(cost)
     layers = [shape.layers // num_stages] * num_stages
-    return Deployment(model, layers, cost, config.resolve(num_stages, blocks, MAX_MODEL_LEN))
+    length = planned_max_model_len(longest, blocks * config.block_size, shape.max_context)
+    return Deployment(model, layers, cost, config.resolve(num_stages, blocks, length))
 
 
 def transfer_seconds(design: ClusterDesign, num_tokens: int, model: str = MODEL) -> float:
@@ -225,14 +256,79 @@ def simulate_point(point: ClusterPoint, check: Callable[[], None] | None = None)
         point: Machines, workload and rate.
         check: Called now and then; an error that it raises ends the simulation.
     """
-    arrivals = "static" if point.is_static else "poisson"
-    jobs = make_workload(
-        WORKLOADS[point.workload], point.num_requests, point.rate, arrivals, point.seed
-    )
+    jobs = point.jobs(point.num_requests)
     lines, busy = _serve(point, jobs, check)
     pairs = pair_latencies(lines, jobs, point.model)
     span = max(line.times[-1] for line in lines) - jobs[0].arrival_seconds
     return PointOutcome(check_slos(pairs), len(pairs) / span, busy)
+
+
+class PointVerdict(NamedTuple):
+    """Result of a test of a cluster at a rate."""
+
+    is_served: bool
+    """True if all nine SLOs hold and the cluster is stable."""
+    worst: SloMargin
+    """Slowdown of the longest run that is largest relative to its limit."""
+    attainment: Attainment | None = None
+    """Verdict by the share of requests within each limit; None: not tested."""
+
+
+def judge_point(point: ClusterPoint, check: Callable[[], None] | None = None) -> PointVerdict:
+    """Test whether a cluster is stable at a rate and within the nine SLOs; runs are extended.
+
+    A percentile is within its limit if that share of the requests is. The first run has the
+    requests of `point.num_requests`, or more.
+
+    Args:
+        point: Machines, workload and rate.
+        check: Called now and then; an error that it raises ends the simulation.
+    """
+    worst: list[SloMargin] = []
+
+    def simulate(count: int) -> list[JudgedRequest]:
+        requests, margin = _judge_requests(point, count, check)
+        worst[:] = [margin]
+        return requests
+
+    goals = tuple(slo.percent / 100 for slo in SPLITWISE_SLOS)
+    first = max(point.num_requests, MIN_REQUESTS, ceil(point.rate * FIRST_SECONDS))
+    most = max(first, MAX_REQUESTS, ceil(point.rate * MAX_SECONDS))
+    attainment = AttainmentTest(goals, first, most).run(simulate)
+    return PointVerdict(attainment.is_likely, worst[0], attainment)
+
+
+def judge_requests(point: ClusterPoint, count: int) -> list[JudgedRequest]:
+    """Simulate the first requests of a point; return their scores for the nine limits.
+
+    Args:
+        point: Machines, workload and rate.
+        count: Number of requests.
+    """
+    return _judge_requests(point, count, None)[0]
+
+
+def _judge_requests(
+    point: ClusterPoint, count: int, check: Callable[[], None] | None
+) -> tuple[list[JudgedRequest], SloMargin]:
+    jobs = point.jobs(count)
+    lines, _ = _serve(point, jobs, check)
+    pairs = pair_latencies(lines, jobs, point.model)
+    requests = [
+        JudgedRequest(line.arrival, line.times[-1], _scores(*pair))
+        for line, pair in zip(lines, pairs, strict=True)
+    ]
+    return requests, worst_margin(check_slos(pairs))
+
+
+def _scores(ours: RequestLatencies, alone: RequestLatencies) -> tuple[float, ...]:
+    """Return 1 for each of the nine limits that a request is within, else 0."""
+
+    def is_within(metric: str, limit: float) -> bool:
+        value, reference = getattr(ours, metric), getattr(alone, metric)
+        return value is None or not reference or value <= limit * reference
+
+    return tuple(float(is_within(slo.metric, slo.limit)) for slo in SPLITWISE_SLOS)
 
 
 def pair_latencies(
@@ -262,7 +358,13 @@ def _serve(
     design = point.design
 
     def machines(machine: MachineType, count: int, has_prefill: bool) -> dict[str, Deployment]:
-        deployment = build_machine(machine, point.policy, has_prefill, point.model)
+        deployment = build_machine(
+            machine,
+            point.policy,
+            has_prefill,
+            point.model,
+            longest=point.max_request_tokens or LONGEST_REQUEST,
+        )
         return {f"{machine.name}-{index}": deployment for index in range(count)}
 
     prompts = machines(design.prompt, design.num_prompt, True)
@@ -282,18 +384,26 @@ def _serve(
 
 
 @cache
-def mean_workload_lengths(workload: str) -> tuple[float, float]:
+def mean_workload_lengths(
+    workload: str, max_request_tokens: int | None = None
+) -> tuple[float, float]:
     """Return the mean number of prompt tokens and of output tokens of a workload.
 
     Args:
         workload: A name of WORKLOADS.
+        max_request_tokens: Tokens to which longer requests are cut; None: none is cut.
     """
-    jobs = make_workload(WORKLOADS[workload], 4000)
+    jobs = cut_requests(make_workload(WORKLOADS[workload], 4000), max_request_tokens)
     num_prompt_tokens = sum(job.num_prompt_tokens for job in jobs)
     return num_prompt_tokens / len(jobs), sum(job.num_output_tokens for job in jobs) / len(jobs)
 
 
-def fluid_rate(design: ClusterDesign, workload: str, model: str = MODEL) -> float:
+def fluid_rate(
+    design: ClusterDesign,
+    workload: str,
+    model: str = MODEL,
+    max_request_tokens: int | None = None,
+) -> float:
     """Return the request rate that saturates a cluster's prompt or token machines, by a formula.
 
     Queueing is ignored. Prompt machines prefill full batches. Token machines decode the largest
@@ -304,16 +414,64 @@ def fluid_rate(design: ClusterDesign, workload: str, model: str = MODEL) -> floa
         design: Types and numbers of the machines.
         workload: A name of WORKLOADS.
         model: A name of PROFILES.
+        max_request_tokens: Tokens to which longer requests are cut; None: none is cut.
 
     Returns:
         Requests per second.
     """
-    prompt, output = mean_workload_lengths(workload)
-    prompt_rate = _prompt_rate(design.prompt, model) / prompt
-    token_rate = _token_rate(design.token, prompt + output, model) / output
+    pair = design.prompt, design.token
+    prompt_rate, token_rate = fluid_rates(pair, workload, model, max_request_tokens)
     if not design.num_token:
         return design.num_prompt / (1 / prompt_rate + 1 / token_rate)
     return min(design.num_prompt * prompt_rate, design.num_token * token_rate)
+
+
+@cache
+def bound_rates(
+    pair: tuple[MachineType, MachineType],
+    workload: str,
+    policy: str,
+    model: str = MODEL,
+    max_request_tokens: int | None = None,
+) -> tuple[float, float]:
+    """Return upper bounds of the requests per second of one prompt and of one token machine.
+
+    No schedule serves more, whatever the latencies.
+
+    Args:
+        pair: Types of the prompt and token machines.
+        workload: A name of WORKLOADS.
+        policy: Scheduling policy of every machine.
+        model: A name of PROFILES.
+        max_request_tokens: Tokens to which longer requests are cut; None: none is cut.
+    """
+    jobs = cut_requests(make_workload(WORKLOADS[workload], MAX_REQUESTS), max_request_tokens)
+    phases = (
+        [job._replace(num_output_tokens=1) for job in jobs],
+        [job for job in jobs if job.num_output_tokens > 1],
+    )
+    prompt, token = (
+        EngineBounds(
+            build_machine(machine, policy, has_prefill, model), measure_workload(requests)
+        ).max_rate()
+        for machine, has_prefill, requests in zip(pair, (True, False), phases, strict=True)
+    )
+    # Requests of one token need no token machine.
+    return prompt, token * len(jobs) / len(phases[1])
+
+
+def fluid_rates(
+    pair: tuple[MachineType, MachineType],
+    workload: str,
+    model: str = MODEL,
+    max_request_tokens: int | None = None,
+) -> tuple[float, float]:
+    """Return the request rates that saturate one prompt and one token machine: see `fluid_rate`."""
+    prompt, output = mean_workload_lengths(workload, max_request_tokens)
+    return (
+        _prompt_rate(pair[0], model) / prompt,
+        _token_rate(pair[1], prompt + output, model) / output,
+    )
 
 
 def _prompt_rate(machine: MachineType, model: str) -> float:

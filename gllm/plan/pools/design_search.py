@@ -14,6 +14,7 @@ from functools import cache
 from typing import NamedTuple
 
 from gllm.sim.hardware.machines import ClusterDesign, MachineType, count_affordable
+from gllm.sim.monotone_search import bisect_last
 
 BUDGETS: dict[str, Callable[[ClusterDesign], float]] = {
     "cost": lambda design: design.cost,
@@ -167,6 +168,78 @@ def find_smallest_clusters(
             "the limit"
         )
     return border, is_served.cache_info().currsize
+
+
+def find_cheapest_cluster(
+    pair: tuple[MachineType, MachineType],
+    serves: Callable[[ClusterDesign], bool],
+    objective: str,
+    least: tuple[int, int],
+    most: tuple[int, int],
+    start: ClusterDesign | None = None,
+) -> ClusterDesign | None:
+    """Search for the cheapest cluster of prefill and decode machines that serves a throughput.
+
+    More machines are assumed never to harm. For each number of decode machines, only numbers of
+    prefill machines are tried with which the cluster is cheaper than the best one so far. The first
+    of these is the largest one, the others are a bisection; few numbers of decode machines are left
+    if `least` is close to what is needed.
+
+    Args:
+        pair: Types of the prefill and decode machines.
+        serves: Returns True if a cluster serves the throughput within the SLOs.
+        objective: Quantity to minimize: a name of BUDGETS.
+        least: Numbers of prefill and decode machines without which none does.
+        most: Largest numbers of prefill and decode machines.
+        start: A cluster that serves the throughput; None if none is known.
+
+    Returns:
+        The cluster; None if none of up to `most` machines serves the throughput.
+    """
+    unit, is_served = BUDGETS[objective], cache(serves)
+
+    def cost(num_prompt: int, num_token: int) -> float:
+        return round(unit(ClusterDesign(*pair, num_prompt, num_token)), 9)
+
+    best, (num_prompt, num_token) = start, least
+    if best is None:
+        if not is_served(ClusterDesign(*pair, *most)):
+            return None
+        largest_row = ClusterDesign(*pair, *most)
+        num_token += bisect_last(
+            lambda more, *_: not is_served(largest_row._replace(num_token=least[1] + more)),
+            -1,
+            most[1] - least[1],
+        )
+        num_token += 1
+    while num_token <= most[1]:
+        largest = most[0]
+        if best is not None:
+            limit = unit(best)
+            if cost(num_prompt, num_token) >= round(limit, 9):
+                break
+            affordable = [
+                count
+                for count in range(num_prompt, most[0] + 1)
+                if cost(count, num_token) < round(limit, 9)
+            ]
+            largest = affordable[-1]
+        if is_served(ClusterDesign(*pair, largest, num_token)):
+            row = ClusterDesign(*pair, largest, num_token)
+            best = row._replace(num_prompt=_fewest_prompts(row, num_prompt, is_served))
+        num_token += 1
+    return best
+
+
+def _fewest_prompts(
+    design: ClusterDesign, least: int, is_served: Callable[[ClusterDesign], bool]
+) -> int:
+    """Return the fewest prefill machines, `least` or more, of a cluster that serves with all."""
+
+    def is_too_few(count: int, *_: int) -> bool:
+        return not is_served(design._replace(num_prompt=count))
+
+    return bisect_last(is_too_few, least - 1, design.num_prompt) + 1
 
 
 def choose_cheapest(border: Sequence[ClusterDesign], objective: str) -> ClusterDesign:

@@ -3,60 +3,60 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from gllm.observability.latency import slo_attainment
 from gllm.options.slo import Slo
+from gllm.plan.attainment import (
+    Attainment,
+    AttainmentTest,
+    JudgedRequest,
+    goals_of,
+    judge_line,
+)
 from gllm.plan.best_first import SearchBudget
 from gllm.routing.placement import ALL_CONSTRAINTS, LatencyModel, PlacementRules
 from gllm.routing.policies.aladdin import AladdinPolicy
 from gllm.routing.policy_registry import make_policy
-from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.capacity import SearchEndedError
 from gllm.sim.cluster.cluster import ClusterRun, simulate_cluster
 from gllm.sim.cluster.router import PolicyRouter
-from gllm.sim.costs.base import CostModel
 from gllm.sim.deployment import Deployment
 from gllm.sim.monotone_search import find_last
-from gllm.sim.workloads.requests import WorkloadRequest, make_workload, scale_request
+from gllm.sim.workloads.requests import WorkloadRequest, cut_requests, make_workload
 
 SECONDS = 120.0
 """Time in which the requests of a run arrive."""
-MAX_TOKENS = 4096
-"""Longest request in tokens."""
 NUM_HISTORY = 2000
 """Requests whose outputs the length predictor knows at the beginning."""
 HISTORY_SEED = 1000
-BLOCK_SIZE = 16
 MAX_WORKERS = 512
+MIN_REQUESTS = 500
+"""Requests of the first run of a test, at least."""
+MAX_REQUESTS = 4000
+"""Requests of the longest run of a test in a search."""
+QUICK_REQUESTS = 1000
+"""Requests of the longest run of a test in a first search."""
+LONGEST_RUN = 16_000
+"""Requests of the longest run that decides the fleet of a plan."""
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """An engine of a simulated fleet (a worker in Aladdin): step times, KV cache size and GPUs."""
+    """An engine of a fleet (a worker in Aladdin): what is simulated, and its latency model."""
 
-    name: str
-    """Name of the model."""
-    num_layers: int
-    cost: CostModel
+    engine: Deployment
+    """Step times, scheduler options and KV cache: of the simulated and of the planned engine."""
     latency: LatencyModel
     """Linear latency model, by which the routing policy `aladdin` predicts step times."""
-    num_kv_tokens: int
     num_gpus: int = 1
-    max_num_seqs: int = 128
 
-    def deployment(self) -> Deployment:
-        """Return the simulated engine; it schedules prompts first, as early vLLM did."""
-        config = SchedulerConfig(
-            policy="vllm",
-            max_num_batched_tokens=MAX_TOKENS,
-            max_num_seqs=self.max_num_seqs,
-            prefix_cache=False,
-            async_scheduling=False,
-        )
-        num_blocks = self.num_kv_tokens // BLOCK_SIZE
-        resolved = config.resolve(1, num_blocks, min(MAX_TOKENS, num_blocks * BLOCK_SIZE))
-        return Deployment(self.name, [self.num_layers], self.cost, resolved)
+    @property
+    def max_model_len(self) -> int:
+        """Longest request in tokens, prompt and output."""
+        return self.engine.scheduler.max_model_len
 
 
 @dataclass(frozen=True)
@@ -72,15 +72,24 @@ class FleetCase:
     seconds: float = SECONDS
     theta: float = PlacementRules.theta
     constraints: frozenset[str] = field(default=ALL_CONSTRAINTS)
+    num_requests: int = 300
+    """Requests of the first run of a test, at least."""
+    max_requests: int = MAX_REQUESTS
+    """Requests of the longest run of a test."""
+    quick_requests: int | None = None
+    """Requests of the longest run that is made: a test that needs more is undecided; None: all."""
+    max_request_tokens: int | None = None
+    """Tokens to which longer requests are cut; None: none is cut."""
 
-    def jobs(self) -> list[WorkloadRequest]:
-        """Return the requests, truncated to the longest that a worker accepts."""
-        count = max(2, round(self.rate * self.seconds))
-        most = min(MAX_TOKENS, self.worker.num_kv_tokens // BLOCK_SIZE * BLOCK_SIZE)
-        return [
-            scale_request(job, 1.0, most)
-            for job in make_workload(self.workload, count, self.rate, seed=self.seed)
-        ]
+    def jobs(self, count: int | None = None) -> list[WorkloadRequest]:
+        """Return the first requests.
+
+        Args:
+            count: Number of requests; default: those of `seconds`.
+        """
+        number = count or max(2, round(self.rate * self.seconds))
+        jobs = make_workload(self.workload, number, self.rate, seed=self.seed)
+        return cut_requests(jobs, self.max_request_tokens)
 
     def router(self) -> PolicyRouter:
         """Return a new router with the routing policy."""
@@ -116,6 +125,18 @@ class FleetOutcome(NamedTuple):
     """Time per output token of each request in seconds, sorted; 0 with a single token."""
 
 
+class JudgedFleet(NamedTuple):
+    """Number of engines, and the verdict of a sequential test of their SLO attainment."""
+
+    num_workers: int
+    attainment: Attainment
+
+    @property
+    def is_met(self) -> bool:
+        """True if the SLO is met. Where the longest run decides nothing, its share decides."""
+        return self.attainment.is_likely
+
+
 def run_fleet_case(
     case: FleetCase, num_workers: int, check: Callable[[], None] | None = None
 ) -> ClusterRun:
@@ -125,6 +146,9 @@ def run_fleet_case(
         case: Engine type, workload, request rate and routing policy.
         num_workers: Number of engines.
         check: Called now and then; an error that it raises ends the simulation.
+
+    Raises:
+        ValueError: A request is longer than the engines accept.
     """
     deployments = fleet_deployments(case, num_workers)
     return simulate_cluster(deployments, case.jobs(), case.router(), check=check)
@@ -132,8 +156,7 @@ def run_fleet_case(
 
 def fleet_deployments(case: FleetCase, num_workers: int) -> dict[str, Deployment]:
     """Return the simulated engines of a fleet by name: w0, w1, ..."""
-    deployment = case.worker.deployment()
-    return {f"w{index}": deployment for index in range(num_workers)}
+    return {f"w{index}": case.worker.engine for index in range(num_workers)}
 
 
 def simulate_fleet(
@@ -157,25 +180,55 @@ def measure_fleet(run: ClusterRun, slo: Slo, num_workers: int) -> FleetOutcome:
     )
 
 
-def least_fleet(
-    case: FleetCase,
-    attainment: float = 0.99,
-    start: int = 4,
-    max_workers: int = MAX_WORKERS,
-    on_outcome: Callable[[FleetOutcome], None] = lambda outcome: None,
-    budget: SearchBudget | None = None,
-) -> FleetOutcome | None:
-    """Search by simulation for the fewest engines that reach an SLO attainment.
+def judge_fleet(
+    case: FleetCase, num_workers: int, check: Callable[[], None] | None = None
+) -> JudgedFleet:
+    """Test whether a fleet of equal engines is stable and attains the SLO; runs are extended.
 
-    More engines are assumed never to lower the attainment.
+    The first run has the requests of `case.seconds`, and at least `case.num_requests`.
 
     Args:
-        case: Engine type, workload, request rate and routing policy.
-        attainment: Required share of requests within both latency limits, 0..1.
+        case: Engine type, workload, request rate, SLO and routing policy.
+        num_workers: Number of engines.
+        check: Called now and then; an error that it raises ends the simulation.
+    """
+    deployments = fleet_deployments(case, num_workers)
+    first = max(MIN_REQUESTS, case.num_requests, round(case.rate * case.seconds))
+    first = min(case.max_requests, first)
+    # A shorter run has the first requests of a longer one.
+    jobs = case.jobs(case.max_requests)
+
+    def simulate(count: int) -> list[JudgedRequest]:
+        if case.quick_requests is not None and count > max(first, case.quick_requests):
+            raise SearchEndedError("a longer run is left to a later test")
+        run = simulate_cluster(deployments, jobs[:count], case.router(), check=check)
+        lines = (served.line for _, served in sorted(run.requests.items()))
+        return [judge_line(line, case.slo) for line in lines]
+
+    test = AttainmentTest(goals_of(case.slo), first, case.max_requests)
+    return JudgedFleet(num_workers, test.run(simulate))
+
+
+def least_fleet(
+    judge: Callable[[int, Callable[[], None] | None], tuple[Result, bool]],
+    start: int = 4,
+    max_workers: int = MAX_WORKERS,
+    budget: SearchBudget | None = None,
+    min_workers: int = 1,
+    step: int | None = None,
+) -> Result | None:
+    """Search by simulation for the fewest engines that suffice.
+
+    More engines are assumed never to be worse.
+
+    Args:
+        judge: Simulates a number of engines; returns the result, and True if they suffice. Its
+            second argument is called now and then and may end the simulation by an error.
         start: Number of engines of the first simulation.
         max_workers: Largest number of engines.
-        on_outcome: Called after each simulation.
         budget: Time and evaluation limit; None: no limit.
+        min_workers: Number of engines that fewer are known to be too few for.
+        step: Distance of the second number; default: half of the first.
 
     Returns:
         Result of the smallest sufficient fleet; None if none of up to `max_workers` suffices.
@@ -183,18 +236,23 @@ def least_fleet(
     Raises:
         SearchEndedError: The budget is spent; a running simulation is cut off.
     """
-    known: dict[int, FleetOutcome] = {}
+    known: dict[int, tuple[Result, bool]] = {}
     budget = budget or SearchBudget()
+    least = max(1, min_workers) - 1
 
     def is_too_small(count: int, *_: int) -> bool:
-        if count and count not in known:
+        if count <= least:
+            return True
+        if count not in known:
             if reason := budget.refusal():
                 raise SearchEndedError(reason)
-            with budget.evaluation():
-                known[count] = simulate_fleet(case, count, budget.deadline)
-            on_outcome(known[count])
-        return not count or known[count].attainment < attainment
+            known[count] = judge(count, budget.deadline)
+            budget.end_evaluation()
+        return not known[count][1]
 
-    start = min(max(1, start), max_workers)
-    largest = find_last(is_too_small, start, max(1, start // 2), 0, max_workers)
-    return None if largest is None or largest == max_workers else known[largest + 1]
+    if max_workers <= least:
+        return None
+    start = min(max(least + 1, start), max_workers)
+    step = step or max(1, start // 2)
+    largest = find_last(is_too_small, start, step, least, max_workers)
+    return None if largest is None or largest == max_workers else known[largest + 1][0]

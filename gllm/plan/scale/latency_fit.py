@@ -34,15 +34,17 @@ class FittedLatency(NamedTuple):
     decode_max_error: float
 
 
-def fit_latency(cost: CostModel) -> FittedLatency:
+def fit_latency(cost: CostModel, longest_prompt: int = PREFILL_TOKENS[-1]) -> FittedLatency:
     """Fit linear functions of tokens and batch size to a cost model's prefill and decode times.
 
     Args:
         cost: Cost model of an engine with one pipeline stage.
+        longest_prompt: Prompt tokens up to which the fit holds.
     """
-    prefills = [
-        (tokens, cost.stage_seconds(0, prefill_work([tokens]))) for tokens in PREFILL_TOKENS
-    ]
+    lengths = [*PREFILL_TOKENS]
+    while lengths[-1] < longest_prompt:
+        lengths.append(min(2 * lengths[-1], longest_prompt))
+    prefills = [(tokens, cost.stage_seconds(0, prefill_work([tokens]))) for tokens in lengths]
     decodes = [
         (batch, batch * context, cost.stage_seconds(0, decode_step_work(batch, context)))
         for batch in DECODE_BATCHES

@@ -9,17 +9,19 @@ those of an iteration with the batch M / m_r, and B is the largest batch that me
 N does not depend on the load.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from gllm.plan.engine_checks import with_planned_length
 from gllm.plan.engine_times import EngineTimes, decode_step_work
-from gllm.sim.deployment import roofline_deployment
+from gllm.scheduler.config import SchedulerConfig
+from gllm.sim.deployment import Deployment, roofline_deployment
+from gllm.sim.hardware.shapes import MODELS
+from gllm.sim.hardware.stages import look_up
 
 DEGREES = (1, 2, 4, 8)
 MAX_BATCH = 4096
 """Largest batch that is tried, in requests."""
-MAX_MODEL_LEN = 4096
-"""Longest request in tokens."""
 
 
 class WorkerType(NamedTuple):
@@ -41,47 +43,77 @@ class WorkerType(NamedTuple):
         return min(self.memory_rate, self.slo_rate)
 
 
-def throughput_by_degree(
+def build_engines(
     model: str,
     device: str,
-    tpot_seconds: float,
-    context: float,
-    rank_link: str = "nvlink",
-    degrees: Sequence[int] = DEGREES,
-) -> list[WorkerType]:
-    """Return the decode throughput of an engine for each tensor-parallel degree.
-
-    Degrees at which the model does not fit are left out.
+    rank_link: str,
+    degrees: Sequence[int],
+    longest: int,
+    scheduler: SchedulerConfig | None = None,
+) -> tuple[dict[int, Deployment], dict[int, str]]:
+    """Build an engine for each tensor-parallel degree, with the step times of the roofline.
 
     Args:
         model: A name of MODELS.
         device: A name of DEVICES.
-        tpot_seconds: Limit of the time per output token in seconds (T_dec in Aladdin).
-        context: Mean number of KV cache tokens of a request over its lifetime (m_r in Aladdin).
         rank_link: Link between the GPUs of an engine: a name of LINKS.
         degrees: Tensor-parallel degrees to try.
+        longest: Prompt and output tokens of the longest request that an engine has to accept.
+        scheduler: Scheduler options; default: those of `gllm serve`.
+
+    Returns:
+        Engines by degree, and reasons by degree why the model does not fit.
 
     Raises:
-        ValueError: A name is unknown, or the model does not fit at any degree.
+        ValueError: A name is unknown, the longest request exceeds the model's context, or the model
+            fits at no degree.
     """
-    workers, refusals = [], []
+    shape = look_up("model", model, MODELS)
+    context = shape.max_context or shape.context
+    if longest > context:
+        raise ValueError(
+            f"the workload has a request of {longest} tokens, but the context of {model} is "
+            f"{context}: cut the requests (--max-request-tokens {context}), or choose another "
+            "workload or model"
+        )
+    engines, reasons = {}, {}
     for degree in degrees:
         try:
-            deployment = roofline_deployment(
-                model, device, 1, MAX_MODEL_LEN, degrees=(degree,), rank_link=rank_link
-            )
+            engine = roofline_deployment(
+                model, device, 1, longest,
+                scheduler=scheduler, degrees=(degree,), rank_link=rank_link,
+            )  # fmt: skip
         except ValueError as error:
-            refusals.append(str(error))
+            reasons[degree] = str(error)
             continue
-        capacity = deployment.scheduler.num_blocks * deployment.scheduler.block_size
+        engines[degree] = with_planned_length(engine, longest)
+    if not engines:
+        raise ValueError(
+            f"{reasons[max(reasons)]} (the longest request has {longest} tokens: "
+            "--max-request-tokens cuts it)"
+        )
+    return engines, reasons
+
+
+def throughput_by_degree(
+    engines: Mapping[int, Deployment], tpot_seconds: float, context: float
+) -> list[WorkerType]:
+    """Return the decode throughput of an engine for each tensor-parallel degree.
+
+    Args:
+        engines: Engines by tensor-parallel degree.
+        tpot_seconds: Limit of the time per output token in seconds (T_dec in Aladdin).
+        context: Mean number of KV cache tokens of a request over its lifetime (m_r in Aladdin).
+    """
+    workers = []
+    for degree, engine in engines.items():
+        capacity = engine.scheduler.num_blocks * engine.scheduler.block_size
         batch = capacity / context
-        times = EngineTimes(deployment.cost)
+        times = EngineTimes(engine.cost)
         seconds = times.total(decode_step_work(max(1, round(batch)), context))
         largest = times.largest_batch(context, tpot_seconds, MAX_BATCH)
         by_memory, by_slo = batch / (degree * seconds), largest / (degree * tpot_seconds)
         workers.append(WorkerType(degree, by_memory, by_slo, batch, largest))
-    if not workers:
-        raise ValueError(refusals[0])
     return workers
 
 

@@ -12,16 +12,28 @@ MAKESPAN = "makespan"
 """Objective of an offline workload."""
 TOO_SLOW = "too slow for the rate on the permitted devices"
 """Reason of a design whose engines are not enough."""
+TOO_LARGE = "has more devices than there are together"
+"""Reason of a design of which no engine fits the nodes."""
 
 
 def max_engines(problem: ServiceProblem, design: EngineDesign) -> int:
-    """Return how many engines of a design the permitted number of devices can hold.
+    """Return how many engines of a design the permitted devices can hold.
+
+    The ranks of a stage share a node. The stages of an engine do too, unless the link between nodes
+    is known, because the search simulates them on one link.
 
     Args:
-        problem: Limit of `devices`.
+        problem: Limit of `devices` of one kind, and nodes, if there are any.
         design: Configuration of the engine.
     """
-    return int(problem.bounds["devices"]) // design.num_devices
+    most = int(problem.bounds["devices"]) // design.num_devices
+    cluster, (tp, pp) = problem.cluster, design.parallelism
+    if not cluster.nodes:
+        return most
+    counts = [node.num_devices for node in cluster.nodes if node.device == design.device]
+    if cluster.network is None:
+        return min(most, sum(count // (tp * pp) for count in counts))
+    return min(most, sum(count // tp for count in counts) // pp)
 
 
 def count_planned_engines(problem: ServiceProblem, design: EngineDesign, capacity: float) -> int:
@@ -52,6 +64,16 @@ def engine_power(design: EngineDesign) -> float:
     return design.num_devices * power
 
 
+def planned_rate(problem: ServiceProblem, design: EngineDesign, capacity: float) -> float:
+    """Return requests per second of one engine that its devices are paid for.
+
+    With a rate to serve, what the planned engines could serve beyond it is worth nothing.
+    """
+    if problem.rate is None:
+        return capacity
+    return problem.rate / count_planned_engines(problem, design, capacity)
+
+
 class Objective(NamedTuple):
     """Quantity by which a search compares engine designs, such as cost, and its direction."""
 
@@ -80,11 +102,15 @@ OBJECTIVES = {
     "qps-per-dollar": Objective(
         "requests/s per $/h",
         False,
-        lambda rate, problem, design: rate / engine_price(problem, design),
+        lambda rate, problem, design: (
+            planned_rate(problem, design, rate) / engine_price(problem, design)
+        ),
         "price",
     ),
     "goodput-per-gpu": Objective(
-        "requests/s per device", False, lambda rate, problem, design: rate / design.num_devices
+        "requests/s per device",
+        False,
+        lambda rate, problem, design: planned_rate(problem, design, rate) / design.num_devices,
     ),
     "cost": Objective(
         "$/h",
@@ -146,6 +172,10 @@ def check_problem(problem: ServiceProblem) -> None:
     """Raise ValueError if the objective needs a price, a power limit or a rate that is missing."""
     name = problem.objective
     objective = OBJECTIVES[name]
+    if name == MAKESPAN and problem.rate is not None:
+        raise ValueError(
+            f"--objective {name} has all requests at once, which have no rate: leave --rate out"
+        )
     if objective.needs_rate and problem.rate is None:
         raise ValueError(f"--objective {name} needs a rate to serve: add --rate")
     for device in problem.devices:

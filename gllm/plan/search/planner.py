@@ -6,25 +6,24 @@ closed forms, which save most simulations, are this project's.
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from math import ceil, inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import msgspec
-
+from gllm.options.slo import NO_SLO
 from gllm.plan.best_first import BestFirstOutcome, CandidateBound, SearchBudget, search_best
-from gllm.plan.capacity import PLAN_RULES, extend_rule, measure_capacity
+from gllm.plan.capacity import PLAN_RULES, JudgedSimulation, extend_rule, measure_capacity
 from gllm.plan.engine_bounds import EngineBounds, WorkloadMoments, measure_workload
-from gllm.plan.layout import PlannedEngine, lay_out, place_engines
-from gllm.plan.nodes import assume_nodes, with_inner_link
+from gllm.plan.engine_checks import with_planned_length
 from gllm.plan.problem import ServiceProblem
 from gllm.plan.search.designs import EngineDesign
 from gllm.plan.search.objectives import (
     MAKESPAN,
     OBJECTIVES,
+    TOO_LARGE,
     TOO_SLOW,
     UNKNOWN,
     AssessedDesign,
@@ -33,25 +32,43 @@ from gllm.plan.search.objectives import (
     count_planned_engines,
     max_engines,
 )
-from gllm.plan.serving_plan import ExpectedFigures, RouterPlan, ServingPlan
-from gllm.scheduler.config import SchedulerConfig
-from gllm.sim.capacity import CapacityRule, SearchEndedError
-from gllm.sim.configured import SimulationAtRate, simulate_requests
+from gllm.sim.capacity import INTERRUPTED, CapacityRule, RateTrial, SearchEndedError
+from gllm.sim.configured import RunLatencies, simulate_requests
+from gllm.sim.costs.base import CostRangeError
 from gllm.sim.deployment import Deployment, ModelFitError
-from gllm.sim.hardware.devices import NetworkLink
+from gllm.sim.monotone_search import find_last
 from gllm.sim.options import SimulationConfig, build_deployment, build_workload
+from gllm.sim.profiled import is_profile_file
+from gllm.sim.simulation_pool import end_simulations, open_simulation_pool
+from gllm.sim.workloads.requests import longest_job
 
 LONG_PROMPT = "a prompt alone takes longer than the limit of TTFT"
 LONG_STEP = "a token alone takes longer than the limit of TPOT or TBT"
 UNSUITABLE = "sizes do not divide, or options do not suit each other"
 FALLBACK_RATE = 1.0
 """First rate of a capacity search where closed forms know none, requests per second."""
+STEADY_REQUESTS, STEADY_SECONDS = 10**9, 1e9
+"""Length of a run to whose rate unfinished requests add nothing."""
 MOMENT_REQUESTS = 2000
 """Least number of requests over which a workload's lengths are averaged."""
 TICK_SECONDS = 1.0
 """Time between two reports of progress while other processes simulate."""
 START_SHARE = 0.9
 """First rate of a capacity search, as a share of the estimate."""
+
+
+class DesignTrial(NamedTuple):
+    """A design to simulate, and where the search for its capacity begins."""
+
+    design: EngineDesign
+    start_rate: float
+    """First request rate of one engine, requests per second."""
+    rule: CapacityRule
+    """Criteria of a sustained rate with long enough simulations: see `DesignPlanner.rule_of`."""
+    least_engines: int = 1
+    """Number of engines below which the problem's rate cannot be served."""
+    max_model_len: int | None = None
+    """Longest sequence of an engine in tokens; None: that of the simulation options."""
 
 
 class DesignPlanner:
@@ -89,6 +106,7 @@ class DesignPlanner:
         self.moments: WorkloadMoments = measure_workload(jobs)
         self.unfit: list[tuple[EngineDesign, str]] = []
         """Designs that the model does not fit, with the binding constraint."""
+        self._engines: dict[EngineDesign, Deployment] = {}
         self._bounds: dict[EngineDesign, EngineBounds] = {}
         self._estimates: dict[EngineDesign, AssessedDesign] = {}
 
@@ -103,6 +121,8 @@ class DesignPlanner:
             self.unfit.append((design, str(error)))
             return CandidateBound(-inf, -inf, UNSUITABLE)
         reason = self._hopeless_reason(bounds)
+        if not max_engines(self.problem, design):
+            reason = TOO_LARGE
         highest = self._highest_rate(design)
         num_engines = count_planned_engines(self.problem, design, highest)
         if not reason and num_engines > max_engines(self.problem, design):
@@ -152,7 +172,13 @@ class DesignPlanner:
             ValueError: No design fits the devices; the message names the failed constraint.
         """
         self.unfit.clear()
-        candidates = [(design, self.bound(design)) for design in designs]
+        candidates: list[tuple[EngineDesign, CandidateBound]] = []
+        for design in designs:
+            if (reason := budget.spent_reason()) and not uses_closed_forms:
+                candidates.append((design, CandidateBound(-inf, -inf, reason)))
+                continue
+            candidates.append((design, self.bound(design)))
+            on_tick()
         if len(self.unfit) == len(candidates):
             raise ValueError(self._describe_unfit())
 
@@ -166,23 +192,32 @@ class DesignPlanner:
 
             return search_best(candidates, estimate, score, budget, is_exhaustive=True)
 
-        with ProcessPoolExecutor(jobs) if jobs > 1 else nullcontext() as pool:
+        with open_simulation_pool(jobs) if jobs > 1 else nullcontext() as pool:
 
             def simulate(chosen: Sequence[EngineDesign]) -> list[AssessedDesign]:
-                trials = [
-                    (design, self._start_rate(design), self.rule_of(design)) for design in chosen
-                ]
+                trials = [self._trial_of(design) for design in chosen]
                 run = partial(
                     simulate_design, self.problem, self.config, budget.for_one_evaluation()
                 )
-                if pool is not None:
-                    futures = [pool.submit(run, trial) for trial in trials]
-                    return _wait_for_results(futures, on_result, on_tick)
-                results = []
-                for trial in trials:
-                    results.append(run(trial, on_tick))
-                    on_result(results[-1])
-                return results
+                results: dict[EngineDesign, AssessedDesign] = {}
+
+                def report(result: AssessedDesign) -> None:
+                    results[result.design] = result
+                    on_result(result)
+
+                try:
+                    if pool is not None:
+                        _wait_for_results(
+                            [pool.submit(run, trial) for trial in trials], report, on_tick
+                        )
+                    else:
+                        for trial in trials:
+                            report(run(trial, on_tick))
+                except KeyboardInterrupt:
+                    end_simulations()
+                    budget.stop(INTERRUPTED)
+                none = partial(assess_capacity, self.problem, capacity=0.0, note=INTERRUPTED)
+                return [results.get(design) or none(design) for design in chosen]
 
             return search_best(candidates, simulate, score, budget, jobs, is_exhaustive)
 
@@ -194,13 +229,22 @@ class DesignPlanner:
 
     def deployment_of(self, design: EngineDesign) -> Deployment:
         """Return the simulated engine of a design. Raises ValueError if the model does not fit."""
-        config = design.configure(self.config)
-        return build_deployment(config, self.moments.longest_tokens)
+        if design not in self._engines:
+            config, longest = design.configure(self.config), self.moments.longest_tokens
+            self._engines[design] = build_planned_engine(config, longest)
+        return self._engines[design]
+
+    def configure(self, design: EngineDesign) -> SimulationConfig:
+        """Return the simulation of a design, with the longest sequence of its engine."""
+        length = self.deployment_of(design).scheduler.max_model_len
+        return replace(design.configure(self.config), max_model_len=length)
 
     def rule_of(self, design: EngineDesign) -> CapacityRule:
         """Return the capacity rule for a design, with simulations of several request durations."""
         bounds, delay = self.bounds_of(design), self.rule.max_p99_delay_seconds
-        return extend_rule(self.rule, bounds.request_seconds(self.problem.limits, delay))
+        # For a rate, the same run under all limits: looser ones then never need more engines.
+        limits = self.problem.limits if self.problem.rate is None else NO_SLO
+        return extend_rule(self.rule, bounds.request_seconds(limits, delay))
 
     def _highest_rate(self, design: EngineDesign) -> float:
         """Return requests per second that no run of the problem can sustain within its limits."""
@@ -208,9 +252,11 @@ class DesignPlanner:
         if self.problem.objective == MAKESPAN:
             return bounds.max_rate()
         rule, requests = self.rule_of(design), self.problem.num_requests
-        return bounds.max_rate_of_run(
-            requests, rule.min_seconds, rule.max_p99_delay_seconds, self.problem.limits
-        )
+        seconds, delay = rule.min_seconds, rule.max_p99_delay_seconds
+        if is_judged(self.problem, rule):
+            # Runs are extended until the queue is seen to be stable.
+            requests, seconds = STEADY_REQUESTS, STEADY_SECONDS
+        return bounds.max_rate_of_run(requests, seconds, delay, self.problem.limits)
 
     def _hopeless_reason(self, bounds: EngineBounds) -> str:
         limits = self.problem.limits
@@ -222,9 +268,15 @@ class DesignPlanner:
             return LONG_STEP
         return ""
 
-    def _start_rate(self, design: EngineDesign) -> float:
+    def least_engines(self, design: EngineDesign) -> int:
+        """Return a number of engines below which the problem's rate cannot be served."""
+        return count_planned_engines(self.problem, design, self._highest_rate(design))
+
+    def _trial_of(self, design: EngineDesign) -> DesignTrial:
         estimate = self.estimate(design).capacity
-        return START_SHARE * estimate or FALLBACK_RATE
+        start = START_SHARE * estimate or FALLBACK_RATE
+        length = self.deployment_of(design).scheduler.max_model_len
+        return DesignTrial(design, start, self.rule_of(design), self.least_engines(design), length)
 
     def _describe_unfit(self) -> str:
         """Return the constraint of the largest design, which is the closest to fitting."""
@@ -237,40 +289,60 @@ class DesignPlanner:
         )
 
 
+def build_planned_engine(config: SimulationConfig, longest: int) -> Deployment:
+    """Return the simulated engine of a configuration, with the longest sequence of a planned one.
+
+    Args:
+        config: The options; their longest sequence and that of a measured engine are kept.
+        longest: Tokens of the longest request of the workload.
+
+    Raises:
+        ValueError: The model does not fit.
+    """
+    engine = build_deployment(config, longest)
+    is_measured = config.profile is not None and is_profile_file(config.profile)
+    if config.max_model_len is not None or is_measured:
+        return engine
+    return with_planned_length(engine, longest)
+
+
 def _wait_for_results(
     futures: Sequence[Future[AssessedDesign]],
     on_result: Callable[[AssessedDesign], None],
     on_tick: Callable[[], None],
-) -> list[AssessedDesign]:
-    """Return the results of simulations in other processes, and report each when it ends."""
+) -> None:
+    """Wait for simulations in other processes, and report each when it ends."""
     pending = set(futures)
     while pending:
         done, pending = wait(pending, TICK_SECONDS, FIRST_COMPLETED)
         for future in done:
             on_result(future.result())
         on_tick()
-    return [future.result() for future in futures]
 
 
 def simulate_design(
     problem: ServiceProblem,
     config: SimulationConfig,
     budget: SearchBudget,
-    candidate: tuple[EngineDesign, float, CapacityRule],
+    trial: DesignTrial,
     on_tick: Callable[[], None] | None = None,
 ) -> AssessedDesign:
-    """Search by simulation for the capacity of an engine design and return its score.
+    """Simulate an engine design and return its score.
+
+    With a rate to serve, the least number of engines is searched of which each serves its share of
+    the rate; otherwise the capacity of one engine.
 
     Args:
         problem: Workload, rate, limits and objective.
         config: Simulation options of the planner.
-        budget: Time limit, at which the search for the capacity ends with the highest rate so far.
-        candidate: Design, first request rate of the search, and the criteria of a sustained rate
-            with long enough simulations: see `DesignPlanner.rule_of`.
+        budget: Time limit, at which the search ends with the best result so far.
+        trial: The design.
         on_tick: Called now and then.
     """
-    design, start_rate, rule = candidate
+    design, start_rate, rule, *_ = trial
     config = design.configure(config)
+    if trial.max_model_len is not None:
+        config = replace(config, max_model_len=trial.max_model_len)
     if problem.objective == MAKESPAN:
         share = ceil(problem.num_requests / max_engines(problem, design))
         try:
@@ -278,14 +350,78 @@ def simulate_design(
         except SearchEndedError as error:
             return assess_capacity(problem, design, 0.0, UNKNOWN, str(error))
         return assess_capacity(problem, design, throughput)
+    if problem.rate is not None:
+        return _count_engines(problem, config, budget, trial, on_tick)
     capacity = measure_capacity(
-        config, start_rate, rule, problem.limits, budget=budget, on_tick=on_tick
+        config,
+        start_rate,
+        rule,
+        problem.limits,
+        is_judged=is_judged(problem, rule),
+        budget=budget,
+        on_tick=on_tick,
     )
-    found = capacity.figures
-    latencies = UNKNOWN
-    if found:
-        latencies = EngineLatencies(found.ttft_p90, found.tpot_p50, found.itl_p99)
+    latencies = _latencies_of(capacity.figures)
     return assess_capacity(problem, design, capacity.rate, latencies, capacity.note)
+
+
+def is_judged(problem: ServiceProblem, rule: CapacityRule) -> bool:
+    """Return True if runs are extended until they decide; Vidur's rule has runs of fixed length."""
+    return problem.rate is not None or not rule.permits_growth
+
+
+def _count_engines(
+    problem: ServiceProblem,
+    config: SimulationConfig,
+    budget: SearchBudget,
+    trial: DesignTrial,
+    on_tick: Callable[[], None] | None,
+) -> AssessedDesign:
+    """Return a design with the least number of engines that serve the rate in equal shares.
+
+    Its capacity is the share of one engine: more was not simulated.
+    """
+    design, start_rate, rule, least, _ = trial
+    rate, most = problem.rate, max_engines(problem, design)
+    assert rate is not None, "the problem has a rate"
+    deadline = budget.deadline
+
+    def check() -> None:
+        if deadline is not None:
+            deadline()
+        if on_tick is not None:
+            on_tick()
+
+    judged = JudgedSimulation(config, rule, problem.limits, check)
+    enough: dict[int, RateTrial] = {}
+
+    def serves(index: int, *_: int) -> bool:
+        trial = judged(rate / -index)
+        if not rule.is_sustained(trial):
+            return False
+        enough[-index] = trial
+        return True
+
+    note = ""
+    try:
+        # More engines have lower shares: the last negative number is the least number of engines.
+        start = min(max(ceil(START_SHARE * rate / start_rate), least), most)
+        find_last(serves, -start, 1, -most, -least)
+    except SearchEndedError as error:
+        note = str(error)
+    except CostRangeError as error:
+        note = f"outside of the profile: {error}"
+    if not enough:
+        return assess_capacity(problem, design, 0.0, UNKNOWN, note or TOO_SLOW)
+    count = min(enough)
+    latencies = _latencies_of(enough[count].figures)
+    return assess_capacity(problem, design, rate / count, latencies, note)
+
+
+def _latencies_of(figures: RunLatencies | None) -> EngineLatencies:
+    if figures is None:
+        return UNKNOWN
+    return EngineLatencies(figures.ttft_p90, figures.tpot_p50, figures.itl_p99)
 
 
 def _measure_throughput(
@@ -294,131 +430,6 @@ def _measure_throughput(
     """Return requests per second of one engine that gets its share of an offline workload."""
     config = replace(config, requests=share, arrivals="static")
     jobs = build_workload(config)
-    longest = max(job.num_prompt_tokens + job.num_output_tokens for job in jobs)
+    longest = longest_job(jobs)
     served = simulate_requests(config, build_deployment(config, longest), jobs, check)
     return share / max(request.line.times[-1] for request in served.values())
-
-
-class FleetForecast(NamedTuple):
-    """Predicted performance of a number of equal engines at the planned request rate."""
-
-    num_engines: int
-    expected: ExpectedFigures
-    """Performance of all engines together; `by` is empty."""
-    is_within: bool
-    """True if the latency limits are met."""
-
-
-def forecast_closed(planner: DesignPlanner, best: AssessedDesign) -> FleetForecast:
-    """Predict the performance of the planned engines by formulas, without simulation.
-
-    Args:
-        planner: Has the formulas for the design.
-        best: Chosen design, its capacity and number of engines.
-    """
-    count = best.num_engines
-    rate = planner.problem.rate or best.capacity
-    point = planner.bounds_of(best.design).point_at(rate / count)
-    ttft, tpot = (None, None) if point is None else (point.ttft(), point.step_seconds)
-    capacity = count * best.capacity
-    expected = ExpectedFigures("", rate, capacity, ttft_seconds=ttft, tpot_seconds=tpot)
-    return FleetForecast(count, expected, True)
-
-
-def forecast_fleet(
-    planner: DesignPlanner,
-    best: AssessedDesign,
-    router: str,
-    check: Callable[[], None] | None = None,
-) -> FleetForecast:
-    """Simulate the planned engines behind a router; add engines while a latency limit is missed.
-
-    Args:
-        planner: Has the problem and the simulation options.
-        best: Chosen design, its capacity and number of engines.
-        router: Routing policy.
-        check: Called now and then; an error that it raises ends the simulation.
-
-    Raises:
-        SearchEndedError: The time for simulations is over.
-    """
-    problem = planner.problem
-    rule = planner.rule_of(best.design)
-    rate = problem.rate or best.capacity
-    count = best.num_engines
-    while True:
-        config = replace(
-            best.design.configure(planner.config), engines=count, routing_policy=router
-        )
-        run = SimulationAtRate(config, rule, problem.limits, stops_early=False, check=check)
-        is_within = rule.is_sustained(run(rate))
-        if is_within or problem.rate is None or count >= max_engines(problem, best.design):
-            break
-        count += 1
-    figures = run.figures[rate]
-    attainment = figures.attainment if problem.limits else None
-    expected = ExpectedFigures(
-        "", rate, count * best.capacity, attainment, figures.ttft_p50, figures.tpot_p50
-    )
-    return FleetForecast(count, expected, is_within)
-
-
-def lay_out_fleet(
-    problem: ServiceProblem,
-    design: EngineDesign,
-    deployment: Deployment,
-    config: SimulationConfig,
-    forecast: FleetForecast,
-    flags: dict[str, Any] | None = None,
-) -> ServingPlan:
-    """Convert a number of equal engines into a serving plan on the nodes of a problem.
-
-    Without given nodes the plan has as many as the engines need.
-
-    Args:
-        problem: Workload, limits and nodes.
-        design: Configuration of the engines.
-        deployment: The simulated engine, with its division of layers.
-        config: Simulation options, whose scheduler options the engines get.
-        forecast: Number of engines and their predicted performance.
-        flags: Further flags of the engines.
-
-    Raises:
-        ValueError: The engines do not fit the nodes.
-    """
-    count, cluster = forecast.num_engines, problem.cluster
-    if not cluster.nodes:
-        cluster = assume_nodes(design.device, count * design.num_devices)
-    cluster = with_inner_link(cluster, _find_inner_link(deployment))
-    placed = place_engines(
-        cluster, [(design.parallelism, deployment.layers)] * count, design.device
-    )
-    scheduler = changed_options(config.scheduler)
-    return lay_out(
-        replace(problem, model=deployment.model),
-        cluster,
-        [
-            PlannedEngine(f"engine-{index}", stages, "mixed", scheduler, flags or {})
-            for index, stages in enumerate(placed)
-        ],
-        RouterPlan("", policy=config.routing_policy),
-        forecast.expected,
-    )
-
-
-def _find_inner_link(deployment: Deployment) -> NetworkLink | None:
-    """Return the link between devices that was simulated; None if it was not."""
-    hardware = deployment.hardware
-    links = () if hardware is None else (hardware.stages[0].rank_link, *hardware.links)
-    return next((link for link in links if link is not None), None)
-
-
-def changed_options(config: SchedulerConfig) -> dict[str, Any]:
-    """Return the scheduler options that differ from their defaults, by name."""
-    default = msgspec.to_builtins(SchedulerConfig())
-    derived = ("stages", "num_blocks", "max_model_len")
-    return {
-        name: value
-        for name, value in msgspec.to_builtins(config).items()
-        if name not in derived and value != default[name]
-    }

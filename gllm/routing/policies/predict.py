@@ -13,12 +13,11 @@ from gllm.routing.policy import RoutingPolicy
 from gllm.routing.prefix_index import PrefixIndex
 from gllm.routing.state import EngineSnapshot, RoutingRequest, median_coefficients
 from gllm.scheduler.plan import SchedulerStats
-from gllm.scheduler.step_cost import StepCostCoefficients
-from gllm.scheduler.throttle_policy import DEFAULT_RIDGE_TOKENS
+from gllm.scheduler.step_cost import DEFAULT_RIDGE_TOKENS, StepCostCoefficients
 
 PREFILL_ITERATIONS, TOKENS_PER_DECODE = 8, 8
-"""Estimate of a chunk beside decodes: a part of the waiting prefill, up to a number of tokens for
-each decode of the micro-batch."""
+"""Estimate of a chunk beside decodes while no prompts queue: a part of the waiting prefill, up to a
+number of tokens for each decode of the micro-batch."""
 SPARED_TOKENS = 4
 """Tokens by which each of these decodes makes the chunk smaller that is best on idle stages."""
 DEFAULT_COEFFICIENTS = StepCostCoefficients(step=0.005, token=1e-4)
@@ -136,16 +135,20 @@ def _load(engine: EngineSnapshot, costs: StepCostCoefficients, num_tokens: int) 
     base = costs.step + (costs.token + costs.decode) * num_decodes
     base += costs.context_token * stats.decode_context_tokens / engine.num_stages
     chunk = engine.max_num_batched_tokens - math.ceil(num_decodes)
-    chunk = min(chunk, _throttled_chunk(engine.num_stages, num_tokens, stats))
+    chunk = min(chunk, _estimate_chunk(engine.num_stages, num_tokens, stats))
     return _Load(base, max(1, min(chunk, num_tokens)))
 
 
-def _throttled_chunk(num_stages: int, num_tokens: int, stats: SchedulerStats) -> int:
-    """Estimate the prefill tokens per micro-batch that the policy `throttle` chooses.
+def _estimate_chunk(num_stages: int, num_tokens: int, stats: SchedulerStats) -> int:
+    """Estimate the prefill tokens per micro-batch.
 
-    An engine chooses by its fitted step time and its averages, which a router does not have. The
-    best size on idle stages is that for a step time like hypot(n, DEFAULT_RIDGE_TOKENS).
+    While prompts queue, every micro-batch takes as many as those in flight, whatever the engine's
+    policy. Otherwise they are estimated for `throttle`, which chooses by its fitted step time and
+    averages, which a router does not have: the best size on idle stages is that for a step time
+    like hypot(n, DEFAULT_RIDGE_TOKENS).
     """
+    if stats.waiting_tokens > stats.in_flight_prefill_tokens > 0:
+        return math.ceil(stats.in_flight_prefill_tokens / max(1, stats.in_flight))
     num_decodes = -(-stats.running // num_stages)
     edges = max(1, num_stages - 1)
     best = math.cbrt(num_tokens * DEFAULT_RIDGE_TOKENS**2 / edges)

@@ -12,6 +12,7 @@ out, the draining and the stabilization window (as in Kubernetes' HorizontalPodA
 from collections import deque
 from collections.abc import Sequence
 from enum import Enum
+from itertools import combinations
 from math import ceil
 from statistics import median_low
 from typing import NamedTuple
@@ -31,6 +32,8 @@ NUM_TRUSTED_STARTUPS = 3
 """Measured start-up times from which the configured one no longer counts."""
 OVERDUE_FACTOR = 2.0
 """Start-up times after which an engine that was wanted counts as one that never comes."""
+MIN_MARGIN = 0.01
+"""Engines by which a fitted line is above those that its rates need less one: it is rounded up."""
 REPLACE_FACTOR = 2.0 * OVERDUE_FACTOR
 """Start-up times after which an engine that still starts is replaced, if there may be no further
 one; the time doubles for its replacement, and starts again once an engine is ready."""
@@ -97,7 +100,11 @@ class ScaleRule(NamedTuple):
 
 
 def fit_scale_rule(points: Sequence[tuple[float, int]]) -> ScaleRule:
-    """Fit the rule engines = ceil(k5 rate + c5) to measured points by least squares; k5 >= 0.
+    """Fit the rule engines = ceil(k5 rate + c5) to numbers of engines by request rate; k5 >= 0.
+
+    The rule of least squares is kept if it gives the number at every rate. Otherwise the rule is
+    that with the widest margin around the numbers, and where no line meets all of them, one that
+    never gives fewer, with the fewest engines in excess.
 
     Args:
         points: request rates per second, each with the number of engines that it needs.
@@ -113,7 +120,29 @@ def fit_scale_rule(points: Sequence[tuple[float, int]]) -> ScaleRule:
     covariance = sum((rate - mean_rate) * (count - mean_count) for rate, count in points)
     k5 = max(0.0, covariance / variance)
     # Counts are rounded up: half a worker less before that is the mean of what is needed.
-    return ScaleRule(k5, mean_count - 0.5 - k5 * mean_rate)
+    rule = ScaleRule(k5, mean_count - 0.5 - k5 * mean_rate)
+    if all(rule.num_engines(rate) == count for rate, count in points):
+        return rule
+    slopes = {
+        max(0.0, (second[1] - first[1]) / (second[0] - first[0]))
+        for first, second in combinations(points, 2)
+        if first[0] != second[0]
+    }
+    # The margin is concave and piecewise linear in the slope, so its maximum is at one of these.
+    return min((_cover(points, slope) for slope in sorted(slopes)), key=lambda cover: cover[0])[1]
+
+
+def _cover(points: Sequence[tuple[float, int]], k5: float) -> tuple[tuple[int, float], ScaleRule]:
+    """Return the rule with a slope that gives no fewer engines than the points have.
+
+    Returns:
+        Engines in excess, summed over the points, and the negative margin; and the rule.
+    """
+    least = max(count - 1 - k5 * rate for rate, count in points)
+    margin = min(count - k5 * rate for rate, count in points) - least
+    rule = ScaleRule(k5, least + max(margin / 2, MIN_MARGIN))
+    excess = sum(rule.num_engines(rate) - count for rate, count in points)
+    return (excess, -margin), rule
 
 
 class Autoscaler:
@@ -125,15 +154,12 @@ class Autoscaler:
         config: limits of the number of engines, and times.
         now: time in seconds.
         num_engines: engines at the beginning.
-        c5: engines in addition to those that the request rate needs.
     """
 
-    def __init__(
-        self, config: ScaleConfig, now: float, num_engines: int = 0, c5: float = 0.0
-    ) -> None:
+    def __init__(self, config: ScaleConfig, now: float, num_engines: int = 0) -> None:
         self._config = config
         self._least, self._most = config.limits()
-        self._c5 = c5
+        self._c5 = config.scale_engine_offset
         self.rate = ArrivalRate(now)
         self.num_needed = min(self._most, max(self._least, num_engines))
         """Engines that the load needs; those that never came are not counted."""

@@ -23,6 +23,13 @@ class ScaleConfig:
         "default: predicted from the step times that engines measure and the lengths of requests",
         gt=0,
     )
+    scale_engine_offset: float = option(
+        0.0,
+        "engines in addition to the rate divided by --scale-engine-rate, before the sum is rounded "
+        "up; may be negative: c5 of the rule that `gllm plan scale` prints",
+        ge=-1e6,
+        le=1e6,
+    )
     scale_startup_seconds: float = option(
         30.0,
         "time from the start of an engine until it serves, until the router has measured it",

@@ -6,7 +6,9 @@ outputs out.
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import inf
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -16,8 +18,11 @@ from gllm.messages.codec import AnyMessage, encode
 from gllm.messages.handoff import PrefetchKv, ReleaseKvHolds, RenewKvHolds
 from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
 from gllm.messages.kv_transfer import (
+    CopyKvBlocks,
+    KvBlocksCopied,
     KvFetched,
     KvFetchStarted,
+    KvMachineReport,
     KvMoverGone,
     KvRevoked,
 )
@@ -30,7 +35,9 @@ from gllm.observability.bubbles import BubbleMeter
 from gllm.pacing.depth import LinkSeconds, PipelineSeconds
 from gllm.pacing.pacer import PipelinePacer
 from gllm.runtime.driver.driver_kv import DriverKv
+from gllm.runtime.driver.kv_movers import MoverGroup
 from gllm.runtime.driver.plan_record import PlanRecord
+from gllm.runtime.driver.staged_movers import StagedMovers
 from gllm.scheduler.plan import FinishedSequence, StepOutput, StepPlan
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
@@ -77,11 +84,12 @@ class DriverPacing:
             return
         self._scheduler.set_depth(*pace)
         log.info(
-            "micro-batches in flight: %d -> %d, prefill tokens in each: at most %d -> %d",
+            "micro-batches in flight: %d -> %d, prefill tokens in each: at most %d -> %d%s",
             before.depth,
             pace.depth,
             before.max_prefill_tokens,
             pace.max_prefill_tokens,
+            ", decodes and prefill together" if pace.is_mixed else "",
         )
 
 
@@ -94,10 +102,17 @@ def convert_link_times(message: LinkTimes, bytes_per_token: int) -> PipelineSeco
         message: measured round trips and bytes per second of the connections between stages.
         bytes_per_token: size of one token's activations.
     """
+
+    def seconds_per_token(rate: float | None) -> float:
+        if rate is None:
+            return 0.0
+        return bytes_per_token / rate if rate else inf
+
     links = [
         LinkSeconds(
             link.round_trip_seconds / 2,
-            0.0 if link.bytes_per_second is None else bytes_per_token / link.bytes_per_second,
+            seconds_per_token(link.bytes_per_second),
+            seconds_per_token(link.least_bytes_per_second),
         )
         for link in message.links
     ]
@@ -188,7 +203,7 @@ class Driver:
     def __init__(
         self,
         scheduler: Scheduler,
-        first_stage: Callable[[RegisterSequences | RunStep], None],
+        first_stage: Callable[[RegisterSequences | RunStep | CopyKvBlocks], None],
         other_stages: list[MessageSender],
         frontend: MessageSender,
         last_stage_needs_prompts: bool = False,
@@ -197,6 +212,10 @@ class Driver:
         first_stage_ranks: MessageSender | None = None,
         pacing: DriverPacing | None = None,
         has_kv_mover: bool = False,
+        all_stages_need_prompts: bool = False,
+        kv_machines: Sequence[MessageSender] = (),
+        num_staging_blocks: int = 0,
+        num_workers: int = 1,
     ) -> None:
         """Create the driver.
 
@@ -212,13 +231,28 @@ class Driver:
             first_stage_ranks: channel to the other ranks of the first stage; None without any.
             pacing: sets the depth of the scheduler; None for a fixed one.
             has_kv_mover: True if KV blocks can be given to other engines and fetched from them.
+            all_stages_need_prompts: True if every stage reads the tokens of its inputs.
+            kv_machines: channels to the other machines' workers that pass on what their KV movers
+                and the driver send each other.
+            num_staging_blocks: staging blocks of each worker, if the KV caches are in the memory of
+                devices; otherwise 0.
+            num_workers: workers of all stages.
         """
-        self.kv = DriverKv(scheduler, frontend.send) if has_kv_mover else None
+        self.kv: DriverKv | None = None
         """Transfers of KV blocks; None if every request is computed here."""
+        if has_kv_mover:
+            sends = [machine.send for machine in kv_machines]
+
+            def stage(movers: MoverGroup) -> StagedMovers:
+                return StagedMovers(movers, num_staging_blocks, num_workers, self._copy_kv_blocks)
+
+            staging = stage if num_staging_blocks else None
+            self.kv = DriverKv(scheduler, frontend.send, machines=sends, staging=staging)
         self._pacing = pacing
         self._plan_record = plan_record
         self._vocab_size = vocab_size
         self._last_stage_needs_prompts = last_stage_needs_prompts
+        self._all_stages_need_prompts = all_stages_need_prompts
         self.scheduler = scheduler
         self._first_stage = first_stage
         self._other_stages = other_stages
@@ -268,6 +302,8 @@ class Driver:
                 | KvFetched()
                 | KvRevoked()
                 | KvMoverGone()
+                | KvMachineReport()
+                | KvBlocksCopied()
                 | PrefetchKv()
                 | ReleaseKvHolds()
                 | RenewKvHolds()
@@ -398,8 +434,13 @@ class Driver:
         details = message.details
         if details:
             # A row past the end of its sequence has no output.
-            seqs = set(output.seqs)
-            details = [row for row in details if row.seq in seqs]
+            num_left = Counter(output.seqs)
+            kept = []
+            for row in details:
+                num_left[row.seq] -= 1
+                if num_left[row.seq] >= 0:
+                    kept.append(row)
+            details = kept
         self._outputs.append((output, details))
 
     def on_stage_times(self, message: StageTimes) -> None:
@@ -462,6 +503,12 @@ class Driver:
             self._frontend.send(KvCacheEvents(self._num_cache_events, *events))
             self._num_cache_events += 1
 
+    def _copy_kv_blocks(self, command: CopyKvBlocks) -> None:
+        """Let the workers of all stages copy KV blocks of their devices."""
+        for receiver in self._receivers:
+            receiver.send(command)
+        self._first_stage(command)
+
     def _fail(self, seq: int, n: int, error: str) -> None:
         """End the sequences seq .. seq + n - 1 with an error, scheduled or not."""
         seqs = range(seq, seq + n)
@@ -472,12 +519,14 @@ class Driver:
     def _register(self, message: SubmitRequest) -> None:
         """Register a request's sequences with all ranks of all stages.
 
-        The first stage gets the prompt. The last one gets the sampling parameters and the outputs
-        of earlier processes, with the prompt if it needs that.
+        The first stage gets the prompt, or all stages do if they need it. The last one gets the
+        sampling parameters and the outputs of earlier processes, with the prompt if it needs that.
         """
         ids_only = RegisterSequences(message.seq, len(message.prompt), n=message.n)
         with_prompt = msgspec.structs.replace(ids_only, prompt=message.prompt)
+        between = with_prompt if self._all_stages_need_prompts else ids_only
         needs_prompt = self._last_stage_needs_prompts or message.sampling.needs_prompt
+        needs_prompt |= self._all_stages_need_prompts
         base = with_prompt if not self._other_stages or needs_prompt else ids_only
         last = msgspec.structs.replace(
             base, sampling=message.sampling, choices=message.choices, outputs=message.outputs
@@ -487,7 +536,7 @@ class Driver:
             self._first_stage_ranks.send(first)
         self._first_stage(first)
         for stage in self._other_stages[:-1]:
-            stage.send(ids_only)
+            stage.send(between)
         if self._other_stages:
             self._other_stages[-1].send(last)
 

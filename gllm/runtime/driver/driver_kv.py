@@ -7,17 +7,18 @@ mover has gone, everything in it ends. docs/disaggregation.md has the whole path
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from gllm.messages import handoff, kv_transfer
 from gllm.messages.base import WireMessage
 from gllm.messages.requests import SubmitRequest
+from gllm.runtime.driver.kv_movers import GONE, MoverGroup, SendCommand
+from gllm.runtime.driver.staged_movers import StagedMovers
 from gllm.scheduler.kv_holds import ReadableKv
 from gllm.scheduler.kv_transfers import KvFetch, PrefetchRequest
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.step_cost import StepCostCoefficients
-from gllm.transport.descriptors import DescriptorError
 from gllm.transport.kv.break_even import FetchDecision
 
 log = logging.getLogger(__name__)
@@ -25,52 +26,16 @@ log = logging.getLogger(__name__)
 MIN_PREFILL_TOKENS = 1024
 """Prompt tokens that this engine has to have computed before the fitted step cost counts: steps of
 decodes alone say nothing about prefills."""
-ANSWER_SECONDS = 10.0
-"""Time within which the KV mover has to confirm a revocation or to end a cancelled fetch."""
-_MAX_TURN_SECONDS = 5.0
-"""Interval between two checks of the answers after which this process itself was suspended."""
+SendMachineCommand = Callable[[kv_transfer.KvMachineCommand], None]
+"""Sends to the first worker of another machine."""
 _NOTHING = kv_transfer.KvTransferTotals()
-_GONE = "the KV mover has ended"
-
-
-class UnansweredCommands:
-    """Commands that the KV mover has not answered yet, with their deadlines.
-
-    They are here because the mover may freeze. Pure: time is an argument.
-    """
-
-    def __init__(self) -> None:
-        """Create without commands."""
-        self._times: dict[tuple[str, int], float] = {}
-        """Begin of the wait for each answer, by kind and number of the command, oldest first."""
-        self._last_check = 0.0
-
-    def add(self, kind: str, number: int, now: float) -> None:
-        """Expect the answer to a command from now on."""
-        self._times.setdefault((kind, number), now)
-
-    def remove(self, kind: str, number: int) -> None:
-        """Note an answer; one that is not expected is ignored."""
-        self._times.pop((kind, number), None)
-
-    def clear(self) -> None:
-        """Expect no answer any more."""
-        self._times.clear()
-
-    def is_overdue(self, now: float) -> bool:
-        """Return True if an answer is late; called once per turn of the driver."""
-        if now - self._last_check > _MAX_TURN_SECONDS:
-            # The answers may have arrived without being read.
-            self._times = dict.fromkeys(self._times, now)
-        self._last_check = now
-        return any(now - begin > ANSWER_SECONDS for begin in self._times.values())
 
 
 class DriverKv:
-    """Connects the scheduler to the process that transfers KV blocks between engines.
+    """Connects the scheduler to the processes that transfer KV blocks between engines.
 
-    It sends that process (`gllm-link`) the scheduler's requests to fetch, serve or revoke blocks,
-    and the scheduler the process's reports.
+    It sends those processes (`gllm-link`, one per machine of the engine) the scheduler's requests
+    to fetch, serve or revoke blocks, and the scheduler their reports.
     """
 
     def __init__(
@@ -78,6 +43,8 @@ class DriverKv:
         scheduler: Scheduler,
         report: Callable[[WireMessage], None],
         clock: Callable[[], float] = time.monotonic,
+        machines: Sequence[SendMachineCommand] = (),
+        staging: Callable[[MoverGroup], StagedMovers] | None = None,
     ) -> None:
         """Create the object, without a KV mover.
 
@@ -85,9 +52,17 @@ class DriverKv:
             scheduler: of the driver.
             report: sends to the head process.
             clock: returns the time in seconds.
+            machines: send a command to the mover of each other machine of the engine.
+            staging: puts staging blocks between the movers and the KV caches of devices; None for
+                caches that the movers map.
         """
         self._clock = clock
-        self._unanswered = UnansweredCommands()
+        self._machines = machines
+        movers = MoverGroup(
+            1 + len(machines), lambda machine: report(kv_transfer.KvMoverStuck(machine))
+        )
+        self._staged = None if staging is None else staging(movers)
+        self._movers = self._staged or movers
         self.coefficients: StepCostCoefficients | None = None
         """Fitted step cost, for the decision whether a fetch is worth it."""
         self.fetch_choice = "auto"
@@ -95,8 +70,6 @@ class DriverKv:
         self._scheduler = scheduler
         self._transfers = scheduler.transfers
         self._report = report
-        self._mover: Callable[[kv_transfer.KvCommand], None] | None = None
-        """Sends to the KV mover; None while there is none."""
         self._totals = _NOTHING
         """Not reported yet."""
         self._decisions: dict[str, FetchDecision] = {}
@@ -108,28 +81,17 @@ class DriverKv:
         """True while KV blocks are fetched or reserved for other engines: a timer is needed."""
         return self._transfers.is_active
 
-    def connect(self, mover: Callable[[kv_transfer.KvCommand], None]) -> None:
+    def connect(self, mover: SendCommand, machine: int = 0) -> None:
         """Send commands to a `gllm-link` process that has just started; the earlier one has ended.
 
         Args:
             mover: sends a command. Raises DescriptorError if the process has ended or does not
                 read.
+            machine: index of its machine in the engine; 0 is this one.
         """
-        self._disconnect()
-        self._mover = mover
-
-    def _disconnect(self) -> None:
-        """End all fetches and tickets, because no process reads or writes blocks any more."""
-        if self._mover is None:
-            return
-        self._mover = None
-        self._unanswered.clear()
-        for seq in list(self._transfers.fetches):
-            self._finish(kv_transfer.KvFetched(seq, is_ok=False, cause=_GONE))
-        # Also what was not served yet has the tickets of the table.
-        self._transfers.pop_readable()
-        for ticket in self._transfers.tickets:
-            self._transfers.confirm_revocation(ticket)
+        if self._movers.has_mover(machine):
+            self._on_report(machine, kv_transfer.KvMoverGone())
+        self._movers.connect(machine, mover)
 
     def add_transfer_fields(
         self, request: SchedulerRequest, message: SubmitRequest
@@ -158,8 +120,8 @@ class DriverKv:
                 continue
             source = fetch.source
             assert isinstance(source, handoff.KvSource)
-            if self._mover is None:
-                self._finish(kv_transfer.KvFetched(fetch.seq, is_ok=False, cause=_GONE))
+            if not self._movers.is_complete:
+                self._finish(kv_transfer.KvFetched(fetch.seq, is_ok=False, cause=GONE))
             elif fetch.is_early or self._is_worth(fetch, source, now):
                 command = kv_transfer.FetchKv(
                     fetch.seq,
@@ -170,7 +132,8 @@ class DriverKv:
                     fetch.block_ids,
                     fetch.is_early,
                 )
-                self._command(command)
+                if cause := self._movers.fetch(command):
+                    self._finish(kv_transfer.KvFetched(fetch.seq, is_ok=False, cause=cause))
             else:
                 # The scheduler computes the tokens.
                 self._transfers.finish_fetch(fetch.seq, is_ok=False)
@@ -190,30 +153,18 @@ class DriverKv:
             self._serve(readable)
         now = self._clock()
         for ticket in transfers.pop_revocations(now):
-            if self._mover is None:
+            if not self._movers.revoke(ticket, now):
                 transfers.confirm_revocation(ticket)
-            else:
-                self._unanswered.add("revoke", ticket, now)
-                self._command(kv_transfer.RevokeKv(ticket))
         for seq in transfers.pop_cancellations():
             if seq in transfers.fetches:
-                self._unanswered.add("cancel", seq, now)
-                self._command(kv_transfer.CancelKvFetch(seq))
-        if self._unanswered.is_overdue(now) and self._mover is not None:
-            # It may still write: nothing is freed before the process has ended.
-            log.warning("gllm-link has not answered for %g seconds", ANSWER_SECONDS)
-            self._unanswered.clear()
-            self._mover = _drop
-            self._report(kv_transfer.KvMoverStuck())
+                self._movers.cancel(seq, now)
+        self._movers.check_answers(now)
         if self._totals is not _NOTHING:
             self._report(self._totals)
             self._totals = _NOTHING
 
     def _serve(self, readable: ReadableKv) -> None:
         ticket = readable.ticket
-        if self._mover is None:
-            self._transfers.confirm_revocation(ticket)
-            return
         # Numbers of steps begin with 1 there.
         step = 0 if readable.step is None else readable.step + 1
         command = kv_transfer.ServeKv(
@@ -224,26 +175,22 @@ class DriverKv:
             readable.is_partial,
             readable.lane,
         )
-        self._command(command)
+        if not self._movers.serve(command):
+            self._transfers.confirm_revocation(ticket)
+            return
         if readable.is_first:
             self._totals += kv_transfer.KvTransferTotals(num_served=1, num_pushed=int(step > 0))
             if step:
                 self._report(handoff.KvPushStarted(ticket))
 
-    def _command(self, command: kv_transfer.KvCommand) -> None:
-        """Send a command to the KV mover, if there is one."""
-        if self._mover is None:
-            return
-        try:
-            self._mover(command)
-        except DescriptorError as error:
-            # The rest of this command may be missing. The end of the channel follows.
-            self._mover = _drop
-            if isinstance(error.__cause__, BlockingIOError):
-                self._report(kv_transfer.KvMoverStuck())
-
-    def on_message(self, message: kv_transfer.KvReport | handoff.HandoffCommand) -> None:
-        """Handle a report of the `gllm-link` process, or a router's command about KV blocks."""
+    def on_message(
+        self,
+        message: kv_transfer.KvReport
+        | kv_transfer.KvMachineReport
+        | kv_transfer.KvBlocksCopied
+        | handoff.HandoffCommand,
+    ) -> None:
+        """Handle a report of a `gllm-link` process, or a router's command about KV blocks."""
         match message:
             case handoff.PrefetchKv():
                 self._prefetch(message)
@@ -251,20 +198,44 @@ class DriverKv:
                 self._transfers.release(tickets)
             case handoff.RenewKvHolds(tickets):
                 self._transfers.renew(tickets, self._clock())
-            case kv_transfer.KvFetchStarted(seq):
-                self._transfers.record_progress(seq)
-            case kv_transfer.KvFetched(seq) if seq in self._transfers.fetches:
-                self._finish(message)
-            case kv_transfer.KvRevoked(ticket):
-                self._unanswered.remove("revoke", ticket)
-                self._transfers.confirm_revocation(ticket)
-            case kv_transfer.KvMoverGone():
-                self._disconnect()
+            case kv_transfer.KvBlocksCopied(number):
+                assert self._staged is not None, "only copies are reported"
+                self._pass_on(self._staged.on_copied(number))
+            case kv_transfer.KvMachineReport(machine, kv_transfer.KvMoverConnected(connection)):
+                send = self._machines[machine - 1]
+                self.connect(
+                    lambda command: send(kv_transfer.KvMachineCommand(connection, command)), machine
+                )
+            case kv_transfer.KvMachineReport(machine, report):
+                assert not isinstance(report, kv_transfer.KvMoverConnected)
+                self._on_report(machine, report)
+            case _:
+                self._on_report(0, message)
+
+    def _on_report(self, machine: int, message: kv_transfer.KvReport) -> None:
+        """Handle a report of one machine's mover."""
+        self._pass_on(self._movers.on_report(machine, message, self._clock()))
+        if isinstance(message, kv_transfer.KvMoverGone):
+            # What was not served yet cannot be served; it has the tickets of the table.
+            self._transfers.pop_readable()
+            for ticket in self._transfers.tickets:
+                if not self._movers.has_ticket(ticket):
+                    self._transfers.confirm_revocation(ticket)
+
+    def _pass_on(self, reports: list[kv_transfer.KvReport]) -> None:
+        """Report to the scheduler what holds for the whole engine."""
+        for report in reports:
+            match report:
+                case kv_transfer.KvFetchStarted(seq):
+                    self._transfers.record_progress(seq)
+                case kv_transfer.KvFetched(seq) if seq in self._transfers.fetches:
+                    self._finish(report)
+                case kv_transfer.KvRevoked(ticket):
+                    self._transfers.confirm_revocation(ticket)
 
     def _finish(self, message: kv_transfer.KvFetched) -> None:
         """End a fetch, and learn from its duration."""
         fetch, num_bytes = self._transfers.fetches[message.fetch], message.num_bytes
-        self._unanswered.remove("cancel", message.fetch)
         if message.is_ok:
             self._totals += kv_transfer.KvTransferTotals(1, 0, num_bytes, message.seconds)
             if not fetch.is_early:
@@ -309,7 +280,3 @@ class DriverKv:
         num_bytes = int(fetch.num_tokens * self._bytes_per_token)
         compute = self.coefficients.predict_chunk_seconds(fetch.first_token, fetch.num_tokens)
         return decision.is_worth(num_bytes, compute, now)
-
-
-def _drop(command: kv_transfer.KvCommand) -> None:
-    """Send nothing, because the KV mover has gone or does not read."""

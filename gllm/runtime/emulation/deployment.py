@@ -5,13 +5,22 @@ from dataclasses import replace
 
 from gllm.config.emulation import EMULATED, emulated_name, fit_names
 from gllm.config.engine import EngineConfig
-from gllm.models.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec, ModelSpec
+from gllm.models.spec.attention import LatentAttentionSpec
+from gllm.models.spec.feed_forward import ExpertsSpec, MLPSpec
+from gllm.models.spec.layer import LayerSpec
+from gllm.models.spec.model import ModelSpec
 from gllm.options.field_types import FieldError
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import CostRangeError
 from gllm.sim.deployment import Deployment, roofline_deployment
 from gllm.sim.hardware.devices import find_link
-from gllm.sim.hardware.shapes import MODELS, ExpertsShape, LatentShape, ModelShape
+from gllm.sim.hardware.shapes import (
+    MODELS,
+    ExpertsShape,
+    LatentShape,
+    ModelShape,
+    RecurrentShape,
+)
 from gllm.sim.hardware.stages import PipelineSpec, build_hardware
 from gllm.sim.profiled import VIDUR, VIDUR_MODEL, ProfileOptions, profiled_deployment
 
@@ -63,6 +72,7 @@ def build_emulated_deployment(
                     link,
                     max_model_len,
                     devices or DEFAULT_DEVICE,
+                    includes_host=False,  # The host is real.
                 ),
             )
         except (OSError, ValueError) as error:
@@ -163,9 +173,9 @@ def check_covered(deployment: Deployment) -> None:
         StageWork(0, rows, (), rows, context, rows),
     ]
     try:
-        for stage in range(len(deployment.layers)):
-            for work in works:
-                deployment.cost.stage_seconds(stage, work)
+        for work in works:
+            # A profile has one range for all stages, and a fit of each one takes time.
+            deployment.cost.stage_seconds(0, work)
     except CostRangeError as error:
         raise FieldError(
             "emulated_profile",
@@ -174,26 +184,38 @@ def check_covered(deployment: Deployment) -> None:
         ) from error
 
 
+CHANNEL_HEADS = 64
+"""Heads that the channels of a block without heads are counted as."""
+
+
 def to_shape(model: ModelSpec) -> ModelShape:
     """Return the sizes of a model for cost models.
 
     All layers are taken to be like the first dense one, and the first one with experts; attention
-    in a sliding window is counted as full.
+    in a sliding window is counted as full. Recurrent layers have the weights of attention layers;
+    without any, their own.
     """
-    first = model.layers[0]
+    first = next((layer for layer in model.layers if is_attention(layer)), model.layers[0])
+    entries = [layer.attention.state_entry for layer in model.layers]
+    states = [(entry.num_bytes, entry.flops) for entry in entries if entry is not None]
     sparse = next((layer.mlp for layer in model.layers if isinstance(layer.mlp, ExpertsSpec)), None)
-    num_dense = sum(not isinstance(layer.mlp, ExpertsSpec) for layer in model.layers)
+    num_dense = sum(isinstance(layer.mlp, MLPSpec) for layer in model.layers)
     dense = next(
-        (layer.mlp for layer in model.layers if not isinstance(layer.mlp, ExpertsSpec)),
+        (layer.mlp for layer in model.layers if isinstance(layer.mlp, MLPSpec)),
         None if sparse is None else sparse.expert,
     )
-    assert dense is not None, "a layer has an MLP or experts"
     attention = first.attention
+    heads, head_dim = attention.num_heads, attention.kv_entry.key_dim
+    if not is_attention(first):
+        # As many weights as attention of so many heads has.
+        heads = heads if heads > 1 else CHANNEL_HEADS
+        weights = attention.weights_per_token(model.hidden_size)
+        head_dim = max(1, round(weights / (4 * heads * model.hidden_size)))
     latent = None
     if isinstance(attention, LatentAttentionSpec):
         latent = LatentShape(
             attention.kv_lora_rank,
-            attention.rope.dim,
+            attention.rope_head_dim,
             attention.nope_head_dim,
             attention.value_dim,
             0 if attention.q_down_proj is None else attention.q_input_size,
@@ -209,19 +231,32 @@ def to_shape(model: ModelSpec) -> ModelShape:
             0 if shared is None else -(-shared.intermediate_size // inner),
             num_dense,
         )
-    positions = model.embedding.positions
+    positions, stored = model.embedding.positions, model.quantization
+    num_elements = sum(layer.attention.kv_entry.num_elements for layer in model.layers)
+    entry = attention.kv_entry
+    # ModelShape takes the values of a head to be as long as its keys.
+    counted = entry.num_elements if latent else 2 * entry.num_heads * entry.key_dim
+    share = num_elements / (model.num_layers * max(1, counted))
     return ModelShape(
         model.num_layers,
         model.hidden_size,
-        attention.num_heads,
-        attention.num_kv_heads if isinstance(attention, AttentionSpec) else attention.num_heads,
-        dense.intermediate_size,
+        heads,
+        heads if latent or not entry.num_heads else entry.num_heads,
+        0 if dense is None else dense.intermediate_size,
         model.vocab_size,
-        head_dim=attention.head_dim if isinstance(attention, AttentionSpec) else 128,
+        head_dim=128 if latent else head_dim,
         tied=model.is_head_tied,
-        gated=dense.is_gated,
+        gated=dense is None or dense.is_gated,
         positions=0 if positions is None else positions.num_rows,
-        bytes_per_weight=BFLOAT16_BYTES if model.quantization is None else FP8_BYTES,
+        # Kernels for GPUs multiply by 8-bit floats; other weights become 16 bits at load.
+        bytes_per_weight=FP8_BYTES if stored and stored.format == "fp8" else BFLOAT16_BYTES,
         experts=experts,
         latent=latent,
+        recurrent=RecurrentShape(len(states), *max(states)) if states else None,
+        kv_share=share if states or share != 1 else None,
     )
+
+
+def is_attention(layer: LayerSpec) -> bool:
+    """Return True if a layer has a KV cache."""
+    return layer.attention.kv_entry.num_elements > 0

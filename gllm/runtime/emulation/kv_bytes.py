@@ -4,9 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gllm.models.spec import AttentionSpec, LatentAttentionSpec, LayerSpec
-
-Attention = AttentionSpec | LatentAttentionSpec
+from gllm.models.spec.attention import AttentionSpec, LatentAttentionSpec
+from gllm.models.spec.layer import LayerSpec, SequenceMixerSpec
 
 
 def shrink_entries(
@@ -22,16 +21,23 @@ def shrink_entries(
     """
     factor = math.gcd(*(size for layer in model_layers for size in _sizes(layer.attention)))
 
-    def shrink(attention: Attention) -> Attention:
+    def shrink(attention: SequenceMixerSpec) -> SequenceMixerSpec:
         if isinstance(attention, AttentionSpec):
             return replace(attention, head_dim=attention.head_dim // factor)
-        rope = replace(attention.rope, dim=attention.rope.dim // factor)
-        return replace(attention, kv_lora_rank=attention.kv_lora_rank // factor, rope=rope)
+        if not isinstance(attention, LatentAttentionSpec):
+            return attention
+        return replace(
+            attention,
+            kv_lora_rank=attention.kv_lora_rank // factor,
+            rope_head_dim=attention.rope_head_dim // factor,
+        )
 
     return [replace(layer, attention=shrink(layer.attention)) for layer in layers]
 
 
-def _sizes(attention: Attention) -> tuple[int, ...]:
+def _sizes(attention: SequenceMixerSpec) -> tuple[int, ...]:
     if isinstance(attention, AttentionSpec):
         return (attention.head_dim,)
-    return attention.kv_lora_rank, attention.rope.dim
+    if not isinstance(attention, LatentAttentionSpec):
+        return ()
+    return attention.kv_lora_rank, attention.rope_head_dim

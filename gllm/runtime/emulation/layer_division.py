@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from gllm.config.engine import EngineConfig
-from gllm.models.spec import ModelSpec
+from gllm.models.spec.model import ModelSpec
 from gllm.options.field_types import FieldError
 from gllm.recovery.partition import StageCosts, StageMemory, partition_layers
 from gllm.runtime.emulation.deployment import build_emulated_hardware

@@ -35,7 +35,10 @@ NO_TENSORS = b"\x02\0\0\0\0\0\0\0{}"
 
 
 def resolve_served_model(
-    model: str, device: str, check: Callable[[Path], object] = lambda folder: None
+    model: str,
+    device: str,
+    check: Callable[[Path], object] = lambda folder: None,
+    check_size: Callable[[int], object] = lambda num_bytes: None,
 ) -> Path:
     """Return the folder from which a device serves a model, downloaded or written if necessary.
 
@@ -43,6 +46,7 @@ def resolve_served_model(
         model: as in `prepare_emulated_model` for an emulated device, else as in `resolve_model`.
         device: value of --device.
         check: called with a downloaded folder before its weights; see `resolve_model`.
+        check_size: called with the bytes of the weights before they are downloaded.
 
     Raises:
         ModelError: there is no such model; the message says what to do.
@@ -50,7 +54,7 @@ def resolve_served_model(
     if is_emulated(device):
         return prepare_emulated_model(model)
     try:
-        return resolve_model(model, check=check)
+        return resolve_model(model, check=check, check_size=check_size)
     except ModelError as error:
         if model not in MODELS:
             raise

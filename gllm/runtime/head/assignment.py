@@ -38,7 +38,10 @@ def has_tcp_edges(config: EngineConfig, placement: Placement) -> bool:
 
 
 def resolve_scheduler(
-    config: EngineConfig, placement: Placement, num_blocks: int | None = None
+    config: EngineConfig,
+    placement: Placement,
+    num_blocks: int | None = None,
+    num_state_slots: int = 0,
 ) -> SchedulerConfig:
     """Return the scheduler's configuration with all automatic values filled in.
 
@@ -46,6 +49,8 @@ def resolve_scheduler(
         config: configuration of the engine, with max_model_len resolved.
         placement: assignment of the stages' workers to machines.
         num_blocks: KV blocks on each stage; None as long as the number is not known.
+        num_state_slots: state slots on each stage; 0 without recurrent layers, or as long as the
+            number is not known.
 
     Raises:
         ValueError: the KV cache cannot hold one sequence of full length.
@@ -60,6 +65,7 @@ def resolve_scheduler(
         max_model_len,
         has_tcp_edges(config, placement),
         max(placement.degrees),
+        num_state_slots,
     )
 
 
@@ -166,6 +172,11 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True):
         return self.placement.workers_on(self.place.node).index(self.place)
 
     @property
+    def machine(self) -> int:
+        """Index of the worker's machine in the order of the stages; 0 is the driver's."""
+        return list(self.placement.node_stages).index(self.place.node)
+
+    @property
     def num_local_workers(self) -> int:
         """Number of workers of the same machine, which share its cores, memory and GPUs."""
         return len(self.placement.workers_on(self.place.node))
@@ -185,9 +196,11 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True):
         """True if stages on different machines are connected by TCP."""
         return has_tcp_edges(self.config, self.placement)
 
-    def resolve_scheduler(self, num_blocks: int | None = None) -> SchedulerConfig:
+    def resolve_scheduler(
+        self, num_blocks: int | None = None, num_state_slots: int = 0
+    ) -> SchedulerConfig:
         """Return the scheduler's configuration for this epoch."""
-        return resolve_scheduler(self.config, self.placement, num_blocks)
+        return resolve_scheduler(self.config, self.placement, num_blocks, num_state_slots)
 
     @property
     def layers(self) -> tuple[int, int]:

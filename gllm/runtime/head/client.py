@@ -293,6 +293,15 @@ class ReportTotals:
             decode_tokens=past.decode_tokens + present.decode_tokens,
             fetched_tokens=past.fetched_tokens + present.fetched_tokens,
             failed_fetches=past.failed_fetches + present.failed_fetches,
+            drafts=past.drafts + present.drafts,
+            draft_tokens=past.draft_tokens + present.draft_tokens,
+            accepted_tokens=past.accepted_tokens + present.accepted_tokens,
+            accepted_per_position=tuple(
+                before + now
+                for before, now in zip_longest(
+                    past.accepted_per_position, present.accepted_per_position, fillvalue=0
+                )
+            ),
         )
 
     @property

@@ -146,8 +146,8 @@ class EventReceiver:
                 self._supervisor.kv_mover.on_prefill(message)
             case KvTransferTotals():
                 self._supervisor.kv_mover.totals += message
-            case KvMoverStuck():
-                self._supervisor.kv_mover.restart()
+            case KvMoverStuck(machine):
+                self._supervisor.kv_mover.restart(machine)
             case lifecycle.Heartbeat():
                 self._deaths.heartbeats[sender] = message
                 self._liveness.on_heartbeat(sender, message)
@@ -397,6 +397,8 @@ class EventReceiver:
                 self._supervisor.on_edge_opened(epoch, edge)
             case nodes.EdgeLost(epoch, edge, cause) if edges.has_end(edge, session.name):
                 self.on_edge_lost(epoch, edge, cause)
+            case nodes.KvMachineOpened(epoch, machine):
+                self._supervisor.kv_mover.on_opened(session.name, epoch, machine)
             case _:
                 # About a worker or an edge that is gone, or is none of this node.
                 self._channels.drop()

@@ -26,8 +26,10 @@ from gllm.recovery.node_layout import (
 )
 from gllm.recovery.partition import StageCosts, StageMemory, partition_layers, slowest_cost
 from gllm.recovery.placement import LOCAL_NODE, Placement
-from gllm.runtime.worker.device import KV_SHARE, count_kv_blocks, find_gpu_models
+from gllm.runtime.worker.device import KV_SHARE, find_gpu_models, list_kv_memories
 from gllm.runtime.worker.probe_cache import ProbeCache
+from gllm.scheduler.config import STATE_SLOTS_PER_SEQ
+from gllm.scheduler.kv_memory import KvMemory
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +154,8 @@ class LayerPlanner:
         costs, memory = [], []
         for stage in stages:
             ranks = [measured for (own, _), measured in self._measured.items() if own == stage]
-            costs.append(_join_costs(ranks))
+            joint = self._weights.num_joint_layers
+            costs.append(replace(_join_costs(ranks), num_joint_layers=joint))
             memory.append(self._limit_by_machine(_join_memory(ranks), stage))
         try:
             layers = partition_layers(costs, memory)
@@ -310,7 +313,7 @@ class LayerPlanner:
         num_layers = len(self._weights.layers)
         scale = sum(report.weight_bytes for report in loaded) / self._weights.cost_of(0, num_layers)
         weights = self._weights.scale(scale)
-        sequence = num_blocks * sum(report.block_bytes for report in loaded) / num_layers
+        sequence = sum(_sequence_bytes(report, num_blocks) for report in loaded) / num_layers
         needs = replace(weights, layers=tuple(weight + sequence for weight in weights.layers))
         node_limits: dict[str, float] = {}
         for node in dict.fromkeys(nodes):
@@ -338,7 +341,7 @@ class LayerPlanner:
         for worker in loaded:
             stage = worker.stage
             needed[stage] = max(
-                needed[stage], worker.weight_bytes + num_blocks * worker.block_bytes
+                needed[stage], worker.weight_bytes + _sequence_bytes(worker, num_blocks)
             )
             if worker.available_bytes is not None:
                 limits[stage] = min(limits[stage], worker.weight_bytes + worker.available_bytes)
@@ -404,68 +407,68 @@ def _join_memory(ranks: Sequence[StageMeasured]) -> StageMemory:
     return StageMemory(needs, min(limits))
 
 
-def count_placement_blocks(
+def list_placement_memories(
     requested_bytes: int | None, placement: Placement, loaded: Mapping[int, StageLoaded]
-) -> int:
-    """Return the number of KV blocks of each worker, from the requested bytes or the free memory.
+) -> list[KvMemory]:
+    """Return the memories for KV blocks and states: the requested bytes, or shares of what is free.
 
-    All workers have the same number. Requested bytes are divided among them by the layers and heads
-    that each has. Without a request, the machine with the least free memory relative to its share
-    of a block decides.
+    Requested bytes are divided among all workers by the layers and heads that each has. Without a
+    request, the machine with the least free memory relative to its share of a block decides.
 
     Args:
         requested_bytes: KV cache of all workers together; None for a share of each machine's free
             memory.
         placement: assignment of the stages' workers to machines.
-        loaded: block size and free memory in bytes that each worker has reported, by its number.
+        loaded: sizes and free memory in bytes that each worker has reported, by its number.
     """
     if requested_bytes is not None:
-        return count_kv_blocks(requested_bytes, _sizes(placement, loaded))
-    counts = []
+        return list_kv_memories(requested_bytes, _sizes(placement, loaded))
+    memories: list[KvMemory] = []
     for node in {worker.node: None for worker in placement.workers}:
         available = _host_bytes(node, placement, loaded)
         sizes = _sizes(placement, loaded, node)
-        has_own_memory = all(own is not None for _, own in sizes)
+        has_own_memory = all(own is not None for _, _, own in sizes)
         if node == LOCAL_NODE or available is None or has_own_memory:
             # This machine is measured now, when all of its workers have loaded their weights.
-            counts.append(count_kv_blocks(None, sizes))
+            memories += list_kv_memories(None, sizes)
         else:
-            counts.append(count_kv_blocks(int(available * KV_SHARE), sizes))
-    return min(counts)
+            memories += list_kv_memories(int(available * KV_SHARE), sizes)
+    return memories
 
 
-def limit_blocks(placement: Placement, loaded: Mapping[int, StageLoaded]) -> int | float:
-    """Return how many KV blocks fit into all free memory of the machines; infinity if unknown.
+def list_free_memories(placement: Placement, loaded: Mapping[int, StageLoaded]) -> list[KvMemory]:
+    """Return all free memory of the machines for KV blocks and states, as far as it is known.
 
-    Other than `count_placement_blocks` it leaves no reserve. It is used when layers have moved to
+    Other than `list_placement_memories` it leaves no reserve. It is used when layers have moved to
     other machines, where the cache has to hold at least one sequence of full length.
 
     Args:
         placement: assignment of the stages' workers to machines.
-        loaded: block size and free memory in bytes that each worker has reported, by its number.
+        loaded: sizes and free memory in bytes that each worker has reported, by its number.
     """
-    counts: list[float] = [math.inf]
+    memories: list[KvMemory] = []
     for node in {worker.node: None for worker in placement.workers}:
         sizes = _sizes(placement, loaded, node)
-        counts += [own // block for block, own in sizes if own is not None]
+        memories += [KvMemory(own, block, state) for block, state, own in sizes if own is not None]
         available = _host_bytes(node, placement, loaded)
-        if available is not None:
-            counts.append(available // sum(block for block, own in sizes if own is None))
-    return min(counts)
+        hosted = [(block, state) for block, state, own in sizes if own is None]
+        if available is not None and hosted:
+            blocks, states = (sum(parts) for parts in zip(*hosted, strict=True))
+            memories.append(KvMemory(available, blocks, states))
+    return memories
 
 
 def _sizes(
     placement: Placement, loaded: Mapping[int, StageLoaded], node: str | None = None
-) -> list[tuple[int, int | None]]:
-    """Return the bytes of a block and the bytes of own memory of each worker, of one node or all.
+) -> list[tuple[int, int, int | None]]:
+    """Return the bytes of a block, of a state slot and of own memory of each worker.
 
-    See count_kv_blocks.
+    See list_kv_memories.
+
+    node: of the workers; None for all.
     """
-    return [
-        (loaded[worker.sender].block_bytes, loaded[worker.sender].available_bytes)
-        for worker in placement.workers
-        if node is None or worker.node == node
-    ]
+    reports = [loaded[worker.sender] for worker in placement.workers if node in (None, worker.node)]
+    return [(report.block_bytes, report.state_bytes, report.available_bytes) for report in reports]
 
 
 def _host_bytes(node: str, placement: Placement, loaded: Mapping[int, StageLoaded]) -> int | None:
@@ -476,3 +479,8 @@ def _host_bytes(node: str, placement: Placement, loaded: Mapping[int, StageLoade
     """
     reports = [loaded[worker.sender].host_available_bytes for worker in placement.workers_on(node)]
     return min((report for report in reports if report is not None), default=None)
+
+
+def _sequence_bytes(report: StageLoaded, num_blocks: int) -> int:
+    """Return the bytes of a worker's KV blocks and states for one sequence of `num_blocks`."""
+    return num_blocks * report.block_bytes + STATE_SLOTS_PER_SEQ * report.state_bytes

@@ -73,8 +73,8 @@ from gllm.runtime.head.kv_mover import EngineKvMover
 from gllm.runtime.head.layer_planner import (
     LayerPlanner,
     Machine,
-    count_placement_blocks,
-    limit_blocks,
+    list_free_memories,
+    list_placement_memories,
 )
 from gllm.runtime.head.node import Node
 from gllm.runtime.head.node_group import EdgeGate, NodeGroup
@@ -82,6 +82,7 @@ from gllm.runtime.head.worker_channels import HeadSocket, WorkerChannels
 from gllm.runtime.messaging.bus import Hub
 from gllm.runtime.messaging.command_runner import CommandRunner
 from gllm.runtime.messaging.owned_context import create_context
+from gllm.scheduler.kv_memory import KvDivision, divide_kv_memory
 
 log = logging.getLogger(__name__)
 
@@ -154,12 +155,13 @@ class Supervisor:
             config.kv_transfer_address,
             freeze_timeout=config.freeze_timeout,
             speed=config.emulation.emulated_speed,
+            send_to_node=self._send_to_node,
         )
         self.kv_mover.on_change = self._notify_changed
         self.loaded: dict[int, StageLoaded] = {}
         """Reports of the present epoch's workers, by sender."""
-        self.num_blocks = 0
-        """KV blocks of each worker; 0 before the weights are loaded."""
+        self.num_blocks = self.num_state_slots = 0
+        """KV blocks and state slots of each worker; 0 before the weights are loaded."""
         self.kv_bytes = 0
         """Bytes of the KV cache over all workers."""
         self.edges = EdgeGate()
@@ -375,6 +377,12 @@ class Supervisor:
         assert self.recovery.placement is not None
         self.channels.send(self.recovery.placement.workers[0].sender, message)
 
+    def _send_to_node(self, node: str, message: WireMessage) -> None:
+        """Send a message to the agent of another machine, if that is a member."""
+        remote = None if self.group is None else self.group.remotes.get(node)
+        if remote is not None:
+            remote.session.send(message)
+
     def _connect_kv_mover(self, epoch: int, descriptor: int) -> None:
         """Give the present driver its end of a channel to the KV mover."""
         assert self.recovery.placement is not None
@@ -562,9 +570,9 @@ class Supervisor:
         self.channels.advance(placement.epoch)
 
     def _initialize_if_connected(self) -> None:
-        """Divide the memory for KV blocks, once the edges between machines are connected.
+        """Divide the memory for KV blocks and states, once the edges of machines are connected.
 
-        Every worker gets the same number of blocks.
+        Every worker gets the same numbers of both.
         """
         if self.recovery.state is not RecoveryState.INITIALIZING:
             return
@@ -575,19 +583,31 @@ class Supervisor:
         max_model_len, placement = self.config.max_model_len, self.recovery.placement
         assert max_model_len is not None
         assert placement is not None
-        num_blocks = self._count_blocks(placement, max_model_len)
+        division = self._divide_memory(placement, max_model_len)
         try:
-            resolve_scheduler(self.config, placement, num_blocks)
+            scheduler = resolve_scheduler(self.config, placement, *division)
         except ValueError as error:
             nodes = ", ".join(dict.fromkeys(worker.node for worker in placement.workers))
             cause = f"the memory of the nodes {nodes} does not suffice: {error}"
             if not self._wait_for_memory(placement.epoch, cause):
                 raise
             return
-        self.num_blocks = num_blocks
-        self.kv_bytes = num_blocks * sum(worker.block_bytes for worker in self.loaded.values())
+        num_blocks, num_slots = self.num_blocks, self.num_state_slots = division
+        workers = self.loaded.values()
+        self.kv_bytes = num_blocks * sum(worker.block_bytes for worker in workers)
+        state_bytes = num_slots * sum(worker.state_bytes for worker in workers)
+        if num_slots:
+            log.info(
+                "%d state slots in %.1f MiB, beside %d KV blocks in %.1f MiB; %d sequences at once",
+                num_slots,
+                state_bytes / 2**20,
+                num_blocks,
+                self.kv_bytes / 2**20,
+                scheduler.max_num_seqs,
+            )
+        self.kv_bytes += state_bytes
         for sender in self.loaded:
-            self.channels.send(sender, InitializeCache(num_blocks))
+            self.channels.send(sender, InitializeCache(num_blocks, num_slots))
 
     def _wait_for_memory(self, epoch: int, cause: str) -> bool:
         """Wait for the lost nodes again, or for others, where those left have too little memory.
@@ -604,8 +624,8 @@ class Supervisor:
         self.execute(actions)
         return True
 
-    def _count_blocks(self, placement: Placement, max_model_len: int) -> int:
-        """Return the number of KV blocks of an epoch.
+    def _divide_memory(self, placement: Placement, max_model_len: int) -> KvDivision:
+        """Return the numbers of KV blocks and state slots of an epoch.
 
         Requests were accepted by the size of the first cache, so a later one is not larger. It can
         be smaller if layers have moved to other machines, but there is always one sequence of full
@@ -618,12 +638,15 @@ class Supervisor:
         has_own_memory = any(report.available_bytes is not None for report in self.loaded.values())
         has_moved, self._block_nodes = nodes != self._block_nodes, nodes
         if self.num_blocks and not (has_own_memory or has_moved):
-            return self.num_blocks
-        count = count_placement_blocks(self.config.kv_cache_memory, placement, self.loaded)
+            return KvDivision(self.num_blocks, self.num_state_slots)
+        limits = num_needed, most, scheduler.max_num_seqs, self.num_state_slots or None
+        memories = list_placement_memories(self.config.kv_cache_memory, placement, self.loaded)
+        num_blocks, num_slots = divide_kv_memory(memories, *limits)
         if self.num_blocks and has_moved:
-            limit = limit_blocks(placement, self.loaded)
-            count = int(min(max(count, num_needed), limit))
-        return min(count, most)
+            limit = divide_kv_memory(list_free_memories(placement, self.loaded), *limits)
+            num_blocks = min(max(num_blocks, num_needed), limit.num_blocks)
+            num_slots = min(num_slots, limit.num_state_slots or num_slots)
+        return KvDivision(num_blocks, num_slots)
 
     def _detach_driver(self, cause: str) -> None:
         """End what belongs to the present driver, which has ended."""
@@ -640,9 +663,13 @@ class Supervisor:
         """Generate one token."""
         self.nodes.on_epoch_ready()
         assert self.recovery.placement is not None
-        senders = self.recovery.placement.senders
-        block_bytes = self.loaded[senders[0]].block_bytes
-        self.kv_mover.open(epoch, senders, self.nodes.kv_memory, block_bytes)
+        placement = self.recovery.placement
+        block_bytes = self.loaded[placement.senders[0]].block_bytes
+        machines = {
+            node: [worker.sender for worker in placement.workers_on(node)]
+            for node in placement.node_stages
+        }
+        self.kv_mover.open(epoch, machines, self.nodes.kv_memory, block_bytes)
         loop = asyncio.get_running_loop()
         # Before the first request, so that token ids of all blocks are known.
         self.kv_events.attach(self.send_to_driver)

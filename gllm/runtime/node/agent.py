@@ -331,3 +331,7 @@ class Agent:
                 workers.assign(message, self._folder)
             case nodes.EpochReady(epoch) if epoch == workers.epoch:
                 self._node.on_epoch_ready()
+            case nodes.OpenKvMachine():
+                workers.open_kv(message)
+            case nodes.RestartKvMover(epoch) if epoch == workers.epoch:
+                workers.restart_kv()

@@ -24,7 +24,13 @@ from gllm.recovery.clock_offset import ClockOffset
 from gllm.recovery.join_check import apply_own_fields
 from gllm.recovery.placement import Placement
 from gllm.runtime.driver.driver_relay import DriverRelay
-from gllm.runtime.head.assignment import NodeAssignment, WorkerIdentity, decode_node_assignment
+from gllm.runtime.head.assignment import (
+    KvMoverConnection,
+    NodeAssignment,
+    WorkerIdentity,
+    decode_node_assignment,
+)
+from gllm.runtime.head.kv_mover import MachineKvMover
 from gllm.runtime.head.node import Node
 from gllm.runtime.head.worker_channels import PROCESS_EPOCH, HeadSocket
 from gllm.runtime.messaging.bus import Hub
@@ -78,6 +84,10 @@ class AgentWorkers:
         self._hub: Hub | None = None
         self._socket: HeadSocket | None = None
         self._relay: DriverRelay | None = None
+        self._kv: MachineKvMover | None = None
+        """Transfers KV blocks of this machine's stages; None without --kv-transfer."""
+        self._placement: Placement | None = None
+        """Placement of the epoch that was assigned last; None before the first one."""
         self._busy: set[int] = set()
         """Workers that have a stage or measure their speed."""
         self._unwanted: set[int] = set()
@@ -193,6 +203,20 @@ class AgentWorkers:
         else:
             self._relay.hub.send_encoded((frame.sender,), frame.payload)
 
+    def open_kv(self, message: nodes.OpenKvMachine) -> None:
+        """Serve the KV caches of this machine's workers; KvMachineOpened follows."""
+        if self._kv is None or self._placement is None or message.epoch != self.epoch:
+            self._num_stale += 1
+            return
+        here = self._placement.workers_on(self._node.node_name)
+        memory = [self._node.kv_memory[worker.sender] for worker in here]
+        self._kv.open(message.epoch, message.engine, message.machine, memory, message.scale)
+
+    def restart_kv(self) -> None:
+        """Replace the KV transfer process, which does not answer the driver."""
+        if self._kv is not None:
+            self._kv.restart()
+
     async def close_stages(self) -> None:
         """Close all stages because the session with the head has ended.
 
@@ -219,6 +243,7 @@ class AgentWorkers:
             else:
                 self._hub.send(sender, Shutdown())
         await self._node.stop()
+        self._close_kv()
         self.living.clear()
         self._busy.clear()
         self._close_hub()
@@ -231,10 +256,43 @@ class AgentWorkers:
         while not await self._wait_for(lambda: not self.living):
             log.warning("workers of an earlier head cannot be killed: %s", sorted(self.living))
         self._close_hub()
+        self._close_kv()
         self.run, self.epoch = run, ANY_EPOCH
         hub = self._hub = Hub(self._context, run, decode_for_head)
         hub.start(self._on_messages, self._on_session_lost)
         self._socket = HeadSocket(hub)
+
+    def _close_kv(self) -> None:
+        """End the KV transfer process of the present run."""
+        if self._kv is not None:
+            self._kv.close()
+            self._kv = None
+
+    def _begin_kv(self, assignment: NodeAssignment) -> None:
+        """Create the owner of the KV transfer process, which starts once the workers are ready."""
+        config = assignment.config
+        self._placement = assignment.placement
+        if self._kv is not None or config.kv_transfer is None:
+            return
+        self._kv = MachineKvMover(
+            self._connect_kv_mover,
+            config.kv_transfer,
+            config.kv_transfer_encoding,
+            config.kv_transfer_address,
+            freeze_timeout=config.freeze_timeout,
+            speed=config.emulation.emulated_speed,
+        )
+        self._kv.on_change = self._report_kv_machine
+
+    def _connect_kv_mover(self, epoch: int, descriptor: int) -> None:
+        """Give this machine's first worker its end of a channel to the KV transfer process."""
+        assert self._placement is not None, "the caches belong to an epoch"
+        first = self._placement.workers_on(self._node.node_name)[0]
+        self._node.connect_kv_mover(KvMoverConnection(first.sender, epoch, descriptor))
+
+    def _report_kv_machine(self) -> None:
+        assert self._kv is not None
+        self._send(nodes.KvMachineOpened(self.epoch, self._kv.machine))
 
     def _close_hub(self) -> None:
         if self._hub is not None:
@@ -257,6 +315,7 @@ class AgentWorkers:
             raise ValueError(f"epoch {self.epoch} has begun already")
         self._close_connections()
         self._node.assign(assignment, folder)
+        self._begin_kv(assignment)
         senders = self._senders(placement)
         self._busy.update(senders)
         self.epoch = placement.epoch
@@ -284,6 +343,8 @@ class AgentWorkers:
             self._num_stale += self._relay.hub.num_stale
             self._relay.close()
             self._relay = None
+        if self._kv is not None:
+            self._kv.end_epoch()
         if self._node.remote_edges is not None:
             self._node.remote_edges.close_edges(self.epoch)
 

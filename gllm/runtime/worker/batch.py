@@ -10,27 +10,31 @@ import torch
 from torch import Tensor
 
 from gllm.kernels.attention_plan import AttentionPlan, PagedBatch, plan_attention
+from gllm.kernels.attention_window import AttentionWindow
+from gllm.kernels.state_plan import StatePlan
 from gllm.models.stage import StageInputs
 from gllm.runtime.worker.sampling import PromptChunk, SamplingMetadata
 from gllm.scheduler.block_table_replica import SequenceView
 from gllm.scheduler.plan import ON_DEVICE, ScheduledRow, StepPlan
 
 Int64Array = npt.NDArray[np.int64]
-Windows = frozenset[int | None]
-"""Sliding windows of a stage's layers in tokens; None for full attention."""
-PlanAttention = Callable[[PagedBatch, torch.dtype, Windows], Mapping[int | None, AttentionPlan]]
+Windows = frozenset[AttentionWindow]
+"""Windows of a stage's layers."""
+PlanAttention = Callable[
+    [PagedBatch, torch.dtype, Windows], Mapping[AttentionWindow, AttentionPlan]
+]
 """(rows of a step, dtype of queries, windows) to the attention plan of each window."""
 
 
 def plan_windows(
     rows: PagedBatch, dtype: torch.dtype, windows: Windows, backend: str | None = None
-) -> dict[int | None, AttentionPlan]:
-    """Plan attention of a step on the host, once per distinct sliding window of the stage's layers.
+) -> dict[AttentionWindow, AttentionPlan]:
+    """Plan attention of a step on the host, once per distinct window of the stage's layers.
 
     Args:
         rows: query and context lengths and block tables of the step's sequences.
         dtype: of the queries.
-        windows: sliding windows in tokens; None for full attention.
+        windows: those of the stage's layers.
         backend: name of the attention backend; None for the default.
 
     Returns:
@@ -121,11 +125,13 @@ class BatchConfig:
     dtype: torch.dtype
     """Type of queries; the KV cache may have another one."""
     windows: Windows
-    """Sliding windows of the stage's layers in tokens; None for full attention."""
+    """Windows of the stage's layers."""
     plan_attention: PlanAttention = plan_windows
     """Returns the attention plan of each window for the rows of a step."""
     pad: Callable[[PagedBatch], PagedBatch] = lambda rows: rows
     """Appends padding rows of one token each."""
+    has_states: bool = False
+    """True if the stage has recurrent layers."""
 
 
 def build_inputs(
@@ -142,7 +148,7 @@ def build_inputs(
         sequences: block table and tokens of each row's sequence, with the plan applied.
         tables: cached block tables of the stage.
         config: properties that all batches of the stage share.
-        has_token_ids: True on the first stage; others get activations instead.
+        has_token_ids: True on the first stage and those with a per-layer embedding.
 
     Returns:
         The inputs, and (token row, sequence) of each placeholder: an input token that the previous
@@ -174,8 +180,19 @@ def build_inputs(
     if len(padding):
         positions = np.concatenate((positions, padding))
         ids = np.concatenate((ids, padding)) if has_token_ids else ids
-    inputs = StageInputs(torch.from_numpy(ids), torch.from_numpy(positions), attention)
+    states = build_state_plan(plan) if config.has_states else None
+    inputs = StageInputs(torch.from_numpy(ids), torch.from_numpy(positions), attention, states)
     return inputs, placeholders
+
+
+def build_state_plan(plan: StepPlan) -> StatePlan:
+    """Build the state plan of a step: the scheduler's segments as tensors."""
+    columns = np.array(plan.state_segments, dtype=np.int32).reshape(-1, 4)
+    owners, counts = columns[:, 0].copy(), columns[:, 1]
+    # The segments have all tokens of the batch, in their order.
+    columns[:, 0] = counts.cumsum() - counts
+    groups = np.searchsorted(owners, np.arange(len(plan.rows) + 1)).astype(np.int32)
+    return StatePlan(torch.from_numpy(columns), torch.from_numpy(groups))
 
 
 def gather_token_ids(rows: list[ScheduledRow], sequences: list[SequenceView]) -> Int64Array:

@@ -16,6 +16,7 @@ from gllm.config.engine import QUANTIZATION_DEVICES
 from gllm.kernels.native.builds import AMX, BFLOAT16, BUILD_VARIABLE, OFF
 from gllm.options.field_types import FieldError
 from gllm.runtime.worker.slow_steps import WaitCounters
+from gllm.scheduler.kv_memory import KvMemory
 
 if TYPE_CHECKING:
     import torch
@@ -86,24 +87,26 @@ def available_memory_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     return max(available, 0)
 
 
-def count_kv_blocks(requested_bytes: int | None, workers: Sequence[tuple[int, int | None]]) -> int:
-    """Return the number of KV blocks of each worker, from the requested or the available bytes.
+def list_kv_memories(
+    requested_bytes: int | None, workers: Sequence[tuple[int, int, int | None]]
+) -> list[KvMemory]:
+    """Return the memories of this machine's workers for KV blocks and states.
 
-    It is the same for all workers, because each has its layers and heads of every block. It has to
-    be called with the weights loaded.
+    It has to be called with the weights loaded.
 
     Args:
         requested_bytes: KV cache of all workers together; None for KV_SHARE of this machine's
             available memory and all of the workers' own memory.
-        workers: for each worker, the bytes of its part of a block and the available bytes of its
-            own memory, None for a worker in the memory of this machine.
+        workers: for each worker, the bytes of its parts of a block and of a state slot, and the
+            available bytes of its own memory, None for a worker in the memory of this machine.
     """
-    counts = [available // block for block, available in workers if available is not None]
-    if requested_bytes is None and not counts:
+    memories = [KvMemory(own, block, state) for block, state, own in workers if own is not None]
+    if requested_bytes is None and not memories:
         requested_bytes = int(available_memory_bytes() * KV_SHARE)
     if requested_bytes is not None:
-        counts.append(requested_bytes // sum(block for block, _ in workers))
-    return min(counts)
+        blocks, states, _ = zip(*workers, strict=True)
+        memories.append(KvMemory(requested_bytes, sum(blocks), sum(states)))
+    return memories
 
 
 def threads_per_worker(requested: int | None, num_workers: int) -> int:
@@ -158,7 +161,7 @@ def choose_cache_dtype(
         capability: compute capability of the GPU; None on a CPU.
 
     Raises:
-        FieldError: 8-bit floats are requested on a GPU without them.
+        FieldError: 8-bit floats are requested on a GPU without them, or 8-bit integers on a GPU.
     """
     import torch
 
@@ -171,6 +174,13 @@ def choose_cache_dtype(
                 f"but this one has {actual}: choose auto, bfloat16 or float16",
             )
         return torch.float8_e4m3fn
+    if requested.startswith("int8"):
+        if capability is not None:
+            raise FieldError(
+                "kv_cache_dtype",
+                f"--kv-cache-dtype {requested} has no kernels for GPUs: choose fp8 or auto",
+            )
+        return torch.int8
     return {"auto": compute, "bfloat16": torch.bfloat16, "float16": torch.float16}[requested]
 
 

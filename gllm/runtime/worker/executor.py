@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -24,15 +25,18 @@ from gllm.kernels.attention_backends import (
     choose_backend,
     find_supported_backend,
 )
+from gllm.kernels.attention_window import AttentionWindow
 from gllm.kernels.native.library import describe_build, describe_kernels
 from gllm.messages.kv_layout import KvLayout
+from gllm.messages.kv_transfer import CopyKvBlocks
 from gllm.messages.sampling import SampleDetails
 from gllm.messages.steps import RegisterSequences
 from gllm.models.attention import LayerCache, head_shape
 from gllm.models.config import ModelConfig
+from gllm.models.hub import require_tokenizer
 from gllm.models.loader import Checkpoint, Weights
 from gllm.models.shard import shard, unsupported_shard_reason
-from gllm.models.spec import LayerSpec
+from gllm.models.spec.layer import LayerSpec
 from gllm.models.stage import ModelStage, ReusableParts, estimate_bytes, find_reusable_parts
 from gllm.options.field_types import FieldError
 from gllm.runtime.worker.batch import Batch, BatchConfig, BlockTables, build_inputs, plan_windows
@@ -42,15 +46,23 @@ from gllm.runtime.worker.device import (
     choose_compute_dtype,
 )
 from gllm.runtime.worker.grammars import GuideFactory
-from gllm.runtime.worker.kv_cache import KVCache, block_bytes, describe_layout, map_zeros
+from gllm.runtime.worker.kv_cache import (
+    KVCache,
+    block_bytes,
+    describe_layout,
+    map_zeros,
+    state_bytes,
+)
 from gllm.runtime.worker.sampling import (
     PromptChunk,
+    SampledWindow,
     SamplingMetadata,
     SamplingState,
     build_sampling_metadata,
     create_default_states,
     create_prompt_chunks,
     create_sampling_states,
+    create_window,
     fail_guides,
 )
 from gllm.scheduler.block_table_replica import BlockTableReplica, SequenceView
@@ -96,6 +108,9 @@ class Executor(ABC):
     """True if `load` can take over the weights of a closed executor in the same process."""
     weight_bytes = 0
     """Bytes of the loaded weights."""
+    num_staging_blocks = 0
+    """Blocks through which KV blocks of a device pass to other engines; 0 if its KV cache is in the
+    memory of the host."""
     _stage: ModelStage
     _folder: Path | None = None
     """Folder of the loaded weights."""
@@ -140,6 +155,8 @@ class Executor(ABC):
         self._layer_specs = self.model.layers[layers.start : layers.stop]
         self._max_model_len = engine_config.max_model_len or self.model.context_length
         self.is_first = layers.start == 0
+        self.reads_token_ids = model_config.model.reads_token_ids(layers)
+        """True if the inputs of steps have token ids."""
         """True on the first stage."""
         self.is_last = layers.stop == self.model.num_layers
         """True on the last stage."""
@@ -150,6 +167,7 @@ class Executor(ABC):
         check_quantization(engine_config.quantization, device.type)
         self._quantization = engine_config.quantization
         self._overrides = engine_config.hf_overrides
+        self._tokenizer = engine_config.tokenizer
         self.device = device
         self._gpu_capability = gpu_capability
         self.cache_dtype = choose_cache_dtype(
@@ -158,6 +176,8 @@ class Executor(ABC):
         block_size = engine_config.scheduler.block_size
         self.block_bytes = block_bytes(self._layer_specs, block_size, self.cache_dtype)
         """Bytes of one KV block over the stage's layers, for the KV heads of this rank."""
+        self.state_bytes = state_bytes(self._layer_specs)
+        """Bytes of one state slot over the stage's recurrent layers, for this rank."""
         self._attention = self._choose_attention_backend(engine_config, gpu_capability)
         self.backend = self._attention.name
         self._mirror = BlockTableReplica()
@@ -166,6 +186,7 @@ class Executor(ABC):
         """Sampling state by sequence, on the ranks of the last stage."""
         self._keeps_last_tokens = num_stages == 1
         """True if plans may have placeholders for tokens that the previous step samples."""
+        self._speculates = engine_config.scheduler.speculative_config is not None
         self._eos_ids = model_config.eos_ids
         self._progress: LayerProgress | None = None
         self._counts_each_layer = engine_config.scheduler.kv_push == "layer"
@@ -217,7 +238,8 @@ class Executor(ABC):
             self._create_grammars(folder)
 
     def _create_grammars(self, folder: Path) -> None:
-        self._grammars = GuideFactory(folder, self.model.vocab_size, self._eos_ids)
+        tokenizer = require_tokenizer(self._tokenizer, folder)
+        self._grammars = GuideFactory(tokenizer, self.model.vocab_size, self._eos_ids)
 
     def _read_missing(
         self,
@@ -328,7 +350,11 @@ class Executor(ABC):
             self.dtype,
             self.cache_dtype,
             config.scheduler.block_size,
-            frozenset(head_shape(layer.attention) for layer in self._layer_specs),
+            frozenset(
+                head_shape(layer.attention)
+                for layer in self._layer_specs
+                if layer.attention.kv_entry.num_elements
+            ),
         )
         try:
             choice = choose_backend(config.attention_backend, requirements)
@@ -387,22 +413,34 @@ class Executor(ABC):
         if hasattr(self, "_cache"):
             del self._cache
 
-    def allocate(self, num_blocks: int, block_size: int, kv_memory: int | None = None) -> None:
-        """Allocate the KV cache.
+    def allocate(
+        self,
+        num_blocks: int,
+        block_size: int,
+        kv_memory: int | None = None,
+        num_state_slots: int = 0,
+    ) -> None:
+        """Allocate the KV cache and the states of recurrent layers.
 
         Args:
             num_blocks: usable blocks.
             block_size: tokens per block.
             kv_memory: descriptor of an empty file for it; None for own memory.
+            num_state_slots: state slots; 0 for a model without recurrent layers.
 
         Raises:
             FieldError: the file cannot have that size, or the device has memory of its own.
         """
         zeros = None if kv_memory is None else map_zeros(kv_memory)
-        self._cache = KVCache(self._cached_layers, num_blocks, block_size, self.cache_dtype, zeros)
-        plan_attention = partial(plan_windows, backend=self.backend)
+        sizes = num_blocks, block_size, self.cache_dtype
+        self._cache = KVCache(self._cached_layers, *sizes, zeros, num_state_slots)
         self._batch_config = BatchConfig(
-            num_blocks, block_size, self.dtype, self._windows, plan_attention
+            num_blocks,
+            block_size,
+            self.dtype,
+            self._windows,
+            partial(plan_windows, backend=self.backend),
+            has_states=self.state_bytes > 0,
         )
 
     def describe_kv_cache(self, model: str) -> KvLayout:
@@ -425,14 +463,22 @@ class Executor(ABC):
         """
         self._progress = LayerProgress(kv_memory, layout, is_writable=True)
 
+    def copy_kv_blocks(self, command: CopyKvBlocks) -> None:
+        """Copy KV blocks of a device to staging blocks or back; called on a thread of its own.
+
+        Raises:
+            NotImplementedError: the KV cache is in the memory of the host.
+        """
+        raise NotImplementedError
+
     @property
     def _cached_layers(self) -> Sequence[LayerSpec]:
         """Layers of the stage, with the shapes of their entries in the KV cache."""
         return self._layer_specs
 
     @property
-    def _windows(self) -> frozenset[int | None]:
-        """Sliding windows of the stage's layers."""
+    def _windows(self) -> frozenset[AttentionWindow]:
+        """Windows of the stage's layers."""
         return frozenset(layer.attention.window for layer in self._layer_specs)
 
     def register(self, message: RegisterSequences) -> "Future[bytes] | None":
@@ -475,7 +521,7 @@ class Executor(ABC):
         """Build the micro-batch of a plan."""
         sequences = self._mirror.apply(plan)
         inputs, placeholders = build_inputs(
-            plan, sequences, self._tables, self._batch_config, self.is_first
+            plan, sequences, self._tables, self._batch_config, self.reads_token_ids
         )
         logits_indices, sampling, chunks = self._build_sampling(plan, sequences)
         return Batch(
@@ -508,7 +554,11 @@ class Executor(ABC):
             Token rows [samples] int64, the sampling rows and the prompt chunks; all are empty
             except on the last stage, where only rank 0 has sampling rows.
         """
-        owners, states, output_indices, token_rows = [], [], [], []
+        owners: list[tuple[int, int]] = []
+        states: list[SamplingState] = []
+        output_indices: list[int] = []
+        token_rows: list[int] = []
+        windows: list[SampledWindow] = []
         chunks: list[PromptChunk] = []
         end = 0
         for row, sequence in zip(plan.rows, sequences, strict=True):
@@ -519,13 +569,19 @@ class Executor(ABC):
             if state.params.prompt_logprobs is not None:
                 chunks += create_prompt_chunks(state, row, begin)
             if row.should_sample:
-                token_rows.append(end - 1)
+                num_samples = row.num_samples if self._speculates else 1
+                token_rows += range(end - num_samples, end)
                 if not self.has_sampler:
                     continue
-                owners.append((row.seq, row.num_preemptions))
-                states.append(state)
-                output_indices.append(row.start + row.num_tokens - sequence.prompt_len)
+                if self._speculates:
+                    windows.append(create_window(row, len(owners)))
+                owners += [(row.seq, row.num_preemptions)] * num_samples
+                states += [state] * num_samples
+                last_index = row.start + row.num_tokens - sequence.prompt_len
+                output_indices += range(last_index - num_samples + 1, last_index + 1)
         sampling = build_sampling_metadata(owners, states, output_indices)
+        if windows:
+            sampling = replace(sampling, windows=windows)
         return torch.tensor(token_rows, dtype=torch.int64), sampling, chunks
 
     @abstractmethod

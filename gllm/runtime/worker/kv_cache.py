@@ -1,4 +1,4 @@
-"""Memory of a stage's KV cache: layout and size. The scheduler assigns its blocks."""
+"""Memory of a stage's KV cache and states: layout, size. The scheduler assigns blocks and slots."""
 
 import math
 import mmap
@@ -9,19 +9,36 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gllm.kernels.int8_cache import SCALE_BYTES
 from gllm.messages.kv_layout import KvLayout, LayerLayout
-from gllm.models.spec import LayerSpec
+from gllm.models.spec.attention import AttentionSpec
+from gllm.models.spec.layer import LayerSpec
 from gllm.options.field_types import FieldError
 
 
 def block_bytes(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> int:
     """Return the bytes of one KV block: keys and values of all layers of a stage."""
-    num_elements = sum(layer.attention.kv_entry.num_elements for layer in layers)
-    return block_size * num_elements * dtype.itemsize
+    entries = [layer.attention.kv_entry for layer in layers]
+    num_bytes = sum(
+        entry.num_elements * dtype.itemsize + entry.num_vectors * _scale_bytes(dtype)
+        for entry in entries
+    )
+    return block_size * num_bytes
+
+
+def _scale_bytes(dtype: torch.dtype) -> int:
+    """Return the bytes behind each key and value of a token and head."""
+    return SCALE_BYTES if dtype == torch.int8 else 0
+
+
+def state_bytes(layers: Sequence[LayerSpec]) -> int:
+    """Return the bytes of one state slot: the states of a sequence in all layers of a stage."""
+    entries = (layer.attention.state_entry for layer in layers)
+    return sum(entry.num_bytes for entry in entries if entry is not None)
 
 
 class KVCache:
-    """Key and value tensors of each layer of a stage, in blocks.
+    """Key and value tensors of each layer of a stage, in blocks; of a recurrent layer its states.
 
     One block more than usable exists: the last one stays zero. On the CPU, memory is taken only
     when it is first written.
@@ -34,6 +51,7 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         zeros: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None,
+        num_state_slots: int = 0,
     ) -> None:
         """Allocate the memory.
 
@@ -43,23 +61,38 @@ class KVCache:
             block_size: tokens per block.
             dtype: of keys and values.
             zeros: creates a tensor of a shape and dtype; None for one on the CPU.
+            num_state_slots: state slots of recurrent layers.
         """
         create = zeros or _lazy_zeros
         # 8-bit floats are created as bytes: 0 is 0, and not all of torch can write them.
         created_dtype = torch.uint8 if dtype == torch.float8_e4m3fn else dtype
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.layers = []
-        """Keys and values of each layer, [num_blocks + 1, block_size, kv_heads, elements]."""
+        self.layers: list[tuple[Tensor, ...]] = []
+        """Keys and values of each layer, [num_blocks + 1, block_size, kv_heads, elements], of int8
+        with a scale behind the elements (`int8_cache.py`); of a recurrent layer the parts of its
+        state, [num_state_slots, *shape] float32, behind keys and values if it has both."""
+        extra = _scale_bytes(dtype)
         for layer in layers:
+            entry = layer.attention.state_entry
+            states: tuple[Tensor, ...] = ()
+            if entry is not None:
+                shapes = [(num_state_slots, *part.shape) for part in entry.parts]
+                states = tuple(create(shape, torch.float32) for shape in shapes)
             cached = layer.attention.kv_entry
+            if isinstance(layer.attention, AttentionSpec) and layer.attention.kv_layers_back:
+                self.layers.append(self.layers[-layer.attention.kv_layers_back])
+                continue
+            if not cached.num_elements:
+                self.layers.append(states)
+                continue
             shape = (num_blocks + 1, block_size, cached.num_heads)
-            keys = create((*shape, cached.key_dim), created_dtype).view(dtype)
+            keys = create((*shape, cached.key_dim + extra), created_dtype).view(dtype)
             if cached.is_shared:
                 values = keys[..., : cached.value_dim]
             else:
-                values = create((*shape, cached.value_dim), created_dtype).view(dtype)
-            self.layers.append((keys, values))
+                values = create((*shape, cached.value_dim + extra), created_dtype).view(dtype)
+            self.layers.append((keys, values, *states))
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -124,6 +157,8 @@ def describe_layout(
     layouts = []
     for index, (keys, values) in zip(layers, cache.layers, strict=True):
         entry = all_layers[index].attention.kv_entry
+        if not entry.num_elements:
+            continue
         item_bytes = keys.dtype.itemsize
         layouts.append(
             LayerLayout(

@@ -21,13 +21,16 @@ from gllm.messages.reports import StageMeasured
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
 from gllm.models.config import ModelConfig, read_config
-from gllm.models.spec import LayerSpec
+from gllm.models.spec.attention import AttentionSpec
+from gllm.models.spec.layer import LayerSpec
 from gllm.runtime.head.assignment import StageAssignment
 from gllm.runtime.worker.device import count_gpus
 from gllm.runtime.worker.executor import Executor
 from gllm.runtime.worker.probe_cache import ProbeCache, create_key
 from gllm.runtime.worker.stage_resources import create_backend
+from gllm.scheduler.config import STATE_SLOTS_PER_SEQ
 from gllm.scheduler.plan import ScheduledRow, StepPlan
+from gllm.scheduler.state_slots import create_direct_segments
 from gllm.transport.solo_group import create_solo_groups
 
 log = logging.getLogger(__name__)
@@ -178,7 +181,8 @@ class LayerProbe:
         available = backend.available_bytes()
         if available is not None:
             self.available_bytes = available + executor.weight_bytes
-        executor.allocate(self._sizes.num_blocks, config.block_size)
+        num_slots = self._sizes.num_decodes + 1 if executor.state_bytes else 0
+        executor.allocate(self._sizes.num_blocks, config.block_size, num_state_slots=num_slots)
         backend.prepare_steps()
         decode_len = self._sizes.context_tokens + 1
         lengths = [decode_len] * self._sizes.num_decodes + [self._sizes.chunk_tokens]
@@ -212,7 +216,8 @@ class LayerProbe:
         self._epoch += 1
         executor = self.executor
         rows = make_rows(self._epoch, should_sample)
-        batch = executor.prepare(StepPlan(self._epoch, rows, []))
+        segments = create_direct_segments(rows) if executor.state_bytes else ()
+        batch = executor.prepare(StepPlan(self._epoch, rows, [], state_segments=segments))
         hidden = None
         if not executor.is_first:
             shape = sum(row.num_tokens for row in rows), executor.model.hidden_size
@@ -383,7 +388,9 @@ class StageProbe:
         config = self._assignment.config
         assert config.max_model_len is not None
         num_blocks = -(-config.max_model_len // config.scheduler.block_size)
-        return probe.executor.weight_bytes + num_blocks * probe.executor.block_bytes
+        state_bytes = STATE_SLOTS_PER_SEQ * probe.executor.state_bytes
+        cache_bytes = num_blocks * probe.executor.block_bytes + state_bytes
+        return probe.executor.weight_bytes + cache_bytes
 
     def _count_embedding_bytes(self, model: ModelConfig, item_bytes: int) -> int:
         """Return the bytes of this rank's rows of the embedding; 0 except on the first stage."""
@@ -408,6 +415,9 @@ def find_kinds(specs: Sequence[LayerSpec]) -> list[int]:
     """
     kinds: list[list[int]] = []
     for index, spec in enumerate(specs):
+        # Alone, such a layer would lack its keys and values.
+        if isinstance(spec.attention, AttentionSpec) and spec.attention.kv_layers_back:
+            continue
         same = next((kind for kind in kinds if specs[kind[0]] == spec), None)
         if same is None:
             kinds.append([index])
@@ -456,8 +466,7 @@ def _separate_step(alone: Sequence[SpanCost], consecutive: range, seconds: float
 
 def _count_weights(spec: LayerSpec, hidden_size: int) -> int:
     """Return the number of weights that a layer reads per token."""
-    attention = spec.attention.weights_per_token(hidden_size)
-    return attention + spec.mlp.weights_per_token(hidden_size)
+    return spec.weights_per_token(hidden_size)
 
 
 def _repeat(

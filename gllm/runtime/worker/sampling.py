@@ -6,7 +6,8 @@ logits into tokens.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -119,6 +120,9 @@ class SamplingState:
         has_details = has_scores or params.embeds
         self.is_plain = edits is None and guide is None and not has_details
         """True if a row only samples a token: no edits, no grammar, no details."""
+        self.last_sample: tuple[int, int | None] | None = None
+        """With speculation: output index and token of the last sample, if all guesses up to it were
+        right; a window of guesses alone has to begin with this token."""
         self.first_index = len(output)
         """Index in the output of the first token that is sampled here."""
         self._output = output
@@ -278,6 +282,52 @@ def to_token_logprobs(scores: LogprobTensors) -> list[TokenLogprobs]:
     return [TokenLogprobs(*row) for row in rows]
 
 
+class SampledWindow(NamedTuple):
+    """Sampling rows of one sequence in a step with speculation.
+
+    The first row is the one before the first draft token to verify; there may be no draft tokens.
+    """
+
+    first_row: int
+    """The rows are consecutive."""
+    draft_token_ids: list[int]
+    """Draft token behind each row but the last one."""
+    previous_guess: int | None = None
+    """The row's first token, if that is a guess too: of the last sample of the row before."""
+
+    @property
+    def rows(self) -> range:
+        """Indices of the sampling rows."""
+        return range(self.first_row, self.first_row + len(self.draft_token_ids) + 1)
+
+    def next_row(self, tokens: list[int], errors: list[str], num_rows: int) -> int | None:
+        """Return the row behind the first `num_rows`, if the draft token before it is right.
+
+        Args:
+            tokens: sampled token of each row of the step.
+            errors: error of each row of the step.
+            num_rows: rows of the window that are sampled and verified.
+        """
+        last = self.first_row + num_rows - 1
+        if num_rows > len(self.draft_token_ids) or errors[last]:
+            return None
+        return last + 1 if tokens[last] == self.draft_token_ids[num_rows - 1] else None
+
+
+def create_window(row: ScheduledRow, first_row: int) -> SampledWindow:
+    """Return the sampling rows of a row of a plan.
+
+    Args:
+        row: that samples, with or without draft tokens.
+        first_row: index of its first sampling row in the step.
+    """
+    num_drafts = row.num_draft_tokens
+    drafts = row.token_ids[len(row.token_ids) - num_drafts :]
+    if num_drafts == row.num_tokens:
+        return SampledWindow(first_row, drafts[1:], drafts[0])
+    return SampledWindow(first_row, drafts)
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
     """Sampling parameters of a step's rows that sample a token, one list per property.
@@ -300,6 +350,23 @@ class SamplingMetadata:
     """Rows that return log-probabilities."""
     grammar_rows: list[int]
     """Rows with a grammar."""
+    windows: Sequence[SampledWindow] = ()
+    """All rows by sequence, with speculation; empty without."""
+
+    def select(self, rows: list[int]) -> "SamplingMetadata":
+        """Return the metadata of some rows; windows whose first row is among them are whole."""
+        index = {row: i for i, row in enumerate(rows)}
+        selected = build_sampling_metadata(
+            [self.sequences[row] for row in rows],
+            [self.states[row] for row in rows],
+            [self.output_indices[row] for row in rows],
+        )
+        windows = [
+            window._replace(first_row=index[window.first_row])
+            for window in self.windows
+            if window.first_row in index
+        ]
+        return replace(selected, windows=windows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +381,14 @@ class SampleOutput:
     """Log-probabilities or embeddings of the rows that request them."""
     forced_tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """By row, tokens that follow the sampled one because the grammar allows no others."""
+
+    def update(self, rows: Sequence[int], output: "SampleOutput") -> None:
+        """Replace the output of some rows by that of a step that has only these rows."""
+        for index, row in enumerate(rows):
+            self.tokens[row], self.errors[row] = output.tokens[index], output.errors[index]
+            if index in output.forced_tokens:
+                self.forced_tokens[row] = output.forced_tokens[index]
+        self.details.extend(output.details)
 
 
 def build_sampling_metadata(
@@ -355,7 +430,13 @@ def build_sampling_metadata(
 
 
 def to_sampled_tokens(sampling: SamplingMetadata, output: SampleOutput) -> list[SampledToken]:
-    """Convert sampled tokens and errors to one result per row, for the scheduler."""
+    """Convert sampled tokens and errors to one result per row, for the scheduler.
+
+    With speculation, to one result per sequence, and to none for a window that is void.
+    """
+    if sampling.windows:
+        results = [_verify_window(sampling, output, window) for window in sampling.windows]
+        return [result for result in results if result is not None]
     rows = zip(sampling.sequences, output.tokens, output.errors, strict=True)
     return [
         SampledToken(
@@ -368,6 +449,42 @@ def to_sampled_tokens(sampling: SamplingMetadata, output: SampleOutput) -> list[
         )
         for row, ((seq, num_preemptions), token, error) in enumerate(rows)
     ]
+
+
+def is_void(sampling: SamplingMetadata, window: SampledWindow) -> bool:
+    """Return True if a window continues one whose guesses were not all right."""
+    first = window.first_row
+    last_sample = (sampling.output_indices[first] - 1, window.previous_guess)
+    return window.previous_guess is not None and sampling.states[first].last_sample != last_sample
+
+
+def _verify_window(
+    sampling: SamplingMetadata, output: SampleOutput, window: SampledWindow
+) -> SampledToken | None:
+    """Return the result of a window, up to the first sample that differs from its guess.
+
+    A later row that fails ends the window before it: it is computed again as a first row.
+    """
+    first, state = window.first_row, sampling.states[window.first_row]
+    if is_void(sampling, window):
+        state.last_sample = None
+        return None
+    tokens, errors = output.tokens, output.errors
+    num_rows = 1
+    while (row := window.next_row(tokens, errors, num_rows)) is not None and not errors[row]:
+        num_rows += 1
+    last = first + num_rows - 1
+    is_whole = num_rows > len(window.draft_token_ids) and not errors[last]
+    state.last_sample = (sampling.output_indices[last], tokens[last]) if is_whole else None
+    further = tokens[first + 1 : last + 1]
+    for row in range(first, last + 1):
+        # Forced tokens behind the last sample; a grammar returns each of them once.
+        further += output.forced_tokens.get(row, ())[last - row :]
+    seq, num_preemptions = sampling.sequences[first]
+    error = errors[first]
+    return SampledToken(
+        seq, num_preemptions, tokens[first], error, tuple(further), error != NOT_FINITE
+    )
 
 
 def advance_guides(sampling: SamplingMetadata, output: SampleOutput) -> dict[int, tuple[int, ...]]:

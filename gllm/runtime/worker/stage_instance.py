@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 import zmq
@@ -16,9 +17,18 @@ import zmq
 from gllm.kernels.all_reduce import GroupClosedError
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage, decode_from_kv_mover, encode
-from gllm.messages.kv_transfer import KvMoverGone, KvReport
+from gllm.messages.kv_transfer import (
+    CopyKvBlocks,
+    KvBlocksCopied,
+    KvMachineCommand,
+    KvMachineReport,
+    KvMoverConnected,
+    KvMoverGone,
+    KvMoverStuck,
+    KvReport,
+)
 from gllm.messages.lifecycle import Hello, InitializeCache, LoadProgress, StageReady
-from gllm.messages.reports import StageTimes, StageUtilization
+from gllm.messages.reports import STAGE_REPORT_SECONDS, StageTimes, StageUtilization
 from gllm.messages.steps import GrammarReady, RegisterSequences, RunStep, StepDone
 from gllm.observability.logged_scheduler import LoggedScheduler
 from gllm.observability.step_log import (
@@ -43,10 +53,6 @@ from gllm.transport.descriptors import DescriptorChannel, DescriptorError
 TURN_SECONDS = 1.0
 """Interval at which the driver runs without messages while KV blocks are reserved for other
 engines."""
-
-
-REPORT_SECONDS = 0.5
-"""Interval between two reports."""
 
 
 def create_scheduler(
@@ -162,7 +168,10 @@ class StageInstance:
         """Next report of the totals and step times."""
         self._driver: Driver | None = None
         self._kv_mover: DescriptorChannel | None = None
-        """Channel from the driver to the KV mover, which reads it as long as it runs."""
+        """Channel from the driver to the KV mover, which reads it as long as it runs. The first
+        worker of another machine passes commands and reports on."""
+        self._kv_connection = 0
+        """Number of that channel."""
         self._turn_timer: asyncio.TimerHandle | None = None
         """Next turn of a driver whose transfers of KV blocks have leases."""
         self._step_log: DriverStepLog | None = None
@@ -211,12 +220,18 @@ class StageInstance:
         if self._kv_mover is not None:
             # The one before has ended, and this is read first.
             self._close_kv_mover()
-            self.handle([KvMoverGone()])
-        if self._driver is None or self._driver.kv is None:
+            self._report_kv(KvMoverGone())
+        kv = None if self._driver is None else self._driver.kv
+        if kv is None and (self._driver is not None or self.assignment.machine == 0):
             channel.close()
             return
         self._kv_mover = channel
-        self._driver.kv.connect(lambda command: channel.send(encode(command)))
+        self._kv_connection += 1
+        if kv is not None:
+            kv.connect(lambda command: channel.send(encode(command)))
+        else:
+            connected = KvMoverConnected(self._kv_connection)
+            self._sessions.send_to_driver(KvMachineReport(self.assignment.machine, connected))
         self._loop.add_reader(channel.fileno(), self._read_kv_mover)
 
     def _read_kv_mover(self) -> None:
@@ -229,7 +244,26 @@ class StageInstance:
         except (DescriptorError, OSError):
             self._close_kv_mover()
             report = KvMoverGone()
-        self.handle([report])
+        self._report_kv(report)
+
+    def _report_kv(self, report: KvReport) -> None:
+        """Pass a report of this machine's KV mover to the driver, here or on another machine."""
+        if self.assignment.machine == 0:
+            self.handle([report])
+        else:
+            self._sessions.send_to_driver(KvMachineReport(self.assignment.machine, report))
+
+    def _command_kv_mover(self, message: KvMachineCommand) -> None:
+        """Pass a command of the driver to this machine's KV mover, unless that has ended."""
+        if self._kv_mover is None or message.connection != self._kv_connection:
+            return
+        try:
+            self._kv_mover.send(encode(message.command))
+        except DescriptorError as error:
+            # The rest of this command may be missing. The end of the channel follows.
+            self._kv_connection += 1
+            if isinstance(error.__cause__, BlockingIOError):
+                self._send(KvMoverStuck(self.assignment.machine))
 
     def _close_kv_mover(self) -> None:
         if self._kv_mover is not None:
@@ -261,11 +295,12 @@ class StageInstance:
         self._step_log = self._plan_record = None
         self._sessions.close()
 
-    async def _start(self, num_blocks: int) -> None:
+    async def _start(self, num_blocks: int, num_state_slots: int) -> None:
         """Allocate the KV cache and start the threads; create the driver if it belongs here."""
         assignment = self.assignment
-        config = assignment.resolve_scheduler(num_blocks)
-        await run_in_thread(partial(self._resources.allocate, num_blocks, config.block_size))
+        config = assignment.resolve_scheduler(num_blocks, num_state_slots)
+        sizes = num_blocks, config.block_size, num_state_slots
+        await run_in_thread(partial(self._resources.allocate, *sizes))
         if self._is_closed:
             return
         self._resources.start_threads(self._on_result, self._on_thread_error)
@@ -282,6 +317,9 @@ class StageInstance:
         config: resolved.
         """
         assignment, executor = self.assignment, self.executor
+        if executor.num_staging_blocks:
+            # A prompt is copied once it is computed.
+            config = replace(config, kv_push="off")
         assert config.max_in_flight is not None
         scheduler, self._step_log = create_scheduler(assignment, config)
         if assignment.plan_record is not None:
@@ -308,6 +346,10 @@ class StageInstance:
             first_stage_ranks=other_ranks,
             pacing=pacing,
             has_kv_mover=assignment.config.kv_transfer is not None,
+            kv_machines=self._sessions.machines,
+            num_staging_blocks=executor.num_staging_blocks,
+            num_workers=len(assignment.placement.workers),
+            all_stages_need_prompts=executor.model.per_layer_embedding is not None,
         )
         if self._driver.kv is not None:
             self._driver.kv.fetch_choice = assignment.config.kv_fetch
@@ -337,10 +379,15 @@ class StageInstance:
                 self._schedule_report()
             case RegisterSequences():
                 self._running.register(message)
-            case InitializeCache(num_blocks):
-                self._loop.create_task(self._start(num_blocks)).add_done_callback(self._on_started)
+            case InitializeCache(num_blocks, num_state_slots):
+                start = self._loop.create_task(self._start(num_blocks, num_state_slots))
+                start.add_done_callback(self._on_started)
             case Hello(sender):
                 self._on_stage_connected(sender)
+            case KvMachineCommand():
+                self._command_kv_mover(message)
+            case CopyKvBlocks():
+                self._resources.copy_kv_blocks(message, partial(self._call_soon, self._on_copied))
             case _ if self._driver is not None:
                 self._driver.handle(message)
             case _:
@@ -353,15 +400,20 @@ class StageInstance:
         assert self.runner is not None, "steps come after StageReady"
         return self.runner
 
+    def _on_copied(self, report: KvBlocksCopied) -> None:
+        """Report to the driver that blocks were copied."""
+        if not self._is_closed:
+            self._sessions.send_to_driver(report)
+
     def _on_result(self, result: StepDone | GrammarReady) -> None:
         """Send a result of the last stage to the driver."""
         if not self._is_closed:
             self._sessions.send_to_driver(result)
 
     def _schedule_report(self) -> None:
-        """Report in half a second, unless a report is scheduled already."""
+        """Report in STAGE_REPORT_SECONDS, unless a report is scheduled already."""
         if self._report_timer is None and not self._is_closed:
-            self._report_timer = self._loop.call_later(REPORT_SECONDS, self._report)
+            self._report_timer = self._loop.call_later(STAGE_REPORT_SECONDS, self._report)
 
     def _report(self) -> None:
         """Send totals to the parent; send step times to the driver, from the ranks 0."""

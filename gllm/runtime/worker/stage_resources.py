@@ -8,15 +8,15 @@ import gc
 import math
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from gllm.config.engine import KV_TRANSFER_ON_GPU
 from gllm.messages.kv_layout import KvLayout
+from gllm.messages.kv_transfer import CopyKvBlocks, KvBlocksCopied
 from gllm.messages.lifecycle import StageLoaded
 from gllm.messages.steps import GrammarReady, StepDone
 from gllm.models.config import ModelConfig, read_config
 from gllm.models.identity import hash_model, hash_numerics
-from gllm.options.field_types import FieldError
 from gllm.runtime.head.assignment import StageAssignment
 from gllm.runtime.worker.device import (
     available_memory_bytes,
@@ -205,8 +205,6 @@ def create_backend(
 
         return EmulatedBackend(assignment, model, layers)
     if num_gpus:
-        if assignment.config.kv_transfer is not None:
-            raise FieldError("kv_transfer", KV_TRANSFER_ON_GPU)
         from gllm.runtime.worker.cuda.backend import CudaBackend
 
         return CudaBackend(assignment, model, num_gpus, layers)
@@ -263,6 +261,8 @@ class StageResources:
         self._edges: tuple[list[Receiver], list[Sender]] = ([], [])
         """Receivers and senders of the lanes."""
         self._groups: StageGroups | None = None
+        self._copying: ThreadPoolExecutor | None = None
+        """Thread that copies KV blocks of a device; None where other processes map the cache."""
 
     @property
     def backend(self) -> DeviceBackend:
@@ -281,20 +281,23 @@ class StageResources:
         """
         self.loader.start(lambda: self._on_weights(on_loaded), self._on_error)
 
-    def allocate(self, num_blocks: int, block_size: int) -> None:
+    def allocate(self, num_blocks: int, block_size: int, num_state_slots: int = 0) -> None:
         """Allocate the KV cache and compile kernels; called on a thread, as it can take minutes."""
         with self._lock:
             if self._is_cancelled:
                 return
             executor, kv_memory = self.executor, self._assignment.kv_memory
             executor.bind_thread()
-            executor.allocate(num_blocks, block_size, kv_memory)
+            executor.allocate(num_blocks, block_size, kv_memory, num_state_slots)
             if kv_memory is not None:
                 folder = Path(self._assignment.model_folder)
                 model = hash_numerics(hash_model(folder), executor.kv_numerics)
                 self.kv_layout = executor.describe_kv_cache(model)
-                if self._assignment.config.scheduler.push_threshold is not None:
+                is_pushed = self._assignment.config.scheduler.push_threshold is not None
+                if is_pushed or executor.num_staging_blocks:
                     executor.count_layers(kv_memory, self.kv_layout)
+                if executor.num_staging_blocks:
+                    self._copying = ThreadPoolExecutor(1, "kv-copies", executor.bind_thread)
             self.backend.prepare_steps()
 
     def start_threads(
@@ -320,6 +323,26 @@ class StageResources:
             self._groups,
         )
 
+    def copy_kv_blocks(
+        self, command: CopyKvBlocks, on_copied: Callable[[KvBlocksCopied], None]
+    ) -> None:
+        """Copy KV blocks of a device, after the copies before.
+
+        Args:
+            command: blocks and their staging blocks.
+            on_copied: called on the copying thread.
+        """
+        assert self._copying is not None, "only devices copy KV blocks"
+        self._copying.submit(self._copy, command, on_copied)
+
+    def _copy(self, command: CopyKvBlocks, on_copied: Callable[[KvBlocksCopied], None]) -> None:
+        try:
+            self.executor.copy_kv_blocks(command)
+        except BaseException as error:
+            self._on_error(error)
+            return
+        on_copied(KvBlocksCopied(command.number))
+
     def cancel(self) -> None:
         """Stop to open, allocate and report; `free` follows."""
         self._is_cancelled = True
@@ -336,6 +359,9 @@ class StageResources:
             if self.runner is not None:
                 self.runner.close()
                 self.runner = None
+            if self._copying is not None:
+                self._copying.shutdown(wait=True, cancel_futures=True)
+                self._copying = None
             for ends in self._edges:
                 for end in ends:
                     end.close()
@@ -378,6 +404,7 @@ class StageResources:
                 executor.keeps_weights,
                 executor.numerics,
                 available_memory_bytes() if available_bytes is None else None,
+                executor.state_bytes,
             )
         )
 

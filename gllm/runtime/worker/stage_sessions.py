@@ -9,6 +9,7 @@ import zmq
 from gllm.messages import codec
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage
+from gllm.messages.kv_transfer import KvBlocksCopied, KvMachineReport
 from gllm.messages.reports import StageTimes
 from gllm.messages.steps import GrammarReady, StepDone
 from gllm.runtime.head.assignment import StageAssignment
@@ -82,6 +83,14 @@ class StageSessions:
             [RankPeers(self._hub, senders) for senders in others],
         )
 
+    @property
+    def machines(self) -> list[RankPeers]:
+        """The driver's channels to the first worker of each other machine."""
+        assert self._hub is not None, "the driver is on the first stage"
+        placement = self._assignment.placement
+        firsts = [placement.workers_on(node)[0] for node in placement.node_stages]
+        return [RankPeers(self._hub, [worker.sender]) for worker in firsts[1:]]
+
     def connect(self) -> None:
         """Connect to the driver's hub."""
         assignment = self._assignment
@@ -104,7 +113,10 @@ class StageSessions:
         self._connected_senders.add(sender)
         return len(self._connected_senders) == len(self._assignment.placement.workers)
 
-    def send_to_driver(self, message: StepDone | GrammarReady | StageTimes) -> None:
+    def send_to_driver(
+        self,
+        message: StepDone | GrammarReady | StageTimes | KvMachineReport | KvBlocksCopied,
+    ) -> None:
         """Send a message to the driver, which in its own process handles it at once."""
         if self._spoke is not None:
             self._spoke.send(message)

@@ -15,7 +15,8 @@ from gllm.sim.cluster.requests import ClusterRequest
 from gllm.sim.costs.base import TransferCost
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.hardware.devices import NetworkLink
-from gllm.sim.link import SimulatedLink, make_link
+from gllm.sim.link import MessageLink, SimulatedLink, make_link
+from gllm.sim.pipeline import PipelineLinks
 
 
 class TransferPath(NamedTuple):
@@ -24,7 +25,7 @@ class TransferPath(NamedTuple):
     Pipeline stages and other transfers may share the link.
     """
 
-    link: SimulatedLink
+    link: MessageLink
     network: NetworkLink
     """Bandwidth and latency of the link."""
 
@@ -180,6 +181,15 @@ class KvNetwork:
         if source not in self._links:
             self._links[source] = make_link(loop)
         return TransferPath(self._links[source], self.network)
+
+    def pipeline_links(self, engine: str, loop: EventLoop) -> PipelineLinks | None:
+        """Return the links of an engine's pipeline if they share this network; None: they do not.
+
+        Args:
+            engine: Name of the engine.
+            loop: Event loop of the links.
+        """
+        return None
 
 
 class HandoffRecord(NamedTuple):

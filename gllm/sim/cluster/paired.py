@@ -459,7 +459,8 @@ def simulate_pairs(
     loop = EventLoop(check=check)
     cluster = PairedCluster(PairRouter(policy, predict_length), network, loop)
     for name, deployment in deployments.items():
-        cluster.add_engine(name, deployment, role=roles.get(name, "mixed"))
+        links = network.pipeline_links(name, loop)
+        cluster.add_engine(name, deployment, links=links, role=roles.get(name, "mixed"))
     cluster.apply_each(changes)
     cluster.fail_links(link_failures)
     cluster.submit_each(jobs)

@@ -157,6 +157,18 @@ class CostModel(ABC):
         """Return the cost of sending the result from the last stage to the driver."""
         return NO_TRANSFER
 
+    def request_transfer(self, is_busy: bool) -> TransferCost:
+        """Return the cost of a request's way from the client through the frontend to the driver.
+
+        Args:
+            is_busy: True if a micro-batch is in flight when the client sends it.
+        """
+        return NO_TRANSFER
+
+    def delivery_seconds(self, num_tokens: int) -> float:
+        """Return the time from the commit of so many tokens until the client has one of them."""
+        return 0.0
+
 
 @runtime_checkable
 class OperatorCostModel(Protocol):
@@ -212,6 +224,14 @@ class DelegatingCostModel(CostModel):
     def return_transfer(self, work: StageWork) -> TransferCost:
         """Return the cost of the wrapped model."""
         return self._cost.return_transfer(work)
+
+    def request_transfer(self, is_busy: bool) -> TransferCost:
+        """Return the cost of the wrapped model."""
+        return self._cost.request_transfer(is_busy)
+
+    def delivery_seconds(self, num_tokens: int) -> float:
+        """Return the time of the wrapped model."""
+        return self._cost.delivery_seconds(num_tokens)
 
 
 class DecodeOnlyCostModel(DelegatingCostModel):

@@ -11,6 +11,9 @@ Steps that other programs interrupted are left out: a profile is of the model, n
 Another cut into stages takes a share of what all measured stages take together. The share is that
 of the same layers, embedding and LM head in steps that were measured outside of the pipeline:
     host + layers (curve(tokens) + attention) + embedding tokens + head + f samples.
+
+A server under load is slower than these engines, which have no frontend and no client beside them:
+_HostFit says by how much.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,8 +25,14 @@ from numpy.typing import NDArray
 
 from gllm.scheduler.stage_work import StageWork
 from gllm.scheduler.step_cost import solve_nonnegative
-from gllm.sim.costs.base import CostModel, MeasuredRanges, TransferCost
-from gllm.sim.costs.profile import CostProfile, SpanSample, StepSample, measure_context
+from gllm.sim.costs.base import NO_TRANSFER, CostModel, MeasuredRanges, TransferCost
+from gllm.sim.costs.profile import (
+    CostProfile,
+    HostSamples,
+    SpanSample,
+    StepSample,
+    measure_context,
+)
 from gllm.sim.hardware.devices import NetworkLink
 
 KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -121,6 +130,7 @@ class _StageFit:
         )
         seconds = np.array([max(sample.stages[stage], 1e-7) for sample in samples])
         fitted = fit_uninterrupted(rows, seconds)
+        self._coefficients = fitted[:-1]
         self._curve = fitted[: len(KNOTS) + 1]
         *self._others, self.arrival_seconds = fitted[len(KNOTS) + 1 :]
         self._known: dict[int, float] = {}
@@ -141,6 +151,66 @@ class _StageFit:
             + context * work.num_decode_context_tokens
             + sample * work.num_sampled_rows
         )
+
+    def seconds_of(self, sample: StepSample) -> float:
+        """Return the time of the stage, without arrivals."""
+        features = [*_work_features(sample), sample.samples]
+        return sum(a * b for a, b in zip(self._coefficients, features, strict=True))
+
+
+def _fit_excess(features: Array, seconds: Array) -> list[float]:
+    """Fit nonnegative coefficients of what steps take beyond their first feature, a time.
+
+    Steps that others interrupted count: where cores are shared, these delay requests too. Errors
+    are relative to the first feature.
+    """
+    base = features[:, 0]
+    scale = np.maximum(features.max(axis=0), 1e-12)
+    weighted = features / scale / base[:, None]
+    matrix = np.einsum("ri,rj->ij", weighted, weighted).tolist()
+    right = np.einsum("ri,r->i", weighted, seconds / base - 1.0).tolist()
+    solution = solve_nonnegative(matrix, right, [0.0] * features.shape[1], SWEEPS)
+    return (np.array(solution) / scale).tolist()
+
+
+class _HostFit:
+    """Fit of a server under load: stretch of its steps, and the way of requests and tokens.
+
+    A step takes
+        stretch * alone + a + b sampled tokens + c arrivals
+    where `alone` is its time in an engine without frontend and client: these work beside the
+    stages, on the same cores, for each step, for each token and for each request. They make no step
+    faster: the stretch is at least 1, and the others are not negative.
+    """
+
+    def __init__(self, host: HostSamples, fits: Sequence[_StageFit]) -> None:
+        rows, seconds = [], []
+        for sample in host.steps:
+            for stage, fit in enumerate(fits):
+                arrivals = sample.arrivals[stage] if sample.arrivals else 0
+                rows.append([max(fit.seconds_of(sample), 1e-7), 1.0, sample.samples, arrivals])
+                seconds.append(max(sample.stages[stage], 1e-7))
+        excess = _fit_excess(np.array(rows), np.array(seconds))
+        self._stretch = 1.0 + excess[0]
+        _, self._step, self._token, self.arrival_seconds = excess
+        ways = [[1.0, request.ahead, float(request.is_busy)] for request in host.requests]
+        times = np.array([max(request.seconds, 1e-7) for request in host.requests])
+        self._latency, occupancy, self._busy_latency = fit_nonnegative(np.array(ways), times)
+        self._occupancy = min(occupancy, self._latency)
+        self._delivery = _fit_line(host.deliveries)
+
+    def stage_seconds(self, alone: float, work: StageWork) -> float:
+        """Return the time of a step that takes `alone` seconds in an engine without a server."""
+        return self._stretch * alone + self._step + self._token * work.num_sampled_rows
+
+    def request_transfer(self, is_busy: bool) -> TransferCost:
+        """Return the frontend's and the client's time of a request, and its latency beside it."""
+        latency = self._latency - self._occupancy + is_busy * self._busy_latency
+        return TransferCost(self._occupancy, latency)
+
+    def delivery_seconds(self, num_tokens: int) -> float:
+        """Return a constant plus a time per token."""
+        return self._delivery[0] + self._delivery[1] * num_tokens
 
 
 class _SpanFit:
@@ -190,6 +260,8 @@ class FittedCostModel(CostModel):
         profile: Measured step, link, driver and sampling times.
         layers: Number of layers of each stage; default: as measured.
         link: Link between neighbouring stages, if the profile has measured none.
+        includes_host: True to include the work of frontend and client, if the profile has measured
+            it; False for the engine alone.
 
     Raises:
         ValueError: The layers do not add up to the model's, or the profile has measured no parts of
@@ -201,8 +273,11 @@ class FittedCostModel(CostModel):
         profile: CostProfile,
         layers: Sequence[int] | None = None,
         link: NetworkLink | None = None,
+        includes_host: bool = True,
     ) -> None:
-        self._fits = [_StageFit(profile.steps, stage) for stage in range(len(profile.layers))]
+        self._steps = profile.steps
+        self._stage_fits: dict[int, _StageFit] = {}
+        """By stage; a worker of one stage fits no other."""
         self._measured_spans = _spans_of(profile.layers)
         self._cut: list[Span] | None = None
         self._host_seconds = 0.0
@@ -220,7 +295,18 @@ class FittedCostModel(CostModel):
         self._plan = _fit_line(profile.plans, fit_uninterrupted)
         self._sampling = _fit_line(profile.sampling, fit_uninterrupted)
         self._return = _fit_line(profile.returns)
+        self._host: _HostFit | None = None
+        if includes_host and profile.host is not None:
+            self._add_host(profile.host)
         self._ranges = _measure_ranges(profile.steps)
+
+    def _add_host(self, host: HostSamples) -> None:
+        """Take the times between the stages from a server under load, as far as it has them."""
+        self._host = _HostFit(host, [self._fit_of(s) for s in range(len(self._measured_spans))])
+        self._link = _fit_line(host.links) if host.links else self._link
+        self._plan = _fit_line(host.plans) if host.plans else self._plan
+        self._sampling = _fit_line(host.sampling) if host.sampling else self._sampling
+        self._return = _fit_line(host.returns) if host.returns else self._return
 
     def with_own_counts(self) -> "FittedCostModel":
         """Return a model with the same fits and zero counts of predictions below the ranges."""
@@ -235,19 +321,28 @@ class FittedCostModel(CostModel):
             CostRangeError: The micro-batch is above the measured range.
         """
         work = self._clamp(work)
+        alone = self._alone_seconds(stage, work)
+        return alone if self._host is None else self._host.stage_seconds(alone, work)
+
+    def _alone_seconds(self, stage: int, work: StageWork) -> float:
+        """Return the time of a stage in an engine without a server."""
         if self._cut is None:
-            return self._fits[stage].seconds(work)
+            return self._fit_of(stage).seconds(work)
         sample = StepSample.of(work, [])
-        whole = sum(fit.seconds(work) for fit in self._fits)
+        whole = sum(
+            self._fit_of(measured).seconds(work) for measured in range(len(self._measured_spans))
+        )
         part = self._span_fit.seconds(sample, [self._cut[stage]])
         share = part / self._span_fit.seconds(sample, self._measured_spans)
         return self._host_seconds + whole * share
 
     def arrival_seconds(self, stage: int) -> float:
         """Return the fitted time; in another division only the driver's stage has one."""
+        if self._host is not None:
+            return self._host.arrival_seconds
         if self._cut is None:
-            return self._fits[stage].arrival_seconds
-        return self._fits[0].arrival_seconds if stage == 0 else 0.0
+            return self._fit_of(stage).arrival_seconds
+        return self._fit_of(0).arrival_seconds if stage == 0 else 0.0
 
     def activation_transfer(self, stage: int, work: StageWork) -> TransferCost:
         """Return a fixed latency plus a time per token; all links are equal."""
@@ -268,6 +363,20 @@ class FittedCostModel(CostModel):
     def return_seconds(self, work: StageWork) -> float:
         """Return a constant plus a time per sampled token."""
         return self._return[0] + self._return[1] * work.num_sampled_rows
+
+    def request_transfer(self, is_busy: bool) -> TransferCost:
+        """Return the fitted time of the frontend and the client; none without their samples."""
+        return NO_TRANSFER if self._host is None else self._host.request_transfer(is_busy)
+
+    def delivery_seconds(self, num_tokens: int) -> float:
+        """Return the fitted time of the frontend and the client; 0 without their samples."""
+        return 0.0 if self._host is None else self._host.delivery_seconds(num_tokens)
+
+    def _fit_of(self, stage: int) -> _StageFit:
+        fit = self._stage_fits.get(stage)
+        if fit is None:
+            fit = self._stage_fits[stage] = _StageFit(self._steps, stage)
+        return fit
 
     def _clamp(self, work: StageWork) -> StageWork:
         """Return the work, at least the smallest that was measured."""

@@ -1,14 +1,21 @@
 """Cost profile: step times of a real pipeline, stored in a file; costs/fitted.py fits them."""
 
-from collections.abc import Sequence
+from bisect import bisect, insort
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from math import inf
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 import msgspec
 
+from gllm.observability.latency import RequestTimeline
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.metrics.run_record import RunRecord, StepCosts, measure_step_costs
+from gllm.sim.metrics.run_record import RunRecord, ServedRequest, StepCosts, measure_step_costs
 
 FORMAT_VERSION = 3
 SECONDS_DECIMALS = 7
@@ -72,6 +79,36 @@ class SpanSample(msgspec.Struct, frozen=True, array_like=True):
     """Batch of the step; its only time is that of these layers."""
 
 
+class RequestTransferSample(msgspec.Struct, frozen=True, array_like=True):
+    """One request on its way from the client through the frontend to the driver."""
+
+    ahead: Count
+    """Requests that had been sent before it and had not reached the driver."""
+    is_busy: bool
+    """True if a micro-batch was in flight when it was sent."""
+    seconds: NonNegative
+    """Time from the client's send until the driver had added it to the scheduler."""
+
+
+class HostSamples(msgspec.Struct, frozen=True):
+    """Times of a server under load, with its frontend and its client on the same machine.
+
+    The stages share their cores with the driver, the frontend and the client, and requests and
+    tokens take time to cross these.
+    """
+
+    steps: Annotated[list[StepSample], msgspec.Meta(min_length=1)]
+    links: list[tuple[Count, float]]
+    """As in CostProfile, like the three fields that follow."""
+    plans: list[tuple[Count, float]]
+    sampling: list[tuple[Count, float]]
+    returns: list[tuple[Count, float]]
+    requests: Annotated[list[RequestTransferSample], msgspec.Meta(min_length=1)]
+    deliveries: list[tuple[Count, NonNegative]]
+    """(sampled tokens of the step, seconds from its commit until the client has a token of it, on
+    average), for each step."""
+
+
 class CostProfile(msgspec.Struct, frozen=True):
     """File format of `gllm profile`: measured step, link, driver and sampling times."""
 
@@ -106,6 +143,8 @@ class CostProfile(msgspec.Struct, frozen=True):
     """(sequences in the batch, seconds) of the sampler alone, measured outside of the pipeline."""
     activation_bytes: Count = 0
     """Size of one token's activations on a link between stages in bytes; 0 if unknown."""
+    host: HostSamples | None = None
+    """The same model served over HTTP; None: not measured."""
     format: int = FORMAT_VERSION
 
     @property
@@ -158,7 +197,72 @@ def build_profile(runs: list[RunRecord], machine: dict[str, str]) -> CostProfile
     return profile
 
 
-def _add_step(profile: CostProfile, costs: StepCosts) -> None:
+def build_host_samples(
+    run: RunRecord, requests: Sequence[tuple[RequestTimeline, ServedRequest]]
+) -> HostSamples:
+    """Build the samples of a server under load.
+
+    Steps that were planned while none of the requests was served are left out.
+
+    Args:
+        run: Record of the server's step log.
+        requests: Timelines of the requests at the client, each with its record in the log. Both
+            have the times of one clock.
+    """
+    host = HostSamples([], [], [], [], [], [], [])
+    host.requests.extend(_sample_requests(run, requests))
+    spans = sorted((line.arrival, line.times[-1]) for line, _ in requests if line.times)
+    sent = [begin for begin, _ in spans]
+    # Of the requests sent until a time, the latest end.
+    served_until = [-inf, *accumulate((end for _, end in spans), max)]
+    served_run = replace(
+        run,
+        micro_batches=[
+            step
+            for step in run.micro_batches
+            if served_until[bisect(sent, step.planned_time)] >= step.planned_time
+        ],
+    )
+    for costs in measure_step_costs(served_run):
+        _add_step(host, costs)
+    num_rows = {
+        step.committed_time: step.work.num_sampled_rows
+        for step in run.micro_batches
+        if step.committed_time is not None
+    }
+    delays: dict[float, list[float]] = defaultdict(list)
+    for line, served in requests:
+        # Of two tokens that the client read at once it is not known which is which.
+        if len(line.times) == len(served.line.times):
+            for received, committed in zip(line.times, served.line.times, strict=True):
+                delays[committed].append(max(0.0, received - committed))
+    host.deliveries.extend(
+        (num_rows[committed], round(fmean(seconds), SECONDS_DECIMALS))
+        for committed, seconds in delays.items()
+        if committed in num_rows
+    )
+    return host
+
+
+def _sample_requests(
+    run: RunRecord, requests: Sequence[tuple[RequestTimeline, ServedRequest]]
+) -> Iterator[RequestTransferSample]:
+    """Yield the samples of requests, in the order in which the client sent them."""
+    batches = sorted((step.planned_time, step.committed_time or inf) for step in run.micro_batches)
+    # Of the micro-batches planned until a time, the latest commit.
+    planned = [begin for begin, _ in batches]
+    committed = list(accumulate((end for _, end in batches), max))
+    pairs = sorted((line.arrival, served.line.arrival) for line, served in requests)
+    received: list[float] = []
+    for sent, added in pairs:
+        num_planned = bisect(planned, sent)
+        is_busy = num_planned > 0 and committed[num_planned - 1] > sent
+        ahead = len(received) - bisect(received, sent)
+        yield RequestTransferSample(ahead, is_busy, round(max(0.0, added - sent), SECONDS_DECIMALS))
+        insort(received, added)
+
+
+def _add_step(profile: CostProfile | HostSamples, costs: StepCosts) -> None:
     """Add the times of a step to a profile."""
     work = costs.step.work
     stages, sampling = split_sampling(costs)
@@ -232,6 +336,9 @@ def _check_stages(profile: CostProfile, path: str | Path) -> None:
     lengths = {"degrees": {len(profile.degrees)} - {0}}
     lengths["stages in steps"] = {len(step.stages) for step in profile.steps}
     lengths["arrivals in steps"] = {len(step.arrivals) for step in profile.steps} - {0}
+    if profile.host is not None:
+        lengths["stages in steps of host"] = {len(step.stages) for step in profile.host.steps}
+        lengths["arrivals in steps of host"] = {len(s.arrivals) for s in profile.host.steps} - {0}
     for field, found in lengths.items():
         if found - {stages}:
             raise ValueError(

@@ -187,6 +187,7 @@ class LayerSeconds(NamedTuple):
     matrices: float
     """Matrix multiplications with weights."""
     attention: float
+    """Attention and recurrences."""
     elementwise: float
     collectives: float
     """All-reduces over the tensor-parallel ranks."""
@@ -366,7 +367,7 @@ class LayerRoofline:
             matrices = self._matrix_seconds(shard.active_weights, shard.read_weights(rows), rows)
         else:
             matrices = self._matrix_seconds(self._dense_weights, self._dense_weights, rows)
-        attention = self._attention_seconds(work)
+        attention = self._attention_seconds(work) + self._recurrence_seconds(work)
         elementwise = rows * self._elementwise_bytes[is_sparse] / self._bandwidth
         sums = SUMS_PER_LAYER * self.sum_seconds(work)
         busy = matrices + attention + elementwise + sums
@@ -403,6 +404,16 @@ class LayerRoofline:
             compute = context * shard.decode_pair_flops / self._attention_flops
             seconds += hypot(compute, context * self._kv_bytes / self._bandwidth)
         return seconds
+
+    def _recurrence_seconds(self, work: StageWork) -> float:
+        """Return the time of the recurrences: each sequence's states are read and written once."""
+        shard = self._shard
+        if shard.recurrent is None:
+            return 0.0
+        num_sequences = work.num_decodes + len(work.prefill_chunks)
+        moved = 2 * num_sequences * shard.state_bytes
+        compute = work.num_tokens * shard.state_flops / self._attention_flops
+        return hypot(compute, moved / self._bandwidth)
 
     def _matrix_seconds(self, multiplied: float, read: float, rows: int) -> float:
         """Return the time of products of `rows` rows with weights."""

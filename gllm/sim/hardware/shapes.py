@@ -71,8 +71,19 @@ class LatentShape:
         return query + compress + expand + heads * self.value_dim * hidden
 
 
+@dataclass(frozen=True)
+class RecurrentShape:
+    """Recurrent layers of a model, which have a state per sequence instead of a KV cache."""
+
+    num_layers: int
+    state_bytes: int
+    """Bytes of the state of one sequence in one of these layers."""
+    flops: int
+    """FLOP with which one token updates and reads the state in one of these layers."""
+
+
 CONTEXT_TOKENS = 32_768
-"""Context of models without learned positions, which the table does not have."""
+"""Longest sequence on an emulated device, for models without learned positions."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +111,14 @@ class ModelShape:
     """Bytes per weight: 2 for bfloat16, 1 for fp8 or int8, 0.5 for 4 bits."""
     experts: ExpertsShape | None = None
     latent: LatentShape | None = None
+    max_context: int = 0
+    """Longest sequence in tokens by the model's configuration file; 0 if unknown."""
+    recurrent: RecurrentShape | None = None
+    """Recurrent layers; their weights are counted as those of attention, and KV cache and
+    attention are means over all layers."""
+    kv_share: float | None = None
+    """Keys and values of all layers over those that `kv_heads` and `head_dim` give, where layers
+    differ; None: recurrent layers have none, all others the same."""
 
     @property
     def context(self) -> int:
@@ -147,25 +166,44 @@ class ModelShape:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of one token in one layer's KV cache."""
+        """Bytes of one token in one layer's KV cache, as a mean over all layers."""
         if self.latent:
-            return self.latent.cached_elements * BYTES_PER_ELEMENT
-        return 2 * self.kv_heads * self.head_dim * BYTES_PER_ELEMENT
+            return self._mean(self.latent.cached_elements * BYTES_PER_ELEMENT)
+        return self._mean(2 * self.kv_heads * self.head_dim * BYTES_PER_ELEMENT)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of one sequence in one layer, as a mean over all layers."""
+        recurrent = self.recurrent
+        return recurrent.num_layers * recurrent.state_bytes // self.layers if recurrent else 0
+
+    @property
+    def state_flops(self) -> int:
+        """FLOP of the recurrences of one token in one layer, as a mean over all layers."""
+        recurrent = self.recurrent
+        return recurrent.num_layers * recurrent.flops // self.layers if recurrent else 0
+
+    def _mean(self, number: int) -> int:
+        """Return the mean over all layers of a number of the layers with a full KV cache entry."""
+        share = self.kv_share
+        if share is None:
+            share = 1 - self.recurrent.num_layers / self.layers if self.recurrent else 1
+        return number if share == 1 else round(number * share)
 
     @property
     def prefill_pair_flops(self) -> int:
         """FLOPs of one query-key pair of a prefill chunk in one layer, over all heads."""
         if self.latent:
             key_dim = self.latent.nope_dim + self.latent.rope_dim
-            return 2 * self.heads * (key_dim + self.latent.value_dim)
-        return FLOPS_PER_PAIR * self.heads * self.head_dim
+            return self._mean(2 * self.heads * (key_dim + self.latent.value_dim))
+        return self._mean(FLOPS_PER_PAIR * self.heads * self.head_dim)
 
     @property
     def decode_pair_flops(self) -> int:
         """FLOPs of one query-key pair of a decode in one layer, over all heads."""
         if self.latent:
-            return 2 * self.heads * (self.latent.cached_elements + self.latent.kv_rank)
-        return FLOPS_PER_PAIR * self.heads * self.head_dim
+            return self._mean(2 * self.heads * (self.latent.cached_elements + self.latent.kv_rank))
+        return self._mean(FLOPS_PER_PAIR * self.heads * self.head_dim)
 
     def weights_of_layers(self, first: int, count: int) -> int:
         """Return the number of weights of `count` layers, from layer `first` on."""
@@ -197,6 +235,7 @@ class ModelShape:
         per_token += (self.layers - num_dense) * self.active_weights
         pair_flops = work.num_query_key_pairs * self.prefill_pair_flops
         pair_flops += work.num_decode_context_tokens * self.decode_pair_flops
+        pair_flops += work.num_tokens * self.state_flops
         matrices = per_token * work.num_tokens + self.head_weights * work.num_sampled_rows
         return FLOPS_PER_WEIGHT * matrices + self.layers * pair_flops
 
@@ -265,6 +304,12 @@ def _shard(shape: ModelShape, ranks: int) -> ModelShape:
         mlp=shape.mlp // ranks,
         vocabulary=-(-shape.vocabulary // ranks),
         experts=shape.experts and replace(shape.experts, mlp=expert_mlp // ranks),
+        recurrent=shape.recurrent
+        and replace(
+            shape.recurrent,
+            state_bytes=shape.recurrent.state_bytes // ranks,
+            flops=shape.recurrent.flops // ranks,
+        ),
     )
 
 
@@ -272,45 +317,49 @@ def _opt(layers: int, hidden: int, heads: int) -> ModelShape:
     """Return an OPT model: an MLP of four times the hidden size, one KV head per head."""
     return ModelShape(
         layers, hidden, heads, heads, 4 * hidden, 50272,
-        head_dim=hidden // heads, tied=True, gated=False, positions=2050,
+        head_dim=hidden // heads, tied=True, gated=False, positions=2050, max_context=2048,
     )  # fmt: skip
 
 
 MODELS = {
-    "qwen2.5-0.5b": ModelShape(24, 896, 14, 2, 4864, 151936, head_dim=64, tied=True),
-    "qwen2.5-7b": ModelShape(28, 3584, 28, 4, 18944, 152064),
-    "qwen2.5-14b": ModelShape(48, 5120, 40, 8, 13824, 152064),
-    "qwen2.5-32b": ModelShape(64, 5120, 40, 8, 27648, 152064),
-    "qwen-72b": ModelShape(80, 8192, 64, 64, 24576, 152064),
-    "llama-2-7b": ModelShape(32, 4096, 32, 32, 11008, 32000),
-    "llama-2-13b": ModelShape(40, 5120, 40, 40, 13824, 32000),
-    "llama-2-70b": ModelShape(80, 8192, 64, 8, 28672, 32000),
-    "llama-30b": ModelShape(60, 6656, 52, 52, 17920, 32000),
-    "llama-3-8b": ModelShape(32, 4096, 32, 8, 14336, 128256),
-    "llama-3-70b": ModelShape(80, 8192, 64, 8, 28672, 128256),
-    "llama-3.1-8b": ModelShape(32, 4096, 32, 8, 14336, 128256),
-    "llama-3.1-70b": ModelShape(80, 8192, 64, 8, 28672, 128256),
+    "qwen2.5-0.5b": ModelShape(
+        24, 896, 14, 2, 4864, 151936, head_dim=64, tied=True, max_context=32_768
+    ),
+    "qwen2.5-7b": ModelShape(28, 3584, 28, 4, 18944, 152064, max_context=32_768),
+    "qwen2.5-14b": ModelShape(48, 5120, 40, 8, 13824, 152064, max_context=32_768),
+    "qwen2.5-32b": ModelShape(64, 5120, 40, 8, 27648, 152064, max_context=32_768),
+    "qwen-72b": ModelShape(80, 8192, 64, 64, 24576, 152064, max_context=32_768),
+    "llama-2-7b": ModelShape(32, 4096, 32, 32, 11008, 32000, max_context=4_096),
+    "llama-2-13b": ModelShape(40, 5120, 40, 40, 13824, 32000, max_context=4_096),
+    "llama-2-70b": ModelShape(80, 8192, 64, 8, 28672, 32000, max_context=4_096),
+    "llama-30b": ModelShape(60, 6656, 52, 52, 17920, 32000, max_context=2_048),
+    "llama-3-8b": ModelShape(32, 4096, 32, 8, 14336, 128256, max_context=8_192),
+    "llama-3-70b": ModelShape(80, 8192, 64, 8, 28672, 128256, max_context=8_192),
+    "llama-3.1-8b": ModelShape(32, 4096, 32, 8, 14336, 128256, max_context=131_072),
+    "llama-3.1-70b": ModelShape(80, 8192, 64, 8, 28672, 128256, max_context=131_072),
     # The paper cuts layers off Llama-3.1-405B's shape until 100B parameters are left.
-    "llama-100b": ModelShape(30, 16384, 128, 8, 53248, 128256),
-    "codellama-34b": ModelShape(48, 8192, 64, 8, 22016, 32000),
-    "internlm-20b": ModelShape(60, 5120, 40, 40, 13824, 103168),
+    "llama-100b": ModelShape(30, 16384, 128, 8, 53248, 128256, max_context=131_072),
+    "codellama-34b": ModelShape(48, 8192, 64, 8, 22016, 32000, max_context=16_384),
+    "internlm-20b": ModelShape(60, 5120, 40, 40, 13824, 103168, max_context=4_096),
     "opt-13b": _opt(40, 5120, 40),
     "opt-30b": _opt(48, 7168, 56),
     "opt-66b": _opt(64, 9216, 72),
     "opt-175b": _opt(96, 12288, 96),
-    "bloom-176b": ModelShape(70, 14336, 112, 112, 57344, 250880, tied=True, gated=False),
+    "bloom-176b": ModelShape(
+        70, 14336, 112, 112, 57344, 250880, tied=True, gated=False, max_context=2_048
+    ),
     "mixtral-8x7b": ModelShape(
-        32, 4096, 32, 8, 14336, 32000, experts=ExpertsShape(8, 2, 14336)
+        32, 4096, 32, 8, 14336, 32000, experts=ExpertsShape(8, 2, 14336), max_context=32_768
     ),
     "deepseek-v2-lite": ModelShape(
         27, 2048, 16, 16, 10944, 102400,
         experts=ExpertsShape(64, 6, 1408, num_shared=2, num_dense_layers=1),
-        latent=LatentShape(512, 64, 128, 128),
+        latent=LatentShape(512, 64, 128, 128), max_context=163_840,
     ),
     "deepseek-v3": ModelShape(
         61, 7168, 128, 128, 18432, 129280, bytes_per_weight=1.0,
         experts=ExpertsShape(256, 8, 2048, num_shared=1, num_dense_layers=3),
-        latent=LatentShape(512, 64, 128, 128, query_rank=1536),
+        latent=LatentShape(512, 64, 128, 128, query_rank=1536), max_context=163_840,
     ),
 }  # fmt: skip
 """Shapes from the models' configuration files; DeepSeek-V3's weights are fp8."""

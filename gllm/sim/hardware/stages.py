@@ -6,6 +6,7 @@ from math import floor
 from typing import TypeVar
 
 from gllm.options.degrees import expand_degrees
+from gllm.scheduler.kv_memory import MAX_UNSTORED_BLOCKS, KvMemory
 from gllm.sim.hardware.devices import DEVICES, DeviceSpec, NetworkLink, find_link, rank_link_for
 from gllm.sim.hardware.shapes import MODELS, ModelShape
 
@@ -140,6 +141,10 @@ class PipelineSpec:
         shard = self.model.shard(self.stages[stage].tp)
         return self.stages[stage].num_layers * shard.kv_bytes * block_size
 
+    def _free_bytes(self, stage: int, memory_share: float) -> float:
+        """Return the bytes on each rank of a stage beside its weights; may be negative."""
+        return self.stages[stage].device.memory * memory_share - self.rank_weight_bytes(stage)
+
     def stage_kv_blocks(self, block_size: int, memory_share: float) -> list[int]:
         """Return the number of KV blocks that fit each stage with its weights; may be negative.
 
@@ -148,10 +153,24 @@ class PipelineSpec:
             memory_share: Share of each device's memory for weights and KV cache.
         """
         blocks = []
-        for index, stage in enumerate(self.stages):
-            free_bytes = stage.device.memory * memory_share - self.rank_weight_bytes(index)
-            blocks.append(floor(free_bytes / self.rank_block_bytes(index, block_size)))
+        for index in range(len(self.stages)):
+            free_bytes = self._free_bytes(index, memory_share)
+            block_bytes = self.rank_block_bytes(index, block_size)
+            if block_bytes:
+                blocks.append(floor(free_bytes / block_bytes))
+            else:
+                blocks.append(MAX_UNSTORED_BLOCKS if free_bytes > 0 else 0)
         return blocks
+
+    def stage_kv_memories(self, block_size: int, memory_share: float) -> list[KvMemory]:
+        """Return the memory of each stage for KV blocks and states; see `stage_kv_blocks`."""
+        memories = []
+        for index, stage in enumerate(self.stages):
+            free_bytes = self._free_bytes(index, memory_share)
+            state_bytes = stage.num_layers * self.model.shard(stage.tp).state_bytes
+            block_bytes = self.rank_block_bytes(index, block_size)
+            memories.append(KvMemory(floor(free_bytes), block_bytes, state_bytes))
+        return memories
 
     def _sum_over_devices(self, values: list[float | None]) -> float | None:
         """Return the sum over all devices of a value per device, given by stage."""

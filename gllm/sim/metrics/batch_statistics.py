@@ -150,6 +150,7 @@ def summarize_batches(figures: BatchStatistics) -> dict[str, Any]:
         "steps": len(figures.num_tokens),
         "tokens_per_step": summary_statistics(figures.num_tokens),
         "tokens_per_step_variation": coefficient_of_variation(figures.num_tokens),
+        "seconds_per_step_variation": coefficient_of_variation(figures.stage_seconds),
         "requests_per_step": summary_statistics(figures.num_requests),
         "seconds_by_tokens": {str(tokens): value for tokens, value in seconds.items()},
     }

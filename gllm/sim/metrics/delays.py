@@ -1,9 +1,10 @@
 """Scheduling delays of a run, and its load: the rates offered and sustained."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from math import inf
 from typing import NamedTuple
 
-from gllm.sim.capacity import CAPACITY_RULES, RateTrial, make_rate_trial
+from gllm.sim.capacity import RateTrial, make_rate_trial
 from gllm.sim.metrics.batch_statistics import measure_micro_batches
 from gllm.sim.metrics.run_record import RunRecord, ServedRequest
 
@@ -25,16 +26,17 @@ def scheduling_delays(requests: Iterable[ServedRequest]) -> list[float | None]:
     ]
 
 
-def measure_rate_trial(run: RunRecord) -> RateTrial:
-    """Return the P99 and mean scheduling delays of a run, for a capacity search.
+def measure_rate_trial(requests: Collection[ServedRequest]) -> RateTrial:
+    """Return the scheduling delays of a run as figures, for a capacity search.
 
     Args:
-        run: Record of the run at one request rate.
+        requests: Requests of the run at one request rate, in any order.
 
     Raises:
         ValueError: There are fewer than two requests.
     """
-    return make_rate_trial(scheduling_delays(run.requests.values()))
+    arrivals = sorted(request.line.arrival for request in requests)
+    return make_rate_trial(arrivals, scheduling_delays(requests))
 
 
 MAX_CHECKS = 100
@@ -90,12 +92,15 @@ class RunLoad(NamedTuple):
     sustained_rate: float
     """Finished requests per second while the first 80 % of all tokens were computed."""
     trial: RateTrial
-    """P99 and mean scheduling delays."""
+    """P99 and mean scheduling delays, and if the queue grows."""
 
     @property
     def is_overloaded(self) -> bool:
-        """True if the delays are too long or grow, as in a search for the capacity."""
-        return not CAPACITY_RULES["sustained"].is_sustained(self.trial)
+        """True if the queue grows, or some requests are never scheduled.
+
+        Long delays alone are none: a burst, or a queue close to its capacity, has them as well.
+        """
+        return self.trial.is_growing or self.trial.p99_delay_seconds == inf
 
     @property
     def overload(self) -> float | None:
@@ -114,7 +119,7 @@ def measure_load(requests: Sequence[ServedRequest], sustained_rate: float) -> Ru
     """
     if len(requests) < 2:
         return None
-    arrivals = [served.line.arrival for served in requests]
-    seconds = max(arrivals) - min(arrivals)
+    arrivals = sorted(served.line.arrival for served in requests)
+    seconds = arrivals[-1] - arrivals[0]
     offered = (len(arrivals) - 1) / seconds if seconds else None
-    return RunLoad(offered, sustained_rate, make_rate_trial(scheduling_delays(requests)))
+    return RunLoad(offered, sustained_rate, measure_rate_trial(requests))

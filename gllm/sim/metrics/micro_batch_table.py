@@ -45,7 +45,7 @@ NUM_TIMES = 5
 """Columns of times: planned, trigger, committed, received, and the KV use."""
 COMMITTED, RECEIVED = 2, 3
 """Columns of the times that are set after the schedule."""
-NUM_COUNTS = 8
+NUM_COUNTS = 9
 """Columns of counts: those of StageWork without the chunks, then prefill and decode tokens."""
 
 
@@ -81,11 +81,11 @@ class MicroBatchTable(Sequence[MicroBatch]):
         """
         self._times.extend((planned_time, trigger_time, nan, nan, kv_usage))
         self._stage_times.extend(self._no_stage_times)
-        step, num_tokens, chunks, num_decodes, num_context, num_sampled, has_placeholders = work
+        step, num_tokens, chunks, num_decodes, num_context, num_sampled, *others = work
         num_prefill = num_tokens - num_decode_tokens
         self._counts.extend(
             (
-                step, num_tokens, num_decodes, num_context, num_sampled, has_placeholders,
+                step, num_tokens, num_decodes, num_context, num_sampled, *others,
                 num_prefill, num_decode_tokens,
             )
         )  # fmt: skip
@@ -135,10 +135,10 @@ class MicroBatchTable(Sequence[MicroBatch]):
         planned, trigger, committed, received, kv_usage = times
         counts = self._counts[index * NUM_COUNTS : (index + 1) * NUM_COUNTS]
         step, num_tokens, num_decodes, num_context, num_sampled, *others = counts
-        has_placeholders, num_prefill_tokens, num_decode_tokens = others
+        has_placeholders, num_windows, num_prefill_tokens, num_decode_tokens = others
         work = StageWork(
             step, num_tokens, self._chunks[index], num_decodes, num_context, num_sampled,
-            bool(has_placeholders),
+            bool(has_placeholders), num_windows,
         )  # fmt: skip
         width = 2 * self._num_stages
         stage_times = iter(self._stage_times[index * width : (index + 1) * width])

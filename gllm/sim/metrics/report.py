@@ -165,6 +165,7 @@ METRICS_TABLE_ROWS: list[tuple[str, str, float]] = [
     ("requests_per_step.mean", "requests per micro-batch", 1),
     ("tokens_per_step.mean", "tokens per micro-batch", 1),
     ("tokens_per_step_variation", "tokens per micro-batch, std / mean", 1),
+    ("seconds_per_step_variation", "time per micro-batch, std / mean", 1),
     *((f"tokens_by_time_p{p}", f"tokens per micro-batch, by time p{p}", 1) for p in (50, 90)),
     ("kv_usage.mean", "KV cache in use, mean, %", 100),
     ("kv_usage.max", "KV cache in use, max, %", 100),

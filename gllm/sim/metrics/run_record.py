@@ -25,7 +25,7 @@ from gllm.observability.step_log import (
     StartEvent,
     StepLogEvent,
 )
-from gllm.scheduler.plan import SampledToken, ScheduledRow, StepTime
+from gllm.scheduler.plan import SampledToken, ScheduledRow, StepTime, count_tokens
 from gllm.scheduler.stage_work import compute_stage_work
 from gllm.sim.metrics.micro_batch_table import MicroBatch, iterate_stage_times
 
@@ -128,6 +128,8 @@ class DepthChange:
     """New number of micro-batches in flight."""
     max_prefill_tokens: int | None
     """New limit of prefill tokens per micro-batch; None: only the scheduler's usual limits."""
+    is_mixed: bool = False
+    """With two lanes: micro-batches have decodes and prefill."""
     received_time: float = 0.0
     """Time at which the driver had received everything before it."""
 
@@ -266,7 +268,7 @@ class _Reader:
         self._news = start.time
         """When the last of it came."""
         self._last_time = start.time
-        """Time of the last event."""
+        """Time of the last event, or of the last end of a step."""
         self._rows: dict[int, list[ScheduledRow]] = {}
         """Rows of the steps in flight, by step."""
         self._prefilled: dict[int, int] = {}
@@ -302,8 +304,8 @@ class _Reader:
                 self._unplanned.append(self.run.stage_reports[-1])
                 for times in steps:
                     self._steps[times.step].stage_times[stage] = times
-            case DepthEvent(depth=depth, max_prefill_tokens=max_prefill_tokens):
-                self.run.depth_changes.append(DepthChange(depth, max_prefill_tokens))
+            case DepthEvent(depth=depth, max_prefill_tokens=max_tokens, is_mixed=is_mixed):
+                self.run.depth_changes.append(DepthChange(depth, max_tokens, is_mixed))
                 self._unplanned.append(self.run.depth_changes[-1])
             case CommitEvent():
                 self._commit(event)
@@ -314,7 +316,10 @@ class _Reader:
                 self._restart(event)
             case StartEvent():
                 pass
-        self._last_time = event.time
+        if isinstance(event, StageTimesEvent):  # Of earlier moments.
+            self._last_time = max([self._last_time, *(step.end for step in event.steps)])
+        else:
+            self._last_time = event.time
 
     def _restart(self, restart: RestartEvent) -> None:
         """Forget what was in flight, and keep the unfinished requests to recognize them."""
@@ -381,7 +386,9 @@ class _Reader:
         self._unplanned = []
         if plan is None:
             return
-        decodes = sum(self._prefilled.get(row.seq) == row.num_preemptions for row in plan.rows)
+        decodes = count_tokens(
+            row for row in plan.rows if self._prefilled.get(row.seq) == row.num_preemptions
+        )
         work = compute_stage_work(plan.step, plan.rows)
         stages: list[StepTime | None] = [None] * self._max_stages
         step = MicroBatch(event.time, work, work.num_tokens - decodes, decodes, stages)
@@ -418,10 +425,14 @@ class _Reader:
         if stop_ids is None:
             return
         served = self._served[sampled.seq]
-        if not sampled.error:
-            served.line.record_output(now)
-        if sampled.error or sampled.token_id in stop_ids:
+        if sampled.error:
             del self._stop_ids[sampled.seq]
+            return
+        for token_id in (sampled.token_id, *sampled.further_token_ids):
+            served.line.record_output(now)
+            if token_id in stop_ids:
+                del self._stop_ids[sampled.seq]
+                return
 
 
 def _set_num_tokens(line: RequestTimeline, num_tokens: int, now: float) -> None:

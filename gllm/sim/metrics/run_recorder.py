@@ -1,8 +1,10 @@
 """Record a simulated run directly, without a step log in between."""
 
+from collections.abc import Callable
+
 from gllm.observability.latency import RequestTimeline
 from gllm.observability.step_log import StartEvent
-from gllm.scheduler.plan import ScheduledRow, StepOutput, StepPlan
+from gllm.scheduler.plan import ScheduledRow, StepOutput, StepPlan, count_tokens
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.metrics.micro_batch_table import MicroBatchTable
 from gllm.sim.metrics.run_record import RunRecord, ServedRequest
@@ -21,9 +23,16 @@ class RunRecorder(PipelineObserver):
 
     Args:
         start: First event of the run's log.
+        delivery_seconds: Time from the commit of so many tokens until the client has them, at which
+            the timelines have them; None: they have them at the commit.
     """
 
-    def __init__(self, start: StartEvent) -> None:
+    def __init__(
+        self, start: StartEvent, delivery_seconds: Callable[[int], float] | None = None
+    ) -> None:
+        self._delivery_seconds = delivery_seconds
+        self._delivered_time = start.time
+        """When the client had the newest tokens."""
         self._micro_batches = MicroBatchTable(len(start.layers))
         self._record = RunRecord(start, micro_batches=self._micro_batches)
         self._requests = self._record.requests
@@ -93,7 +102,11 @@ class RunRecorder(PipelineObserver):
         num_prefill_rows = self._record_prefill_rows(plan.rows, now)
         self._prefill_counts[plan.step] = num_prefill_rows
         self._micro_batches.append_planned(
-            now, received_time, kv_usage, work, len(plan.rows) - num_prefill_rows
+            now,
+            received_time,
+            kv_usage,
+            work,
+            count_tokens(plan.rows[: len(plan.rows) - num_prefill_rows]),
         )
 
     def _record_fetched_rows(self, rows: list[ScheduledRow], now: float) -> None:
@@ -129,7 +142,7 @@ class RunRecorder(PipelineObserver):
         ):
             self._record_tokens()
             chunk_time = self._chunk_times.get(row.seq, served.line.arrival)
-            last_commit_time = max([*served.line.times[-1:], chunk_time])
+            last_commit_time = min(now, max([*served.line.times[-1:], chunk_time]))
         served.record_schedule(row.num_preemptions, now, last_commit_time)
 
     def on_stage_finished(self, stage: int, step: int, start: float, end: float) -> None:
@@ -145,7 +158,14 @@ class RunRecorder(PipelineObserver):
         num_prefill_rows = self._prefill_counts.pop(plan.step)
         for row in plan.rows[len(plan.rows) - num_prefill_rows :]:
             self._chunk_times[row.seq] = now
-        self._unrecorded.append((output.seqs, now))
+        delivered_time = now
+        if self._delivery_seconds is not None and output.seqs:
+            # The tokens of a step are not delivered before those of the step before.
+            delivered_time = max(
+                self._delivered_time, now + self._delivery_seconds(len(output.seqs))
+            )
+            self._delivered_time = delivered_time
+        self._unrecorded.append((output.seqs, delivered_time))
         if len(self._unrecorded) == NUM_UNRECORDED_STEPS:
             self._record_tokens()
         for finished in output.finished:

@@ -1,7 +1,6 @@
 """Statistics of lists of figures."""
 
 from collections.abc import Sequence
-from statistics import fmean, pstdev
 
 import numpy as np
 
@@ -29,5 +28,6 @@ def summary_statistics(values: Sequence[float]) -> dict[str, float]:
 
 def coefficient_of_variation(values: Sequence[float]) -> float:
     """Return the standard deviation of values divided by their mean; 0 without values."""
-    mean = fmean(values) if values else 0.0
-    return pstdev(values) / mean if mean else 0.0
+    figures = np.asarray(values, np.float64)
+    mean = float(figures.mean()) if len(figures) else 0.0
+    return float(figures.std()) / mean if mean else 0.0

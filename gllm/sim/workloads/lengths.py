@@ -5,12 +5,12 @@ import random
 from bisect import bisect_left
 from collections.abc import Callable
 from functools import cache, partial
-from itertools import accumulate
+from itertools import accumulate, islice
 from statistics import NormalDist
 from typing import NamedTuple
 
 from gllm.sim.workloads.sessions import SESSIONS
-from gllm.sim.workloads.traces import TRACES, Lengths, load_trace, read_lengths
+from gllm.sim.workloads.traces import TRACES, Lengths, WorkloadTrace, load_trace, read_trace
 
 NORMAL = NormalDist()
 BISECTION_STEPS = 100
@@ -252,9 +252,28 @@ def _sample_trace(name: str, rng: random.Random, count: int) -> Lengths:
 
 
 def _sample_rows(lengths: Lengths, rng: random.Random, count: int) -> Lengths:
-    """Sample lengths without replacement as long as there are enough."""
-    full, remainder = divmod(count, len(lengths))
-    return [pair for _ in range(full) for pair in lengths] + rng.sample(lengths, remainder)
+    """Sample lengths in random order, each row as often as the others or once more.
+
+    Fewer rows are the first ones of more, whatever their number.
+    """
+    rows: Lengths = []
+    while len(rows) < count:
+        rows += _sample_once(lengths, rng, min(count - len(rows), len(lengths)))
+    return rows
+
+
+def _sample_once(lengths: Lengths, rng: random.Random, count: int) -> Lengths:
+    """Sample different rows in random order; `Random.sample` depends on their number."""
+    indices: dict[int, None] = {}
+    # Beyond half of the rows, most of the drawn ones are known.
+    num_drawn = min(count, len(lengths) // 2)
+    while len(indices) < num_drawn:
+        indices[rng.randrange(len(lengths))] = None
+    if count > num_drawn:
+        others = [index for index in range(len(lengths)) if index not in indices]
+        rng.shuffle(others)
+        indices.update(dict.fromkeys(others[: count - num_drawn]))
+    return [lengths[index] for index in indices]
 
 
 def _sharegpt_like(rng: random.Random, count: int) -> Lengths:
@@ -266,12 +285,17 @@ def _sharegpt_like(rng: random.Random, count: int) -> Lengths:
 
 
 def _mixed(rng: random.Random, count: int) -> Lengths:
-    """Half conversations, a quarter code, a quarter long documents."""
-    quarter = count // 4
-    pairs = _sample_trace("azure-conv", rng, count - 2 * quarter)
-    pairs += _sample_trace("azure-code", rng, quarter) + _sample_trace("arxiv-4k", rng, quarter)
-    rng.shuffle(pairs)
-    return pairs
+    """Half conversations, a quarter code, a quarter long documents: so of each four requests."""
+    shares = {"azure-conv": 2, "azure-code": 1, "arxiv-4k": 1}
+    order = random.Random(rng.getrandbits(64))
+    num_groups = -(-count // sum(shares.values()))
+    rows = {
+        name: iter(_sample_trace(name, random.Random(rng.getrandbits(64)), share * num_groups))
+        for name, share in shares.items()
+    }
+    group = [name for name, share in shares.items() for _ in range(share)]
+    names = (name for _ in range(num_groups) for name in order.sample(group, len(group)))
+    return [next(rows[name]) for name in islice(names, count)]
 
 
 NAMED_WORKLOADS: dict[str, Callable[[random.Random, int], Lengths]] = {
@@ -286,10 +310,31 @@ WORKLOAD_HELP = (
     f"{', '.join(NAMED_WORKLOADS)}; or numbers for the prompt's length, then the output's: "
     "fixed:512,128, uniform:LOW,HIGH,LOW,HIGH, lognormal:MEDIAN,P90,MOST,MEDIAN,P90,MOST, "
     "zipf:EXPONENT,MOST,EXPONENT,MOST; or file:PATH, the rows of a CSV file with prompt_tokens and "
-    "output_tokens, as GET /workload of a router has them; or conversations, "
+    "output_tokens, as GET /workload of a router has them, in random order (replay: in their own, "
+    "at their arrival_s); or conversations, "
     "sessions:SESSIONS,TURNS,PROMPTS,SYSTEM,USER,OUTPUT"
 )
 """Text for the help of a flag that takes a workload."""
+
+
+def read_workload_trace(workload: str) -> WorkloadTrace:
+    """Return the recorded requests of a workload, in their order; empty if it has none.
+
+    Args:
+        workload: A name of TRACES, or `file:PATH`; any other workload has no record.
+
+    Raises:
+        ValueError: The file cannot be read.
+    """
+    if workload in TRACES:
+        return load_trace(TRACES[workload])
+    kind, _, path = workload.partition(":")
+    if kind != FILE:
+        return WorkloadTrace([], [])
+    try:
+        return read_trace(path)
+    except OSError as error:
+        raise ValueError(f"workload {workload}: cannot be read: {error.strerror}") from None
 
 
 def sample_lengths(workload: str, count: int, seed: int) -> Lengths:
@@ -309,10 +354,7 @@ def sample_lengths(workload: str, count: int, seed: int) -> Lengths:
         return NAMED_WORKLOADS[workload](rng, count)
     kind, _, text = workload.partition(":")
     if kind == FILE:
-        try:
-            return _sample_rows(read_lengths(text), rng, count)
-        except OSError as error:
-            raise ValueError(f"workload {workload}: cannot be read: {error.strerror}") from None
+        return _sample_rows(read_workload_trace(workload).lengths, rng, count)
     if kind not in LENGTH_DISTRIBUTIONS:
         distributions = (f"{name}:..." for name in LENGTH_DISTRIBUTIONS)
         names = ", ".join([*NAMED_WORKLOADS, f"{FILE}:PATH", SESSIONS, *distributions])
@@ -328,3 +370,32 @@ def sample_lengths(workload: str, count: int, seed: int) -> Lengths:
             f"output: {2 * width} numbers, lengths at least 1 and in this order"
         )
     return [(draw(rng, prompt), draw(rng, output)) for _ in range(count)]
+
+
+MANY_REQUESTS = 4 * 30_000
+"""Requests of which each shipped trace is exhausted, also where it has a quarter of them."""
+
+
+def longest_request(workload: str) -> int | None:
+    """Return the most tokens, prompt and output, that a request of a workload can have.
+
+    Args:
+        workload: As for `sample_lengths`.
+
+    Returns:
+        The tokens, at least; None for conversations, whose lengths are not known in advance.
+
+    Raises:
+        ValueError: The workload is unknown, or its file cannot be read.
+    """
+    kind, _, text = workload.partition(":")
+    if kind == SESSIONS:
+        return None
+    if workload in PUBLISHED_WORKLOADS:
+        return fit_published_lengths(workload).most
+    if kind not in LENGTH_DISTRIBUTIONS:
+        return max(map(sum, sample_lengths(workload, MANY_REQUESTS, 0)))
+    # Checks the numbers, of which the last one of each half is the longest length.
+    sample_lengths(workload, 1, 0)
+    values = parse_numbers(text)
+    return round(values[len(values) // 2 - 1]) + round(values[-1])

@@ -10,9 +10,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from gllm.scheduler.sequence import SchedulerRequest
-from gllm.sim.workloads.lengths import parse_numbers, sample_lengths
+from gllm.sim.workloads.lengths import parse_numbers, read_workload_trace, sample_lengths
 from gllm.sim.workloads.sessions import PromptPart, is_sessions, sample_turns
-from gllm.sim.workloads.traces import TRACES, WorkloadTrace, load_trace
 
 
 def sample_arrival_times(kind: str, count: int, rate: float, seed: int) -> list[float]:
@@ -81,7 +80,8 @@ def make_workload(
     """Return the requests of a workload: arrival times with prompt and output lengths.
 
     Args:
-        workload: Name of a trace, a length distribution, or `sessions` for conversations.
+        workload: Name of a trace, a file of lengths, a length distribution, or `sessions` for
+            conversations.
         count: Number of requests.
         rate: Requests per second, unless the arrivals are `replay`.
         arrivals: Arrival process (`sample_arrival_times`), or `replay` for the first requests of a
@@ -95,9 +95,12 @@ def make_workload(
     if arrivals == "replay":
         if not 0 < time_scale < math.inf:
             raise ValueError(f"time_scale is {time_scale}, but has to be above 0")
-        trace = load_trace(TRACES[workload]) if workload in TRACES else WorkloadTrace([], [])
+        trace = read_workload_trace(workload)
         if not trace.arrivals:
-            raise ValueError(f"workload {workload!r} has no arrivals to replay: azure-conv has")
+            raise ValueError(
+                f"workload {workload!r} has no arrivals to replay: azure-conv has, and a file with "
+                "the column arrival_s"
+            )
         if count > len(trace.arrivals):
             raise ValueError(
                 f"workload {workload!r} has {len(trace.arrivals)} requests to replay, not {count}: "
@@ -120,6 +123,11 @@ def make_workload(
         ]
     lengths = sample_lengths(workload, count, seed)
     return [WorkloadRequest(time, *pair) for time, pair in zip(times, lengths, strict=True)]
+
+
+def longest_job(jobs: Iterable[WorkloadRequest]) -> int:
+    """Return the number of tokens of the longest request: prompt and output."""
+    return max(job.num_prompt_tokens + job.num_output_tokens for job in jobs)
 
 
 def scale_request(job: WorkloadRequest, factor: float, most: int | None = None) -> WorkloadRequest:
@@ -150,6 +158,15 @@ def scale_request(job: WorkloadRequest, factor: float, most: int | None = None) 
         output = min(output, most // 2)
         prompt = min(prompt, most - output)
     return job._replace(num_prompt_tokens=prompt, num_output_tokens=output, parts=parts)
+
+
+def cut_requests(
+    jobs: list[WorkloadRequest], max_request_tokens: int | None
+) -> list[WorkloadRequest]:
+    """Return requests of which longer ones are cut to a number of tokens; None: none is cut."""
+    if max_request_tokens is None:
+        return jobs
+    return [scale_request(job, 1.0, max_request_tokens) for job in jobs]
 
 
 def iterate_scheduler_requests(

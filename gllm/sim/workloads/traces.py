@@ -5,6 +5,8 @@ data/README.md names sources and licences of the shipped ones.
 
 import csv
 from functools import cache
+from itertools import pairwise
+from math import inf, nan
 from typing import NamedTuple
 
 from gllm.sim.data_tables import read_table
@@ -41,14 +43,15 @@ def load_trace(file: str) -> WorkloadTrace:
     return WorkloadTrace([float(row["arrival_s"]) for row in rows if "arrival_s" in row], lengths)
 
 
-def read_lengths(path: str) -> Lengths:
-    """Read prompt and output lengths from a CSV file with columns prompt_tokens and output_tokens.
+def read_trace(path: str) -> WorkloadTrace:
+    """Read a CSV file with the columns prompt_tokens, output_tokens and, for a replay, arrival_s.
 
     Args:
         path: Path of the file.
 
     Raises:
-        ValueError: The file has other columns, no rows, or a length that is no number above 0.
+        ValueError: The file has other columns, no rows, a length that is no number above 0, or
+            arrival times in seconds that do not rise from 0 or later.
         OSError: The file cannot be read.
     """
     with open(path, newline="", encoding="utf-8") as lines:
@@ -62,4 +65,13 @@ def read_lengths(path: str) -> Lengths:
             f"{path}: give the columns prompt_tokens and output_tokens, with numbers above 0 and a "
             "row for each request, as GET /workload of a router does"
         )
-    return lengths
+    if "arrival_s" not in rows[0]:
+        return WorkloadTrace([], lengths)
+    try:
+        arrivals = [float(row["arrival_s"]) for row in rows]
+    except (TypeError, ValueError):
+        arrivals = [nan]
+    # A comparison with NaN is False.
+    if not all(a <= b < inf for a, b in pairwise([0.0, *arrivals])):
+        raise ValueError(f"{path}: arrival_s: give seconds, from 0 on, that do not fall")
+    return WorkloadTrace(arrivals, lengths)

@@ -6,7 +6,12 @@ from typing import Any, NoReturn
 
 from gllm.options.field_types import FieldError
 from gllm.options.limits import MAX_CALLS, MAX_MESSAGES
-from gllm.text.chat.placeholders import describe_part, find_question, is_media_part
+from gllm.text.chat.placeholders import (
+    MediaPartError,
+    describe_part,
+    find_question,
+    is_media_part,
+)
 from gllm.text.chat.tools import CUSTOM_INPUT_KEY
 from gllm.text.surrogates import replace_surrogates_in
 
@@ -42,7 +47,7 @@ class ToolCallArguments(dict[str, Any]):
 
 
 def normalize_messages(
-    messages: object, separator_of: Callable[[str], str] = lambda role: "\n"
+    messages: object, takes_parts: Callable[[str], bool] = lambda role: False
 ) -> list[ChatMessage]:
     """Validate the `messages` of a chat request; return copies as chat templates expect them.
 
@@ -52,7 +57,8 @@ def normalize_messages(
 
     Args:
         messages: The conversation, not yet validated.
-        separator_of: Returns the text between the text parts of a message, by its role.
+        takes_parts: Returns True if the template expects a content of several parts as such, by
+            the message's role; other contents become a text with a line per part.
 
     Raises:
         FieldError: A message is invalid; the error names `messages`.
@@ -71,7 +77,7 @@ def normalize_messages(
             if not isinstance(message.get("name"), str):
                 _fail(path, "has the role function, but no name")
             message = {**message, "role": "tool", "tool_call_id": last_call_id or f"call{i:05}"}
-        normalized.append(_normalize(path, message, i != question, separator_of))
+        normalized.append(_normalize(path, message, i != question, takes_parts))
     return normalized
 
 
@@ -88,7 +94,7 @@ def _fail(path: str, problem: str) -> NoReturn:
 
 
 def _normalize(
-    path: str, message: object, shows_media: bool, separator_of: Callable[[str], str]
+    path: str, message: object, shows_media: bool, takes_parts: Callable[[str], bool]
 ) -> ChatMessage:
     """Return a copy of one message without null values, except for a content that may be null.
 
@@ -111,15 +117,15 @@ def _normalize(
     if "reasoning" in normalized:
         # Answers have both names; templates know the longer one.
         normalized["reasoning_content"] = normalized.pop("reasoning")
-    separator = separator_of(role) if isinstance(normalized.get("content"), list) else "\n"
-    normalized["content"] = _normalize_content(path, normalized, shows_media, separator)
+    keeps_parts = isinstance(normalized.get("content"), list) and takes_parts(role)
+    normalized["content"] = _normalize_content(path, normalized, shows_media, keeps_parts)
     return normalized
 
 
 def _normalize_content(
-    path: str, message: ChatMessage, shows_media: bool, separator: str
-) -> str | None:
-    """Return the text of a message; None for a null content beside tool calls.
+    path: str, message: ChatMessage, shows_media: bool, keeps_parts: bool
+) -> str | list[ChatMessage] | None:
+    """Return the text of a message, or its parts; None for a null content beside tool calls.
 
     Only an assistant's content may be null or missing: an answer can be empty.
     """
@@ -129,29 +135,37 @@ def _normalize_content(
             return None
         refusal = message.get("refusal")
         content = refusal if isinstance(refusal, str) else ""
-    text = get_content_text(content, shows_media, separator)
-    if text is None:
+    texts = [content] if isinstance(content, str) else _part_texts(content, shows_media)
+    if texts is None:
+        parts = content if isinstance(content, list) else []
+        if media := next(filter(is_media_part, parts), None):
+            problem = f"{path} has a content part of type {media['type']}, which is not supported"
+            raise MediaPartError("messages", problem)
         _fail(path, "must have a content that is a string or a list of parts of type text")
-    return text
+    return [{"type": "text", "text": text} for text in texts] if keeps_parts else "\n".join(texts)
 
 
-def get_content_text(
-    content: object, shows_media: bool = False, separator: str = "\n"
-) -> str | None:
-    """Return the text of a message's `content`, its parts joined; None if it is not text.
+def get_content_text(content: object) -> str | None:
+    """Return the text of a message's `content`, a line per part; None if it is not text.
 
     Args:
         content: A text, or a list of parts.
-        shows_media: Show images and files as a text that says so, on lines of their own.
-        separator: Text between parts.
+    """
+    texts = [content] if isinstance(content, str) else _part_texts(content)
+    return None if texts is None else "\n".join(texts)
+
+
+def _part_texts(content: object, shows_media: bool = False) -> list[str] | None:
+    """Return the texts of a list of parts; None if one is not text.
+
+    With `shows_media`, images and files become a text that says so.
     """
     if not isinstance(content, list):
-        return content if isinstance(content, str) else None
+        return None
     texts = []
     for part in content:
         if shows_media and is_media_part(part):
             texts.append(describe_part(part))
-            separator = "\n"
             continue
         if not isinstance(part, dict) or part.get("type") not in ("text", "refusal"):
             return None
@@ -159,7 +173,7 @@ def get_content_text(
         if not isinstance(text, str):
             return None
         texts.append(text)
-    return separator.join(texts)
+    return texts
 
 
 def _normalize_calls(path: str, calls: object) -> list[ChatMessage]:

@@ -63,17 +63,18 @@ def constrain_output(
     if structured is not None and structured.grammar is not None:
         # A grammar of the request's own covers the whole output: nothing is split off it.
         return structured, replace(output_format, reasoning_tags=None, starts_in_reasoning=False)
-    has_sections = (
-        output_format.reasoning_tags is not None or output_format.tool_call_format is not None
-    )
+    call_format = output_format.tool_call_format
+    has_sections = output_format.reasoning_tags is not None or call_format is not None
     if not is_call_required and (structured is None or not has_sections):
         return structured, output_format
     grammar = GrammarBuilder(token_id, output_format.markers)
     answers = []
     if structured is not None:
-        answers.append(_content_rule(grammar, to_grammar_source(structured)))
-    if output_format.tool_call_format is not None:
-        delimiters = output_format.tool_call_format.delimiters(template_source)
+        content = _content_rule(grammar, to_grammar_source(structured))
+        prefix = "" if call_format is None else grammar.literal(call_format.content_prefix)
+        answers.append(f"{prefix} {content}" if prefix else content)
+    if call_format is not None and output_format.tool_schemas:
+        delimiters = call_format.delimiters(template_source)
         allows_several = not (tool_options.required_tool or tool_options.is_single_call)
         schemas = _enforced_schemas(tool_options)
         try:

@@ -9,8 +9,9 @@ from gllm.text.output.events import (
     ToolCallAborted,
     ToolCallStart,
 )
+from gllm.text.output.families import harmony
 from gllm.text.output.parser import OutputFormat, OutputParser
-from gllm.text.output.reasoning import ReasoningTokenCounter
+from gllm.text.output.reasoning import ChannelTokenCounter, ReasoningCounter, ReasoningTokenCounter
 from gllm.text.tokenizer import Tokenizer
 
 
@@ -67,7 +68,7 @@ def _finish_reason(reason: str | None, has_calls: bool) -> str | None:
 
 def create_reasoning_counter_factory(
     tokenizer: Tokenizer, output_format: OutputFormat
-) -> Callable[[], ReasoningTokenCounter] | None:
+) -> Callable[[], ReasoningCounter] | None:
     """Return a function that creates a counter of reasoning tokens for one choice.
 
     Returns:
@@ -76,8 +77,9 @@ def create_reasoning_counter_factory(
     """
     if output_format.reasoning_tags is None:
         return None
-    opening = tokenizer.token_to_id(output_format.reasoning_tags.opening)
-    closing = tokenizer.token_to_id(output_format.reasoning_tags.closing)
+    if output_format.has_channels:
+        return _create_channel_counter_factory(tokenizer, output_format.starts_in_reasoning)
+    opening, closing = map(tokenizer.token_to_id, output_format.reasoning_tags.tokens)
     if opening is None or closing is None:
         return None
 
@@ -86,4 +88,20 @@ def create_reasoning_counter_factory(
 
     return lambda: ReasoningTokenCounter(
         opening, closing, output_format.starts_in_reasoning, is_blank
+    )
+
+
+def _create_channel_counter_factory(
+    tokenizer: Tokenizer, starts_in_reasoning: bool
+) -> Callable[[], ReasoningCounter] | None:
+    """Return a function that creates a counter for outputs in harmony's format."""
+    headers, ends = (
+        [token for marker in markers if (token := tokenizer.token_to_id(marker)) is not None]
+        for markers in ((harmony.START, harmony.CHANNEL), harmony.ENDS)
+    )
+    text = tokenizer.token_to_id(harmony.MESSAGE)
+    if text is None:
+        return None
+    return lambda: ChannelTokenCounter(
+        headers, text, ends, tokenizer.token_bytes, starts_in_reasoning
     )

@@ -7,6 +7,8 @@ with every request, so a refusal would end their session. A text says what the m
 from collections.abc import Sequence
 from typing import Any
 
+from gllm.options.field_types import FieldError
+
 NOT_SHOWN = "not shown: this model reads text only"
 _KINDS = {
     "image": "image",
@@ -23,6 +25,10 @@ _KINDS = {
 """Name of the media by `type` of a content part, in OpenAI's and Anthropic's APIs."""
 _MAX_NAME_CHARACTERS = 200
 """Maximum characters of a file's name in a placeholder."""
+
+
+class MediaPartError(FieldError):
+    """Error: a content part has an image, a file, audio or video, which no served model reads."""
 
 
 def is_media_part(part: object) -> bool:

@@ -14,7 +14,11 @@ from gllm.text.chat.template import ChatTemplate, continues_reasoning
 from gllm.text.chat.tools import ToolOptions
 from gllm.text.output.parser import OutputFormat
 from gllm.text.output.reasoning import ReasoningTags
-from gllm.text.output.registry import select_reasoning_tags, select_tool_call_format
+from gllm.text.output.registry import (
+    find_channel_format,
+    select_reasoning_tags,
+    select_tool_call_format,
+)
 from gllm.text.output.tool_calls import ToolCallFormat
 from gllm.text.special_tokens import MarkedText, new_mark
 from gllm.text.tokenizer import Tokenizer
@@ -142,14 +146,14 @@ def render_chat(
     tags = select_reasoning_tags(parsers.reasoning_parser, template.source)
     shown = text.replace(mark, "") if mark else text
     within = tags is not None and _starts_in_reasoning(tags, shown, request)
-    schemas = use.schemas if use.tools else {}
     output_format = OutputFormat(
         tags,
         within,
-        family,
-        schemas,
+        family or find_channel_format(tags),
+        # Without a parser of calls, none of a format with channels is a call.
+        use.schemas if family is not None else {},
         use.custom_tools,
-        use.only_listed_tools,
+        use.only_listed_tools or family is None,
         continues_reasoning=within and request.continue_final_message,
     )
     token_ids = tokenizer.encode_chat(text, mark, max_tokens)
@@ -228,13 +232,19 @@ def _template_variables(
     Raises:
         FieldError: `reasoning_effort` is `none`, but the model always reasons.
     """
+    tags = select_reasoning_tags("auto", template.source)
+    efforts = None if tags is None else tags.efforts
     values = {
-        "reasoning_effort": effort,
+        "reasoning_effort": effort if efforts is None else efforts.get(effort),
         "enable_thinking": effort not in ("none", "minimal"),
         "thinking": effort not in ("none", "minimal"),
     }
-    known = {name: value for name, value in values.items() if name in template.variables}
-    if not known and effort == "none" and select_reasoning_tags("auto", template.source):
+    known = {
+        name: value
+        for name, value in values.items()
+        if name in template.variables and value is not None
+    }
+    if not known and effort == "none" and tags is not None:
         raise FieldError(
             "reasoning_effort",
             "reasoning_effort is none, but this model always reasons: omit the field",

@@ -18,7 +18,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gllm.options.field_types import FieldError
 from gllm.text.added_tokens import read_json_object
-from gllm.text.chat.messages import ChatMessage, ToolCallArguments, normalize_messages
+from gllm.text.chat.content_parts import loops_over_content
+from gllm.text.chat.harmony_messages import to_harmony_messages, with_description
+from gllm.text.chat.messages import (
+    ChatMessage,
+    ToolCallArguments,
+    get_content_text,
+    normalize_messages,
+)
 from gllm.text.chat.strict_turns import rearrangements
 
 MAX_CHARACTERS = 32 * 2**20
@@ -76,7 +83,8 @@ class ChatTemplate:
         try:
             self._plain = environment.from_string(source)
             self._with_tools = environment.from_string(tools_source)
-            self.variables = find_undeclared_variables(environment.parse(source))
+            trees = [environment.parse(text) for text in {source, tools_source}]
+            self.variables = set[str]().union(*map(find_undeclared_variables, trees))
             """Names of the variables that the template uses."""
             tool_variables = find_undeclared_variables(environment.parse(tools_source))
         except TemplateError as error:
@@ -87,8 +95,10 @@ class ChatTemplate:
         """Source of the template, with that of the template for tools."""
         self.model_type = model_type
         self._special_tokens = dict(special_tokens)
-        self._part_separators: dict[str, str] = {}
+        self._loops_over_content = any(map(loops_over_content, trees))
+        self._takes_parts: dict[str, bool] = {}
         self._supports_developer_role = "developer" in source
+        self._has_channels = "<|channel|>analysis" in self.source
         self._supports_null_content = _NULL_TEST.search(self.source) is not None
 
     @property
@@ -123,7 +133,7 @@ class ChatTemplate:
             FieldError: The messages are invalid, or the template raised an error; the error names
                 `messages` or `continue_final_message`.
         """
-        normalized = normalize_messages(messages, self.part_separator)
+        normalized = normalize_messages(messages, self.takes_parts)
         for message in normalized:
             # The newer name of the system role; templates drop or misplace an unknown role.
             if message["role"] == "developer" and not self._supports_developer_role:
@@ -140,8 +150,14 @@ class ChatTemplate:
                     "continue_final_message requires a text of the assistant as the last message",
                 )
             assert isinstance(messages, list)  # normalize_messages() checks it.
-            is_reasoning = continues_reasoning(messages[-1])
-            last["reasoning_content" if is_reasoning else "content"] += mark
+            if continues_reasoning(messages[-1]):
+                last["reasoning_content"] += mark
+            elif isinstance(last["content"], list) and last["content"]:
+                last["content"][-1]["text"] += mark
+            else:
+                last["content"] = (last["content"] or "") + mark
+        if self._has_channels:
+            normalized = to_harmony_messages(normalized)
         text = self._rendered_in_some_order(
             self._with_tools if tools else self._plain,
             as_searchable,
@@ -150,7 +166,8 @@ class ChatTemplate:
                 "documents": None,
                 **(options or {}),
                 "messages": normalized,
-                "tools": list(tools) or None,
+                "tools": list(map(with_description, tools) if self._has_channels else tools)
+                or None,
                 "add_generation_prompt": add_generation_prompt,
             },
         )
@@ -161,28 +178,31 @@ class ChatTemplate:
             raise FieldError("messages", "the chat template does not render the last message")
         return text
 
-    def part_separator(self, role: str) -> str:
-        """Return the text between the text parts of a message of this role.
+    def takes_parts(self, role: str) -> bool:
+        """Return True if the template loops over the parts of a message of this role.
 
-        It is that with which the template itself joins parts, or a line break if it expects texts.
+        Others get their texts, a line per part.
         """
-        if role not in self._part_separators:
-            self._part_separators[role] = self._find_part_separator(role)
-        return self._part_separators[role]
+        if role not in self._takes_parts:
+            self._takes_parts[role] = self._loops_over_content and self._shows_parts(role)
+        return self._takes_parts[role]
 
-    def _find_part_separator(self, role: str) -> str:
-        """Render a message with two parts, and compare it with that of the joined text."""
-        texts = [secrets.token_hex(16) for _ in range(2)]
-        parts = [{"type": "text", "text": text} for text in texts]
+    def _shows_parts(self, role: str) -> bool:
+        """Render a message with two parts, and return True if their texts follow one another.
+
+        A template may loop over the content for other roles alone, and fail for this one or write
+        the list.
+        """
+        first, second = (secrets.token_hex(16) for _ in range(2))
         try:
-            text = self._rendered_parts(role, parts)
-            begin, end = text.index(texts[0]) + len(texts[0]), text.index(texts[1])
-            separator = text[begin:end]
-            if self._rendered_parts(role, separator.join(texts)) == text:
-                return separator
-        except (FieldError, ValueError):
-            pass
-        return "\n"
+            text = self._rendered_parts(
+                role, [{"type": "text", "text": t} for t in (first, second)]
+            )
+        except FieldError:
+            return False
+        _, first_found, rest = text.partition(first)
+        between, second_found, _ = rest.partition(second)
+        return bool(first_found and second_found) and "type" not in between
 
     def _rendered_parts(self, role: str, content: object) -> str:
         """Render a short chat in which the message of a role has a content. Raises FieldError."""
@@ -224,7 +244,9 @@ class ChatTemplate:
         try:
             return rendered(variables["messages"])
         except RejectedChatError as error:
-            for messages in rearrangements(variables["messages"]):
+            # A template may test for null in one place and take the content's length in another.
+            texts = [message | {"content": _text_of(message)} for message in variables["messages"]]
+            for messages in (texts, *rearrangements(texts)):
                 with suppress(RejectedChatError):
                     return rendered(messages)
             raise error
@@ -253,12 +275,21 @@ def continues_reasoning(message: Mapping[str, Any]) -> bool:
     return message.get("content") is None and bool(reasoning)
 
 
+def _text_of(message: ChatMessage) -> str:
+    """Return the content of a normalized message as a text."""
+    return get_content_text(message["content"]) or ""
+
+
 def _searchable(message: ChatMessage, as_searchable: Callable[[str], str]) -> ChatMessage:
     """Return a message with converted texts, in which a template may search for tokens."""
-    texts = {name: message.get(name) for name in ("content", "reasoning_content")}
-    return message | {
+    texts = {name: message.get(name) for name in ("content", "reasoning_content", "thinking")}
+    converted: ChatMessage = {
         name: as_searchable(text) for name, text in texts.items() if isinstance(text, str)
     }
+    if isinstance(message["content"], list):
+        parts = message["content"]
+        converted["content"] = [part | {"text": as_searchable(part["text"])} for part in parts]
+    return message | converted
 
 
 def load_chat_template(folder: Path, file: Path | None = None) -> ChatTemplate | None:

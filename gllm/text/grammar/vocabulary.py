@@ -11,6 +11,7 @@ from pathlib import Path
 from llguidance import LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from gllm.text.added_tokens import read_description
+from gllm.text.conversion.folder import prepare_tokenizer_folder
 from gllm.text.grammar.guide import filter_eos_ids
 
 STEP_FUEL = 50_000
@@ -41,7 +42,7 @@ def load_grammar_tokenizer(folder: Path, vocab_size: int, eos_ids: Sequence[int]
     eos_tokens = filter_eos_ids(eos_ids, vocab_size)
     if not eos_tokens:
         raise ValueError("the model has no token that ends a sequence")
-    description = read_description(folder)
+    description = read_description(prepare_tokenizer_folder(folder))
     # The file may contain truncation and padding of the training run.
     description["truncation"] = description["padding"] = None
     text = json.dumps(description, ensure_ascii=False)

@@ -70,13 +70,26 @@ class GrammarBuilder:
             end: The text after it.
             text: Expression of the text; that of any text by default.
         """
-        if end in self._ids:
+        begin, *rest = self._marker.split(end, maxsplit=1)
+        if not rest:
+            return self.add_rule(text, f"[suffix={json.dumps(end)}]")
+        if not begin:
             return f"{self.add_rule(text)} {self.literal(end)}"
-        return self.add_rule(text, f"[suffix={json.dumps(end)}]")
+        # A text that contains the beginning of the end goes on after it.
+        part = self.add_rule(text, f"[suffix={json.dumps(begin)}]")
+        return f"{part}{'+' if text == _ANYTHING else ''} {self.literal(''.join(rest))}"
 
     def add_terminal(self, body: str) -> str:
         """Add a terminal, whose expressions may be intersected by `&`, and return its name."""
         return self._add("T", body, "")
+
+    def add_recursive_rule(self, make_body: Callable[[str], str]) -> str:
+        """Add a rule whose body contains its own name, and return the name."""
+        name = f"r{len(self._rules)}"
+        self._rules.append("")
+        index = len(self._rules) - 1
+        self._rules[index] = f"{name}: {make_body(name)}"
+        return name
 
     def add_rule(self, body: str, attributes: str = "") -> str:
         """Add a rule and return its name. Raises ValueError if the grammar is too large."""
@@ -97,6 +110,28 @@ class GrammarBuilder:
         return grammar.replace("::=", r":\u003a=")
 
 
+def separated_expression(
+    grammar: GrammarBuilder, members: Sequence[tuple[str, bool]], separator: str
+) -> str:
+    """Return the expression of members in their order, some of which may be left out.
+
+    Args:
+        grammar: Receives the rules.
+        members: Expression of each member; True for those that are required.
+        separator: Text between two members.
+    """
+    comma = grammar.literal(separator)
+    first, more = "", ""
+    for member, is_required in reversed(members):
+        start = _join(member, more)
+        if not is_required:
+            start = f"({start} | {first})" if first else f"({start})?"
+        first = grammar.add_rule(start)
+        following = _join(comma, member)
+        more = grammar.add_rule(_join(following if is_required else f"({following})?", more))
+    return first
+
+
 def add_json_arguments_rule(grammar: GrammarBuilder, schema: Schema, is_strict: bool) -> str:
     """Add a grammar rule for tool call arguments written as a JSON object; return its name.
 
@@ -107,7 +142,10 @@ def add_json_arguments_rule(grammar: GrammarBuilder, schema: Schema, is_strict: 
 
 @dataclass(frozen=True)
 class ToolCallDelimiters:
-    """Texts before, between and after tool calls in an output; NAME stands for the tool's name."""
+    """Texts before, between and after tool calls in an output.
+
+    NAME stands for the tool's name, and INDEX for the digits of an id.
+    """
 
     call_prefix: str
     """Text before the arguments of a call."""
@@ -147,7 +185,7 @@ def add_tool_call_rule(
     """
     calls = []
     for name, schema in tool_schemas.items():
-        prefix = grammar.literal(delimiters.call_prefix.replace("NAME", name))
+        prefix = _prefix_expression(grammar, delimiters.call_prefix, name)
         try:
             arguments = delimiters.arguments_rule(grammar, schema, name in strict_tools)
         except ValueError as error:
@@ -162,6 +200,12 @@ def add_tool_call_rule(
     prefix = grammar.literal(delimiters.block_prefix)
     suffix = grammar.literal(delimiters.block_suffix)
     return grammar.add_rule(_join(prefix, call, more, suffix))
+
+
+def _prefix_expression(grammar: GrammarBuilder, call_prefix: str, name: str) -> str:
+    """Return the expression of the text before the arguments of a tool's calls."""
+    parts = [grammar.literal(part.replace("NAME", name)) for part in call_prefix.split("INDEX")]
+    return parts[0] if len(parts) == 1 else f" {grammar.add_rule('/[0-9]{1,3}/')} ".join(parts)
 
 
 def build_output_grammar(

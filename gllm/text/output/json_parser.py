@@ -15,7 +15,7 @@ BLANK = re.compile(r"[ \t\r\n]+")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 """Characters that need no escape inside a string."""
 _SCALAR_CHARS = re.compile(r"[-+.0-9A-Za-z]+")
-_SCALAR = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|true|false|null")
+SCALAR = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|true|false|null")
 _HEX = frozenset("0123456789abcdefABCDEF")
 _CLOSERS = {"{": "}", "[": "]"}
 
@@ -145,7 +145,7 @@ def _parse_escape(reader: TextReader, sink: TextSink) -> ParserCoroutine[bool]:
 def _parse_scalar(reader: TextReader, sink: TextSink) -> ParserCoroutine[bool]:
     """Parse a number, true, false or null and pass it on as a whole."""
     text = yield from reader.read_while(_SCALAR_CHARS)
-    if not _SCALAR.fullmatch(text):
+    if not SCALAR.fullmatch(text):
         return False
     sink(text)
     return True

@@ -7,6 +7,8 @@ from gllm.text.output import json_parser
 from gllm.text.output.reader import ParserCoroutine, TextReader, discard
 from gllm.text.output.tool_calls import ToolCallEmitter
 
+NAME_KEYS = ("name", "tool_name")
+"""Keys of the name: the second is Cohere's."""
 ARGUMENT_KEYS = ("arguments", "parameters")
 """Keys of the arguments; models write the one of another family at times."""
 
@@ -74,7 +76,7 @@ class _CallParser:
 
     def _parse_value(self, key: str) -> ParserCoroutine[bool]:
         """Parse the value of a key; return False if it is invalid."""
-        if key == "name" and self._name is None:
+        if key in NAME_KEYS and self._name is None:
             self._name = yield from json_parser.parse_decoded_string(self._reader)
             return self._name is not None
         if key in ARGUMENT_KEYS and self._arguments is None and not self._is_emitted:

@@ -117,11 +117,24 @@ class OutputFormat:
     """True if the output continues the reasoning of a message: its leading space is part of it."""
 
     @property
+    def has_channels(self) -> bool:
+        """True if the parser of tool calls also splits off the reasoning."""
+        tags, call_format = self.reasoning_tags, self.tool_call_format
+        if tags is None or call_format is None:
+            return False
+        return call_format.has_channels and call_format.name == tags.name
+
+    @property
+    def end_tokens(self) -> tuple[str, ...]:
+        """Tokens that end an answer beside those of the model's configuration."""
+        return () if self.tool_call_format is None else self.tool_call_format.end_tokens
+
+    @property
     def markers(self) -> tuple[str, ...]:
         """Special tokens that must be visible in the text to parse it."""
         markers: list[str] = []
         if self.reasoning_tags is not None:
-            markers += [self.reasoning_tags.opening, self.reasoning_tags.closing]
+            markers += self.reasoning_tags.tokens
         if self.tool_call_format is not None:
             markers += self.tool_call_format.markers
         return tuple(markers)
@@ -169,19 +182,23 @@ class OutputParser:
             if text:
                 content.append(ContentDelta(text))
 
-        if (call_format := output_format.tool_call_format) is not None:
+        tags, call_format = output_format.reasoning_tags, output_format.tool_call_format
+        has_channels = output_format.has_channels
+        if call_format is not None:
             reader = TextReader()
             self._emitter = ToolCallEmitter(
                 reader,
                 output_format.tool_schemas,
                 call_format.only_known_tools or output_format.only_listed_tools,
                 call_format.create_call_id,
+                has_channels,
+                has_channels and output_format.starts_in_reasoning,
             )
             calls = _ParserRun(reader, call_format.parse(reader, self._emitter))
             self._runs.append(calls)
             self._event_lists = [self._emitter.events]
             answer = calls.feed
-        if (tags := output_format.reasoning_tags) is not None:
+        if tags is not None and not has_channels:
             reader = TextReader()
             splitter = ReasoningSplitter(
                 tags, output_format.starts_in_reasoning, answer, output_format.continues_reasoning

@@ -3,8 +3,10 @@
 Whitespace on both sides of a tag belongs neither to the reasoning nor to the answer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol
 
 from gllm.text.output.events import OutputEvent, ReasoningDelta
 from gllm.text.output.reader import ParserCoroutine, TextReader, TextSink, TrailingSpaceFilter
@@ -18,10 +20,25 @@ class ReasoningTags:
     """Value of --reasoning-parser."""
     opening: str
     closing: str
+    markers: tuple[str, ...] = ()
+    """Parts of the tags that may be special tokens; empty if these are the tags themselves."""
+    shown: tuple[str, ...] = ()
+    """Texts of the chat templates that use these tags; empty for the tags."""
+    answer_tags: tuple[str, str] | None = None
+    """Tags around the answer behind the section, which are no content."""
+    efforts: Mapping[str, str] | None = None
+    """Value of the template's `reasoning_effort` for each value in requests that the model can
+    follow; None if the template receives it unchanged."""
+
+    @property
+    def tokens(self) -> tuple[str, str]:
+        """The special tokens with which the section begins and ends."""
+        opening, closing = self.markers or (self.opening, self.closing)
+        return opening, closing
 
     def are_used_by(self, template: str) -> bool:
-        """Return True if the source of a chat template contains one of the tags."""
-        return self.opening in template or self.closing in template
+        """Return True if the source of a chat template contains a text that shows the tags."""
+        return any(text in template for text in self.shown or (self.opening, self.closing))
 
     def are_opened_by(self, prompt: str) -> bool:
         """Return True if a prompt ends with the opening tag."""
@@ -33,10 +50,50 @@ class ReasoningTags:
 
 
 REASONING_TAGS = {
+    "harmony": ReasoningTags(
+        "harmony",
+        "<|channel|>analysis<|message|>",
+        "<|end|><|start|>assistant",
+        efforts=MappingProxyType(
+            {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high"}
+            | {"max": "high"}
+        ),
+    ),
+    "gemma4": ReasoningTags(
+        "gemma4", "<|channel>thought", "<channel|>", markers=("<|channel>", "<channel|>")
+    ),
+    "apertus": ReasoningTags("apertus", "<|inner_prefix|>", "<|inner_suffix|>"),
+    "cohere": ReasoningTags(
+        "cohere",
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        answer_tags=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    ),
+    "seed_oss": ReasoningTags("seed_oss", "<seed:think>", "</seed:think>"),
+    "hy_v3": ReasoningTags(
+        "hy_v3",
+        "<think:opensource>",
+        "</think:opensource>",
+        shown=("<think{}>", "<think:opensource>"),
+    ),
+    "hunyuan_a13b": ReasoningTags(
+        "hunyuan_a13b",
+        "<think>",
+        "</think>",
+        shown=("<answer>",),
+        answer_tags=("<answer>", "</answer>"),
+    ),
+    "granite": ReasoningTags(
+        "granite",
+        "<think>",
+        "</think>",
+        shown=("<response></response>",),
+        answer_tags=("<response>", "</response>"),
+    ),
     "think": ReasoningTags("think", "<think>", "</think>"),
     "mistral": ReasoningTags("mistral", "[THINK]", "[/THINK]"),
 }
-"""Tags by name, in the order in which `auto` looks for them."""
+"""Tags by name, in the order in which `auto` looks for them: the special ones first."""
 
 
 class ReasoningSplitter:
@@ -77,9 +134,83 @@ class ReasoningSplitter:
                 yield from reader.skip_space()
             if (yield from reader.consume_until((self._tags.closing,), self._reasoning.push)):
                 yield from reader.skip_space()
+                yield from self._parse_tagged_answer(reader)
         else:
             self._answer(before)
         yield from reader.consume_rest(self._answer)
+
+    def _parse_tagged_answer(self, reader: TextReader) -> ParserCoroutine[None]:
+        """Parse an answer between tags, if there is one; a closing tag ends it."""
+        if self._tags.answer_tags is None:
+            return
+        opening, closing = self._tags.answer_tags
+        if not (yield from reader.consume_any(opening)):
+            return
+        yield from reader.skip_space()
+        text = TrailingSpaceFilter(self._answer)
+        if (yield from reader.consume_until((closing,), text.push)):
+            text.drop()
+        else:
+            text.flush()
+
+
+class ReasoningCounter(Protocol):
+    """Counter of the reasoning tokens in the output of one choice, markers included."""
+
+    num_tokens: int
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """Count the next tokens of the output."""
+
+
+class ChannelTokenCounter:
+    """Counts the reasoning tokens of one choice whose output is messages in channels.
+
+    A reasoning message counts from the marker of its channel to that of its end.
+
+    Args:
+        header_markers: Token ids of the markers with which a header begins.
+        text_marker: Token id of the marker between header and text.
+        end_markers: Token ids of the markers behind a text.
+        decode: Returns the bytes of a token.
+        starts_in_reasoning: The output begins inside the reasoning.
+    """
+
+    def __init__(
+        self,
+        header_markers: Collection[int],
+        text_marker: int,
+        end_markers: Collection[int],
+        decode: Callable[[int], bytes],
+        starts_in_reasoning: bool,
+    ) -> None:
+        self.num_tokens = 0
+        self._header_markers = header_markers
+        self._text_marker = text_marker
+        self._end_markers = end_markers
+        self._decode = decode
+        self._is_inside = starts_in_reasoning
+        self._header: list[int] = []
+        """Tokens of the header that is being read; empty in a text."""
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """Count the next tokens of the output."""
+        for token in token_ids:
+            if self._header or token in self._header_markers:
+                self._add_to_header(token)
+            elif self._is_inside:
+                self.num_tokens += 1
+                self._is_inside = token not in self._end_markers
+
+    def _add_to_header(self, token: int) -> None:
+        self._is_inside = False
+        self._header.append(token)
+        if token != self._text_marker:
+            return
+        if b"analysis" in b"".join(map(self._decode, self._header)):
+            self._is_inside = True
+            self.num_tokens += len(self._header)
+        self._header.clear()
 
 
 class ReasoningTokenCounter:

@@ -4,6 +4,7 @@ The tool's schema gives the types. A string is streamed while it arrives, any ot
 complete.
 """
 
+import ast
 import json
 from collections.abc import Callable, Set
 
@@ -19,6 +20,8 @@ from gllm.text.output.tool_calls import ToolCallEmitter
 
 _PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 """JSON texts of Python's constants, which models write at times."""
+MAX_LITERAL_CHARACTERS = 2**16
+"""Longest value that is read as a Python literal; reading one blocks other threads."""
 
 
 class TaggedArguments:
@@ -39,13 +42,17 @@ class TaggedArguments:
         self._emitter.add_arguments("}" if self._num_arguments else "{}")
 
     def parse(
-        self, key: str, parse_value: Callable[[TextSink], ParserCoroutine[str]]
+        self,
+        key: str,
+        parse_value: Callable[[TextSink], ParserCoroutine[str]],
+        is_string: bool = False,
     ) -> ParserCoroutine[str]:
         """Parse the value of an argument and emit it.
 
         Args:
             key: Name of the argument.
             parse_value: Parses the value, passes its text to a sink and returns its end tag.
+            is_string: The value is a string, whatever the schema says.
 
         Returns:
             The end tag.
@@ -54,7 +61,7 @@ class TaggedArguments:
         lead = ", " if self._num_arguments else "{"
         self._num_arguments += 1
         self._emitter.add_arguments(f"{lead}{json.dumps(key, ensure_ascii=False)}: ")
-        if types == {"string"}:
+        if is_string or types == {"string"}:
             self._emitter.add_arguments('"')
             end = yield from parse_value(lambda text: self._emitter.add_arguments(_escape(text)))
             self._emitter.add_arguments('"')
@@ -73,6 +80,7 @@ def tagged_arguments_expression(
     start_tag: str,
     end_tag: str,
     separator: str,
+    string_start_tag: str = "",
 ) -> str:
     """Return the Lark expression of arguments written between tags, in the order of the schema.
 
@@ -83,6 +91,7 @@ def tagged_arguments_expression(
         start_tag: Text before a value; KEY stands for the argument's name.
         end_tag: Text after a value.
         separator: Text after the end tag.
+        string_start_tag: Text before a value that is a string; empty for `start_tag`.
 
     Raises:
         ValueError: The function is strict, and a rule of its schema cannot be enforced.
@@ -91,16 +100,18 @@ def tagged_arguments_expression(
     arguments = ArgumentSchemas(schema)
     for key, is_required in arguments.names.items():
         if arguments.find_types(key) == {"string"}:
-            value = _string_rule(grammar, arguments.find_string_rules(key), end_tag, is_strict)
+            tag = string_start_tag or start_tag
+            value = string_rule(grammar, arguments.find_string_rules(key), end_tag, is_strict)
         else:
-            value = _json_rule(grammar, schema, arguments.find(key), end_tag)
-        start = grammar.literal(start_tag.replace("KEY", key))
+            tag = start_tag
+            value = json_rule(grammar, schema, arguments.find(key), end_tag)
+        start = grammar.literal(tag.replace("KEY", key))
         argument = grammar.add_rule(f"{start} {value} {grammar.literal(separator)}")
         parts.append(argument if is_required else f"{argument}?")
     return " ".join(parts)
 
 
-def _json_rule(grammar: GrammarBuilder, root: Schema, schema: Schema, end_tag: str) -> str:
+def json_rule(grammar: GrammarBuilder, root: Schema, schema: Schema, end_tag: str) -> str:
     """Return the expression of a value that is written as JSON, and its end tag."""
     text = grammar.json_value(schema)
     if '"$ref"' in text:
@@ -109,7 +120,7 @@ def _json_rule(grammar: GrammarBuilder, root: Schema, schema: Schema, end_tag: s
     return f"{grammar.add_rule(text)} {grammar.literal(end_tag)}"
 
 
-def _string_rule(grammar: GrammarBuilder, rules: StringRules, end_tag: str, is_strict: bool) -> str:
+def string_rule(grammar: GrammarBuilder, rules: StringRules, end_tag: str, is_strict: bool) -> str:
     """Return the expression of a string and its end tag.
 
     Raises:
@@ -140,11 +151,14 @@ def _quoted(text: str) -> str:
 def to_typed_json(text: str, types: Set[str]) -> str:
     """Convert an argument's text to JSON of one of the types, or to a JSON string if impossible.
 
-    Unless a string is permitted, Python's True, False and None are accepted as well.
+    Unless a string is permitted, Python's True, False, None, lists and dictionaries are accepted as
+    well.
     """
     candidates = [text.strip()]
     if "string" not in types:
-        candidates.append(_PYTHON_CONSTANTS.get(candidates[0], ""))
+        candidates.append(
+            _PYTHON_CONSTANTS.get(candidates[0], "") or _python_as_json(candidates[0])
+        )
     for candidate in candidates:
         try:
             value = json_parser.load_json(candidate)
@@ -153,6 +167,16 @@ def to_typed_json(text: str, types: Set[str]) -> str:
         if any(is_of_type(value, name) for name in types):
             return candidate
     return json.dumps(text, ensure_ascii=False)
+
+
+def _python_as_json(text: str) -> str:
+    """Return the JSON of a Python list or dictionary; empty if the text is none."""
+    if text[:1] not in ("[", "{") or len(text) > MAX_LITERAL_CHARACTERS:
+        return ""
+    try:
+        return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return ""
 
 
 def _escape(text: str) -> str:

@@ -14,6 +14,7 @@ from gllm.text.output.argument_schemas import ArgumentSchemas
 from gllm.text.output.events import (
     ContentDelta,
     OutputEvent,
+    ReasoningDelta,
     ToolCallAborted,
     ToolCallArgumentsDelta,
     ToolCallStart,
@@ -47,6 +48,8 @@ class ToolCallEmitter:
         tool_schemas: JSON Schemas of the request's tools.
         only_known_tools: Treat calls of other tools as content.
         create_call_id: Returns a new id.
+        splits_reasoning: Reasoning is separated from the content, in formats with channels.
+        starts_in_reasoning: The output begins inside the reasoning.
     """
 
     def __init__(
@@ -55,8 +58,12 @@ class ToolCallEmitter:
         tool_schemas: ToolSchemas,
         only_known_tools: bool,
         create_call_id: Callable[[], str],
+        splits_reasoning: bool = False,
+        starts_in_reasoning: bool = False,
     ) -> None:
         self.tool_schemas = tool_schemas
+        self.splits_reasoning = splits_reasoning
+        self.starts_in_reasoning = starts_in_reasoning
         self._argument_schemas: dict[str, ArgumentSchemas] = {}
         self.events: list[OutputEvent] = []
         """Events so far; the reader of the events clears the list."""
@@ -69,10 +76,15 @@ class ToolCallEmitter:
         self._accepts_closing_marker = False
         """True if a closing marker may still belong to the last call."""
         self._content = TrailingSpaceFilter(lambda text: self.events.append(ContentDelta(text)))
+        self._reasoning = TrailingSpaceFilter(lambda text: self.events.append(ReasoningDelta(text)))
 
     def add_content(self, text: str) -> None:
         """Add text to the content."""
         self._content.push(text)
+
+    def add_reasoning(self, text: str) -> None:
+        """Add text to the reasoning."""
+        self._reasoning.push(text)
 
     def find_argument_schemas(self, name: str) -> ArgumentSchemas:
         """Return the schemas of a tool's arguments; those of an unknown tool restrict nothing."""
@@ -82,12 +94,19 @@ class ToolCallEmitter:
             self._argument_schemas[name] = ArgumentSchemas(self.tool_schemas[name])
         return self._argument_schemas[name]
 
-    def start_call(self, name: str) -> bool:
-        """Start a tool call; return False if no tool can have the name."""
+    def start_call(self, name: str, call_id: str = "") -> bool:
+        """Start a tool call; return False if no tool can have the name.
+
+        Args:
+            name: Name of the tool.
+            call_id: Id of the call in formats that have ids; empty for a new one.
+        """
         is_known = name in self.tool_schemas if self._only_known_tools else _NAME.fullmatch(name)
         if not is_known:
             return False
-        self.events.append(ToolCallStart(self._num_started, self._create_call_id(), name))
+        self.events.append(
+            ToolCallStart(self._num_started, call_id or self._create_call_id(), name)
+        )
         self._num_started += 1
         self._is_open = True
         return True
@@ -185,3 +204,10 @@ class ToolCallFormat:
     call."""
     create_call_id: Callable[[], str] = new_call_id
     """Returns a new id of a call."""
+    has_channels: bool = False
+    """True if outputs are messages in channels, so that the parser also finds the reasoning and
+    reads outputs without tools; `reasoning_tags` of the same name select it."""
+    end_tokens: tuple[str, ...] = ()
+    """Tokens that end an answer, though the model's configuration may not say so."""
+    content_prefix: str = ""
+    """Text before the answer in grammars."""

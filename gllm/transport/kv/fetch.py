@@ -4,10 +4,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
-from gllm.messages.kv_layout import find_moves
+from gllm.messages.kv_layout import KvLayout, plan_parts
 from gllm.messages.kv_transfer import FetchKv
 from gllm.transport.kv.backends.base import FetchTarget, KvBackend, TargetPart, skip_wait
 from gllm.transport.kv.break_even import FetchDeadline
@@ -21,7 +22,7 @@ from gllm.transport.kv.frames import (
     ReadRequest,
     ReadTicket,
 )
-from gllm.transport.kv.pages import KvPages
+from gllm.transport.kv.pages import KvPages, Slots
 from gllm.transport.kv.part_gate import ReceiverGate
 
 
@@ -37,8 +38,6 @@ class RunningFetch:
     """
 
     command: FetchKv
-    reader: int
-    """Random number by which the other engine recognizes this fetch (`ReadTicket.reader`)."""
     epoch: int
     deadline: FetchDeadline
     on_started: "Callable[[RunningFetch], None]"
@@ -79,42 +78,56 @@ class RunningFetch:
         self.check()
 
 
+class MachineTargets(NamedTuple):
+    """Parts that this machine reads from one machine of another engine."""
+
+    parts: list[TargetPart]
+    """Head ranges and their destinations, in layer order."""
+    num_readers: int
+    """Machines of this engine that read from that machine, this one included."""
+
+
 def find_targets(
-    command: FetchKv, endpoint: KvEndpoint, pages: Sequence[KvPages], first_position: int = 0
-) -> dict[int, list[TargetPart]]:
+    command: FetchKv,
+    endpoint: KvEndpoint,
+    pages: Sequence[KvPages],
+    engine: Sequence[Sequence[KvLayout]],
+    machine: int,
+) -> dict[int, MachineTargets]:
     """Return which heads of which layers to read from each machine of the engine with the KV.
 
     Args:
         command: the fetch: ticket, tokens and local block ids.
         endpoint: machines and KV layouts of the engine that has the blocks.
         pages: KV caches of the workers of this machine.
-        first_position: number of workers of the receiving engine on the machines before this one.
+        engine: KV layouts of the receiving engine, by machine and worker.
+        machine: index of this machine in the receiving engine.
 
     Returns:
-        Head ranges and their destinations in layer order, by index of the machine in
-        `endpoint.machines`.
+        The parts, by index of the machine in `endpoint.machines`.
 
     Raises:
         KvLayoutError, KvPagesError: the two layouts are incompatible, or blocks are missing.
     """
-    places = [
-        (number, place)
-        for number, machine in enumerate(endpoint.machines)
-        for place in range(len(machine.layouts))
-    ]
-    layouts = [endpoint.machines[machine].layouts[place] for machine, place in places]
-    by_machine: dict[int, list[TargetPart]] = {}
-    for position, own in enumerate(pages, start=first_position):
-        offset = command.first_token % own.layout.block_size
-        slots = own.find_slots(command.block_ids, offset, command.num_tokens)
-        for move in find_moves(own.layout, layouts, position):
-            machine, place = places[move.peer]
-            part = ReadPart(place, move.layer, move.heads.start, len(move.heads))
-            by_machine.setdefault(machine, []).append(TargetPart(part, own, slots))
-    for parts in by_machine.values():
+    readers: dict[int, set[int]] = {}
+    targets: dict[int, list[TargetPart]] = {}
+    slots: dict[int, Slots] = {}
+    for part in plan_parts(engine, [owner.layouts for owner in endpoint.machines]):
+        readers.setdefault(part.owner_machine, set()).add(part.machine)
+        if part.machine != machine:
+            continue
+        own = pages[part.worker]
+        if part.worker not in slots:
+            offset = command.first_token % own.layout.block_size
+            slots[part.worker] = own.find_slots(command.block_ids, offset, command.num_tokens)
+        read = ReadPart(part.owner, part.layer, part.heads.start, len(part.heads))
+        target = TargetPart(read, own, slots[part.worker])
+        targets.setdefault(part.owner_machine, []).append(target)
+    return {
         # As they are computed.
-        parts.sort(key=lambda part: part.part.layer)
-    return by_machine
+        owner: MachineTargets(sorted(parts, key=lambda each: each.part.layer), len(readers[owner]))
+        for owner, parts in targets.items()
+    }
 
 
 def fetch_from_machine(
@@ -122,7 +135,7 @@ def fetch_from_machine(
     connection: KvConnection,
     backend: KvBackend,
     names: tuple[str, str],
-    parts: list[TargetPart],
+    targets: MachineTargets,
 ) -> None:
     """Fetch the requested head ranges of layers from one machine of another engine.
 
@@ -131,14 +144,14 @@ def fetch_from_machine(
         connection: connection to the KV mover of the machine.
         backend: backend that transfers the bytes.
         names: name of the backend and of the encoding.
-        parts: head ranges of layers that the machine has, with their destinations.
+        targets: head ranges of layers that the machine has, with their destinations.
 
     Raises:
         OSError, KvFrameError: the connection failed or sent invalid data.
         KvTransferError: the machine refused, the fetch was cancelled or is late, or the blocks were
             freed before the last byte was read.
     """
-    command, num_fetched = fetch.command, 0
+    command, parts, num_fetched = fetch.command, targets.parts, 0
     while num_fetched < command.num_tokens:
         request = ReadRequest(
             command.first_token + num_fetched,
@@ -147,7 +160,7 @@ def fetch_from_machine(
             [part.part for part in parts],
             command.is_per_layer,
         )
-        ticket = ReadTicket(command.ticket, fetch.reader)
+        ticket = ReadTicket(command.ticket, command.reader, targets.num_readers)
         connection.send_struct(KvFrameKind.TICKET, ticket)
         connection.send_struct(KvFrameKind.READ, request)
         gate = None

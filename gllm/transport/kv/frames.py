@@ -96,6 +96,9 @@ class ReadTicket(msgspec.Struct, frozen=True, array_like=True):
     ticket: Ticket
     reader: Ticket
     """Random number of the fetch; only the first fetch that uses a ticket may read its blocks."""
+    num_readers: Annotated[int, Meta(ge=1, lt=2**16)] = 1
+    """Machines of the receiving engine that read from this machine, each with a connection of its
+    own and the same `reader`. The ticket ends once all of them have confirmed the last token."""
 
 
 class ReadRequest(msgspec.Struct, frozen=True, array_like=True):

@@ -11,7 +11,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
@@ -37,6 +37,7 @@ from gllm.transport.kv.break_even import FetchDeadline
 from gllm.transport.kv.endpoint import KvEndpoint, KvMachine, decode_endpoint
 from gllm.transport.kv.fetch import (
     KvFetchLateError,
+    MachineTargets,
     RunningFetch,
     fetch_from_machine,
     find_targets,
@@ -195,12 +196,21 @@ class KvMover:
         layouts = [pages.layout for pages in self._state.caches.pages]
         return KvMachine(read_host_id(), self.socket_name, address, certificate, layouts)
 
-    def open_caches(self, epoch: int, caches: list[tuple[KvLayout, int]]) -> None:
+    def open_caches(
+        self,
+        epoch: int,
+        caches: list[tuple[KvLayout, int]],
+        engine: Sequence[Sequence[KvLayout]] = (),
+        machine: int = 0,
+    ) -> None:
         """Start to serve the KV caches of an epoch; those of the previous epoch are closed.
 
         Args:
             epoch: Number of the engine restart.
             caches: Layout and memory descriptor of each worker. The mover closes the descriptors.
+            engine: Layouts of the workers of all machines of the engine, by machine; empty if there
+                is only this one.
+            machine: Index of this machine.
 
         Raises:
             KvPagesError, OSError: A cache cannot be mapped.
@@ -219,7 +229,8 @@ class KvMover:
         finally:
             for _, descriptor in caches:
                 os.close(descriptor)
-        self._replace_caches(ServedCaches(epoch, pages, read_only, progress))
+        engine = engine or [[layout for layout, _ in caches]]
+        self._replace_caches(ServedCaches(epoch, pages, read_only, progress, engine, machine))
 
     def close_caches(self) -> None:
         """Stop serving the KV caches and end all fetches, without reporting them."""
@@ -238,7 +249,6 @@ class KvMover:
             case FetchKv():
                 fetch = RunningFetch(
                     command,
-                    secrets.randbelow(2**63 - 1) + 1,
                     self._state.caches.epoch,
                     FetchDeadline(self._clock(), predicted_seconds=0.0),
                     self._report_start,
@@ -305,10 +315,9 @@ class KvMover:
     def _enqueue(self, fetch: RunningFetch) -> None:
         """Give a fetch to a thread, or fail it at once: its tokens are computed."""
         peer, pool = fetch.command.endpoint, self._fetch_pools[fetch.command.is_per_layer]
-        pages = list(self._state.caches.pages)
         with self._state.lock:
             is_closed = self._circuits.may_fetch(peer, self._clock())
-            is_queued = is_closed and pool.queue.push(peer, (fetch, pages))
+            is_queued = is_closed and pool.queue.push(peer, (fetch, self._state.caches))
             if is_closed and not is_queued:
                 self._circuits.on_cancelled(peer)
         if is_queued:
@@ -324,9 +333,9 @@ class KvMover:
             item = pool.queue.pop()
         if item is None:
             return
-        peer, (fetch, pages) = item
+        peer, (fetch, caches) = item
         begin = self._clock()
-        cause, is_answered = self._run_fetch(fetch, pages)
+        cause, is_answered = self._run_fetch(fetch, caches)
         now, seconds = self._clock(), 0.0
         dropped: list[RunningFetch] = []
         with self._state.lock:
@@ -348,7 +357,7 @@ class KvMover:
         for each in dropped:
             self._report_end(each, _SILENT)
 
-    def _run_fetch(self, fetch: RunningFetch, pages: list[KvPages]) -> tuple[str, bool | None]:
+    def _run_fetch(self, fetch: RunningFetch, caches: ServedCaches) -> tuple[str, bool | None]:
         """Fetch from all machines of the owner, one after another.
 
         Returns:
@@ -362,12 +371,14 @@ class KvMover:
             return "the fetch was cancelled", None
         try:
             endpoint = decode_endpoint(fetch.command.endpoint)
-            targets = find_targets(fetch.command, endpoint, pages)
+            targets = find_targets(
+                fetch.command, endpoint, caches.pages, caches.engine, caches.machine
+            )
             if not targets:
                 raise KvTransferError("this engine has no KV cache for transfers")
             self._predict(fetch, endpoint, targets)
-            for number, parts in targets.items():
-                self._fetch_parts(fetch, endpoint.machines[number], parts)
+            for number, each in targets.items():
+                self._fetch_parts(fetch, endpoint.machines[number], each)
         except (OSError, ValueError, ImportError, KvTransferError, KvFrameError) as error:
             cause = str(error) or type(error).__name__
             is_answered = not isinstance(error, OSError | KvFetchLateError)
@@ -396,11 +407,11 @@ class KvMover:
             self._on_report(fetch.epoch, KvFetchStarted(number))
 
     def _predict(
-        self, fetch: RunningFetch, endpoint: KvEndpoint, targets: dict[int, list[TargetPart]]
+        self, fetch: RunningFetch, endpoint: KvEndpoint, targets: dict[int, MachineTargets]
     ) -> None:
         """Set the deadline by the rates measured so far."""
         predicted = 0.0
-        for number, parts in targets.items():
+        for number, (parts, _) in targets.items():
             num_bytes = _count_bytes(parts, fetch.command.num_tokens)
             estimate = self._estimates.get(endpoint.machines[number].socket)
             seconds = estimate and estimate.predict(num_bytes)
@@ -408,7 +419,7 @@ class KvMover:
         fetch.deadline.predicted_seconds = predicted
 
     def _fetch_parts(
-        self, fetch: RunningFetch, machine: KvMachine, parts: list[TargetPart]
+        self, fetch: RunningFetch, machine: KvMachine, targets: MachineTargets
     ) -> None:
         """Fetch what one machine has. Raises OSError, ValueError, KvTransferError, KvFrameError."""
         is_local = machine.host == read_host_id()
@@ -418,14 +429,14 @@ class KvMover:
         backend, begin = self._find_backend(name), self._clock()
         connection = KvConnection(self._connect(machine, is_local), fetch.check)
         try:
-            fetch_from_machine(fetch, connection, backend, (name, self._encoding), parts)
+            fetch_from_machine(fetch, connection, backend, (name, self._encoding), targets)
         finally:
             connection.close()
         if fetch.command.is_per_layer:
             # Its duration is that of the computation.
             return
         estimate = self._estimates.setdefault(machine.socket, TransferEstimate())
-        num_bytes = _count_bytes(parts, fetch.command.num_tokens)
+        num_bytes = _count_bytes(targets.parts, fetch.command.num_tokens)
         now = self._clock()
         estimate.observe(num_bytes, now - begin, now)
 
@@ -464,7 +475,7 @@ class _FetchPool:
     """Threads for one kind of fetches, and those that wait for them."""
 
     def __init__(self, max_running: int, name: str) -> None:
-        self.queue: FetchQueue[tuple[RunningFetch, list[KvPages]]] = FetchQueue(
+        self.queue: FetchQueue[tuple[RunningFetch, ServedCaches]] = FetchQueue(
             max_running, MAX_WAITING_FETCHES
         )
         self.threads = ThreadPoolExecutor(NUM_PARALLEL_PEERS * max_running, name)

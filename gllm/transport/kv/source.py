@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from gllm.config.kv_backends import served_backend
+from gllm.messages.kv_layout import KvLayout
 from gllm.transport.kv.backends.base import KvBackend, ServedRead
 from gllm.transport.kv.frames import (
     KvConnection,
@@ -51,6 +52,10 @@ class ServedCaches:
     """Read-only, for other processes."""
     progress: Sequence[LayerProgress | None] = ()
     """Counters of computed layers; None for workers that do not count them."""
+    engine: Sequence[Sequence[KvLayout]] = ()
+    """Layouts of the workers of all machines of the engine, by machine."""
+    machine: int = 0
+    """Index of this machine in the engine."""
 
     def find_awaited(self, chunk: ServedChunk, part: ReadPart) -> tuple[LayerProgress, int] | None:
         """Return the counters and the number of layers to wait for before a head range is read.
@@ -107,7 +112,7 @@ class _Reader:
 class _Use:
     """Use of a ticket by a connection."""
 
-    reader: int
+    ticket: ReadTicket
     is_complete: bool = False
     """True once the reader has confirmed the last token."""
 
@@ -221,13 +226,16 @@ class KvSourceServer:
             connection.close()
             with self._state.lock:
                 self._readers.pop(reader, None)
-            # A ticket has one reader, and a reader has one connection.
+            # A ticket has one reader, which has one connection per machine of its engine.
             for number, use in sorted(uses.items()):
-                if use.is_complete:
+                with self._state.lock:
+                    book, ticket = self._state.book, use.ticket
+                    if not use.is_complete:
+                        book.leave(number, ticket.reader)
+                        continue
+                    is_used = book.count_complete(number, ticket.reader) >= ticket.num_readers
+                if is_used:
                     self._state.on_used(number)
-                else:
-                    with self._state.lock:
-                        self._state.book.leave(number, use.reader)
 
     def _on_refused_ticket(self, reader: _Reader, ticket: int, cause: str) -> None:
         """Report a peer that has shown a ticket that never was one."""
@@ -246,7 +254,7 @@ class KvSourceServer:
         """
         connection = reader.connection
         held, caches = self._use_ticket(ticket, request)
-        use = uses[ticket.ticket] = _Use(ticket.reader)
+        use = uses[ticket.ticket] = _Use(ticket)
         backend = self._make_backend(served_backend(request.backend))
         last = request.first_token + request.num_tokens
         reader.has_read = True

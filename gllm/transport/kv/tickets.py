@@ -34,6 +34,8 @@ class HeldBlocks:
     block_ids: list[int]
     reader: int = 0
     """Number of the fetch that uses the ticket; 0 before the first use."""
+    num_complete: int = 0
+    """Machines of that fetch's engine that have read all of their parts."""
     step: int = 0
     """Step that computes the last tokens; 0 if all tokens are computed."""
     is_partial: bool = False
@@ -153,8 +155,20 @@ class TicketBook:
                 f"tokens {first_token} to {first_token + num_tokens - 1} of {held.num_tokens} are "
                 "requested"
             )
-        held.reader = reader
+        if held.reader != reader:
+            held.reader, held.num_complete = reader, 0
         return held
+
+    def count_complete(self, ticket: int, reader: int) -> int:
+        """Count a machine of a fetch that has read all of its parts; return how many have.
+
+        0 if the ticket has ended or is used by another fetch.
+        """
+        held = self._held.get(ticket)
+        if held is None or held.reader != reader:
+            return 0
+        held.num_complete += 1
+        return held.num_complete
 
     def leave(self, ticket: int, reader: int) -> None:
         """Free a ticket for another fetch, because its connection ended before the last block.

@@ -96,11 +96,19 @@ class OpenKvCaches(msgspec.Struct, frozen=True, tag=True):
     """
 
     epoch: int
-    layouts: list[KvLayout]
+    engine: list[list[KvLayout]]
+    """Layouts of the caches of all machines of the engine, by machine and worker."""
+    machine: int
+    """Index of this machine."""
     backend: str
     """Name of the KV backend, as in `gllm.config.kv_backends`."""
     encoding: str = PLAIN
     """Encoding of fetches over TCP: a name of LINK_ENCODINGS."""
+
+    @property
+    def layouts(self) -> list[KvLayout]:
+        """Layouts of the caches of this machine's workers; empty for an unknown machine."""
+        return self.engine[self.machine] if 0 <= self.machine < len(self.engine) else []
 
 
 class CloseKvCaches(msgspec.Struct, frozen=True, tag=True):

@@ -141,7 +141,7 @@ class KvService:
                     for descriptor in memory:
                         os.close(descriptor)
                     raise
-            self._mover.open_caches(command.epoch, caches)
+            self._mover.open_caches(command.epoch, caches, command.engine, command.machine)
         except Exception as error:
             # The library of a backend has errors of its own.
             if not isinstance(error, OSError | ValueError | ImportError):

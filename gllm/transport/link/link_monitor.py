@@ -126,8 +126,11 @@ class LinkMonitor:
         is_full = info.unacknowledged_bytes >= FULL_WINDOW_SHARE * info.window_bytes
         if info.unsent_bytes or is_full:
             self._supplied_since = min(self._supplied_since, info.busy_seconds)
-        else:
-            self._supplied_since = inf
+            return
+        if self._is_shaped and not isinf(self._supplied_since):
+            self._rate.on_starved()
+            self._limit_unsent()
+        self._supplied_since = inf
 
     def send_bytes_per_second(self) -> float:
         """Return the rate in bytes per second at which data can be sent now; 0 if it is unknown."""
@@ -214,6 +217,10 @@ class LinkMonitor:
         if _differs(pacing, self._pacing):
             self._connection.set_pacing(pacing)
             self._pacing = pacing
+        self._limit_unsent()
+
+    def _limit_unsent(self) -> None:
+        assert self._connection is not None
         unsent_bytes = self._rate.unsent_bytes()
         if _differs(unsent_bytes, self._unsent_bytes):
             self._connection.set_unsent_limit(unsent_bytes)

@@ -34,7 +34,11 @@ def test_a_real_server_s_metrics_are_read() -> None:
     record.on_delta(OutputDelta(0, "b", [3, 4]))
     record.close()
     engine.stats = SchedulerStats(
-        5, 2, 0.5, 3, 20, 1, 400, 100, prefill_tokens=300, decode_tokens=20
+        *(5, 2, 0.5, 3, 20, 1, 400, 100),
+        prefill_tokens=300,
+        decode_tokens=20,
+        state_slots=64,
+        used_state_slots=3,
     )
     engine.rank_loads = {(0, 0): StageUtilization(0, 20, 4.0), (1, 0): StageUtilization(1, 20, 2.5)}
     engine.bubbles = BubbleReport([0.7, 1.6], 6.0)
@@ -47,10 +51,24 @@ def test_a_real_server_s_metrics_are_read() -> None:
     assert (found.in_flight, found.preemptions, found.kv_usage) == (3, 1, 0.5)
     assert (found.prompt_rate, found.output_rate) == (150, 2)
     assert (found.step_rate, found.step_tokens, found.prefix_hits) == (10, 16, 0.25)
+    assert (found.used_state_slots, found.state_slots) == (3, 64)
     assert [stage.busy for stage in found.stages] == [0.5, 0.25]
     assert [stage.bubble for stage in found.stages] == pytest.approx([0.1, 0.3])
     assert found.ttft.p50 == 320, "beyond the last bound: the last bound"
     assert 0 <= found.itl.p50 <= 0.001
+
+
+def test_speculation_is_read() -> None:
+    engine = FakeEngine(Tokenizer(some.byte_level()))
+    metrics = Metrics(engine)
+    engine.stats = SchedulerStats(accepted_per_position=(0,))
+    before = parse_metrics(metrics.render().decode(), 10.0)
+    engine.stats = SchedulerStats(
+        drafts=10, draft_tokens=30, accepted_tokens=15, accepted_per_position=(15,)
+    )
+    found = metrics_between(before, parse_metrics(metrics.render().decode(), 12.0))
+    assert found.has_speculation
+    assert (found.accepted_share, found.tokens_per_window) == (0.5, 2.5)
 
 
 def test_connections_of_machines_that_begin_anew_are_no_new_server() -> None:

@@ -48,6 +48,20 @@ def test_the_view() -> None:
     assert "\n".join(render(FIGURES, [50, 100], "http://127.0.0.1:8000", 80)) == VIEW
 
 
+def test_models_with_states_have_a_line_of_their_slots() -> None:
+    hybrid = replace(FIGURES, state_slots=64, used_state_slots=3)
+    lines = render(hybrid, [50, 100], "http://127.0.0.1:8000", 80)
+    assert lines[10] == "state slots    3 of 64 used"
+    assert lines[:10] + lines[11:] == VIEW.splitlines()
+
+
+def test_speculation_has_a_line() -> None:
+    figures = replace(FIGURES, has_speculation=True, accepted_share=0.625, tokens_per_window=2.5)
+    lines = render(figures, [50, 100], "http://127.0.0.1:8000", 80)
+    assert lines[12] == "speculation    62.5 % of guesses right, 2.5 tokens per window"
+    assert [*lines[:12], *lines[13:]] == VIEW.splitlines()
+
+
 def test_several_machines_have_a_line() -> None:
     counts = {"member": 2, "spare": 1, "lost": 0}
     several = replace(FIGURES, node_counts=counts, node_losses=3)

@@ -142,6 +142,7 @@ class FollowedRig(Rig):
         start_seconds: float = 60.0,
         search_seconds: float | None = None,
         retry_seconds: float = 60.0,
+        nodes: Sequence[str] = ("here",),
         **engines: EnginePlan,
     ) -> None:
         super().__init__({"router": SERVE, **dict.fromkeys(engines, SERVE)})
@@ -163,7 +164,7 @@ class FollowedRig(Rig):
             self.manager,
             ServerClient(router_url(self.plan)),
             self.plan,
-            "here",
+            nodes,
             self.make_specs,
             search,
             times,
@@ -275,6 +276,16 @@ async def test_an_engine_that_does_not_come_takes_the_change_back(
     assert rig.replanner.plan == before
     cause = "it exited with 1: no memory" if script == FAIL else "was not ready after 2.0 s"
     assert cause in caplog.text
+
+
+async def test_a_machine_can_be_several_nodes(tmp_path: Path, router: ScriptedRouter) -> None:
+    """As with a plan for GPUs that is emulated here."""
+    rig = FollowedRig(tmp_path, router, nodes=("here", "there"), a=engine())
+    rig.find(a=engine(), b=engine(node="there"))
+    async with rig.run():
+        router.shift(1)
+        await rig.until(lambda: router.num_resets == 1)
+        assert rig.engines == ["a", "b"]
 
 
 async def test_a_plan_that_cannot_be_restored_ends_all(

@@ -10,9 +10,14 @@ from gllm.commands.up import main as up
 from gllm.plan.hetero.planner import plan_replicas
 from gllm.plan.hetero.simulation import simulate_plan
 from gllm.plan.hetero.workload import CLASSES, mean_lengths, sample_workload
-from gllm.plan.nodes import named_cluster, read_cluster
+from gllm.plan.nodes import cluster_names, named_cluster, read_cluster
 from gllm.plan.problem import ServiceProblem
-from gllm.plan.processes import ROUTER_CONFIGS, find_simulated_only, render_flags
+from gllm.plan.processes import (
+    ROUTER_CONFIGS,
+    check_configurations,
+    find_simulated_only,
+    render_flags,
+)
 from gllm.plan.serving_plan import read_plan
 
 FILE = """
@@ -23,13 +28,28 @@ machines:
 network: slow
 between: {a-b: fast}
 """
+CUT = ("--max-request-tokens", "2048")
+"""Context of OPT models."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cluster", cluster_names())
+def test_engines_of_shipped_clusters_start_and_pass_blocks_on(cluster: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    flags = ["--model", "opt-30b", "--workload", "HPHD", *CUT, "--budget", "5"]
+    assert main(["hetero", "--cluster", cluster, *flags, "--output", str(path)]) == 0
+    plan = read_plan(path)
+    assert not plan.simulated_only
+    # As `gllm serve` reads the command line of each engine on each of its machines.
+    configs = check_configurations(plan)
+    assert {config.kv_transfer for config in configs.values()} == {"auto"}
 
 
 def test_plan_is_shown_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.yaml"
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text(FILE)
-    flags = ["--model", "opt-30b", "--workload", "HPHD", "--output", str(path)]
+    flags = ["--model", "opt-30b", "--workload", "HPHD", *CUT, "--output", str(path)]
     assert main(["hetero", "--cluster", str(cluster), *flags]) == 0
     text = capsys.readouterr().out
     assert "2 H100 + 2 A100-80G" in text
@@ -43,16 +63,21 @@ def test_plan_is_shown_and_written(tmp_path: Path, capsys: pytest.CaptureFixture
     assert any(source in arguments[-1] for source in plan.routes)
     assert plan.expected is not None
     assert plan.expected.by.startswith("gllm plan hetero --cluster")
-    assert plan.simulated_only == find_simulated_only(plan) != ""
-    assert f"simulated only: {plan.simulated_only}" in text
+    assert plan.simulated_only == find_simulated_only(plan) == ""
     assert read_cluster(cluster).link(0, 1).latency == pytest.approx(5e-6)
+    assert "requests of HPHD are cut to 2048 tokens" in text
+    assert "; this plan has " in text
+    assert "| b       | 2.4e+03" in text or "| b       | -" in text
+    first = text.splitlines()[0]
+    assert " s  " in first
+    assert "requests/s with 1 prefill and" in first
 
 
 def test_plan_of_machines_with_hosts_is_served_without_edits(tmp_path: Path) -> None:
     cluster, path, folder = (tmp_path / name for name in ("cluster.yaml", "plan.yaml", "compose"))
     text = FILE.replace("count: 2,", "count: 2, host: 10.0.0.1,", 1)
     cluster.write_text(text.replace("count: 2, link", "count: 2, host: 10.0.0.2, link", 1))
-    flags = ["--cluster", str(cluster), "--model", "opt-30b", "--workload", "HPHD"]
+    flags = ["--cluster", str(cluster), "--model", "opt-30b", "--workload", "HPHD", *CUT]
     names = ["--checkpoint", "facebook/opt-30b", "--output", str(path)]
     assert main(["hetero", *flags, *names]) == 0
     plan = read_plan(path)
@@ -71,6 +96,11 @@ def test_plan_of_machines_with_hosts_is_served_without_edits(tmp_path: Path) -> 
         (["--model", "deepseek-v3", "--cluster", "hom4"], "memory: the weights of deepseek-v3 are"),
         (["--model", "llama-2-70b", "--cluster", "case-e2"], "no file and none of hom"),
         (["--model", "gpt", "--cluster", "hom"], "model 'gpt' is none of"),
+        (["--model", "opt-30b", "--cluster", "hom"], "cut them by --max-request-tokens 2048"),
+        (
+            ["--model", "opt-30b", "--cluster", "hom", "--max-request-tokens", "2049"],
+            "the context of opt-30b is 2048 tokens: lower it",
+        ),
     ],
 )
 def test_errors_name_the_constraint(
@@ -78,6 +108,37 @@ def test_errors_name_the_constraint(
 ) -> None:
     assert main(["hetero", *flags, "--workload", "HPHD"]) == 2
     assert error in capsys.readouterr().err
+
+
+SMALL = """
+links: {pcie: {gbit: 166, us: 10}, ethernet: {gbit: 25, us: 50}}
+machines:
+  a: {device: A100-80G, count: 2, link: pcie}
+network: ethernet
+"""
+
+
+def test_simulation_measures_the_rate_that_a_plan_promises(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster, path = tmp_path / "cluster.yaml", tmp_path / "plan.yaml"
+    cluster.write_text(SMALL)
+    flags = ["--cluster", str(cluster), "--model", "llama-3.1-8b", "--workload", "HPLD"]
+    assert main(["hetero", *flags, "--requests", "9"]) == 2
+    assert "--requests: it is the size of a simulation" in capsys.readouterr().err
+    output = ["--output", str(path)]
+    assert main(["hetero", *flags, "--simulate", "--requests", "100", *output]) == 0
+    text = capsys.readouterr().out
+    expected = read_plan(path).expected
+    assert expected is not None
+    assert expected.capacity is not None
+    assert 0.4 * expected.capacity <= expected.rate < expected.capacity
+    assert expected.ttft_seconds
+    assert f"stable at {expected.rate:.3g} requests/s" in text
+    # The command ends within its budget, and says what it did not measure.
+    assert main(["hetero", *flags, "--simulate", "--budget", "0.2", *output]) == 0
+    assert "The promised rate is not measured" in capsys.readouterr().out
+    assert (read_plan(path).expected or expected).ttft_seconds is None
 
 
 @pytest.mark.parametrize(

@@ -63,21 +63,6 @@ def test_memory_of_each_device() -> None:
     assert OPT.device_bytes(PlannedStage((A, A), 24), 32) == near(28927066112)
 
 
-def test_kv_transfer_moves_the_shards_of_each_layer_in_parallel() -> None:
-    # A way carries 40 layers, half of the heads: 50e-6 + 40 * (2 * 1000 * 1024 * 2) / 2 / 9.125e9
-    prefill = (PlannedStage((A, A), 80),)
-    decode = (PlannedStage((H,), 40), PlannedStage((L,), 40))
-    assert LLAMA.kv_seconds(prefill, decode) == near(0.009027534247)
-
-
-def test_kv_transfer_waits_for_the_slowest_way() -> None:
-    same = (PlannedStage((A, A), 80),)
-    assert LLAMA.kv_seconds(same, same) == near(5e-6 + 80 * 4096e3 / 2 / 300e9)
-    # Stages in other order hold other layers: everything crosses the network then.
-    ordered = (PlannedStage((H,), 40), PlannedStage((A,), 40))
-    assert LLAMA.kv_seconds(ordered, ordered[::-1]) > LLAMA.kv_seconds(ordered, ordered)
-
-
 @pytest.mark.parametrize("workload", CLASSES)
 def test_credit_for_full_stages_makes_decode_a_pipeline(workload: str) -> None:
     shape, lengths = MODELS["opt-30b"], mean_lengths(workload)
@@ -115,6 +100,16 @@ def test_rules_agree_without_a_pipeline_and_are_ordered_with_one(costs: type) ->
         if len(stages) == 1:
             assert pipelined == near(literal)
         assert pipelined <= credited * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("costs", [Table1Costs, RooflineCosts])
+def test_engines_hold_the_longest_request(costs: type) -> None:
+    stages = (PlannedStage((H, H), 48),)
+    usual = costs(CLUSTER, MODELS["opt-30b"], LENGTHS).max_batch(stages)
+    most = int(usual * LENGTHS.total)
+    for longest, batch in ((most, usual), (2 * most, 0)):
+        lengths = LENGTHS._replace(longest=longest)
+        assert costs(CLUSTER, MODELS["opt-30b"], lengths).max_batch(stages) == batch
 
 
 def test_layers_follow_memory_and_ranks_divide_the_heads() -> None:

@@ -192,6 +192,13 @@ def test_predict_prefers_the_faster_engine_until_its_queue_takes_longer() -> Non
     assert chosen(1000) == "b"
 
 
+def test_predict_takes_the_chunks_of_a_queue_from_the_engine() -> None:
+    policy = make_policy("predict", Random(0))
+    small = engine("a", running=4, in_flight=4, in_flight_prefill_tokens=400, waiting_tokens=9600)
+    large = engine("b", running=6, in_flight=4, in_flight_prefill_tokens=4000, waiting_tokens=6000)
+    assert choose(policy, [small, large]) == "b"
+
+
 def test_predict_respects_the_objective_for_tokens() -> None:
     policy = make_policy("predict", Random(0))
     # Decodes hardly delay the first token but all later ones.

@@ -398,4 +398,49 @@ def test_rule_is_fitted_and_rounded_up() -> None:
     assert all(abs(fitted.num_engines(rate) - count) <= 1 for rate, count in points)
     with pytest.raises(ValueError, match="two rates"):
         fit_scale_rule([(1.0, 2), (1.0, 3)])
+
+
+@given(
+    st.lists(st.integers(1, 100), min_size=2, max_size=5, unique=True).map(sorted),
+    st.floats(0, 3),
+    st.floats(-2, 3),
+    st.lists(st.integers(0, 9), min_size=5, max_size=5),
+)
+@example([4, 6, 8], 0.0, 0.7, [0] * 5)
+@example([2, 3, 4], 0.0, 1.0, [1, 0, 0, 0, 0])
+def test_a_fitted_rule_gives_the_number_at_every_rate_that_a_line_meets(
+    rates: list[int], k5: float, c5: float, extra: list[int]
+) -> None:
+    rule = ScaleRule(k5, c5)
+    on_a_line = [(float(rate), rule.num_engines(rate)) for rate in rates]
+    lowest = max(count - 1 - k5 * rate for rate, count in on_a_line)
+    if min(count - k5 * rate for rate, count in on_a_line) - lowest > 0.02:
+        fitted = fit_scale_rule(on_a_line)
+        assert [fitted.num_engines(rate) for rate, _ in on_a_line] == [n for _, n in on_a_line]
+    beside = [(rate, count + more) for (rate, count), more in zip(on_a_line, extra, strict=False)]
+    fitted = fit_scale_rule(beside)
+    assert all(fitted.num_engines(rate) >= count for rate, count in beside)
+
+
+def test_the_offset_of_a_rule_is_kept() -> None:
+    """At 4 requests per second, 0.25 rate + 0.667 are two engines."""
+    for offset, expected in ((0.667, 2), (-0.4, 1), (1.5, 3)):
+        config = ScaleConfig("1:8", scale_engine_offset=offset, scale_down_seconds=60.0)
+        scaler = Autoscaler(config, 0.0, num_engines=8)
+        arrivals = iter(sample_arrival_times("poisson", 2000, 4.0, 0))
+        now, following = 0.0, next(arrivals)
+        wanted = set()
+        while now < 400:
+            now += 1.0
+            count = 0
+            while following < now:
+                count, following = count + 1, next(arrivals)
+            engines = [EngineLoad(str(index), EnginePhase.READY) for index in range(8)]
+            decision = scaler.observe(FleetLoad(count, 0, 0.0, engines, 4.0), now)
+            if now > 300:
+                wanted.add(decision.num_wanted)
+        assert wanted == {expected}
+
+
+def test_least_stable_rate_is_that_of_the_paper() -> None:
     assert least_stable_rate(100.0) == pytest.approx(4.0)

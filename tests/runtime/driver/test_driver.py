@@ -57,6 +57,19 @@ def test_a_prompt_goes_to_those_who_need_it(
     assert told == [*[None] * (stages - 1), sampling]
 
 
+@pytest.mark.parametrize("stages", [1, 3])
+def test_all_stages_that_read_tokens_get_the_prompt(stages: int) -> None:
+    heard = [Heard() for _ in range(stages)]
+    config = SchedulerConfig().resolve(stages, 64, 128)
+    scheduler = Scheduler(config)
+    driver = Driver(scheduler, heard[0].send, [*heard[1:]], Heard(), all_stages_need_prompts=True)
+    driver.submit(SubmitRequest(5, [1, 2, 3], SequenceSamplingParams(), 4, []))
+    for stage in heard:
+        message = stage.messages[0]
+        assert isinstance(message, RegisterSequences)
+        assert message.prompt == [1, 2, 3]
+
+
 @pytest.mark.parametrize("stages", [1, 2])
 def test_the_other_ranks_of_the_first_stage_get_what_its_rank_0_gets(stages: int) -> None:
     """And they get it earlier, because rank 0 prepares a step at once."""

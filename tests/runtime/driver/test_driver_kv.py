@@ -31,6 +31,8 @@ class Fetching:
             fetches=self._fetches,
             start_fetches=lambda now: list(self._fetches.values()),
             finish_fetch=self._finish,
+            pop_readable=list,
+            tickets=(),
         )
         scheduler = SimpleNamespace(
             transfers=transfers, stats=lambda: SchedulerStats(prefill_tokens=num_computed)

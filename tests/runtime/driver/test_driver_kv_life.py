@@ -1,6 +1,7 @@
 """Random lives of a driver's KV mover: blocks that a mover may read or write are never free."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 
 import pytest
@@ -11,12 +12,18 @@ from gllm.messages.base import WireMessage
 from gllm.messages.handoff import KvPushStarted, KvSource, PrefetchKv, ReleaseKvHolds
 from gllm.messages.kv_transfer import (
     CancelKvFetch,
+    CopyKvBlocks,
     FetchKv,
+    KvBlocksCopied,
     KvCommand,
     KvFetched,
     KvFetchStarted,
+    KvMachineCommand,
+    KvMachineReport,
+    KvMoverConnected,
     KvMoverGone,
     KvMoverStuck,
+    KvReport,
     KvRevoked,
     KvTransferTotals,
     RevokeKv,
@@ -24,7 +31,9 @@ from gllm.messages.kv_transfer import (
 )
 from gllm.messages.requests import SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
-from gllm.runtime.driver.driver_kv import ANSWER_SECONDS, DriverKv
+from gllm.runtime.driver.driver_kv import DriverKv
+from gllm.runtime.driver.kv_movers import ANSWER_SECONDS, MoverGroup
+from gllm.runtime.driver.staged_movers import StagedMovers
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import SampledToken, StepResult
 from gllm.scheduler.scheduler import Scheduler
@@ -45,6 +54,8 @@ class Mover:
     ended: set[int] = field(default_factory=set)
     """Tickets that are never served again."""
     is_stuck: bool = False
+    on_the_way: list[KvCommand] = field(default_factory=list)
+    """Commands that another machine's worker has not passed on."""
 
     def handle(self, command: KvCommand) -> None:
         if self.is_stuck:
@@ -61,19 +72,30 @@ class Mover:
             case FetchKv(number):
                 assert number not in self.fetches
                 self.fetches[number] = command
-            case CancelKvFetch(number):
-                assert number in self.fetches
+            case CancelKvFetch():
+                # It may have ended meanwhile.
+                pass
+
+    @property
+    def used_blocks(self) -> list[list[int]]:
+        """Blocks that it reads or writes, or will."""
+        used = [each.block_ids for each in self.served.values()]
+        used += [each.block_ids for each in self.fetches.values()]
+        return used + [each.block_ids for each in self.on_the_way if isinstance(each, FetchKv)]
 
 
 class Life:
-    """A driver's transfers with a real scheduler, and one mover at a time."""
+    """A driver's transfers with a real scheduler, and one mover per machine at a time.
 
-    def __init__(self, seed: int) -> None:
+    With staging blocks the movers know nothing but those, and each of two workers copies.
+    """
+
+    def __init__(self, seed: int, num_machines: int = 1, num_staging_blocks: int = 0) -> None:
         self.rng = Random(seed)
         config = SchedulerConfig(
             block_size=BLOCK_SIZE,
             expected_output_tokens=0,
-            kv_push="layer",
+            kv_push="off" if num_staging_blocks else "layer",
             kv_push_threshold=12,
             max_num_batched_tokens=16,
             max_prefill_tokens=8,
@@ -81,13 +103,61 @@ class Life:
         )
         self.scheduler = Scheduler(config.resolve(1, NUM_BLOCKS, MAX_LEN))
         self.now = 0.0
-        self.kv = DriverKv(self.scheduler, self.on_report, lambda: self.now)
+        self.num_machines = num_machines
+        sends = [partial(self.on_machine_command, machine) for machine in range(1, num_machines)]
+        self.copies: tuple[list[CopyKvBlocks], ...] = ([], [])
+        """Copies that each worker has not reported, the oldest first."""
+        self.staged: StagedMovers | None = None
+        self.num_staging_blocks = num_staging_blocks
+
+        def stage(movers: MoverGroup) -> StagedMovers:
+            copy = self.on_copy
+            self.staged = StagedMovers(movers, num_staging_blocks, len(self.copies), copy)
+            return self.staged
+
+        staging = stage if num_staging_blocks else None
+        self.kv = DriverKv(self.scheduler, self.on_report, lambda: self.now, sends, staging)
         self.kv.fetch_choice = "always"
-        self.mover: Mover | None = None
+        self.movers: dict[int, Mover] = {}
+        """By machine."""
+        self.num_connections = 0
+        self.connections: dict[int, int] = {}
+        """Number of the connection of each other machine."""
         self.num_stuck = 0
         self.totals = KvTransferTotals()
         self.num_seqs = 0
         self.tickets: list[int] = []
+
+    def on_copy(self, command: CopyKvBlocks) -> None:
+        for worker in self.copies:
+            worker.append(command)
+
+    def copy(self) -> None:
+        """Let a worker report its oldest copy."""
+        worker = self.rng.choice(self.copies)
+        if worker:
+            self.kv.on_message(KvBlocksCopied(worker.pop(0).number))
+
+    @property
+    def mover(self) -> Mover | None:
+        """The mover of the driver's machine."""
+        return self.movers.get(0)
+
+    def on_machine_command(self, machine: int, message: KvMachineCommand) -> None:
+        """Take a command on its way to another machine, whose worker drops it if it is late."""
+        if message.connection == self.connections[machine] and machine in self.movers:
+            self.movers[machine].on_the_way.append(message.command)
+
+    def deliver(self, machine: int) -> None:
+        """Let the commands to another machine arrive."""
+        mover = self.movers.get(machine)
+        if mover is not None and not mover.is_stuck:
+            while mover.on_the_way:
+                mover.handle(mover.on_the_way.pop(0))
+
+    def send(self, machine: int, report: KvReport) -> None:
+        """Send a mover's report to the driver."""
+        self.kv.on_message(KvMachineReport(machine, report) if machine else report)
 
     def on_report(self, report: WireMessage) -> None:
         match report:
@@ -98,6 +168,7 @@ class Life:
             case KvPushStarted(ticket):
                 assert self.mover is not None
                 assert ticket in self.mover.served or self.mover.is_stuck
+                assert len(self.movers) == self.num_machines
             case _:
                 raise AssertionError(report)
 
@@ -144,60 +215,99 @@ class Life:
                 self.kv.report_transfers()
 
     def check(self) -> None:
-        """No block that the mover may read or write is free."""
-        if self.mover is None:
+        """No block that a mover may read or write is free."""
+        pool = self.scheduler.kv_cache.block_pool
+        if self.staged is not None:
+            self.check_staging()
+            return
+        if not self.movers:
             assert not self.scheduler.transfers.fetches
             assert not self.scheduler.transfers.tickets
-        elif not self.mover.is_stuck:
-            pool = self.scheduler.kv_cache.block_pool
-            used = [each.block_ids for each in self.mover.served.values()]
-            used += [each.block_ids for each in self.mover.fetches.values()]
-            assert not any(map(pool.count_unreferenced, used))
+        for mover in self.movers.values():
+            if not mover.is_stuck:
+                assert not any(map(pool.count_unreferenced, mover.used_blocks))
+
+    def check_staging(self) -> None:
+        """No block of a copy is free, and no staging block has two uses."""
+        assert self.staged is not None
+        pool = self.scheduler.kv_cache.block_pool
+        copies = [each for worker in self.copies for each in worker]
+        assert not any(pool.count_unreferenced(each.block_ids) for each in copies)
+        movers = [each for each in self.movers.values() if not each.is_stuck]
+        uses = {tuple(blocks) for mover in movers for blocks in mover.used_blocks}
+        uses |= {tuple(each.staging_ids) for each in copies}
+        used = [block for blocks in uses for block in blocks]
+        assert len(used) == len(set(used)) <= self.num_staging_blocks - self.staged.num_free_blocks
 
     def answer(self) -> None:
-        """Let the mover answer something."""
-        mover, rng = self.mover, self.rng
+        """Let a mover answer something."""
+        rng = self.rng
+        machine = rng.randrange(self.num_machines)
+        mover = self.movers.get(machine)
         if mover is None or mover.is_stuck:
             return
+        self.deliver(machine)
         if mover.revoked:
             ticket = mover.revoked.pop(0)
             mover.served.pop(ticket, None)
             mover.ended.add(ticket)
-            self.kv.on_message(KvRevoked(ticket))
+            self.send(machine, KvRevoked(ticket))
         elif mover.fetches:
             number = rng.choice(sorted(mover.fetches))
             if rng.random() < 0.3:
-                self.kv.on_message(KvFetchStarted(number))
+                self.send(machine, KvFetchStarted(number))
                 return
             del mover.fetches[number]
-            self.kv.on_message(KvFetched(number, rng.random() < 0.6, 8, 0.1))
+            self.send(machine, KvFetched(number, rng.random() < 0.6, 8, 0.1))
         elif mover.served:
             # Its reader has all of it.
             ticket = rng.choice(sorted(mover.served))
             del mover.served[ticket]
             mover.ended.add(ticket)
-            self.kv.on_message(KvRevoked(ticket))
+            self.send(machine, KvRevoked(ticket))
 
-    def connect(self) -> None:
-        mover = self.mover = Mover()
-        # By itself this ends what the mover before had.
-        self.kv.connect(mover.handle)
+    def connect(self, machine: int = 0) -> None:
+        if machine:
+            self.end_mover(machine)
+        mover = self.movers[machine] = Mover()
+        if not machine:
+            # By itself this ends what the mover before had.
+            self.kv.connect(mover.handle)
+            return
+        self.num_connections += 1
+        self.connections[machine] = self.num_connections
+        self.kv.on_message(KvMachineReport(machine, KvMoverConnected(self.num_connections)))
 
-    def end_mover(self) -> None:
-        if self.mover is not None:
-            self.mover = None
-            self.kv.on_message(KvMoverGone())
+    def end_mover(self, machine: int = 0) -> None:
+        if self.movers.pop(machine, None) is not None:
+            self.send(machine, KvMoverGone())
             self.check()
 
 
 @settings(deadline=None)
-@given(st.integers(0, 2**32), st.integers(1, 150))
-def test_blocks_that_a_mover_uses_are_not_free_and_all_return(seed: int, num_events: int) -> None:
-    life = Life(seed)
+@given(
+    st.integers(0, 2**32), st.integers(1, 150), st.integers(1, 3), st.sampled_from([0, 0, 12, 30])
+)
+def test_blocks_that_a_mover_uses_are_not_free_and_all_return(
+    seed: int, num_events: int, num_machines: int, num_staging_blocks: int
+) -> None:
+    life = Life(seed, num_machines, num_staging_blocks)
     rng = life.rng
-    events = ["submit", "turn", "answer", "abort", "release", "connect", "end", "stick"]
+    weights = {
+        "submit": 4,
+        "turn": 10,
+        "answer": 8,
+        "deliver": 4,
+        "copy": 8,
+        "abort": 1,
+        "release": 1,
+        "connect": 0.5,
+        "connect all": 1,
+        "end": 0.5,
+        "stick": 0.3,
+    }
     for _ in range(num_events):
-        match rng.choices(events, [4, 10, 8, 1, 1, 1, 0.5, 0.3])[0]:
+        match rng.choices([*weights], [*weights.values()])[0]:
             case "submit":
                 life.submit()
             case "turn":
@@ -208,22 +318,34 @@ def test_blocks_that_a_mover_uses_are_not_free_and_all_return(seed: int, num_eve
                 life.scheduler.abort([rng.randrange(life.num_seqs)])
             case "release" if life.tickets:
                 life.kv.on_message(ReleaseKvHolds([rng.choice(life.tickets)]))
+            case "copy":
+                life.copy()
+            case "deliver":
+                life.deliver(rng.randrange(num_machines))
             case "connect":
-                life.connect()
+                life.connect(rng.randrange(num_machines))
+            case "connect all":
+                for machine in range(num_machines):
+                    if machine not in life.movers:
+                        life.connect(machine)
             case "end":
-                life.end_mover()
-            case "stick" if life.mover is not None:
-                life.mover.is_stuck = True
-    if life.mover is not None and life.mover.is_stuck:
-        life.connect()
+                life.end_mover(rng.randrange(num_machines))
+            case "stick" if life.movers:
+                life.movers[rng.choice(sorted(life.movers))].is_stuck = True
+    for machine, mover in list(life.movers.items()):
+        if mover.is_stuck:
+            life.connect(machine)
     for _ in range(4000):
         life.kv.on_message(ReleaseKvHolds(list(range(1, life.num_seqs + 1))))
         life.turn()
         life.answer()
+        life.copy()
         if not life.scheduler.stats().unfinished and not life.kv.is_active:
             break
     assert life.scheduler.kv_cache.free_share == 1
     assert not life.scheduler.stats().unfinished
+    if life.staged is not None:
+        assert life.staged.num_free_blocks == num_staging_blocks
 
 
 def test_a_mover_that_does_not_read_is_reported_once() -> None:

@@ -1,6 +1,7 @@
 """The driver sets the depth of its scheduler from reports of stages and links."""
 
 from itertools import count
+from math import inf
 from unittest.mock import patch
 
 import pytest
@@ -21,7 +22,7 @@ STAGES = 2
 STEP_SECONDS = 0.010
 ROUND_TRIP_SECONDS = 0.060
 BYTES_PER_TOKEN = 1000
-LINK_TIMES = LinkTimes([LinkTime(1e6, ROUND_TRIP_SECONDS)], [0.0, ROUND_TRIP_SECONDS])
+LINK_TIMES = LinkTimes([LinkTime(1e6, ROUND_TRIP_SECONDS, 1e6)], [0.0, ROUND_TRIP_SECONDS])
 
 
 class Channel:
@@ -123,8 +124,15 @@ def test_without_pacing_times_of_links_change_nothing() -> None:
 
 def test_one_way_takes_half_of_the_round_trip() -> None:
     paths = convert_link_times(
-        LinkTimes([LinkTime(), LinkTime(2e6, 0.04), LinkTime(None, 0.02)], [0.0, 0.0, 0.04, 0.06]),
+        LinkTimes(
+            [LinkTime(), LinkTime(2e6, 0.04, 2e6), LinkTime(None, 0.02, 0.0)],
+            [0.0, 0.0, 0.04, 0.06],
+        ),
         BYTES_PER_TOKEN,
     )
-    assert paths.links == [LinkSeconds(), LinkSeconds(0.02, 0.0005), LinkSeconds(0.01, 0.0)]
+    assert paths.links == [
+        LinkSeconds(),
+        LinkSeconds(0.02, 0.0005, 0.0005),
+        LinkSeconds(0.01, 0.0, inf),
+    ]
     assert (paths.plan_latencies, paths.return_latency) == ([0.0, 0.0, 0.02, 0.03], 0.03)

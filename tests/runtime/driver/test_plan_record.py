@@ -22,9 +22,9 @@ def descriptor() -> Iterator[int]:
     os.close(descriptor)
 
 
-def plan_of(step: int, seqs: list[int], **fields: int) -> StepPlan:
+def plan_of(step: int, seqs: list[int], lane: int = 0, num_other_steps: int = 0) -> StepPlan:
     rows = [ScheduledRow(seq, 0, 5, 1, [], [7], True) for seq in seqs]
-    return StepPlan(step, rows, [], **fields)
+    return StepPlan(step, rows, [], lane, num_other_steps)
 
 
 def test_rows_are_recorded_from_the_plan_to_the_commit(descriptor: int) -> None:

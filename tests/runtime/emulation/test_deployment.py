@@ -1,5 +1,6 @@
 """Deployments of emulated engines: those of the simulator, and what they refuse."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 from gllm.config.engine import EngineConfig
 from gllm.engine.preflight import plan_model
+from gllm.models.config import read_config
 from gllm.models.hub import DEMO
 from gllm.options.field_types import FieldError
 from gllm.runtime.emulation.deployment import build_emulated_deployment
@@ -14,6 +16,7 @@ from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.profile import write_profile
 from gllm.sim.deployment import roofline_deployment
 from tests.sim.test_fitted import profile
+from tests.support.models.published import PUBLISHED
 
 DECODES = StageWork(0, 8, (), 8, 8000, 8)
 
@@ -117,6 +120,41 @@ def test_times_and_memory_are_those_of_the_simulator() -> None:
     for stage in range(4):
         seconds = expected.cost.stage_seconds(stage, DECODES)
         assert actual.cost.stage_seconds(stage, DECODES) == seconds
+
+
+@pytest.mark.parametrize("name", ["mamba-codestral-7b-v0.1", "mamba-2.8b-hf"])
+def test_models_without_attention_have_the_weights_of_their_blocks(
+    name: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    config = emulated(str(tmp_path), device="emulated:A100-80G", tensor_parallel_size=2)
+    deployment = build_emulated_deployment(config, read_config(tmp_path).model, 4096)
+    hardware = deployment.hardware
+    assert hardware is not None
+    billions = {"mamba-codestral-7b-v0.1": 7.3, "mamba-2.8b-hf": 2.8}[name]
+    assert hardware.model.parameters == pytest.approx(billions * 1e9, rel=0.05)
+    assert hardware.rank_block_bytes(0, 16) == 0
+    assert deployment.scheduler.num_blocks >= 256
+    assert deployment.scheduler.num_state_slots >= 2
+
+
+def test_states_of_recurrent_layers_take_memory_of_the_device(tmp_path: Path) -> None:
+    name = "qwen3-next-80b-a3b"
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    options = {"device": "emulated:A100-80G", "max_num_seqs": 64, "pipeline_parallel_size": 4}
+    config = emulated(str(tmp_path), **options)
+    model = read_config(tmp_path).model
+    deployment = build_emulated_deployment(config, model, 4096)
+    scheduler, hardware = deployment.scheduler, deployment.hardware
+    assert hardware is not None
+    # Twelve of 48 layers have a KV cache, of 2 heads of 256 elements; 36 have 2 MB of states.
+    assert hardware.rank_block_bytes(0, 16) == 16 * 3 * 2 * 2 * 256 * 2
+    assert 4 <= scheduler.num_state_slots <= 4 * 64
+    memory = hardware.stage_kv_memories(16, config.gpu_memory_utilization)[0]
+    assert 9 * 2**21 < memory.state_bytes < 9 * 2**21 * 1.1
+    block_bytes = scheduler.num_blocks * memory.block_bytes
+    state_bytes = scheduler.num_state_slots * memory.state_bytes
+    assert block_bytes + state_bytes <= memory.num_bytes
 
 
 def test_a_folder_has_the_sizes_of_its_config() -> None:

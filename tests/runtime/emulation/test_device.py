@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gllm.runtime.emulation.device import MAX_CLOCK_SECONDS, EmulatedDevice
+from gllm.runtime.emulation.device import MAX_CLOCK_SECONDS, EmulatedDevice, SenderClock
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import ConstantCostModel, CostModel, TransferCost
 
@@ -90,6 +90,33 @@ def test_a_stamp_of_another_clock_is_not_used(stamp: float) -> None:
     assert device.receive(1000.0, 1000.5, work_of(1), is_remote=False) == pytest.approx(
         1000.02, abs=1e-9
     )
+
+
+@pytest.mark.parametrize("difference", [-5e4, -0.4, 0.0, 0.3, 7e5])
+def test_a_link_between_machines_takes_its_time_whatever_their_clocks_show(
+    difference: float,
+) -> None:
+    """The first header travels for a millisecond, later ones longer or wait for the step before."""
+    cost = ConstantCostModel(stage=0.01, link=0.02)
+    device = EmulatedDevice(cost, STAGE, sender_clock=SenderClock())
+    arrivals = [
+        device.receive(sent_at + difference, sent_at + travel, work_of(1), is_remote=False)
+        for sent_at, travel in ((1000.0, 0.001), (1001.0, 0.004), (1002.0, 0.9), (1003.0, 0.001))
+    ]
+    assert arrivals == pytest.approx([1000.021, 1001.021, 1002.021, 1003.021], abs=5e-4)
+
+
+def test_the_clock_of_a_sender_drifts_and_jumps() -> None:
+    clock = SenderClock()
+    assert clock.to_own(50.0, 1000.0) == 1000.0
+    # It is slow by 50 ppm, and no message says so at once.
+    assert clock.to_own(3649.82, 4600.0) == pytest.approx(4600.0)
+    assert clock.to_own(3650.0, 4600.5) == pytest.approx(4600.18)
+    # The machine was suspended.
+    assert clock.to_own(3700.0, 5000.0) == 5000.0
+    assert clock.to_own(3701.0, 5001.5) == pytest.approx(5001.0, abs=1e-3)
+    assert clock.to_own(math.nan, 5002.0) == 5002.0
+    assert clock.to_own(3702.0, 5002.1) == pytest.approx(5002.0, abs=1e-3)
 
 
 def test_a_step_is_ready_before_the_host_has_seen_it() -> None:

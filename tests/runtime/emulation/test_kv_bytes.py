@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from gllm.models.config import read_config
-from gllm.models.spec import AttentionSpec, ModelSpec
+from gllm.models.spec.attention import AttentionSpec
+from gllm.models.spec.model import ModelSpec
 from gllm.runtime.emulation.kv_bytes import shrink_entries
 from gllm.runtime.emulation.model_folder import prepare_emulated_model
 

@@ -28,7 +28,8 @@ def test_models_of_the_table_have_their_shape(name: str, tmp_path: Path) -> None
     """Families without a gate, and those with learned positions, become Llama with these sizes."""
     shape = MODELS[name]
     model = read_config(prepare_emulated_model(name, tmp_path)).model
-    assert to_shape(model) == replace(shape, gated=True, positions=0, bytes_per_weight=2.0)
+    sizes = replace(shape, gated=True, positions=0, bytes_per_weight=2.0, max_context=0)
+    assert to_shape(model) == sizes
     assert model.context_length == shape.context
 
 
@@ -57,10 +58,10 @@ def test_a_config_alone_is_a_model(name: str, tmp_path: Path) -> None:
     shape = to_shape(model)
     assert (shape.layers, shape.hidden) == (model.num_layers, model.hidden_size)
     num_elements = sum(layer.attention.kv_entry.num_elements for layer in model.layers)
-    assert shape.layers * shape.kv_bytes == 2 * num_elements
+    assert shape.layers * shape.kv_bytes == pytest.approx(2 * num_elements, rel=2e-3)
     if name in MODELS:
         size = 1.0 if "quantization_config" in PUBLISHED[name] else 2.0
-        assert shape == replace(MODELS[name], bytes_per_weight=size)
+        assert shape == replace(MODELS[name], bytes_per_weight=size, max_context=0)
     assert Tokenizer.load(folder).vocab_size == Tokenizer.load(DEMO).vocab_size
 
 

@@ -13,7 +13,7 @@ from gllm.config.sampling import SamplingParams
 from gllm.engine.engine import Engine
 from gllm.kernels.native.library import load_library
 from gllm.messages.codec import AnyMessage
-from gllm.messages.kv_layout import KvLayout, find_moves
+from gllm.messages.kv_layout import KvLayout, plan_parts
 from gllm.messages.lifecycle import StageReady
 from gllm.options.field_types import FieldError
 from gllm.runtime.head.event_receiver import EventReceiver
@@ -83,13 +83,13 @@ def check_pages(layout: KvLayout | None, descriptor: int, executor: Any) -> None
 
 
 @pytest.mark.parametrize(
-    ("stages", "ranks"),
-    full_but([(1, 2)], [(1, 1), (2, 1), (1, 2)]),
+    ("stages", "ranks", "cached"),
+    full_but([(1, 2, "int8")], [(1, 1, "auto"), (2, 1, "auto"), (1, 2, "auto"), (1, 2, "int8")]),
 )
 async def test_other_processes_can_read_the_keys_and_values_of_each_worker(
-    stages: int, ranks: int, layouts: dict[int, KvLayout | None]
+    stages: int, ranks: int, cached: str, layouts: dict[int, KvLayout | None]
 ) -> None:
-    options: dict[str, Any] = {"tensor_parallel_size": (ranks,)}
+    options: dict[str, Any] = {"tensor_parallel_size": (ranks,), "kv_cache_dtype": cached}
     async with local_engine(stages, **options) as (engine, node):
         expected = await generate(engine)
         assert not node.kv_memory
@@ -133,16 +133,16 @@ async def test_caches_fit_if_only_ranks_stages_and_blocks_differ(
     other = await read(tensor_parallel_size=(2,), block_size=8, kv_cache_memory=2**24)
     assert {each.model for each in own} == {each.model for each in other}
     for mine, theirs in ((own, other), (other, own)):
-        for position, layout in enumerate(mine):
-            assert find_moves(layout, theirs, position)
+        assert plan_parts([mine], [theirs])
     others = [
         await read(dtype="bfloat16"),
         await read(kv_cache_dtype="fp8"),
+        await read(kv_cache_dtype="int8"),
         await read(attention_backend="torch"),
         await read(quantization="int8"),
     ]
     digests = {each.model for layouts in [own, *others] for each in layouts}
-    assert len(digests) == 5
+    assert len(digests) == 6
 
 
 async def test_kernels_that_are_chosen_by_measurement_do_not_separate_caches(
@@ -188,8 +188,9 @@ def test_a_file_that_is_too_large_is_an_error_that_says_what_to_do() -> None:
     os.close(descriptor)
 
 
-async def test_gpus_that_are_found_late_are_refused() -> None:
-    message = "kv_transfer needs KV caches in the memory of the host"
-    with host_as_gpu(), pytest.raises(Exception, match=message):
-        async with local_engine(kv_transfer="auto", max_restarts=0):
-            pytest.fail("the engine has started")
+async def test_workers_of_gpus_share_staging_blocks(layouts: dict[int, KvLayout | None]) -> None:
+    with host_as_gpu():
+        async with local_engine(kv_transfer="auto", kv_staging_tokens=100, block_size=16):
+            (layout,) = layouts.values()
+    assert layout is not None
+    assert (layout.is_staged, layout.num_blocks) == (True, 7)

@@ -15,6 +15,7 @@ import pytest_asyncio
 
 from gllm.config.kv_backends import parse_mock_rate
 from gllm.messages.kv_transfer import KvFetched, KvRevoked, RevokeKv
+from gllm.recovery.placement import LOCAL_NODE
 from gllm.runtime.head.kv_mover import EngineKvMover
 from gllm.runtime.messaging.security import create_certificate
 from gllm.transport.descriptors import DescriptorError
@@ -211,7 +212,7 @@ async def test_caches_that_cannot_be_opened_end_the_channel() -> None:
     try:
         workers.mover.add_layout(0, wrong)
         memory = os.memfd_create("cache")
-        workers.mover.open(workers.epoch, [0], {0: memory})
+        workers.mover.open(workers.epoch, {LOCAL_NODE: [0]}, {0: memory})
         os.close(memory)
         assert workers.channel is not None
         await until(lambda: workers.channel is None)
@@ -249,7 +250,7 @@ def test_an_imitated_link_takes_the_time_of_the_bytes_on_the_device() -> None:
     for size, rate in ((None, 6.0), (block_bytes, 1.5)):
         mover.add_layout(0, layout)
         memory = os.memfd_create("cache")
-        mover.open(1, [0], {0: memory}, size)
+        mover.open(1, {LOCAL_NODE: [0]}, {0: memory}, size)
         os.close(memory)
         command = child.commands.pop()
         assert parse_mock_rate(command.backend) == rate * 1e9
@@ -275,7 +276,7 @@ async def test_a_process_that_does_not_read_is_replaced() -> None:
         with pytest.raises(DescriptorError) as stuck:
             send_many(workers)
         assert isinstance(stuck.value.__cause__, BlockingIOError)
-        workers.mover.restart()
+        workers.mover.restart(0)
         await until(lambda: workers.channel not in (channel, None))
         await until(lambda: workers.mover.endpoint)
         assert workers.mover.process_id != process_id

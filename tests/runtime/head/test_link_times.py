@@ -20,10 +20,21 @@ def place(*nodes: str, degrees: list[int] | None = None) -> Placement:
 
 
 def link(
-    edge: int, rate: float | None, round_trip: float | None, is_open: bool = True
+    edge: int,
+    rate: float | None,
+    round_trip: float | None,
+    is_open: bool = True,
+    least: float | None = None,
 ) -> LinkState:
     return LinkState(
-        edge, "peer", "tcp", is_open, 0, bytes_per_second=rate, round_trip_seconds=round_trip
+        edge,
+        "peer",
+        "tcp",
+        is_open,
+        0,
+        bytes_per_second=rate,
+        least_bytes_per_second=least or rate,
+        round_trip_seconds=round_trip,
     )
 
 
@@ -36,14 +47,17 @@ def test_links_of_a_pipeline() -> None:
         "c": [link(2, 1e6, 0.5)],
     }
     assert collect_link_times(placement, links, {"b": 0.05, "c": 0.07}) == LinkTimes(
-        [LinkTime(), LinkTime(12e6, 0.04), LinkTime(5e6, 0.02)], [0.0, 0.0, 0.05, 0.07]
+        [LinkTime(), LinkTime(12e6, 0.04, 12e6), LinkTime(5e6, 0.02, 5e6)], [0.0, 0.0, 0.05, 0.07]
     )
 
 
 def test_a_rate_that_nothing_has_measured_limits_nothing() -> None:
     placement = place(LOCAL_NODE, "b")
     times = collect_link_times(placement, {LOCAL_NODE: [link(0, None, 0.04)]}, {"b": 0.05})
-    assert times == LinkTimes([LinkTime(None, 0.04)], [0.0, 0.05])
+    assert times == LinkTimes([LinkTime(None, 0.04, 0.0)], [0.0, 0.05])
+    links = {LOCAL_NODE: [link(0, None, 0.04, least=3e6)]}
+    times = collect_link_times(placement, links, {"b": 0.05})
+    assert times == LinkTimes([LinkTime(None, 0.04, 3e6)], [0.0, 0.05])
 
 
 @pytest.mark.parametrize(
@@ -67,10 +81,10 @@ def test_the_slowest_of_several_edges_counts() -> None:
     placement = place(LOCAL_NODE, "b", "b", degrees=[1, 2])
     links = {LOCAL_NODE: [link(0, 3e6, 0.04), link(1, 2e6, 0.05)]}
     times = collect_link_times(placement, links, {"b": 0.06})
-    assert times == LinkTimes([LinkTime(2e6, 0.05)], [0.0, 0.06])
+    assert times == LinkTimes([LinkTime(2e6, 0.05, 2e6)], [0.0, 0.06])
     links = {LOCAL_NODE: [link(0, None, 0.04), link(1, 2e6, 0.01)]}
     times = collect_link_times(placement, links, {"b": 0.06})
-    assert times == LinkTimes([LinkTime(2e6, 0.04)], [0.0, 0.06])
+    assert times == LinkTimes([LinkTime(2e6, 0.04, 0.0)], [0.0, 0.06])
 
 
 def test_a_driver_on_another_machine_is_reached_through_the_head() -> None:

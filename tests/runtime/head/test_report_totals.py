@@ -21,8 +21,14 @@ GAUGES = (
     "fetching",
     "held_blocks",
     "in_flight_prefill_tokens",
+    "state_slots",
+    "used_state_slots",
 )
-COUNTERS = [name for name in get_type_hints(SchedulerStats) if name not in GAUGES]
+COUNTERS = [
+    name
+    for name, kind in get_type_hints(SchedulerStats).items()
+    if name not in GAUGES and kind is int
+]
 
 increments = st.lists(st.integers(0, 5), min_size=len(COUNTERS), max_size=len(COUNTERS))
 turns = st.lists(st.one_of(st.none(), st.tuples(increments, st.integers(0, 3))), max_size=30)
@@ -93,3 +99,12 @@ def test_ranks_of_a_stage_count_apart() -> None:
         (0, 1): StageUtilization(0, 6, 0.75, rank=1),
     }
     assert totals.stage_loads == {0: StageUtilization(0, 4, 1.0)}
+
+
+def test_right_guesses_are_counted_by_position_over_epochs() -> None:
+    totals = ReportTotals()
+    totals.latest_stats = SchedulerStats(accepted_per_position=(3, 1))
+    totals.next_epoch()
+    assert totals.stats.accepted_per_position == (3, 1)
+    totals.latest_stats = SchedulerStats(accepted_per_position=(2, 0))
+    assert totals.stats.accepted_per_position == (5, 1)

@@ -89,3 +89,5 @@ def test_8_bit_integers_are_refused_on_a_gpu(folder: Path) -> None:
     assert caught.value.param == "quantization"
     # On a CPU it is served.
     check_quantization("int8", "cpu")
+    with pytest.raises(FieldError, match=r"--kv-cache-dtype int8 .* GPUs: choose fp8 or auto"):
+        executor(folder, kv_cache_dtype="int8")

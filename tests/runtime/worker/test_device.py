@@ -66,7 +66,8 @@ def test_v1_without_quota(machine: tuple[Path, Path]) -> None:
 def test_this_machine_has_cores_and_memory() -> None:
     assert 1 <= device.count_cores() <= len(os.sched_getaffinity(0))
     assert device.available_memory_bytes() > 0
-    assert device.count_kv_blocks(None, [(1, None)]) > 0
+    (memory,) = device.list_kv_memories(None, [(1, 0, None)])
+    assert memory.num_bytes > 0
 
 
 def test_shares() -> None:
@@ -74,11 +75,12 @@ def test_shares() -> None:
     assert device.threads_per_worker(None, 1000) == 1
 
 
-def test_blocks_fit_the_stage_with_the_least_room() -> None:
-    assert device.count_kv_blocks(1000, [(3, None), (7, None)]) == 100
-    assert device.count_kv_blocks(None, [(3, 299), (7, 490)]) == 70
-    assert device.count_kv_blocks(1000, [(3, 900), (7, 1400)]) == 100
-    assert device.count_kv_blocks(1000, [(3, 90), (7, 1400)]) == 30
+def test_each_memory_has_the_parts_of_its_workers() -> None:
+    workers: list[tuple[int, int, int | None]] = [(3, 5, None), (7, 1, None)]
+    assert device.list_kv_memories(1000, workers) == [(1000, 10, 6)]
+    workers = [(3, 0, 299), (7, 0, 490)]
+    assert device.list_kv_memories(None, workers) == [(299, 3, 0), (490, 7, 0)]
+    assert device.list_kv_memories(1000, workers) == [(299, 3, 0), (490, 7, 0), (1000, 10, 0)]
 
 
 def test_gpus_that_are_asked_for_have_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:

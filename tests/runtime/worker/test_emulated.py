@@ -236,7 +236,7 @@ def test_structured_outputs_end_and_are_valid(
         assert len(held.tokens) < 400
         (result,) = pipeline.run([pipeline.row(1, len(held.tokens) - held.computed)])
         assert not result.error
-        held.tokens += result.forced_token_ids
+        held.tokens += result.further_token_ids
     text = TOKENIZER.decode(held.tokens[len(PROMPT) : -1])
     person = json.loads(text)
     assert len(person["tags"]) >= 2
@@ -335,7 +335,8 @@ async def test_times_are_exactly_those_of_the_cost_model(folder: Path) -> None:
     )
     # No step is left, and none can begin before now.
     assert until > times[-1].end
-    assert 0.0 < executor.late_seconds < time.monotonic() - planned_at
+    # Each step may be late by all of the time since the plans.
+    assert 0.0 < executor.late_seconds < len(plans) * (time.monotonic() - planned_at)
     await asyncio.to_thread(runner.stage.close)
     assert not runner.results.faults
 

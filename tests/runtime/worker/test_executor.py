@@ -1,5 +1,6 @@
 """Stages against transformers, through plans: every family, cut, chunking and mixture."""
 
+from copy import deepcopy
 from itertools import cycle, product
 from pathlib import Path
 
@@ -202,12 +203,22 @@ def test_n_choices_draw_from_streams_of_their_own(
 
 @pytest.mark.parametrize("family", full_but(KINDS, FAMILIES))
 def test_bfloat16_stays_close(folders: dict[tuple[str, int], Path], family: str) -> None:
-    """Weights are wide and layers few, so errors are large; a wrong type or order gives more."""
+    """Within twice the error of transformers in bfloat16; a wrong order gives more.
+
+    Half of the tokens count: rounding changes the experts of others, in transformers as here.
+    """
     prompt = prompt_of(37, 0)
     pipeline = Pipeline(folders[family, 0], 2, dtype="bfloat16")
     pipeline.add(1, prompt)
-    actual, wanted = all_logits(pipeline, 1, 10)[-37:], expected(family, 0, prompt)
-    assert ((actual - wanted).norm() / wanted.norm()).item() < 0.3
+    model = deepcopy(reference(family, 0))
+    with torch.inference_mode():
+        wanted = model(torch.tensor([prompt])).logits[0]
+        theirs = model.to(torch.bfloat16)(torch.tensor([prompt])).logits[0]
+
+    def error(logits: torch.Tensor) -> float:
+        return ((logits - wanted).norm(dim=-1) / wanted.norm(dim=-1)).median().item()
+
+    assert error(all_logits(pipeline, 1, 10)[-37:]) < 2 * error(theirs)
 
 
 def test_plan_without_samples_and_release(folders: dict[tuple[str, int], Path]) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from gllm.config.engine import EngineConfig
+from gllm.kernels.native.library import load_library
 from gllm.messages.sampling import SampleDetails, SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
 from gllm.models.config import read_config
@@ -32,6 +33,8 @@ from tests.support.scheduler.pipeline import EVERY_POLICY, RESERVING_POLICIES
 
 GREEDY = SequenceSamplingParams(temperature=0.0)
 NEW_TOKENS = 12
+NUM_STATE_SLOTS = 20
+"""State slots of models with recurrent layers."""
 LENGTHS = (1, 7, 33, 64, 90)
 """Of the prompts: within a block, at its end, over several chunks."""
 
@@ -50,14 +53,17 @@ class Scheduled:
         engine = EngineConfig.from_options(
             str(self.folder), **{"block_size": 8, "expected_output_tokens": 0} | self.options
         )
-        self.scheduler = Scheduler(engine.scheduler.resolve(self.stages, self.num_blocks, 128))
+        num_slots = NUM_STATE_SLOTS if model.model.has_state else 0
+        self.scheduler = Scheduler(
+            engine.scheduler.resolve(self.stages, self.num_blocks, 128, num_state_slots=num_slots)
+        )
         self.executors: list[Executor] = [
             CpuExecutor(model, engine, self.stages, layers)
             for layers in split_layers(model.model, self.stages)
         ]
         for executor in self.executors:
             executor.load(self.folder, lambda done, total: None)
-            executor.allocate(self.num_blocks, 8)
+            executor.allocate(self.num_blocks, 8, num_state_slots=num_slots)
         self.generated: dict[int, list[int]] = {}
         self._plans: deque[tuple[StepPlan, list[Batch]]] = deque()
 
@@ -145,7 +151,7 @@ SETTINGS: dict[str, tuple[int, int, dict[str, Any]]] = {
 ESSENTIAL = ("whole prompts", "chunked over four stages, cached", "preempted")
 """Settings that show each kind of batch and each kind of stage; the others combine them anew, and
 the tests below have all combinations with one family."""
-KINDS = ("gemma2", "bloom", "mixtral", "deepseek-v2")
+KINDS = ("gemma2", "bloom", "mixtral", "deepseek-v2", "qwen3.5")
 """Families with every kind of attention and feed-forward layer. The logits of the others are
 compared in test_executor.py."""
 
@@ -165,6 +171,18 @@ def test_every_family_in_every_setting(
         pipeline = Scheduled(folder, stages, blocks, options)
         check(pipeline, family)
         assert bool(pipeline.scheduler.stats().preemptions) == name.startswith("preempted"), name
+
+
+@pytest.mark.skipif(load_library() is None, reason="a BLAS decides the order of sums")
+def test_a_cache_in_int8_gives_the_same_answers_in_every_setting(folder: Path) -> None:
+    """Also of sequences that were preempted, or whose prefixes are cached."""
+    answers = []
+    for stages, blocks, options in SETTINGS.values():
+        pipeline = Scheduled(folder, stages, blocks, {"kv_cache_dtype": "int8"} | options)
+        for seq, prompt in enumerate(prompts()):
+            pipeline.add(seq, prompt)
+        answers.append(pipeline.run())
+    assert all(each == answers[0] for each in answers)
 
 
 def policy_cases(*stages: int, quick: Collection[str] = EVERY_POLICY) -> list[Any]:

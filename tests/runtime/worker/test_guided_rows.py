@@ -82,7 +82,7 @@ def test_forced_tokens_come_with_the_one_before(owner):
     assert TOKENIZER.decode(begin, False) == '{"name":"'
     assert to_sampled_tokens(build_sampling_metadata([(4, 1)], [state], [0]), first)[
         0
-    ].forced_token_ids == tuple(begin[1:])
+    ].further_token_ids == tuple(begin[1:])
 
 
 @pytest.mark.parametrize("wanted", [PERSON, WORDS, StructuredOutput(choice=("yes", "no", "yes!"))])

@@ -77,7 +77,7 @@ def test_what_is_quantized(tmp_path: Path) -> None:
     assert isinstance(second.mlp, MLP)
     maps = (first.attention.qkv_proj, first.attention.out_proj, second.mlp.down_proj)
     assert isinstance(first.mlp.experts, tuple)
-    ups, downs = first.mlp.experts
+    ups, downs, _ = first.mlp.experts
     gated = [*ups, second.mlp.up_proj]
     assert all(isinstance(matrix, GatedMatrix) for matrix in gated)
     both = [up.gate_up for up in gated if isinstance(up, GatedMatrix)]

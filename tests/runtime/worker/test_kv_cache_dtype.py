@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from gllm.config.engine import EngineConfig
+from gllm.engine.preflight import plan_local_model
 from gllm.kernels import attention_torch
 from gllm.kernels.native.library import load_library
 from gllm.options.field_types import FieldError
@@ -18,7 +20,7 @@ from tests.support.models.tiny_models import save
 DENSE = ("llama3", "gemma2", "bloom", "baichuan2-13b")
 """Grouped queries, windows and softcap, ALiBi, both ways of slopes."""
 LATENT = ("deepseek-v2", "deepseek-v3")
-ROUNDING = {"float16": 2**-11, "bfloat16": 2**-8, "fp8": 2**-4}
+ROUNDING = {"float16": 2**-11, "bfloat16": 2**-8, "int8": 2**-7, "fp8": 2**-4}
 """By how much of itself a cached number changes at most."""
 GROWTH = 2.5
 """|a - b| / |b| of all logits, in ROUNDING: 0.156 for fp8. These models are 48 wide with weights
@@ -60,17 +62,26 @@ def test_latents_are_kept_in_fp8_too(family: str, tmp_path: Path) -> None:
     assert 0.01 < error(save(family, tmp_path), "fp8") < WITH_EXPERTS
 
 
+@pytest.mark.parametrize("family", LATENT)
+def test_latents_are_not_kept_in_int8(family: str, tmp_path: Path) -> None:
+    folder = save(family, tmp_path)
+    config = EngineConfig.from_options(str(folder), kv_cache_dtype="int8")
+    with pytest.raises(FieldError, match=r"int8 is not implemented for latent attention \(MLA\)"):
+        plan_local_model(config, folder)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_any_arithmetic_reads_fp8(dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", ["fp8_e4m3", "int8_per_token_head"])
+def test_any_arithmetic_reads_8_bits(dtype: str, kept: str, tmp_path: Path) -> None:
     folder = save("llama3", tmp_path)
-    wanted, actual = logits(folder, "auto"), logits(folder, "fp8_e4m3", dtype)
+    wanted, actual = logits(folder, "auto"), logits(folder, kept, dtype)
     assert ((actual - wanted).norm() / wanted.norm()).item() < ROUNDING["fp8"] * GROWTH
 
 
 def test_blocks_are_as_large_as_what_they_hold(tmp_path: Path) -> None:
     folder = save("llama3", tmp_path)
     sizes = {}
-    for kept in ("auto", "bfloat16", "fp8"):
+    for kept in ("auto", "bfloat16", "fp8", "int8"):
         pipeline = Pipeline(folder, kv_cache_dtype=kept)
         executor = pipeline.executors[0]
         sizes[kept] = executor.block_bytes
@@ -80,6 +91,8 @@ def test_blocks_are_as_large_as_what_they_hold(tmp_path: Path) -> None:
         assert {tensor.dtype for tensor in held} == {executor.cache_dtype}
         assert not any(tensor.view(torch.uint8).any() for tensor in held)
     assert sizes["auto"] == 2 * sizes["bfloat16"] == 4 * sizes["fp8"]
+    # Heads of 8 elements, with a scale of 4 bytes.
+    assert sizes["int8"] * 8 == sizes["fp8"] * (8 + 4)
 
 
 def test_the_log_tells_the_choice_once_and_why(
@@ -141,3 +154,12 @@ def test_fp8_needs_a_gpu_that_has_it() -> None:
         assert choose_cache_dtype("auto", compute, (8, 0)) == compute
         assert choose_cache_dtype("bfloat16", compute, None) == torch.bfloat16
         assert choose_cache_dtype("float16", compute, (7, 5)) == torch.float16
+
+
+@pytest.mark.skipif(load_library() is None, reason="programs are of compiled kernels")
+@pytest.mark.parametrize(("kept", "is_program"), [("int8", True), ("fp8", False)])
+def test_programs_read_and_write_int8_in_place(kept: str, is_program: bool, tmp_path: Path) -> None:
+    pipeline = Pipeline(save("llama3", tmp_path), kv_cache_dtype=kept)
+    pipeline.add(1, [5, 6, 7])
+    pipeline.run([pipeline.row(1, 3)])
+    assert pipeline.executors[0].stage.layers.is_program == is_program

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gllm.models.spec import KVEntrySpec, LayerSpec
+from gllm.models.spec.entries import KVEntrySpec
+from gllm.models.spec.layer import LayerSpec
 from gllm.runtime.worker.kv_cache import KVCache, describe_layout, map_zeros
 from gllm.transport.kv.pages import KvPages
 
@@ -15,7 +16,7 @@ class _Attention:
     """Attention of which only the cache entry matters."""
 
     def __init__(self, entry: KVEntrySpec) -> None:
-        self.kv_entry = entry
+        self.kv_entry, self.state_entry = entry, None
 
 
 class _Layer:

@@ -16,7 +16,8 @@ from gllm.kernels.threads import using_num_threads
 from gllm.messages.reports import StageMeasured
 from gllm.models.config import read_config
 from gllm.models.hub import DEMO
-from gllm.models.spec import LayerSpec, MLPSpec
+from gllm.models.spec.feed_forward import MLPSpec
+from gllm.models.spec.layer import LayerSpec
 from gllm.recovery.placement import RankWorker, make_placement
 from gllm.runtime.head.assignment import StageAssignment
 from gllm.runtime.worker.cpu.executor import CpuExecutor
@@ -102,8 +103,7 @@ def test_layers_and_head_of_the_demo_are_measured(tmp_path: Path) -> None:
     # The final norm belongs to the head.
     assert 0 <= last.head_bytes - size <= 8 * model.hidden_size
     assert last.embedding_bytes == 0
-    weights = model.layers[0].attention.weights_per_token(model.hidden_size)
-    weights += model.layers[0].mlp.weights_per_token(model.hidden_size)
+    weights = model.layers[0].weights_per_token(model.hidden_size)
     assert first.layer_bytes[1] >= 4 * weights
 
 

@@ -11,7 +11,7 @@ import pytest
 from gllm.messages.codec import decode_for_head, decode_for_worker, encode
 from gllm.messages.requests import EngineOutputs, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
-from gllm.messages.steps import RegisterSequences, RunStep, StepDone
+from gllm.messages.steps import RunStep, StepDone
 from gllm.runtime.driver.driver import Driver
 from gllm.runtime.driver.plan_record import PlanRecord, read_uncommitted
 from gllm.runtime.head.client import EngineClient
@@ -48,7 +48,7 @@ class Epoch:
             Scheduler(config), self.on_stage_message, [], frontend, plan_record=self.record
         )
 
-    def on_stage_message(self, message: RegisterSequences | RunStep) -> None:
+    def on_stage_message(self, message: Any) -> None:
         if isinstance(message, RunStep):
             self.plans.append(message.plan)
             return
@@ -93,7 +93,7 @@ class Epoch:
         index = position - len(prompt)
         num_forced = 0 if self.is_asynchronous else self.rng.choice([0, 0, 1, 2])
         tokens = [token_at(prompt, choice, index + i) for i in range(1 + num_forced)]
-        return SampledToken(seq, num_preemptions, tokens[0], forced_token_ids=tuple(tokens[1:]))
+        return SampledToken(seq, num_preemptions, tokens[0], further_token_ids=tuple(tokens[1:]))
 
     def close(self) -> None:
         self.record.close()

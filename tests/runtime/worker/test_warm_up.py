@@ -15,7 +15,9 @@ pytest.importorskip("triton")
 from benchmarks.gpu.host import HostQueues
 from gllm.config.engine import EngineConfig
 from gllm.kernels.fp8_weights import Fp8Matrix
+from gllm.kernels.grouped_words import GroupedWords
 from gllm.kernels.triton import linear_fp8, tiles
+from gllm.kernels.triton.linear_grouped import linear_grouped
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
 from gllm.models.config import read_config
@@ -131,6 +133,22 @@ def test_products_by_8_bit_floats_are_known_by_the_numbers_of_tokens_at_which_ti
                     x = torch.zeros(tokens, inputs, dtype=torch.bfloat16)
                     linear_fp8.linear_fp8(x, matrix, bias, fp8=True)
                 assert sorted(variants - known) == []
+
+
+def test_products_by_few_bits_are_known_by_the_numbers_of_tokens_at_which_tiles_change() -> None:
+    """For weights whose inputs are cut into parts, and for others."""
+    counts = [1, *tiles.list_token_boundaries(), 2000]
+    for outputs, inputs in ((3584, 3584), (28_672, 4096), (256, 14_336)):
+        codes = torch.zeros(1, dtype=torch.int32).expand(inputs // 128, 16, outputs)
+        scales = torch.zeros(1, dtype=torch.float16).expand(inputs // 32, outputs)
+        words = GroupedWords(4, 32, 8, inputs, None, codes, None, scales, None, None, None)
+        with recorded_variants() as variants:
+            for tokens in counts:
+                linear_grouped(torch.zeros(tokens, inputs, dtype=torch.bfloat16), words, None)
+            known = set(variants)
+            for tokens in (2, 15, 18, 31, 48, 64, 100, 256, 1111, 1999):
+                linear_grouped(torch.zeros(tokens, inputs, dtype=torch.bfloat16), words, None)
+            assert sorted(variants - known) == []
 
 
 COUNT = """

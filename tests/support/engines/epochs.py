@@ -28,6 +28,7 @@ from gllm.runtime.worker.executor import Executor
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler
+from gllm.scheduler.speculation import CreateDrafter
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN = 8, 64, 128
 CHUNKED = {"max_prefill_tokens": 12, "min_prefill_tokens": 4, "max_num_batched_tokens": 40}
@@ -107,6 +108,8 @@ class Stages:
         self.keeps_tokens = keeps_tokens
         self.synchronize = synchronize
         self.next_seq = 0
+        self.create_drafter: CreateDrafter | None = None
+        """Creates what guesses tokens, if the stages speculate; None for the configured method."""
 
 
 def stages_on_cpu(folder: Path, num_stages: int = 1, **options: Any) -> Stages:
@@ -150,7 +153,7 @@ class Epoch:
         self._batches: dict[int, dict[int, Batch]] = {}
         """By step, the micro-batch of each stage."""
         first, *others = [_Channel(self, stage) for stage in range(len(self._stages))]
-        self.scheduler = Scheduler(stages.scheduler_config)
+        self.scheduler = Scheduler(stages.scheduler_config, create_drafter=stages.create_drafter)
         self._driver = Driver(
             self.scheduler,
             first.send,

@@ -5,7 +5,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,7 +20,7 @@ from gllm.messages.kv_transfer import (
     KvRevoked,
     ServeKv,
 )
-from gllm.transport.kv.endpoint import KvEndpoint, KvMachine, encode_endpoint
+from gllm.transport.kv.endpoint import KvEndpoint, KvMachine, decode_endpoint, encode_endpoint
 from gllm.transport.kv.mover import KvMover
 from gllm.transport.kv.pages import Bytes, KvPages
 from gllm.transport.kv.progress import LayerProgress
@@ -36,6 +36,12 @@ def make_contents(num_tokens: int, seed: int) -> Bytes:
     return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
 
 
+def join_endpoints(endpoints: Sequence[bytes]) -> bytes:
+    """Return the endpoint of an engine whose machines have the given ones."""
+    machines = [machine for each in endpoints for machine in decode_endpoint(each).machines]
+    return encode_endpoint(KvEndpoint(machines))
+
+
 class CachedEngine:
     """Mover with the KV caches of an engine's workers."""
 
@@ -49,9 +55,12 @@ class CachedEngine:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         counts_layers: bool = False,
+        engine: Sequence[Sequence[KvLayout]] = (),
+        machine: int = 0,
         **options: Any,
     ) -> None:
-        """`options` are further ones of KvMover."""
+        """`engine` and `machine` are those of an engine on several machines, `options` further ones
+        of KvMover."""
         self.reports: queue.Queue[KvReport] = queue.Queue()
         self.mover = KvMover(
             lambda epoch, report: self.reports.put(report),
@@ -76,7 +85,8 @@ class CachedEngine:
             if counts_layers
         ]
         """Counters of the workers."""
-        self.mover.open_caches(1, list(zip(layouts, descriptors, strict=True)))
+        caches = list(zip(layouts, descriptors, strict=True))
+        self.mover.open_caches(1, caches, engine, machine)
         self.address = ""
 
     def listen(self) -> None:

@@ -11,6 +11,7 @@ from gllm.messages.base import WireMessage
 from gllm.messages.codec import decode_from_kv_mover, encode
 from gllm.messages.kv_layout import KvLayout
 from gllm.messages.kv_transfer import FetchKv, KvFetched, ServeKv
+from gllm.recovery.placement import LOCAL_NODE
 from gllm.runtime.head.kv_mover import EngineKvMover
 from gllm.transport.descriptors import DescriptorChannel, DescriptorError
 from gllm.transport.kv.pages import KvPages
@@ -59,7 +60,7 @@ class KvWorkers:
             self.pages.append(KvPages(layout, memory[sender]))
             self.mover.add_layout(sender, layout)
         self.epoch += 1
-        self.mover.open(self.epoch, range(len(self.layouts)), memory)
+        self.mover.open(self.epoch, {LOCAL_NODE: range(len(self.layouts))}, memory)
         for descriptor in memory.values():
             os.close(descriptor)
 

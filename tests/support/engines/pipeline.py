@@ -20,8 +20,11 @@ from gllm.runtime.worker.batch import Batch
 from gllm.runtime.worker.cpu.executor import CpuExecutor
 from gllm.runtime.worker.executor import Executor
 from gllm.scheduler.plan import SampledToken, ScheduledRow, StepPlan
+from gllm.scheduler.state_slots import create_direct_segments
 
 GREEDY = SequenceSamplingParams(temperature=0.0)
+NUM_STATE_SLOTS = 64
+"""Sequences of a model with recurrent layers, by their numbers."""
 
 
 @dataclass
@@ -67,7 +70,8 @@ class Pipeline:
         self.executors = [self.create_executor(engine, layers) for layers in cut]
         for executor in self.executors:
             executor.load(self.folder, lambda done, total: None)
-            executor.allocate(self.num_blocks, self.block_size)
+            num_slots = NUM_STATE_SLOTS if self.config.model.has_state else 0
+            executor.allocate(self.num_blocks, self.block_size, num_state_slots=num_slots)
         self.free = list(range(self.num_blocks))
         random.Random(7).shuffle(self.free)
 
@@ -108,7 +112,8 @@ class Pipeline:
     def plan(self, rows: list[ScheduledRow], released: list[int] | None = None) -> StepPlan:
         """The next step's plan."""
         self.steps += 1
-        return StepPlan(self.steps, rows, released or [])
+        segments = create_direct_segments(rows) if self.config.model.has_state else ()
+        return StepPlan(self.steps, rows, released or [], state_segments=segments)
 
     def logits(self, plan: StepPlan) -> tuple[Batch, torch.Tensor]:
         """The last stage's batch and logits."""

@@ -26,6 +26,7 @@ from gllm.kernels.attention_plan import (
     build_device_tables,
     plan_attention,
 )
+from gllm.kernels.attention_window import AttentionWindow
 from gllm.kernels.native.builds import BUILD_VARIABLE, OFF
 from gllm.kernels.native.library import load_library
 from gllm.kernels.sampling_plan import plan_sampling
@@ -34,7 +35,7 @@ from gllm.models import stage as model_stage
 from gllm.models.config import read_config
 from gllm.models.split import split_layers
 from gllm.runtime.worker import stage_resources as loader_module
-from gllm.runtime.worker.batch import PlanAttention
+from gllm.runtime.worker.batch import PlanAttention, Windows
 from gllm.runtime.worker.cuda import backend as backend_module
 from gllm.runtime.worker.cuda import sampler
 from gllm.runtime.worker.cuda.executor import CudaExecutor
@@ -113,8 +114,8 @@ def tensors_of(thing: Any, seen: set[int]) -> Iterator[torch.Tensor]:
 
 
 def plan_of_one_layout(
-    rows: PagedBatch, dtype: torch.dtype, windows: frozenset[int | None]
-) -> dict[int | None, AttentionPlan]:
+    rows: PagedBatch, dtype: torch.dtype, windows: Windows
+) -> dict[AttentionWindow, AttentionPlan]:
     """As `plan_each` for layers without windows; decodes are one group over the longest context,
     so that all steps of a bucket are laid out alike but for block tables, at the end."""
     assert windows == {None}

@@ -229,6 +229,7 @@ class FakeEngine:
             self.defaults,
             1_700_000_000,
             self.root,
+            "LlamaForCausalLM",
             bool(self.root),
         )
 

@@ -144,7 +144,8 @@ def baichuan13(heads: int = 6) -> Any:
             bias = torch.tensor(slopes)[:, None, None] * (position - position[:, None])
             later = position > position[:, None]
             scores = q @ k.transpose(1, 2) / math.sqrt(hidden // heads) + bias
-            attended = scores.masked_fill(later, -math.inf).softmax(-1) @ v
+            shares = scores.masked_fill(later, -math.inf).softmax(-1).to(v.dtype)
+            attended = shares @ v
             x = x + self.self_attn["o_proj"](attended.transpose(0, 1).reshape(count, hidden))
             y = self.post_attention_layernorm(x)
             gated = functional.silu(self.mlp["gate_proj"](y)) * self.mlp["up_proj"](y)
@@ -198,3 +199,60 @@ def baichuan13(heads: int = 6) -> Any:
             (folder / "config.json").write_text(json.dumps(config))
 
     return Baichuan()
+
+
+def to_internlm3(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
+    """Llama with InternLM 3's configuration, as InternLM 3 was published."""
+    return config | {"architectures": ["InternLM3ForCausalLM"]}, tensors
+
+
+def to_mimo(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
+    """Qwen2 as MiMo, with a tensor of its multi-token prediction layers."""
+    own_config = config | {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    unread = {"model.mtp_layers.0.input_proj.weight": tensors["lm_head.weight"].clone()}
+    return own_config, tensors | unread
+
+
+def to_internlm2(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
+    """Llama of transformers as InternLM 2, whose first projection is stored KV head by KV head."""
+    import torch
+
+    renamed = {
+        "embed_tokens": "tok_embeddings",
+        "lm_head": "output",
+        "self_attn.o_proj": "attention.wo",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
+    kv_heads = config["num_key_value_heads"]
+    made: Tensors = {}
+    for name, tensor in tensors.items():
+        if ".q_proj" in name:
+            parts = [tensors[name.replace("q_proj", f"{part}_proj")] for part in "qkv"]
+            grouped = [part.view(kv_heads, -1, part.shape[1]) for part in parts]
+            own = name.replace("self_attn.q_proj", "attention.wqkv")
+            made[own] = torch.cat(grouped, dim=1).flatten(0, 1)
+        elif ".k_proj" not in name and ".v_proj" not in name:
+            for old, new in renamed.items():
+                name = name.replace(old, new)
+            made[name] = tensor
+    keys = {key: value for key, value in config.items() if key not in ("head_dim", "mlp_bias")}
+    own_config = {"architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2"}
+    return keys | own_config | {"bias": False}, made
+
+
+def to_minicpm(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
+    """Granite of transformers as MiniCPM, whose factors have other names."""
+    factors = ("embedding", "residual", "attention")
+    keys = {key: value for key, value in config.items() if key != "logits_scaling"}
+    scale_emb, residual, _ = (keys.pop(f"{name}_multiplier") for name in factors)
+    return keys | {
+        "architectures": ["MiniCPMForCausalLM"],
+        "model_type": "minicpm",
+        "scale_emb": scale_emb,
+        "scale_depth": residual * config["num_hidden_layers"] ** 0.5,
+        "dim_model_base": int(config["hidden_size"] / config["logits_scaling"]),
+    }, tensors

@@ -8,9 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gllm.models.config_reader import ConfigReader
-from gllm.models.registry import select_architecture, spec_builder
-from gllm.models.spec import ModelSpec
+from gllm.models.config import build_model, select_language_model
+from gllm.models.spec.model import ModelSpec
 
 Config = dict[str, Any]
 PUBLISHED: dict[str, Config] = json.loads(
@@ -21,7 +20,4 @@ PUBLISHED: dict[str, Config] = json.loads(
 
 def read(raw: Config) -> ModelSpec:
     """The description, every key of the file accounted for."""
-    keys = ConfigReader(copy.deepcopy(raw))
-    model = spec_builder(select_architecture(raw["architectures"]))(keys)
-    keys.check_all_read()
-    return model
+    return build_model(select_language_model(copy.deepcopy(raw))[1])

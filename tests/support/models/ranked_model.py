@@ -15,15 +15,17 @@ from torch import Tensor
 
 from gllm.kernels.all_reduce import RankGroup
 from gllm.kernels.attention_plan import PagedBatch, plan_attention
+from gllm.kernels.state_plan import NO_SLOT
 from gllm.kernels.threads import set_num_threads
+from gllm.models.attention import LayerCache
 from gllm.models.config import read_config
 from gllm.models.loader import Checkpoint, Weights
 from gllm.models.shard import shard
-from gllm.models.spec import ModelSpec
+from gllm.models.spec.model import ModelSpec
 from gllm.models.split import split_layers
 from gllm.models.stage import ModelStage, StageInputs
-from gllm.runtime.worker.kv_cache import KVCache
 from gllm.transport.groups import StageGroups
+from tests.support.models.state_plans import allocate_cache, plan_states
 from tests.support.models.thread_group import run_ranks, thread_groups
 
 BLOCK = 4
@@ -46,7 +48,7 @@ class Rank:
     """One rank of one stage."""
 
     stage: ModelStage
-    cache: KVCache
+    caches: list[LayerCache]
     weight_bytes: int
     """Bytes in memory of its weights."""
 
@@ -89,8 +91,9 @@ class RankedModel:
             stage = ModelStage(checkpoint.model, weights, layers, MAX_MODEL_LEN)
             checkpoint.check_all_read()
         specs = model.layers[layers.start : layers.stop]
-        cache = KVCache(specs, self.tables.size, BLOCK, self.dtype)
-        return Rank(stage, cache, checkpoint.weight_bytes)
+        slots = len(self.num_computed)
+        caches = allocate_cache(specs, self.tables.size, BLOCK, self.dtype, slots)
+        return Rank(stage, caches, checkpoint.weight_bytes)
 
     def join(self) -> None:
         """Open new groups, which all ranks join."""
@@ -128,6 +131,12 @@ class RankedModel:
             torch.tensor([token for seq in owners for token in tokens[seq]]),
             torch.from_numpy(np.concatenate(spots)),
             {window: plan_attention(rows, self.dtype, window) for window in self.windows},
+            plan_states(
+                *(
+                    [(len(tokens[seq]), seq if begin else NO_SLOT, seq)]
+                    for seq, begin in zip(owners, begins, strict=True)
+                )
+            ),
         )
         hidden = None
         for ranks, groups in zip(self.stages, self.groups, strict=True):
@@ -149,7 +158,7 @@ class RankedModel:
         rank = ranks[group.rank]
         with torch.inference_mode():
             own = None if hidden is None else hidden.clone()
-            output = rank.stage.forward(inputs, own, rank.cache.layers).clone()
+            output = rank.stage.forward(inputs, own, rank.caches).clone()
             if rank.stage.head is None:
                 return output, None
             return output, rank.stage.compute_logits(output)

@@ -65,7 +65,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     k, v = (each.repeat_interleave(HEADS // len(each), dim=0) for each in (k, v))
     scores = rotated(q) @ rotated(k).transpose(1, 2) / math.sqrt(HEAD_DIM)
     later = torch.ones(count, count, dtype=torch.bool).triu(1)
-    values = scores.masked_fill(later, -math.inf).softmax(-1) @ v
+    values = scores.masked_fill(later, -math.inf).softmax(-1).to(v.dtype) @ v
     return values.transpose(0, 1).reshape(count, HIDDEN)
 
 

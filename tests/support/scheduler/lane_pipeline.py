@@ -7,8 +7,10 @@ result the driver commits next, is random: any overtaking that links and stages 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.lanes import PREFILL_LANE
 from gllm.scheduler.plan import StepPlan
 from tests.support.scheduler.pipeline import Pipeline
 
@@ -28,14 +30,34 @@ class RunningStep:
 class LanePipeline(Pipeline):
     """Pipeline that computes its steps on request and checks the order within each lane."""
 
-    def __init__(self, config: SchedulerConfig, rng: Random, forces: bool = False) -> None:
-        super().__init__(config, forces)
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        rng: Random,
+        forces: bool = False,
+        changes_mix: bool = False,
+        drafter: Any = None,
+    ) -> None:
+        super().__init__(config, forces, drafter)
         self.rng = rng
+        self.changes_mix = changes_mix
+        """Decodes and prefill are mixed and separated again at random."""
+        self.is_mixed = False
+        self.num_mixed = 0
+        """Steps with decodes and prefill."""
         self.running: list[list[RunningStep]] = [[] for _ in range(config.num_lanes)]
         """Steps in flight of each lane, the oldest first."""
         self.num_turns = [0] * config.num_lanes
         self.num_overtakes = 0
         """Commits of steps while an older one was in flight."""
+
+    def schedule(self, fails: bool = False, faulty: Iterable[int] = ()) -> StepPlan | None:
+        if self.changes_mix and self.rng.random() < 0.1:
+            assert self.config.max_in_flight is not None
+            self.is_mixed = not self.is_mixed
+            depth = self.rng.randint(1, self.config.max_in_flight)
+            self.scheduler.set_depth(depth, is_mixed=self.is_mixed)
+        return super().schedule(fails, faulty)
 
     def _run(self, plan: StepPlan, fails: bool, faulty: Iterable[int]) -> None:
         self._check_lane(plan)
@@ -46,12 +68,16 @@ class LanePipeline(Pipeline):
             self._advance(self.rng.randrange(len(self.stages)))
 
     def _check_lane(self, plan: StepPlan) -> None:
-        """A plan is of one phase, counted in its lane, and has no sequence of the other lane."""
+        """A plan is counted in its lane, and has no sequence of the other lane.
+
+        It is of one phase, unless both are mixed in the prefill lane.
+        """
         assert plan.turn == self.num_turns[plan.lane]
         self.num_turns[plan.lane] += 1
-        for row in plan.rows:
-            sequence = self.scheduler.table.sequences[row.seq]
-            assert plan.lane == (row.start < sequence.num_prefill_tokens)
+        sequences = self.scheduler.table.sequences
+        phases = [row.start < sequences[row.seq].num_prefill_tokens for row in plan.rows]
+        self.num_mixed += len(set(phases)) > 1
+        assert set(phases) == {plan.lane} or (self.is_mixed and plan.lane == PREFILL_LANE)
         others = {row.seq for each in self.running[1 - plan.lane] for row in each.plan.rows}
         assert not others & {row.seq for row in plan.rows}
 

@@ -21,6 +21,7 @@ from gllm.scheduler.plan import (
     ON_DEVICE,
     SampledToken,
     ScheduledRow,
+    StateSegment,
     StepOutput,
     StepPlan,
     StepResult,
@@ -30,6 +31,7 @@ from gllm.scheduler.policy_entry import BASELINE_ENTRIES
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.stage_work import count_query_key_pairs
+from gllm.scheduler.state_slots import NO_STATE_SLOT
 
 VOCABULARY = 50
 NAN = None
@@ -85,14 +87,20 @@ class Stage:
     """One follower: mirror and cache."""
 
     block_size: int
+    keeps_blocks: bool = False
+    """A sequence may have more blocks than its row needs, for guesses that were wrong."""
     mirror: BlockTableReplica = field(default_factory=BlockTableReplica)
     cache: dict[int, int | None] = field(default_factory=dict)
+    states: dict[int, int | None] = field(default_factory=dict)
+    """By state slot, the digest of all tokens up to the state."""
 
     def prepare(self, plan: StepPlan) -> list[list[int]]:
         """Take a plan's block tables over, in the order of the plans; the table of each row."""
         tables = []
         for row, followed in zip(plan.rows, self.mirror.apply(plan), strict=True):
-            assert len(followed.block_ids) == -(-(row.start + row.num_tokens) // self.block_size)
+            num_blocks = -(-(row.start + row.num_tokens) // self.block_size)
+            assert len(followed.block_ids) >= num_blocks
+            assert self.keeps_blocks or len(followed.block_ids) == num_blocks
             tables.append(list(followed.block_ids))
         self.mirror.release(plan.released_seqs)
         return tables
@@ -104,27 +112,61 @@ class Stage:
         texts: dict[int, Text],
         broken: dict[int, int],
         faulty: Iterable[int] = (),
+        guessed: dict[int, list[int] | None] | None = None,
     ) -> set[int]:
         """Compute a plan; the sequences whose rows are NaN. broken: sequences of which a step
-        fails, with that step. faulty: sequences whose rows become NaN here."""
+        fails, with that step. faulty: sequences whose rows become NaN here. guessed: by sequence,
+        digests of a window's positions; None for one that continues a wrong guess."""
+        guessed = guessed or {}
         nan = set()
-        for row, table in zip(plan.rows, tables, strict=True):
-            if broken.get(row.seq, plan.step) < plan.step:
-                self._write(row, table, [hash(("broken", plan.step))] * row.num_tokens)
-            elif self._run_row(row, table, texts[row.seq].digests, row.seq in faulty):
+        for index, (row, table) in enumerate(zip(plan.rows, tables, strict=True)):
+            segments = [segment for segment in plan.state_segments if segment.row == index]
+            values = guessed.get(row.seq, texts[row.seq].digests[row.start :][: row.num_tokens])
+            if broken.get(row.seq, plan.step) < plan.step or values is None:
+                garbage = hash(("broken", plan.step))
+                self._write(row, table, [garbage] * row.num_tokens)
+                self.states.update((segment.target, garbage) for segment in segments)
+                continue
+            digests = texts[row.seq].digests
+            is_faulty = self._run_segments(row, segments, digests, row.seq in faulty)
+            if self._run_row(row, table, digests, values, is_faulty):
+                self.states.update((segment.target, NAN) for segment in segments)
                 nan.add(row.seq)
         return nan
 
-    def _run_row(
-        self, row: ScheduledRow, table: list[int], digests: list[int], faulty: bool
+    def _run_segments(
+        self, row: ScheduledRow, segments: list[StateSegment], digests: list[int], faulty: bool
     ) -> bool:
-        start, end = row.start, row.start + row.num_tokens
-        assert end <= len(digests)
+        """Update the states of a row, each from the state after the tokens before it."""
+        position = row.start
+        for segment in segments:
+            if segment.source == NO_STATE_SLOT:
+                assert position == 0
+            else:
+                held = self.states[segment.source]
+                faulty = faulty or held is NAN
+                assert position > 0
+                assert held in (NAN, digests[position - 1])
+            position += segment.num_tokens
+            self.states[segment.target] = NAN if faulty else digests[position - 1]
+        assert not segments or position == row.start + row.num_tokens
+        return faulty
+
+    def _run_row(
+        self,
+        row: ScheduledRow,
+        table: list[int],
+        digests: list[int],
+        values: list[int],
+        faulty: bool,
+    ) -> bool:
+        start = row.start
+        assert len(values) == row.num_tokens
         held = [self.cache[slot] for slot in self._slots(table, 0, start)]
         if held != digests[:start]:
             faulty = faulty or NAN in held
             assert all(value in (NAN, digest) for value, digest in zip(held, digests, strict=False))
-        self._write(row, table, [NAN] * row.num_tokens if faulty else digests[start:end])
+        self._write(row, table, [NAN] * row.num_tokens if faulty else values)
         return faulty
 
     def _write(self, row: ScheduledRow, table: list[int], values: Sequence[int | None]) -> None:
@@ -144,15 +186,25 @@ class Stage:
 class Pipeline:
     """Scheduler, stages, and what the requests got."""
 
-    def __init__(self, config: SchedulerConfig, forces: bool = False) -> None:
-        """`forces`: some tokens that are drawn force those that follow."""
+    def __init__(self, config: SchedulerConfig, forces: bool = False, drafter: Any = None) -> None:
+        """`forces`: some tokens that are drawn force those that follow. `drafter`: what guesses, by
+        default the configured method."""
         self.config: Any = config
         """Resolved: its limits are numbers."""
         self.forces = forces
         self.forced: dict[tuple[int, int], tuple[int, ...]] = {}
         """By step and sequence, what comes with the token drawn."""
-        self.scheduler = Scheduler(config)
-        self.stages = [Stage(config.block_size) for _ in range(config.stages)]
+        create_drafter = None if drafter is None else lambda config: drafter
+        self.scheduler = Scheduler(config, create_drafter=create_drafter)
+        speculates = config.speculative_config is not None
+        self.stages = [Stage(config.block_size, speculates) for _ in range(config.stages)]
+        self.chains: dict[int, int] = {}
+        """By sequence, the position up to which all guesses have been right; absent after a wrong
+        one."""
+        self.windows: dict[tuple[int, int], list[int]] = {}
+        """By step and sequence, what a window samples; nothing if it continues a wrong guess."""
+        self.guessed: dict[int, dict[int, list[int] | None]] = {}
+        """By step and sequence, digests of the positions of a window."""
         self.plans: deque[StepPlan] = deque()
         self.failed: set[int] = set()
         """Steps in flight that will fail."""
@@ -231,7 +283,8 @@ class Pipeline:
         is_last = stage == len(self.stages) - 1
         if not (is_last and plan.step in self.failed):
             faulty = faulty if is_last else ()
-            nan = self.stages[stage].compute(plan, tables, self.texts, self.broken, faulty)
+            guessed = self.guessed.get(plan.step)
+            nan = self.stages[stage].compute(plan, tables, self.texts, self.broken, faulty, guessed)
             self.nan[plan.step] |= nan
 
     def commit(self, errors: dict[int, str] | None = None) -> StepOutput:
@@ -263,10 +316,15 @@ class Pipeline:
         if plan.step in self.failed:
             self.failed.remove(plan.step)
             return StepResult(plan.step, [], "the step raised")
-        sampled = []
+        sampled: list[SampledToken] = []
         for row in plan.rows:
             if row.should_sample:
                 forced = self.forced.pop((plan.step, row.seq), ())
+                if row.num_draft_tokens:
+                    window = self.windows.pop((plan.step, row.seq), [0])
+                    if window:
+                        self._append_result(sampled, row, window, row.seq in nan, errors)
+                    continue
                 error = NOT_FINITE if row.seq in nan else errors.get(row.seq, "")
                 token = self._token(plan.step, row)
                 sampled.append(
@@ -275,6 +333,19 @@ class Pipeline:
                     )
                 )
         return StepResult(plan.step, sampled)
+
+    def _append_result(
+        self,
+        sampled: list[SampledToken],
+        row: ScheduledRow,
+        tokens: list[int],
+        is_nan: bool,
+        errors: dict[int, str],
+    ) -> None:
+        error = NOT_FINITE if is_nan else errors.get(row.seq, "")
+        further = tuple(tokens[1:])
+        names = row.seq, row.num_preemptions
+        sampled.append(SampledToken(*names, tokens[0], error, further, not is_nan))
 
     def drain(self, limit: int = 100_000) -> None:
         """Run until every sequence has ended."""
@@ -306,6 +377,7 @@ class Pipeline:
             assert sum(plan.lane == lane for plan in self.plans) <= self.config.max_in_flight
         assert len(scheduler.kv_cache.running) <= self.config.max_num_seqs
         self._check_tally()
+        self._check_states()
         for sequence in scheduler.table.sequences.values():
             assert sequence.num_tokens == len(sequence.token_ids)
         for sequence in scheduler.kv_cache.running.values():
@@ -314,6 +386,24 @@ class Pipeline:
                     followed = stage.mirror.sequences[sequence.seq]
                     assert followed.num_preemptions == sequence.num_preemptions
                     assert followed.block_ids == sequence.block_ids[: sequence.num_sent_blocks]
+
+    def _check_states(self) -> None:
+        """Each state slot is in use, a checkpoint or free; checkpoints belong to cached blocks."""
+        kv_cache = self.scheduler.kv_cache
+        states = kv_cache.states
+        if states is None:
+            return
+        references, evictable, free, checkpoints = states.describe()
+        slots = [*references, *evictable, *free]
+        assert sorted(slots) == list(range(states.num_slots))
+        assert set(evictable) <= set(checkpoints.values())
+        assert set(free).isdisjoint(checkpoints.values())
+        assert checkpoints.keys() <= set(kv_cache.block_pool.digests)
+        num_others = self.config.max_num_seqs - len(kv_cache.running)
+        assert len(evictable) + len(free) >= num_others
+        assert len(references) >= len(kv_cache.running)
+        if not kv_cache.running:
+            assert not references
 
     def _check_scores(self, outcome: StepOutput) -> None:
         """Where the prompt is scored, each of its tokens was computed before the output."""
@@ -352,8 +442,21 @@ class Pipeline:
         seqs = [row.seq for row in plan.rows]
         assert len(set(seqs)) == len(seqs)
         assert all(seq in self.alive for seq in seqs)
+        assert bool(plan.state_segments) == bool(self.config.num_state_slots)
+        self._check_segments(plan)
         for row in plan.rows:
             assert ON_DEVICE not in row.token_ids or self.config.async_scheduling
+
+    def _check_segments(self, plan: StepPlan) -> None:
+        """Rows are computed at the same time: none touches a slot that another one writes."""
+        writers = {segment.target: segment.row for segment in plan.state_segments}
+        for segment in plan.state_segments:
+            assert segment.num_tokens > 0
+            assert writers[segment.target] == segment.row
+            assert writers.get(segment.source, segment.row) == segment.row
+        rows = [segment.row for segment in plan.state_segments]
+        assert rows == sorted(rows)
+        assert not rows or [*dict.fromkeys(rows)] == list(range(len(plan.rows)))
 
     def _sample_ahead(self, plan: StepPlan) -> None:
         """The device knows a sampled token at once; the driver hears of it at the commit."""
@@ -362,6 +465,10 @@ class Pipeline:
                 continue
             text = self.texts[row.seq]
             tokens = text.tokens
+            if row.num_draft_tokens:
+                self._sample_window(plan.step, row, text)
+                continue
+            self.chains[row.seq] = row.start + row.num_tokens
             known = [t for t in row.token_ids if t != ON_DEVICE]
             start = max(row.start, len(self.requests[row.seq].prompt_token_ids))
             assert tokens[start : start + len(known)] == known
@@ -370,6 +477,42 @@ class Pipeline:
                 self.forced[plan.step, row.seq] = tuple(drawn[1:])
                 for token in drawn:
                     text.append(token)
+
+    def _sample_window(self, step: int, row: ScheduledRow, text: Text) -> None:
+        """Sample behind each token of a window, up to the first guess that is wrong."""
+        start, end, tokens = row.start, row.start + row.num_tokens, text.tokens
+        num_known = row.num_tokens - row.num_draft_tokens
+        inputs = row.token_ids[-row.num_tokens :]
+        assert len(inputs) == row.num_tokens
+        assert ON_DEVICE not in inputs
+        assert inputs[:num_known] == tokens[start : start + num_known]
+        guessed, window = self.guessed.setdefault(step, {}), self.windows
+        window[step, row.seq] = sampled = []
+        if not num_known and (self.chains.get(row.seq) != start or tokens[start] != inputs[0]):
+            guessed[row.seq] = None
+            self.chains.pop(row.seq, None)
+            return
+        digests = [text.digests[start - 1]]
+        for token in inputs:
+            digests.append(hash((digests[-1], token)))
+        guessed[row.seq] = digests[1:]
+        position = row.first_sampled_position
+        is_new = False
+        while True:
+            if position == len(tokens):
+                is_new = True
+                for token in draw(tokens, self.forces):
+                    text.append(token)
+            sampled.append(tokens[position])
+            if position == end or inputs[position - start] != tokens[position]:
+                break
+            position += 1
+        if position == end:
+            self.chains[row.seq] = end
+        else:
+            self.chains.pop(row.seq, None)
+        if is_new:
+            sampled += tokens[position + 1 :]
 
     def _token(self, step: int, row: ScheduledRow) -> int:
         if self.broken.get(row.seq, step) < step:

@@ -92,7 +92,9 @@ class KvWatch:
     """Commands to an engine's mover, and its caches."""
 
     def __init__(self, engine: Engine, errors: WatchErrors) -> None:
-        self.mover = engine._supervisor.kv_mover
+        mover = engine._supervisor.kv_mover.local
+        assert mover is not None
+        self.mover = mover
         self.served: dict[int, ServeKv] = {}
         """Blocks that the engine has kept, by ticket."""
         self.fetches: dict[int, FetchKv] = {}
@@ -153,7 +155,9 @@ class KvWatch:
         caches = self.mover._caches
         assert caches is not None
         runs: dict[tuple[int, int], bytes] = {}
-        for layout, descriptor in zip(caches.layouts, caches.descriptors, strict=True):
+        for layout, descriptor in zip(
+            caches.engine[caches.machine], caches.descriptors, strict=True
+        ):
             pages = KvPages(layout, descriptor, is_writable=False)
             slots = pages.find_slots(block_ids, first_token, num_tokens)
             for each in layout.layers:
@@ -235,9 +239,13 @@ class KvRig(KvRouter):
         self._stack = stack
 
     async def start(self, engines: dict[str, dict[str, Any]]) -> None:
-        """Start engines by name with their options, and wait until all exchange blocks."""
+        """Start engines by name with their options, and wait until all exchange blocks.
+
+        `node` among the options has the workers.
+        """
 
         async def start_one(name: str, options: dict[str, Any]) -> None:
+            node = options.pop("node", None)
             config = EngineConfig.from_options(
                 "demo",
                 **{
@@ -251,7 +259,7 @@ class KvRig(KvRouter):
                 },
             )
             attachment = AttachmentConfig(router=(self.address,), name=name)
-            engine = self.engines[name] = Engine(config, attachment=attachment)
+            engine = self.engines[name] = Engine(config, attachment=attachment, node=node)
             self.watches[name] = KvWatch(engine, self.errors)
             await engine.start()
             self._stack.push_async_callback(engine.stop)

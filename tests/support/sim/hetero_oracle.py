@@ -39,3 +39,37 @@ def best_flow(evaluator: PlanEvaluator, devices: Group) -> float:
     for partition in all_partitions(devices):
         best = evaluator.evaluate_if_better(partition, best.score) or best
     return best.score.flow
+
+
+def max_flow(edges: dict[tuple[str, str], float], source: str, sink: str) -> float:
+    """Return the maximum flow of a network by shortest augmenting paths (Edmonds and Karp).
+
+    Args:
+        edges: Capacity by (from, to).
+        source: Vertex where the flow begins.
+        sink: Vertex where it ends.
+    """
+    residual = dict(edges)
+    residual.update({(b, a): residual.get((b, a), 0.0) for a, b in edges})
+    neighbours: dict[str, list[str]] = {}
+    for a, b in residual:
+        neighbours.setdefault(a, []).append(b)
+    total = 0.0
+    while True:
+        before, queue = {source: ""}, [source]
+        for vertex in queue:
+            for other in neighbours.get(vertex, []):
+                if other not in before and residual[vertex, other] > 1e-12:
+                    before[other] = vertex
+                    queue.append(other)
+        if sink not in before:
+            return total
+        path, vertex = [], sink
+        while vertex != source:
+            path.append((before[vertex], vertex))
+            vertex = before[vertex]
+        pushed = min(residual[edge] for edge in path)
+        for a, b in path:
+            residual[a, b] -= pushed
+            residual[b, a] += pushed
+        total += pushed

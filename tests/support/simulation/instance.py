@@ -89,9 +89,10 @@ class Instance:
                 self._run_plan(plan)
             case RegisterSequences():
                 self._arithmetic.register(message)
-            case InitializeCache(num_blocks):
+            case InitializeCache(num_blocks, num_state_slots):
                 self.world.on_moment("initialize", self.process)
-                self.process.call_later(self.world.rng.uniform(0.0, 0.2), self._start, num_blocks)
+                delay = self.world.rng.uniform(0.0, 0.2)
+                self.process.call_later(delay, self._start, num_blocks, num_state_slots)
             case Hello():
                 self._on_stage_connected()
             case _:
@@ -136,6 +137,7 @@ class Instance:
                         1000,
                         block_bytes,
                         host_available_bytes=self._count_available_bytes(),
+                        state_bytes=self.world.state_bytes,
                     )
                 )
 
@@ -147,11 +149,14 @@ class Instance:
             return None
         return per_worker * len(self.placement.workers_on(self.assignment.place.node))
 
-    def _start(self, num_blocks: int) -> None:
+    def _start(self, num_blocks: int, num_state_slots: int) -> None:
         if not self._is_connected:
             return
         config = self.assignment.config.scheduler.resolve(
-            self.placement.num_stages, num_blocks, MAX_MODEL_LEN
+            self.placement.num_stages,
+            num_blocks,
+            MAX_MODEL_LEN,
+            num_state_slots=num_state_slots,
         )
         if not self.has_driver:
             context = Context(self.world.network, self.process)
@@ -263,7 +268,7 @@ class Instance:
         self.step, self.begin = plan.step, self.world.loop.time()
         kind = "decode" if all(row.num_tokens == 1 for row in plan.rows) else "prefill"
         self.world.on_moment(kind, self.process)
-        if any(prompt[:1] == [POISON_TOKEN] for _, prompt, _ in rows):
+        if any(prompt[:1] == [POISON_TOKEN] for _, prompt, *_ in rows):
             self.world.on_moment("poison", self.process)
         if self._has_bomb(rows):
             self.world.on_moment("bomb", self.process)
@@ -281,10 +286,12 @@ class Instance:
     def _has_bomb(self, rows: Rows) -> bool:
         """Return True if a row's prompt begins with BOMB_TOKEN; only stage 0 has the prompts."""
         life = self.worker.identity.run, self.placement.epoch
-        keys = [(*life, row.seq) for row, _, _ in rows]
+        keys = [(*life, row.seq) for row, *_ in rows]
         if self.stage == 0:
             bombs = zip(keys, rows, strict=True)
-            self.world.bombs |= {key for key, (_, prompt, _) in bombs if prompt[:1] == [BOMB_TOKEN]}
+            self.world.bombs |= {
+                key for key, (_, prompt, *_) in bombs if prompt[:1] == [BOMB_TOKEN]
+            }
         return not self.world.bombs.isdisjoint(keys)
 
     def _attend(self, plan: StepPlan, rows: Rows, placeholders: list[int]) -> None:

@@ -1,5 +1,6 @@
 """A fake model: a token is a hash of all tokens before it, computed stage by stage over KV blocks.
 
+With recurrent layers, each row starts from a state instead of the value before it.
 A token that is lost, doubled or computed from blocks of another sequence changes all that follow.
 Each rank of a stage keeps some bits of each value in its blocks, so that every value needs all
 ranks; the tokens do not depend on their number.
@@ -12,15 +13,23 @@ from operator import or_
 
 from gllm.messages.steps import RegisterSequences
 from gllm.scheduler.block_table_replica import BlockTableReplica
-from gllm.scheduler.plan import ON_DEVICE, SampledToken, ScheduledRow, StepPlan, StepResult
+from gllm.scheduler.plan import (
+    ON_DEVICE,
+    SampledToken,
+    ScheduledRow,
+    StateSegment,
+    StepPlan,
+    StepResult,
+)
+from gllm.scheduler.state_slots import NO_STATE_SLOT
 
 VOCAB_SIZE = 1000
 _MASK = 2**64 - 1
 
 Values = list[list[int]]
 """Of each row of a step, the value of each position."""
-Rows = list[tuple[ScheduledRow, list[int], list[int]]]
-"""Rows of a step with their prompts and block tables."""
+Rows = list[tuple[ScheduledRow, list[int], list[int], list[StateSegment]]]
+"""Rows of a step with their prompts, block tables and segments."""
 
 
 def mix(first: int, second: int) -> int:
@@ -93,6 +102,8 @@ class Stage:
     replica: BlockTableReplica = field(default_factory=BlockTableReplica)
     cache: dict[int, int] = field(default_factory=dict)
     """This rank's bits of the value of each slot."""
+    states: dict[int, int] = field(default_factory=dict)
+    """This rank's bits of the value in each state slot."""
     sequences: dict[int, KnownSequence] = field(default_factory=dict)
     sampled: dict[int, int] = field(default_factory=dict)
     """Last token of each sequence, for rows that are planned before it is known."""
@@ -112,11 +123,14 @@ class Stage:
         return sum(1 << bit for bit in range(self.rank, 64, self.num_ranks))
 
     def prepare(self, plan: StepPlan) -> Rows:
-        """Return each row with its prompt and its block table."""
+        """Return each row with its prompt, its block table and its segments."""
         views = self.replica.apply(plan)
+        segments: list[list[StateSegment]] = [[] for _ in plan.rows]
+        for segment in plan.state_segments:
+            segments[segment.row].append(segment)
         rows = [
-            (row, view.prompt_token_ids, list(view.block_ids))
-            for row, view in zip(plan.rows, views, strict=True)
+            (row, view.prompt_token_ids, list(view.block_ids), own)
+            for row, view, own in zip(plan.rows, views, segments, strict=True)
         ]
         self.replica.release(plan.released_seqs)
         return rows
@@ -128,17 +142,21 @@ class Stage:
         """
         return [
             self.sampled.get(row.seq, 0)
-            for row, _, _ in rows
+            for row, _, _, _ in rows
             for token in row.token_ids
             if token == ON_DEVICE
         ]
 
     def previous(self, rows: Rows) -> Values:
         """Return this rank's bits of the value before each row."""
-        return [
-            [self.cache[self._slot(blocks, row.start - 1)] if row.start else 0]
-            for row, _, blocks in rows
-        ]
+        values = []
+        for row, _, blocks, segments in rows:
+            value = self.cache[self._slot(blocks, row.start - 1)] if row.start else 0
+            if segments:
+                source = segments[0].source
+                value = 0 if source == NO_STATE_SLOT else self.states[source]
+            values.append([value])
+        return values
 
     def compute(
         self, rows: Rows, previous: Values, hidden: Values | None, placeholders: list[int]
@@ -155,7 +173,7 @@ class Stage:
             This rank's bits of the values.
         """
         values, told, mask = [], iter(placeholders), self.mask
-        for index, (row, prompt, blocks) in enumerate(rows):
+        for index, (row, prompt, blocks, segments) in enumerate(rows):
             inputs = self._tokens(row, prompt, told) if hidden is None else hidden[index]
             assert len(inputs) == row.num_tokens, f"{len(inputs)} inputs of {row}"
             (value,) = previous[index]
@@ -164,6 +182,10 @@ class Stage:
                 value = mix(value, each)
                 self.cache[self._slot(blocks, position)] = value & mask
                 own.append(value & mask)
+            end = 0
+            for segment in segments:
+                end += segment.num_tokens
+                self.states[segment.target] = own[end - 1]
             values.append(own)
         return values
 

@@ -71,6 +71,7 @@ class Scenario:
         self.loop = VirtualLoop()
         self.network = Network(self.loop, self.rng)
         self.world = World(self.loop, self.rng, self.network, self.on_moment)
+        self.world.state_bytes = int(seed % 3 == 1)
         self.node = SimulatedNode(self.world)
         self.degrees = limits.degrees or self._draw_degrees()
         self.max_restarts = self.rng.choice([0, 3, 3, 50, 50, 50])

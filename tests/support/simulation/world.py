@@ -44,6 +44,8 @@ class World:
     bombs: set[tuple[int, int, int]] = field(default_factory=set)
     """Run, epoch and wire id of sequences whose prompts begin with BOMB_TOKEN."""
     num_steps: int = 0
+    state_bytes: int = 0
+    """Bytes of a state slot of each worker; 0 for a model without recurrent layers."""
     memory_per_worker: int | None = None
     """Bytes that a machine has for each worker of its stages; None for any number."""
     short_num_stages: int = 0

@@ -10,9 +10,9 @@ from gllm.text.tokenizer import Tokenizer
 class Judge:
     """A grammar in Lark over a vocabulary."""
 
-    def __init__(self, tokenizer: Tokenizer, source: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, source: str, eos_token: int | None = 0) -> None:
         self._tokenizer = tokenizer
-        self._tokens = LLTokenizer(tokenizer._backend.to_str(), eos_token=0)
+        self._tokens = LLTokenizer(tokenizer._backend.to_str(), eos_token=eos_token)
         self._grammar = json.dumps({"grammars": [{"lark_grammar": source}]})
 
     def takes(self, text: str) -> bool:

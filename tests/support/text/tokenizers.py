@@ -3,7 +3,10 @@
 Owns one of each kind that models ship. Knows nothing of the tests that use them.
 """
 
+import base64
 import json
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 from tokenizers import (
@@ -79,6 +82,28 @@ def word_piece() -> Tokenizer:
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.add_special_tokens(["[CLS]"])
     return tokenizer
+
+
+def byte_ranks(num_joined: int = 100) -> dict[bytes, int]:
+    """All bytes, and the ranks of what is joined of them most often in CORPUS."""
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    texts = [word.encode() for text in CORPUS for word in text.split(" ")]
+    parts = [[bytes([byte]) for byte in text] for text in texts]
+    for _ in range(num_joined):
+        pairs = Counter(pair for word in parts for pair in pairwise(word))
+        pair = min(pairs, key=lambda pair: (-pairs[pair], pair))
+        ranks.setdefault(b"".join(pair), len(ranks))
+        for word in parts:
+            for at in range(len(word) - 2, -1, -1):
+                if tuple(word[at : at + 2]) == pair:
+                    word[at : at + 2] = [b"".join(pair)]
+    return ranks
+
+
+def tiktoken_file(ranks: dict[bytes, int]) -> bytes:
+    """As tiktoken writes a vocabulary."""
+    ordered = sorted(ranks.items(), key=lambda item: item[1])
+    return b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ordered)
 
 
 def save(folder: Path, tokenizer: Tokenizer, **config: object) -> Path:

@@ -11,6 +11,7 @@ from gllm.options.field_types import FieldError
 from gllm.options.limits import MAX_MESSAGES
 from gllm.text.chat.prompt import ChatRequest, render_chat
 from gllm.text.chat.template import MAX_CHARACTERS, ChatTemplate, load_chat_template
+from gllm.text.chat.tools import parse_tools
 from gllm.text.tokenizer import Tokenizer
 from tests.support.text import tokenizers as some
 
@@ -286,6 +287,20 @@ LISTED = """{% for m in messages %}<{{ m.role }}>
 {%- else %}{% for part in m.content %}{{ part.text }}{% if m.role == 'system' %} | {% endif %}
 {%- endfor %}{% endif %}</>{% endfor %}"""
 REFUSES = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + LISTED
+TRIMMED = """{% for m in messages %}<{{ m.role }}>
+{%- set text = m['content'] %}
+{%- if text is string or m.role == 'assistant' %}{{ text }}
+{%- else %}{% for part in text %}({{ part['text'] | trim }}){% endfor %}{% endif %}</>
+{%- endfor %}"""
+MACRO = """{% macro show(message, is_short=false) %}{% set c = message.get('content') %}
+{%- if c is string %}{{ c }}{% else %}{% for part in c %}{{ part.text }}{% endfor %}{% endif %}
+{%- endmacro %}{% for m in messages %}<{{ m.role }}>{{ show(m) | trim }}</>{% endfor %}"""
+SORTED = """{% for m in messages %}<{{ m.role }}>
+{%- set parts = m.content | sort(attribute='type') if m.content is not string else [] %}
+{%- for part in parts %}{{ part.text }}{% else %}{{ m.content }}{% endfor %}</>{% endfor %}"""
+SPLIT = """{% macro shown(text) %}{% for piece in text.split('</think>') %}
+{%- if loop.last %}{{ piece }}{% endif %}{% endfor %}{% endmacro %}
+{%- for m in messages %}<{{ m.role }}>{{ shown(m.content) }}</>{% endfor %}"""
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 
 
@@ -295,9 +310,13 @@ PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
         (LISTED, "user", "ab"),
         (LISTED, "assistant", "ab"),
         (LISTED, "tool", "ab"),
-        # It also ends the last part, as no text does.
-        (LISTED, "system", "a\nb"),
+        (LISTED, "system", "a | b | "),
         (REFUSES, "user", "ab"),
+        (TRIMMED, "user", "(a)(b)"),
+        (TRIMMED, "assistant", "a \n b"),
+        (MACRO, "user", "ab"),
+        (SORTED, "user", "ab"),
+        (SPLIT, "user", "a\nb"),
         (some.CHATML, "user", "a\nb"),
         (INST, "user", "a\nb"),
         (JSON, "user", "a\\nb"),
@@ -306,12 +325,31 @@ PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 def test_parts_are_joined_as_the_template_joins_them(source: str, role: str, shown: str) -> None:
     """By a line break where it expects a text; transformers renders the list itself."""
     before = [] if role in ("user", "system") else [{"role": "user", "content": "x"}]
-    messages = [*before, {"role": role, "content": PARTS}]
+    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": " b"}]
+    messages = [*before, {"role": role, "content": parts if source == TRIMMED else PARTS}]
     text = ChatTemplate(source, {"bos_token": "", "eos_token": ""}).render(messages)
     assert shown in text
-    if shown == "ab":
+    if "\\n" not in shown and "\n" not in shown:
         ((wanted,), _) = render_jinja_template([messages], chat_template=source)
         assert text == wanted
+
+
+def test_the_end_of_parts_is_continued() -> None:
+    messages = [{"role": "user", "content": PARTS}, {"role": "assistant", "content": PARTS}]
+    text = ChatTemplate(MACRO, {}).render(messages, False, continue_final=True)
+    assert text == "<user>ab</><assistant>ab"
+
+
+def test_null_becomes_an_empty_text_where_the_template_fails_for_it() -> None:
+    source = """{% for m in messages %}<{{ m.role }}>
+    {%- if m['content'] is none or m.role == 'user' %}{% endif %}
+    {%- if m['content'] | length > 0 %}{{ m['content'] }}{% endif %}{% endfor %}"""
+    call = {"id": "x", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    assert ChatTemplate(source, {}).render(messages) == "<user>a<assistant>"
 
 
 def test_documents_reach_the_template_or_are_refused() -> None:
@@ -347,3 +385,25 @@ def test_any_variable_but_those_of_fields() -> None:
         with pytest.raises(FieldError) as caught:
             ChatRequest(messages, template_variables=wrong)
         assert caught.value.param == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("enable_thinking", False),
+        ("thinking", True),
+        ("reasoning_effort", "no_think"),
+        ("thinking_budget", 512),
+        ("custom", {"list": [1, "a"]}),
+    ],
+)
+def test_every_variable_reaches_the_template(name: str, value: Any) -> None:
+    """Also beside the field of the same purpose, and in a template for tools alone."""
+    source = f"{{{{ {name} is defined and {name} == {value!r} }}}}{{{{ tools and '' }}}}<|im_end|>"
+    tokenizer = Tokenizer(some.byte_level(), ChatTemplate(some.CHATML, {}, tool_source=source))
+    tools = parse_tools([{"type": "function", "function": {"name": "f"}}], None)
+    messages = [{"role": "user", "content": "x"}]
+    request = ChatRequest(messages, tools, {name: value}, reasoning_effort="high")
+    parsers = OutputParserConfig(tool_call_parser="hermes")
+    ids = render_chat(tokenizer, request, parsers).token_ids
+    assert tokenizer.decode(ids) == "True"

@@ -282,6 +282,7 @@ UNSATISFIABLE = ("Unsatisfiable schema", "nothing fits", "no value fits", "out o
 @settings(max_examples=num_examples(40, 5000), deadline=None)
 @given(schema=ODD_SCHEMAS)
 @example({"properties": {"a": {"$ref": "#"}}, "patternProperties": {"(?:a|b)+": {"const": "a"}}})
+@example({"items": {"const": "a"}, "allOf": [{"items": {"$ref": "#"}}]})
 def test_what_is_not_enforced_leniently_does_not_refuse_a_tool(schema):
     """A schema without any odd values of keywords may still have nothing that fits."""
     rewritten: dict[str, Any] = {}

@@ -20,9 +20,11 @@ from gllm.text.tokenizer import Tokenizer
 from tests.support.examples import num_examples
 from tests.support.text import tokenizers as some
 from tests.support.text.judge import Judge
-from tests.support.text.tool_formats import glm45, glm47, qwen3_coder
+from tests.support.text.tool_formats import gemma4, glm45, glm47, minimax_m2, qwen3_coder
 
-TAGGED = {"qwen3_coder": qwen3_coder, "glm45": glm45}
+TAGGED = {"qwen3_coder": qwen3_coder, "glm45": glm45, "minimax_m2": minimax_m2}
+VERBATIM = {**TAGGED, "gemma4": gemma4}
+"""Formats whose strings stand as they are, without escapes."""
 TOKENIZER = Tokenizer(some.byte_level())
 DEFINITIONS = {
     "text": {"type": "string"},
@@ -105,7 +107,9 @@ def test_missing_end_tags_lose_nothing(family, values, missing):
     """Strings come back as they were, whichever end tags the model has left out."""
     arguments = {f"p{i}": value for i, value in enumerate(values)}
     schema = {"properties": {name: {"type": "string"} for name in arguments}}
-    end = "\n</parameter>" if family == "qwen3_coder" else "</arg_value>"
+    end = {"qwen3_coder": "\n</parameter>", "minimax_m2": "</parameter>"}.get(
+        family, "</arg_value>"
+    )
     first, *others = TAGGED[family]([("f", arguments)]).split(end)
     ends = ["" if left_out else end for left_out in missing]
     text = first + "".join(tag + part for tag, part in zip(ends, others, strict=False))
@@ -150,7 +154,7 @@ ENFORCED: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize("family", TAGGED)
+@pytest.mark.parametrize("family", VERBATIM)
 @pytest.mark.parametrize(("rules", "good", "bad"), ENFORCED)
 def test_strings_are_enforced(family, rules, good, bad):
     schema = {
@@ -160,11 +164,11 @@ def test_strings_are_enforced(family, rules, good, bad):
         "$defs": {"code": {"type": "string", "pattern": r"^[A-Z]-\d{2}$"}},
     }
     judged = judge(family, schema)
-    assert judged.takes(TAGGED[family]([("f", {"a": good})]))
-    assert not judged.takes(TAGGED[family]([("f", {"a": bad})]))
+    assert judged.takes(VERBATIM[family]([("f", {"a": good})]))
+    assert not judged.takes(VERBATIM[family]([("f", {"a": bad})]))
 
 
-@pytest.mark.parametrize("family", TAGGED)
+@pytest.mark.parametrize("family", VERBATIM)
 @pytest.mark.parametrize(
     "rules", [{"format": "date"}, {"anyOf": [{"pattern": "a"}, {"const": "b"}]}]
 )
@@ -172,7 +176,7 @@ def test_what_cannot_be_enforced_is_refused_for_strict_functions_alone(family, r
     schema = {"type": "object", "properties": {"a": {"type": "string", **rules}}, "required": ["a"]}
     with pytest.raises(ValueError, match=f"'f'.*{min(rules)!r}"):
         judge(family, schema)
-    assert judge(family, schema, strict=False).takes(TAGGED[family]([("f", {"a": "any"})]))
+    assert judge(family, schema, strict=False).takes(VERBATIM[family]([("f", {"a": "any"})]))
 
 
 def test_calls_without_line_ends():

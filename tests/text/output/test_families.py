@@ -15,7 +15,15 @@ from gllm.text.output.parser import OutputFormat, OutputParser
 from gllm.text.output.reasoning import REASONING_TAGS
 from gllm.text.output.registry import TOOL_CALL_FORMATS
 from tests.support.examples import num_examples
-from tests.support.text.tool_formats import BEFORE, FIRST_ONLY, FORMATS
+from tests.support.text.tool_formats import (
+    BEFORE,
+    FIRST_ONLY,
+    FORMATS,
+    LITERALS,
+    TAGGED,
+    gemma4_quoted,
+    lfm2_python,
+)
 
 TOOLS = {
     "f": {"properties": {"a": {"type": "string"}, "n": {"type": ["integer", "null"]}}},
@@ -81,7 +89,7 @@ def test_arguments_come_while_they_are_written(name, write):
         held = held + 1 if begun and not done and not events else 0
         if begun and "long" in "".join(getattr(event, "text", "") for event in events):
             done = True
-        assert held < 40
+        assert held < 80
     assert begun
 
 
@@ -101,17 +109,25 @@ OBJECTS = st.dictionaries(st.text(max_size=5), VALUES, max_size=4)
 
 @pytest.mark.parametrize(
     ("name", "write"),
-    [row for row in FORMATS if row[0] not in ("qwen3_coder", "glm45")],
+    [row for row in FORMATS if row[0] not in (*TAGGED, *LITERALS)],
     ids=lambda value: getattr(value, "__name__", value),
 )
-@settings(max_examples=num_examples(20, 500), deadline=None)
+@settings(max_examples=num_examples(12, 500), deadline=None)
 @given(calls=st.lists(st.tuples(st.sampled_from(sorted(TOOLS)), OBJECTS), min_size=1, max_size=3))
 def test_any_arguments_of_json_formats(name, write, calls):
     assert said(message_of(name, write(calls))) == ("", "", calls)
 
 
-@pytest.mark.parametrize("name", ["qwen3_coder", "glm45"])
-@settings(max_examples=num_examples(35, 1500), deadline=None)
+@pytest.mark.parametrize(("name", "write"), [("gemma4", gemma4_quoted), ("lfm2", lfm2_python)])
+@settings(max_examples=num_examples(15, 1500), deadline=None)
+@given(value=VALUES.filter(lambda value: '<|"|>' not in repr(value)))
+def test_any_value_of_literal_formats(name, write, value):
+    calls = [("ff", {"a": value, "b": value})]
+    assert said(message_of(name, write(calls))) == ("", "", calls)
+
+
+@pytest.mark.parametrize("name", TAGGED)
+@settings(max_examples=num_examples(15, 1500), deadline=None)
 @given(
     text=st.text(st.characters(exclude_categories=["Cs"]), max_size=30).filter(
         lambda text: "</" not in text
@@ -167,6 +183,12 @@ FRAGMENTS = [
     "get_weather\n",
     "null",
     "[TOOL_CALLS]",
+    "<|channel|>",
+    "<|start|>",
+    "<|message|>",
+    "<|end|>",
+    "analysis",
+    " to=functions.f",
     "[ARGS]",
     "[CALL_ID]",
     "[THINK]",
@@ -186,6 +208,35 @@ FRAGMENTS = [
     '{"x": "\\u00',
     "\x00",
     "'",
+    "<｜DSML｜tool_calls>",
+    '<｜DSML｜invoke name="f">',
+    '<｜DSML｜parameter name="a" string="true">',
+    "</｜DSML｜parameter>",
+    "</｜DSML｜invoke>",
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>functions.f:0",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    '<invoke name="f">',
+    '<parameter name="n">',
+    "</invoke>",
+    "<seed:tool_call>",
+    "<|tool_call>",
+    "call:f",
+    "{a:",
+    '<|"|>',
+    "<tool_call|>",
+    "<|tool_call_start|>[",
+    "f(",
+    "a=",
+    ")",
+    "<TOOLCALL>",
+    "<tool_calls>",
+    "</tool_calls>",
+    "<|tool_call|>",
+    "<tool_sep>",
+    "<tool_call:opensource>",
+    '<|tools_prefix|>[{"f": ',
 ]
 TEXTS = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join)
 
@@ -205,7 +256,7 @@ def bare(events):
 
 
 @pytest.mark.parametrize("name", [*TOOL_CALL_FORMATS, None])
-@settings(max_examples=num_examples(35, 1500), deadline=None)
+@settings(max_examples=num_examples(15, 1500), deadline=None)
 @given(
     text=TEXTS,
     cuts=st.lists(st.integers(0, 120), max_size=12),
@@ -220,7 +271,7 @@ def test_cuts_do_not_matter(name, text, cuts, tags, within):
 
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
-@settings(max_examples=num_examples(45, 2000), deadline=None)
+@settings(max_examples=num_examples(20, 2000), deadline=None)
 @given(text=TEXTS)
 @example(text='<tool_call>{"name": "f", "arguments": {"a": oops}}</tool_call>')
 def test_calls_are_valid_and_nothing_is_lost(name, text):
@@ -257,6 +308,41 @@ BROKEN = [
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\noops\n```",
     ),
     ("deepseek", "<｜tool▁calls▁begin｜>nothing<｜tool▁calls▁end｜>"),
+    ("deepseek_v32", "<｜DSML｜function_calls>\nno call\n</｜DSML｜function_calls>"),
+    (
+        "deepseek_v32",
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a">x',
+    ),
+    (
+        "kimi_k2",
+        "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>oops<|tool_call_end|>",
+    ),
+    ("kimi_k2", "<|tool_calls_section_begin|>functions.f:0<|tool_calls_section_end|>"),
+    ("minimax_m2", '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">never ends'),
+    ("minimax_m2", '<minimax:tool_call>\n<invoke name="two words">\n</invoke>'),
+    ("seed_oss", "<seed:tool_call>\n<function=f>\n<parameter=a>never ends"),
+    ("gemma4", '<|tool_call>call:f{a:<|"|>never ends'),
+    ("gemma4", "<|tool_call>call:f{a:oops}<tool_call|>"),
+    ("gemma4", "<|tool_call>f{a:1}<tool_call|>"),
+    ("gemma4", "<|tool_call>call:f{a:[1,2}<tool_call|>"),
+    ("lfm2", "<|tool_call_start|>[f(a=oops)]<|tool_call_end|>"),
+    ("lfm2", "<|tool_call_start|>[f(1)]<|tool_call_end|>"),
+    ("lfm2", "<|tool_call_start|>[f(a='never ends"),
+    ("lfm2", "<|tool_call_start|>nothing<|tool_call_end|>"),
+    ("apertus", "<|tools_prefix|>[{f: {}}]<|tools_suffix|>"),
+    ("apertus", '<|tools_prefix|>[{"f": 1}]<|tools_suffix|>'),
+    ("cohere", '<|START_ACTION|>[{"tool_call_id": "0", "parameters": {}}]<|END_ACTION|>'),
+    ("nemotron", "<TOOLCALL>[]</TOOLCALL>"),
+    ("hunyuan_a13b", '<tool_calls>[{"name": "f", "arguments": {]</tool_calls>'),
+    ("granite", "<|tool_call|> [none]"),
+    ("hy_v3", "<tool_calls>\n<tool_call>f is a tool</tool_call>\n</tool_calls>"),
+    ("hy_v3", "<tool_call:opensource>f<tool_sep:opensource>\n<arg_key:opensource>a"),
+    ("harmony", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>oops<|call|>"),
+    ("harmony", '<|channel|>commentary to=functions.f<|message|>{"a": "never ends'),
+    ("harmony", "<|channel|>commentary to=functions.f<|message|>"),
+    ("harmony", "<|channel|>commentary to=functions.f<|call|>"),
+    ("harmony", "<|channel|>final"),
+    ("harmony", "a <|chan, <|end|> alone and to=functions.f"),
 ]
 
 
@@ -290,7 +376,56 @@ LENIENT = [
     ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}, "id": "abcdefghi"}]', "", {}),
     ("mistral", '[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{"a": "x"}', "", {"a": "x"}),
     ("mistral", '[TOOL_CALLS]f{"a": "x"}', "", {"a": "x"}),
+    ("harmony", '<|channel|>commentary to=f<|message|>{"a": "x"}<|end|>', "", {"a": "x"}),
+    ("harmony", ' to=functions.f<|channel|>commentary code<|message|>{"n": 1}', "", {"n": 1}),
+    ("harmony", '<|channel|>analysis to=functions.f<|message|> {"n": 1}\n', "", {"n": 1}),
     ("llama3", '{"type": "function", "name": "f", "parameters": {"n": 1}}', "", {"n": 1}),
+    ("deepseek_v32", '<｜DSML｜invoke name="f">\n</｜DSML｜invoke>', "", {}),
+    (
+        "deepseek_v32",
+        '<｜DSML｜invoke name="f"><｜DSML｜parameter name="n" string="true">7</｜DSML｜parameter>'
+        "</｜DSML｜invoke></｜DSML｜tool_calls>",
+        "",
+        {"n": "7"},
+    ),
+    (
+        "kimi_k2",
+        '<|tool_call_begin|>f:0 <|tool_call_argument_begin|> {"a": "x"}<|tool_call_end|>',
+        "",
+        {"a": "x"},
+    ),
+    ("minimax_m2", '<invoke name="f">\n<parameter name="n">7\n</invoke>', "", {"n": 7}),
+    ("seed_oss", "<function=f><parameter=n>None</parameter></function>", "", {"n": None}),
+    (
+        "seed_oss",
+        "<function=f><parameter=days>[1, {'a': True}]</parameter></function>",
+        "",
+        {"days": "[1, {'a': True}]"},
+    ),
+    ("gemma4", '<|tool_call> call: f{ a : "x" , n : 7, }', "", {"a": "x", "n": 7}),
+    (
+        "gemma4",
+        "<|tool_call>call:f{days:[None,True,-1.5e3,{}]}",
+        "",
+        {"days": [None, True, -1500, {}]},
+    ),
+    ("lfm2", "<|tool_call_start|>f()<|tool_call_end|>", "", {}),
+    ("lfm2", "<|tool_call_start|>[f( a = 'x\\n\\u00e9\\x41\\'' , )]", "", {"a": "x\né" + "A'"}),
+    ("lfm2", "<|tool_call_start|>[f(a=(1, true, null))]", "", {"a": [1, True, None]}),
+    ("lfm2", '<|tool_call_start|>[{"name": "f", "arguments": {}}]<|tool_call_end|>', "", {}),
+    ("nemotron", '<TOOLCALL> {"name": "f", "arguments": {}} </TOOLCALL>', "", {}),
+    (
+        "granite",
+        '<|tool_call|>\n[{"name": "f", "arguments": {"n": 1}}]<|/tool_call|>',
+        "",
+        {"n": 1},
+    ),
+    (
+        "hy_v3",
+        "<tool_call>f\n<arg_key>n</arg_key><arg_value>1</arg_value></tool_call>",
+        "",
+        {"n": 1},
+    ),
 ]
 
 
@@ -308,16 +443,27 @@ def test_ids_fit_the_family():
     for name, write in FORMATS:
         ids = [call.id for call in message_of(name, write(CALLS)).tool_calls.values()]
         assert len(set(ids)) == 2
-        fits = r"[A-Za-z0-9]{9}" if name == "mistral" else r"call_[0-9a-f]{24}"
+        fits = {"mistral": r"[A-Za-z0-9]{9}", "kimi_k2": r"functions\.\w+:[01]"}.get(
+            name, r"call_[0-9a-f]{24}"
+        )
         assert all(re.fullmatch(fits, one) for one in ids)
 
 
-PIECES = ["<tool_call>", '<tool_call>{"name": "f", "arguments": {"a": "', "[TOOL_CALLS][", "<", " "]
+PIECES = [
+    "<tool_call>",
+    '<tool_call>{"name": "f", "arguments": {"a": "',
+    "[TOOL_CALLS][",
+    "<",
+    " ",
+    '<|tool_call>call:f{a:<|"|>',
+    "<|tool_call_start|>[f(a='",
+    '<invoke name="f">\n<parameter name="a">',
+]
 
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 @pytest.mark.parametrize("piece", PIECES)
 def test_nothing_is_read_twice(name, piece):
     """Were it, this would take minutes."""
-    text = piece * 5000
+    text = piece * 2000
     assert message_of(name, text).content == text

@@ -41,9 +41,26 @@ def read(text, within, name="think"):
 @pytest.mark.parametrize(("text", "within", "reasoning", "content"), CASES)
 def test_split(text, within, reasoning, content):
     assert read(text, within) == (reasoning, content)
-    other = text.replace("<think>", "[THINK]").replace("</think>", "[/THINK]")
-    shown = content.replace("<think>", "[THINK]").replace("</think>", "[/THINK]")
-    assert read(other, within, "mistral") == (reasoning, shown)
+    for name, tags in REASONING_TAGS.items():
+        other = text.replace("<think>", tags.opening).replace("</think>", tags.closing)
+        shown = content.replace("<think>", tags.opening).replace("</think>", tags.closing)
+        assert read(other, within, name) == (reasoning, shown)
+
+
+TAGGED_ANSWERS = [
+    ("<think>\nhm\n</think>\n<answer>\nHello \n</answer>", "hm", "Hello"),
+    ("<think>\n\n</think>\n<answer>\nHello\n</answer>\n", "", "Hello\n"),
+    ("<think>hm</think>Hello</answer>", "hm", "Hello</answer>"),
+    ("<think>hm</think><answer>a < b </ans \n", "hm", "a < b </ans \n"),
+    ("<answer>Hello</answer>", "", "<answer>Hello</answer>"),
+]
+
+
+@pytest.mark.parametrize(("text", "reasoning", "content"), TAGGED_ANSWERS)
+def test_tags_around_the_answer_are_no_content(text, reasoning, content):
+    assert read(text, False, "hunyuan_a13b") == (reasoning, content)
+    other = text.replace("answer>", "response>")
+    assert read(other, False, "granite") == (reasoning, content.replace("answer>", "response>"))
 
 
 @settings(max_examples=num_examples(100, 5000), deadline=None)
@@ -103,6 +120,20 @@ SHOWN = [
     ("<｜tool▁calls▁begin｜>", "deepseek"),
     ("<|observation|>", "glm4"),
     ("<|observation|><tool_call><arg_key>", "glm45"),
+    (r'"<tool_call>\n{\"name\": <name>, \"arguments\": <object>}"', "hermes"),
+    ("{%- set dsml_token = '｜DSML｜' -%}", "deepseek_v32"),
+    ("<|tool_calls_section_begin|><|tool_call_argument_begin|>", "kimi_k2"),
+    ("{%- set begin = '<minimax:tool_call>' -%}<parameter name=", "minimax_m2"),
+    ("<seed:tool_call><function=f><parameter=k>", "seed_oss"),
+    ("{{- '<|tool_call>call:' + name + '{' -}}", "gemma4"),
+    ('{{- "<|tool_call_start|>[" -}}', "lfm2"),
+    ("List of tools: <|tool_list_start|>[", "lfm2"),
+    ("'<TOOLCALL>['", "nemotron"),
+    ("{% set tool_calls_token = '<|tools_prefix|>' %}", "apertus"),
+    ("<|START_ACTION|>[\n{%- for tc in message.tool_calls %}", "cohere"),
+    ('<tool_call></tool_call>: <tool_calls>[{"name": .., "arguments": ..}]', "hunyuan_a13b"),
+    ("respond only with <|tool_call|> followed by a JSON list", "granite"),
+    ("'<tool_sep{}>'.format(x) '<arg_key{}>'.format(x)", "hy_v3"),
 ]
 
 
@@ -130,3 +161,24 @@ def test_tags_are_known_by_the_template_or_named():
     assert select_reasoning_tags("auto", "[THINK]") is REASONING_TAGS["mistral"]
     assert select_reasoning_tags("none", "<think>") is None
     assert select_reasoning_tags("mistral", "<think>") is REASONING_TAGS["mistral"]
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("<think>", "think"),
+        ("[THINK]", "mistral"),
+        ("'<|channel>thought\\n<channel|>'", "gemma4"),
+        ("'<|channel|>analysis'", None),
+        ("<seed:think>", "seed_oss"),
+        ("<|inner_prefix|>", "apertus"),
+        ("<|START_THINKING|>{{ message.thinking }}<|END_THINKING|>", "cohere"),
+        ("'<think{}>'.format(HYTK)", "hy_v3"),
+        ("<think></think> content.split('<answer>')[-1]", "hunyuan_a13b"),
+        ("between <think></think> and <response></response>", "granite"),
+        ("<think> '\\n<response>' '</response>'", "think"),
+    ],
+)
+def test_tags_are_known_by_the_template(template, name):
+    tags = select_reasoning_tags("auto", template)
+    assert (tags and tags.name) == name

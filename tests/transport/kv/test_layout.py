@@ -1,5 +1,6 @@
-"""Moves between two engines: each layer and head of each worker is moved exactly once."""
+"""Parts of a hand-off: each layer and head of each worker is read exactly once."""
 
+import itertools
 from collections import Counter
 
 import msgspec
@@ -7,54 +8,92 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gllm.messages.kv_layout import KvLayoutError, find_moves
+from gllm.messages.kv_layout import KvLayout, KvLayoutError, plan_parts
 from tests.support.engines.kv_layouts import cut_layouts
 
 CUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
+DTYPE_BYTES = {"float32": (8, 8), "bfloat16": (4, 6), "int8": (5, 5), "mla": (9, 0)}
+"""Bytes of a key and of a value per head."""
 
 
-@given(
-    st.integers(1, 6).flatmap(
-        lambda layers: st.tuples(st.just(layers), st.integers(1, layers), st.integers(1, layers))
-    ),
-    st.sampled_from([(8, 1), (8, 8), (4, 2), (2, 8), (1, 4), (6, 3)]),
-    st.sampled_from([1, 2, 4, 8]),
-    st.integers(1, 40),
-    st.integers(1, 40),
-)
-def test_each_layer_and_head_is_moved_exactly_once(
-    depths: tuple[int, int, int],
-    heads_and_rank: tuple[int, int],
-    other_tp: int,
-    my_block_size: int,
-    their_block_size: int,
+@st.composite
+def engines(draw: st.DrawFn) -> tuple[list[list[KvLayout]], list[list[KvLayout]]]:
+    """Two engines for one model: random layers per stage, ranks, heads, blocks and machines."""
+    num_layers = draw(st.integers(1, 6))
+    num_heads = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
+    dtype = draw(st.sampled_from(sorted(DTYPE_BYTES)))
+
+    def draw_engine() -> list[list[KvLayout]]:
+        bounds = draw(st.sets(st.integers(1, num_layers - 1))) if num_layers > 1 else set()
+        cuts = [0, *sorted(bounds), num_layers]
+        stages = []
+        for begin, end in itertools.pairwise(cuts):
+            tp = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
+            if max(tp, num_heads) % min(tp, num_heads):
+                tp = 1
+            ranks = cut_layouts(
+                1, tp, draw(st.integers(1, 40)), 16, end, num_heads, *DTYPE_BYTES[dtype], dtype
+            )
+            stages.append(
+                [msgspec.structs.replace(rank, layers=rank.layers[begin:]) for rank in ranks]
+            )
+        # Stages next to each other may share a machine.
+        machines: list[list[KvLayout]] = [[]]
+        for number, ranks in enumerate(stages):
+            if number and draw(st.booleans()):
+                machines.append([])
+            machines[-1] += ranks
+        return machines
+
+    return draw_engine(), draw_engine()
+
+
+@given(engines())
+def test_each_byte_is_read_exactly_once(
+    both: tuple[list[list[KvLayout]], list[list[KvLayout]]],
 ) -> None:
-    num_layers, my_pp, their_pp = depths
-    num_heads, my_tp = heads_and_rank
-    if max(num_heads, other_tp) % min(num_heads, other_tp):
-        other_tp = 1
-    mine = cut_layouts(my_pp, my_tp, my_block_size, num_layers=num_layers, num_heads=num_heads)
-    theirs = cut_layouts(
-        their_pp, other_tp, their_block_size, num_layers=num_layers, num_heads=num_heads
+    mine, theirs = both
+    read: Counter[tuple[int, int, int, int]] = Counter()
+    num_bytes: Counter[tuple[int, int]] = Counter()
+    for part in plan_parts(mine, theirs):
+        own = mine[part.machine][part.worker]
+        owner = theirs[part.owner_machine][part.owner]
+        for head in part.heads:
+            read[part.machine, part.worker, part.layer, head] += 1
+        # Both have the range, in the same bytes per token: else this raises an error.
+        widths = [
+            [width for _, _, width in layout.find_strides(part.layer, part.heads)]
+            for layout in (own, owner)
+        ]
+        assert widths[0] == widths[1]
+        num_bytes[part.machine, part.worker] += sum(widths[0])
+    expected = {
+        (machine, worker): layout
+        for machine, workers in enumerate(mine)
+        for worker, layout in enumerate(workers)
+    }
+    assert read == Counter(
+        (*place, layer.layer, head)
+        for place, layout in expected.items()
+        for layer in layout.layers
+        for head in layer.heads
     )
-    for position, layout in enumerate(mine):
-        moves = find_moves(layout, theirs, position)
-        moved = Counter((move.layer, head) for move in moves for head in move.heads)
-        assert moved == Counter((each.layer, head) for each in layout.layers for head in each.heads)
-        for move in moves:
-            owned = {each.layer: each.heads for each in theirs[move.peer].layers}
-            assert set(move.heads) <= set(owned[move.layer])
-        sizes = {each.layer: each.bytes_per_head for each in layout.layers}
-        num_bytes = sum(len(move.heads) * sizes[move.layer] for move in moves)
-        assert num_bytes == layout.bytes_per_token
+    assert num_bytes == {place: layout.bytes_per_token for place, layout in expected.items()}
 
 
 @pytest.mark.parametrize("prefill", CUTS)
 @pytest.mark.parametrize("decode", CUTS)
-def test_all_pairs_of_cuts_have_moves(prefill: tuple[int, int], decode: tuple[int, int]) -> None:
-    mine, theirs = cut_layouts(*decode, 4), cut_layouts(*prefill, 6)
-    num_moved = sum(len(move.heads) for layout in mine for move in find_moves(layout, theirs))
-    assert num_moved == 4 * 2
+def test_all_pairs_of_cuts_have_parts(prefill: tuple[int, int], decode: tuple[int, int]) -> None:
+    parts = plan_parts([cut_layouts(*decode, 4)], [cut_layouts(*prefill, 6)])
+    assert sum(len(part.heads) for part in parts) == 4 * 2
+
+
+def test_machines_read_from_the_machines_that_have_their_layers() -> None:
+    """Two stages on two machines, read by three on three machines."""
+    theirs = [[layout] for layout in cut_layouts(2, 1, num_layers=4)]
+    mine = [[layout] for layout in cut_layouts(3, 1, num_layers=4)]
+    parts = [(part.machine, part.owner_machine, part.layer) for part in plan_parts(mine, theirs)]
+    assert parts == [(0, 0, 0), (1, 0, 1), (2, 1, 2), (2, 1, 3)]
 
 
 def test_strides_are_those_of_the_layer_and_its_heads() -> None:
@@ -78,8 +117,8 @@ def test_strides_are_those_of_the_layer_and_its_heads() -> None:
 
 def test_replicated_heads_are_read_from_different_ranks() -> None:
     mine, theirs = cut_layouts(1, 4, num_heads=1), cut_layouts(1, 4, num_heads=1)
-    peers = {find_moves(mine[position], theirs, position)[0].peer for position in range(4)}
-    assert peers == {0, 1, 2, 3}
+    owners = {(part.worker, part.layer): part.owner for part in plan_parts([mine], [theirs])}
+    assert {owners[worker, 0] for worker in range(4)} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize(
@@ -94,7 +133,7 @@ def test_replicated_heads_are_read_from_different_ranks() -> None:
 def test_layouts_that_do_not_fit_are_refused(changes: dict[str, object], cause: str) -> None:
     (mine,) = cut_layouts(1, 1)
     with pytest.raises(KvLayoutError, match=cause):
-        find_moves(mine, [msgspec.structs.replace(mine, **changes)])
+        plan_parts([[mine]], [[msgspec.structs.replace(mine, **changes)]])
 
 
 def test_layers_do_not_overlap_in_memory() -> None:

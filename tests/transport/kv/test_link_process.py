@@ -59,7 +59,7 @@ class LinkParent:
         os.ftruncate(memory, layout.num_bytes)
         self.pages = KvPages(layout, memory)
         self.driver, mover_end = create_channels()
-        self.send(OpenKvCaches(EPOCH, [layout], "auto"), memory, mover_end.fileno())
+        self.send(OpenKvCaches(EPOCH, [[layout]], 0, "auto"), memory, mover_end.fileno())
         os.close(memory)
         mover_end.close()
         opened = self.receive()

@@ -1,13 +1,22 @@
 """Two processes: KV bytes are identical for all pairs of cuts, over shared memory and TCP."""
 
+import itertools
 import multiprocessing
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 
 from gllm.messages.handoff import make_ticket
-from gllm.messages.kv_transfer import FetchKv
-from tests.support.engines.kv_caches import CachedEngine, dial_plain, make_contents
+from gllm.messages.kv_layout import KvLayout
+from gllm.messages.kv_transfer import FetchKv, KvRevoked
+from tests.support.engines.kv_caches import (
+    CachedEngine,
+    dial_plain,
+    join_endpoints,
+    make_contents,
+)
 from tests.support.engines.kv_layouts import cut_layouts
 
 CUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
@@ -72,3 +81,43 @@ def test_replicated_heads_arrive_on_every_rank(heads: int) -> None:
     assert not receiver.differs(contents, [5, 3, 1, 0, 7], 0)
     for engine in (owner, receiver):
         engine.mover.close()
+
+
+MACHINE_CUTS = [
+    [cut_layouts(2, 2, 6)[:2], cut_layouts(2, 2, 6)[2:]],
+    [[layout] for layout in cut_layouts(3, 1, 4)],
+    [cut_layouts(1, 2, 5)],
+]
+"""Layouts by machine: two stages of two ranks, three stages, one stage."""
+
+
+@pytest.mark.parametrize(("prefill", "decode"), list(itertools.permutations(MACHINE_CUTS, 2)))
+def test_each_machine_fetches_its_parts_and_a_ticket_ends_with_the_last(
+    prefill: list[list[KvLayout]], decode: list[list[KvLayout]]
+) -> None:
+    contents = make_contents(NUM_TOKENS, seed=3)
+    with ExitStack() as ending:
+
+        def start(machines: list[list[KvLayout]], **options: Any) -> list[CachedEngine]:
+            engines = [
+                CachedEngine(layouts, engine=machines, machine=machine, **options)
+                for machine, layouts in enumerate(machines)
+            ]
+            for engine in engines:
+                ending.callback(engine.mover.close)
+            return engines
+
+        owners, receivers = start(prefill), start(decode, dial=dial_plain)
+        for owner in owners:
+            owner.listen()
+            owner.serve(contents, [*OWNER_BLOCKS, 10, 1, 6], 5)
+        endpoint = join_endpoints([owner.endpoint(is_remote=True) for owner in owners])
+        command = FetchKv(1, 5, endpoint, FIRST, NUM_TOKENS - FIRST, BLOCKS)
+        for receiver in receivers:
+            fetched = receiver.fetch(command)
+            assert fetched.is_ok, fetched.cause
+        for receiver in receivers:
+            assert not receiver.differs(contents, BLOCKS, FIRST)
+        for owner in owners:
+            assert owner.wait(KvRevoked) == KvRevoked(5)
+            assert owner.reports.empty()

@@ -107,3 +107,17 @@ def test_a_served_ticket_keeps_its_blocks(other: HeldBlocks) -> None:
     book.hold(7, HeldBlocks(4, [1], is_partial=True))
     with pytest.raises(TicketError, match="in use for other blocks"):
         book.hold(7, other)
+
+
+def test_the_machines_of_a_reader_are_counted() -> None:
+    book = TicketBook()
+    book.hold(7, HeldBlocks(10, [1]))
+    book.use(7, 5, 0, 10)
+    assert [book.count_complete(7, reader) for reader in (5, 6, 5)] == [1, 0, 2]
+    # One machine has failed, so that another fetch begins anew.
+    book.leave(7, 5)
+    assert not book.count_complete(7, 5)
+    book.use(7, 6, 0, 10)
+    assert book.count_complete(7, 6) == 1
+    book.revoke(7)
+    assert not book.count_complete(7, 6)

@@ -206,6 +206,19 @@ def test_limits_are_set_again_only_for_large_changes() -> None:
     assert len(course.connection.pacings) == 0
 
 
+def test_a_buffer_that_runs_empty_within_a_message_gets_larger() -> None:
+    """The link is faster than the writing thread: it may not have to wake up for each 16 KiB."""
+    course = Course()
+    for _ in range(3):
+        course.fall_silent()
+        course.send(0.1, is_busy=False, unsent_bytes=0)
+        assert course.connection.unsent_limits == [MIN_UNSENT_BYTES], "nothing was sent before"
+    for factor in (2, 4):
+        course.send(0.1)
+        course.send(0.03, unsent_bytes=0)
+        assert course.connection.unsent_limits[-1] == factor * MIN_UNSENT_BYTES
+
+
 def test_an_edge_without_a_choice_is_measured_but_not_limited() -> None:
     course = Course(is_shaped=False)
     course.send(1, round_trip=0.1)

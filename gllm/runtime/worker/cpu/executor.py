@@ -14,6 +14,7 @@ from gllm.kernels.native.library import log_kernels, operations_by_torch
 from gllm.kernels.threads import num_threads, using_torch_threads
 from gllm.messages.sampling import SampleDetails
 from gllm.models.config import ModelConfig
+from gllm.models.formats.stored_format import stored_format
 from gllm.runtime.worker.batch import Batch
 from gllm.runtime.worker.cpu.sampler import sample_rows
 from gllm.runtime.worker.executor import Executor
@@ -74,10 +75,15 @@ class CpuExecutor(Executor):
         return (
             self.device.type == "cpu"
             and self.backend == "native"
-            # Weights that a checkpoint has in 8-bit floats are multiplied by torch.
-            and self.model.quantization is None
+            and self._has_kernels_for_weights
             and not operations_by_torch(self.dtype)
         )
+
+    @property
+    def _has_kernels_for_weights(self) -> bool:
+        """False if torch multiplies by the checkpoint's weights: those in 8-bit floats."""
+        stored = self.model.quantization
+        return stored is None or self.device.type in stored_format(stored.format).devices
 
     def log_choices(self) -> None:
         """Log the attention backend, the dtypes and the kernels of the stage."""

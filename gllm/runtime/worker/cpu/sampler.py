@@ -4,6 +4,7 @@ The order is log-probabilities, logit edits, sampling. The arithmetic is in gllm
 """
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from gllm.runtime.worker.sampling import (
     build_logprob_details,
     build_sampling_metadata,
     collect_grammar_masks,
+    is_void,
     num_top_logprobs,
     to_token_logprobs,
 )
@@ -32,12 +34,39 @@ from gllm.runtime.worker.sampling import (
 def sample_rows(logits: Tensor, sampling: SamplingMetadata) -> SampleOutput:
     """Sample one token per row on the CPU; update token histories and grammars.
 
-    Rows with logit edits, such as penalties or bad words, have a token history.
+    Rows with logit edits, such as penalties or bad words, have a token history. In windows of such
+    sequences each row waits for the sample before it, and rows behind a wrong guess have no token.
 
     Args:
         logits: [rows, vocabulary] float32; overwritten.
         sampling: sampling parameters and state of each row.
     """
+    windows = [
+        window
+        for window in sampling.windows
+        if not sampling.states[window.first_row].is_plain
+        and (window.draft_token_ids or window.previous_guess is not None)
+    ]
+    if not windows:
+        return _sample_at_once(logits, sampling)
+    later = {row for window in windows for row in window.rows}
+    rows = [row for row in range(len(logits)) if row not in later]
+    windows = [window for window in windows if not is_void(sampling, window)]
+    rows += [window.first_row for window in windows]
+    output = SampleOutput([0] * len(logits), [""] * len(logits), [])
+    num_rows = 0
+    while rows:
+        part = replace(sampling.select(rows), windows=())
+        output.update(rows, _sample_at_once(logits[rows], part))
+        num_rows += 1
+        next_rows = [window.next_row(output.tokens, output.errors, num_rows) for window in windows]
+        windows = [w for w, row in zip(windows, next_rows, strict=True) if row is not None]
+        rows = [row for row in next_rows if row is not None]
+    return output
+
+
+def _sample_at_once(logits: Tensor, sampling: SamplingMetadata) -> SampleOutput:
+    """Sample all rows, of which none depends on the sample of another one; see `sample_rows`."""
     if not sampling.states:
         return SampleOutput([], [], [])
     errors = _input_errors(logits, sampling)

@@ -16,16 +16,20 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gllm.config.engine import KV_TRANSFER_ON_GPU, EngineConfig
+from gllm.config.engine import SPECULATION_ON_GPU, EngineConfig
 from gllm.kernels.attention_backends import BACKENDS
 from gllm.kernels.attention_plan import PagedBatch
 from gllm.kernels.masking import num_bitmask_words
+from gllm.kernels.state_plan import NO_SLOT, StatePlan
 from gllm.kernels.triton.tiles import list_token_boundaries
+from gllm.messages.kv_layout import KvLayout
+from gllm.messages.kv_transfer import COPY_LANE, CopyKvBlocks
 from gllm.messages.sampling import SampleDetails, SequenceSamplingParams
 from gllm.models.config import ModelConfig
 from gllm.models.stage import StageInputs
@@ -45,6 +49,7 @@ from gllm.runtime.worker.cuda.graphs import (
     pad_decodes,
     plan_table_attention,
 )
+from gllm.runtime.worker.cuda.kv_staging import KvStager
 from gllm.runtime.worker.cuda.readback import LastTokenTable, OutputReadback, PendingTokens
 from gllm.runtime.worker.cuda.sampler import (
     LARGEST_PARAMS,
@@ -54,7 +59,7 @@ from gllm.runtime.worker.cuda.sampler import (
 )
 from gllm.runtime.worker.cuda.staging import InputStaging, copy_to_device
 from gllm.runtime.worker.executor import DeviceTime, Executor
-from gllm.runtime.worker.kv_cache import KVCache
+from gllm.runtime.worker.kv_cache import KVCache, describe_layout, map_zeros
 from gllm.runtime.worker.sampling import (
     advance_guides,
     build_embedding_details,
@@ -141,6 +146,9 @@ class CudaExecutor(Executor):
                 without graphs.
             rank: of this worker among those of the stage.
             num_ranks: workers of the stage.
+
+        Raises:
+            FieldError: speculation is on, or as Executor does.
         """
         super().__init__(
             model_config,
@@ -152,6 +160,8 @@ class CudaExecutor(Executor):
             num_ranks=num_ranks,
             gpu_capability=queues.capability,
         )
+        if self._speculates:
+            raise FieldError("speculative_config", SPECULATION_ON_GPU)
         self.stream = queues.stream()
         """The compute stream; transports synchronize with it."""
         self._queues = queues
@@ -159,12 +169,17 @@ class CudaExecutor(Executor):
         own = partial(plan_table_attention, requested_tiles=set()) if reads_tables else plan_windows
         self.plan_attention = plan_attention or partial(own, backend=self.backend)
         """Builds the attention plans of steps, on the host."""
-        self.supports_graphs = plan_attention is not None or reads_tables
-        """True if decodes can run as graphs."""
+        self.supports_graphs = (plan_attention is not None or reads_tables) and not self.state_bytes
+        """True if decodes can run as graphs, which have no slots of states."""
         self._graph_sizes: list[int] = []
         """Recorded numbers of rows."""
         self._group: DeviceRankGroup | None = None
         """Group of the stage's ranks; None for a stage of one rank."""
+        self._staging_tokens = engine_config.kv_staging_tokens
+        self._stager: KvStager | None = None
+        """Copies KV blocks to and from the memory of the host; None without --kv-transfer."""
+        self._staged: KVCache | None = None
+        """Staging blocks of `_stager`."""
 
     def join(self, groups: StageGroups) -> None:
         """Join the other ranks of the stage, until `close`.
@@ -180,6 +195,9 @@ class CudaExecutor(Executor):
         """Free everything but the weights; only `load` of a successor may follow."""
         super().close()
         self._group = None
+        if self._stager is not None:
+            self._stager.close()
+        self._stager = self._staged = None
         # Graphs refer to the communicator, which is closed next.
         if hasattr(self, "_graphs"):
             self._graphs = DecodeGraphs(self._queues, self.stream, get_block_table)
@@ -206,20 +224,73 @@ class CudaExecutor(Executor):
         self._last_tokens = LastTokenTable(queues, (max_steps + 1) * scheduler.max_num_seqs)
         self._graphs = DecodeGraphs(queues, self.stream, get_block_table)
 
-    def allocate(self, num_blocks: int, block_size: int, kv_memory: int | None = None) -> None:
-        """Allocate the KV cache."""
-        if kv_memory is not None:
-            raise FieldError("kv_transfer", KV_TRANSFER_ON_GPU)
+    def allocate(
+        self,
+        num_blocks: int,
+        block_size: int,
+        kv_memory: int | None = None,
+        num_state_slots: int = 0,
+    ) -> None:
+        """Allocate the KV cache, the states of recurrent layers and the staging blocks of KV."""
         # Two blocks that no sequence holds: one stays zero, padding is written to the other.
-        zeros, specs = self._queues.zeros, self._layer_specs
-        self._cache = KVCache(specs, num_blocks + 1, block_size, self.cache_dtype, zeros)
+        sizes = num_blocks + 1, block_size, self.cache_dtype
+        zeros = self._queues.zeros
+        self._cache = KVCache(self._layer_specs, *sizes, zeros, num_state_slots)
         num_slots = (num_blocks + 2) * block_size if self.has_sampler else 0
         self._cached_tokens = zeros((num_slots,), torch.int64)
         """[slots]: the token of each slot of the KV cache."""
         self._sampler = DeviceSampler(self.model.vocab_size, block_size)
         self._batch_config = BatchConfig(
-            num_blocks, block_size, self.dtype, self._windows, self.plan_attention, self._pad
+            num_blocks,
+            block_size,
+            self.dtype,
+            self._windows,
+            self.plan_attention,
+            self._pad,
+            self.state_bytes > 0,
         )
+        if kv_memory is not None:
+            self.num_staging_blocks = min(num_blocks, -(-self._staging_tokens // block_size))
+            sizes = self.num_staging_blocks, block_size, self.cache_dtype
+            self._staged = KVCache(self._layer_specs, *sizes, map_zeros(kv_memory))
+
+    def describe_kv_cache(self, model: str) -> KvLayout:
+        """Return the layout of the staging blocks, which are allocated in a file."""
+        assert self._staged is not None, "the engine transfers KV blocks"
+        layers, ranks = self._whole_model.layers, (self._rank, self._num_ranks)
+        layout = describe_layout(model, self.layers, layers, *ranks, self._staged)
+        return msgspec.structs.replace(layout, is_staged=True)
+
+    def count_layers(self, kv_memory: int, layout: KvLayout) -> None:
+        """Count copied layers in shared memory, and begin to copy KV blocks.
+
+        Raises:
+            FieldError: the staging blocks cannot be pinned.
+        """
+        super().count_layers(kv_memory, layout)
+        progress, staged, first = self._progress, self._staged, self.layers.start
+        assert progress is not None
+        assert staged is not None, "the staging blocks are allocated before"
+
+        def view(cache: KVCache) -> list[list[Tensor]]:
+            layers = [(cache.layers[each.layer - first], each) for each in layout.layers]
+            return [
+                [tensor.view(torch.uint8) for tensor in parts[: 1 + bool(each.value_bytes)]]
+                for parts, each in layers
+            ]
+
+        record = partial(progress.record, COPY_LANE)
+        try:
+            self._stager = KvStager(self._queues, view(self._cache), view(staged), record)
+        except RuntimeError as error:
+            raise FieldError(
+                "kv_staging_tokens", f"the staging blocks of kv_transfer: {error}: lower it"
+            ) from error
+
+    def copy_kv_blocks(self, command: CopyKvBlocks) -> None:
+        """Copy KV blocks to staging blocks or back, and wait for that."""
+        assert self._stager is not None, "the engine transfers KV blocks"
+        self._stager.copy(command)
 
     def available_bytes(self, utilization: float, block_size: int, graph_rows: int) -> int:
         """Return the bytes for KV blocks, without the memory of the largest step and of the graphs.
@@ -231,7 +302,7 @@ class CudaExecutor(Executor):
             block_size: tokens per block.
             graph_rows: rows of the largest graph.
         """
-        self.allocate(1, block_size)
+        self.allocate(1, block_size, num_state_slots=1)
         num_bytes = self._queues.measure_free_bytes(self._run_largest_step, utilization)
         return max(num_bytes - self._measure_graph_bytes(graph_rows), 0)
 
@@ -309,9 +380,10 @@ class CudaExecutor(Executor):
         self._agree(f"example of {num_tokens} tokens, {num_samples} samples")
         ids = torch.zeros(num_tokens, dtype=torch.int64)
         host_inputs = StageInputs(
-            ids[: num_tokens if self.is_first else 0],
+            ids[: num_tokens if self.reads_token_ids else 0],
             ids,
             self.plan_attention(rows, self.dtype, self._batch_config.windows),
+            create_example_states(rows) if self.state_bytes else None,
         )
         host_sampler = None
         if self.has_sampler:
@@ -361,7 +433,7 @@ class CudaExecutor(Executor):
         longest = replace(rows, context_len=np.full(size, self._max_model_len, dtype=np.int64))
         plans = self.plan_attention(rows, self.dtype, self._batch_config.windows)
         return StageInputs(
-            torch.zeros(size if self.is_first else 0, dtype=torch.int64),
+            torch.zeros(size if self.reads_token_ids else 0, dtype=torch.int64),
             torch.zeros(size, dtype=torch.int64),
             {window: replace(plan, rows=longest) for window, plan in plans.items()},
         )
@@ -384,7 +456,7 @@ class CudaExecutor(Executor):
         begin = time.perf_counter()
         batch = super()._build_batch(plan)
         ids = np.zeros(0, dtype=np.int64)
-        if self.has_sampler and not self.is_first:
+        if self.has_sampler and not self.reads_token_ids:
             sequences = [self._mirror.sequences[row.seq] for row in plan.rows]
             ids = gather_token_ids(plan.rows, sequences)
         source_slots = target_slots = torch.empty(0, dtype=torch.int64)
@@ -556,7 +628,7 @@ class CudaExecutor(Executor):
         """
         if self.has_sampler:
             slots = next(iter(inputs.attention.values())).slots
-            ids = inputs.token_ids if self.is_first else ids
+            ids = inputs.token_ids if self.reads_token_ids else ids
             self._cached_tokens.index_copy_(0, slots[:num_tokens], ids[:num_tokens])
 
     def _sample_tokens(
@@ -634,3 +706,12 @@ def example_rows(
             start = np.array([0, num_tokens], dtype=np.int64)
             length = np.array([context], dtype=np.int64)
             yield PagedBatch(table, start, length, int(num_tokens == 1), block_size, num_blocks)
+
+
+def create_example_states(rows: PagedBatch) -> StatePlan:
+    """Return the state plan of an example: every sequence begins, and all write to slot 0."""
+    starts, ends = rows.query_start[:-1], rows.query_start[1:]
+    none = np.full(len(starts), NO_SLOT)
+    columns = np.stack((starts, ends - starts, none, np.zeros_like(starts)), axis=1)
+    groups = np.arange(len(starts) + 1, dtype=np.int32)
+    return StatePlan(torch.from_numpy(columns.astype(np.int32)), torch.from_numpy(groups))

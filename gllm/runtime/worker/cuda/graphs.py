@@ -25,6 +25,7 @@ from gllm.kernels.attention_plan import (
     compute_slot_mapping,
     list_prefill_tiles,
 )
+from gllm.kernels.attention_window import AttentionWindow
 from gllm.models.stage import StageInputs
 from gllm.runtime.worker.batch import Windows
 from gllm.runtime.worker.cuda.staging import TreeLayout
@@ -199,7 +200,7 @@ def plan_table_attention(
     windows: Windows,
     requested_tiles: set[int] | None = None,
     backend: str = "triton",
-) -> dict[int | None, AttentionPlan]:
+) -> dict[AttentionWindow, AttentionPlan]:
     """Plan attention for backends that read block tables directly, which CUDA graphs need.
 
     All plans share slots and block tables. Steps with equal numbers of rows, blocks per row and
@@ -208,7 +209,7 @@ def plan_table_attention(
     Args:
         rows: query and context lengths and block tables of the step's sequences.
         dtype: of queries; unused, block tables do not depend on it.
-        windows: sliding windows of the stage's layers in tokens; None for full attention.
+        windows: those of the stage's layers.
         requested_tiles: tile sizes of prefill chunks in tokens that kernels have requested. Kernels
             of the first computed step (the largest one, at start-up) add theirs; plans made with
             the same set include the tiles.

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from gllm.models.config import ModelConfig
 from gllm.runtime.emulation.deployment import build_emulated_deployment
-from gllm.runtime.emulation.device import EmulatedDevice
+from gllm.runtime.emulation.device import EmulatedDevice, SenderClock
 from gllm.runtime.worker.emulated.executor import EmulatedExecutor
 from gllm.runtime.worker.executor import DeviceBackend
 
@@ -33,21 +33,25 @@ class EmulatedBackend(DeviceBackend):
         hardware = deployment.hardware
         weight_bytes = 0 if hardware is None else int(hardware.rank_weight_bytes(stage))
         incoming = assignment.incoming
+        is_remote = incoming is not None and incoming.is_remote
+        speed = config.emulation.emulated_speed
         executor = EmulatedExecutor(
             model,
             config,
             assignment.num_stages,
             layers,
-            EmulatedDevice(deployment.cost, stage, config.emulation.emulated_speed),
+            EmulatedDevice(deployment.cost, stage, speed, SenderClock() if is_remote else None),
             weight_bytes,
-            incoming is not None and incoming.is_remote and config.emulation.emulated_bytes,
+            is_remote and config.emulation.emulated_bytes,
             rank=assignment.rank,
             num_ranks=assignment.num_ranks,
         )
         super().__init__(assignment, executor)
         sys.setswitchinterval(THREAD_SWITCH_SECONDS)
         if hardware is None:
-            self._kv_bytes = deployment.scheduler.num_blocks * executor.block_bytes
+            scheduler = deployment.scheduler
+            self._kv_bytes = scheduler.num_blocks * executor.block_bytes
+            self._kv_bytes += scheduler.num_state_slots * executor.state_bytes
         else:
             memory = hardware.stages[stage].device.memory * config.gpu_memory_utilization
             self._kv_bytes = int(memory) - weight_bytes

@@ -17,7 +17,8 @@ from gllm.kernels.attention_backends import BackendChoice
 from gllm.messages.sampling import SampleDetails
 from gllm.messages.steps import RegisterSequences
 from gllm.models.config import ModelConfig
-from gllm.models.spec import LayerSpec
+from gllm.models.hub import require_tokenizer
+from gllm.models.spec.layer import LayerSpec
 from gllm.models.stage import StageInputs
 from gllm.runtime.emulation.device import EmulatedDevice
 from gllm.runtime.emulation.kv_bytes import shrink_entries
@@ -26,8 +27,8 @@ from gllm.runtime.worker.batch import Batch
 from gllm.runtime.worker.cpu.sampler import sample_rows
 from gllm.runtime.worker.executor import Executor
 from gllm.runtime.worker.sampling import (
+    SampleOutput,
     build_embedding_details,
-    build_sampling_metadata,
     to_sampled_tokens,
 )
 from gllm.scheduler.plan import SampledToken, StepPlan
@@ -105,6 +106,9 @@ class EmulatedExecutor(Executor):
         self._receives_remotely = receives_remotely
         self._emulation = engine_config.emulation
         self._device_name = engine_config.device
+        speculation = engine_config.scheduler.speculative_config
+        self._repeats = speculation is not None and speculation.method == "synthetic"
+        """True if texts are one repeated token, which the synthetic drafter expects."""
         self._output: EmulatedOutput | None = None
         self._texts: dict[int, EmulatedText] = {}
         """Output by sequence, on the rank that samples."""
@@ -153,8 +157,9 @@ class EmulatedExecutor(Executor):
         self.weight_bytes = self._counted_bytes
         on_progress(self.weight_bytes, self.weight_bytes)
         if self.has_sampler:
+            tokenizer = require_tokenizer(self._tokenizer, folder)
             self._output = EmulatedOutput(
-                self._emulation, folder, self._eos_ids, self.model.vocab_size
+                self._emulation, tokenizer, self._eos_ids, self.model.vocab_size
             )
             self._create_grammars(folder)
 
@@ -168,10 +173,16 @@ class EmulatedExecutor(Executor):
         self._texts = {}
         self.release_weights()
 
-    def allocate(self, num_blocks: int, block_size: int, kv_memory: int | None = None) -> None:
+    def allocate(
+        self,
+        num_blocks: int,
+        block_size: int,
+        kv_memory: int | None = None,
+        num_state_slots: int = 0,
+    ) -> None:
         """Allocate the KV cache where other engines read and write it; see Executor."""
         if kv_memory is not None:
-            super().allocate(num_blocks, block_size, kv_memory)
+            super().allocate(num_blocks, block_size, kv_memory, num_state_slots)
 
     @property
     def held_seqs(self) -> set[int]:
@@ -184,7 +195,10 @@ class EmulatedExecutor(Executor):
         if self._output is not None:
             for seq in range(message.seq, message.seq + message.n):
                 choice = self._states[seq].params.choice
-                self._texts[seq] = self._output.create_text(message.prompt, choice)
+                text = self._output.create_text(message.prompt, choice)
+                if self._repeats:
+                    text = text._replace(tokens=[text.continuation(0)], start=0)
+                self._texts[seq] = text
         return grammar
 
     def _release(self, seqs: list[int]) -> None:
@@ -259,33 +273,25 @@ class EmulatedExecutor(Executor):
         for chunk in batch.prompt_chunks:
             chunk.compute_scores(torch.zeros(batch.num_tokens, 1), self._equal_logits)
             chunk.store_scores()
-        results = [
-            SampledToken(seq, num_preemptions, token)
-            for (seq, num_preemptions), token in zip(sampling.sequences, tokens, strict=True)
-        ]
+        samples = SampleOutput(tokens, [""] * len(tokens), [])
         special = [row for row, state in enumerate(sampling.states) if not state.is_plain]
-        if not special:
-            return results, []
-        part = build_sampling_metadata(
-            [sampling.sequences[row] for row in special],
-            [sampling.states[row] for row in special],
-            [sampling.output_indices[row] for row in special],
-        )
-        logits = self._equal_logits(torch.empty(len(special)))
-        logits[:, self._output.special_ids] = SPECIAL_LOGIT
-        for logit_row, row in zip(logits, special, strict=True):
-            has_grammar = sampling.states[row].guide is not None
-            index = sampling.output_indices[row]
-            preferred = self._output.preferences(texts[row], index, has_grammar)
-            logit_row[[*preferred]] = torch.tensor([*preferred.values()])
-        samples = sample_rows(logits, part)
-        for row, result in zip(special, to_sampled_tokens(part, samples), strict=True):
-            results[row] = result
-        embeddings = None
-        if part.embedding_rows:
-            embeddings = torch.zeros(len(part.embedding_rows), self.model.hidden_size)
-        details = build_embedding_details(part, embeddings, samples.errors)
-        return results, samples.details + details
+        embedded: list[SampleDetails] = []
+        if special:
+            part = sampling.select(special)
+            logits = self._equal_logits(torch.empty(len(special)))
+            logits[:, self._output.special_ids] = SPECIAL_LOGIT
+            for logit_row, row in zip(logits, special, strict=True):
+                has_grammar = sampling.states[row].guide is not None
+                index = sampling.output_indices[row]
+                preferred = self._output.preferences(texts[row], index, has_grammar)
+                logit_row[[*preferred]] = torch.tensor([*preferred.values()])
+            special_samples = sample_rows(logits, part)
+            samples.update(special, special_samples)
+            if part.embedding_rows:
+                embeddings = torch.zeros(len(part.embedding_rows), self.model.hidden_size)
+                errors = special_samples.errors
+                embedded = build_embedding_details(part, embeddings, errors)
+        return to_sampled_tokens(sampling, samples), samples.details + embedded
 
     def _equal_logits(self, rows: Tensor) -> Tensor:
         """Return logits [rows, vocabulary] float32 that prefer no token."""

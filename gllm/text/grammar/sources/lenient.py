@@ -4,6 +4,7 @@ Such a tool can be called with arguments that its schema does not permit, which 
 check in any case. A call that is refused for its schema would be of less use.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Set
 from typing import Any
 
@@ -76,9 +77,10 @@ def _find_replaced(
         is_merged: The schema is merged with another one.
         is_nested: Include those of properties and items.
     """
-    remaining = [(schema, is_merged)]
+    remaining: list[tuple[object, bool, Set[str]]] = [(schema, is_merged, frozenset())]
     while remaining:
-        part, is_merged = remaining.pop()
+        # `shared`: keywords of the part that schemas merged with it have too.
+        part, is_merged, shared = remaining.pop()
         if not isinstance(part, dict):
             continue
         if _is_reference(part.get("$ref"), root):
@@ -87,17 +89,30 @@ def _find_replaced(
             part = {name: part[name] for name in _DEFINITIONS if name in part}
         names = [name for name in part if name in ENFORCED_KEYWORDS and name not in _DEFINITIONS]
         may_overlap = all(part.get(name) for name in _NAMED)
+        branches = [each for name in _COMPOSITIONS for each in _list(part.get(name))]
+        repeated = _repeated_keywords([part, *branches])
         for name, value in part.items():
-            values = value if isinstance(value, list) else [value]
+            is_shared = name in shared or name in repeated
             if name in _COMPOSITIONS:
+                values = _list(value)
                 has_others = is_merged or len(names) > 1 or (name == "allOf" and len(values) > 1)
-                remaining += [(each, has_others) for each in values]
+                remaining += [(each, has_others, shared | repeated) for each in values]
             elif may_overlap and name in _NAMED and isinstance(value, dict):
-                remaining += [(each, True) for each in value.values()]
-            elif is_nested and name in NAMED_SCHEMAS and isinstance(value, dict):
-                remaining += [(each, False) for each in value.values()]
-            elif is_nested and name in (*SINGLE_SCHEMAS, *SCHEMA_LISTS):
-                remaining += [(each, False) for each in values]
+                remaining += [(each, True, frozenset()) for each in value.values()]
+            elif (is_nested or is_shared) and name in NAMED_SCHEMAS and isinstance(value, dict):
+                remaining += [(each, is_shared, frozenset()) for each in value.values()]
+            elif (is_nested or is_shared) and name in (*SINGLE_SCHEMAS, *SCHEMA_LISTS):
+                remaining += [(each, is_shared, frozenset()) for each in _list(value)]
+
+
+def _list(value: object) -> list[object]:
+    return value if isinstance(value, list) else [value]
+
+
+def _repeated_keywords(schemas: list[object]) -> Set[str]:
+    """Return the keywords that more than one of the schemas has."""
+    counts = Counter(name for each in schemas if isinstance(each, dict) for name in each)
+    return {name for name, count in counts.items() if count > 1}
 
 
 def drop_unsupported_values(schema: Schema, root: Schema, circular: Set[str]) -> Schema:

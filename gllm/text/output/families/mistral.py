@@ -9,6 +9,7 @@ import re
 
 from gllm.text.output import json_parser, json_tool_call
 from gllm.text.output.grammar_builder import ToolCallDelimiters
+from gllm.text.output.json_list_tool_call import list_delimiters, parse_call_list
 from gllm.text.output.reader import ParserCoroutine, TextReader, discard
 from gllm.text.output.tool_calls import ToolCallEmitter, ToolCallFormat, new_short_call_id
 
@@ -20,24 +21,16 @@ _NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
 def _parse(reader: TextReader, emitter: ToolCallEmitter) -> ParserCoroutine[None]:
     while marker := (yield from reader.consume_until((MARKER,), emitter.add_content)):
         bracket = yield from reader.consume_any("[", " [")
-        parse_call = _parse_object if bracket else _parse_single
-        is_call = yield from emitter.try_call(parse_call(reader, emitter), marker + bracket)
-        while is_call and bracket:
-            separator = yield from reader.consume_next(",", "]")
-            if separator != ",":
-                break
-            is_call = yield from emitter.try_call(_parse_object(reader, emitter), separator)
-
-
-def _parse_object(reader: TextReader, emitter: ToolCallEmitter) -> ParserCoroutine[bool]:
-    yield from reader.skip_space()
-    return (yield from json_tool_call.parse_json_call(reader, emitter))
+        if bracket:
+            yield from parse_call_list(reader, emitter, marker + bracket)
+        else:
+            yield from emitter.try_call(_parse_single(reader, emitter), marker)
 
 
 def _parse_single(reader: TextReader, emitter: ToolCallEmitter) -> ParserCoroutine[bool]:
     yield from reader.skip_space()
     if (yield from reader.peek()) == "{":
-        return (yield from _parse_object(reader, emitter))
+        return (yield from json_tool_call.parse_json_call(reader, emitter))
     name = yield from reader.read_while(_NAME)
     if (yield from reader.consume_any(ID)):
         yield from reader.consume_while(_NAME, discard)
@@ -52,13 +45,7 @@ def _delimiters(template: str) -> ToolCallDelimiters:
     """Return the delimiters of the newer format if the template contains it."""
     if ARGUMENTS in template:
         return ToolCallDelimiters(call_prefix=f"{MARKER}NAME{ARGUMENTS}", call_suffix="")
-    return ToolCallDelimiters(
-        call_prefix='{"name": "NAME", "arguments": ',
-        call_suffix="}",
-        block_prefix=f"{MARKER}[",
-        separator=", ",
-        block_suffix="]",
-    )
+    return list_delimiters(MARKER)
 
 
 FORMAT = ToolCallFormat(

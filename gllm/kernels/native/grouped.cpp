@@ -1,0 +1,502 @@
+// Linear layers with weights of few bits: integers in groups with a scale and a minimum. Activations are
+// quantized to 8 bits in blocks of 32 inputs; products of a group are summed in integers.
+//
+// Weights stay packed in memory; a panel's are read once for up to ROW_CHUNK rows. The sum of each output
+// is made group by group, whatever the number of rows, and rounded as in the reference implementation
+// (gllm/kernels/linear_grouped.py).
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+// A product that is rounded before it is added to is part of the definition.
+#ifdef __clang__
+#pragma clang fp contract(off)
+#else
+#pragma GCC optimize("fp-contract=off")
+#endif
+
+#include "grouped_codes.h"
+#include "eight_bits.h"
+#include "pool.h"
+#include "scratch.h"
+#include "unrolled.h"
+
+namespace gllm {
+
+enum ScaleKind { FLOAT32_SCALE, BFLOAT16_SCALE, FLOAT16_SCALE, CODED_SCALE };
+
+// Numbers [panels, groups, PANEL] of a kind; those of kind CODED_SCALE are int8 and multiplied by units.
+struct GroupScales {
+    const void* numbers;
+    const float16* units;      // [panels, groups / groups_per_unit, PANEL], or null
+    int64_t groups_per_unit;   // 0 without units
+    int64_t kind;              // ScaleKind
+};
+
+struct GroupedArguments {
+    const uint32_t* codes;  // [panels, blocks, BLOCK_WORDS, PANEL]
+    const uint8_t* table;   // [16], or null
+    GroupScales scales, minimums;  // minimums.numbers: null without
+    const void* x;     // [rows, inputs]
+    const void* bias;  // [outputs], or null
+    void* output;      // [rows, outputs], output_row elements apart
+    int64_t rows, inputs, outputs, output_row;
+    int64_t group;  // inputs per scale: 16, or a multiple of BLOCK
+    int32_t width;  // bits of a code: 4, 6, 8
+    int32_t zero;   // is subtracted from codes
+    int32_t dtype, float_output, threads;
+    const int64_t* order;  // [inputs]: the input that each column of codes multiplies, or null: its own
+};
+
+struct GroupedRowsArguments {
+    const uint32_t* codes;
+    const uint8_t* table;
+    GroupScales scales, minimums;
+    const int64_t* chosen;  // [rows]: outputs, of which the weights are wanted
+    void* output;           // [rows, inputs]
+    int64_t rows, inputs, group;
+    int32_t width, zero, dtype, threads;
+};
+
+namespace {
+
+constexpr int64_t PANEL = GROUPED_PANEL;
+
+int64_t blocks_of(int64_t inputs) { return (inputs + BLOCK - 1) / BLOCK; }
+
+// Rows and vectors of tiles, whose sums fit into the registers.
+#if defined(__AVX512F__)
+constexpr int VECTORS = 2;
+constexpr int64_t HEIGHTS[] = {6, 4, 3, 2, 1};
+#else
+constexpr int VECTORS = 1;
+constexpr int64_t HEIGHTS[] = {4, 3, 2, 1};
+#endif
+
+// Rows of the tile that begins with a row, of which `left` are left.
+int64_t tile_height(int64_t left) {
+    const int64_t* height = HEIGHTS;
+    while (*height > left) ++height;
+    return *height;
+}
+
+// Parts of a block, each with a sum of its own.
+int64_t parts_of(int64_t group) { return group < BLOCK ? BLOCK / group : 1; }
+
+// Activations in blocks, those of the rows of a tile side by side.
+struct QuantizedRows {
+    int64_t blocks, parts;
+    Memory<int32_t> codes;   // of each tile [blocks, quads, rows]: four codes of 8 bits
+    Memory<float> scales;    // of each tile [blocks, rows]
+    Memory<int32_t> starts;  // of each tile [blocks, parts, rows]: -zero times the sum of the codes
+    Memory<float> totals;    // of each tile [blocks, parts, rows]: the sum times the scale
+
+    template <class T>
+    QuantizedRows(const GroupedArguments& a, const T* x) : blocks(blocks_of(a.inputs)), parts(parts_of(a.group)) {
+        const int64_t rows = a.rows, inputs = a.inputs;
+        codes.resize(rows * blocks * (BLOCK / QUAD));
+        scales.resize(rows * blocks);
+        starts.resize(rows * blocks * parts);
+        totals.resize(starts.size());
+        share_loop(a.threads, rows, rows * inputs >= QUANTIZED_ALONE, [&](int64_t row) {
+            const int64_t tile = tile_of(row, rows), height = tile_height(chunk_end(row, rows) - tile);
+            for (int64_t block = 0; block < blocks; ++block) {
+                const int64_t first = block * BLOCK, count = std::min(inputs - first, BLOCK);
+                float numbers[BLOCK] = {};
+                if (a.order)
+                    for (int64_t i = 0; i < count; ++i)
+                        numbers[i] = to_float(x[row * inputs + a.order[first + i]]);
+                else
+                    convert(x + row * inputs + first, count, numbers);
+                quantize(numbers, row, block, tile, height, a.zero);
+            }
+        });
+    }
+
+  private:
+    // The end of the rows that are multiplied in one task.
+    static int64_t chunk_end(int64_t row, int64_t rows) {
+        return std::min(row / ROW_CHUNK * ROW_CHUNK + ROW_CHUNK, rows);
+    }
+
+    // The first row of a row's tile.
+    static int64_t tile_of(int64_t row, int64_t rows) {
+        const int64_t end = chunk_end(row, rows);
+        int64_t first = row / ROW_CHUNK * ROW_CHUNK;
+        first += (row - first) / HEIGHTS[0] * HEIGHTS[0];
+        while (first + tile_height(end - first) <= row) first += tile_height(end - first);
+        return first;
+    }
+
+    template <class T>
+    static void convert(const T* x, int64_t count, float* numbers) {
+        int64_t i = 0;
+        for (; i + LANES <= count; i += LANES) store(numbers + i, load(x + i));
+        for (; i < count; ++i) numbers[i] = to_float(x[i]);
+    }
+
+    void quantize(const float* numbers, int64_t row, int64_t block, int64_t tile, int64_t height, int32_t zero) {
+        int64_t i;
+        uint32_t bits = 0;
+        Words most{};
+        for (i = 0; i < BLOCK; i += LANES) {
+            const Words size = as<Words>(load(numbers + i)) & 0x7fffffff;
+            most = size > most ? size : most;
+        }
+        for (int lane = 0; lane < LANES; ++lane) bits = std::max<uint32_t>(bits, most[lane]);
+        const float largest = as<float>(bits);
+        const bool finite = bits < 0x7f800000, counts = finite && largest >= SMALLEST;
+        const float scale = finite ? largest / LARGEST : NAN;
+        const int64_t at = tile * blocks + block * height + row - tile;
+        scales[at] = scale;
+        int32_t whole[BLOCK] = {};
+        if (counts) {
+            const float inverse = LARGEST / largest;
+            // Adding 1.5 * 2^23 rounds to the nearest integer, ties to even.
+            for (i = 0; i < BLOCK; i += LANES) {
+                const Words shifted = as<Words>(load(numbers + i) * inverse + 12582912.0f);
+                const Words made = shifted - 0x4b400000u;
+                std::memcpy(whole + i, &made, sizeof(made));
+            }
+        }
+        int8_t bytes[BLOCK];
+        for (i = 0; i < BLOCK; ++i) bytes[i] = static_cast<int8_t>(whole[i]);
+        int32_t* to = codes.data() + (tile * blocks + block * height) * (BLOCK / QUAD) + row - tile;
+        for (i = 0; i < BLOCK / QUAD; ++i) std::memcpy(to + i * height, bytes + i * QUAD, QUAD);
+        for (int64_t part = 0, size = BLOCK / parts; part < parts; ++part) {
+            int32_t sum = 0;
+            for (i = part * size; i < (part + 1) * size; ++i) sum += whole[i];
+            const int64_t place = (tile * blocks + block * height) * parts + part * height + row - tile;
+            starts[place] = -zero * sum;
+            totals[place] = static_cast<float>(sum) * scale;
+        }
+    }
+};
+
+template <class F>
+void with_numbers(const GroupScales& s, const F& f) {
+    if (s.kind == FLOAT32_SCALE) return f(static_cast<const float*>(s.numbers));
+    if (s.kind == BFLOAT16_SCALE) return f(static_cast<const bfloat16*>(s.numbers));
+    if (s.kind == FLOAT16_SCALE) return f(static_cast<const float16*>(s.numbers));
+    f(static_cast<const int8_t*>(s.numbers));
+}
+
+// Numbers of groups [begin, end) of a panel that has `groups`, times their units, to [end - begin, PANEL].
+// The same of the next panel are fetched.
+void read_scales(const GroupScales& s, int64_t panel, int64_t groups, int64_t begin, int64_t end, float* to) {
+    with_numbers(s, [&](auto* numbers) {
+        numbers += (panel * groups + begin) * PANEL;
+        const int64_t count = (end - begin) * PANEL;
+        for (int64_t i = 0; i < count; i += 64 / sizeof(*numbers))
+            __builtin_prefetch(numbers + groups * PANEL + i, 0, 2);
+        if (!s.units) {
+            for (int64_t i = 0; i < count; i += LANES) store(to + i, load(numbers + i));
+            return;
+        }
+        const float16* units = s.units + panel * groups / s.groups_per_unit * PANEL;
+        for (int64_t group = begin; group < end;) {
+            const int64_t unit = group / s.groups_per_unit;
+            const int64_t last = std::min(end, (unit + 1) * s.groups_per_unit);
+            for (int64_t first = 0; first < PANEL; first += LANES) {
+                const Vector factor = load(units + unit * PANEL + first);
+                for (int64_t i = (group - begin) * PANEL; i < (last - begin) * PANEL; i += PANEL)
+                    store(to + i + first, load(numbers + i + first) * factor);
+            }
+            group = last;
+        }
+    });
+}
+
+// Blocks [begin, end) of a row of weights.
+struct Span {
+    int64_t begin, end;
+};
+
+// to [blocks of the span * parts, PANEL]: the same, those of groups of several blocks once for each block.
+void spread(const GroupScales& s, int64_t panel, int64_t inputs, int64_t group, int64_t parts, Span span,
+            float* to) {
+    const int64_t part = BLOCK / parts, repeated = group / part;
+    const int64_t all = (blocks_of(inputs) * BLOCK + group - 1) / group;
+    const int64_t first = span.begin * parts / repeated, count = (span.end - span.begin) * parts;
+    read_scales(s, panel, all, first, (span.end * parts + repeated - 1) / repeated, to);
+    if (repeated > 1)
+        for (int64_t i = count; i-- > 0;) {
+            const int64_t from = (span.begin * parts + i) / repeated - first;
+            std::memmove(to + i * PANEL, to + from * PANEL, PANEL * sizeof(float));
+        }
+}
+
+// Sums of one panel and some rows, as numbers.
+struct Tile {
+    const GroupedArguments& a;
+    const QuantizedRows& x;
+    Table table;
+    int64_t panel;
+    float* sums;  // [rows, PANEL]
+};
+
+constexpr int64_t PIECE = 8;     // blocks whose scales are converted at once
+constexpr int64_t AHEAD = 4096;  // bytes from the weights that are multiplied to those that are fetched
+
+// VECTORS * LANES sums from `first` on, of HEIGHT rows.
+template <int HEIGHT>
+inline void load_sums(const Tile& tile, int64_t first, Vector* sums) {
+    unrolled<HEIGHT * VECTORS>([&](auto i) {
+        sums[i] = load(tile.sums + i / VECTORS * PANEL + first + i % VECTORS * LANES);
+    });
+}
+
+template <int HEIGHT>
+inline void store_sums(const Tile& tile, int64_t first, const Vector* sums) {
+    unrolled<HEIGHT * VECTORS>([&](auto i) {
+        store(tile.sums + i / VECTORS * PANEL + first + i % VECTORS * LANES, sums[i]);
+    });
+}
+
+// The minimums of a span times the activations' totals, off the sums.
+template <int PARTS, int HEIGHT>
+void subtract(const Tile& tile, int64_t row, int64_t first, Span span, const float* minimums) {
+    const float* totals = tile.x.totals.data() + (row * tile.x.blocks + span.begin * HEIGHT) * PARTS;
+    Vector sums[HEIGHT * VECTORS];
+    load_sums<HEIGHT>(tile, first, sums);
+    minimums += first;
+    for (int64_t left = (span.end - span.begin) * PARTS; left-- > 0; minimums += PANEL, totals += HEIGHT)
+        unrolled<VECTORS>([&](auto v) {
+            const Vector least = load(minimums + v * LANES);
+            unrolled<HEIGHT>([&](auto r) { sums[r * VECTORS + v] -= least * totals[r]; });
+        });
+    store_sums<HEIGHT>(tile, first, sums);
+}
+
+// VECTORS * LANES outputs from `first` on, of HEIGHT rows from `row` on: adds the products of a span.
+template <int WIDTH, int PARTS, int HEIGHT>
+__attribute__((noinline)) void multiply_tile(const Tile& tile, int64_t row, int64_t first, Span span,
+                                             const float* scales) {
+    constexpr int64_t WORDS = BLOCK_WORDS<WIDTH> * PANEL;
+    const QuantizedRows& x = tile.x;
+    const int64_t block = row * x.blocks + span.begin * HEIGHT;
+    const Table table = tile.table;
+    const uint32_t* words = tile.a.codes + (tile.panel * x.blocks + span.begin) * WORDS + first;
+    const int32_t* codes = x.codes.data() + block * (BLOCK / QUAD);
+    const float* row_scales = x.scales.data() + block;
+    const int32_t* starts = x.starts.data() + block * PARTS;
+    scales += first;
+    Vector sums[HEIGHT * VECTORS];
+    load_sums<HEIGHT>(tile, first, sums);
+    for (int64_t left = span.end - span.begin; left-- > 0; words += WORDS, row_scales += HEIGHT)
+        for (int part = 0; part < PARTS; ++part, scales += PANEL, starts += HEIGHT) {
+            // Few rows wait for memory: ask for what comes next.
+            if constexpr (HEIGHT <= 4)
+                unrolled<WORDS * 4 / 64 / PARTS>([&](auto line) {
+                    __builtin_prefetch(reinterpret_cast<const char*>(words - first) + AHEAD +
+                                       (part * (WORDS * 4 / 64 / PARTS) + line) * 64, 0, 2);
+                });
+            Integers whole[HEIGHT * VECTORS];
+            unrolled<HEIGHT * VECTORS>([&](auto i) { whole[i] = Integers{} + starts[i / VECTORS]; });
+            for (int half = part; half < (PARTS == 1 ? 2 : part + 1); ++half)
+                unrolled<HALF_QUADS>([&](auto quad) {
+                    Words w[VECTORS];
+                    unrolled<VECTORS>([&](auto v) {
+                        w[v] = unpacked<WIDTH>(words + v * LANES, half, quad, table);
+                    });
+                    unrolled<HEIGHT>([&](auto r) {
+                        unrolled<VECTORS>([&](auto v) {
+                            auto& sum = whole[r * VECTORS + v];
+                            sum = dot<WIDTH>(sum, w[v], codes[quad * HEIGHT + r]);
+                        });
+                    });
+                    if (quad + 1 == HALF_QUADS) codes += HALF_QUADS * HEIGHT;
+                });
+            unrolled<HEIGHT * VECTORS>([&](auto i) {
+                const Vector number = __builtin_convertvector(whole[i], Vector);
+                const Vector scale = load(scales + i % VECTORS * LANES);
+                sums[i] += number * (scale * row_scales[i / VECTORS]);
+            });
+        }
+    store_sums<HEIGHT>(tile, first, sums);
+}
+
+// `rows` rows, one of the heights of a tile; scales, or minimums if those are to be subtracted.
+template <int WIDTH, int PARTS, int HEIGHT, int... LOWER>
+void multiply_rows(const Tile& tile, int64_t row, int64_t rows, Span span, const float* scales,
+                   const float* minimums) {
+    if constexpr (sizeof...(LOWER) > 0)
+        if (rows < HEIGHT)
+            return multiply_rows<WIDTH, PARTS, LOWER...>(tile, row, rows, span, scales, minimums);
+    for (int64_t first = 0; first < PANEL; first += VECTORS * LANES) {
+        if (scales) multiply_tile<WIDTH, PARTS, HEIGHT>(tile, row, first, span, scales);
+        if (minimums) subtract<PARTS, HEIGHT>(tile, row, first, span, minimums);
+    }
+}
+
+using MultiplyRows = void (*)(const Tile&, int64_t, int64_t, Span, const float*, const float*);
+
+#if defined(__AVX512F__)
+template <int WIDTH, int PARTS>
+constexpr MultiplyRows MULTIPLY = multiply_rows<WIDTH, PARTS, 6, 4, 3, 2, 1>;
+#else
+template <int WIDTH, int PARTS>
+constexpr MultiplyRows MULTIPLY = multiply_rows<WIDTH, PARTS, 4, 3, 2, 1>;
+#endif
+
+class GroupedProduct {
+  public:
+    GroupedProduct(const GroupedArguments& given, const QuantizedRows& rows, MultiplyRows multiply)
+        : a(given), x(rows), multiply(multiply), panels((a.outputs + PANEL - 1) / PANEL),
+          chunks((a.rows + ROW_CHUNK - 1) / ROW_CHUNK) {
+        if (a.table) table = Table(a.table);
+    }
+
+    template <class T, class Out>
+    void run() const {
+        share_loop(a.threads, panels * chunks, true, [&](int64_t task) {
+            const int64_t panel = task / chunks, first = task % chunks * ROW_CHUNK;
+            multiply_panel<T, Out>(panel, first, std::min(a.rows - first, ROW_CHUNK));
+        });
+    }
+
+  private:
+    const GroupedArguments& a;
+    const QuantizedRows& x;
+    const MultiplyRows multiply;
+    const int64_t panels, chunks;
+    Table table;
+
+    template <class T, class Out>
+    void multiply_panel(int64_t panel, int64_t first, int64_t rows) const {
+        static thread_local Memory<float> scales, minimums;
+        const bool has_minimums = a.minimums.numbers;
+        float sums[HEIGHTS[0] * PANEL];
+        const Tile tile{a, x, table, panel, sums};
+        const int64_t height = tile_height(rows);
+        if (height == rows) {
+            // Read once: converted piece by piece, beside the codes that they belong to.
+            scales.resize(PIECE * x.parts * PANEL);
+            std::fill_n(sums, rows * PANEL, 0.0f);
+            each_piece(a.scales, panel, scales.data(), [&](Span span) {
+                multiply(tile, first, rows, span, scales.data(), nullptr);
+            });
+            if (has_minimums)
+                each_piece(a.minimums, panel, scales.data(), [&](Span span) {
+                    multiply(tile, first, rows, span, nullptr, scales.data());
+                });
+            for (int64_t r = 0; r < rows; ++r) write<T, Out>(first + r, panel, sums + r * PANEL);
+            return;
+        }
+        const Span all{0, x.blocks};
+        scales.resize(x.blocks * x.parts * PANEL);
+        spread(a.scales, panel, a.inputs, a.group, x.parts, all, scales.data());
+        if (has_minimums) {
+            minimums.resize(scales.size());
+            spread(a.minimums, panel, a.inputs, a.group, x.parts, all, minimums.data());
+        }
+        for (int64_t row = first, end = first + rows; row < end;) {
+            const int64_t height = tile_height(end - row);
+            std::fill_n(sums, height * PANEL, 0.0f);
+            multiply(tile, row, height, all, scales.data(), has_minimums ? minimums.data() : nullptr);
+            for (int64_t r = 0; r < height; ++r) write<T, Out>(row + r, panel, sums + r * PANEL);
+            row += height;
+        }
+    }
+
+    // Call f with each piece of a row, of which `to` has the scales.
+    template <class F>
+    void each_piece(const GroupScales& s, int64_t panel, float* to, const F& f) const {
+        for (int64_t begin = 0; begin < x.blocks; begin += PIECE) {
+            const Span span{begin, std::min(begin + PIECE, x.blocks)};
+            spread(s, panel, a.inputs, a.group, x.parts, span, to);
+            f(span);
+        }
+    }
+
+    template <class T, class Out>
+    void write(int64_t row, int64_t panel, const float* sums) const {
+        const int64_t first = panel * PANEL, count = std::min(a.outputs - first, PANEL);
+        const T* bias = a.bias ? static_cast<const T*>(a.bias) + first : nullptr;
+        Out* to = static_cast<Out*>(a.output) + row * a.output_row + first;
+        int64_t i = 0;
+        for (; i + LANES <= count; i += LANES) {
+            const Vector sum = load(sums + i);
+            store(to + i, bias ? sum + load(bias + i) : sum);
+        }
+        for (; i < count; ++i) assign(to[i], bias ? sums[i] + to_float(bias[i]) : sums[i]);
+    }
+};
+
+// Call f with the layout's numbers known when compiling: WIDTH, and parts of a block with a scale.
+template <class F>
+void with_layout(int32_t width, bool is_looked_up, int64_t group, const F& f) {
+    const auto with_parts = [&](auto bits) {
+        group < BLOCK ? f(bits, std::integral_constant<int, 2>{}) : f(bits, std::integral_constant<int, 1>{});
+    };
+    if (is_looked_up)
+        with_parts(std::integral_constant<int, LOOKED_UP>{});
+    else if (width == 4)
+        with_parts(std::integral_constant<int, 4>{});
+    else if (width == 6)
+        with_parts(std::integral_constant<int, 6>{});
+    else
+        with_parts(std::integral_constant<int, 8>{});
+}
+
+// Weights of chosen outputs as numbers.
+template <class T>
+void read_rows(const GroupedRowsArguments& a) {
+    with_layout(a.width, a.table, a.group, [&](auto width, auto) {
+        const Table table = a.table ? Table(a.table) : Table();
+        const int64_t blocks = blocks_of(a.inputs), words = BLOCK_WORDS<width> * PANEL;
+        const int64_t groups = (blocks * BLOCK + a.group - 1) / a.group;
+        Memory<float> scales, minimums;
+        scales.resize(groups * PANEL);
+        minimums.assign(groups * PANEL, 0.0f);
+        for (int64_t row = 0; row < a.rows; ++row) {
+            const int64_t panel = a.chosen[row] / PANEL, output = a.chosen[row] % PANEL;
+            const int64_t first = output / LANES * LANES, lane = output - first;
+            read_scales(a.scales, panel, groups, 0, groups, scales.data());
+            if (a.minimums.numbers) read_scales(a.minimums, panel, groups, 0, groups, minimums.data());
+            const uint32_t* from = a.codes + panel * blocks * words + first;
+            T* to = static_cast<T*>(a.output) + row * a.inputs;
+            for (int64_t begin = 0; begin < a.inputs; begin += QUAD) {
+                const int64_t quad = begin / QUAD, group = begin / a.group * PANEL + output;
+                const uint32_t word = unpacked<width>(from + begin / BLOCK * words,
+                                                      static_cast<int>(quad / HALF_QUADS % 2),
+                                                      static_cast<int>(quad % HALF_QUADS), table)[lane];
+                for (int64_t i = begin; i < std::min(begin + QUAD, a.inputs); ++i) {
+                    const int code = static_cast<int>(word >> 8 * (i - begin) & 0xff) - a.zero;
+                    assign(to[i], static_cast<float>(code) * scales[group] - minimums[group]);
+                }
+            }
+        }
+    });
+}
+
+template <class T, class Out>
+void linear_grouped(const GroupedArguments& a) {
+    const QuantizedRows rows(a, static_cast<const T*>(a.x));
+    MultiplyRows multiply = nullptr;
+    with_layout(a.width, a.table, a.group, [&](auto width, auto parts) {
+        multiply = MULTIPLY<width, parts>;
+    });
+    GroupedProduct(a, rows, multiply).run<T, Out>();
+}
+
+}  // namespace
+}  // namespace gllm
+
+extern "C" {
+#pragma GCC visibility push(default)
+
+void gllm_linear_grouped(const gllm::GroupedArguments* a) {
+    gllm::with_dtype(a->dtype, [&](auto type) {
+        using T = decltype(type);
+        a->float_output ? gllm::linear_grouped<T, float>(*a) : gllm::linear_grouped<T, T>(*a);
+    });
+}
+
+void gllm_read_grouped(const gllm::GroupedRowsArguments* a) {
+    gllm::with_dtype(a->dtype, [&](auto type) { gllm::read_rows<decltype(type)>(*a); });
+}
+#pragma GCC visibility pop
+}

@@ -1,0 +1,1 @@
+"""File formats of models, and formats of the quantized weights in them."""

@@ -1,0 +1,236 @@
+"""Speculation: draft tokens behind the known tokens of a decode, verified in one row with them.
+
+A window is a row whose last tokens are guesses. The last stage samples at each of them and at the
+known token before, with the random numbers that the tokens have without speculation, and keeps the
+samples up to the first that differs from its guess. The text is therefore the same; see
+docs/speculation.md. This module decides the guesses and their number; it knows no blocks and plans.
+"""
+
+from array import array
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from typing import Protocol
+
+from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.ngram_drafter import NgramDrafter
+from gllm.scheduler.sequence import Sequence
+from gllm.scheduler.speculative_config import SpeculativeConfig
+from gllm.scheduler.step_cost import OnlineStepCurveFit, StepTimeCurve
+from gllm.scheduler.synthetic_drafter import SyntheticDrafter
+
+INITIAL_ACCEPTANCE = 0.7
+"""Share of right guesses that is assumed before any is verified."""
+INITIAL_GUESSES = 4.0
+"""Guesses as which the initial share counts, and for a sequence that of all sequences."""
+SEQUENCE_DECAY, ENGINE_DECAY = 0.9, 0.99
+"""Factors on earlier guesses, of the sequence and of all, with each verified window."""
+SEQUENCE_UNUSED_DECAY, ENGINE_UNUSED_DECAY = 0.98, 0.999
+"""The same with each row whose guesses were not worth their time: they are tried again later."""
+LEAST_ASYNC_GAIN = 1.0
+"""Least expected number of right guesses of a row with async scheduling: a sequence with a wrong
+guess in flight misses one step."""
+LEAST_CHANCE = 0.1
+"""Least probability of the first guess of a row that continues others in flight. Such a row costs
+the others little where stages are idle, but a restart behind a wrong guess may wait for it."""
+
+
+class Drafter(Protocol):
+    """Interface of what guesses the next tokens of one sequence."""
+
+    def draft(self, token_ids: "array[int]", guesses: Items[int], num_tokens: int) -> list[int]:
+        """Return up to `num_tokens` tokens that may follow; an empty list if there is no guess.
+
+        Args:
+            token_ids: prompt and output, which have only grown since the last call.
+            guesses: draft tokens behind them that are not verified yet.
+            num_tokens: most tokens to return, at least 1.
+        """
+
+
+CreateDrafter = Callable[[SpeculativeConfig], Drafter]
+DRAFTERS: dict[str, CreateDrafter] = {"ngram": NgramDrafter, "synthetic": SyntheticDrafter}
+"""Drafters by `method`; gllm.scheduler.speculative_config.DRAFT_METHODS lists the names."""
+
+
+class AcceptanceEstimate:
+    """Decaying share of right guesses among those that were verified.
+
+    Args:
+        decay: factor on the earlier guesses with each window.
+    """
+
+    def __init__(self, decay: float) -> None:
+        self._decay = decay
+        self._num_right = self._num_verified = 0.0
+
+    def share(self, prior: float) -> float:
+        """Return the share, 0 to 1; the prior counts as INITIAL_GUESSES guesses."""
+        num_right = self._num_right + INITIAL_GUESSES * prior
+        return num_right / (self._num_verified + INITIAL_GUESSES)
+
+    def on_verified(self, num_guesses: int, num_right: int) -> None:
+        """Add a window; guesses behind the first wrong one say nothing."""
+        self.forget(self._decay)
+        self._num_right += num_right
+        self._num_verified += min(num_right + 1, num_guesses)
+
+    def forget(self, decay: float) -> None:
+        """Lower the weight of the windows so far."""
+        self._num_right *= decay
+        self._num_verified *= decay
+
+
+class MicroBatchYield:
+    """Tokens that a micro-batch yields per predicted second, as guesses are added to it.
+
+    A guess is added while that increases the yield: where a step of n + 1 tokens takes longer than
+    one of n in proportion to the tokens of the text that it adds, guesses slow other sequences down
+    by more than they gain.
+
+    Args:
+        curve: step time by tokens; its unit does not matter.
+        num_rows: decodes of the micro-batch, each of which yields a token.
+        num_prefill_tokens: prefill beside them, which counts as yield.
+    """
+
+    def __init__(self, curve: StepTimeCurve, num_rows: int, num_prefill_tokens: int) -> None:
+        self._curve = curve
+        self._num_tokens = num_rows + num_prefill_tokens
+        self._yield = float(self._num_tokens)
+        self._seconds = curve.seconds(self._num_tokens)
+
+    def add(self, num_guesses: int, acceptance: float, chance: float = 1.0) -> int:
+        """Add guesses of a sequence and return how many are worth their time.
+
+        Args:
+            num_guesses: guesses that there are.
+            acceptance: probability that a guess is right if all before it are.
+            chance: probability that all guesses before these are right.
+        """
+        for count in range(num_guesses):
+            chance *= acceptance
+            longer = self._curve.seconds(self._num_tokens + 1)
+            if self._yield and (self._yield + chance) * self._seconds <= self._yield * longer:
+                return count
+            self._num_tokens += 1
+            self._yield += chance
+            self._seconds = longer
+        return num_guesses
+
+
+class _SequenceState:
+    """Drafter and acceptance of one sequence."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.acceptance = AcceptanceEstimate(SEQUENCE_DECAY)
+
+
+class Speculation:
+    """Chooses the draft tokens of decodes.
+
+    Args:
+        config: resolved configuration with a `speculative_config`.
+        curve_fit: fitted step time.
+        create_drafter: creates the drafter of a sequence; None for the configured method.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        curve_fit: OnlineStepCurveFit,
+        create_drafter: CreateDrafter | None = None,
+    ) -> None:
+        assert config.speculative_config is not None
+        self._config = config.speculative_config
+        self._curve_fit = curve_fit
+        self._create_drafter = create_drafter or DRAFTERS[self._config.method]
+        self._async_scheduling = config.async_scheduling
+        self._has_lanes = config.num_lanes > 1
+        self.is_paused = False
+        """True while no sequence may have several rows in flight."""
+        self._sequences: dict[int, _SequenceState] = {}
+        self._acceptance = AcceptanceEstimate(ENGINE_DECAY)
+
+    def prepare(self, sequence: Sequence) -> bool:
+        """Choose the draft tokens of a decode's next row; return False if it has no row now.
+
+        Without known tokens that are not scheduled, the next row consists of guesses: it continues
+        the rows in flight, whose own guesses may be wrong.
+        """
+        known_end, scheduled_end = sequence.num_tokens, sequence.num_scheduled_tokens
+        sequence.draft_token_ids = []
+        if self.is_paused and sequence.num_rows_in_flight:
+            return False
+        if scheduled_end < known_end:
+            sequence.draft_token_ids = self._draft(sequence, known_end)
+            return True
+        if scheduled_end == known_end + len(sequence.guesses) and self._may_continue(sequence):
+            # All tokens in flight are known or guessed.
+            sequence.draft_token_ids = self._draft(sequence, scheduled_end)
+            if sequence.draft_token_ids:
+                return True
+        # If all known tokens are scheduled, the last row in flight samples one more.
+        return (
+            self._async_scheduling
+            and not sequence.guesses
+            and scheduled_end + 1 < sequence.prompt_len + sequence.request.max_tokens
+        )
+
+    def start_micro_batch(self, num_rows: int, num_prefill_tokens: int) -> MicroBatchYield:
+        """Return the yield of a micro-batch without guesses; see MicroBatchYield."""
+        return MicroBatchYield(self._curve_fit.curve, num_rows, num_prefill_tokens)
+
+    def count_useful(
+        self, sequence: Sequence, num_guesses: int, micro_batch: MicroBatchYield
+    ) -> int:
+        """Return how many of a sequence's next guesses are worth their time in a micro-batch."""
+        state = self._sequences[sequence.seq]
+        prior = self._acceptance.share(INITIAL_ACCEPTANCE)
+        acceptance = state.acceptance.share(prior)
+        chance = acceptance ** len(sequence.guesses)
+        if sequence.guesses and chance * acceptance < LEAST_CHANCE:
+            return 0
+        count = micro_batch.add(num_guesses, acceptance, chance)
+        if not count and not sequence.guesses:
+            state.acceptance.forget(SEQUENCE_UNUSED_DECAY)
+            self._acceptance.forget(ENGINE_UNUSED_DECAY)
+        return count
+
+    def on_verified(self, seq: int, num_guesses: int, num_right: int) -> None:
+        """Learn from a window that began rightly."""
+        self._acceptance.on_verified(num_guesses, num_right)
+        self._sequences[seq].acceptance.on_verified(num_guesses, num_right)
+
+    def release(self, seq: int) -> None:
+        """Forget a sequence."""
+        self._sequences.pop(seq, None)
+
+    def _may_continue(self, sequence: Sequence) -> bool:
+        """Return False for a sequence whose prefill is in flight in a lane of its own."""
+        return not self._has_lanes or sequence.num_computed_tokens >= sequence.num_prefill_tokens
+
+    def _draft(self, sequence: Sequence, start: int) -> list[int]:
+        """Return draft tokens for the positions from `start` on.
+
+        The last token of the output is never an input, so that it is never guessed.
+        """
+        num_left = sequence.prompt_len + sequence.request.max_tokens - 1 - start
+        num_tokens = min(self._config.num_speculative_tokens, num_left)
+        if num_tokens < 1:
+            return []
+        state = self._sequences.get(sequence.seq)
+        if state is None:
+            state = _SequenceState(self._create_drafter(self._config))
+            self._sequences[sequence.seq] = state
+        draft_token_ids = state.drafter.draft(sequence.token_ids, sequence.guesses, num_tokens)
+        if self._async_scheduling and draft_token_ids:
+            # Without guesses the next row would follow at once; behind a wrong one it waits.
+            acceptance = state.acceptance.share(self._acceptance.share(INITIAL_ACCEPTANCE))
+            first = len(sequence.guesses) + 1
+            powers = range(first, first + len(draft_token_ids))
+            if sum(acceptance**power for power in powers) < LEAST_ASYNC_GAIN:
+                state.acceptance.forget(SEQUENCE_UNUSED_DECAY)
+                self._acceptance.forget(ENGINE_UNUSED_DECAY)
+                return []
+        return draft_token_ids

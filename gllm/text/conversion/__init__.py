@@ -1,0 +1,1 @@
+"""Conversion of tokenizers that models publish in other files than tokenizer.json."""

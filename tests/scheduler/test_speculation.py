@@ -1,0 +1,344 @@
+"""Speculation: the same texts whatever is guessed, no leaked block, n-grams as described."""
+
+import dataclasses
+from array import array
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gllm.config.engine import EngineConfig
+from gllm.options.field_types import FieldError
+from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.ngram_drafter import NgramDrafter
+from gllm.scheduler.plan import SampledToken, StepPlan, StepResult
+from gllm.scheduler.scheduler import Scheduler
+from gllm.scheduler.sequence import SchedulerRequest
+from gllm.scheduler.speculation import AcceptanceEstimate, MicroBatchYield
+from gllm.scheduler.speculative_config import SpeculativeConfig, parse_speculative_config
+from gllm.scheduler.step_cost import StepTimeCurve
+from gllm.serve import make_parser
+from tests.scheduler.test_properties import (
+    STEPS,
+    check_outputs,
+    configs,
+    drive,
+    random_request,
+)
+from tests.support.examples import further_runs, num_examples
+from tests.support.scheduler.lane_pipeline import LanePipeline
+from tests.support.scheduler.pipeline import VOCABULARY, Pipeline, generate, next_token
+
+
+class GuessingDrafter:
+    """Knows the next token of the pipeline's texts, and is wrong or silent at random."""
+
+    def __init__(self, rng: Random, acceptance: float, is_silent: bool = True) -> None:
+        self._rng, self._acceptance, self._is_silent = rng, acceptance, is_silent
+
+    def draft(self, token_ids: "array[int]", guesses: list[int], num_tokens: int) -> list[int]:
+        """Up to `num_tokens` tokens."""
+        assert num_tokens >= 1
+        tokens = [*token_ids, *guesses]
+        for _ in range(self._rng.randint(0, num_tokens) if self._is_silent else num_tokens):
+            is_right = self._rng.random() < self._acceptance
+            tokens.append(next_token(tokens) if is_right else self._rng.randrange(VOCABULARY))
+        return tokens[len(token_ids) + len(guesses) :]
+
+
+def speculating(draw: st.DrawFn, lanes: str) -> tuple[SchedulerConfig, GuessingDrafter]:
+    """Any configuration without recurrent layers, and a drafter."""
+    base = draw(configs(lanes, has_states=False))
+    fields: dict[str, Any] = {
+        "speculative_config": SpeculativeConfig(draw(st.integers(1, 6))),
+        # `resolve` has set them.
+        "async_scheduling": draw(st.booleans()),
+        "max_in_flight": draw(st.none() | st.integers(1, 9)),
+    }
+    options: dict[str, Any] = {
+        spec.name: fields.get(spec.name, getattr(base, spec.name))
+        for spec in dataclasses.fields(base)
+        if "help" in spec.metadata
+    }
+    config = SchedulerConfig(**options).resolve(base.stages, base.num_blocks, base.max_model_len)
+    rng = Random(draw(st.integers(0, 2**32)))
+    return config, GuessingDrafter(rng, draw(st.sampled_from([0.0, 0.5, 0.8, 1.0])))
+
+
+@st.composite
+def speculating_pipelines(draw: st.DrawFn) -> Pipeline:
+    config, drafter = speculating(draw, "1")
+    return Pipeline(config, draw(st.booleans()), drafter)
+
+
+@st.composite
+def speculating_lane_pipelines(draw: st.DrawFn) -> LanePipeline:
+    config, drafter = speculating(draw, "2")
+    rng = Random(draw(st.integers(0, 2**32)))
+    return LanePipeline(config, rng, draw(st.booleans()), draw(st.booleans()), drafter)
+
+
+def examples(small: int, large: int) -> settings:
+    return settings(
+        max_examples=num_examples(small, large),
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        database=None,
+    )
+
+
+@further_runs(2)
+@examples(10, 200)
+@given(pipeline=speculating_pipelines(), seed=st.integers(0, 2**32))
+def test_every_request_ends_with_the_tokens_it_would_get_without_guesses(
+    run: int, pipeline: Pipeline, seed: int
+) -> None:
+    drive(pipeline, Random(seed), STEPS)
+    pipeline.drain()
+    check_outputs(pipeline)
+
+
+@further_runs(2)
+@examples(4, 200)
+@given(pipeline=speculating_lane_pipelines(), seed=st.integers(0, 2**32))
+def test_two_lanes(run: int, pipeline: LanePipeline, seed: int) -> None:
+    """No sequence has rows in both lanes, also where decodes change the lane."""
+    drive(pipeline, Random(seed), 200)
+    pipeline.drain()
+    check_outputs(pipeline)
+
+
+@further_runs(2)
+@examples(4, 100)
+@given(pipeline=speculating_pipelines(), seed=st.integers(0, 2**32))
+def test_failures_harm_no_other_sequence(run: int, pipeline: Pipeline, seed: int) -> None:
+    """Steps that raise, rows that are NaN and sampling that fails, with windows in flight."""
+    rng, seq = Random(seed), 0
+    for _ in range(200):
+        if rng.random() < 0.1 and len(pipeline.alive) < 20:
+            request = random_request(rng, seq, pipeline.config.max_model_len)
+            pipeline.add(request)
+            seq += request.n
+        if pipeline.plans and rng.random() < 0.5:
+            errors = {seq: "sampling failed" for seq in pipeline.alive if rng.random() < 0.02}
+            pipeline.commit(errors)
+        else:
+            faulty = [seq for seq in pipeline.alive if rng.random() < 0.01]
+            pipeline.schedule(fails=rng.random() < 0.03, faulty=faulty)
+    pipeline.drain()
+    for seq, request in pipeline.requests.items():
+        alone = generate(request, pipeline.forces)
+        assert pipeline.generated[seq] == alone[: len(pipeline.generated[seq])]
+    assert pipeline.scheduler.stats().kv_usage == 0
+
+
+@pytest.mark.parametrize(("acceptance", "fewest", "most"), [(1.0, 9, 16), (0.0, 40, 60)])
+def test_several_windows_of_a_sequence_are_in_flight(acceptance, fewest, most) -> None:
+    """Four stages verify three guesses each; no window continues guesses that are likely wrong."""
+    config = SchedulerConfig(speculative_config=SpeculativeConfig(3)).resolve(4, 64, 200)
+    pipeline = Pipeline(config, drafter=GuessingDrafter(Random(1), acceptance, is_silent=False))
+    pipeline.add(SchedulerRequest(0, [1, 2, 3], 41))
+    while not pipeline.ended:
+        while pipeline.schedule() is not None:
+            pass
+        # A round of the pipeline: one step of each stage.
+        assert len(pipeline.plans) <= 4
+        pipeline.commit()
+    assert pipeline.generated[0] == generate(pipeline.requests[0])
+    # The first token is sampled by prefill.
+    assert pipeline.scheduler.stats().num_decoded_tokens >= 40
+    assert fewest <= pipeline.scheduler.stats().steps <= most
+
+
+def test_guesses_are_added_while_the_text_grows_faster() -> None:
+    """On a device of 150 tokens per doubled step time, and on one whose time is all arithmetic."""
+    flat, steep = StepTimeCurve.from_ridge(150), StepTimeCurve(0.0, 0.0, 1.0)
+    assert MicroBatchYield(flat, 1, 0).add(5, 0.5) == 5
+    assert MicroBatchYield(flat, 200, 0).add(5, 0.5) == 0
+    assert 0 < MicroBatchYield(flat, 40, 0).add(64, 0.7) < 10
+    assert MicroBatchYield(flat, 1, 400).add(5, 0.7) == 0
+    assert MicroBatchYield(steep, 1, 0).add(5, 0.9) == 0
+    # Guesses that continue others count by the chance of those; alone they cost no text.
+    assert MicroBatchYield(flat, 40, 0).add(5, 0.7, chance=0.05) == 0
+    assert MicroBatchYield(steep, 0, 0).add(5, 0.1, chance=0.1) == 1
+    assert MicroBatchYield(flat, 0, 0).add(5, 0.5, chance=0.1) == 5
+
+
+def test_acceptance_follows_the_verified_guesses() -> None:
+    estimate = AcceptanceEstimate(0.9)
+    assert estimate.share(0.7) == pytest.approx(0.7)
+    for _ in range(40):
+        estimate.on_verified(4, 0)
+    assert estimate.share(0.7) < 0.25
+    for _ in range(40):
+        estimate.on_verified(4, 4)
+    assert estimate.share(0.7) > 0.95
+    estimate.forget(0.0)
+    assert estimate.share(0.7) == pytest.approx(0.7)
+
+
+def test_sequences_without_right_guesses_get_few() -> None:
+    """Beside others under load; a device with a steep step time."""
+    config = SchedulerConfig(speculative_config=SpeculativeConfig(3), ridge_tokens=8)
+    shares = []
+    for acceptance in (0.0, 0.9):
+        drafter = GuessingDrafter(Random(1), acceptance, is_silent=False)
+        pipeline = Pipeline(config.resolve(1, 400, 200), drafter=drafter)
+        for seq in range(8):
+            pipeline.add(SchedulerRequest(seq, [seq], 100))
+        pipeline.drain()
+        check_outputs(pipeline)
+        stats = pipeline.scheduler.stats()
+        shares.append(stats.draft_tokens / 800)
+        assert sum(stats.accepted_per_position) == stats.accepted_tokens <= stats.draft_tokens
+    assert shares[0] < 0.4
+    assert shares[1] > 1.5 * shares[0], shares
+
+
+def scheduler(stages: int = 2, num_blocks: int = 64, **options) -> Scheduler:
+    config = SchedulerConfig(
+        speculative_config=SpeculativeConfig(3, prompt_lookup_max=2, prompt_lookup_min=1),
+        **options,
+    )
+    return Scheduler(config.resolve(stages, num_blocks, 200))
+
+
+def plan_of(scheduler: Scheduler) -> StepPlan:
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    return plan
+
+
+def answer(scheduler: Scheduler, plan: StepPlan, *tokens: int):
+    """The plan's result, where only one sequence samples."""
+    result = SampledToken(0, 0, tokens[0], "", tokens[1:])
+    return scheduler.commit(StepResult(plan.step, [result]))
+
+
+def test_a_window_has_the_known_token_and_the_guesses_behind_it() -> None:
+    made = scheduler()
+    made.add(SchedulerRequest(0, [1, 2, 3, 4, 5, 1, 2], 10), 0.0)
+    answer(made, plan_of(made), 3)
+    (row,) = plan_of(made).rows
+    assert (row.start, row.num_tokens, row.token_ids) == (7, 4, [3, 4, 5, 1])
+    assert (row.num_draft_tokens, row.num_samples, row.first_sampled_position) == (3, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("sampled", "start", "known"), [((9,), 8, 9), ((4, 9), 9, 9), ((4, 5, 1, 9), 11, 9)]
+)
+def test_the_row_after_a_window_begins_at_the_first_wrong_guess(sampled, start, known) -> None:
+    made = scheduler()
+    made.add(SchedulerRequest(0, [1, 2, 3, 4, 5, 1, 2], 10), 0.0)
+    answer(made, plan_of(made), 3)
+    assert answer(made, plan_of(made), *sampled).token_ids == [*sampled]
+    (row,) = plan_of(made).rows
+    assert (row.start, row.token_ids[0]) == (start, known)
+
+
+def test_a_text_ends_within_a_window() -> None:
+    made = scheduler()
+    made.add(SchedulerRequest(0, [1, 2, 3, 4, 5, 1, 2], 10, frozenset({4})), 0.0)
+    answer(made, plan_of(made), 3)
+    outcome = answer(made, plan_of(made), 4, 5)
+    assert (outcome.token_ids, outcome.finished[0].finish_reason) == ([4], "stop")
+    assert made.stats().kv_usage == 0
+
+
+def test_the_last_token_of_the_output_is_not_guessed() -> None:
+    made = scheduler()
+    made.add(SchedulerRequest(0, [1, 2, 3, 4, 5, 1, 2], 3), 0.0)
+    answer(made, plan_of(made), 3)
+    (row,) = plan_of(made).rows
+    assert row.token_ids == [3, 4]
+    assert (
+        made.commit(StepResult(1, [SampledToken(0, 0, 4, "", (5,))])).finished[0].finish_reason
+        == "length"
+    )
+
+
+def test_guesses_take_no_blocks_that_prefill_leaves_to_decodes() -> None:
+    made = scheduler(num_blocks=13, block_size=16, kv_threshold=0.9)
+    made.add(SchedulerRequest(0, [1, 2] * 7, 20), 0.0)
+    answer(made, plan_of(made), 1)
+    # Position 14 is that of the known token, 15 the last one of the block.
+    assert plan_of(made).rows[0].token_ids == [1, 2]
+
+
+def draft(tokens: list[int], guesses: tuple[int, ...] = (), **options) -> list[int]:
+    return NgramDrafter(SpeculativeConfig(4, **options)).draft(array("i", tokens), guesses, 4)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "guesses", "expected"),
+    [
+        ([1, 2, 3], (), []),
+        ([1, 2, 3, 4, 1, 2], (), [3, 4, 1, 2]),
+        ([7, 7], (), [7, 7, 7, 7]),
+        ([7, 8, 7, 8, 7], (), [8, 7, 8, 7]),
+        # The longest match counts before the latest one.
+        ([5, 1, 2, 30, 31, 6, 2, 40, 41, 5, 1, 2], (), [30, 31, 6, 2]),
+        # The latest one of equal length.
+        ([1, 2, 30, 1, 2, 40, 1, 2], (), [40, 1, 2, 40]),
+        ([1, 2, 3, 4, 5, 1], (2, 3), [4, 5, 1, 2]),
+        ([1, 2, 3], (9,), []),
+        ([1, 2, 3], (1,), [2, 3, 1, 2]),
+    ],
+)
+def test_ngrams(tokens: list[int], guesses: tuple[int, ...], expected: list[int]) -> None:
+    assert draft(tokens, guesses, prompt_lookup_max=3, prompt_lookup_min=1) == expected
+
+
+def test_an_ngram_shorter_than_the_smallest_length_is_no_match() -> None:
+    tokens = [1, 2, 3, 9, 2, 3]
+    assert draft(tokens, prompt_lookup_max=3, prompt_lookup_min=3) == []
+    assert draft(tokens, prompt_lookup_max=3, prompt_lookup_min=2) == [9, 2, 3, 9]
+
+
+@settings(max_examples=num_examples(40, 400), deadline=None, database=None)
+@given(st.lists(st.integers(0, 2), max_size=40), st.integers(1, 3), st.integers(0, 3))
+def test_an_index_that_grows_finds_what_a_new_one_finds(tokens, shortest, further) -> None:
+    lengths = {"prompt_lookup_min": shortest, "prompt_lookup_max": shortest + further}
+    growing = NgramDrafter(SpeculativeConfig(4, **lengths))
+    for end in range(1, len(tokens) + 1):
+        text = array("i", tokens[:end])
+        assert growing.draft(text, (), 4) == draft(tokens[:end], **lengths)
+
+
+def test_the_configuration_has_vllm_s_names() -> None:
+    text = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'
+    config = SpeculativeConfig(5, "ngram", 4, 4)
+    assert parse_speculative_config(text) == config
+    assert parse_speculative_config("{}") == SpeculativeConfig(5, "ngram", 5, 5)
+    values = make_parser().parse_args(["--speculative-config", text])
+    assert values.speculative_config == config
+    fields = {"num_speculative_tokens": 5, "prompt_lookup_max": 4}
+    assert EngineConfig.from_options("demo", speculative_config=fields).scheduler == (
+        SchedulerConfig(speculative_config=config)
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not JSON"),
+        ('{"method": "eagle"}', "method is 'eagle', but has to be one of ngram"),
+        ('{"num_speculative_tokens": 0}', "num_speculative_tokens is 0"),
+        ('{"num_speculative_tokens": 5.0}', "num_speculative_tokens is 5.0"),
+        ('{"prompt_lookup_min": 4, "prompt_lookup_max": 3}', "prompt_lookup_min is 4, above"),
+        ('{"draft_tensor_parallel_size": 1}', "no field 'draft_tensor_parallel_size'"),
+    ],
+)
+def test_what_cannot_be_used_is_named(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_speculative_config(text)
+
+
+def test_recurrent_states_and_gpus_are_refused() -> None:
+    config = SchedulerConfig(speculative_config=SpeculativeConfig())
+    with pytest.raises(ValueError, match="speculative_config"):
+        config.resolve(1, 64, 100, num_state_slots=8)
+    with pytest.raises(FieldError, match="speculative_config"):
+        EngineConfig(scheduler=config, device="cuda")
