@@ -4,7 +4,6 @@ import os
 import signal
 from collections.abc import Iterator
 from itertools import chain
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,7 +18,7 @@ from tests.support.servers.recovery_load import (
     RepeatedLoad,
     compare,
 )
-from tests.support.servers.server import children, wait_until
+from tests.support.servers.server import children, children_titled, wait_until
 
 BODY = {"prompt": "The owl said", "temperature": 0, "ignore_eos": True, "max_tokens": 8}
 PREFILL, DECODE = "prefiller", "decoder"
@@ -60,10 +59,7 @@ class Pair(NamedTuple):
 
     def mover(self, name: str) -> int | None:
         """Process id of an engine's gllm-link; None between two of them."""
-        for pid in children(self.router.engines[name].process.pid):
-            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"gllm-link"):
-                return pid
-        return None
+        return next(iter(children_titled(self.router.engines[name].process.pid, "gllm-link")), None)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,7 +17,7 @@ from tests.support.servers.recovery_load import (
     Answer,
     RepeatedLoad,
 )
-from tests.support.servers.server import children, wait_until
+from tests.support.servers.server import children_titled, wait_until
 
 pytestmark = pytest.mark.full
 PREFILL, DECODE = "prefiller", "decoder"
@@ -52,9 +51,7 @@ class Fleet(NamedTuple):
 
     def movers(self, machine: int) -> list[int]:
         """Process ids of a machine's gllm-link processes; the last one moves KV blocks."""
-        pids = children(self.prefill.servers[machine].pid)
-        names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids}
-        return sorted(pid for pid, name in names.items() if name.startswith(b"gllm-link"))
+        return [*children_titled(self.prefill.servers[machine].pid, "gllm-link")]
 
 
 @pytest.fixture(scope="module", params=["auto", "tcp"])
@@ -136,6 +133,7 @@ def test_a_mover_that_dies_changes_no_text(
     load = RepeatedLoad(fleet.router, f"mover {machine}")
     load.wait_for_events(len(REQUESTS))
     os.kill(movers[-1], signal.SIGKILL)
+    wait_until(lambda: movers[-1] not in fleet.movers(machine))
     wait_until(lambda: len(fleet.movers(machine)) == len(movers) and fleet.is_connected())
     load.wait_for_events(load.num_events + len(REQUESTS))
     check_texts(load.stop(), expected)

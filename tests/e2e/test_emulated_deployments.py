@@ -116,19 +116,20 @@ def test_a_plan_hands_requests_from_prefill_to_decode(tmp_path: Path, text: str)
     url = f"http://127.0.0.1:{ports['router']}"
     with running_up(plan, tmp_path, "--emulate") as up:
         up.wait_until_ready()
+        # Engines are ready before their KV movers are connected; until then prompts are computed.
+        wait_until(lambda: all(row["has_kv_transfer"] for row in engine_rows(url).values()))
         answer = complete(url, "A row of people", 150)
         assert answer["choices"][0]["text"] == text
         # Engines report once per second.
         num_tokens = answer["usage"]["prompt_tokens"] - 1
-        wait_until(lambda: count_fetched_tokens(url, "d") >= num_tokens)
+        wait_until(lambda: engine_rows(url)["d"]["stats"]["fetched_tokens"] >= num_tokens)
         assert up.terminate() == 0
 
 
-def count_fetched_tokens(url: str, engine: str) -> int:
-    """Prompt tokens whose KV blocks an engine has fetched, as the router knows."""
+def engine_rows(url: str) -> dict[str, dict[str, Any]]:
+    """What a router knows of its engines, by their names."""
     with urllib.request.urlopen(f"{url}/engines", timeout=DEADLINE) as response:
-        rows = {row["name"]: row["stats"] for row in json.load(response)["engines"]}
-    return int(rows[engine]["fetched_tokens"])
+        return {row["name"]: row for row in json.load(response)["engines"]}
 
 
 def count_link_bytes(cluster: Cluster) -> int:

@@ -11,14 +11,13 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
 from benchmarks.net.rig import unsupported_reason
 from tests.support.servers.kv_machines import Machines, running_machines
 from tests.support.servers.recovery_load import COMPLETIONS
-from tests.support.servers.server import alive, children
+from tests.support.servers.server import alive, children_titled
 
 pytestmark = [
     pytest.mark.long,
@@ -97,11 +96,7 @@ def find_process(machines: Machines, server: str, title: str) -> int | None:
     pid = machines.servers[server].pid
     if title == HEAD:
         return pid
-    for candidate in children(pid):
-        with suppress(FileNotFoundError):
-            if Path(f"/proc/{candidate}/cmdline").read_bytes().startswith(title.encode()):
-                return candidate
-    return None
+    return next(iter(children_titled(pid, title)), None)
 
 
 def run_streams(machines: Machines, pid: int | None, stop_seconds: float) -> list[Stream]:

@@ -8,7 +8,6 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from gllm.runtime.messaging.connection_pool import PeerConnection
 from gllm.runtime.messaging.fleet_links import FleetLinks
 from tests.support.servers.fleet import EngineProcess
 from tests.support.servers.kv_rig import KvRouter, generate
-from tests.support.servers.server import children, places
+from tests.support.servers.server import children_titled, places
 
 EXACT = ("--dtype", "float32", "--threads", "1", "--max-model-len", "256")
 """Flags with which a decoded token has the logits of the same token computed in a prefill."""
@@ -111,7 +110,7 @@ class KilledEngines(KvRouter):
             (worker,) = places(head).values()
             os.kill(worker, signal.SIGKILL)
         else:
-            (mover,) = [pid for pid in children(head) if is_mover(pid)]
+            (mover,) = children_titled(head, "gllm-link")
             os.kill(mover, signal.SIGKILL)
 
     async def close(self) -> None:
@@ -119,10 +118,6 @@ class KilledEngines(KvRouter):
         for engine in self.engines.values():
             engine.close()
         await self.router.stop()
-
-
-def is_mover(pid: int) -> bool:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"gllm-link")
 
 
 @asynccontextmanager

@@ -6,7 +6,6 @@ import re
 import signal
 import threading
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -18,7 +17,7 @@ from gllm.engine.llm import LLM
 from gllm.kernels.native.builds import BUILD_VARIABLE, OFF, select_build
 from gllm.options.field_types import FieldError
 from tests.support.servers.pool import DEMO_TWO_STAGES, share
-from tests.support.servers.server import Server, alive, children, serving, wait_until
+from tests.support.servers.server import Server, alive, children_titled, serving, wait_until
 from tests.text.grammar.test_compiler import HANGS
 
 CHAT = "/v1/chat/completions"
@@ -177,10 +176,7 @@ def test_plain_requests_beside_structured_ones_get_what_they_get_alone(server: S
 
 def compiler(server: Server) -> int | None:
     """Process id of the grammar compiler; None if there is none at present."""
-    for pid in children(server.pid):
-        if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"gllm-grammar"):
-            return pid
-    return None
+    return next(iter(children_titled(server.pid, "gllm-grammar")), None)
 
 
 def test_a_compiling_process_that_is_killed_is_replaced(server: Server) -> None:

@@ -68,25 +68,33 @@ def owned_bytes(pids: list[int]) -> int:
 
 
 def children(pid: int) -> list[int]:
-    """Ids of the processes that a process has started, those of its threads included."""
+    """Ids of the processes that a process has started: those of each thread, the oldest first."""
     started: list[int] = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         # A thread may end before its file is read.
         with suppress(FileNotFoundError, ProcessLookupError):
             started += map(int, (task / "children").read_text().split())
-    return sorted(started)
+    return started
 
 
-def places(pid: int) -> dict[str, int]:
-    """Process ids of the workers that a process has started: by stage, or by stage.rank."""
+def children_titled(pid: int, title: str) -> dict[int, str]:
+    """Titles of the processes that a process has started, if they begin with `title`, by id."""
     found = {}
     for child in children(pid):
         # A process may end meanwhile, too.
         with suppress(FileNotFoundError, ProcessLookupError):
-            title = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")[0].decode()
-            if title.startswith("gllm-stage-"):
-                found[title.removeprefix("gllm-stage-")] = child
+            name = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")[0].decode()
+            if name.startswith(title):
+                found[child] = name
     return found
+
+
+def places(pid: int) -> dict[str, int]:
+    """Process ids of the workers that a process has started: by stage, or by stage.rank."""
+    prefix = "gllm-stage-"
+    return {
+        name.removeprefix(prefix): child for child, name in children_titled(pid, prefix).items()
+    }
 
 
 def stages(pid: int) -> dict[int, int]:
