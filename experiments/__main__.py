@@ -50,6 +50,7 @@ EXPERIMENTS = {
     "two-machines": ("two_machines", "two emulated machines over a link against one"),
     "planners": ("planners", "each planner on the shipped clusters: plan, bound, measured share"),
     "two-nodes": ("two_nodes", "two emulated machines joined by gllm-link, by depth"),
+    "speculation": ("speculation", "windows in flight over pipelines, against one and none"),
     "prediction": ("prediction", "the simulator compared with this machine's engine"),
 }
 """By name: module of experiments with a function `run`, and a description."""
@@ -64,6 +65,7 @@ EMULATED = (
     "sensitivity",
     "volatility",
     "policies",
+    "speculation",
     "planners",
 )
 """Experiments whose trials can be served on emulated devices (`--emulated`)."""

@@ -16,6 +16,7 @@ from experiments import (
     scalability,
     sensitivity,
     slo,
+    speculation,
     volatility,
 )
 from experiments.base import PAPER_REFERENCE, ExperimentOptions, ExperimentResult
@@ -26,6 +27,7 @@ from experiments.trials import (
     SimulationTrial,
     TrialRun,
     deploy_trial,
+    describe_option,
     estimate_capacities,
     make_base,
     simulate_trial,
@@ -83,6 +85,8 @@ class EmulatedExperiment:
     """The policy that is judged, and others for which the claims are made."""
     requests: int = 100
     """Requests per trial, by default: they take real time."""
+    requests_of: str = "trial"
+    """What has as many requests, if not a trial."""
     text: str = ""
     """Explanation of the policies and claims, for the page."""
     reference: str = PAPER_REFERENCE
@@ -131,6 +135,16 @@ EMULATED = {
         text=f"{policy_verdicts.AIMS} {policy_verdicts.OTHERS}\n\n",
         reference="none; the claims are our own aims",
     ),
+    "speculation": EmulatedExperiment(
+        "Speculation over pipelines",
+        speculation.emulated_trials,
+        speculation.emulated_claims,
+        (OUR_POLICY,),
+        requests=3,
+        requests_of="stream",
+        text=f"{speculation.EXPLANATION}\n\n",
+        reference="none; the claims are our own aims",
+    ),
 }
 """By name of the experiment."""
 
@@ -159,9 +173,9 @@ def run(
     claims = join_claims(claims, columns) + fidelity_claims(simulated, served)
     at_speed = "" if speed == 1 else f", at {speed:g} times their speed"
     text = (
-        f"{options.requests} requests per trial, served by engines on emulated devices"
-        f"{at_speed}: the whole runtime on this machine, with steps that take the time of the "
-        "simulator's cost model. Cells: simulated / emulated, of the same requests. Shares in "
+        f"{options.requests} requests per {experiment.requests_of}, served by engines on emulated "
+        f"devices{at_speed}: the whole runtime on this machine, with steps that take the time of "
+        "the simulator's cost model. Cells: simulated / emulated, of the same requests. Shares in "
         f"brackets: of what {OUR_POLICY} serves in the simulator with all requests there at once. "
         f"The claims are judged on emulated devices under {judged}. A trial that is late by more "
         f"than {100 * MAX_LATE:.0f} % of the time of its steps runs once more; if it is again, "
@@ -309,7 +323,7 @@ def _setting(trial: SimulationTrial) -> str:
     words = [f"{trial.setting}, {trial.workload}"]
     words += [trial.arrivals] if trial.arrivals not in ("poisson", "static") else []
     words += [f"{trial.kv_share} of the cache"] if trial.kv_share < 1 else []
-    words += [f"{name} {value:g}" for name, value in trial.options]
+    words += [describe_option(name, value) for name, value in trial.options]
     return ", ".join(words)
 
 

@@ -12,6 +12,7 @@ from experiments.base import ExperimentOptions
 from experiments.parallel import map_parallel
 from gllm.options.slo import NO_SLO, Slo
 from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.speculative_config import SpeculativeConfig
 from gllm.sim.capacity import CAPACITY_RULES, RateTrial, find_capacity
 from gllm.sim.deployment import Deployment, roofline_deployment, simulate
 from gllm.sim.metrics.delays import measure_rate_trial, steady_throughput
@@ -47,6 +48,8 @@ class HardwareSetting:
 
     def __str__(self) -> str:
         over = " over the network" if self.link == "network" else ""
+        if self.link[0].isdigit():
+            over = f" over {self.link}"
         return f"{self.model} on {self.stages * self.ranks} x {self.device}{over}"
 
     def as_tensor_parallel(self) -> "HardwareSetting":
@@ -97,6 +100,17 @@ class TrialRun:
     def figures(self) -> dict[str, Any]:
         """As `summarize_run` returns them."""
         return summarize_run(self.record, self.trial.slo)
+
+
+def describe_option(name: str, value: Any) -> str:
+    """Return a scheduler option of a trial as text."""
+    if not isinstance(value, SpeculativeConfig):
+        return f"{name} {value:g}"
+    windows = value.max_windows_in_flight or "any number"
+    return (
+        f"guesses {value.num_speculative_tokens}, right {value.synthetic_acceptance_rate:g}, "
+        f"windows {windows}"
+    )
 
 
 def trial_jobs(trial: SimulationTrial) -> list[WorkloadRequest]:

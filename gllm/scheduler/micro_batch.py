@@ -177,8 +177,16 @@ class MicroBatchFiller:
         assert speculation is not None
         num_known = sum(s.num_scheduled_tokens < s.num_tokens for s in decodes)
         num_rows = min(num_known, -(-len(queues.decoding_seqs) // queues.depth))
-        num_prefill_tokens = min(queues.num_waiting_tokens, self.max_prefill_tokens)
-        return speculation.start_micro_batch(num_rows, num_prefill_tokens)
+        return speculation.start_micro_batch(num_rows, self._predict_prefill())
+
+    def _predict_prefill(self) -> int:
+        """Return the most prefill tokens beside the decodes; 0 if the first prompt has to wait."""
+        queues = self._queues
+        if not queues.waiting or not self._kv_cache.can_extend_prefill(queues.waiting[0]):
+            return 0
+        if self._policy.prefill_budget(queues.load()) <= 0:
+            return 0
+        return min(queues.num_waiting_tokens, self.max_prefill_tokens)
 
     def _fit_drafts(self, sequence: Sequence, num_known: int, num_left: int) -> list[int]:
         """Return the draft tokens of a decode that fit into the micro-batch and into free blocks.

@@ -165,8 +165,9 @@ class Speculation:
         if scheduled_end < known_end:
             sequence.draft_token_ids = self._draft(sequence, known_end)
             return True
-        if scheduled_end == known_end + len(sequence.guesses) and self._may_continue(sequence):
-            # All tokens in flight are known or guessed.
+        # All tokens in flight are known or guessed.
+        is_guessed = scheduled_end == known_end + len(sequence.guesses)
+        if is_guessed and self._may_continue(sequence):
             sequence.draft_token_ids = self._draft(sequence, scheduled_end)
             if sequence.draft_token_ids:
                 return True
@@ -207,7 +208,13 @@ class Speculation:
         self._sequences.pop(seq, None)
 
     def _may_continue(self, sequence: Sequence) -> bool:
-        """Return False for a sequence whose prefill is in flight in a lane of its own."""
+        """Return True if rows of guesses may follow those of a sequence that are in flight.
+
+        None follows a prefill in a lane of its own, nor as many windows as are allowed.
+        """
+        most = self._config.max_windows_in_flight
+        if most is not None and sequence.num_rows_in_flight >= most:
+            return False
         return not self._has_lanes or sequence.num_computed_tokens >= sequence.num_prefill_tokens
 
     def _draft(self, sequence: Sequence, start: int) -> list[int]:
@@ -216,7 +223,9 @@ class Speculation:
         The last token of the output is never an input, so that it is never guessed.
         """
         num_left = sequence.prompt_len + sequence.request.max_tokens - 1 - start
-        num_tokens = min(self._config.num_speculative_tokens, num_left)
+        # In a row of guesses alone the first one takes the place of the known token.
+        is_continued = start > sequence.num_tokens
+        num_tokens = min(self._config.num_speculative_tokens + is_continued, num_left)
         if num_tokens < 1:
             return []
         state = self._sequences.get(sequence.seq)

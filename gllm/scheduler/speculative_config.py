@@ -29,6 +29,8 @@ class SpeculativeConfig:
     """ngram: most last tokens that are looked up; default: prompt_lookup_min, or 5."""
     prompt_lookup_min: int | None = bounded_field(None, ge=1, le=64)
     """ngram: fewest; default: prompt_lookup_max, or 5."""
+    max_windows_in_flight: int | None = bounded_field(None, ge=1, le=64)
+    """Most windows of a sequence in flight at once; default: one per pipeline stage."""
     synthetic_acceptance_rate: float = bounded_field(0.7, ge=0, le=1)
     """synthetic: probability that a draft token is right if those before it are."""
 

@@ -152,6 +152,43 @@ def test_several_windows_of_a_sequence_are_in_flight(acceptance, fewest, most) -
     assert fewest <= pipeline.scheduler.stats().steps <= most
 
 
+def rows_in_flight(config: SpeculativeConfig) -> list[int]:
+    """Tokens of the rows of one sequence that four stages hold after its prefill."""
+    resolved = SchedulerConfig(speculative_config=config).resolve(4, 64, 200)
+    pipeline = Pipeline(resolved, drafter=GuessingDrafter(Random(1), 1.0, is_silent=False))
+    pipeline.add(SchedulerRequest(0, [1, 2, 3], 41))
+    pipeline.schedule()
+    pipeline.commit()
+    while pipeline.schedule() is not None:
+        pass
+    return [plan.rows[0].num_tokens for plan in pipeline.plans]
+
+
+def test_windows_in_flight_have_as_many_tokens_as_the_first_up_to_the_limit() -> None:
+    """In those behind the first one a guess stands in place of the known token.
+
+    A fourth one would continue eight guesses, which are right at 6 % as long as none is verified.
+    """
+    assert rows_in_flight(SpeculativeConfig(2)) == [3, 3, 3]
+    assert rows_in_flight(SpeculativeConfig(2, max_windows_in_flight=2)) == [3, 3]
+    assert rows_in_flight(SpeculativeConfig(2, max_windows_in_flight=1)) == [3]
+
+
+def test_a_prompt_that_has_to_wait_does_not_count_as_prefill() -> None:
+    """Guesses run while another request waits for a place: no prefill is beside them."""
+    config = SchedulerConfig(speculative_config=SpeculativeConfig(2), max_num_seqs=1)
+    drafter = GuessingDrafter(Random(1), 1.0, is_silent=False)
+    pipeline = Pipeline(config.resolve(1, 64, 200), drafter=drafter)
+    pipeline.add(SchedulerRequest(0, [1, 2, 3], 10))
+    for seq in range(1, 11):
+        pipeline.add(SchedulerRequest(seq, list(range(150)), 10))
+    pipeline.schedule()
+    pipeline.commit()
+    plan = pipeline.schedule()
+    assert plan is not None
+    assert [row.num_draft_tokens for row in plan.rows] == [2]
+
+
 def test_guesses_are_added_while_the_text_grows_faster() -> None:
     """On a device of 150 tokens per doubled step time, and on one whose time is all arithmetic."""
     flat, steep = StepTimeCurve.from_ridge(150), StepTimeCurve(0.0, 0.0, 1.0)
