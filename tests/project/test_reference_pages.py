@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from gllm.models.registry import ARCHITECTURES, multimodal_classes
-from scripts import flags_page, models_page
+from scripts import claims_page, flags_page, models_page
 
 ROOT = Path(__file__).parents[2]
 
@@ -15,6 +15,22 @@ def test_flags_page_is_current() -> None:
 
 def test_models_page_is_current() -> None:
     assert models_page.PAGE.read_text(encoding="utf-8") == models_page.page()
+
+
+def test_claims_page_is_current() -> None:
+    assert claims_page.PAGE.read_text(encoding="utf-8") == claims_page.page()
+
+
+def test_every_claim_of_the_pages_is_counted() -> None:
+    """A page whose table has another form would be left out without a word."""
+    pages = [path for path in claims_page.FOLDER.glob("*.md") if path != claims_page.PAGE]
+    claims = [each for path in pages if (each := claims_page.read_claims(path))]
+    verdicts = {"yes", "**miss**", "-"}
+    assert all(row[-1] in verdicts for each in claims for row in each.rows)
+    text = "".join(path.read_text(encoding="utf-8") for path in pages)
+    assert sum(each.count("**miss**") for each in claims) == text.count("| **miss** |")
+    named = {each.system for each in claims}
+    assert named == {*claims_page.SYSTEMS, claims_page.OWN}
 
 
 def test_every_architecture_is_in_the_table() -> None:
