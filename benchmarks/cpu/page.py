@@ -23,8 +23,9 @@ Section = tuple[str, Callable[[list[dict[str, Any]]], str]]
 
 
 def origin(module: str) -> str:
-    """Return the command and the machine, for the head of the figures."""
-    command = shlex.join(["python", "-m", module, *sys.argv[1:]])
+    """Return the command, absolute paths shortened to names, and the machine."""
+    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    command = shlex.join(["python", "-m", module, *words])
     versions = f"Python {platform.python_version()}, torch {version('torch')}"
     return (
         f"Made by `{command}`. {os.cpu_count()} cores, {processor()}, {versions}, "
@@ -32,16 +33,20 @@ def origin(module: str) -> str:
     )
 
 
-def make_parser(doc: str | None, page: str, rounds: int) -> argparse.ArgumentParser:
+def make_parser(
+    doc: str | None, page: str, rounds: int, model: str | None = None
+) -> argparse.ArgumentParser:
     """Return a parser of the flags that benchmarks of a served model share: model, rounds, output.
 
     Args:
         doc: The command's docstring; its first line is the description.
         page: Name of the page in docs/benchmarks, without suffix.
         rounds: Default number of rounds.
+        model: Default of the model; None: it has to be given.
     """
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
-    parser.add_argument("--model", required=True, help="a Hugging Face folder")
+    model_help = "a Hugging Face folder" + (f" (default {model})" if model else "")
+    parser.add_argument("--model", default=model, required=model is None, help=model_help)
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--output", type=page_path, default=Path(f"docs/benchmarks/{page}.md"))
     return parser
