@@ -16,8 +16,12 @@ from gllm.scheduler.ngram_drafter import NgramDrafter
 from gllm.scheduler.plan import SampledToken, StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
-from gllm.scheduler.speculation import AcceptanceEstimate, MicroBatchYield
-from gllm.scheduler.speculative_config import SpeculativeConfig, parse_speculative_config
+from gllm.scheduler.speculation import DRAFTERS, AcceptanceEstimate, MicroBatchYield
+from gllm.scheduler.speculative_config import (
+    DRAFT_METHODS,
+    SpeculativeConfig,
+    parse_speculative_config,
+)
 from gllm.scheduler.step_cost import StepTimeCurve
 from gllm.serve import make_parser
 from tests.scheduler.test_properties import (
@@ -132,6 +136,21 @@ def test_failures_harm_no_other_sequence(run: int, pipeline: Pipeline, seed: int
         alone = generate(request, pipeline.forces)
         assert pipeline.generated[seq] == alone[: len(pipeline.generated[seq])]
     assert pipeline.scheduler.stats().kv_usage == 0
+
+
+@pytest.mark.parametrize("method", DRAFT_METHODS)
+def test_every_method_keeps_the_text(method: str) -> None:
+    config = SchedulerConfig(speculative_config=SpeculativeConfig(3, method, prompt_lookup_max=1))
+    pipeline = Pipeline(config.resolve(3, 64, 200))
+    for seq in range(4):
+        pipeline.add(SchedulerRequest(seq, [1, 2, 3, 1, 2], 40))
+    pipeline.drain()
+    check_outputs(pipeline)
+    assert pipeline.scheduler.stats().draft_tokens > 0
+
+
+def test_every_method_has_a_drafter() -> None:
+    assert set(DRAFTERS) == set(DRAFT_METHODS)
 
 
 @pytest.mark.parametrize(("acceptance", "fewest", "most"), [(1.0, 9, 16), (0.0, 40, 60)])
