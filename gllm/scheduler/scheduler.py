@@ -82,8 +82,9 @@ class Scheduler:
             curve_fit = policy.curve_fit
             if curve_fit is None:
                 curve_fit = OnlineStepCurveFit(config.ridge_tokens or DEFAULT_RIDGE_TOKENS)
-                observe = observe_both(observe, curve_fit)
+                observe = observe_both(observe, curve_fit.observe_step)
             self._speculation = Speculation(config, curve_fit, create_drafter)
+            observe = observe_both(observe, self._speculation.observe_step)
         self.learns_step_times = observe is not None
         self._step_intervals = StepIntervalCollector(observe, config.stages)
         self._last_plan_had_decodes = False

@@ -15,7 +15,8 @@ from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.ngram_drafter import NgramDrafter
 from gllm.scheduler.sequence import Sequence
 from gllm.scheduler.speculative_config import SpeculativeConfig
-from gllm.scheduler.step_cost import OnlineStepCurveFit, StepTimeCurve
+from gllm.scheduler.stage_work import StageWork
+from gllm.scheduler.step_cost import DECAY_PER_STEP, OnlineStepCurveFit, StepTimeCurve
 from gllm.scheduler.synthetic_drafter import SyntheticDrafter
 
 INITIAL_ACCEPTANCE = 0.7
@@ -29,6 +30,8 @@ SEQUENCE_UNUSED_DECAY, ENGINE_UNUSED_DECAY = 0.98, 0.999
 LEAST_ASYNC_GAIN = 1.0
 """Least expected number of right guesses of a row with async scheduling: a sequence with a wrong
 guess in flight misses one step."""
+LONGEST_STEP = 3.0
+"""Interval of a step, over the predicted one, above which it counts as this."""
 LEAST_CHANCE = 0.1
 """Least probability of the first guess of a row that continues others in flight. Such a row costs
 the others little where stages are idle, but a restart behind a wrong guess may wait for it."""
@@ -80,6 +83,39 @@ class AcceptanceEstimate:
         self._num_verified *= decay
 
 
+class GuessCost:
+    """Seconds that a guess adds to a step beyond those of a token of prefill.
+
+    Unlike prefill, each guess passes the LM head, is sampled and reads the whole context. The cost
+    is a decaying least-squares fit of what steps with windows take longer than the step time curve
+    predicts; without windows it falls to 0 again, so that guesses are tried once more.
+    """
+
+    def __init__(self) -> None:
+        self._product = self._square = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """The cost; 0 before the first window."""
+        return max(0.0, self._product / (self._square + INITIAL_GUESSES**2))
+
+    def observe_step(self, work: StageWork, seconds: float, curve: StepTimeCurve) -> None:
+        """Add a step: its work and interval, above 0."""
+        self._product *= DECAY_PER_STEP
+        self._square *= DECAY_PER_STEP
+        windows = work.prefill_chunks[: work.num_windows]
+        num_guesses = sum(num_tokens - 1 for _, num_tokens in windows)
+        if not num_guesses:
+            return
+        expected = curve.seconds(
+            work.num_tokens, work.num_prefill_pairs, work.num_decode_context_tokens
+        )
+        # A step beside a busy process may take any time.
+        excess = min(seconds, LONGEST_STEP * expected) - expected
+        self._product += excess * num_guesses
+        self._square += num_guesses**2
+
+
 class MicroBatchYield:
     """Tokens that a micro-batch yields per predicted second, as guesses are added to it.
 
@@ -91,10 +127,20 @@ class MicroBatchYield:
         curve: step time by tokens; its unit does not matter.
         num_rows: decodes of the micro-batch, each of which yields a token.
         num_prefill_tokens: prefill beside them, which counts as yield.
+        guess_seconds: what a guess takes longer than a token of the curve, in its unit.
     """
 
-    def __init__(self, curve: StepTimeCurve, num_rows: int, num_prefill_tokens: int) -> None:
+    def __init__(
+        self,
+        curve: StepTimeCurve,
+        num_rows: int,
+        num_prefill_tokens: int,
+        guess_seconds: float = 0.0,
+    ) -> None:
         self._curve = curve
+        self._guess_seconds = guess_seconds
+        self._guesses_seconds = 0.0
+        """Sum over the guesses that were added."""
         self._num_tokens = num_rows + num_prefill_tokens
         self._yield = float(self._num_tokens)
         self._seconds = curve.seconds(self._num_tokens)
@@ -109,10 +155,12 @@ class MicroBatchYield:
         """
         for count in range(num_guesses):
             chance *= acceptance
-            longer = self._curve.seconds(self._num_tokens + 1)
+            guesses_seconds = self._guesses_seconds + self._guess_seconds
+            longer = self._curve.seconds(self._num_tokens + 1) + guesses_seconds
             if self._yield and (self._yield + chance) * self._seconds <= self._yield * longer:
                 return count
             self._num_tokens += 1
+            self._guesses_seconds = guesses_seconds
             self._yield += chance
             self._seconds = longer
         return num_guesses
@@ -149,6 +197,7 @@ class Speculation:
         self._has_lanes = config.num_lanes > 1
         self.is_paused = False
         """True while no sequence may have several rows in flight."""
+        self._guess_cost = GuessCost()
         self._sequences: dict[int, _SequenceState] = {}
         self._acceptance = AcceptanceEstimate(ENGINE_DECAY)
 
@@ -180,7 +229,13 @@ class Speculation:
 
     def start_micro_batch(self, num_rows: int, num_prefill_tokens: int) -> MicroBatchYield:
         """Return the yield of a micro-batch without guesses; see MicroBatchYield."""
-        return MicroBatchYield(self._curve_fit.curve, num_rows, num_prefill_tokens)
+        seconds = self._guess_cost.seconds if self._curve_fit.is_fitted else 0.0
+        return MicroBatchYield(self._curve_fit.curve, num_rows, num_prefill_tokens, seconds)
+
+    def observe_step(self, work: StageWork, seconds: float) -> None:
+        """Learn from a step: its work and its interval, above 0."""
+        if self._curve_fit.is_fitted:
+            self._guess_cost.observe_step(work, seconds, self._curve_fit.curve)
 
     def count_useful(
         self, sequence: Sequence, num_guesses: int, micro_batch: MicroBatchYield

@@ -267,15 +267,16 @@ class OnlineStepCurveFit:
 
 
 def observe_both(
-    observe: Callable[[StageWork, float], None] | None, curve_fit: OnlineStepCurveFit
+    observe: Callable[[StageWork, float], None] | None,
+    further: Callable[[StageWork, float], None],
 ) -> Callable[[StageWork, float], None]:
-    """Return a function that passes a step's work and interval to `observe` and to a fit."""
+    """Return a function that passes a step's work and interval, if it is above 0, to both."""
 
     def pass_on(work: StageWork, seconds: float) -> None:
         if observe is not None:
             observe(work, seconds)
         if seconds > 0:
-            curve_fit.observe_step(work, seconds)
+            further(work, seconds)
 
     return pass_on
 

@@ -16,12 +16,18 @@ from gllm.scheduler.ngram_drafter import NgramDrafter
 from gllm.scheduler.plan import SampledToken, StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
-from gllm.scheduler.speculation import DRAFTERS, AcceptanceEstimate, MicroBatchYield
+from gllm.scheduler.speculation import (
+    DRAFTERS,
+    AcceptanceEstimate,
+    GuessCost,
+    MicroBatchYield,
+)
 from gllm.scheduler.speculative_config import (
     DRAFT_METHODS,
     SpeculativeConfig,
     parse_speculative_config,
 )
+from gllm.scheduler.stage_work import StageWork
 from gllm.scheduler.step_cost import StepTimeCurve
 from gllm.serve import make_parser
 from tests.scheduler.test_properties import (
@@ -220,6 +226,37 @@ def test_guesses_are_added_while_the_text_grows_faster() -> None:
     assert MicroBatchYield(flat, 40, 0).add(5, 0.7, chance=0.05) == 0
     assert MicroBatchYield(steep, 0, 0).add(5, 0.1, chance=0.1) == 1
     assert MicroBatchYield(flat, 0, 0).add(5, 0.5, chance=0.1) == 5
+
+
+def window_work(num_guesses: int) -> StageWork:
+    """A decode and a window with some guesses."""
+    windows = ((10, num_guesses + 1),) if num_guesses else ()
+    num_decodes = 1 if num_guesses else 2
+    num_tokens = num_decodes + (num_guesses + 1 if num_guesses else 0)
+    return StageWork(1, num_tokens, windows, num_decodes, 20, 2, num_windows=len(windows))
+
+
+def test_guesses_that_cost_more_than_prefill_are_fewer() -> None:
+    """Each takes half of a step longer: the LM head, sampling, the context."""
+    curve, cost = StepTimeCurve.from_ridge(150), GuessCost()
+    for _ in range(100):
+        work = window_work(4)
+        cost.observe_step(work, curve.seconds(work.num_tokens) + 4 * 0.5, curve)
+    assert cost.seconds == pytest.approx(0.5, rel=0.05)
+    assert MicroBatchYield(curve, 1, 0).add(5, 0.9) == 5
+    assert MicroBatchYield(curve, 1, 0, cost.seconds).add(5, 0.9) == 3
+    assert MicroBatchYield(curve, 8, 0, cost.seconds).add(5, 0.9) == 0
+
+
+def test_the_cost_of_guesses_is_forgotten_without_windows() -> None:
+    curve, cost = StepTimeCurve.from_ridge(150), GuessCost()
+    assert cost.seconds == 0
+    cost.observe_step(window_work(4), 100.0, curve)
+    # A step that something else delays counts as three times the predicted one.
+    assert 0 < cost.seconds < 3 / 4
+    for _ in range(5000):
+        cost.observe_step(window_work(0), 1.0, curve)
+    assert cost.seconds < 1e-3
 
 
 def test_acceptance_follows_the_verified_guesses() -> None:
