@@ -174,8 +174,9 @@ def main() -> None:
     text = (
         f"{origin('benchmarks.cpu.speculation')} Greedy texts of {OUTPUT_TOKENS} tokens, as many "
         f"at once as streams, with and without `{json.dumps(CONFIG)}`; prompts are in the prefix "
-        "cache. Medians of rounds in turns, ratios within a round. Texts are equal where the kernels "
-        f"fix the order of sums. Other programs used {foreign.cores():.2f} cores.\n\n{format_cells(cells)}\n\n"
+        "cache. Medians of rounds in turns, ratios within a round. Texts are equal where the "
+        f"kernels fix the order of sums. Other programs used {foreign.cores():.2f} cores.\n\n"
+        f"{format_cells(cells)}\n\n"
         f"Aims: edits of one stream at least {LEAST_GAIN} x, {STREAMS[-1]} streams at least "
         f"{LEAST_SPEED} x."
     )
