@@ -52,7 +52,7 @@ def functions() -> list[str]:
 
 
 def show_edit(code: str) -> str:
-    """Return a function, and the same with other names for its first parameter and itself."""
+    """Return a function, and the same with another name."""
     name = code.partition("def ")[2].partition("(")[0]
     return f"Before:\n{code}\nWith the name new_{name}:\n{code.replace(name, f'new_{name}')}\n"
 
@@ -66,7 +66,8 @@ def show_quote(code: str) -> str:
 def show_json(code: str) -> str:
     """Return facts of a function as a table and as JSON."""
     name, rest = code.partition("def ")[2].split("(", 1)
-    facts = {"name": name, "first_parameter": rest[:8].strip(), "lines": code.count("\n")}
+    parameter = rest.replace(")", ",").partition(",")[0]
+    facts = {"name": name, "first_parameter": parameter, "lines": code.count("\n")}
     return f"Row: {', '.join(map(str, facts.values()))}\nJSON: {json.dumps(facts)}\n\n"
 
 
@@ -82,7 +83,10 @@ NUM_EXAMPLES = 2
 
 
 def make_prompts(kind: str, count: int) -> list[str]:
-    """Return prompts of a kind, all different, that end where an answer begins."""
+    """Return prompts of a kind that end where an answer begins.
+
+    They repeat themselves if there are more of them than functions.
+    """
     show, words = KINDS[kind]
     texts = functions()
     if not words:
