@@ -5,7 +5,7 @@ SERVE_STAMP := .venv/.serves
 STAMP := .venv/.ready
 
 # Empty counts as unset. With it set, every process would compile the modules that it imports, which takes a worker as
-# much CPU time as the rest of its start; setup leaves them uncompiled.
+# much CPU time as the rest of its start.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup serve lint check test test-all test-long coverage test-router test-installed test-cpus test-triton-3.6 format browser
@@ -13,7 +13,8 @@ export PYTHONDONTWRITEBYTECODE :=
 setup: $(STAMP)
 
 NATIVE := $(wildcard gllm/kernels/native/*.cpp gllm/kernels/native/*.h)
-# --no-compile: pip would compile every file of every package, of which few are ever imported.
+# --no-compile: pip would compile every file of every package, of which few are ever imported. Those that a server imports
+# are compiled below: its first start would take twice as long.
 INSTALL := $(BIN)/pip install -q --no-compile
 
 # What serving needs. GLLM_BUILDS: compile only the kernels that this processor can run.
@@ -24,6 +25,8 @@ $(SERVE_STAMP): requirements.txt setup.py $(NATIVE)
 	$(INSTALL) torch==2.13.0
 	$(INSTALL) -r requirements.txt
 	GLLM_BUILDS=usable $(INSTALL) --no-deps -e .
+	$(BIN)/python -m compileall -q -j 0 gllm
+	$(BIN)/python -c 'import torch'
 	touch $@
 
 # What the checks, the simulator, the planners and the optional parts need besides.
