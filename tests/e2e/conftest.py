@@ -172,6 +172,19 @@ def greedy_tokens(server: Server, fields: dict[str, Any] = GREEDY) -> list[list[
     return [choice["token_ids"] for choice in choices]
 
 
+def fetched_greedy_tokens(server: Server) -> list[list[int]]:
+    """Return `greedy_tokens` of prompts that an engine fetches, half of them at a time.
+
+    Of more, those that would wait behind MAX_WAITING_FETCHES others are computed.
+    """
+    prompts = GREEDY["prompt"]
+    middle = len(prompts) // 2
+    halves = (prompts[:middle], prompts[middle:])
+    return [
+        tokens for half in halves for tokens in greedy_tokens(server, {**GREEDY, "prompt": half})
+    ]
+
+
 def save_undisturbed(path: Path) -> None:
     """Write the answers of one machine."""
     with serving("demo", *EXACT) as server:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.e2e.conftest import GREEDY, Undisturbed, greedy_tokens
+from tests.e2e.conftest import GREEDY, Undisturbed, fetched_greedy_tokens, greedy_tokens
 from tests.support.servers.fleet import Router
 from tests.support.servers.nodes import EXACT
 from tests.support.servers.recovery_load import (
@@ -79,7 +79,7 @@ def check_100_prompts(pair: Pair) -> None:
     """Each token of a prompt is computed once, by one engine, and fetched once by the other one."""
     before = {name: pair.stats(name) for name in (PREFILL, DECODE)}
     assert pair.router.post("/reset_prefix_cache", {})[0] == 200
-    assert greedy_tokens(pair.router) == pair.alone.token_ids
+    assert fetched_greedy_tokens(pair.router) == pair.alone.token_ids
     pair.wait_until_empty()
 
     def grown(name: str) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from benchmarks.net.rig import LoopbackRig
-from tests.e2e.conftest import GREEDY, Undisturbed, greedy_tokens
+from tests.e2e.conftest import GREEDY, Undisturbed, fetched_greedy_tokens, greedy_tokens
 from tests.support.servers.fleet import Router
 from tests.support.servers.nodes import EXACT, Cluster
 from tests.support.servers.recovery_load import (
@@ -89,11 +89,7 @@ def test_each_machine_gives_the_blocks_of_its_stages(
     """All tokens of 100 prompts are fetched, and the text is that of one engine."""
     before = {name: fleet.stats(name) for name in (PREFILL, DECODE)}
     assert fleet.router.post("/reset_prefix_cache", {})[0] == 200
-    prompts, tokens = GREEDY["prompt"], []
-    # Of more, those that wait behind MAX_WAITING_FETCHES others are computed.
-    for half in (prompts[:50], prompts[50:]):
-        tokens += greedy_tokens(fleet.router, {**GREEDY, "prompt": half})
-    assert tokens == undisturbed.token_ids
+    assert fetched_greedy_tokens(fleet.router) == undisturbed.token_ids
     wait_until(fleet.is_empty)
     num_tokens = sum(map(len, GREEDY["prompt"]))
     # Engines report their counters once per second.
