@@ -20,6 +20,7 @@ from experiments.trials import (
     simulate_trial,
 )
 from gllm.scheduler.speculative_config import SpeculativeConfig
+from gllm.sim.metrics.plots import plot_bars
 from gllm.sim.metrics.report import format_table, show_value
 
 POLICY = "throttle"
@@ -173,6 +174,7 @@ def run(options: ExperimentOptions) -> ExperimentResult:
     trials = make_trials(cases, options)
     records = map_parallel(simulate_trial, trials, options.jobs, options.progress)
     runs = [TrialRun(*pair) for pair in zip(trials, records, strict=True)]
+    gains = compare(runs)
     rows = [
         [
             str(gain.trial.setting),
@@ -183,8 +185,20 @@ def run(options: ExperimentOptions) -> ExperimentResult:
             show_value(gain.in_flight / gain.without),
             show_value(gain.in_flight / gain.one_window),
         ]
-        for gain in compare(runs)
+        for gain in gains
     ]
+    charted = gains[-1].config
+    bars = {
+        f"{gain.trial.setting}, streams: {gain.streams}": {
+            "one window": gain.one_window / gain.without,
+            "in flight": gain.in_flight / gain.without,
+        }
+        for gain in gains
+        if gain.config == charted
+    }
+    chart_title = (
+        f"{charted.num_speculative_tokens} guesses, right at {charted.synthetic_acceptance_rate:g}"
+    )
     header = ["setting", "streams", "right", "guesses", "none", "one window", "in flight"]
     text = (
         f"Simulated, {options.requests} requests of each stream. {EXPLANATION} Output tokens/s:\n\n"
@@ -194,6 +208,11 @@ def run(options: ExperimentOptions) -> ExperimentResult:
         "Speculation over pipelines",
         text,
         emulated_claims(runs, POLICY),
+        {
+            "speculation.svg": lambda path: plot_bars(
+                bars, path, "output tokens/s / without speculation", chart_title
+            )
+        },
         reference="none; the claims are our own aims",
     )
 
