@@ -86,7 +86,7 @@ class EmulatedExperiment:
     requests: int = 100
     """Requests per trial, by default: they take real time."""
     requests_of: str = "trial"
-    """What has as many requests, if not a trial."""
+    """Unit to which `requests` belongs."""
     text: str = ""
     """Explanation of the policies and claims, for the page."""
     reference: str = PAPER_REFERENCE

@@ -16,7 +16,7 @@ from experiments.trials import (
     HardwareSetting,
     SimulationTrial,
     TrialRun,
-    describe_option,
+    describe_speculation,
     simulate_trial,
 )
 from gllm.scheduler.speculative_config import SpeculativeConfig
@@ -46,7 +46,7 @@ EXPLANATION = (
 
 
 class Aim(NamedTuple):
-    """What windows in flight have to gain."""
+    """Least gain of windows in flight."""
 
     setting: HardwareSetting
     streams: int
@@ -158,7 +158,7 @@ def emulated_claims(runs: list[TrialRun], policy: str) -> list[PaperClaim]:
             base, name = (gain.one_window, "one") if aim.beats_one else (gain.without, "none")
             claims.append(
                 PaperClaim(
-                    f"{aim.setting}, {describe_option('', gain.config)}, streams: {aim.streams}; "
+                    f"{aim.setting}, {describe_speculation(gain.config)}, streams: {aim.streams}; "
                     f"output tokens/s over {name}",
                     ExpectedLimit(aim.least_gain, is_minimum=True, unit="x", digits=2),
                     gain.in_flight / base,

@@ -104,11 +104,16 @@ class TrialRun:
 
 def describe_option(name: str, value: Any) -> str:
     """Return a scheduler option of a trial as text."""
-    if not isinstance(value, SpeculativeConfig):
-        return f"{name} {value:g}"
-    windows = value.max_windows_in_flight or "any number"
+    if isinstance(value, SpeculativeConfig):
+        return describe_speculation(value)
+    return f"{name} {value:g}"
+
+
+def describe_speculation(config: SpeculativeConfig) -> str:
+    """Return guesses, acceptance and windows in flight as text."""
+    windows = config.max_windows_in_flight or "any number"
     return (
-        f"guesses {value.num_speculative_tokens}, right {value.synthetic_acceptance_rate:g}, "
+        f"guesses {config.num_speculative_tokens}, right {config.synthetic_acceptance_rate:g}, "
         f"windows {windows}"
     )
 

@@ -44,9 +44,9 @@ class PageClaims:
     rows: list[list[str]]
     """Cells of the table of claims: quantity, claimed and measured figure first, verdict last."""
 
-    def count(self, *verdicts: str) -> int:
-        """Return the number of claims with one of some verdicts."""
-        return sum(row[-1] in verdicts for row in self.rows)
+    def count(self, verdict: str) -> int:
+        """Return the number of claims with a verdict."""
+        return sum(row[-1] == verdict for row in self.rows)
 
     @property
     def counts(self) -> list[int]:

@@ -92,6 +92,7 @@ class Scheduler:
         """Last step before decodes have changed the lane."""
         self._counters = SchedulerCounters()
         if config.speculative_config is not None:
+            # A window of guesses alone has one guess more.
             num_positions = config.speculative_config.num_speculative_tokens + 1
             self._counters.accepted_per_position = [0] * num_positions
         rule = ADMISSION_RULES.get(config.kv_admission, policy.admission)

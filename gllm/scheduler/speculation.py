@@ -87,8 +87,9 @@ class GuessCost:
     """Seconds that a guess adds to a step beyond those of a token of prefill.
 
     Unlike prefill, each guess passes the LM head, is sampled and reads the whole context. The cost
-    is a decaying least-squares fit of what steps with windows take longer than the step time curve
-    predicts; without windows it falls to 0 again, so that guesses are tried once more.
+    is a decaying least-squares fit of the time by which steps with windows exceed the step time
+    curve, with INITIAL_GUESSES guesses that cost nothing as prior; without windows it falls to 0
+    again, so that guesses are tried once more.
     """
 
     def __init__(self) -> None:

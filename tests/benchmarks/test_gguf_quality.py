@@ -38,7 +38,7 @@ def test_the_second_half_is_scored_and_a_prefix_can_be_compared(tmp_path: Path) 
 
 
 def saved_logits(windows: list[list[int]], codes: np.ndarray) -> bytes:
-    """What llama-perplexity writes; codes [scored, VOCAB_SIZE]."""
+    """Return the bytes of a logits file of llama-perplexity; codes [scored, VOCAB_SIZE]."""
     header = b"_logits_" + struct.pack("<iii", WINDOW, VOCAB_SIZE, len(windows))
     row = struct.pack("<ff", SCALE, LEAST)
     padded = np.pad(codes, ((0, 0), (0, 1))).astype(np.uint16)

@@ -127,7 +127,7 @@ def test_a_plan_hands_requests_from_prefill_to_decode(tmp_path: Path, text: str)
 
 
 def engine_rows(url: str) -> dict[str, dict[str, Any]]:
-    """What a router knows of its engines, by their names."""
+    """Rows of the engines in a router's /engines, by name."""
     with urllib.request.urlopen(f"{url}/engines", timeout=DEADLINE) as response:
         return {row["name"]: row for row in json.load(response)["engines"]}
 
