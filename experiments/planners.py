@@ -12,8 +12,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from gllm.observability.progress import show_progress
 from gllm.options.slo import Slo
 from gllm.plan.attainment import AttainmentVerdict
 from gllm.plan.best_first import SearchBudget
+from gllm.plan.emulated_plan import emulate_plan
 from gllm.plan.nodes import cluster_names, named_cluster
 from gllm.plan.prices import PRICE_TABLES
 from gllm.plan.serving_plan import ServingPlan, read_plan, write_plan
@@ -130,22 +132,29 @@ NOT_RUN = "not run in the time that there was"
 
 
 def run_cases(cases: Sequence[Case], options: ExperimentOptions) -> list[CaseResult]:
-    """Run cases one after another; those with a kept result are not run again."""
+    """Run cases one after another; those with a kept result are not run again.
+
+    Plans that start the same processes are served once.
+    """
     end = time.monotonic() + options.seconds
     if options.results is not None:
         options.results.mkdir(parents=True, exist_ok=True)
-    results = []
+    results: list[CaseResult] = []
+    served: dict[str, float] = {}
     with show_progress("plan", len(cases), is_shown=options.progress) as bar:
         for case in cases:
             result = None if options.results is None else find_result(case, options.results)
             if result is None and time.monotonic() < end:
                 planned = case._replace(served_seconds=0.0)
                 known = None if options.results is None else find_result(planned, options.results)
-                result = serve_result(known or run_case(planned), case.served_seconds)
+                result = serve_result(known or run_case(planned), case.served_seconds, served)
                 if options.results is not None:
                     path = options.results / result_name(case)
                     path.write_bytes(msgspec.json.encode(result))
-            results.append(result or CaseResult(case, NOT_RUN))
+            result = result or CaseResult(case, NOT_RUN)
+            if result.plan is not None and result.served is not None:
+                served[service_key(result.plan)] = result.served
+            results.append(result)
             bar.update()
     return results
 
@@ -165,12 +174,35 @@ def find_result(case: Case, folder: Path) -> CaseResult | None:
     return result if result.case == case else None
 
 
-def serve_result(result: CaseResult, seconds: float) -> CaseResult:
-    """Serve the plan of a result on emulated devices, if there is one and a time to serve it."""
+def serve_result(result: CaseResult, seconds: float, served: Mapping[str, float]) -> CaseResult:
+    """Serve the plan of a result on emulated devices, if there is one and a time to serve it.
+
+    Args:
+        result: Result with the plan.
+        seconds: Time in which requests arrive; 0: the plan is not served.
+        served: Shares of the services before, by `service_key`: they are not started again.
+    """
     case = result.case._replace(served_seconds=seconds)
     if not seconds or result.plan is None:
         return result._replace(case=case)
-    return result._replace(case=case, served=serve_plan(result.plan, seconds))
+    share = served.get(service_key(result.plan))
+    return result._replace(
+        case=case, served=serve_plan(result.plan, seconds) if share is None else share
+    )
+
+
+def service_key(plan: ServingPlan) -> str:
+    """Return a text that plans share if their emulated services are the same processes and load."""
+    emulated = emulate_plan(plan)
+    engines = {
+        name: (engine.role, engine.scheduler, engine.flags, [
+            (stage.layers, stage.num_ranks) for stage in engine.stages
+        ])
+        for name, engine in emulated.engines.items()
+    }  # fmt: skip
+    router, rate = emulated.router, plan.expected and plan.expected.rate
+    key = (plan.model, rate, engines, router and (router.policy, router.preset, router.flags))
+    return msgspec.json.encode((*key, plan.routes), order="sorted").decode()
 
 
 def run_case(case: Case) -> CaseResult:
@@ -369,30 +401,65 @@ row{left}.{describe_runs(results, options)}
     return ExperimentResult("Planners on the shipped clusters", text)
 
 
-SERVED = (
-    ("search", "hom4", "llama-3-8b"),
-    ("goodput", "hom4", "llama-3-8b"),
-    ("scale", "hom", "opt-30b"),
-    ("search", "case-e", "llama-2-70b"),
-)
-"""Cases whose plans are served on emulated devices."""
+MAX_SERVED_RATE = 25.0
+"""Requests per second that a laptop's two cores stream beside the emulated engines."""
+MAX_SERVED_DEVICES = 8
+"""Devices whose processes start on them in a minute."""
+
+
+def can_be_served(result: CaseResult) -> bool:
+    """Return whether this machine can serve a plan on emulated devices at its rate."""
+    plan = result.plan
+    if plan is None or plan.expected is None:
+        return False
+    num_devices = sum(
+        stage.num_ranks for engine in plan.engines.values() for stage in engine.stages
+    )
+    return plan.expected.rate <= MAX_SERVED_RATE and num_devices <= MAX_SERVED_DEVICES
 
 
 def run_emulated(options: ExperimentOptions) -> ExperimentResult:
-    """Serve the plans of a few cases with `gllm up --emulate`, one after another."""
+    """Serve the plans that this machine can serve with `gllm up --emulate`, one after another."""
     seconds = 5.0 if options.quick else SERVE_SECONDS
-    cases = {case[:3]: case for case in make_cases(False, NUM_REQUESTS)}
-    chosen = SERVED[:1] if options.quick else SERVED
-    results = run_cases([cases[key]._replace(served_seconds=seconds) for key in chosen], options)
+    with tempfile.TemporaryDirectory() as folder:
+        kept_options = replace(options, results=options.results or Path(folder))
+        planned = run_cases(make_cases(options.quick, NUM_REQUESTS), kept_options)
+        chosen = [result.case for result in planned if can_be_served(result)]
+        if options.quick:
+            del chosen[1:]
+        chosen = [case._replace(served_seconds=seconds) for case in chosen]
+        results = run_cases(chosen, kept_options)
     rows = [
         [*result_row(result), "" if result.served is None else f"{100 * result.served:.1f} %"]
         for result in results
     ]
+    kept = sum(map(serves_promise, results))
+    services = {service_key(result.plan) for result in results if result.plan is not None}
     text = f"""
 Each plan is served for {seconds:g} s by `gllm up --emulate`, with requests of `gllm bench serve` at
 the plan's rate: the router, the engines and HTTP are real, steps take the time of the cost model.
 The other columns are those of [planners](planners.md).{describe_runs(results, options)}
 
+Of {len(planned)} plans there, {len(chosen)} have at most {MAX_SERVED_RATE:g} requests/s and
+{MAX_SERVED_DEVICES} devices, so that two cores serve them; they are {len(services)} different
+services, since plans of several clusters start the same processes. {kept} of the {len(results)}
+attain within {100 * SERVED_POINTS:g} points of what is promised, or more; where nothing is, of what
+the simulation measured.
+
 {format_table([*HEADER, "served"], rows)}
 """
     return ExperimentResult("Planners' plans served on emulated devices", text)
+
+
+SERVED_POINTS = 0.05
+"""Share of the requests by which a served plan may attain less than is promised."""
+
+
+def serves_promise(result: CaseResult) -> bool:
+    """Return whether a served plan attains what is promised, or else what was measured."""
+    if result.plan is None or result.plan.expected is None or result.served is None:
+        return False
+    promised = result.plan.expected.attainment
+    if promised is None:
+        promised = 0.0 if result.measured is None else result.measured.attainment.share
+    return result.served >= promised - SERVED_POINTS

@@ -18,6 +18,7 @@ from experiments.planners import (
     price_plan,
     result_row,
     run_cases,
+    service_key,
     shorten_bound,
 )
 from experiments.served_plans import build_engines, measure_plan
@@ -154,7 +155,13 @@ def test_results_of_cases_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return CaseResult(case, "", "Bound: none", MIXED, measured, seconds=1.5)
 
     monkeypatch.setattr("experiments.planners.run_case", run)
-    monkeypatch.setattr("experiments.planners.serve_plan", lambda plan, seconds: 0.75)
+    services: list[ServingPlan] = []
+
+    def serve(plan: ServingPlan, seconds: float) -> float:
+        services.append(plan)
+        return 0.75
+
+    monkeypatch.setattr("experiments.planners.serve_plan", serve)
     options = ExperimentOptions(progress=False, results=tmp_path)
     late = run_cases(cases, replace(options, seconds=0.0))
     assert [result.note for result in late] == [NOT_RUN] * 2
@@ -167,3 +174,26 @@ def test_results_of_cases_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (served,) = run_cases([cases[1]._replace(served_seconds=5.0)], options)
     assert served.served == 0.75
     assert runs == [*cases, changed]
+    # The plan of the other cluster starts the same processes.
+    again = run_cases([case._replace(served_seconds=5.0) for case in reversed(cases)], options)
+    assert [result.served for result in again] == [0.75, 0.75]
+    assert len(services) == 1
+
+
+def test_the_same_processes_at_another_rate_are_another_service() -> None:
+    renamed = {f"machine-{name}": node for name, node in MIXED.nodes.items()}
+    engines = {
+        name: msgspec.structs.replace(
+            engine,
+            stages=[
+                msgspec.structs.replace(stage, node=f"machine-{stage.node}")
+                for stage in engine.stages
+            ],
+        )
+        for name, engine in MIXED.engines.items()
+    }
+    assert MIXED.router is not None
+    router = msgspec.structs.replace(MIXED.router, node=f"machine-{MIXED.router.node}")
+    moved = msgspec.structs.replace(MIXED, nodes=renamed, engines=engines, router=router, links={})
+    assert service_key(at_rate(MIXED, 2.0)) != service_key(MIXED)
+    assert service_key(moved) == service_key(MIXED)
