@@ -147,7 +147,9 @@ class MicroBatchFiller:
             num_scheduled = sequence.num_scheduled_tokens
             num_tokens = sequence.num_tokens - num_scheduled
             if num_tokens < 1 and sequence.draft_token_ids:
-                num_tokens = 0  # The row consists of guesses.
+                if self._waits_for_window(sequence):
+                    continue
+                num_tokens = 0 if sequence.draft_token_ids else 1
             elif num_tokens != 1:
                 num_tokens = min(sequence.num_decode_tokens, num_left)
             has_blocks = num_scheduled + num_tokens <= len(sequence.block_ids) * block_size
@@ -175,9 +177,26 @@ class MicroBatchFiller:
         """Return what a micro-batch of an even share of the decodes yields without guesses."""
         queues, speculation = self._queues, self._queues.speculation
         assert speculation is not None
-        num_known = sum(s.num_scheduled_tokens < s.num_tokens for s in decodes)
+        num_known = sum(
+            s.num_scheduled_tokens < s.num_tokens or speculation.may_run_ahead(s) for s in decodes
+        )
         num_rows = min(num_known, -(-len(queues.decoding_seqs) // queues.depth))
         return speculation.start_micro_batch(num_rows, self._predict_prefill())
+
+    def _waits_for_window(self, sequence: Sequence) -> bool:
+        """Return True if a decode without known tokens has no row now, and a window later.
+
+        Otherwise its guesses are dropped if a placeholder takes their place.
+        """
+        speculation = self._queues.speculation
+        if speculation is None or not speculation.may_run_ahead(sequence):
+            return False
+        assert self._micro_batch is not None
+        num_decodes = len(self._queues.decoding_seqs)
+        if speculation.should_wait(sequence, self._micro_batch, num_decodes):
+            return True
+        sequence.draft_token_ids = []
+        return False
 
     def _predict_prefill(self) -> int:
         """Return the most prefill tokens beside the decodes; 0 if the first prompt has to wait."""
@@ -208,7 +227,12 @@ class MicroBatchFiller:
         if self._micro_batch is not None and draft_token_ids:
             speculation = self._queues.speculation
             assert speculation is not None, "there are draft tokens"
-            num_drafts = speculation.count_useful(sequence, len(draft_token_ids), self._micro_batch)
+            num_drafts = speculation.count_useful(
+                sequence,
+                len(draft_token_ids),
+                self._micro_batch,
+                len(self._queues.decoding_seqs),
+            )
             del draft_token_ids[num_drafts:]
         self._kv_cache.allocate(sequence, num_known + len(draft_token_ids))
         self._counters.drafts += len(draft_token_ids) > 0

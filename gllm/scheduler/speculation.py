@@ -27,9 +27,6 @@ SEQUENCE_DECAY, ENGINE_DECAY = 0.9, 0.99
 """Factors on earlier guesses, of the sequence and of all, with each verified window."""
 SEQUENCE_UNUSED_DECAY, ENGINE_UNUSED_DECAY = 0.98, 0.999
 """The same with each row whose guesses were not worth their time: they are tried again later."""
-LEAST_ASYNC_GAIN = 1.0
-"""Least expected number of right guesses of a row with async scheduling: a sequence with a wrong
-guess in flight misses one step."""
 LONGEST_STEP = 3.0
 """Interval of a step, over the predicted one, above which it counts as this."""
 LEAST_CHANCE = 0.1
@@ -120,9 +117,9 @@ class GuessCost:
 class MicroBatchYield:
     """Tokens that a micro-batch yields per predicted second, as guesses are added to it.
 
-    A guess is added while that increases the yield: where a step of n + 1 tokens takes longer than
-    one of n in proportion to the tokens of the text that it adds, guesses slow other sequences down
-    by more than they gain.
+    As many guesses of a sequence are added as increase it most: where a step of n + 1 tokens takes
+    longer than one of n in proportion to the tokens of the text that it adds, guesses slow other
+    sequences down by more than they gain.
 
     Args:
         curve: step time by tokens; its unit does not matter.
@@ -140,31 +137,58 @@ class MicroBatchYield:
     ) -> None:
         self._curve = curve
         self._guess_seconds = guess_seconds
-        self._guesses_seconds = 0.0
-        """Sum over the guesses that were added."""
-        self._num_tokens = num_rows + num_prefill_tokens
-        self._yield = float(self._num_tokens)
-        self._seconds = curve.seconds(self._num_tokens)
+        self._num_tokens = float(num_rows + num_prefill_tokens)
+        self._num_guesses = 0
+        self._yield = self._num_tokens
 
-    def add(self, num_guesses: int, acceptance: float, chance: float = 1.0) -> int:
-        """Add guesses of a sequence and return how many are worth their time.
+    def count_useful(
+        self, num_guesses: int, acceptance: float, chance: float = 1.0, num_missed: float = 0.0
+    ) -> tuple[int, float]:
+        """Return how many guesses of a sequence are worth their time, and how many will be right.
 
         Args:
             num_guesses: guesses that there are.
             acceptance: probability that a guess is right if all before it are.
             chance: probability that all guesses before these are right.
+            num_missed: rows of one token that the sequence gives up for the guesses.
         """
-        for count in range(num_guesses):
+        best, best_gain, gain = 0, 0.0, 0.0
+        best_rate = self._rate(0, 0.0, 0.0)
+        for count in range(1, num_guesses + 1):
             chance *= acceptance
-            guesses_seconds = self._guesses_seconds + self._guess_seconds
-            longer = self._curve.seconds(self._num_tokens + 1) + guesses_seconds
-            if self._yield and (self._yield + chance) * self._seconds <= self._yield * longer:
-                return count
-            self._num_tokens += 1
-            self._guesses_seconds = guesses_seconds
-            self._yield += chance
-            self._seconds = longer
-        return num_guesses
+            gain += chance
+            rate = self._rate(count, gain, num_missed)
+            if rate > best_rate:
+                best, best_gain, best_rate = count, gain, rate
+        return best, best_gain
+
+    def add(
+        self, num_guesses: int, acceptance: float, chance: float = 1.0, num_missed: float = 0.0
+    ) -> int:
+        """Add those guesses of a sequence that are worth their time; return their number.
+
+        For the arguments see `count_useful`.
+        """
+        count, gain = self.count_useful(num_guesses, acceptance, chance, num_missed)
+        if count:
+            self._num_guesses += count
+            self._num_tokens += count - num_missed
+            self._yield += gain - num_missed
+        return count
+
+    def remove_row(self) -> None:
+        """Remove a decode that is left out."""
+        self._num_tokens -= 1
+        self._yield -= 1
+
+    def _rate(self, num_guesses: int, gain: float, num_missed: float) -> float:
+        """Return the tokens per second with further guesses, in the place of missed rows."""
+        num_yielded = self._yield + gain - num_missed
+        if num_yielded <= 0:
+            return 0.0
+        num_tokens = max(0.0, self._num_tokens + num_guesses - num_missed)
+        extra_seconds = self._guess_seconds * (self._num_guesses + num_guesses)
+        return num_yielded / (self._curve.seconds(num_tokens) + extra_seconds)
 
 
 class _SequenceState:
@@ -206,26 +230,32 @@ class Speculation:
         """Choose the draft tokens of a decode's next row; return False if it has no row now.
 
         Without known tokens that are not scheduled, the next row consists of guesses: it continues
-        the rows in flight, whose own guesses may be wrong.
+        the rows in flight, whose own guesses may be wrong. With async scheduling it is a
+        placeholder instead, unless `should_wait`.
         """
         known_end, scheduled_end = sequence.num_tokens, sequence.num_scheduled_tokens
         sequence.draft_token_ids = []
         if self.is_paused and sequence.num_rows_in_flight:
             return False
         if scheduled_end < known_end:
-            sequence.draft_token_ids = self._draft(sequence, known_end)
+            sequence.draft_token_ids = self._draft(sequence, known_end, is_continued=False)
             return True
         # All tokens in flight are known or guessed.
         is_guessed = scheduled_end == known_end + len(sequence.guesses)
         if is_guessed and self._may_continue(sequence):
-            sequence.draft_token_ids = self._draft(sequence, scheduled_end)
-            if sequence.draft_token_ids:
-                return True
-        # If all known tokens are scheduled, the last row in flight samples one more.
+            sequence.draft_token_ids = self._draft(sequence, scheduled_end, is_continued=True)
+        return bool(sequence.draft_token_ids) or self.may_run_ahead(sequence)
+
+    def may_run_ahead(self, sequence: Sequence) -> bool:
+        """Return True if a placeholder may follow the rows in flight of a decode.
+
+        The last of these samples the token that the placeholder stands for.
+        """
         return (
             self._async_scheduling
             and not sequence.guesses
-            and scheduled_end + 1 < sequence.prompt_len + sequence.request.max_tokens
+            and sequence.num_scheduled_tokens + 1
+            < sequence.prompt_len + sequence.request.max_tokens
         )
 
     def start_micro_batch(self, num_rows: int, num_prefill_tokens: int) -> MicroBatchYield:
@@ -239,20 +269,61 @@ class Speculation:
             self._guess_cost.observe_step(work, seconds, self._curve_fit.curve)
 
     def count_useful(
-        self, sequence: Sequence, num_guesses: int, micro_batch: MicroBatchYield
+        self, sequence: Sequence, num_guesses: int, micro_batch: MicroBatchYield, num_decodes: int
     ) -> int:
-        """Return how many of a sequence's next guesses are worth their time in a micro-batch."""
+        """Return how many of a sequence's next guesses are worth their time in a micro-batch.
+
+        Args:
+            sequence: the sequence.
+            num_guesses: guesses that there are.
+            micro_batch: yield of the micro-batch, to which the guesses are added.
+            num_decodes: sequences that decode, in this micro-batch and others.
+        """
         state = self._sequences[sequence.seq]
-        prior = self._acceptance.share(INITIAL_ACCEPTANCE)
-        acceptance = state.acceptance.share(prior)
+        acceptance = self._acceptance_of(state)
         chance = acceptance ** len(sequence.guesses)
         if sequence.guesses and chance * acceptance < LEAST_CHANCE:
             return 0
-        count = micro_batch.add(num_guesses, acceptance, chance)
+        num_missed = self._num_missed(num_decodes)
+        count = micro_batch.add(num_guesses, acceptance, chance, num_missed)
         if not count and not sequence.guesses:
-            state.acceptance.forget(SEQUENCE_UNUSED_DECAY)
-            self._acceptance.forget(ENGINE_UNUSED_DECAY)
+            self._forget(state)
         return count
+
+    def should_wait(
+        self, sequence: Sequence, micro_batch: MicroBatchYield, num_decodes: int
+    ) -> bool:
+        """Return True if a sequence gains by a window behind the token that is being sampled.
+
+        Windows in turn with missed rows are compared with placeholders; that the first window
+        misses a row more is not counted. For the arguments see `count_useful`.
+        """
+        state = self._sequences[sequence.seq]
+        num_guesses = len(sequence.draft_token_ids) - 1  # The first one is of that token.
+        num_missed = self._num_missed(num_decodes)
+        acceptance = self._acceptance_of(state)
+        count, _ = micro_batch.count_useful(num_guesses, acceptance, num_missed=num_missed)
+        if count:
+            micro_batch.remove_row()
+        else:
+            self._forget(state)
+        return count > 0
+
+    def _num_missed(self, num_decodes: int) -> float:
+        """Return the rows that a window costs its sequence with async scheduling.
+
+        The next micro-batch is filled before the window is verified. A sequence alone misses
+        nothing, since that micro-batch would have no other row.
+        """
+        return 1 - 1 / max(1, num_decodes) if self._async_scheduling else 0.0
+
+    def _acceptance_of(self, state: _SequenceState) -> float:
+        return state.acceptance.share(self._acceptance.share(INITIAL_ACCEPTANCE))
+
+    def _forget(self, state: _SequenceState) -> None:
+        """Lower the weight of earlier windows, so that guesses are tried again later."""
+        state.acceptance.forget(SEQUENCE_UNUSED_DECAY)
+        self._acceptance.forget(ENGINE_UNUSED_DECAY)
 
     def on_verified(self, seq: int, num_guesses: int, num_right: int) -> None:
         """Learn from a window that began rightly."""
@@ -266,21 +337,27 @@ class Speculation:
     def _may_continue(self, sequence: Sequence) -> bool:
         """Return True if rows of guesses may follow those of a sequence that are in flight.
 
-        None follows a prefill in a lane of its own, nor as many windows as are allowed.
+        None follows a prefill in a lane of its own, nor as many windows as are allowed. With async
+        scheduling no guess follows another in flight: one stage has no idle time to fill.
         """
+        if self._async_scheduling:
+            return not sequence.guesses
         most = self._config.max_windows_in_flight
         if most is not None and sequence.num_rows_in_flight >= most:
             return False
         return not self._has_lanes or sequence.num_computed_tokens >= sequence.num_prefill_tokens
 
-    def _draft(self, sequence: Sequence, start: int) -> list[int]:
+    def _draft(self, sequence: Sequence, start: int, is_continued: bool) -> list[int]:
         """Return draft tokens for the positions from `start` on.
 
         The last token of the output is never an input, so that it is never guessed.
+
+        Args:
+            sequence: the sequence.
+            start: position of the first one.
+            is_continued: True if the first one stands where a window has its known token.
         """
         num_left = sequence.prompt_len + sequence.request.max_tokens - 1 - start
-        # In a row of guesses alone the first one takes the place of the known token.
-        is_continued = start > sequence.num_tokens
         num_tokens = min(self._config.num_speculative_tokens + is_continued, num_left)
         if num_tokens < 1:
             return []
@@ -288,14 +365,4 @@ class Speculation:
         if state is None:
             state = _SequenceState(self._create_drafter(self._config))
             self._sequences[sequence.seq] = state
-        draft_token_ids = state.drafter.draft(sequence.token_ids, sequence.guesses, num_tokens)
-        if self._async_scheduling and draft_token_ids:
-            # Without guesses the next row would follow at once; behind a wrong one it waits.
-            acceptance = state.acceptance.share(self._acceptance.share(INITIAL_ACCEPTANCE))
-            first = len(sequence.guesses) + 1
-            powers = range(first, first + len(draft_token_ids))
-            if sum(acceptance**power for power in powers) < LEAST_ASYNC_GAIN:
-                state.acceptance.forget(SEQUENCE_UNUSED_DECAY)
-                self._acceptance.forget(ENGINE_UNUSED_DECAY)
-                return []
-        return draft_token_ids
+        return state.drafter.draft(sequence.token_ids, sequence.guesses, num_tokens)

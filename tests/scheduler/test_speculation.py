@@ -214,6 +214,64 @@ def test_a_prompt_that_has_to_wait_does_not_count_as_prefill() -> None:
     assert [row.num_draft_tokens for row in plan.rows] == [2]
 
 
+def async_pipeline(acceptance: float, **options: Any) -> Pipeline:
+    """One stage with async scheduling and eight sequences."""
+    config = SchedulerConfig(**options).resolve(1, 400, 200)
+    assert config.async_scheduling
+    pipeline = Pipeline(config, drafter=GuessingDrafter(Random(1), acceptance, is_silent=False))
+    for seq in range(8):
+        pipeline.add(SchedulerRequest(seq, [seq], 60))
+    return pipeline
+
+
+def count_steps(pipeline: Pipeline) -> int:
+    while len(pipeline.ended) < 8:
+        while pipeline.schedule() is not None:
+            pass
+        pipeline.commit()
+    check_outputs(pipeline)
+    return pipeline.scheduler.stats().steps
+
+
+def test_guesses_that_are_not_worth_their_time_cost_no_step() -> None:
+    """Each token takes as long as a step of none: placeholders follow as without speculation."""
+    without = count_steps(async_pipeline(0.5, ridge_tokens=1))
+    config = SpeculativeConfig(3)
+    pipeline = async_pipeline(0.5, ridge_tokens=1, speculative_config=config)
+    assert count_steps(pipeline) == without
+    assert pipeline.scheduler.stats().draft_tokens == 0
+    # Where tokens cost little, wrong guesses end soon, and right ones save steps.
+    wrong = count_steps(async_pipeline(0.0, ridge_tokens=150, speculative_config=config))
+    right = count_steps(async_pipeline(1.0, ridge_tokens=150, speculative_config=config))
+    assert right < 0.7 * without < without <= wrong < 1.2 * without
+
+
+def test_async_scheduling_has_no_guess_behind_another() -> None:
+    """A sequence waits for its window; one without a window in flight has a known token."""
+    pipeline = async_pipeline(0.8, speculative_config=SpeculativeConfig(3))
+    while len(pipeline.ended) < 8:
+        while pipeline.schedule() is not None:
+            rows = [row for plan in pipeline.plans for row in plan.rows]
+            windows = [row for row in rows if row.num_draft_tokens]
+            assert all(row.num_draft_tokens < row.num_tokens for row in windows)
+            seqs = [row.seq for row in rows]
+            assert all(seqs.count(row.seq) == 1 for row in windows)
+        pipeline.commit()
+    assert pipeline.scheduler.stats().draft_tokens > 0
+
+
+def test_a_sequence_alone_waits_for_the_token_before_its_window() -> None:
+    config = SchedulerConfig(speculative_config=SpeculativeConfig(3)).resolve(1, 64, 200)
+    pipeline = Pipeline(config, drafter=GuessingDrafter(Random(1), 1.0, is_silent=False))
+    pipeline.add(SchedulerRequest(0, [1, 2, 3], 40))
+    pipeline.schedule()
+    assert pipeline.schedule() is None
+    pipeline.commit()
+    plan = pipeline.schedule()
+    assert plan is not None
+    assert [(row.num_tokens, row.num_draft_tokens) for row in plan.rows] == [(4, 3)]
+
+
 def test_guesses_are_added_while_the_text_grows_faster() -> None:
     """On a device of 150 tokens per doubled step time, and on one whose time is all arithmetic."""
     flat, steep = StepTimeCurve.from_ridge(150), StepTimeCurve(0.0, 0.0, 1.0)
@@ -226,6 +284,10 @@ def test_guesses_are_added_while_the_text_grows_faster() -> None:
     assert MicroBatchYield(flat, 40, 0).add(5, 0.7, chance=0.05) == 0
     assert MicroBatchYield(steep, 0, 0).add(5, 0.1, chance=0.1) == 1
     assert MicroBatchYield(flat, 0, 0).add(5, 0.5, chance=0.1) == 5
+    # A sequence that misses a row has to gain more than that.
+    assert MicroBatchYield(flat, 8, 0).add(5, 0.4) == 5
+    assert MicroBatchYield(flat, 8, 0).add(5, 0.4, num_missed=1.0) == 0
+    assert MicroBatchYield(flat, 8, 0).add(5, 0.8, num_missed=1.0) == 5
 
 
 def window_work(num_guesses: int) -> StageWork:
@@ -273,8 +335,8 @@ def test_acceptance_follows_the_verified_guesses() -> None:
 
 
 def test_sequences_without_right_guesses_get_few() -> None:
-    """Beside others under load; a device with a steep step time."""
-    config = SchedulerConfig(speculative_config=SpeculativeConfig(3), ridge_tokens=8)
+    """Beside others under load."""
+    config = SchedulerConfig(speculative_config=SpeculativeConfig(3), ridge_tokens=32)
     shares = []
     for acceptance in (0.0, 0.9):
         drafter = GuessingDrafter(Random(1), acceptance, is_silent=False)
