@@ -52,6 +52,11 @@ class OutputDelta(msgspec.Struct, frozen=True):
     num_held_tokens: int = 0
     """Leading tokens whose KV blocks the engine reserves for another engine, under the request's
     ticket; set on the last delta."""
+    num_accepted_guesses: int = 0
+    """With speculation: draft tokens that were right; set on the last delta, unless a stop string
+    ends the output."""
+    num_rejected_guesses: int = 0
+    """Draft tokens that were computed and not used; set like those that were right."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,6 +137,8 @@ def _delta(
         logprobs=logprobs,
         prompt_logprobs=piece.prompt_logprobs or [],
         num_held_tokens=end.num_kv_tokens if end is not None and end.kv_ticket else 0,
+        num_accepted_guesses=end.num_accepted_guesses if end is not None else 0,
+        num_rejected_guesses=end.num_rejected_guesses if end is not None else 0,
     )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from gllm.engine.interface import OutputDelta
 from gllm.frontend.response_schemas import (
@@ -29,6 +29,10 @@ class UsageCounter:
     num_completion_tokens: int = 0
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
+    num_accepted_guesses: int = 0
+    """Draft tokens of speculation that were right, of the choices that have ended."""
+    num_rejected_guesses: int = 0
+    """Draft tokens that were computed and not used."""
     reasoning_counters: dict[int, ReasoningCounter] = field(default_factory=dict)
     """Counters of reasoning tokens, by choice index."""
 
@@ -40,6 +44,8 @@ class UsageCounter:
         self.num_completion_tokens += len(delta.token_ids)
         if delta.cached_tokens and delta.index % self.choices_per_prompt == 0:
             self.num_cached_tokens += delta.cached_tokens
+        self.num_accepted_guesses += delta.num_accepted_guesses
+        self.num_rejected_guesses += delta.num_rejected_guesses
         if self.new_reasoning_counter is not None:
             if delta.index not in self.reasoning_counters:
                 self.reasoning_counters[delta.index] = self.new_reasoning_counter()
@@ -54,15 +60,24 @@ class UsageCounter:
 
     def to_openai(self) -> CompletionUsage:
         """Return the `usage` object of OpenAI's completions and chat completions."""
-        reasoning = self.num_reasoning_tokens
         return CompletionUsage(
             prompt_tokens=self.num_prompt_tokens,
             completion_tokens=self.num_completion_tokens,
             total_tokens=self.num_prompt_tokens + self.num_completion_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=self.num_cached_tokens),
-            completion_tokens_details=(
-                UNSET if reasoning is None else CompletionTokensDetails(reasoning_tokens=reasoning)
-            ),
+            completion_tokens_details=self._completion_details(),
+        )
+
+    def _completion_details(self) -> CompletionTokensDetails | UnsetType:
+        """Return the details that are counted; unset if none is."""
+        reasoning = self.num_reasoning_tokens
+        has_guesses = self.num_accepted_guesses + self.num_rejected_guesses > 0
+        if reasoning is None and not has_guesses:
+            return UNSET
+        return CompletionTokensDetails(
+            reasoning_tokens=UNSET if reasoning is None else reasoning,
+            accepted_prediction_tokens=self.num_accepted_guesses if has_guesses else UNSET,
+            rejected_prediction_tokens=self.num_rejected_guesses if has_guesses else UNSET,
         )
 
 

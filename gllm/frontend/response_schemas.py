@@ -62,9 +62,11 @@ class PromptTokensDetails(ResponseSchema):
 
 
 class CompletionTokensDetails(ResponseSchema):
-    """Details of the output tokens: number of reasoning tokens."""
+    """Details of the output tokens: reasoning tokens, and draft tokens of speculation."""
 
-    reasoning_tokens: int
+    reasoning_tokens: int | Unset = UNSET
+    accepted_prediction_tokens: int | Unset = UNSET
+    rejected_prediction_tokens: int | Unset = UNSET
 
 
 class CompletionUsage(ResponseSchema):

@@ -163,6 +163,10 @@ class FinishedSequence(NamedTuple):
     """
     num_kv_tokens: int = 0
     """Leading tokens with KV in the blocks that are kept: all but the last generated token."""
+    num_accepted_guesses: int = 0
+    """With speculation: draft tokens of the sequence that were right, in this scheduler."""
+    num_rejected_guesses: int = 0
+    """Draft tokens that were computed and not used."""
 
 
 class SchedulerStats(NamedTuple):

@@ -92,8 +92,14 @@ class Scheduler:
         """Last step before decodes have changed the lane."""
         self._counters = SchedulerCounters()
         if config.speculative_config is not None:
-            # A window of guesses alone has one guess more.
-            num_positions = config.speculative_config.num_speculative_tokens + 1
+            # A window of guesses alone, behind another one, has one guess more.
+            guesses = config.speculative_config
+            has_one_window = (
+                config.async_scheduling
+                or config.max_in_flight == 1
+                or guesses.max_windows_in_flight == 1
+            )
+            num_positions = guesses.num_speculative_tokens + (not has_one_window)
             self._counters.accepted_per_position = [0] * num_positions
         rule = ADMISSION_RULES.get(config.kv_admission, policy.admission)
         self._admission = rule(config, self.kv_cache, output_lengths)
@@ -312,6 +318,8 @@ class Scheduler:
         end = start + num_tokens
         if num_drafts:
             if not self._continues(sequence, row):
+                if self._speculation is not None and not sequence.is_finished:
+                    self._speculation.on_void(seq, num_drafts)
                 return
             end += self._count_accepted(row, sampled) - num_drafts
         if start <= sequence.num_computed_tokens:
@@ -386,14 +394,17 @@ class Scheduler:
             first = FirstToken(sequence.seq, sequence.num_cached_tokens, sequence.queue_seconds)
             output.first_tokens.append(first)
         if token_id in request.stop_token_ids:
-            output.finished.append(FinishedSequence(sequence.seq, "stop", token_id))
+            end = FinishedSequence(sequence.seq, "stop", token_id)
         elif num_generated == request.max_tokens:
             end = FinishedSequence(sequence.seq, "length")
             if (hold := self.transfers.hold(sequence, self._now)) is not None:
                 end = end._replace(kv_ticket=hold.ticket, num_kv_tokens=hold.num_tokens)
-            output.finished.append(end)
         else:
             return
+        if self._speculation is not None:
+            accepted, rejected = self._speculation.count_verified(sequence.seq)
+            end = end._replace(num_accepted_guesses=accepted, num_rejected_guesses=rejected)
+        output.finished.append(end)
         self._admission.output_lengths.record(request.max_tokens, num_generated)
         self._finish(sequence)
 

@@ -197,6 +197,7 @@ class _SequenceState:
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.acceptance = AcceptanceEstimate(SEQUENCE_DECAY)
+        self.num_accepted = self.num_rejected = 0
 
 
 class Speculation:
@@ -327,8 +328,20 @@ class Speculation:
 
     def on_verified(self, seq: int, num_guesses: int, num_right: int) -> None:
         """Learn from a window that began rightly."""
+        state = self._sequences[seq]
         self._acceptance.on_verified(num_guesses, num_right)
-        self._sequences[seq].acceptance.on_verified(num_guesses, num_right)
+        state.acceptance.on_verified(num_guesses, num_right)
+        state.num_accepted += num_right
+        state.num_rejected += num_guesses - num_right
+
+    def on_void(self, seq: int, num_guesses: int) -> None:
+        """Count the guesses of a window that began with a wrong one."""
+        self._sequences[seq].num_rejected += num_guesses
+
+    def count_verified(self, seq: int) -> tuple[int, int]:
+        """Return how many guesses of a sequence were right, and how many were not used."""
+        state = self._sequences.get(seq)
+        return (0, 0) if state is None else (state.num_accepted, state.num_rejected)
 
     def release(self, seq: int) -> None:
         """Forget a sequence."""

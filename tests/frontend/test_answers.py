@@ -36,6 +36,17 @@ async def test_chat(server):
     }
 
 
+async def test_guesses_are_in_the_usage(server):
+    """With OpenAI's names, as the sum of the choices."""
+    server.engine.guesses = 5, 2
+    expected = {"accepted_prediction_tokens": 15, "rejected_prediction_tokens": 6}
+    usage = (await server.chat(n=3)).json["usage"]
+    assert usage["completion_tokens_details"] == expected
+    options = {"include_usage": True}
+    events = await server.stream(CHAT_PATH, n=3, stream_options=options)
+    assert events[-1]["usage"]["completion_tokens_details"] == expected
+
+
 async def test_chat_prompt_is_the_rendered_template(server):
     await server.chat(cache_salt="tenant", priority=-3)
     call = server.engine.calls[0]

@@ -246,6 +246,27 @@ def test_guesses_that_are_not_worth_their_time_cost_no_step() -> None:
     assert right < 0.7 * without < without <= wrong < 1.2 * without
 
 
+@pytest.mark.parametrize("stages", [1, 3])
+def test_the_end_of_a_sequence_has_its_guesses(stages: int) -> None:
+    config = SchedulerConfig(speculative_config=SpeculativeConfig(3)).resolve(stages, 400, 200)
+    pipeline = Pipeline(config, drafter=GuessingDrafter(Random(1), 0.8, is_silent=False))
+    for seq in range(4):
+        pipeline.add(SchedulerRequest(seq, [seq], 60))
+    outputs = []
+    while len(pipeline.ended) < 4:
+        while pipeline.schedule() is not None:
+            pass
+        outputs.append(pipeline.commit())
+    ends = [end for output in outputs for end in output.finished]
+    assert len(ends) == 4
+    assert all(end.num_accepted_guesses > 0 for end in ends)
+    stats = pipeline.scheduler.stats()
+    assert sum(end.num_accepted_guesses for end in ends) == stats.accepted_tokens
+    # Windows that are void when a sequence ends are in the statistics alone.
+    num_unused = stats.draft_tokens - stats.accepted_tokens
+    assert 0 < sum(end.num_rejected_guesses for end in ends) <= num_unused
+
+
 def test_async_scheduling_has_no_guess_behind_another() -> None:
     """A sequence waits for its window; one without a window in flight has a known token."""
     pipeline = async_pipeline(0.8, speculative_config=SpeculativeConfig(3))

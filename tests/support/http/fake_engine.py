@@ -162,6 +162,8 @@ class FakeEngine:
     raises_after: int | None = None
     """Tokens after which the request raises."""
     cached_tokens: int = 3
+    guesses: tuple[int, int] = (0, 0)
+    """Draft tokens of each choice that were right, and that were not used."""
     fail_text: str = "logits are not finite"
     """Error with which choices end."""
     fail_kind: ErrorKind = ""
@@ -420,4 +422,8 @@ class FakeEngine:
                     del streams[index]
                 logprobs = scored(ids[at], params.logprobs)
                 told = (logprobs, [] if at else before)
-                yield OutputDelta(index, text, [ids[at]], reason, stop, "", cached, 0.0, *told)
+                delta = OutputDelta(index, text, [ids[at]], reason, stop, "", cached, 0.0, *told)
+                if reason is not None:
+                    right, unused = self.guesses
+                    delta = replace(delta, num_accepted_guesses=right, num_rejected_guesses=unused)
+                yield delta
