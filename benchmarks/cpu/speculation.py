@@ -189,6 +189,7 @@ def main() -> None:
     """Measure, print the figures and write the page."""
     options = make_parser(__doc__, "speculation", 5, "smollm2").parse_args()
     limits = measured(count_cores())
+    read, products = limits.bytes_per_second / 1e9, limits.flops_per_second / 1e12
     foreign = ForeignCpu()
     with ExitStack() as stack:
         llms = {
@@ -204,8 +205,8 @@ def main() -> None:
         "cache. Medians of rounds in turns, ratios within a round. Texts are equal where the "
         f"kernels fix the order of sums. Other programs used {foreign.cores():.2f} cores.\n\n"
         f"{format_cells(cells)}\n\n"
-        f"Memory is read at {limits.bytes_per_second / 1e9:.1f} GB/s, which is the limit of a stream "
-        f"without guesses; bfloat16 products reach {limits.flops_per_second / 1e12:.2f} TFLOP/s.\n\n"
+        f"Memory is read at {read:.1f} GB/s, the limit of a stream without guesses; bfloat16 "
+        f"products reach {products:.2f} TFLOP/s.\n\n"
         f"Aims:\n\n{judge(cells)}"
     )
     write_results(options.output, "Speculation by n-grams on a CPU", text, {"cells": cells})
