@@ -322,25 +322,33 @@ def _example() -> str:
     )
 
 
-def _saved(ours: list[int | None], base: list[int | None]) -> float | None:
-    """Return the relative change of the mean number of workers; more than the limit count as it."""
-    if not ours or not base or None in ours:
-        return None
-    known = fmean(our or 0 for our in ours)
-    return known / fmean(MAX_WORKERS if each is None else each for each in base) - 1
+def saving_claim(
+    quantity: str, paper: float, ours: list[int | None], base: list[int | None]
+) -> PaperClaim:
+    """Return the claim on the relative change of the mean number of workers, over the seeds.
+
+    More than MAX_WORKERS, None, count as that many: a policy that fails loses. Where both fail
+    nothing is judged.
+    """
+    expected = ExpectedChange(paper)
+    if not ours or not base or (None in ours and None in base):
+        return PaperClaim(quantity, expected, None, "both fail" if ours and base else "")
+    workers, others = (
+        fmean(MAX_WORKERS if each is None else each for each in counts) for counts in (ours, base)
+    )
+    note = f"at least, > {MAX_WORKERS} workers" if None in ours else ""
+    return PaperClaim(quantity, expected, workers / others - 1, note)
 
 
 def _claims(outcomes: Outcomes, results: dict[FleetRunTask, FleetOutcome]) -> list[PaperClaim]:
     claims = []
     for workload, rate in _settings(outcomes):
         ours, queue = (_counts(outcomes, workload, rate, each) for each in ("aladdin", QUEUE))
-        claims.append(
-            PaperClaim(f"GPUs against JSQ, {workload}", ExpectedChange(-0.40), _saved(ours, queue))
-        )
+        claims.append(saving_claim(f"GPUs against JSQ, {workload}", -0.40, ours, queue))
     split = _split(outcomes)
     for policy, paper in ((QUEUE, -0.60), ("power-of-two", -0.49)):
-        change = _saved([split["aladdin"]], [split[policy]])
-        claims.append(PaperClaim(f"split decode against {policy}", ExpectedChange(paper), change))
+        counts = [split["aladdin"]], [split[policy]]
+        claims.append(saving_claim(f"split decode against {policy}", paper, *counts))
     default = {
         task.policy: outcome.num_workers * int(task.kind.rpartition("-")[2])
         for task, outcome in outcomes.items()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from experiments.base import ExperimentOptions, ExperimentResult, format_change
+from experiments.base import OWN_REFERENCE, ExperimentOptions, ExperimentResult, format_change
 from experiments.claims import ExpectedLimit, PaperClaim
 from experiments.trials import (
     L20_32B,
@@ -103,6 +103,7 @@ def run(options: ExperimentOptions) -> ExperimentResult:
                 columns=1,
             )
         },
+        reference=OWN_REFERENCE,
     )
 
 

@@ -12,6 +12,8 @@ from experiments.parallel import count_cores
 from gllm.sim.metrics.report import format_table
 
 PAPER_REFERENCE = 'arXiv 2504.14775 ("gLLM", SC\'25)'
+OWN_REFERENCE = "none; the claims are our own aims"
+"""In place of a paper."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ paper's rule.
 
 from typing import NamedTuple
 
-from experiments.base import ExperimentOptions, ExperimentResult
+from experiments.base import OWN_REFERENCE, ExperimentOptions, ExperimentResult
 from experiments.claims import ExpectedLimit, PaperClaim
 from experiments.parallel import map_parallel
 from experiments.trials import MAX_MODEL_LEN
@@ -115,6 +115,7 @@ def run(options: ExperimentOptions) -> ExperimentResult:
         text,
         claims,
         {"chunking.svg": lambda path: plot_grid(_panels(times, settings[0]), path)},
+        reference=OWN_REFERENCE,
     )
 
 

@@ -5,8 +5,8 @@ A figure far beyond the claimed one is a miss, even if its sign is right: +3,045
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 SIZE_FACTOR = 2.0
@@ -174,6 +174,19 @@ class PaperClaim:
         if isinstance(self.paper, str) or self.ours is None:
             return self.note
         return f"{self.paper.show(self.ours)}{self.note and ' '}{self.note}"
+
+
+def join_claims(
+    claims: Sequence[PaperClaim], columns: Mapping[str, Sequence[PaperClaim]]
+) -> list[PaperClaim]:
+    """Return the claims with the figures of other runs beside them, by title of their column.
+
+    The claims of a column have the same order.
+    """
+    return [
+        replace(claim, beside={title: others[index].shown for title, others in columns.items()})
+        for index, claim in enumerate(claims)
+    ]
 
 
 def relative_change(value: float, base: float) -> float:

@@ -1,6 +1,7 @@
 """DistServe's claims beside our figures, and the plots."""
 
 from collections.abc import Sequence
+from math import isinf
 from statistics import fmean
 
 from experiments.claims import (
@@ -21,7 +22,7 @@ from gllm.sim.metrics.plots import ChartPanel
 
 def make_claims(study: Study) -> list[PaperClaim]:
     """Return the paper's claims beside our figures."""
-    claims = [claim for result in study.results for claim in _gain_claims(result)]
+    claims = [claim for result in study.results for claim in gain_claims(result)]
     return [
         *claims,
         *_transfer_claims(study),
@@ -33,7 +34,8 @@ def make_claims(study: Study) -> list[PaperClaim]:
     ]
 
 
-def _gain_claims(result: WorkloadResult) -> list[PaperClaim]:
+def gain_claims(result: WorkloadResult) -> list[PaperClaim]:
+    """Return the claims on DistServe beside vLLM: goodput, and how tight the limits can be."""
     workload = result.workload
     claims = []
     for title, paper, ours in (
@@ -45,7 +47,7 @@ def _gain_claims(result: WorkloadResult) -> list[PaperClaim]:
         ),
     ):
         expected = ExpectedChange(*paper, is_ratio=True)
-        note = "" if ours is not None else "vLLM attains it at no rate"
+        note = "(vLLM attains it at no rate)" if ours is not None and isinf(ours) else ""
         claims.append(PaperClaim(f"{workload.name}: {title}", expected, ours, note))
     return claims
 
@@ -60,10 +62,14 @@ def _transfer_claims(study: Study) -> list[PaperClaim]:
         short = fmean(transfer < 0.03 for transfer in outcome.transfers)
         claims += [
             PaperClaim(
-                "OPT-175B: transfer's share of latency", ExpectedLimit(0.001, digits=2), share
+                "OPT-175B: transfer's share of latency",
+                ExpectedLimit(0.001, digits=2, name="paper"),
+                share,
             ),
             PaperClaim(
-                "OPT-175B: transfers below 30 ms", ExpectedLimit(0.95, is_minimum=True), short
+                "OPT-175B: transfers below 30 ms",
+                ExpectedLimit(0.95, is_minimum=True, name="paper"),
+                short,
             ),
         ]
     return claims

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from math import ceil
 
+from experiments.claims import relative_change
 from experiments.distserve_queue import QueuePoint
 from experiments.distserve_workloads import PaperWorkload
 from gllm.options.slo import TARGET_ATTAINMENT
@@ -45,8 +46,12 @@ class WorkloadResult:
         return self.goodputs[name] / self.systems[name].num_gpus
 
     def gain(self, name: str, base: str) -> float | None:
-        """Return the change of the goodput per GPU; None if the base attains nothing."""
-        return self.per_gpu(name) / self.per_gpu(base) - 1 if self.per_gpu(base) else None
+        """Return the change of the goodput per GPU; infinite if only the base attains nothing.
+
+        None if both attain nothing.
+        """
+        ours, base_goodput = self.per_gpu(name), self.per_gpu(base)
+        return relative_change(ours, base_goodput) if ours or base_goodput else None
 
     def scale_gain(self, name: str, base: str) -> float | None:
         """Return by how much tighter the limits can be than a base's, at SCALE_SHARE."""

@@ -88,7 +88,7 @@ def _percent(share: float) -> str:
 
 
 def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value + 1:.2f}"
+    return "-" if value is None or isinf(value) else f"{value + 1:.2f}"
 
 
 def _goodput_table(results: Sequence[WorkloadResult]) -> str:

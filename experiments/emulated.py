@@ -19,11 +19,18 @@ from experiments import (
     speculation,
     volatility,
 )
-from experiments.base import PAPER_REFERENCE, ExperimentOptions, ExperimentResult
-from experiments.claims import ExpectedLimit, PaperClaim, relative_change
+from experiments.base import (
+    OWN_REFERENCE,
+    PAPER_REFERENCE,
+    ExperimentOptions,
+    ExperimentResult,
+)
+from experiments.claims import ExpectedLimit, PaperClaim, join_claims, relative_change
 from experiments.emulated_trials import MAX_LATE, GroupServer, ServedTrial, serve_trials
 from experiments.parallel import map_parallel
 from experiments.trials import (
+    OUR_POLICY,
+    PAPER_POLICY,
     SimulationTrial,
     TrialRun,
     deploy_trial,
@@ -35,7 +42,6 @@ from experiments.trials import (
 from gllm.sim.hardware.devices import find_link
 from gllm.sim.metrics.report import format_table, show_value
 
-PAPER_POLICY, OUR_POLICY = "throttle-paper", "throttle"
 MAX_ERROR = 0.05
 """Largest difference between an emulated and a simulated mean."""
 LATE = "not judged: a trial was too late"
@@ -133,7 +139,7 @@ EMULATED = {
         (OUR_POLICY,),
         requests=60,
         text=f"{policy_verdicts.AIMS} {policy_verdicts.OTHERS}\n\n",
-        reference="none; the claims are our own aims",
+        reference=OWN_REFERENCE,
     ),
     "speculation": EmulatedExperiment(
         "Speculation over pipelines",
@@ -143,7 +149,7 @@ EMULATED = {
         requests=3,
         requests_of="stream",
         text=f"{speculation.EXPLANATION}\n\n",
-        reference="none; the claims are our own aims",
+        reference=OWN_REFERENCE,
     ),
 }
 """By name of the experiment."""
@@ -211,14 +217,6 @@ def make_claims(
     return [
         claim if has_valid and claim == expected else replace(claim, ours=None, note=LATE)
         for claim, expected in zip(*pairs, strict=True)
-    ]
-
-
-def join_claims(claims: list[PaperClaim], columns: dict[str, list[PaperClaim]]) -> list[PaperClaim]:
-    """Return the claims with the figures of other runs beside them, by title of their column."""
-    return [
-        replace(claim, beside={title: others[index].shown for title, others in columns.items()})
-        for index, claim in enumerate(claims)
     ]
 
 

@@ -8,11 +8,14 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from experiments.base import ExperimentOptions, ExperimentResult
-from experiments.claims import ExpectedChange, PaperClaim
+from experiments.claims import ExpectedChange, PaperClaim, join_claims
 from experiments.trials import (
     CAPACITY_LINK,
     JUDGED_POLICIES,
+    JUDGED_TEXT,
     L20_32B,
+    OUR_POLICY,
+    PAPER_POLICY,
     SETTINGS,
     HardwareSetting,
     SimulationTrial,
@@ -25,7 +28,7 @@ from gllm.sim.metrics.report import format_table, show_value
 
 TENSOR_PARALLEL = "sarathi, TP 4"
 """All four devices as ranks of one stage, within a node or across nodes as the setting says."""
-POLICIES = ("throttle", "throttle-paper", "sarathi", "prefill-first", TENSOR_PARALLEL)
+POLICIES = (OUR_POLICY, PAPER_POLICY, "sarathi", "prefill-first", TENSOR_PARALLEL)
 WORKLOADS = ("sharegpt-like", "azure-conv")
 SHARES = (0.2, 0.4, 0.6, 0.8, 1.0, 1.3)
 EMULATED_SETTINGS = (L20_32B, SETTINGS[-1])
@@ -84,14 +87,15 @@ def run(options: ExperimentOptions) -> ExperimentResult:
         f"Simulated, {options.requests} requests with Poisson arrivals each; rates are "
         f"{', '.join(map(str, shares))} of throttle's {CAPACITY_LINK}. `{TENSOR_PARALLEL}`: the "
         "same devices as ranks of one stage, whose sums take the same link. Every policy runs in "
-        "the same runtime: what the paper's baselines lose to theirs is not in these figures.\n\n"
-        + _table(curves)
+        "the same runtime: what the paper's baselines lose to theirs is not in these figures. "
+        f"{JUDGED_TEXT}\n\n" + _table(curves)
     )
     return ExperimentResult(
         "Latency and throughput against request rate",
         text,
-        _claims(curves, "throttle"),
+        make_claims(curves),
         {"latency-vs-rate.svg": lambda path: plot_grid(_panels(curves), path)},
+        measured=PAPER_POLICY,
     )
 
 
@@ -136,6 +140,11 @@ def slope(curve: Curve) -> float:
 def max_throughput(curve: Curve) -> float:
     """Return the highest steady throughput over all rates, in tokens per second."""
     return max(float(figures["steady_tokens_per_second"]) for _, figures in curve)
+
+
+def make_claims(curves: Curves) -> list[PaperClaim]:
+    """Return the claims on the paper's policy, with the figures of the project's beside them."""
+    return join_claims(_claims(curves, PAPER_POLICY), {OUR_POLICY: _claims(curves, OUR_POLICY)})
 
 
 def _claims(curves: Curves, policy: str) -> list[PaperClaim]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from experiments.base import ExperimentOptions, ExperimentResult
+from experiments.base import OWN_REFERENCE, ExperimentOptions, ExperimentResult
 from experiments.claims import PaperClaim
 from experiments.parallel import map_parallel
 from experiments.policy_verdicts import (
@@ -290,7 +290,7 @@ def run(options: ExperimentOptions) -> ExperimentResult:
         text,
         aim_claims(verdicts),
         {"policies.svg": lambda path: plot_grid(make_panels(verdicts), path)},
-        reference="none; the claims are our own aims",
+        reference=OWN_REFERENCE,
     )
 
 

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 
-from experiments.base import ExperimentOptions, ExperimentResult
+from experiments.base import OWN_REFERENCE, ExperimentOptions, ExperimentResult
 from experiments.claims import ExpectedLimit, PaperClaim
 from experiments.latency_errors import (
     median_latency,
@@ -109,6 +109,7 @@ def run(options: ExperimentOptions) -> ExperimentResult:
         + _normalized_claims(comparisons, loads)
         + attainment_claims(attainments),
         {"prediction.svg": lambda path: _plot(comparisons, path)},
+        reference=OWN_REFERENCE,
     )
 
 

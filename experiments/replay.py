@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from experiments.base import ExperimentOptions, ExperimentResult
+from experiments.base import OWN_REFERENCE, ExperimentOptions, ExperimentResult
 from experiments.claims import ExpectedLimit, PaperClaim
 from experiments.logged_servers import LoggedServer, serve_logged
 from experiments.parallel import map_parallel
@@ -88,4 +88,4 @@ def run(options: ExperimentOptions, serve: LoggedServer = serve_logged) -> Exper
         )
         for metric, values in errors.items()
     ]
-    return ExperimentResult("Replay of real runs", text, claims)
+    return ExperimentResult("Replay of real runs", text, claims, reference=OWN_REFERENCE)

@@ -6,9 +6,12 @@ Devices are stages of a pipeline or ranks of one stage.
 from dataclasses import replace
 
 from experiments.base import ExperimentOptions, ExperimentResult
-from experiments.claims import ExpectedChange, PaperClaim
+from experiments.claims import ExpectedChange, PaperClaim, join_claims
 from experiments.trials import (
     JUDGED_POLICIES,
+    JUDGED_TEXT,
+    OUR_POLICY,
+    PAPER_POLICY,
     HardwareSetting,
     SimulationTrial,
     TrialRun,
@@ -25,9 +28,12 @@ SETTINGS = (
 DEVICES = (1, 2, 4)
 TENSOR_PARALLEL = "sarathi, TP"
 """All devices as ranks of one stage."""
-POLICIES = ("throttle", "throttle-paper", "sarathi", TENSOR_PARALLEL)
+POLICIES = (OUR_POLICY, PAPER_POLICY, "sarathi", TENSOR_PARALLEL)
 WORKLOADS = ("sharegpt-like", "azure-conv")
 CLAIMED = ExpectedChange(0.11, 3.98, comment="(vLLM PP or SGLang TP)")
+
+Speeds = dict[tuple[HardwareSetting, str, str, int], float]
+"""Tokens per second by setting, workload, policy and number of devices."""
 
 
 def make_trial(
@@ -86,40 +92,56 @@ def run(options: ExperimentOptions) -> ExperimentResult:
         key: float(each["steady_tokens_per_second"])
         for key, each in zip(keys, figures, strict=True)
     }
-    rows, claims = [], []
+    rows = []
     bars: dict[str, dict[str, float]] = {}
     for setting, workload, policy, devices in keys:
         if devices != DEVICES[0]:
             continue
         line = [speed[setting, workload, policy, count] for count in DEVICES]
-        over = " over the network" if setting.link == "network" else ""
-        name = f"{setting.model}, {setting.device}{over}"
+        name = _name(setting)
         gains = [f"{value / line[0]:.2f} x" for value in line[1:]]
         rows.append([name, workload, policy, *map(show_value, line), *gains])
         bars.setdefault(f"{name}, {workload}", {})[policy] = line[-1] / line[0]
-        if policy in ("sarathi", TENSOR_PARALLEL):
-            ours = speed[setting, workload, "throttle", DEVICES[-1]]
-            title = f"{name}, {workload}: throttle on 4 stages against {policy}"
-            claims.append(PaperClaim(title, CLAIMED, ours / line[-1] - 1))
     header = ["setting", "workload", "policy", *(f"{n} devices, tokens/s" for n in DEVICES)]
     text = (
         f"Simulated, {options.requests} requests that all arrive at the beginning. Devices are "
         f"stages of a pipeline, or ranks of one stage (`{TENSOR_PARALLEL}`). One device has the "
-        "least memory for KV cache, so more devices can gain more than their number.\n\n"
-        + format_table([*header, "gain of 2", "gain of 4"], rows)
-    )
-    lowest = min(bar["throttle"] for bar in bars.values())
-    note = f"{lowest:.2f} x at least"
-    claims.append(
-        PaperClaim("gain of 4 stages under throttle", "a plot without numbers", None, note)
+        "least memory for KV cache, so more devices can gain more than their number. "
+        f"{JUDGED_TEXT}\n\n" + format_table([*header, "gain of 2", "gain of 4"], rows)
     )
     return ExperimentResult(
         "Maximum throughput for 1, 2 and 4 devices",
         text,
-        claims,
+        make_claims(speed),
         {
             "scalability.svg": lambda path: plot_bars(
                 bars, path, "throughput of 4 devices / 1 device", "Gain of four devices"
             )
         },
+        measured=PAPER_POLICY,
     )
+
+
+def make_claims(speed: Speeds) -> list[PaperClaim]:
+    """Return the claims on the paper's policy, with the figures of the project's beside them."""
+    return join_claims(_claims(speed, PAPER_POLICY), {OUR_POLICY: _claims(speed, OUR_POLICY)})
+
+
+def _claims(speed: Speeds, policy: str) -> list[PaperClaim]:
+    fewest, most = DEVICES[0], DEVICES[-1]
+    claims, gains = [], []
+    for setting, workload in dict.fromkeys(key[:2] for key in speed):
+        ours = speed[setting, workload, policy, most]
+        gains.append(ours / speed[setting, workload, policy, fewest])
+        for other in ("sarathi", TENSOR_PARALLEL):
+            title = f"{_name(setting)}, {workload}: {most} stages against {other}"
+            change = ours / speed[setting, workload, other, most] - 1
+            claims.append(PaperClaim(title, CLAIMED, change))
+    note = f"{min(gains):.2f} x at least"
+    title = f"gain of {most} stages"
+    return [*claims, PaperClaim(title, "a plot without numbers", None, note)]
+
+
+def _name(setting: HardwareSetting) -> str:
+    over = " over the network" if setting.link == "network" else ""
+    return f"{setting.model}, {setting.device}{over}"

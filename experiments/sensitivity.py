@@ -11,11 +11,15 @@ from experiments.claims import (
     ExpectedDirection,
     ExpectedLimit,
     PaperClaim,
+    join_claims,
     relative_change,
 )
 from experiments.trials import (
     CAPACITY_LINK,
+    JUDGED_TEXT,
     L20_32B,
+    OUR_POLICY,
+    PAPER_POLICY,
     SimulationTrial,
     TrialRun,
     plan_rates,
@@ -43,7 +47,7 @@ SYMBOLS = {
     "min_prefill_tokens": "#MinP",
     "ridge_tokens": "ridge tokens",
 }
-POLICIES = ("throttle-paper", "throttle")
+POLICIES = (PAPER_POLICY, OUR_POLICY)
 KV_SHARE = 0.25
 """Share of the KV cache in use: KV_thresh matters only for a cache that fills up."""
 SHARE = 1.0
@@ -79,16 +83,17 @@ def run(options: ExperimentOptions) -> ExperimentResult:
     text = (
         f"Simulated: {L20_32B}, {WORKLOAD}, {options.requests} requests with Poisson arrivals at "
         f"{show_value(base.rate)}/s, {SHARE} of {CAPACITY_LINK}, with {KV_SHARE} of the KV "
-        f"cache.\n\n{_table(results)}\n\nThroughput and preemptions depend on the fields only "
-        f"where more arrives than is sustained. At {show_value(overloaded.rate)}/s, {OVERLOAD} of "
-        f"capacity:\n\n{_table(at_overload)}"
+        f"cache. {JUDGED_TEXT}\n\n{_table(results)}\n\nThroughput and preemptions depend on the "
+        "fields only where more arrives than is sustained. At "
+        f"{show_value(overloaded.rate)}/s, {OVERLOAD} of capacity:\n\n{_table(at_overload)}"
     )
-    claims = [] if options.quick else _claims(results, at_overload)
+    claims = [] if options.quick else make_claims(results, at_overload)
     return ExperimentResult(
         "Sensitivity to the hyper-parameters",
         text,
         claims,
         {"sensitivity.svg": lambda path: plot_grid(_panels(results), path)},
+        measured=PAPER_POLICY,
     )
 
 
@@ -115,59 +120,62 @@ def _table(results: Results) -> str:
     return format_table([*header, "preemptions", "bubbles, %"], rows)
 
 
-def _claims(results: Results, at_overload: Results) -> list[PaperClaim]:
-    """Return the paper's four statements as claims, for the policies of the results."""
-    claims = []
-    for policy in dict.fromkeys(policy for policy, _, _ in results):
+def make_claims(results: Results, at_overload: Results) -> list[PaperClaim]:
+    """Return the claims on the paper's policy, with the figures of the project's beside them."""
+    judged, ours = (_claims(results, at_overload, policy) for policy in (PAPER_POLICY, OUR_POLICY))
+    return join_claims(judged, {OUR_POLICY: ours})
 
-        def change(field: str, metric: str, old: float, new: float, policy: str = policy) -> float:
-            old_figures, new_figures = (results[policy, field, value] for value in (old, new))
-            return relative_change(new_figures[metric]["mean"], old_figures[metric]["mean"])
 
-        none, some = (at_overload[policy, "kv_threshold", v]["preemptions"] for v in (0.0, 0.05))
-        small, large = (
-            float(at_overload[policy, "max_prefill_tokens", v]["steady_tokens_per_second"])
-            for v in (512, 2048)
-        )
-        ends = [
-            float(figures["e2el"]["mean"])
-            for (name, field, _), figures in results.items()
-            if (name, field) == (policy, "min_prefill_tokens")
-        ]
-        claims += [
-            PaperClaim(
-                f"{policy}: #T 1 to 4, TTFT",
-                ExpectedLimit(KEPT, digits=0, name="kept"),
-                change("prefill_iterations", "ttft", 1, 4),
-            ),
-            PaperClaim(
-                f"{policy}: #T 1 to 4, TPOT",
-                ExpectedDirection(False, "lower"),
-                change("prefill_iterations", "tpot", 1, 4),
-            ),
-            PaperClaim(
-                f"{policy}: #T 4 to 32, TTFT",
-                ExpectedDirection(True, "higher"),
-                change("prefill_iterations", "ttft", 4, 32),
-            ),
-            PaperClaim(
-                f"{policy}: #MaxP 2048 to 512, throughput",
-                ExpectedDirection(False, "lower"),
-                relative_change(small, large),
-            ),
-            PaperClaim(
-                f"{policy}: KV_thresh 0.05 to 0, preemptions",
-                ExpectedDirection(True, "more"),
-                relative_change(none, some),
-                f"({some} to {none})",
-            ),
-            PaperClaim(
-                f"{policy}: #MinP, E2EL",
-                ExpectedLimit(0.02, name="spread"),
-                max(ends) / min(ends) - 1,
-            ),
-        ]
-    return claims
+def _claims(results: Results, at_overload: Results, policy: str) -> list[PaperClaim]:
+    """Return the paper's four statements as claims on a policy."""
+
+    def change(field: str, metric: str, old: float, new: float) -> float:
+        old_figures, new_figures = (results[policy, field, value] for value in (old, new))
+        return relative_change(new_figures[metric]["mean"], old_figures[metric]["mean"])
+
+    none, some = (at_overload[policy, "kv_threshold", v]["preemptions"] for v in (0.0, 0.05))
+    small, large = (
+        float(at_overload[policy, "max_prefill_tokens", v]["steady_tokens_per_second"])
+        for v in (512, 2048)
+    )
+    ends = [
+        float(figures["e2el"]["mean"])
+        for (name, field, _), figures in results.items()
+        if (name, field) == (policy, "min_prefill_tokens")
+    ]
+    return [
+        PaperClaim(
+            f"{policy}: #T 1 to 4, TTFT",
+            ExpectedLimit(KEPT, digits=0, name="kept"),
+            change("prefill_iterations", "ttft", 1, 4),
+        ),
+        PaperClaim(
+            f"{policy}: #T 1 to 4, TPOT",
+            ExpectedDirection(False, "lower"),
+            change("prefill_iterations", "tpot", 1, 4),
+        ),
+        PaperClaim(
+            f"{policy}: #T 4 to 32, TTFT",
+            ExpectedDirection(True, "higher"),
+            change("prefill_iterations", "ttft", 4, 32),
+        ),
+        PaperClaim(
+            f"{policy}: #MaxP 2048 to 512, throughput",
+            ExpectedDirection(False, "lower"),
+            relative_change(small, large),
+        ),
+        PaperClaim(
+            f"{policy}: KV_thresh 0.05 to 0, preemptions",
+            ExpectedDirection(True, "more"),
+            relative_change(none, some),
+            f"({some} to {none})",
+        ),
+        PaperClaim(
+            f"{policy}: #MinP, E2EL",
+            ExpectedLimit(0.02, name="spread"),
+            max(ends) / min(ends) - 1,
+        ),
+    ]
 
 
 def emulated_trials(options: ExperimentOptions) -> list[SimulationTrial]:
@@ -188,7 +196,8 @@ def emulated_claims(runs: list[TrialRun], policy: str) -> list[PaperClaim]:
         ((field, value),) = run.trial.options
         if run.trial.policy == policy:
             at_rate[run.trial.rate][policy, field, value] = run.figures
-    return _claims(*at_rate.values())
+    sustained, overloaded = at_rate.values()
+    return _claims(sustained, overloaded, policy)
 
 
 def _panels(results: Results) -> list[ChartPanel]:

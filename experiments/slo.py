@@ -8,12 +8,15 @@ from itertools import pairwise
 from typing import Any
 
 from experiments.base import ExperimentOptions, ExperimentResult
-from experiments.claims import ExpectedChange, PaperClaim, relative_change
+from experiments.claims import ExpectedChange, PaperClaim, join_claims, relative_change
 from experiments.parallel import map_parallel
 from experiments.trials import (
     CAPACITY_LINK,
     JUDGED_POLICIES,
+    JUDGED_TEXT,
     L20_32B,
+    OUR_POLICY,
+    PAPER_POLICY,
     SETTINGS,
     HardwareSetting,
     SimulationTrial,
@@ -26,7 +29,7 @@ from gllm.options.slo import Slo
 from gllm.sim.metrics.plots import ChartPanel, plot_grid
 from gllm.sim.metrics.report import format_table, show_value
 
-POLICIES = ("throttle", "throttle-paper", "sarathi", "prefill-first")
+POLICIES = (OUR_POLICY, PAPER_POLICY, "sarathi", "prefill-first")
 WORKLOADS = ("sharegpt-like", "azure-conv")
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2)
 EMULATED_RATES = ("sharegpt-like", (2.0, 4.0, 8.0, 12.0))
@@ -104,15 +107,25 @@ def run(options: ExperimentOptions) -> ExperimentResult:
         f"Simulated, {options.requests} requests with Poisson arrivals each. The limits are "
         f"{TTFT_TIMES:g} x TTFT and {TPOT_TIMES:g} x TPOT of the 90th percentile at next to no "
         "load; both have to be met. Coverage: mean attainment over the rates from "
-        f"{shares[0]} to {shares[-1]} of throttle's {CAPACITY_LINK}, the area under the curve.\n\n"
-        + _table(bases, curves)
+        f"{shares[0]} to {shares[-1]} of throttle's {CAPACITY_LINK}, the area under the curve. "
+        f"{JUDGED_TEXT}\n\n" + _table(bases, curves)
     )
     return ExperimentResult(
         "SLO attainment against request rate",
         text,
-        [claim for base in bases for claim in _claims(base, curves, "throttle")],
+        make_claims(bases, curves),
         {"slo.svg": lambda path: plot_grid(_panels(bases, curves), path)},
+        measured=PAPER_POLICY,
     )
+
+
+def make_claims(bases: list[SimulationTrial], curves: Curves) -> list[PaperClaim]:
+    """Return the claims on the paper's policy, with the figures of the project's beside them."""
+    judged, ours = (
+        [claim for base in bases for claim in _claims(base, curves, policy)]
+        for policy in (PAPER_POLICY, OUR_POLICY)
+    )
+    return join_claims(judged, {OUR_POLICY: ours})
 
 
 def _table(bases: list[SimulationTrial], curves: Curves) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from experiments.base import ExperimentOptions, ExperimentResult
+from experiments.base import OWN_REFERENCE, ExperimentOptions, ExperimentResult
 from experiments.claims import ExpectedLimit, PaperClaim
 from experiments.parallel import map_parallel
 from experiments.trials import (
@@ -213,7 +213,7 @@ def run(options: ExperimentOptions) -> ExperimentResult:
                 bars, path, "output tokens/s / without speculation", chart_title
             )
         },
-        reference="none; the claims are our own aims",
+        reference=OWN_REFERENCE,
     )
 
 

@@ -68,8 +68,15 @@ SETTINGS = (
 """The paper's: 4 GPUs joined by PCIe, and a model that needs 80 GB each, over a network."""
 
 
-JUDGED_POLICIES = ("throttle-paper", "throttle", "sarathi")
-"""Policies on emulated devices: the paper's own, which is judged; the project's; the baseline."""
+PAPER_POLICY, OUR_POLICY = "throttle-paper", "throttle"
+"""The paper's policy, which its claims are judged on, and the project's, which stands beside it."""
+JUDGED_POLICIES = (PAPER_POLICY, OUR_POLICY, "sarathi")
+"""Policies on emulated devices; the last one is the baseline."""
+JUDGED_TEXT = (
+    f"Claims are judged on `{PAPER_POLICY}`, the paper's own rule; the figures of `{OUR_POLICY}` "
+    "stand beside it."
+)
+"""Sentence for pages whose claims have both policies."""
 
 
 @dataclass(frozen=True)

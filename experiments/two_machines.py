@@ -11,7 +11,6 @@ from typing import NamedTuple
 from experiments.base import ExperimentOptions, ExperimentResult
 from experiments.claims import ExpectedLimit, PaperClaim
 from experiments.emulated import (
-    PAPER_POLICY,
     comparison_table,
     describe_hardware,
     fidelity_claims,
@@ -22,6 +21,7 @@ from experiments.emulation import make_ideal, step_seconds
 from experiments.parallel import map_parallel
 from experiments.trials import (
     JUDGED_POLICIES,
+    PAPER_POLICY,
     SimulationTrial,
     TrialRun,
     deploy_trial,

@@ -10,12 +10,15 @@ from pathlib import Path
 from statistics import fmean
 
 from experiments.base import ExperimentOptions, ExperimentResult
-from experiments.claims import ExpectedDirection, PaperClaim
+from experiments.claims import ExpectedDirection, PaperClaim, join_claims
 from experiments.parallel import map_parallel
 from experiments.trials import (
     CAPACITY_LINK,
     JUDGED_POLICIES,
+    JUDGED_TEXT,
     L20_32B,
+    OUR_POLICY,
+    PAPER_POLICY,
     SimulationTrial,
     TrialRun,
     plan_rates,
@@ -30,7 +33,7 @@ from gllm.sim.metrics.report import (
 from gllm.sim.metrics.run_record import RunRecord
 from gllm.sim.metrics.statistics import coefficient_of_variation
 
-POLICIES = ("throttle", "throttle-paper", "sarathi")
+POLICIES = (OUR_POLICY, PAPER_POLICY, "sarathi")
 SHARE = 0.8
 WORKLOAD = "sharegpt-like"
 EMULATED_RATE = 7.5
@@ -70,11 +73,23 @@ def run(options: ExperimentOptions) -> ExperimentResult:
         f"Simulated: {L20_32B}, {WORKLOAD}, {options.requests} requests with Poisson arrivals at "
         f"{show_value(base.rate)}/s, {SHARE} of {CAPACITY_LINK}. "
         "CV: standard deviation over mean, over the "
-        "micro-batches planned while requests still came.\n\n"
+        f"micro-batches planned while requests still came. {JUDGED_TEXT}\n\n"
         + format_table([*header, "stages busy, %", "bubbles, %"], rows)
     )
-    claims = [_claim("throttle", {policy: spread[0] for policy, spread in spreads.items()})]
-    return ExperimentResult("Volatility of micro-batches", text, claims, _plots(runs))
+    claims = make_claims({policy: spread[0] for policy, spread in spreads.items()})
+    return ExperimentResult(
+        "Volatility of micro-batches", text, claims, _plots(runs), measured=PAPER_POLICY
+    )
+
+
+def make_claims(spreads: dict[str, float]) -> list[PaperClaim]:
+    """Return the claims on the paper's policy, with the figures of the project's beside them.
+
+    Args:
+        spreads: Coefficient of variation of the tokens per micro-batch, by policy.
+    """
+    judged, ours = ([_claim(policy, spreads)] for policy in (PAPER_POLICY, OUR_POLICY))
+    return join_claims(judged, {OUR_POLICY: ours})
 
 
 def _claim(policy: str, spreads: dict[str, float]) -> PaperClaim:

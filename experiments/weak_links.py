@@ -364,13 +364,12 @@ def platform_claims(rows: Sequence[PlatformRow], figures: SimulatedFigures) -> l
                 getattr(row.cells["molink"], metric) / getattr(row.cells[base], metric) - 1
                 for row in PLATFORM_ROWS
             ]
-            # The average follows from the table itself: checked to a tenth of a point.
-            limit = ExpectedLimit(0.001, name="stated average within")
+            # Shown and not judged: the paper's table says nothing about a simulation.
             name = (
                 f"{METRIC_NAMES[metric]} of molink against {base}, mean of the platform's Table 2"
             )
-            note = f"from {100 * fmean(changes):+.2f} %, stated {100 * stated:+.1f} %"
-            claims.append(PaperClaim(name, limit, abs(fmean(changes) - stated), note))
+            note = f"{100 * fmean(changes):+.2f} % by the paper's own table"
+            claims.append(PaperClaim(name, f"{100 * stated:+.1f} %", None, note))
     for metric, averages in (("ttft", TTFT_AVERAGES), ("tpot", TPOT_AVERAGES)):
         simulated = fmean(
             getattr(figures[row.setting, "molink platform"], metric)

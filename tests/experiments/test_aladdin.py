@@ -2,9 +2,11 @@
 
 import pytest
 
+from experiments.aladdin import saving_claim
 from experiments.aladdin_cases import FleetRunTask, FleetSearchTask, example_peaks, run_fleet
 from experiments.aladdin_misses import MissTask, find_misses, is_delayed_by_earlier
 from experiments.aladdin_rebalancing import RebalancingTask, compare_fleet, run_rebalanced
+from experiments.claims import ClaimVerdict
 from gllm.observability.latency import RequestTimeline
 from gllm.plan.scale.fleet_size import FleetOutcome
 from gllm.sim.metrics.run_record import ServedRequest
@@ -73,3 +75,14 @@ def test_rebalancing_of_a_fleet_moves_unstarted_requests_only() -> None:
     run = run_rebalanced(task).cluster
     assert len(run.requests) == 320
     assert all(each.line.num_tokens == each.max_tokens for each in run.requests.values())
+
+
+def test_a_policy_that_fails_loses() -> None:
+    """More than 64 workers are no blank: not for Aladdin, nor for its baseline."""
+    lost = saving_claim("GPUs", -0.4, [None], [43])
+    assert lost.verdict == ClaimVerdict(False, False, False)
+    assert lost.shown == "+49 % at least, > 64 workers"
+    assert saving_claim("GPUs", -0.4, [6, 6, 6], [7, 8, 8]).verdict.is_met
+    assert saving_claim("GPUs", -0.4, [32], [None]).verdict.is_met
+    assert saving_claim("GPUs", -0.4, [None], [None]).verdict == ClaimVerdict()
+    assert saving_claim("GPUs", -0.4, [], [43]).verdict == ClaimVerdict()

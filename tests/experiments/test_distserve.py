@@ -1,11 +1,14 @@
 """DistServe's evaluation: goodput of separated engines, Algorithm 1, and the page."""
 
 from dataclasses import replace
+from math import isinf
 
 import pytest
 
 from experiments.base import ExperimentOptions
+from experiments.claims import ClaimVerdict
 from experiments.distserve import run
+from experiments.distserve_claims import gain_claims
 from experiments.distserve_decode import decode_points
 from experiments.distserve_queue import (
     ENGINES,
@@ -126,8 +129,20 @@ def test_a_system_counts_its_devices() -> None:
 def test_the_quick_page_has_its_tables_and_claims() -> None:
     result = run(OPTIONS)
     assert "## Breakdown of latency" in result.text
-    assert [claim.quantity for claim in result.claims if claim.ours is None]
+    assert any(claim.ours is None or isinf(claim.ours) for claim in result.claims)
     assert set(result.plots) == {"distserve.svg"}
+
+
+def test_a_baseline_that_attains_nothing_is_judged() -> None:
+    result = WorkloadResult(WORKLOADS[0])
+    result.add_goodput(replace(result.workload.distserve, name="DistServe"), 6.75)
+    result.add_goodput(replace(result.workload.distserve, name="vLLM"), 0.0)
+    goodput, limits = gain_claims(result)
+    assert goodput.verdict == ClaimVerdict(True, False, False)
+    assert goodput.shown == "inf x (vLLM attains it at no rate)"
+    assert limits.verdict == ClaimVerdict(), "no outcome has been added"
+    result.goodputs["DistServe"] = 0.0
+    assert gain_claims(result)[0].verdict == ClaimVerdict()
 
 
 @pytest.mark.full

@@ -10,7 +10,7 @@ import pytest
 from experiments import emulated, two_machines, two_nodes
 from experiments.__main__ import EMULATED, main
 from experiments.base import ExperimentOptions, claims_table, write_result
-from experiments.claims import ExpectedLimit, PaperClaim
+from experiments.claims import ExpectedLimit, PaperClaim, join_claims
 from experiments.emulated_trials import (
     ENGINES,
     LoadedEngine,
@@ -197,7 +197,7 @@ def test_only_some_experiments_are_emulated(capsys: pytest.CaptureFixture[str]) 
 def test_claims_have_the_figures_of_others_beside_them() -> None:
     claims = [PaperClaim("a", ExpectedLimit(0.5), 0.6), PaperClaim("b", "a plot", None, "1.00 x")]
     others = {"simulated": [replace(claims[0], ours=0.4), replace(claims[1], note="2.00 x")]}
-    first, second = emulated.join_claims(claims, others)
+    first, second = join_claims(claims, others)
     table = claims_table([first, second, PaperClaim("c", "none", None, "3")], "emulated")
     header, _, *rows = ([cell.strip() for cell in line.split("|")] for line in table.splitlines())
     assert header[3:5] == ["emulated", "simulated"]

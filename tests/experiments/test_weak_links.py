@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.claims import PaperClaim
+from experiments.claims import ClaimVerdict, PaperClaim
 from experiments.weak_links import margin_factor, platform_claims
 from experiments.weak_links_directions import compare_directions, far_cells, mean_factor
 from experiments.weak_links_paper import (
@@ -61,8 +61,8 @@ def test_differences_are_named_and_doubtful_rows_are_not_counted() -> None:
     assert not any(each.agrees for each in unchanged if each.kind != "ablation")
 
 
-def test_averages_follow_from_the_platform_table() -> None:
-    """W39: they hold within 0.1 point."""
+def test_averages_of_the_platform_table_are_shown_and_not_judged() -> None:
+    """W39: they hold within 0.1 point, which follows from the paper's own table."""
     figures = {
         (row.setting, system): TrialFigures(0.2, 0.1, 20.0, 100.0)
         for row in PLATFORM_ROWS
@@ -71,7 +71,13 @@ def test_averages_follow_from_the_platform_table() -> None:
     claims = platform_claims(PLATFORM_ROWS, figures)
     stated: list[PaperClaim] = [each for each in claims if "platform's" in each.quantity]
     assert len(stated) == 4
-    assert all(each.verdict.is_met for each in stated)
+    assert all(each.verdict == ClaimVerdict() for each in stated)
+    for each in stated:
+        written, computed = (float(text.split()[0]) for text in (str(each.paper), each.shown))
+        assert computed == pytest.approx(written, abs=0.1)
+    others = [each for each in claims if each not in stated]
+    assert all(each.verdict.is_met is not None for each in others)
+    assert others
 
 
 def test_margins_are_proportional_to_tokens_but_for_one_cell() -> None:

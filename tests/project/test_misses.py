@@ -1,4 +1,4 @@
-"""The explained misses are claims that their pages still miss, with figures that are on linked pages."""
+"""The explained misses are claims that their pages miss, with figures of the pages they link to."""
 
 import re
 from pathlib import Path

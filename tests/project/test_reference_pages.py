@@ -29,8 +29,21 @@ def test_every_claim_of_the_pages_is_counted() -> None:
     assert all(row[-1] in verdicts for each in claims for row in each.rows)
     text = "".join(path.read_text(encoding="utf-8") for path in pages)
     assert sum(each.count("**miss**") for each in claims) == text.count("| **miss** |")
-    named = {each.system for each in claims}
+    parts = [part for each in claims for part in each.split_by_system()]
+    assert sum(len(part.rows) for part in parts) == sum(len(each.rows) for each in claims)
+    named = {each.system for each in parts}
     assert named == {*claims_page.SYSTEMS, claims_page.OWN}
+
+
+def test_own_aims_count_apart_from_the_claims_of_a_paper() -> None:
+    rows = [
+        [text, text, "1", "yes"] for text in ("+10 %", "aim: <= 5 %", "our own aim: <= 0", "aims")
+    ]
+    page = claims_page.PageClaims(Path("tetri.md"), "TetriInfer", rows)
+    papers, own = page.split_by_system()
+    assert (papers.system, [row[0] for row in papers.rows]) == ("TetriInfer", ["+10 %", "aims"])
+    assert (own.system, len(own.rows)) == (claims_page.OWN, 2)
+    assert own.split_by_system() == [own]
 
 
 def test_every_architecture_is_in_the_table() -> None:
