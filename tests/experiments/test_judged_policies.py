@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from experiments import latency_vs_rate, scalability, volatility
+from experiments import latency_vs_rate, scalability, sensitivity, volatility
 from experiments.base import claims_table
 from experiments.claims import PaperClaim
 from experiments.trials import OUR_POLICY, PAPER_POLICY, SETTINGS
@@ -85,3 +85,27 @@ def test_a_gain_of_our_policy_alone_meets_no_claim_of_the_paper() -> None:
     beside_sarathi = scalability.make_claims(speed)[0]
     assert beside_sarathi.verdict.is_met is False
     assert beside_sarathi.beside == {OUR_POLICY: "+100 %"}
+
+
+def test_hyper_parameters_are_judged_under_the_paper_s_rule() -> None:
+    """TTFT that rises with #T in the paper's rule meets the claim; in ours alone it does not."""
+    for rising in (PAPER_POLICY, OUR_POLICY):
+        results = {
+            (policy, field, value): {
+                "ttft": {
+                    "mean": 1.0 + value * (policy == rising) * (field == "prefill_iterations")
+                },
+                "tpot": {"mean": 1.0},
+                "e2el": {"mean": 1.0},
+                "preemptions": 0,
+                "steady_tokens_per_second": 1.0,
+            }
+            for policy in sensitivity.POLICIES
+            for field, values in sensitivity.VALUES.items()
+            for value in values
+        }
+        claims = {each.quantity: each for each in sensitivity.make_claims(results, results)}
+        assert len(claims) == 6
+        claim = claims["throttle-paper: #T 4 to 32, TTFT"]
+        assert claim.verdict.is_met == (rising == PAPER_POLICY)
+        assert claim.beside[OUR_POLICY] == ("+560 %" if rising == OUR_POLICY else "+0 %")
