@@ -141,10 +141,10 @@ class MicroBatchYield:
         self._num_guesses = 0
         self._yield = self._num_tokens
 
-    def count_useful(
+    def add(
         self, num_guesses: int, acceptance: float, chance: float = 1.0, num_missed: float = 0.0
-    ) -> tuple[int, float]:
-        """Return how many guesses of a sequence are worth their time, and how many will be right.
+    ) -> int:
+        """Add guesses of a sequence and return how many are worth their time.
 
         Args:
             num_guesses: guesses that there are.
@@ -160,26 +160,11 @@ class MicroBatchYield:
             rate = self._rate(count, gain, num_missed)
             if rate > best_rate:
                 best, best_gain, best_rate = count, gain, rate
-        return best, best_gain
-
-    def add(
-        self, num_guesses: int, acceptance: float, chance: float = 1.0, num_missed: float = 0.0
-    ) -> int:
-        """Add those guesses of a sequence that are worth their time; return their number.
-
-        For the arguments see `count_useful`.
-        """
-        count, gain = self.count_useful(num_guesses, acceptance, chance, num_missed)
-        if count:
-            self._num_guesses += count
-            self._num_tokens += count - num_missed
-            self._yield += gain - num_missed
-        return count
-
-    def remove_row(self) -> None:
-        """Remove a decode that is left out."""
-        self._num_tokens -= 1
-        self._yield -= 1
+        if best:
+            self._num_guesses += best
+            self._num_tokens += best - num_missed
+            self._yield += best_gain - num_missed
+        return best
 
     def _rate(self, num_guesses: int, gain: float, num_missed: float) -> float:
         """Return the tokens per second with further guesses, in the place of missed rows."""
@@ -297,18 +282,17 @@ class Speculation:
         """Return True if a sequence gains by a window behind the token that is being sampled.
 
         Windows in turn with missed rows are compared with placeholders; that the first window
-        misses a row more is not counted. For the arguments see `count_useful`.
+        misses a row more is not counted. Its guesses are added to the micro-batch already, so that
+        not all sequences wait at once. For the arguments see `count_useful`.
         """
         state = self._sequences[sequence.seq]
         num_guesses = len(sequence.draft_token_ids) - 1  # The first one is of that token.
         num_missed = self._num_missed(num_decodes)
         acceptance = self._acceptance_of(state)
-        count, _ = micro_batch.count_useful(num_guesses, acceptance, num_missed=num_missed)
-        if count:
-            micro_batch.remove_row()
-        else:
-            self._forget(state)
-        return count > 0
+        if micro_batch.add(num_guesses, acceptance, num_missed=num_missed):
+            return True
+        self._forget(state)
+        return False
 
     def _num_missed(self, num_decodes: int) -> float:
         """Return the rows that a window costs its sequence with async scheduling.

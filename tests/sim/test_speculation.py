@@ -12,19 +12,20 @@ from gllm.sim.metrics.run_record import build_run_record
 from gllm.sim.workloads.requests import WorkloadRequest
 
 
-def deployment(acceptance: float | None) -> Deployment:
-    """Four L20 with a 32B model; `acceptance` of guesses, None without speculation."""
+def deployment(acceptance: float | None, stages: int = 4) -> Deployment:
+    """L20s: four with a 32B model, one with a 7B model; `acceptance` of guesses, None without speculation."""
     config = None
     if acceptance is not None:
         config = SpeculativeConfig(4, "synthetic", synthetic_acceptance_rate=acceptance)
     scheduler = SchedulerConfig(speculative_config=config)
-    return roofline_deployment("qwen2.5-32b", "L20", 4, 4096, scheduler=scheduler)
+    model = "qwen2.5-32b" if stages == 4 else "qwen2.5-7b"
+    return roofline_deployment(model, "L20", stages, 4096, scheduler=scheduler)
 
 
-def seconds(acceptance: float | None, num_streams: int) -> float:
+def seconds(acceptance: float | None, num_streams: int, stages: int = 4) -> float:
     """Time until all streams have 64 tokens."""
     jobs = [WorkloadRequest(0.0, 100, 64) for _ in range(num_streams)]
-    record = simulate(deployment(acceptance), jobs)
+    record = simulate(deployment(acceptance, stages), jobs)
     assert all(request.line.num_tokens == 64 for request in record.requests.values())
     return max(request.line.times[-1] for request in record.requests.values())
 
@@ -41,6 +42,16 @@ def test_one_stream_uses_the_stages_that_would_be_idle() -> None:
 def test_many_streams_are_not_slower(acceptance: float) -> None:
     plain = seconds(None, 64)
     assert seconds(acceptance, 64) < 1.03 * plain
+
+
+@pytest.mark.parametrize("num_streams", [2, 16, pytest.param(100, marks=pytest.mark.full)])
+def test_async_scheduling_keeps_its_speed(num_streams: int) -> None:
+    """One stage: wrong guesses cost a few steps, and right ones pay where rows are few."""
+    plain, wrong, right = (
+        seconds(acceptance, num_streams, stages=1) for acceptance in (None, 0.0, 0.9)
+    )
+    assert wrong < 1.05 * plain
+    assert right < (0.7 if num_streams < 100 else 1.01) * plain
 
 
 def test_a_step_log_is_replayed_and_read() -> None:
