@@ -316,7 +316,7 @@ async def wait_until_ready(
         await asyncio.sleep(min(poll_seconds, seconds_left))
     raise TargetServerError(
         f"no server is ready at {base_url} within {seconds:g} s ({reason}): start one, or set "
-        "--base-url"
+        "--port or --base-url"
     )
 
 

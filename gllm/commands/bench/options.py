@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gllm.options.addresses import format_host_port
 from gllm.options.field_types import convert_fields
 from gllm.options.flags import output_file, output_folder, parse_floats, parse_url
 from gllm.options.options import INT32_MAX, MAX_TIMEOUT_SECONDS, option
@@ -79,7 +80,11 @@ class LoadConfig:
 class ServeConfig:
     """Options of `gllm bench serve`: server, requests, arrival times and report."""
 
-    base_url: str = option("http://127.0.0.1:8000", "URL of the server", parse=parse_url)
+    host: str = option("127.0.0.1", "address of the server")
+    port: int = option(8000, "port of the server", ge=1, le=65535)
+    base_url: str | None = option(
+        None, "URL of the server, in place of host and port", parse=parse_url
+    )
     endpoint: str = option("/v1/completions", "endpoint", choices=ENDPOINTS)
     model: str | None = option(None, "model name; default: the first of /v1/models")
     api_key: str | None = option(None, "sent as a bearer token; default: $OPENAI_API_KEY")
@@ -154,7 +159,7 @@ class ServeConfig:
             ValueError: A field is invalid; the message names the field and the fix.
         """
         convert_fields(self)
-        if not self.base_url.startswith(("http://", "https://")):
+        if self.base_url and not self.base_url.startswith(("http://", "https://")):
             raise ValueError(
                 f"base_url is {self.base_url}, but must start with http:// or https://"
             )
@@ -162,6 +167,11 @@ class ServeConfig:
             raise ValueError("prompt_kind is ids, but chat takes only text: use auto or text")
         if self.arrivals is not None and not self.arrivals.startswith(("burst", "replay")):
             raise ValueError(f"arrivals is {self.arrivals!r}, but must be burst:SIZE or replay")
+
+    @property
+    def server_url(self) -> str:
+        """URL of the server."""
+        return self.base_url or f"http://{format_host_port(self.host, self.port)}"
 
     @property
     def chat(self) -> bool:

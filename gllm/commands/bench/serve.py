@@ -96,7 +96,7 @@ def _parse_limit(text: str) -> Slo:
 
 
 async def _benchmark(config: ServeConfig, slo: Slo) -> int:
-    base_url = config.base_url.rstrip("/").removesuffix("/v1")
+    base_url = config.server_url.rstrip("/").removesuffix("/v1")
     url = base_url + config.endpoint
     api_key = config.api_key or os.environ.get("OPENAI_API_KEY")
     async with open_session(config, api_key) as session:
@@ -151,7 +151,7 @@ def _report(config: ServeConfig, model: str, measured: LoadResult, slo: Slo) -> 
         from gllm.commands.bench.report import plot_load
 
         lines = [outcome.timeline for outcome in outcomes if not outcome.failure]
-        names = plot_load(lines, f"{model} at {config.base_url}", Path(config.plot))
+        names = plot_load(lines, f"{model} at {config.server_url}", Path(config.plot))
         print(f"wrote {' and '.join(names)} to {config.plot}")
     if measured.interrupted:
         return 130

@@ -159,6 +159,14 @@ def test_options_that_cannot_be(flags: dict[str, Any], words: str) -> None:
         ServeConfig(**flags)
 
 
+def test_the_server_is_named_by_a_url_or_by_host_and_port() -> None:
+    assert ServeConfig().server_url == "http://127.0.0.1:8000"
+    assert ServeConfig(host="::1", port=8001).server_url == "http://[::1]:8001"
+    assert ServeConfig(base_url="https://h.example", port=1).server_url == "https://h.example"
+    with pytest.raises(ValueError, match="port"):
+        ServeConfig(port=0)
+
+
 def test_a_burst_needs_a_rate() -> None:
     with pytest.raises(ValueError, match="rate is inf"):
         plan_load(ServeConfig(load=LoadConfig("fixed:1,1", 3), arrivals="burst:3"), 10)
