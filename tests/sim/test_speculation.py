@@ -13,7 +13,10 @@ from gllm.sim.workloads.requests import WorkloadRequest
 
 
 def deployment(acceptance: float | None, stages: int = 4) -> Deployment:
-    """L20s: four with a 32B model, one with a 7B model; `acceptance` of guesses, None without speculation."""
+    """Four L20s with a 32B model, or one with a 7B model.
+
+    acceptance: rate of right guesses; None without speculation.
+    """
     config = None
     if acceptance is not None:
         config = SpeculativeConfig(4, "synthetic", synthetic_acceptance_rate=acceptance)
