@@ -220,7 +220,7 @@ class ConfigReader:
         if value is not None and value not in allowed:
             good = " or ".join(repr(value) for value in allowed if value is not None) or "null"
             raise ModelError(
-                f"config.json: {name} {value!r:.80} is not implemented, only {good} is"
+                f"config.json: {name} {value!r:.80} is not implemented, only {good:.200} is"
             )
 
     def flatten(self, name: str) -> None:
