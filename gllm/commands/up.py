@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, TextIO
 import msgspec
 
 from gllm.observability.logs import LogConfig, configure_logging
-from gllm.options.flags import FlagParser, FlagType, input_file, number_type
+from gllm.options.flags import FlagParser, FlagType, input_file, number_type, output_folder
 from gllm.plan.emit.registry import EMITTERS, IMAGE, EmitOptions, emit_manifests
 from gllm.plan.emulated_plan import NODE as EMULATED_NODE
 from gllm.plan.emulated_plan import choose_max_model_len, emulate_plan, pin_emulated_ports
@@ -104,8 +104,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--step-logs",
+        type=FlagType(output_folder),
         metavar="FOLDER",
-        help="folder for the step log of each engine, ENGINE.jsonl, which `gllm plan diff` reads",
+        help="folder for the step log of each engine, ENGINE.jsonl, which `gllm plan diff` reads; "
+        "it is made on this machine if it is missing",
     )
     parser.add_argument(
         "--replan",
@@ -174,6 +176,12 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.dry_run:
         print("\n".join(format_command(spec) for spec in specs))
         return 0
+    if arguments.step_logs:
+        try:
+            Path(arguments.step_logs).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            print(f"gllm up: --step-logs: {error}", file=sys.stderr)
+            return 2
     # Imported late: --dry-run and --emit need none of it.
     from gllm.deploy.logged_process import LocalProcess
 

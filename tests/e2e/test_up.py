@@ -50,7 +50,8 @@ def test_two_engines_and_a_router_serve_and_end_in_order(
     plan = local_plan("a", "b")
     assert plan.router is not None
     url = f"http://127.0.0.1:{plan.router.port}"
-    with running_up(plan, tmp_path, "--step-logs", str(tmp_path)) as up:
+    folder = tmp_path / "run" / "logs"
+    with running_up(plan, tmp_path, "--step-logs", str(folder)) as up:
         up.wait_until_ready()
         assert up.output.read_text() == f"gllm up: router is ready at {url}\n"
         assert complete(url, "Once upon a time")["usage"]["completion_tokens"] == 12
@@ -61,7 +62,7 @@ def test_two_engines_and_a_router_serve_and_end_in_order(
         drains = [line for line in up.log.splitlines() if "draining" in line]
         assert drains[0].startswith("router | ")
         assert {line.partition(" ")[0] for line in drains[1:]} == {"a", "b"}
-    logs = [str(tmp_path / f"{name}.jsonl") for name in "ab"]
+    logs = [str(folder / f"{name}.jsonl") for name in "ab"]
     assert diff.main([str(tmp_path / "plan.yaml"), *logs, "--json"]) == 0
     figures = {row["name"]: row["measured"] for row in json.loads(capsys.readouterr().out)}
     assert figures["startup, s"] > 0
