@@ -13,6 +13,7 @@ from gllm.config.hf_overrides import OVERRIDES_HELP, convert_hf_overrides, parse
 from gllm.config.kv_backends import AUTO, check_backend_name
 from gllm.config.kv_events import KvEventsConfig, parse_kv_events
 from gllm.config.link_encodings import LINK_ENCODINGS, PLAIN
+from gllm.config.weight_cache import check_weight_cache, parse_weight_cache
 from gllm.options.addresses import parse_host_port, undialable_reason
 from gllm.options.degrees import as_degrees, expand_degrees
 from gllm.options.field_types import FieldError, convert_fields
@@ -51,6 +52,9 @@ KV_CACHE_DTYPES = (
 SPECULATION_ON_GPU = (
     "speculative_config: speculation has no sampler for GPUs: set device to cpu, or leave "
     "speculative_config out"
+)
+WEIGHT_CACHE_ON_GPU = (
+    "weight_cache has weights as the kernels of CPUs read them: leave it out, or set device to cpu"
 )
 MAX_RANKS = 64
 """Most workers of one stage; a worker gets an edge to each worker of the next stage."""
@@ -165,6 +169,14 @@ class EngineConfig:
         le=INT64_MAX,
         parse=parse_bytes,
         is_common=True,
+    )
+    weight_cache: str | None = option(
+        None,
+        "FOLDER or FOLDER:SIZE, such as /var/cache/gllm:20GiB: the workers of CPUs write packed "
+        "weights to files there and map them, so that restarts need not read and pack the model "
+        "and all engines of a model on the machine share its memory; default: off; without a size "
+        "at most half of the file system",
+        parse=check_weight_cache,
     )
     threads: int | None = option(
         None,
@@ -306,6 +318,7 @@ class EngineConfig:
                 f"{stages} stages (pipeline_parallel_size)"
             )
         self._check_speculation()
+        self._check_weight_cache()
         self._check_kv_transfer()
         address = self.kv_events_config.exposed_address if self.kv_events_config else None
         if address is not None and not self.trusted_network:
@@ -325,6 +338,17 @@ class EngineConfig:
                 "speculative_config: method synthetic guesses the made-up texts of emulated "
                 "devices: choose method ngram, or an emulated device",
             )
+
+    def _check_weight_cache(self) -> None:
+        """Check the syntax of `weight_cache`, and that the device may be a CPU."""
+        if self.weight_cache is None:
+            return
+        if self.device not in ("auto", "cpu"):
+            raise FieldError("weight_cache", f"{WEIGHT_CACHE_ON_GPU}, not {self.device}")
+        try:
+            parse_weight_cache(self.weight_cache)
+        except ValueError as error:
+            raise FieldError("weight_cache", f"weight_cache: {error}") from None
 
     def _check_kv_transfer(self) -> None:
         """Check `kv_transfer`, whose caches are in the memory of this machine."""

@@ -26,6 +26,7 @@ from gllm.models.ranks import Ranks
 from gllm.models.spec.attention import AttentionSpec, LatentAttentionSpec
 from gllm.models.spec.model import ModelSpec, PerLayerEmbeddingSpec
 from gllm.models.spec.parts import DimensionShard, QueryScaleSpec, RopeSpec
+from gllm.models.weight_cache.weight_cache import WeightCache
 
 HEAD_ROWS = 256
 """Rows for which the LM head computes logits at once; its output is as wide as the vocabulary."""
@@ -245,6 +246,49 @@ class ReusableParts:
     ranks: Ranks | None = None
     """Tensor parallel rank of the loaded stages; None without stages."""
 
+    def find_in(self, cache: WeightCache, model: ModelSpec, layers: range) -> None:
+        """Add what a cache of packed weights has of a stage's other parts.
+
+        Args:
+            cache: whose modules have the same `ranks`.
+            model: the whole model, or the part of this rank.
+            layers: indices of the stage's layers.
+        """
+        for index in layers:
+            if index not in self.layers and (cached := cache.load(index)) is not None:
+                self.layers[index], self.part_bytes[index] = cached
+        if self.ends is not None:
+            return
+        if not has_ends(model, layers):
+            self.ends, self.part_bytes[ENDS] = (None, None), 0
+        elif (cached := cache.load(ENDS)) is not None:
+            (*ends, self.per_layer_embedding), self.part_bytes[ENDS] = cached
+            self.ends = ends[0], ends[1]
+
+
+def has_ends(model: ModelSpec, layers: range) -> bool:
+    """Return True if a stage has the embedding, the LM head or both."""
+    return layers.stop == model.num_layers or model.reads_token_ids(layers)
+
+
+def describe_stage_part(model: ModelSpec, layers: range, index: int) -> object:
+    """Return all of a model's specification that decides a part of a stage.
+
+    Args:
+        model: the whole model, or the part of this rank.
+        layers: indices of the stage's layers.
+        index: of the layer; `ENDS` for embedding and LM head.
+    """
+    shared = model.hidden_size, model.quantization
+    if index != ENDS:
+        return model.layer_name_format.format(index), model.layers[index], *shared
+    per_layer = model.per_layer_embedding
+    return (
+        *(layers.stop == model.num_layers, model.reads_token_ids(layers)),
+        *(model.embedding, model.head, model.norm, model.vocab_size),
+        *(per_layer, None if per_layer is None else layers, *shared),
+    )
+
 
 def find_reusable_parts(
     stages: "Sequence[ModelStage]", layers: range, num_layers: int
@@ -311,6 +355,7 @@ class ModelStage:
         layers: range,
         max_model_len: int,
         held: "ReusableParts | None" = None,
+        cache: WeightCache | None = None,
     ) -> None:
         """Read the weights of a stage, except for parts that are in memory already.
 
@@ -321,6 +366,7 @@ class ModelStage:
             max_model_len: longest sequence served, in tokens; selects the factors of longrope.
             held: parts of other stages of this process, with the same `ranks` as the weights; None
                 for none.
+            cache: to which the parts that are read are written; None for none.
 
         Raises:
             ModelError: the checkpoint does not fit the model.
@@ -346,12 +392,17 @@ class ModelStage:
         }
         modules = []
         for spec, index in zip(specs, layers, strict=True):
-            before = weights.num_bytes
-            module = held.layers.get(index) or DecoderLayer(
-                spec, weights.at(model.layer_name_format.format(index)), model.hidden_size
-            )
+            module = held.layers.get(index)
+            if module is not None:
+                self.part_bytes[index] = held.part_bytes[index]
+            else:
+                before = weights.num_bytes
+                names = weights.at(model.layer_name_format.format(index))
+                module = DecoderLayer(spec, names, model.hidden_size)
+                self.part_bytes[index] = weights.num_bytes - before
+                if cache is not None:
+                    module = cache.store(index, module, self.part_bytes[index])
             modules.append(module)
-            self.part_bytes[index] = held.part_bytes.get(index, weights.num_bytes - before)
         self.layers = DecoderLayers(modules, specs, model.hidden_size)
         self.head: LMHead | None
         self.embedding: Embedding | None
@@ -367,6 +418,10 @@ class ModelStage:
                     per_layer, weights, layers, model.hidden_size
                 )
             self.part_bytes[ENDS] = weights.num_bytes - before
+            if cache is not None and has_ends(model, layers):
+                parts = self.head, self.embedding, self.per_layer_embedding
+                parts = cache.store(ENDS, parts, self.part_bytes[ENDS])
+                self.head, self.embedding, self.per_layer_embedding = parts
         self.ranks = weights.ranks
         """The ranks that compute this stage together; they join the groups of each epoch."""
 

@@ -9,6 +9,7 @@ MACHINE_FIELDS = frozenset(
         # Paths on the machine; the hash of the model is compared instead.
         "model",
         "tokenizer",
+        "weight_cache",
         # Resources of the machine.
         "threads",
         "device",
@@ -34,6 +35,7 @@ OWN_FIELDS = frozenset(
         "attention_backend",
         "debug_step_seconds",
         "kv_transfer_address",
+        "weight_cache",
     }
 )
 """Fields of MACHINE_FIELDS of which a machine uses its own value, not that of the head."""

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from gllm.config.engine import EngineConfig
+from gllm.config.engine import WEIGHT_CACHE_ON_GPU, EngineConfig
+from gllm.config.weight_cache import parse_weight_cache
 from gllm.kernels.attention_backends import (
     AttentionRequirements,
     BackendChoice,
@@ -35,9 +36,18 @@ from gllm.models.attention import LayerCache, head_shape
 from gllm.models.config import ModelConfig
 from gllm.models.hub import require_tokenizer
 from gllm.models.loader import Checkpoint, Weights
+from gllm.models.ranks import Ranks
 from gllm.models.shard import shard, unsupported_shard_reason
 from gllm.models.spec.layer import LayerSpec
-from gllm.models.stage import ModelStage, ReusableParts, estimate_bytes, find_reusable_parts
+from gllm.models.stage import (
+    ModelStage,
+    ReusableParts,
+    describe_stage_part,
+    estimate_bytes,
+    find_reusable_parts,
+    has_ends,
+)
+from gllm.models.weight_cache.weight_cache import WeightCache
 from gllm.options.field_types import FieldError
 from gllm.runtime.worker.batch import Batch, BatchConfig, BlockTables, build_inputs, plan_windows
 from gllm.runtime.worker.device import (
@@ -166,6 +176,9 @@ class Executor(ABC):
         """Type of activations and arithmetic."""
         check_quantization(engine_config.quantization, device.type)
         self._quantization = engine_config.quantization
+        self._weight_cache = engine_config.weight_cache
+        if self._weight_cache is not None and device.type == "cuda":
+            raise FieldError("weight_cache", WEIGHT_CACHE_ON_GPU)
         self._overrides = engine_config.hf_overrides
         self._tokenizer = engine_config.tokenizer
         self.device = device
@@ -249,6 +262,8 @@ class Executor(ABC):
         limit_bytes: float,
     ) -> None:
         """Read the parts of the stage that are not held; see `load`."""
+        if (cache := self._open_weight_cache(folder, held)) is not None:
+            held.find_in(cache, self.model, self.layers)
         with Checkpoint(
             folder,
             self.dtype,
@@ -268,8 +283,26 @@ class Executor(ABC):
             # Tensors created beside the weights (rotary frequencies) belong on the device too.
             with self.device:
                 model, max_len = checkpoint.model, self._max_model_len
-                self._stage = ModelStage(model, weights, self.layers, max_len, held)
+                self._stage = ModelStage(model, weights, self.layers, max_len, held, cache)
             checkpoint.check_all_read()
+        if cache is not None:
+            cache.log_use(len(self.layers) + has_ends(self.model, self.layers))
+
+    def _open_weight_cache(self, folder: Path, held: ReusableParts) -> WeightCache | None:
+        """Return the cache of packed weights that is configured; None without one."""
+        if self._weight_cache is None or self.device.type != "cpu":
+            return None
+        held.ranks = held.ranks or Ranks(self._rank, self._num_ranks)
+        facts = {
+            "dtype": str(self.dtype),
+            "quantization": self._quantization,
+            "rank": [self._rank, self._num_ranks],
+            "kernels": describe_kernels(self.dtype),
+            "overrides": self._overrides,
+        }
+        describe = partial(describe_stage_part, self.model, self.layers)
+        options = parse_weight_cache(self._weight_cache)
+        return WeightCache(options, folder, facts, describe, held.ranks)
 
     @property
     def stage(self) -> ModelStage:
