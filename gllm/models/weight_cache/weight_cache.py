@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -181,7 +181,8 @@ class WeightCache:
     def _locate(self, index: int) -> tuple[str, Path]:
         """Return the key and the path of a part. Raises NotEncodableError."""
         described = encode_part(self._describe(index), self._ranks).tree
-        key = json.dumps({**self._facts, "content": self._name.content, "part": described})
+        facts = {**self._facts, "build": hash_build(), "content": self._name.content}
+        key = json.dumps({**facts, "part": described})
         name = PartName(self._name.version, self._name.source, self._name.content, _digest(32, key))
         return key, self._root / str(name)
 
@@ -237,12 +238,21 @@ def read_file_status(model_folder: Path) -> list[tuple[str, int, int]]:
 
 @cache
 def hash_code() -> str:
-    """Return a digest of the code that packs and reads weights, and of the compiled kernels."""
+    """Return a digest of the code that packs and reads weights, without compiled kernels."""
     root = Path(__file__).parents[2]
-    paths = sorted(path for room in CODE_ROOMS for path in (root / room).rglob("*.py"))
-    build = select_build().path
+    return _hash_files(sorted(path for room in CODE_ROOMS for path in (root / room).rglob("*.py")))
+
+
+@cache
+def hash_build() -> str:
+    """Return a digest of the compiled kernels in use, of which a machine may use several."""
+    path = select_build().path
+    return _hash_files([] if path is None else [path])
+
+
+def _hash_files(paths: Iterable[Path]) -> str:
     digest = hashlib.sha256()
-    for path in [*paths, *([] if build is None else [build])]:
+    for path in paths:
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
 

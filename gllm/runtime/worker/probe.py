@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -147,7 +147,10 @@ class LayerProbe:
         """
         if num_gpus is None:
             num_gpus = count_gpus(assignment.config.device)
-        self._backend = create_backend(assignment, model, num_gpus, layers)
+        # It measures any layers, which would stay in the cache although no stage maps them.
+        config = replace(assignment.config, weight_cache=None)
+        measured = msgspec.structs.replace(assignment, config=config)
+        self._backend = create_backend(measured, model, num_gpus, layers)
         self._clock = clock
         self._folder = Path(assignment.model_folder)
         self._slowdown = assignment.config.slowdown_of(assignment.stage)

@@ -130,6 +130,18 @@ def test_files_of_another_version_of_the_code_go(
     assert not paths(folder)
 
 
+def test_engines_with_other_compiled_kernels_keep_their_files(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(open_cache(folder, model), 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(weight_cache, "hash_build", lambda: "of another build")
+        assert held(open_cache(folder, model), 0) == []
+        fill(open_cache(folder, model), 0)
+    assert held(open_cache(folder, model), 0) == [0]
+    assert len(paths(folder)) == 2
+
+
 def test_the_code_has_one_digest() -> None:
     assert len(weight_cache.hash_code.__wrapped__()) == 64
     assert weight_cache.hash_code.__wrapped__() == weight_cache.hash_code()

@@ -1,0 +1,117 @@
+"""Servers with a cache of packed weights: text as without, one copy of the weights for all."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gllm.config.sampling import SamplingParams
+from gllm.engine.llm import LLM
+from tests.support.servers.server import Server, serving, stages
+
+BODY: dict[str, Any] = {
+    "prompt": "One copy",
+    "max_tokens": 24,
+    "temperature": 0,
+    "ignore_eos": True,
+}
+
+
+def text_of(server: Server) -> str:
+    """Return the text of a greedy completion."""
+    status, answer = server.post("/v1/completions", BODY)
+    assert status == 200
+    text: str = answer["choices"][0]["text"]
+    return text
+
+
+def mapped_inodes(server: Server) -> set[int]:
+    """Return the files of packed weights that the workers of a server map, each read-only."""
+    lines = [
+        line.split()
+        for pid in stages(server.pid).values()
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
+        if line.endswith(".weights")
+    ]
+    assert {line[1] for line in lines} == {"r--s"}
+    return {int(line[4]) for line in lines}
+
+
+def inodes(cache: Path) -> set[int]:
+    """Return the files of the folder."""
+    return {path.stat().st_ino for path in cache.iterdir()}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_one_copy_for_restarts_deaths_cuts_and_other_engines(
+    tiny_model: Path, tmp_path: Path, quantization: str
+) -> None:
+    cache = tmp_path / "cache"
+    plain = ["--pp", "2", "--quantization", quantization]
+    flags = [*plain, "--weight-cache", f"{cache}:1GiB"]
+    with serving(tiny_model, *plain) as server:
+        expected = text_of(server)
+    with serving(tiny_model, *flags) as first:
+        assert text_of(first) == expected
+        files = inodes(cache)
+        # Four layers, embedding and LM head.
+        assert len(files) == 6
+        assert mapped_inodes(first) == files
+        with serving(tiny_model, *flags, "--layers", "1,3") as second:
+            assert text_of(second) == expected
+            assert mapped_inodes(second) == files
+        os.kill(stages(first.pid)[1], signal.SIGKILL)
+        # The request waits for the recovery.
+        assert text_of(first) == expected
+        assert mapped_inodes(first) == files
+    with serving(tiny_model, *flags) as restarted:
+        assert text_of(restarted) == expected
+        assert mapped_inodes(restarted) == files
+    assert inodes(cache) == files
+
+
+@pytest.mark.full
+def test_ranks_share_their_parts(tiny_model: Path, tmp_path: Path) -> None:
+    plain = ["--pp", "2", "--tp", "2,1", "--layers", "2,2"]
+    flags = [*plain, "--weight-cache", str(tmp_path / "cache")]
+    with serving(tiny_model, *plain) as server:
+        expected = text_of(server)
+    for _ in range(2):
+        with serving(tiny_model, *flags) as server:
+            assert text_of(server) == expected
+        # Two layers and the embedding of each rank, two layers and the LM head.
+        assert len(inodes(tmp_path / "cache")) == 9
+
+
+@pytest.mark.full
+def test_an_embedded_engine_shares_the_weights_of_a_server(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    cache = str(tmp_path / "cache")
+    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    with serving(tiny_model, "--weight-cache", cache) as server:
+        expected = text_of(server)
+        files = inodes(tmp_path / "cache")
+        with LLM(str(tiny_model), progress=False, threads=1, weight_cache=cache) as llm:
+            (output,) = llm.generate([BODY["prompt"]], greedy)
+    assert output.outputs[0].text == expected
+    assert inodes(tmp_path / "cache") == files
+
+
+@pytest.mark.full
+def test_a_server_without_room_says_so_once_and_serves(tiny_model: Path, tmp_path: Path) -> None:
+    with serving(tiny_model, "--pp", "1") as server:
+        expected = text_of(server)
+    (tmp_path / "cache").mkdir(mode=0o500)
+    flags = ["--weight-cache", f"{tmp_path / 'cache'}"]
+    if not os.geteuid():
+        # Nothing is forbidden to root: a file in place of the folder is.
+        (tmp_path / "cache").rmdir()
+        (tmp_path / "file").touch()
+        flags = ["--weight-cache", "/proc/gllm"]
+    with serving(tiny_model, *flags) as server:
+        assert text_of(server) == expected
+        assert server.log.count("the weights are read from the model") == 1
