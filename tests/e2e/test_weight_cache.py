@@ -2,6 +2,7 @@
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from gllm.config.sampling import SamplingParams
 from gllm.engine.llm import LLM
-from tests.support.servers.server import Server, serving, stages
+from tests.support.servers.server import Server, serving, stages, wait_until
 
 BODY: dict[str, Any] = {
     "prompt": "One copy",
@@ -17,6 +18,12 @@ BODY: dict[str, Any] = {
     "temperature": 0,
     "ignore_eos": True,
 }
+
+
+def answers_ready(server: Server) -> bool:
+    """Return True if a server is ready. Fails if it has ended."""
+    assert server.process.poll() is None, server.log
+    return server.status("/ready") == 200
 
 
 def text_of(server: Server) -> str:
@@ -71,6 +78,24 @@ def test_one_copy_for_restarts_deaths_cuts_and_other_engines(
         assert text_of(restarted) == expected
         assert mapped_inodes(restarted) == files
     assert inodes(cache) == files
+
+
+@pytest.mark.full
+def test_servers_that_start_at_once_map_the_same_files(tiny_model: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    flags = ["--pp", "2", "--layers", "2,2", "--threads", "1", "--weight-cache", str(cache)]
+    servers = [Server(str(tiny_model), *flags) for _ in range(3)]
+    try:
+        for server in servers:
+            wait_until(partial(answers_ready, server))
+        assert len({text_of(server) for server in servers}) == 1
+        files = inodes(cache)
+        assert len(files) == 6
+        assert [mapped_inodes(server) for server in servers] == [files] * 3
+    finally:
+        for server in servers:
+            server.process.kill()
+            server.process.wait()
 
 
 @pytest.mark.full

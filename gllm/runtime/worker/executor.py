@@ -297,7 +297,8 @@ class Executor(ABC):
             "dtype": str(self.dtype),
             "quantization": self._quantization,
             "rank": [self._rank, self._num_ranks],
-            "kernels": describe_kernels(self.dtype),
+            # Rates of recurrent layers and some scales are computed by torch.
+            "kernels": [describe_kernels(self.dtype), torch.backends.cpu.get_cpu_capability()],
             "overrides": self._overrides,
         }
         describe = partial(describe_stage_part, self.model, self.layers)
