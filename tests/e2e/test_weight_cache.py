@@ -1,7 +1,9 @@
 """Servers with a cache of packed weights: text as without, one copy of the weights for all."""
 
 import os
+import shutil
 import signal
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,6 +98,60 @@ def test_servers_that_start_at_once_map_the_same_files(tiny_model: Path, tmp_pat
         for server in servers:
             server.process.kill()
             server.process.wait()
+
+
+def save_larger_model(tiny_model: Path, folder: Path) -> int:
+    """Write a random model of about 100 MB with the tokenizer of the tiny one; its bytes."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=402,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=2,
+    )
+    transformers.Qwen3ForCausalLM(config).bfloat16().save_pretrained(folder)
+    for path in tiny_model.glob("*token*"):
+        shutil.copy(path, folder)
+    return (folder / "model.safetensors").stat().st_size
+
+
+def pss_bytes(servers: list[Server]) -> int:
+    """Return the memory of all workers of servers, in which shared pages count in equal parts."""
+    pids = [pid for server in servers for pid in stages(server.pid).values()]
+    lines = [
+        line.split()
+        for pid in pids
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    ]
+    return sum(int(line[1]) * 1024 for line in lines if line[0] == "Pss:")
+
+
+@pytest.mark.full
+def test_three_engines_have_the_weights_in_memory_once(tiny_model: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    weight_bytes = save_larger_model(tiny_model, model)
+    flags = ["--pp", "1", "--dtype", "bfloat16", "--kv-cache-memory", "32MiB"]
+    sizes: dict[str, list[int]] = {}
+    for name, more in (("off", []), ("on", ["--weight-cache", str(tmp_path / "cache")])):
+        with ExitStack() as stack:
+            servers: list[Server] = []
+            sizes[name] = []
+            for _ in range(3):
+                servers.append(stack.enter_context(serving(model, *flags, *more)))
+                text_of(servers[-1])
+                sizes[name].append(pss_bytes(servers))
+    saved = sizes["off"][-1] - sizes["on"][-1]
+    # Less what the first engine has packed and not returned to the system.
+    assert 1.5 * weight_bytes < saved < 2.3 * weight_bytes, sizes
 
 
 @pytest.mark.full

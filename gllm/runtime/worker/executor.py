@@ -54,6 +54,7 @@ from gllm.runtime.worker.device import (
     check_quantization,
     choose_cache_dtype,
     choose_compute_dtype,
+    trim_memory,
 )
 from gllm.runtime.worker.grammars import GuideFactory
 from gllm.runtime.worker.kv_cache import (
@@ -287,6 +288,8 @@ class Executor(ABC):
             checkpoint.check_all_read()
         if cache is not None:
             cache.log_use(len(self.layers) + has_ends(self.model, self.layers))
+            # What was packed before it was mapped.
+            trim_memory()
 
     def _open_weight_cache(self, folder: Path, held: ReusableParts) -> WeightCache | None:
         """Return the cache of packed weights that is configured; None without one."""
