@@ -327,6 +327,16 @@ class EngineConfig:
                 "them: use a loopback address, or set trusted_network if all of them may"
             )
 
+    @property
+    def keeps_kv_cache(self) -> bool:
+        """True if a recovery may use the KV blocks of before the death, through the prefix cache.
+
+        With `kv_transfer` another engine's late bytes may arrive in a block that has another owner
+        by then, so that each epoch has a new cache.
+        """
+        has_recoveries = self.max_restarts > 0 and not self.is_emulated
+        return has_recoveries and self.scheduler.prefix_cache and self.kv_transfer is None
+
     def _check_speculation(self) -> None:
         """Check `speculative_config` against the device."""
         config = self.scheduler.speculative_config

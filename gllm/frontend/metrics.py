@@ -205,6 +205,14 @@ COUNTERS = {
     "prefix_cache_hits": ("prefix_hits", "Prompt tokens found in the prefix cache"),
     "prefill_tokens": ("prefill_tokens", "Prompt tokens computed"),
     "decode_tokens": ("decode_tokens", "Tokens computed in decode"),
+    "resumed_tokens_cached": (
+        "resumed_cached_tokens",
+        "Tokens of resumed sequences whose KV blocks were kept",
+    ),
+    "resumed_tokens_computed": (
+        "resumed_computed_tokens",
+        "Tokens of resumed sequences that were computed again",
+    ),
 }
 """Counters: field of the scheduler's statistics and help text, by name."""
 STAGE_COUNTERS = {

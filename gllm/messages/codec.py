@@ -111,6 +111,7 @@ ToWorker = (
     | RejectedRequest
     | AbortSequences
     | kv_cache.WatchKvCache
+    | kv_cache.AdoptKvBlocks
     | reports.LinkTimes
     | handoff.PrefetchKv
     | handoff.ReleaseKvHolds

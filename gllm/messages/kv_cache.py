@@ -16,6 +16,16 @@ class WatchKvCache(WireMessage, frozen=True):
     """True to report the token ids of the blocks, as far as they are known."""
 
 
+class AdoptKvBlocks(WireMessage, frozen=True):
+    """Command to a new driver: begin with the KV blocks of the epoch before.
+
+    It comes before the first request, once all workers have their KV caches.
+    """
+
+    blocks: bytes
+    """Blocks that are intact on all workers, as a bit per block (recovery/kept_blocks.py)."""
+
+
 class KvCacheEvents(WireMessage, frozen=True):
     """KV blocks added to and removed from an engine's prefix cache since the previous message.
 

@@ -81,6 +81,9 @@ class StageReady(WireMessage, frozen=True):
     stage: int
     kv_layout: KvLayout | None = None
     """Layout of the KV cache in StageAssignment.kv_memory; None without --kv-transfer."""
+    intact_blocks: bytes = b""
+    """KV blocks of the earlier worker in this place, as a bit per block (recovery/kept_blocks.py);
+    empty for none."""
 
 
 class StageFailed(ProcessMessage, frozen=True):

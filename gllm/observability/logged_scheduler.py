@@ -1,6 +1,6 @@
 """Scheduler that writes a step log, and the repetition of logged calls."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -9,6 +9,7 @@ import msgspec
 from gllm.observability.step_log import (
     AbortEvent,
     AddEvent,
+    AdoptEvent,
     CommitEvent,
     DepthEvent,
     KvTransferCall,
@@ -68,6 +69,12 @@ class LoggedScheduler(Scheduler):
         """Log the reset of the prefix cache and empty it."""
         self._write(ResetPrefixCacheEvent(self._clock()))
         super().reset_prefix_cache()
+
+    def adopt_blocks(self, digests: Mapping[int, bytes]) -> None:
+        """Log the blocks of an earlier scheduler and fill the prefix cache with them."""
+        encoded = {block: digest.hex() for block, digest in digests.items()}
+        self._write(AdoptEvent(self._clock(), encoded))
+        super().adopt_blocks(digests)
 
     def set_depth(
         self, depth: int, max_prefill_tokens: int | None = None, is_mixed: bool = False
@@ -214,6 +221,9 @@ def replay_event(scheduler: Scheduler, event: StepLogEvent) -> StepPlan | None:
             scheduler.abort(event.seqs)
         case ResetPrefixCacheEvent():
             scheduler.reset_prefix_cache()
+        case AdoptEvent():
+            encoded = event.digests.items()
+            scheduler.adopt_blocks({block: bytes.fromhex(digest) for block, digest in encoded})
         case DepthEvent():
             scheduler.set_depth(event.depth, event.max_prefill_tokens, event.is_mixed)
         case CommitEvent():

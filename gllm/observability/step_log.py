@@ -146,6 +146,14 @@ class ResetPrefixCacheEvent(msgspec.Struct, frozen=True, tag_field="event", tag=
     time: float
 
 
+class AdoptEvent(msgspec.Struct, frozen=True, tag_field="event", tag="adopt"):
+    """Event of a step log: the prefix cache began with blocks of the epoch before."""
+
+    time: float
+    digests: dict[int, str]
+    """Prefix-cache hash in hexadecimal by block."""
+
+
 class DepthEvent(msgspec.Struct, frozen=True, tag_field="event", tag="depth"):
     """Event of a step log: the limit of micro-batches in flight (pipeline depth) changed.
 
@@ -212,6 +220,7 @@ StepLogEvent = (
     | AddEvent
     | AbortEvent
     | ResetPrefixCacheEvent
+    | AdoptEvent
     | DepthEvent
     | ScheduleEvent
     | CommitEvent

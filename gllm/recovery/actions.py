@@ -94,6 +94,8 @@ class AssignEpoch(Action, frozen=True):
     """
 
     placement: Placement
+    keeps_kv_cache: bool = False
+    """True if the workers may use the KV caches of their predecessors in the same places."""
 
 
 class InitializeCaches(Action, frozen=True):

@@ -33,6 +33,7 @@ from gllm.recovery.actions import (
     RejectParked,
     WarmUp,
 )
+from gllm.recovery.kept_blocks import has_same_places
 from gllm.recovery.node_layout import NodeShape
 from gllm.recovery.placement import LOCAL_NODE, Placement, RankName
 from gllm.recovery.planned_changes import (
@@ -110,6 +111,8 @@ class Recovery:
         knows."""
         self._was_poisoned = False
         """True if a request ended the last epoch."""
+        self._served: Placement | None = None
+        """Placement of the last epoch if it has served, else None."""
         self._ready_since = math.inf
         """Time since which the engine is ready; infinity while it is not."""
         self._assignments = RetryRecord()
@@ -397,6 +400,7 @@ class Recovery:
             return []
         self.state = RecoveryState.READY
         self.has_been_ready = True
+        self._served = self.placement
         self.recovering_since, self.is_overdue = None, False
         self._ready_since = now
         self._assignments, self._connections = RetryRecord(), RetryRecord()
@@ -650,7 +654,18 @@ class Recovery:
         self.placement = self._stages.make_placement(self.epoch)
         self._loading_since = now
         self._begin_phase(RecoveryState.LOADING, now)
-        return [AssignEpoch(self.placement)]
+        return [AssignEpoch(self.placement, self._can_keep_kv_cache(self.placement))]
+
+    def _can_keep_kv_cache(self, placement: Placement) -> bool:
+        """Return True if a new epoch may begin with the KV blocks of the one before.
+
+        Not if that one has not served, or if a worker has died twice without a finished step
+        between: the blocks might be the cause.
+        """
+        served, self._served = self._served, None
+        if served is None or self._pool.most_deaths > 1:
+            return False
+        return has_same_places(served, placement)
 
     def _prepare_change(self, now: float) -> list[Action]:
         """Prepare what the next epoch needs, while the present one serves."""

@@ -72,6 +72,11 @@ class WorkerPool:
         """True if every worker with a stage has finished the current phase."""
         return all(worker.has_finished_phase for worker in self.placed)
 
+    @property
+    def most_deaths(self) -> int:
+        """Most deaths of one rank since the last completed step."""
+        return max((place.num_deaths for place in self.places), default=0)
+
     def running(self, sender: int) -> WorkerRecord | None:
         """Return a worker process; None if it has exited or was killed."""
         worker = self.workers.get(sender)

@@ -6,10 +6,10 @@ reference are evicted least recently used first.
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from gllm.scheduler.cache_events import CacheEventLog
 from gllm.scheduler.state_slots import StateCache
@@ -58,6 +58,22 @@ def root_hash(cache_salt: str) -> bytes:
     return blake2b(cache_salt.encode(), digest_size=HASH_BYTES).digest()
 
 
+class BlockHashStore(Protocol):
+    """Interface of a copy of the prefix cache's hashes by block, which outlives the process.
+
+    A block is removed before any step that writes to it is returned by the scheduler.
+    """
+
+    def store(self, block: int, digest: bytes) -> None:
+        """Record the hash of a block that was added to the prefix cache."""
+
+    def remove(self, block: int) -> None:
+        """Record that a block was removed from the prefix cache."""
+
+    def clear(self) -> None:
+        """Record that all blocks were removed from the prefix cache."""
+
+
 class BlockPoolSnapshot(NamedTuple):
     """Copy of the block pool's state: each block is referenced, cached but evictable, or free."""
 
@@ -96,6 +112,8 @@ class BlockPool:
         self.event_log: CacheEventLog | None = None
         """Records which hashes are removed; None if nobody watches. The owner of the hash chains
         adds the stored ones."""
+        self.hash_store: BlockHashStore | None = None
+        """Copy of the hashes by which a later pool can adopt the blocks; None without one."""
 
     @property
     def digests(self) -> Collection[bytes]:
@@ -106,6 +124,39 @@ class BlockPool:
         """Return the present state of all blocks."""
         references = {block: number for block, number in enumerate(self._references) if number}
         return BlockPoolSnapshot(references, list(self._evictable), list(self._free))
+
+    def adopt(self, digests: Mapping[int, bytes]) -> None:
+        """Fill the prefix cache of a new pool with blocks that an earlier pool has published.
+
+        Nothing is known of their order of use: the ones with the smallest numbers are evicted
+        first, unless `refresh` is called for them.
+
+        Args:
+            digests: hash by block; the memory of the block has the keys and values of its tokens.
+
+        Raises:
+            ValueError: the pool is in use, a block does not exist, or two have the same hash.
+        """
+        if self.num_free_blocks != self.num_blocks or self._by_hash:
+            raise ValueError("only a pool without blocks in use can adopt others")
+        if digests and not 0 <= min(digests) <= max(digests) < self.num_blocks:
+            raise ValueError(f"a block is not one of the {self.num_blocks} of the pool")
+        by_hash = {digest: block for block, digest in digests.items()}
+        if len(by_hash) != len(digests):
+            raise ValueError("two blocks have the same hash")
+        self._by_hash = by_hash
+        for block, digest in sorted(digests.items()):
+            self._hashes[block] = digest
+            self._evictable[block] = None
+            if self.hash_store is not None:
+                self.hash_store.store(block, digest)
+        self._free = [block for block in self._free if block not in digests]
+
+    def refresh(self, blocks: Sequence[int]) -> None:
+        """Make unreferenced blocks of a chain the last ones to be evicted, its first block last."""
+        for block in reversed(blocks):
+            if block in self._evictable:
+                self._evictable.move_to_end(block)
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Allocate blocks, each with one reference; the caller has checked `num_free_blocks`."""
@@ -148,6 +199,8 @@ class BlockPool:
             return False
         self._hashes[block] = digest
         self._by_hash[digest] = block
+        if self.hash_store is not None:
+            self.hash_store.store(block, digest)
         return True
 
     def unpublish(self, blocks: Sequence[int]) -> None:
@@ -156,7 +209,7 @@ class BlockPool:
             digest = self._hashes[block]
             if digest is not None:
                 self._hashes[block] = None
-                self._remove_digest(digest)
+                self._remove_digest(block, digest)
 
     def reset_prefix_cache(self) -> None:
         """Remove all blocks from the prefix cache; referenced blocks keep their references."""
@@ -164,6 +217,8 @@ class BlockPool:
         self._evictable.clear()
         self._by_hash.clear()
         self._hashes = [None] * self.num_blocks
+        if self.hash_store is not None:
+            self.hash_store.clear()
         if self._states is not None:
             self._states.clear()
         if self.event_log is not None:
@@ -200,12 +255,14 @@ class BlockPool:
             digest = self._hashes[block]
             assert digest is not None
             self._hashes[block] = None
-            self._remove_digest(digest)
+            self._remove_digest(block, digest)
         self._references[block] = 1
         return block
 
-    def _remove_digest(self, digest: bytes) -> None:
+    def _remove_digest(self, block: int, digest: bytes) -> None:
         del self._by_hash[digest]
+        if self.hash_store is not None:
+            self.hash_store.remove(block)
         if self._states is not None:
             self._states.remove(digest)
         if self.event_log is not None:

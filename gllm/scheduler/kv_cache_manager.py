@@ -1,7 +1,7 @@
 """KV cache manager: allocates blocks to sequences, shares prefixes and frees blocks."""
 
 import math
-from collections.abc import Container
+from collections.abc import Container, Mapping
 
 from gllm.scheduler.block_pool import BlockPool, root_hash
 from gllm.scheduler.cache_events import CacheEventLog, CacheEvents
@@ -28,6 +28,8 @@ class KVCacheManager:
         self._block_size = config.block_size
         self._max_num_seqs = config.max_num_seqs
         self._has_prefix_cache = config.prefix_cache
+        self._has_adopted = False
+        """True if the prefix cache began with blocks of an earlier scheduler."""
         self._num_reserved_blocks = math.ceil(config.kv_threshold * config.num_blocks)
 
     @property
@@ -57,6 +59,26 @@ class KVCacheManager:
         sequence.start_with_blocks(shared, len(shared) * self._block_size)
         self.running[sequence.seq] = sequence
         return True
+
+    def adopt(self, digests: Mapping[int, bytes]) -> None:
+        """Fill the prefix cache with blocks that an earlier scheduler has published.
+
+        Args:
+            digests: hash by block; see BlockPool.adopt.
+
+        Raises:
+            ValueError: the cache is in use or off, the model has recurrent layers, whose states
+                are not kept, or the blocks contradict each other.
+        """
+        if self.states is not None or not self._has_prefix_cache:
+            raise ValueError("blocks are adopted by prefix caches without states alone")
+        self.block_pool.adopt(digests)
+        self._has_adopted = True
+
+    def refresh(self, sequence: Sequence) -> None:
+        """Evict the adopted blocks with which a new sequence can start after all others."""
+        if self._has_adopted:
+            self.block_pool.refresh(self.find_shareable_blocks(sequence))
 
     def can_extend_prefill(self, sequence: Sequence) -> bool:
         """Return True if at least one more prefill token of a sequence fits in the cache."""

@@ -372,4 +372,8 @@ class MicroBatchFiller:
             sequence.queue_seconds = now - sequence.arrival_time
             self._counters.prefix_queries += sequence.prompt_len * sequence.reads_prefix_cache
             self._counters.prefix_hits += sequence.num_cached_tokens
+        elif not sequence.num_preemptions:
+            num_cached = sequence.num_scheduled_tokens
+            self._counters.resumed_cached_tokens += num_cached
+            self._counters.resumed_computed_tokens += sequence.num_prefill_tokens - num_cached
         return True

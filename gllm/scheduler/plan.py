@@ -218,6 +218,10 @@ class SchedulerStats(NamedTuple):
     """Draft tokens that are tokens of the text."""
     accepted_per_position: tuple[int, ...] = ()
     """The same by position in the window; empty without speculation."""
+    resumed_cached_tokens: int = 0
+    """Tokens of sequences resumed with earlier output that were found in the prefix cache."""
+    resumed_computed_tokens: int = 0
+    """Tokens of such sequences that were computed again."""
 
     @property
     def num_decoded_tokens(self) -> int:
@@ -255,6 +259,8 @@ class SchedulerCounters:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
+    resumed_cached_tokens: int = 0
+    resumed_computed_tokens: int = 0
 
 
 class FirstToken(NamedTuple):

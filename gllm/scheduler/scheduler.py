@@ -6,7 +6,7 @@ I/O, no tensors. The driver of a pipeline and the simulator call the same method
 docs/scheduler.md proves that every sequence finishes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.in_flight import InFlightPlans
@@ -123,7 +123,22 @@ class Scheduler:
             ValueError: the request can never run.
         """
         request.check(self.config.max_model_len)
-        self.transfers.add(self.table.add(request, now))
+        sequence = self.table.add(request, now)
+        self.kv_cache.refresh(sequence)
+        self.transfers.add(sequence)
+
+    def adopt_blocks(self, digests: Mapping[int, bytes]) -> None:
+        """Fill the prefix cache with blocks of an earlier scheduler; called before any request.
+
+        The sequences that are resumed then find their tokens there, up to the last full block.
+
+        Args:
+            digests: prefix-cache hash by block.
+
+        Raises:
+            ValueError: the cache cannot adopt these blocks; see KVCacheManager.adopt.
+        """
+        self.kv_cache.adopt(digests)
 
     def abort(self, seqs: list[int]) -> None:
         """End sequences now; ids of finished and unknown sequences are ignored."""

@@ -399,6 +399,18 @@ class GroupedRowsArguments(KernelArguments):
     )
 
 
+class ChecksumArguments(ctypes.Structure):
+    """Arguments of the compiled checksums of KV blocks.
+
+    C structure `ChecksumArguments` of checksum.cpp, which documents the fields.
+    """
+
+    _fields_ = _fields(
+        ("checksums slots addresses block_bytes", Pointer),
+        ("num_slots num_tensors num_blocks block_size", Long),
+    )
+
+
 ACTIVATIONS = MappingProxyType({"silu": 1, "gelu_tanh": 2, "gelu": 3, "swiglu_oai": 5})
 """Compiled activations and their numbers in `enum Activation` of activation.h."""
 NO_ACTIVATION = 0
@@ -427,6 +439,7 @@ FUNCTIONS = {
     "gllm_reduce": ReduceArguments,
     "gllm_barrier": BarrierArguments,
     "gllm_cancel": CancelArguments,
+    "gllm_checksum_blocks": ChecksumArguments,
 }
 """C functions of a build and the structure that each one takes."""
 

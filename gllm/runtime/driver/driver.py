@@ -16,7 +16,7 @@ import msgspec
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage, encode
 from gllm.messages.handoff import PrefetchKv, ReleaseKvHolds, RenewKvHolds
-from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
+from gllm.messages.kv_cache import AdoptKvBlocks, KvCacheEvents, WatchKvCache
 from gllm.messages.kv_transfer import (
     CopyKvBlocks,
     KvBlocksCopied,
@@ -34,7 +34,9 @@ from gllm.messages.steps import GrammarReady, RegisterSequences, RunStep, StepDo
 from gllm.observability.bubbles import BubbleMeter
 from gllm.pacing.depth import LinkSeconds, PipelineSeconds
 from gllm.pacing.pacer import PipelinePacer
+from gllm.recovery.kept_blocks import contains_block
 from gllm.runtime.driver.driver_kv import DriverKv
+from gllm.runtime.driver.hash_file import HashFile
 from gllm.runtime.driver.kv_movers import MoverGroup
 from gllm.runtime.driver.plan_record import PlanRecord
 from gllm.runtime.driver.staged_movers import StagedMovers
@@ -216,6 +218,7 @@ class Driver:
         kv_machines: Sequence[MessageSender] = (),
         num_staging_blocks: int = 0,
         num_workers: int = 1,
+        hash_file: HashFile | None = None,
     ) -> None:
         """Create the driver.
 
@@ -237,6 +240,8 @@ class Driver:
             num_staging_blocks: staging blocks of each worker, if the KV caches are in the memory of
                 devices; otherwise 0.
             num_workers: workers of all stages.
+            hash_file: copy of the prefix cache's hashes that outlives this driver; None if no later
+                driver can use the blocks.
         """
         self.kv: DriverKv | None = None
         """Transfers of KV blocks; None if every request is computed here."""
@@ -248,6 +253,11 @@ class Driver:
 
             staging = stage if num_staging_blocks else None
             self.kv = DriverKv(scheduler, frontend.send, machines=sends, staging=staging)
+        self._earlier_hashes: dict[int, bytes] = {}
+        """Hash of each block that the driver before had published, until blocks are adopted."""
+        if hash_file is not None:
+            self._earlier_hashes = hash_file.earlier
+            scheduler.kv_cache.block_pool.hash_store = hash_file
         self._pacing = pacing
         self._plan_record = plan_record
         self._vocab_size = vocab_size
@@ -288,6 +298,8 @@ class Driver:
                 self.reset_prefix_cache(message)
             case WatchKvCache():
                 self.watch_kv_cache(message)
+            case AdoptKvBlocks():
+                self.adopt_kv_blocks(message)
             case StepDone():
                 self.commit(message)
             case GrammarReady():
@@ -411,6 +423,21 @@ class Driver:
         """Empty the prefix cache."""
         self.scheduler.reset_prefix_cache()
         self._frontend.send(CommandDone(message.command_id, stage=0))
+
+    def adopt_kv_blocks(self, message: AdoptKvBlocks) -> None:
+        """Begin with the KV blocks of the epoch before that are intact on all workers.
+
+        Those that no committed step has published are not among them.
+        """
+        earlier, self._earlier_hashes = self._earlier_hashes, {}
+        intact = {
+            block: digest
+            for block, digest in earlier.items()
+            if contains_block(message.blocks, block)
+        }
+        if intact:
+            self.scheduler.adopt_blocks(intact)
+        log.info("KV blocks kept from before: %d of %d", len(intact), len(earlier))
 
     def watch_kv_cache(self, message: WatchKvCache) -> None:
         """Start or stop the reports on the prefix cache; the first report is a snapshot."""

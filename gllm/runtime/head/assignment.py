@@ -84,6 +84,8 @@ class NodeAssignment(msgspec.Struct, frozen=True):
     """True if the workers only measure their speed; the layers are preliminary."""
     change: int = 0
     """Number of the planned change for which the workers only load layers; 0 for none."""
+    keeps_kv_cache: bool = False
+    """True if the workers may use the KV caches of their predecessors in the same places."""
     peers: dict[str, LinkPeer] = {}
     """Data connections of all machines of the placement by name; empty if it has only one."""
 
@@ -117,6 +119,12 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True):
     kv_memory: int | None = None
     """Descriptor of an empty file for the KV cache, which the `gllm-link` process maps too; None
     for memory of the worker alone."""
+    kv_file: int | None = None
+    """Descriptor of the file for the KV cache that outlives the worker (worker/kv_file.py); None
+    where no recovery uses it."""
+    hash_file: int | None = None
+    """Descriptor of the file with the hashes of the blocks (driver/hash_file.py); None in workers
+    without the driver."""
     restart_cause: str = ""
     """Reason for which the previous epoch ended; empty in the first one."""
     num_resumed_requests: int = 0
@@ -214,12 +222,12 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def descriptors(self) -> list[int]:
-        """All descriptors in order: connections, memory of ranks, plan record, KV cache."""
+        """All descriptors in order: connections, memory of ranks, plan record, KV caches."""
         incoming = [] if self.incoming is None else [self.incoming]
         region = [] if self.region is None else [self.region]
         own = [
             descriptor
-            for descriptor in (self.plan_record, self.kv_memory)
+            for descriptor in (self.plan_record, self.kv_memory, self.kv_file, self.hash_file)
             if descriptor is not None
         ]
         shared: list[Edge | Region] = [*incoming, *self.outgoing, *region]
@@ -294,14 +302,18 @@ def decode_parent_message(payload: bytes, descriptors: Sequence[int]) -> ParentM
     def receive(descriptors: list[int]) -> list[int]:
         return [received[number] for number in descriptors]
 
+    def receive_file(descriptor: int | None) -> int | None:
+        return None if descriptor is None else received[descriptor]
+
     replace = msgspec.structs.replace
     incoming, region = message.incoming, message.region
-    record, memory = message.plan_record, message.kv_memory
     return replace(
         message,
         incoming=incoming and replace(incoming, descriptors=receive(incoming.descriptors)),
         outgoing=[replace(e, descriptors=receive(e.descriptors)) for e in message.outgoing],
         region=region and replace(region, descriptors=receive(region.descriptors)),
-        plan_record=None if record is None else received[record],
-        kv_memory=None if memory is None else received[memory],
+        plan_record=receive_file(message.plan_record),
+        kv_memory=receive_file(message.kv_memory),
+        kv_file=receive_file(message.kv_file),
+        hash_file=receive_file(message.hash_file),
     )

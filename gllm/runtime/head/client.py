@@ -302,6 +302,8 @@ class ReportTotals:
                     past.accepted_per_position, present.accepted_per_position, fillvalue=0
                 )
             ),
+            resumed_cached_tokens=past.resumed_cached_tokens + present.resumed_cached_tokens,
+            resumed_computed_tokens=past.resumed_computed_tokens + present.resumed_computed_tokens,
         )
 
     @property

@@ -77,6 +77,10 @@ class Node(ABC):
         self.kv_memory: dict[int, int] = {}
         """Descriptors of the files in which the workers of the present epoch have their KV
         caches, by sender; empty without --kv-transfer. They are closed by the next `assign`."""
+        self._kv_files: dict[tuple[int, int], int] = {}
+        """Descriptors of the files of KV caches that outlive their workers, by stage and rank."""
+        self._hash_file: int | None = None
+        """Descriptor of the file with the hashes of their blocks, on the driver's machine."""
         self._name = name
         self._driver_folder: Path | None = None
         """Private folder of the socket of the current epoch's driver."""
@@ -188,6 +192,11 @@ class Node(ABC):
             edges, regions = self._create_files(assignment, files)
             if assignment.config.kv_transfer is not None:
                 self._create_kv_memory(placement)
+            can_keep = assignment.config.keeps_kv_cache
+            if not (can_keep and assignment.keeps_kv_cache):
+                self.close_kv_files()
+            if can_keep:
+                self._create_kv_files(placement)
             for worker in placement.workers_on(self.node_name):
                 place = worker.stage, worker.rank
                 has_driver = place == (0, 0)
@@ -203,6 +212,8 @@ class Node(ABC):
                         regions.get(worker.stage),
                         plan_record if has_driver else None,
                         self.kv_memory.get(worker.sender),
+                        self._kv_files.get(place),
+                        self._hash_file if has_driver else None,
                         assignment.restart_cause,
                         assignment.num_resumed_requests,
                         output_lengths or {} if has_driver else {},
@@ -252,6 +263,32 @@ class Node(ABC):
         for worker in placement.workers_on(self.node_name):
             name = f"{self._name}-kv-{worker.sender}"
             self.kv_memory[worker.sender] = os.memfd_create(name)
+
+    def _create_kv_files(self, placement: Placement) -> None:
+        """Create the files of KV caches that are missing on this machine, empty.
+
+        Raises:
+            OSError: a file cannot be created.
+        """
+        try:
+            for worker in placement.workers_on(self.node_name):
+                place = worker.stage, worker.rank
+                if place not in self._kv_files:
+                    name = f"{self._name}-kv-{worker.stage}.{worker.rank}"
+                    self._kv_files[place] = os.memfd_create(name)
+                if place == (0, 0) and self._hash_file is None:
+                    self._hash_file = os.memfd_create(f"{self._name}-hashes")
+        except OSError:
+            self.close_kv_files()
+            raise
+
+    def close_kv_files(self) -> None:
+        """Close the files of KV caches; their memory is free once their workers have ended."""
+        while self._kv_files:
+            os.close(self._kv_files.popitem()[1])
+        if self._hash_file is not None:
+            os.close(self._hash_file)
+            self._hash_file = None
 
     def close_kv_memory(self) -> None:
         """Close this process's descriptors of KV caches, whose workers have ended or will."""
@@ -428,6 +465,7 @@ class LocalNode(Node):
             os.close(self._kernel_ratios)
             self._kernel_ratios = None
         self.close_kv_memory()
+        self.close_kv_files()
         self.on_epoch_ready()
 
     def connect_kv_mover(self, connection: KvMoverConnection) -> None:

@@ -24,6 +24,7 @@ from gllm.config.nodes import NodesConfig
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import decode_for_head
 from gllm.messages.handoff import HandoffCommand
+from gllm.messages.kv_cache import AdoptKvBlocks
 from gllm.messages.lifecycle import (
     CloseEpoch,
     InitializeCache,
@@ -53,6 +54,7 @@ from gllm.recovery.actions import (
     WarmUp,
 )
 from gllm.recovery.admission_state import AdmissionState
+from gllm.recovery.kept_blocks import intersect_block_sets
 from gllm.recovery.placement import Placement
 from gllm.recovery.records import RecoveryLimits, RecoveryState
 from gllm.recovery.recovery import Recovery
@@ -160,6 +162,8 @@ class Supervisor:
         self.kv_mover.on_change = self._notify_changed
         self.loaded: dict[int, StageLoaded] = {}
         """Reports of the present epoch's workers, by sender."""
+        self.intact_blocks: dict[int, bytes] = {}
+        """KV blocks of the epoch before that each of these workers can use, by sender."""
         self.num_blocks = self.num_state_slots = 0
         """KV blocks and state slots of each worker; 0 before the weights are loaded."""
         self.kv_bytes = 0
@@ -504,8 +508,8 @@ class Supervisor:
                 self._dismiss(node, cause)
             case ChangeShape(shape):
                 self.planner.change_shape(shape)
-            case AssignEpoch(placement):
-                self._assign(placement)
+            case AssignEpoch(placement, keeps_kv_cache):
+                self._assign(placement, keeps_kv_cache)
             case InitializeCaches():
                 self._initialize_if_connected()
             case WarmUp(epoch):
@@ -544,20 +548,30 @@ class Supervisor:
             description = f"a process could not be started: {error}"
             asyncio.get_running_loop().call_soon(self._receiver.on_exit, sender, description)
 
-    def _assign(self, placement: Placement) -> None:
-        """Begin an epoch, unless the files for it cannot be created."""
+    def _assign(self, placement: Placement, keeps_kv_cache: bool) -> None:
+        """Begin an epoch, unless the files for it cannot be created.
+
+        keeps_kv_cache: True if it may use the KV blocks of the epoch before.
+        """
         self._receiver.begin_epoch(placement)
         # A warm-up request of the epoch before may not have ended.
         self.client.detach(self.deaths.cause)
         self._detach_driver(self.deaths.cause)
         self.loaded.clear()
+        self.intact_blocks.clear()
         if self.group is not None:
             self.edges.begin(placement)
         self._close_plan_record()
         try:
             self._plan_record = os.memfd_create("gllm-plans")
             self.nodes.assign(
-                NodeAssignment(placement, self.config, self.deaths.cause, self.client.num_requests),
+                NodeAssignment(
+                    placement,
+                    self.config,
+                    self.deaths.cause,
+                    self.client.num_requests,
+                    keeps_kv_cache=keeps_kv_cache,
+                ),
                 self._folder,
                 self._plan_record,
                 self.client.totals.output_lengths.recent_lengths,
@@ -671,7 +685,12 @@ class Supervisor:
         }
         self.kv_mover.open(epoch, machines, self.nodes.kv_memory, block_bytes)
         loop = asyncio.get_running_loop()
-        # Before the first request, so that token ids of all blocks are known.
+        blocks = intersect_block_sets(
+            self.intact_blocks.get(sender, b"") for sender in placement.senders
+        )
+        if blocks:
+            self.send_to_driver(AdoptKvBlocks(blocks))
+        # Before the first request, so that token ids of all new blocks are known.
         self.kv_events.attach(self.send_to_driver)
         stream = self.client.submit_warm_up(self.send_to_driver)
 

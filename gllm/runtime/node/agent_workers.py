@@ -232,6 +232,8 @@ class AgentWorkers:
                 log.warning("worker %d does not close its stage and is killed", sender)
                 self._node.kill(sender)
             await self._wait_for(lambda: not self._busy)
+        # The layers may be elsewhere when this machine returns.
+        self._node.close_kv_files()
 
     async def stop(self) -> None:
         """End all workers and their sessions."""

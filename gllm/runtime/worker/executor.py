@@ -64,6 +64,7 @@ from gllm.runtime.worker.kv_cache import (
     map_zeros,
     state_bytes,
 )
+from gllm.runtime.worker.kv_file import KvFile
 from gllm.runtime.worker.sampling import (
     PromptChunk,
     SampledWindow,
@@ -119,6 +120,10 @@ class Executor(ABC):
     """True if `load` can take over the weights of a closed executor in the same process."""
     weight_bytes = 0
     """Bytes of the loaded weights."""
+    can_keep_kv_cache = False
+    """True if the KV cache can be in a file that outlives the worker."""
+    kv_file: KvFile | None = None
+    """That file; set before `allocate`."""
     num_staging_blocks = 0
     """Blocks through which KV blocks of a device pass to other engines; 0 if its KV cache is in the
     memory of the host."""
@@ -449,6 +454,7 @@ class Executor(ABC):
         self._progress = None
         if hasattr(self, "_cache"):
             del self._cache
+        self.kv_file = None
 
     def allocate(
         self,
@@ -467,8 +473,11 @@ class Executor(ABC):
 
         Raises:
             FieldError: the file cannot have that size, or the device has memory of its own.
+            OSError: `kv_file` cannot have that size.
         """
         zeros = None if kv_memory is None else map_zeros(kv_memory)
+        if self.kv_file is not None:
+            zeros = self.kv_file.create
         sizes = num_blocks, block_size, self.cache_dtype
         self._cache = KVCache(self._cached_layers, *sizes, zeros, num_state_slots)
         self._batch_config = BatchConfig(
@@ -479,6 +488,15 @@ class Executor(ABC):
             partial(plan_windows, backend=self.backend),
             has_states=self.state_bytes > 0,
         )
+        if self.kv_file is not None:
+            self.kv_file.complete()
+
+    def store_checksums(self, batch: Batch) -> None:
+        """Store the checksums of the KV blocks that a computed step has filled, in `kv_file`."""
+        if self.kv_file is not None:
+            # All windows have the same slots.
+            plan = next(iter(batch.inputs.attention.values()))
+            self.kv_file.store_checksums(plan.slots)
 
     def describe_kv_cache(self, model: str) -> KvLayout:
         """Return the layout of the KV cache, which is allocated in a file.

@@ -368,6 +368,8 @@ class StageRunner:
             self._report_slow_step(plan, begin, end)
         if sender is None or self._executor.is_asynchronous:
             self._pass_on(ComputedStep(plan, batch, output))
+        # Last, so that nobody waits for it. A block without its checksum is computed again.
+        self._executor.store_checksums(batch)
 
     def _begin(self, plan: StepPlan, batch: Batch | str) -> torch.Tensor | None:
         """Receive a step's activations and meet the other ranks.

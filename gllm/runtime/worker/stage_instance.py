@@ -5,6 +5,7 @@ over.
 """
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -38,6 +39,7 @@ from gllm.observability.step_log import (
     continue_step_log,
 )
 from gllm.runtime.driver.driver import Driver, DriverPacing
+from gllm.runtime.driver.hash_file import HashFile
 from gllm.runtime.driver.plan_record import PlanRecord
 from gllm.runtime.head.assignment import StageAssignment
 from gllm.runtime.messaging.bus import Spoke
@@ -49,6 +51,8 @@ from gllm.runtime.worker.stage_sessions import StageSessions
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.scheduler import Scheduler
 from gllm.transport.descriptors import DescriptorChannel, DescriptorError
+
+log = logging.getLogger(__name__)
 
 TURN_SECONDS = 1.0
 """Interval at which the driver runs without messages while KV blocks are reserved for other
@@ -96,6 +100,25 @@ def create_scheduler(
     step_log = continue_step_log(engine.step_log, start, restart)
     scheduler = LoggedScheduler(config, step_log.write, time.monotonic, assignment.output_lengths)
     return scheduler, step_log
+
+
+def open_hash_file(assignment: StageAssignment, num_blocks: int) -> HashFile | None:
+    """Open the file with the hashes of the KV blocks that outlives the driver.
+
+    Args:
+        assignment: of the driver's worker.
+        num_blocks: KV blocks on each stage.
+
+    Returns:
+        The file; None if there is none, or if it cannot have its size.
+    """
+    if assignment.hash_file is None:
+        return None
+    try:
+        return HashFile(assignment.hash_file, num_blocks)
+    except OSError as error:
+        log.warning("KV blocks are computed again after a death (%s)", error.strerror)
+        return None
 
 
 async def run_in_thread(function: Callable[[], None]) -> None:
@@ -176,6 +199,7 @@ class StageInstance:
         """Next turn of a driver whose transfers of KV blocks have leases."""
         self._step_log: DriverStepLog | None = None
         self._plan_record: PlanRecord | None = None
+        self._hash_file: HashFile | None = None
 
     @property
     def runner(self) -> StageRunner | None:
@@ -289,10 +313,10 @@ class StageInstance:
         for timer in (self._turn_timer, self._report_timer):
             if timer is not None:
                 timer.cancel()
-        for file in (self._step_log, self._plan_record):
+        for file in (self._step_log, self._plan_record, self._hash_file):
             if file is not None:
                 file.close()
-        self._step_log = self._plan_record = None
+        self._step_log = self._plan_record = self._hash_file = None
         self._sessions.close()
 
     async def _start(self, num_blocks: int, num_state_slots: int) -> None:
@@ -306,7 +330,7 @@ class StageInstance:
         self._resources.start_threads(self._on_result, self._on_thread_error)
         if not assignment.has_driver:
             self._sessions.connect()
-            self._send(StageReady(assignment.stage, self._resources.kv_layout))
+            self._send_ready()
             return
         self._create_driver(config)
         self._on_stage_connected(assignment.sender)
@@ -329,6 +353,8 @@ class StageInstance:
                 config.max_num_seqs,
                 config.num_lanes,
             )
+        if self._resources.keeps_kv_cache:
+            self._hash_file = open_hash_file(assignment, config.num_blocks)
         pacing = None
         # As many micro-batches as stages are a fixed depth.
         if assignment.has_tcp_edges and config.max_in_flight > config.stages:
@@ -350,6 +376,7 @@ class StageInstance:
             num_staging_blocks=executor.num_staging_blocks,
             num_workers=len(assignment.placement.workers),
             all_stages_need_prompts=executor.model.per_layer_embedding is not None,
+            hash_file=self._hash_file,
         )
         if self._driver.kv is not None:
             self._driver.kv.fetch_choice = assignment.config.kv_fetch
@@ -370,7 +397,12 @@ class StageInstance:
     def _on_stage_connected(self, sender: int) -> None:
         """Report the driver's worker as ready once every worker has connected."""
         if self._sessions.on_connected(sender):
-            self._send(StageReady(0, self._resources.kv_layout))
+            self._send_ready()
+
+    def _send_ready(self) -> None:
+        """Report that this worker runs steps."""
+        layout, blocks = self._resources.kv_layout, self._resources.intact_blocks
+        self._send(StageReady(self.assignment.stage, layout, blocks))
 
     def _handle_message(self, message: AnyMessage) -> None:
         match message:

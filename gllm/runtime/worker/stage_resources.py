@@ -5,6 +5,7 @@ any moment. `StageLoader` loads the weights, or takes them from an earlier insta
 """
 
 import gc
+import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -24,12 +25,15 @@ from gllm.runtime.worker.device import (
     trim_memory,
 )
 from gllm.runtime.worker.executor import DeviceBackend, Executor, WeightMemoryError
+from gllm.runtime.worker.kv_file import KvFile
 from gllm.runtime.worker.stage import StageRunner
 from gllm.scheduler.config import SchedulerConfig
 from gllm.transport.base import EdgeClosedError, EdgeLayout, Receiver, Sender
 from gllm.transport.groups import StageGroups, open_groups
 from gllm.transport.region import RegionLayout
 from gllm.transport.registry import join_senders, open_edges
+
+log = logging.getLogger(__name__)
 
 PREPARED_SHARE = 0.9
 """Share of the available memory for layers that are loaded while other layers compute."""
@@ -248,6 +252,8 @@ class StageResources:
         """Threads that compute and sample, once they are started."""
         self.kv_layout: KvLayout | None = None
         """Layout of the KV cache, once it is allocated in memory that other processes map."""
+        self.intact_blocks = b""
+        """KV blocks of the earlier worker that the cache begins with (recovery/kept_blocks.py)."""
         self._assignment = assignment
         self._on_error = on_error
         loaders = [prepared, None if previous is None else previous.loader]
@@ -274,6 +280,11 @@ class StageResources:
         """Executor of the stage, once the weights are loaded."""
         return self.loader.executor
 
+    @property
+    def keeps_kv_cache(self) -> bool:
+        """True if the KV cache is in a file that outlives this worker."""
+        return self.executor.kv_file is not None
+
     def load(self, on_loaded: Callable[[StageLoaded], None]) -> None:
         """Load the weights and open edges and groups on a thread.
 
@@ -288,7 +299,21 @@ class StageResources:
                 return
             executor, kv_memory = self.executor, self._assignment.kv_memory
             executor.bind_thread()
-            executor.allocate(num_blocks, block_size, kv_memory, num_state_slots)
+            sizes = num_blocks, block_size
+            try:
+                executor.kv_file = self._open_kv_file(*sizes, num_state_slots)
+                executor.allocate(*sizes, kv_memory, num_state_slots)
+            except OSError as error:
+                log.warning(
+                    "KV blocks cannot outlive this worker, so that they are computed again after "
+                    "its death (%s): raise the limits of file size and address space (ulimit -f, "
+                    "ulimit -v)",
+                    error.strerror,
+                )
+                executor.kv_file = None
+                executor.allocate(*sizes, kv_memory, num_state_slots)
+            if executor.kv_file is not None:
+                self.intact_blocks = executor.kv_file.find_intact_blocks()
             if kv_memory is not None:
                 folder = Path(self._assignment.model_folder)
                 model = hash_numerics(hash_model(folder), executor.kv_numerics)
@@ -299,6 +324,24 @@ class StageResources:
                 if executor.num_staging_blocks:
                     self._copying = ThreadPoolExecutor(1, "kv-copies", executor.bind_thread)
             self.backend.prepare_steps()
+
+    def _open_kv_file(
+        self, num_blocks: int, block_size: int, num_state_slots: int
+    ) -> KvFile | None:
+        """Open the file of the KV cache that outlives this worker; None if there is none.
+
+        The states of recurrent layers are not kept, so that the blocks would be of no use.
+
+        Raises:
+            OSError: the file cannot have the size.
+        """
+        assignment, executor = self._assignment, self.executor
+        if assignment.kv_file is None or num_state_slots or not executor.can_keep_kv_cache:
+            return None
+        begin, end = assignment.layers
+        place = f"rank {assignment.rank} of {assignment.num_ranks}"
+        description = f"layers {begin} to {end}, {place}; {executor.kv_numerics}"
+        return KvFile(assignment.kv_file, description, num_blocks, block_size)
 
     def start_threads(
         self,

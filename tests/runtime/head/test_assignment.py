@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,6 +24,7 @@ from gllm.runtime.head.assignment import (
     encode_node_assignment,
     encode_parent_message,
 )
+from gllm.scheduler.config import SchedulerConfig
 from gllm.transport.edge import Edge
 from gllm.transport.link.commands import LinkPeer, OpenLinkEdge
 from tests.support.examples import num_examples
@@ -45,6 +47,7 @@ class RecordingNode(ScriptedNode):
     def close(self) -> None:
         for message in self.received:
             message.close_descriptors()
+        self.close_kv_files()
         self.on_epoch_ready()
         self.context.term()
 
@@ -110,6 +113,8 @@ def test_workers_share_edges_and_regions_and_nothing_else(degrees: list[int]) ->
         assert [message.has_driver for message in node.received].index(True) == 0
         for message in node.received:
             assert (message.plan_record is not None) == message.has_driver
+            assert (message.hash_file is not None) == message.has_driver
+            assert message.kv_file is not None
             assert bool(message.output_lengths) == message.has_driver
             assert message.num_ranks == degrees[message.stage]
             assert message.num_local_workers == sum(degrees)
@@ -165,6 +170,52 @@ def test_each_worker_has_a_file_for_its_kv_cache_in_each_epoch(degrees: list[int
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.parametrize("degrees", [[1], [1, 1, 1], [2, 1]])
+def test_files_of_kv_caches_outlive_their_workers(degrees: list[int]) -> None:
+    """Each place has the same file as long as epochs may keep it, whichever process is there."""
+    before = len(os.listdir("/proc/self/fd"))
+    node, config = RecordingNode(), EngineConfig()
+    layers = [(stage, stage + 1) for stage in range(len(degrees))]
+    epochs = []
+    for epoch, keeps in enumerate([False, True, True, False, True], 1):
+        slots = [RankWorker(10 * epoch + place) for place in range(sum(degrees))]
+        placement = make_placement(epoch, layers, slots, degrees)
+        node.assign(NodeAssignment(placement, config, keeps_kv_cache=keeps), Path("folder"))
+        received = node.received[-sum(degrees) :]
+        owned = [each for each in (m.kv_file for m in received) if each is not None]
+        owned += [each for each in (m.hash_file for m in received) if each is not None]
+        assert len(owned) == sum(degrees) + 1
+        epochs.append(files(owned))
+        assert len(set(epochs[-1])) == len(owned), "nobody shares a file"
+    assert epochs[0] == epochs[1] == epochs[2]
+    assert epochs[3] == epochs[4]
+    assert not set(epochs[2]) & set(epochs[3])
+    node.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_restarts": 0},
+        {"kv_transfer": "auto"},
+        {"scheduler": SchedulerConfig(prefix_cache=False)},
+        {"device": "emulated:L20"},
+    ],
+    ids=str,
+)
+def test_no_file_outlives_workers_where_no_recovery_uses_it(options: dict[str, Any]) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    node, placement = RecordingNode(), make_placement(1, [(0, 1)], [RankWorker(1)])
+    node.assign(NodeAssignment(placement, EngineConfig()), Path("folder"))
+    config = EngineConfig(**options)
+    node.assign(NodeAssignment(placement, config, keeps_kv_cache=True), Path("folder"))
+    assert (node.received[-1].kv_file, node.received[-1].hash_file) == (None, None)
+    node.close_kv_memory()
+    node.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 class CountingNode(ScriptedNode):
     """Node that counts the workers that would receive an assignment."""
 
@@ -205,9 +256,11 @@ def test_files_that_cannot_be_created_leave_nothing_behind() -> None:
                 raise
             num_failures += 1
         assert node.num_sent == 0, "no worker was told anything"
+        node.close_kv_files()
         assert len(os.listdir("/proc/self/fd")) == open_files
     assert node.num_sent == 3
     assert num_failures > 5
+    node.close_kv_files()
     node.on_epoch_ready()
     node.context.term()
     assert len(os.listdir("/proc/self/fd")) == before

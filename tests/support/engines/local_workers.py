@@ -103,6 +103,7 @@ class LocalWorkers(Node):
         self._on_exit = lambda sender, how: None
         await asyncio.gather(*self._runs.values(), *self._ends)
         self.close_kv_memory()
+        self.close_kv_files()
         self.on_epoch_ready()
 
     def _send(self, assignment: StageAssignment) -> None:

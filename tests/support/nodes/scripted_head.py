@@ -21,6 +21,7 @@ from gllm.config.engine import EngineConfig
 from gllm.engine.preflight import plan_model
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import decode_for_head
+from gllm.messages.kv_cache import AdoptKvBlocks
 from gllm.messages.lifecycle import (
     CloseEpoch,
     EpochClosed,
@@ -33,10 +34,12 @@ from gllm.messages.lifecycle import (
 from gllm.messages.requests import EngineOutputs, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.observability.logs import LogConfig
+from gllm.recovery.kept_blocks import intersect_block_sets
 from gllm.recovery.placement import RankWorker, make_placement
 from gllm.runtime.head.assignment import NodeAssignment, WorkerIdentity
 from gllm.runtime.head.node import Node
 from gllm.runtime.messaging.bus import Hub
+from gllm.scheduler.plan import SchedulerStats
 
 RUN = 7
 SECONDS = 120.0
@@ -98,14 +101,17 @@ class Head:
             )
         )
 
-    def assign(self, layers: list[range] | None = None, cause: str = "") -> None:
+    def assign(
+        self, layers: list[range] | None = None, cause: str = "", keeps_kv_cache: bool = False
+    ) -> None:
         """Begin the next epoch."""
         self.epoch += 1
         self.hub.advance(self.epoch)
         bounds = [(each.start, each.stop) for each in layers or self.layers]
         slots = [RankWorker(sender) for sender in self.senders]
         placement = make_placement(self.epoch, bounds, slots)
-        self.node.assign(NodeAssignment(placement, self.config, cause), self.model_folder)
+        assignment = NodeAssignment(placement, self.config, cause, keeps_kv_cache=keeps_kv_cache)
+        self.node.assign(assignment, self.model_folder)
 
     async def initialize(self, num_blocks: int = 64) -> None:
         """Wait for the weights, and start the stages."""
@@ -115,6 +121,32 @@ class Head:
         for sender in self.senders:
             await self.wait_for(StageReady, sender)
         self.node.on_epoch_ready()
+
+    def adopt(self) -> bytes:
+        """Let the driver begin with the KV blocks that all workers of the epoch have reported.
+
+        Returns:
+            The blocks, as a bit per block.
+        """
+        reports = {
+            sender: message.intact_blocks
+            for epoch, sender, message in self.messages
+            if epoch == self.epoch and isinstance(message, StageReady)
+        }
+        blocks = intersect_block_sets(reports[sender] for sender in self.senders)
+        if blocks:
+            self.hub.send(self.senders[0], AdoptKvBlocks(blocks))
+        return blocks
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """Latest statistics of the epoch's driver."""
+        reports = [
+            message.stats
+            for epoch, _, message in self.messages
+            if epoch == self.epoch and isinstance(message, EngineOutputs)
+        ]
+        return reports[-1]
 
     async def close_epoch(self, senders: list[int] | None = None) -> None:
         """Close the instances of some workers, by default of all."""

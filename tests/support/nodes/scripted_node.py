@@ -285,6 +285,7 @@ class ScriptedNode(Node):
         async with asyncio.timeout(5):
             while self.workers:
                 await asyncio.sleep(0.005)
+        self.close_kv_files()
         self.on_epoch_ready()
         self.context.term()
 

@@ -88,6 +88,8 @@ class World:
         self.num_deaths = [0] * len(self.names)
         self.was_poisoned = False
         """True if the death that ended the last epoch was caused by a request."""
+        self.served: Placement | None = None
+        """Placement of the last epoch if it has served."""
         self.num_impossible = 0
         """Assignments that are still to fail."""
         self.num_failed_assignments = 0
@@ -191,6 +193,7 @@ class World:
                 assert epoch == self.epoch
                 assert not any(self.pending.values())
                 self.is_attached = self.has_been_ready = True
+                self.served = self.recovery.placement
                 self.attached_at = self.now
                 self.before_change = None
                 self.has_rejected = False
@@ -216,6 +219,15 @@ class World:
         open_instances = self.instances.keys() & self.alive
         assert not open_instances, "two placements are at work"
         self.epoch = placement.epoch
+        served, self.served = self.served, None
+        may_keep = (
+            served is not None
+            and max(self.num_deaths) <= 1
+            and [(worker.stage, worker.rank, worker.node) for worker in served.workers]
+            == [(worker.stage, worker.rank, worker.node) for worker in placement.workers]
+            and served.layers == placement.layers
+        )
+        assert action.keeps_kv_cache == may_keep
         if self.num_impossible:
             self.num_impossible -= 1
             self.num_failed_assignments += self.before_change is None

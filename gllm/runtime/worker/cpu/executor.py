@@ -36,6 +36,8 @@ class CpuExecutor(Executor):
     token of each sequence for `compute` of the next batch with placeholders.
     """
 
+    can_keep_kv_cache = True
+
     def __init__(
         self,
         model_config: ModelConfig,

@@ -1,0 +1,77 @@
+"""Memory file with the prefix-cache hash of each KV block, which outlives the driver.
+
+It names the blocks that later drivers can adopt: those of committed steps, because the scheduler
+publishes no others and removes a block before a step may write to it again. The workers know which
+of them are intact (gllm/runtime/worker/kv_file.py).
+"""
+
+import mmap
+import os
+import struct
+
+import numpy as np
+
+from gllm.scheduler.block_pool import HASH_BYTES
+
+_HEADER = struct.Struct("=Q8x")
+"""Number of blocks."""
+_NO_HASH = bytes(HASH_BYTES)
+
+
+class HashFile:
+    """Copy of a block pool's hashes in a memory file; implements `BlockHashStore`.
+
+    A hash that was half written when the driver died is that of no tokens, so it is never found.
+    """
+
+    def __init__(self, descriptor: int, num_blocks: int) -> None:
+        """Read the hashes of the earlier driver and remove them from the file.
+
+        Args:
+            descriptor: of a memory file: a new one, or that of the earlier driver. One for another
+                number of blocks counts as new. It stays the caller's.
+            num_blocks: blocks of the pool.
+
+        Raises:
+            OSError: the file cannot have the size, or cannot be mapped.
+        """
+        self._size = _HEADER.size + num_blocks * HASH_BYTES
+        self.earlier: dict[int, bytes] = {}
+        """Hash of each block that the earlier driver had published; no hash is there twice."""
+        header = os.pread(descriptor, _HEADER.size, 0)
+        has_content = header == _HEADER.pack(num_blocks)
+        if not has_content or os.fstat(descriptor).st_size != self._size:
+            os.ftruncate(descriptor, 0)
+        os.ftruncate(descriptor, self._size)
+        self._memory = mmap.mmap(descriptor, self._size)
+        by_hash: dict[bytes, int] = {}
+        for block in self._list_published(num_blocks):
+            begin = _HEADER.size + block * HASH_BYTES
+            by_hash.setdefault(self._memory[begin : begin + HASH_BYTES], block)
+        self.earlier = {block: digest for digest, block in by_hash.items()}
+        self.clear()
+        _HEADER.pack_into(self._memory, 0, num_blocks)
+
+    def _list_published(self, num_blocks: int) -> list[int]:
+        """Return the blocks that have a hash."""
+        data = np.frombuffer(self._memory[_HEADER.size :], dtype=np.uint8)
+        has_hash = data.reshape(num_blocks, HASH_BYTES).any(axis=1)
+        blocks: list[int] = np.flatnonzero(has_hash).tolist()
+        return blocks
+
+    def store(self, block: int, digest: bytes) -> None:
+        """Record the hash of a block that was added to the prefix cache."""
+        begin = _HEADER.size + block * HASH_BYTES
+        self._memory[begin : begin + HASH_BYTES] = digest
+
+    def remove(self, block: int) -> None:
+        """Record that a block was removed from the prefix cache."""
+        self.store(block, _NO_HASH)
+
+    def clear(self) -> None:
+        """Record that all blocks were removed from the prefix cache."""
+        self._memory[_HEADER.size :] = bytes(self._size - _HEADER.size)
+
+    def close(self) -> None:
+        """Unmap the file, whose content stays."""
+        self._memory.close()

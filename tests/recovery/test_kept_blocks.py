@@ -1,0 +1,71 @@
+"""Which KV blocks a recovery keeps."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gllm.recovery.actions import AssignEpoch
+from gllm.recovery.kept_blocks import contains_block, has_same_places, intersect_block_sets
+from gllm.recovery.placement import RankWorker, make_placement
+from tests.recovery.test_recovery import actions_of, ready_world, sender_of
+from tests.support.recovery.world import World
+
+NUM_BLOCKS = 40
+
+
+def encode(blocks: set[int]) -> bytes:
+    """A set of blocks as bytes."""
+    return sum(1 << block for block in blocks).to_bytes(NUM_BLOCKS // 8, "little")
+
+
+@given(st.lists(st.sets(st.integers(0, NUM_BLOCKS - 1)), min_size=1, max_size=4))
+def test_blocks_are_those_of_all_workers(sets: list[set[int]]) -> None:
+    common = intersect_block_sets(map(encode, sets))
+    expected = set.intersection(*sets)
+    assert {block for block in range(2 * NUM_BLOCKS) if contains_block(common, block)} == expected
+    assert bool(common) == bool(expected)
+
+
+def test_a_worker_without_blocks_leaves_none() -> None:
+    assert intersect_block_sets([encode({1, 2}), b""]) == b""
+    assert intersect_block_sets([]) == b""
+
+
+def test_places_are_the_same_with_other_processes_only() -> None:
+    layers, workers = [(0, 3), (3, 6)], [RankWorker(1), RankWorker(2, "b")]
+    before = make_placement(1, layers, workers)
+    assert has_same_places(before, make_placement(2, layers, [RankWorker(1), RankWorker(9, "b")]))
+    assert not has_same_places(before, make_placement(2, [(0, 2), (2, 6)], workers))
+    assert not has_same_places(before, make_placement(2, layers, [RankWorker(1), RankWorker(2)]))
+    assert not has_same_places(before, make_placement(2, [(0, 6)], workers[:1]))
+    ranks = [RankWorker(1), RankWorker(2, "b"), RankWorker(3, "b")]
+    assert not has_same_places(before, make_placement(2, layers, ranks, [1, 2]))
+
+
+def kept(world: World) -> list[bool]:
+    """Whether each epoch could keep the KV cache."""
+    return [action.keeps_kv_cache for action in actions_of(world, AssignEpoch)]
+
+
+def test_a_death_while_blocks_are_adopted_begins_anew() -> None:
+    world = ready_world(2)
+    world.exit(sender_of(world, 1))
+    while kept(world) != [True]:
+        assert world.act_fairly()
+    world.exit(sender_of(world, 0))
+    world.settle()
+    assert world.is_attached
+    assert kept(world) == [True, False]
+    world.commit()
+    world.exit(sender_of(world, 0))
+    world.settle()
+    assert kept(world) == [True, False, True]
+
+
+def test_a_second_death_of_a_worker_without_a_step_between_begins_anew() -> None:
+    """The blocks may be the cause."""
+    world = ready_world(2)
+    world.exit(sender_of(world, 1))
+    world.settle()
+    world.exit(sender_of(world, 1))
+    world.settle()
+    assert kept(world) == [True, False]

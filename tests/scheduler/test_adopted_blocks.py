@@ -1,0 +1,218 @@
+"""A scheduler that begins with the KV blocks of the one before: none is ever wrong."""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gllm.scheduler.block_pool import chain_hashes, root_hash
+from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.plan import StepOutput, StepPlan
+from gllm.scheduler.scheduler import Scheduler
+from gllm.scheduler.sequence import SchedulerRequest
+from gllm.scheduler.speculative_config import SpeculativeConfig
+from tests.scheduler.test_properties import configs
+from tests.scheduler.test_resume import Epochs, drive
+from tests.scheduler.test_traps import prompt
+from tests.support.examples import further_runs, num_examples
+from tests.support.scheduler.pipeline import Pipeline, generate
+
+GARBAGE = -1
+"""Content of slots that nobody may read."""
+
+
+class HashStore:
+    """Copy of the prefix cache's hashes, which outlives the scheduler."""
+
+    def __init__(self) -> None:
+        self.digests: dict[int, bytes] = {}
+
+    def store(self, block: int, digest: bytes) -> None:
+        assert block not in self.digests, "a block has one hash until it is removed"
+        self.digests[block] = digest
+
+    def remove(self, block: int) -> None:
+        del self.digests[block]
+
+    def clear(self) -> None:
+        self.digests.clear()
+
+
+class LaggingPipeline(Pipeline):
+    """A pipeline whose stages compute a step at any time between its plan and its commit."""
+
+    def __init__(self, config: SchedulerConfig, forces: bool, rng: Random) -> None:
+        super().__init__(config, forces)
+        self.hashes = HashStore()
+        self.scheduler.kv_cache.block_pool.hash_store = self.hashes
+        self._rng = rng
+        self._queued: list[deque[tuple[StepPlan, Any]]] = [deque() for _ in self.stages]
+        """By stage, plans that it has not computed."""
+
+    def _run(self, plan: StepPlan, fails: bool, faulty: Iterable[int]) -> None:
+        self._begin(plan, fails)
+        for stage, queue in zip(self.stages, self._queued, strict=True):
+            queue.append((plan, stage.prepare(plan)))
+        before = 0
+        for index, queue in enumerate(self._queued):
+            # A stage is never ahead of the one before.
+            self._advance(index, self._rng.randint(0, len(queue) - before))
+            before = len(queue)
+
+    def _advance(self, stage: int, num_plans: int) -> None:
+        for _ in range(num_plans):
+            plan, tables = self._queued[stage].popleft()
+            self._compute(stage, plan, tables, ())
+
+    def _pop_plan(self) -> StepPlan:
+        plan = super()._pop_plan()
+        for stage, queue in enumerate(self._queued):
+            while queue and queue[0][0].step <= plan.step:
+                self._advance(stage, 1)
+        return plan
+
+    def commit(self, errors: dict[int, str] | None = None) -> StepOutput:
+        output = super().commit(errors)
+        if self._rng.random() < 0.2:
+            self.check_hashes()
+        return output
+
+    def check_hashes(self) -> None:
+        """Check that every stage has computed all tokens of each block that a death would keep."""
+        size = self.config.block_size
+        contents: dict[bytes, list[int]] = {}
+        for seq, text in self.texts.items():
+            num_full = len(text.tokens) // size * size
+            root = root_hash(self.requests[seq].cache_salt)
+            for index, digest in enumerate(chain_hashes(root, text.tokens[:num_full], size)):
+                contents[digest] = text.digests[index * size : (index + 1) * size]
+        for block, digest in self.hashes.digests.items():
+            if digest not in contents:
+                continue  # It was computed by an earlier pipeline.
+            for stage in self.stages:
+                held = [stage.cache[slot] for slot in range(block * size, (block + 1) * size)]
+                assert held == contents[digest]
+
+    def follow(self, old: "LaggingPipeline", num_damaged: int) -> None:
+        """Begin with the caches of a pipeline that has ended, without some damaged blocks."""
+        kept = dict(old.hashes.digests)
+        for block in self._rng.sample(sorted(kept), min(num_damaged, len(kept))):
+            del kept[block]
+        size = self.config.block_size
+        for stage, before in zip(self.stages, old.stages, strict=True):
+            stage.cache = {
+                slot: value if slot // size in kept else GARBAGE
+                for slot, value in before.cache.items()
+            }
+        self.scheduler.adopt_blocks(kept)
+        assert self.hashes.digests == kept
+
+
+@further_runs(2)
+@settings(
+    max_examples=num_examples(12, 300),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    database=None,
+)
+@given(
+    config=configs(has_states=False),
+    forces=st.booleans(),
+    num_guesses=st.integers(0, 3),
+    seed=st.integers(0, 2**32),
+)
+def test_kept_blocks_have_the_tokens_of_their_hashes(
+    run: int, config: SchedulerConfig, forces: bool, num_guesses: int, seed: int
+) -> None:
+    """Deaths at random moments, under preemption, aborts, forks, chunks and guesses.
+
+    The pipeline checks the context of every row on every stage.
+    """
+    rng = Random(seed)
+    speculation = SpeculativeConfig(num_guesses) if num_guesses else None
+    is_guessing = speculation is not None and not config.async_scheduling
+    config = replace(
+        config, prefix_cache=True, speculative_config=speculation if is_guessing else None
+    )
+    pipeline = LaggingPipeline(config, forces, rng)
+    life = Epochs(pipeline)
+    drive(life, rng, rng.randint(1, 150))
+    for _ in range(3):
+        successor = LaggingPipeline(config, forces, rng)
+        successor.follow(pipeline, num_damaged=rng.choice([0, 0, 3]))
+        life.cut(successor)
+        pipeline = successor
+        drive(life, rng, rng.randint(1, 80))
+    pipeline.drain()
+    for request, output, reason in life.results():
+        alone = generate(request, forces)
+        assert output == (alone[: len(output)] if reason == "abort" else alone)
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_only_the_last_block_and_steps_in_flight_are_computed_again(num_stages: int) -> None:
+    config = SchedulerConfig(block_size=4).resolve(num_stages, 400, 200)
+    old = LaggingPipeline(config, False, Random(1))
+    requests = [SchedulerRequest(seq, prompt(20 + seq, mark=seq), 60) for seq in range(9)]
+    life = Epochs(old)
+    for request in requests:
+        old.add(request)
+        life.requests.append((request, request.seq))
+    life._next_seq = len(requests)
+    while min(map(len, old.generated.values())) < 20:
+        while old.schedule() is not None:
+            pass
+        old.commit()
+    new = LaggingPipeline(config, False, Random(2))
+    new.follow(old, num_damaged=0)
+    life.cut(new)
+    new.drain()
+    stats = new.scheduler.stats()
+    assert stats.resumed_computed_tokens <= len(requests) * config.block_size
+    total = sum(20 + seq + len(old.generated[seq]) for seq in range(9))
+    assert stats.resumed_cached_tokens + stats.resumed_computed_tokens == total
+    assert [output for _, output, _ in life.results()] == [generate(r) for r in requests]
+
+
+def test_blocks_of_resumed_sequences_are_evicted_last() -> None:
+    config = SchedulerConfig(block_size=4).resolve(1, 60, 200)
+    scheduler = Scheduler(config)
+    tokens = prompt(41)
+    hashes = scheduler.table.add(SchedulerRequest(0, tokens, 5), 0.0).get_block_hashes(10, 4)
+    others = {block: bytes([block]) * 16 for block in range(10, 60)}
+    own = dict(zip(range(10), hashes, strict=True))
+    scheduler = Scheduler(config)
+    scheduler.adopt_blocks(own | others)
+    scheduler.add(SchedulerRequest(0, tokens, 5), 0.0)
+    pool = scheduler.kv_cache.block_pool
+    assert pool.describe().evictable == [*range(10, 60), *range(9, -1, -1)]
+
+
+@pytest.mark.parametrize(
+    ("digests", "message"),
+    [
+        ({60: b"a" * 16}, "not one of"),
+        ({-1: b"a" * 16}, "not one of"),
+        ({1: b"a" * 16, 2: b"a" * 16}, "same hash"),
+    ],
+)
+def test_impossible_blocks_are_refused(digests: dict[int, bytes], message: str) -> None:
+    scheduler = Scheduler(SchedulerConfig().resolve(1, 60, 200))
+    with pytest.raises(ValueError, match=message):
+        scheduler.adopt_blocks(digests)
+
+
+def test_a_cache_in_use_adopts_nothing() -> None:
+    pipeline = Pipeline(SchedulerConfig().resolve(1, 60, 200))
+    pipeline.add(SchedulerRequest(0, prompt(40), 5))
+    pipeline.schedule()
+    with pytest.raises(ValueError, match="in use"):
+        pipeline.scheduler.adopt_blocks({1: b"a" * 16})
+    without_cache = Scheduler(SchedulerConfig(prefix_cache=False).resolve(1, 60, 200))
+    with pytest.raises(ValueError, match="prefix caches"):
+        without_cache.adopt_blocks({1: b"a" * 16})
