@@ -5,6 +5,7 @@ chooses the bytes to deceive.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ class BlockChecksums:
     """
 
     def __init__(self, tensors: Sequence[Tensor], num_blocks: int, block_size: int) -> None:
-        """Prepare the checksums of a cache.
+        """Prepare the checksums of a cache; the library of this context computes them.
 
         Args:
             tensors: contiguous, [blocks, ...] each, with `num_blocks` blocks or more.
@@ -39,31 +40,33 @@ class BlockChecksums:
         self._addresses = torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64)
         sizes = [t[0].numel() * t.itemsize for t in tensors]
         self._block_bytes = torch.tensor(sizes, dtype=torch.int64)
+        self._arguments = ChecksumArguments(
+            addresses=self._addresses.data_ptr(),
+            block_bytes=self._block_bytes.data_ptr(),
+            num_tensors=len(tensors),
+            num_blocks=num_blocks,
+            block_size=block_size,
+        )
+        self._function: Any = None
+        if (library := current_library()) is not None:
+            self._function = library.function(self._arguments)
 
     def store(self, slots: Tensor, checksums: Tensor) -> None:
-        """Store the checksum of each block whose last slot is listed.
+        """Store the checksum of each block whose last slot is listed; called on one thread.
 
         Args:
             slots: [any] int64, contiguous: block * block_size + offset. Blocks from `num_blocks` on
                 are ignored.
             checksums: [num_blocks] int64, contiguous.
         """
-        library = current_library()
-        if library is None:
+        if self._function is None:
             self.store_by_torch(slots, checksums)
             return
-        library(
-            ChecksumArguments(
-                checksums.data_ptr(),
-                slots.data_ptr(),
-                self._addresses.data_ptr(),
-                self._block_bytes.data_ptr(),
-                len(slots),
-                len(self._tensors),
-                self._num_blocks,
-                self._block_size,
-            )
-        )
+        # A new structure would take longer than the rest of a call without a full block.
+        arguments = self._arguments
+        arguments.checksums, arguments.slots = checksums.data_ptr(), slots.data_ptr()
+        arguments.num_slots = len(slots)
+        self._function(arguments)
 
     def store_by_torch(self, slots: Tensor, checksums: Tensor) -> None:
         """Store the same checksums without the compiled kernel; see `store`."""

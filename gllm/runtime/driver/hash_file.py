@@ -8,14 +8,15 @@ of them are intact (gllm/runtime/worker/kv_file.py).
 import mmap
 import os
 import struct
-
-import numpy as np
+from collections.abc import Iterator
 
 from gllm.scheduler.block_pool import HASH_BYTES
 
 _HEADER = struct.Struct("=Q8x")
 """Number of blocks."""
 _NO_HASH = bytes(HASH_BYTES)
+_PART_BYTES = 1024 * HASH_BYTES
+"""Most of the file has no hashes: parts of zeros are skipped."""
 
 
 class HashFile:
@@ -45,19 +46,21 @@ class HashFile:
         os.ftruncate(descriptor, self._size)
         self._memory = mmap.mmap(descriptor, self._size)
         by_hash: dict[bytes, int] = {}
-        for block in self._list_published(num_blocks):
-            begin = _HEADER.size + block * HASH_BYTES
-            by_hash.setdefault(self._memory[begin : begin + HASH_BYTES], block)
+        for block, digest in self._read_hashes():
+            by_hash.setdefault(digest, block)
         self.earlier = {block: digest for digest, block in by_hash.items()}
         self.clear()
         _HEADER.pack_into(self._memory, 0, num_blocks)
 
-    def _list_published(self, num_blocks: int) -> list[int]:
-        """Return the blocks that have a hash."""
-        data = np.frombuffer(self._memory[_HEADER.size :], dtype=np.uint8)
-        has_hash = data.reshape(num_blocks, HASH_BYTES).any(axis=1)
-        blocks: list[int] = np.flatnonzero(has_hash).tolist()
-        return blocks
+    def _read_hashes(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the blocks that have a hash, with it."""
+        data = self._memory[_HEADER.size :]
+        for begin in range(0, len(data), _PART_BYTES):
+            part = data[begin : begin + _PART_BYTES]
+            if part.count(0) < len(part):
+                for offset in range(0, len(part), HASH_BYTES):
+                    if (digest := part[offset : offset + HASH_BYTES]) != _NO_HASH:
+                        yield (begin + offset) // HASH_BYTES, digest
 
     def store(self, block: int, digest: bytes) -> None:
         """Record the hash of a block that was added to the prefix cache."""

@@ -123,7 +123,7 @@ class Executor(ABC):
     can_keep_kv_cache = False
     """True if the KV cache can be in a file that outlives the worker."""
     kv_file: KvFile | None = None
-    """That file; set before `allocate`."""
+    """File of the KV cache that outlives the worker, set before `allocate`; None for none."""
     num_staging_blocks = 0
     """Blocks through which KV blocks of a device pass to other engines; 0 if its KV cache is in the
     memory of the host."""
