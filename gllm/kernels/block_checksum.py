@@ -52,7 +52,7 @@ class BlockChecksums:
             self._function = library.function(self._arguments)
 
     def store(self, slots: Tensor, checksums: Tensor) -> None:
-        """Store the checksum of each block whose last slot is listed; called on one thread.
+        """Store the checksum of each block whose last slot is listed; not thread-safe.
 
         Args:
             slots: [any] int64, contiguous: block * block_size + offset. Blocks from `num_blocks` on

@@ -15,9 +15,9 @@ from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepOutput, StepPlan
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
-from gllm.scheduler.speculative_config import SpeculativeConfig
 from tests.scheduler.test_properties import configs
 from tests.scheduler.test_resume import Epochs, drive
+from tests.scheduler.test_speculation import speculating
 from tests.scheduler.test_traps import prompt
 from tests.support.examples import further_runs, num_examples
 from tests.support.scheduler.pipeline import Pipeline, generate
@@ -46,8 +46,10 @@ class HashStore:
 class LaggingPipeline(Pipeline):
     """A pipeline whose stages compute a step at any time between its plan and its commit."""
 
-    def __init__(self, config: SchedulerConfig, forces: bool, rng: Random) -> None:
-        super().__init__(config, forces)
+    def __init__(
+        self, config: SchedulerConfig, forces: bool, rng: Random, drafter: Any = None
+    ) -> None:
+        super().__init__(config, forces, drafter)
         self.hashes = HashStore()
         self.scheduler.kv_cache.block_pool.hash_store = self.hashes
         self._rng = rng
@@ -113,6 +115,14 @@ class LaggingPipeline(Pipeline):
         assert self.hashes.digests == kept
 
 
+@st.composite
+def settings_of_engines(draw: st.DrawFn) -> tuple[SchedulerConfig, Any]:
+    """Any configuration without recurrent layers, and what guesses tokens, if anything does."""
+    if draw(st.booleans()):
+        return speculating(draw, "1")
+    return draw(configs(has_states=False)), None
+
+
 @further_runs(2)
 @settings(
     max_examples=num_examples(12, 300),
@@ -120,30 +130,21 @@ class LaggingPipeline(Pipeline):
     suppress_health_check=[HealthCheck.too_slow],
     database=None,
 )
-@given(
-    config=configs(has_states=False),
-    forces=st.booleans(),
-    num_guesses=st.integers(0, 3),
-    seed=st.integers(0, 2**32),
-)
+@given(setting=settings_of_engines(), forces=st.booleans(), seed=st.integers(0, 2**32))
 def test_kept_blocks_have_the_tokens_of_their_hashes(
-    run: int, config: SchedulerConfig, forces: bool, num_guesses: int, seed: int
+    run: int, setting: tuple[SchedulerConfig, Any], forces: bool, seed: int
 ) -> None:
     """Deaths at random moments, under preemption, aborts, forks, chunks and guesses.
 
     The pipeline checks the context of every row on every stage.
     """
     rng = Random(seed)
-    speculation = SpeculativeConfig(num_guesses) if num_guesses else None
-    is_guessing = speculation is not None and not config.async_scheduling
-    config = replace(
-        config, prefix_cache=True, speculative_config=speculation if is_guessing else None
-    )
-    pipeline = LaggingPipeline(config, forces, rng)
+    config, drafter = replace(setting[0], prefix_cache=True), setting[1]
+    pipeline = LaggingPipeline(config, forces, rng, drafter)
     life = Epochs(pipeline)
     drive(life, rng, rng.randint(1, 150))
     for _ in range(3):
-        successor = LaggingPipeline(config, forces, rng)
+        successor = LaggingPipeline(config, forces, rng, drafter)
         successor.follow(pipeline, num_damaged=rng.choice([0, 0, 3]))
         life.cut(successor)
         pipeline = successor

@@ -12,6 +12,8 @@ import math
 import mmap
 import os
 import struct
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from hashlib import blake2b
 
 import numpy as np
@@ -93,17 +95,26 @@ class KvFile:
         assert self._checker is not None, "the file is complete"
         self._checker.store(slots, self._checksums)
 
-    def find_intact_blocks(self) -> bytes:
+    def find_intact_blocks(self, num_threads: int = 1) -> bytes:
         """Return the blocks of the earlier worker whose checksums are right, as a bit per block.
 
         The lowest bit of the first byte is block 0. Wrong checksums are removed. The result is
         empty if there was no earlier worker.
+
+        num_threads: threads that read the blocks.
         """
-        if not self.has_content or self._checker is None:
+        if not self.has_content:
             return b""
-        blocks = self._checksums.nonzero().flatten()
+        last_slots = (self._checksums.nonzero().flatten() + 1) * self._block_size - 1
         computed = torch.zeros_like(self._checksums)
-        self._checker.store((blocks + 1) * self._block_size - 1, computed)
+        checkers = [
+            BlockChecksums(self._tensors, self._num_blocks, self._block_size)
+            for _ in range(num_threads)
+        ]
+        with ThreadPoolExecutor(num_threads, "kv-checksums") as threads:
+            parts = zip(checkers, last_slots.tensor_split(num_threads), strict=True)
+            for done in [threads.submit(each.store, part, computed) for each, part in parts]:
+                done.result()
         is_intact = (self._checksums != 0) & (self._checksums == computed)
         self._checksums[~is_intact] = 0
         return np.packbits(is_intact.numpy(), bitorder="little").tobytes()
@@ -114,4 +125,8 @@ class KvFile:
         begin, self._end = self._end, self._end + size
         if os.fstat(self._descriptor).st_size < self._end:
             os.ftruncate(self._descriptor, self._end)
-        return mmap.mmap(self._descriptor, size, offset=begin)
+        memory = mmap.mmap(self._descriptor, size, offset=begin)
+        # Huge pages, as in other large tensors, where the system permits them in memory files.
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return memory

@@ -313,7 +313,9 @@ class StageResources:
                 executor.kv_file = None
                 executor.allocate(*sizes, kv_memory, num_state_slots)
             if executor.kv_file is not None:
-                self.intact_blocks = executor.kv_file.find_intact_blocks()
+                self.intact_blocks = executor.kv_file.find_intact_blocks(
+                    self._assignment.num_threads
+                )
             if kv_memory is not None:
                 folder = Path(self._assignment.model_folder)
                 model = hash_numerics(hash_model(folder), executor.kv_numerics)
