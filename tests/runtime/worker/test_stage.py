@@ -39,6 +39,8 @@ class FakeExecutor:
         self.given_up: list[tuple[str, int, str]] = []
         """Behind which line of the log, the step, why."""
         self.plans_given_up: list[tuple[int, str]] = []
+        self.checked: list[int] = []
+        """Steps whose blocks have checksums."""
         self.sampling = threading.Event()
         self.sampling.set()
 
@@ -70,6 +72,9 @@ class FakeExecutor:
 
     def fail_batch(self, batch: Any, error: str) -> None:
         self.given_up.append((self.log[-1], batch.step, error))
+
+    def store_checksums(self, batch: Any) -> None:
+        self.checked.append(batch.step)
 
     def fail_plan(self, plan: StepPlan, error: str) -> None:
         self.plans_given_up.append((plan.step, error))
@@ -144,6 +149,7 @@ async def test_a_failing_step_fails_alone_and_results_keep_their_order() -> None
     ]
     assert stage.num_steps == 4
     assert stage.busy_seconds > 0
+    await results.until(lambda: executor.checked == [0, 3, 4, 5])
 
 
 async def test_a_plan_that_cannot_be_prepared_is_given_up_before_the_steps_ahead_are_done() -> None:
