@@ -3,8 +3,8 @@
 A server of three stages answers concurrent streams, once undisturbed and once with its middle stage
 killed by SIGKILL halfway. The same prompts and seeds are sent both times, so that the texts can be
 compared. The parts that a recovery cannot avoid are measured apart: the import of torch, reading
-the weights from the page cache, and recomputing the tokens (the same number of tokens as fresh
-prompts). Run as `python -m benchmarks.recovery`; it prints the figures and writes them to
+the weights from the page cache, and recomputing the tokens whose KV blocks were not kept (the same
+number of tokens as fresh prompts). Run as `python -m benchmarks.recovery`; it prints the figures and writes them to
 docs/benchmarks/recovery.md.
 """
 
@@ -31,6 +31,7 @@ from benchmarks.cpu.serving import free_port
 from benchmarks.cpu.startup import floor
 from benchmarks.cpu.watch import tree
 from gllm.commands.bench.client import RequestResult, send
+from gllm.deploy.metrics_scrape import parse_metrics
 from gllm.models.hub import resolve_model
 from gllm.observability.latency import percentile
 from gllm.sim.metrics.report import format_table
@@ -90,6 +91,12 @@ class LoadedServer:
                 except aiohttp.ClientError:
                     pass
                 await asyncio.sleep(0.05)
+
+    async def count_computed_again(self) -> int:
+        """Return the tokens of resumed streams that were computed again since the start."""
+        async with self._session.get(f"{self._url}/metrics") as answer:
+            metrics = parse_metrics(await answer.text(), time.monotonic())
+        return int(metrics.value("resumed_tokens_computed_total"))
 
     def kill_stage(self, stage: int) -> float:
         """Kill the worker process of a stage; return the time.
@@ -159,7 +166,7 @@ def summarize(
             for before, after in zip(undisturbed, disturbed, strict=True)
             if not after.failure
         ),
-        "recomputed_tokens": num_emitted + sum(result.prompt_tokens for result in running),
+        "running_tokens": num_emitted + sum(result.prompt_tokens for result in running),
         "next_token_p50": percentile(resumed, 50) if resumed else None,
         "next_token_p99": percentile(resumed, 99) if resumed else None,
         "next_token_last": max(resumed, default=None),
@@ -181,7 +188,7 @@ async def measure_kill(folder: Path, flags: Sequence[str], bodies: list[bytes]) 
         killed = server.kill_stage(VICTIM)
         figures = summarize(undisturbed, await streams, killed)
         await server.wait_until_ready()
-        return figures
+        return figures | {"computed_tokens": await server.count_computed_again()}
 
 
 async def measure_recompute(folder: Path, num_streams: int, num_tokens: int) -> float:
@@ -218,13 +225,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             flags = ["--standby-workers", count, *options.server_flag]
             figures.append(uvloop.run(measure_kill(folder, flags, bodies)))
         floors.append(floor(sorted(folder.glob("*.safetensors"))))
-    tokens = int(median(each["recomputed_tokens"] for rows in kills.values() for each in rows))
+    runs = [each for rows in kills.values() for each in rows]
+    tokens = max(options.streams, int(median(each["computed_tokens"] for each in runs)))
     return {
         "kills": kills,
         "import_seconds": median(imported for imported, _ in floors),
         "read_seconds": median(read for _, read in floors) / STAGES,
         "recompute_seconds": uvloop.run(measure_recompute(folder, options.streams, tokens)),
-        "recomputed_tokens": tokens,
+        "computed_tokens": tokens,
+        "running_tokens": int(median(each["running_tokens"] for each in runs)),
         "foreign_cores": foreign.cores(),
     }
 
@@ -273,7 +282,8 @@ def format_page(results: dict[str, Any], options: argparse.Namespace) -> str:
         f"Limit of a recovery: {results['import_seconds']:.2f} s to import torch (without a "
         f"standby worker), {results['read_seconds']:.3f} s to read a stage's weights from the "
         f"page cache, {results['recompute_seconds']:.2f} s to compute the "
-        f"{results['recomputed_tokens']:,} tokens of all running streams as fresh prompts."
+        f"{results['computed_tokens']:,} of the {results['running_tokens']:,} tokens of all running "
+        "streams that were not kept, as fresh prompts."
     )
 
 
