@@ -4,8 +4,8 @@ A server of three stages answers concurrent streams, once undisturbed and once w
 killed by SIGKILL halfway. The same prompts and seeds are sent both times, so that the texts can be
 compared. The parts that a recovery cannot avoid are measured apart: the import of torch, reading
 the weights from the page cache, and recomputing the tokens whose KV blocks were not kept (the same
-number of tokens as fresh prompts). Run as `python -m benchmarks.recovery`; it prints the figures and writes them to
-docs/benchmarks/recovery.md.
+number of tokens as fresh prompts). Run as `python -m benchmarks.recovery`; it prints the figures
+and writes them to docs/benchmarks/recovery.md.
 """
 
 import argparse
@@ -282,8 +282,8 @@ def format_page(results: dict[str, Any], options: argparse.Namespace) -> str:
         f"Limit of a recovery: {results['import_seconds']:.2f} s to import torch (without a "
         f"standby worker), {results['read_seconds']:.3f} s to read a stage's weights from the "
         f"page cache, {results['recompute_seconds']:.2f} s to compute the "
-        f"{results['computed_tokens']:,} of the {results['running_tokens']:,} tokens of all running "
-        "streams that were not kept, as fresh prompts."
+        f"{results['computed_tokens']:,} of the {results['running_tokens']:,} tokens of all "
+        "running streams that were not kept, as fresh prompts."
     )
 
 
