@@ -72,12 +72,12 @@ class LoadedServer:
 
     def __init__(self, pid: int, url: str, session: aiohttp.ClientSession) -> None:
         self.pid = pid
-        self._url = url
+        self.url = url
         self._session = session
 
     async def send_all(self, bodies: Sequence[bytes]) -> list[RequestResult]:
         """Send all requests at once; return their results in order."""
-        url = f"{self._url}/v1/completions"
+        url = f"{self.url}/v1/completions"
         return await asyncio.gather(*(send(self._session, url, body, 0) for body in bodies))
 
     async def wait_until_ready(self) -> None:
@@ -85,7 +85,7 @@ class LoadedServer:
         async with asyncio.timeout(START_SECONDS):
             while True:
                 try:
-                    async with self._session.get(f"{self._url}/ready") as answer:
+                    async with self._session.get(f"{self.url}/ready") as answer:
                         if answer.status == 200:
                             return
                 except aiohttp.ClientError:

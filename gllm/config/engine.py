@@ -11,6 +11,7 @@ from typing import Any
 from gllm.config.emulation import DEVICES, EMULATED, EmulationConfig, is_emulated
 from gllm.config.hf_overrides import OVERRIDES_HELP, convert_hf_overrides, parse_hf_overrides
 from gllm.config.kv_backends import AUTO, check_backend_name
+from gllm.config.kv_disk import check_kv_disk, parse_kv_disk
 from gllm.config.kv_events import KvEventsConfig, parse_kv_events
 from gllm.config.link_encodings import LINK_ENCODINGS, PLAIN
 from gllm.config.weight_cache import check_weight_cache, parse_weight_cache
@@ -289,6 +290,13 @@ class EngineConfig:
         "computed; for measurements: always, all of them; never, none",
         choices=("auto", "always", "never"),
     )
+    kv_cache_disk: str | None = option(
+        None,
+        "PATH:SIZE, such as /var/cache/gllm:20GiB: keep KV blocks of prompts in this folder "
+        "of each machine, also across restarts, and read them when that is predicted to take less "
+        "time than computing them; default: none",
+        parse=check_kv_disk,
+    )
     trusted_network: bool = option(
         False,
         "all hosts that reach this one may read prompts: permits what is not encrypted, KV cache "
@@ -320,6 +328,7 @@ class EngineConfig:
         self._check_speculation()
         self._check_weight_cache()
         self._check_kv_transfer()
+        self._check_kv_disk()
         address = self.kv_events_config.exposed_address if self.kv_events_config else None
         if address is not None and not self.trusted_network:
             raise ValueError(
@@ -381,6 +390,36 @@ class EngineConfig:
             raise FieldError(name, f"{name}: {error}") from None
         if reason := undialable_reason(self.kv_transfer_address):
             raise FieldError(name, f"{name}: {reason}")
+
+    def _check_kv_disk(self) -> None:
+        """Check `kv_cache_disk` against the device and the prefix cache."""
+        name = "kv_cache_disk"
+        if self.kv_cache_disk is None:
+            return
+        try:
+            folder = parse_kv_disk(self.kv_cache_disk).folder
+        except ValueError as error:
+            raise FieldError(name, f"{name}: {error}") from None
+        # Other processes have other working directories.
+        size = self.kv_cache_disk.rpartition(":")[2]
+        object.__setattr__(self, name, f"{folder}:{size}")
+        if self.device not in ("cpu", "auto"):
+            raise FieldError(
+                name,
+                f"{name} keeps KV blocks of CPUs, but device is {self.device}: set device to cpu, "
+                f"or leave {name} out",
+            )
+        if not self.scheduler.prefix_cache:
+            raise FieldError(
+                name,
+                f"{name} keeps blocks of the prefix cache, which is off: turn prefix_cache on, or "
+                f"leave {name} out",
+            )
+
+    @property
+    def has_kv_mover(self) -> bool:
+        """True if a process beside the workers reads and writes the KV caches."""
+        return self.kv_transfer is not None or self.kv_cache_disk is not None
 
     @property
     def stage_degrees(self) -> tuple[int, ...]:

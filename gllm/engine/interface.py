@@ -13,6 +13,7 @@ import msgspec
 from gllm.config.sampling import SamplingParams
 from gllm.engine.fleet_control import FleetControl
 from gllm.messages.handoff import KvHandoff
+from gllm.messages.kv_disk import KvDiskTotals
 from gllm.messages.kv_transfer import KvTransferTotals
 from gllm.messages.node_report import NodeDrainError as NodeDrainError
 from gllm.messages.node_report import NodeReport
@@ -164,6 +165,8 @@ class EngineStatus:
     """Reason for which the engine is not ready although it works: no router has attached it."""
     kv_transfers: KvTransferTotals | None = None
     """Transfers of KV blocks; None for an engine that neither gives nor fetches any."""
+    kv_disk: KvDiskTotals | None = None
+    """Counters of the disk tier of the prefix cache; None without one."""
 
 
 class EngineUnavailableError(Exception):

@@ -330,4 +330,5 @@ def read_status(
         refused_peers={} if cluster is None else cluster.refused_peers,
         tensor_parallel_size=max(config.stage_degrees),
         kv_transfers=mover.totals if mover.is_enabled else None,
+        kv_disk=mover.disk_totals,
     )

@@ -175,6 +175,13 @@ def plan_local_model(config: EngineConfig, folder: Path) -> ModelPlan:
             "whose states stay in their engine: leave kv_transfer out, or choose a model without "
             "recurrent layers",
         )
+    if read.model.has_state and config.kv_cache_disk is not None:
+        raise FieldError(
+            "kv_cache_disk",
+            "kv_cache_disk keeps the KV blocks of attention, but this model has recurrent layers, "
+            "whose states are not kept on disk: leave kv_cache_disk out, or choose a model without "
+            "recurrent layers",
+        )
     layers = split_layers(read.model, config.pipeline_parallel_size, config.layer_counts)
     length = config.max_model_len or read.model.context_length
     if length > read.model.context_length:

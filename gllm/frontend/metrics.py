@@ -47,6 +47,8 @@ SAME_NAMES = (
     "request_inference_time_seconds",
     "prefix_cache_queries",
     "prefix_cache_hits",
+    "external_prefix_cache_queries",
+    "external_prefix_cache_hits",
     "spec_decode_num_drafts",
     "spec_decode_num_draft_tokens",
     "spec_decode_num_accepted_tokens",
@@ -140,6 +142,37 @@ def kv_transfer_metrics(labels: dict[str, str], status: EngineStatus) -> Iterato
         ("kv_held_blocks", stats.held_blocks, "KV blocks that are kept for other engines"),
     ):
         yield gauge(name, text, labels, value)
+
+
+def kv_disk_metrics(labels: dict[str, str], status: EngineStatus) -> Iterator[Metric]:
+    """Yield Prometheus metrics of an engine's disk tier; none without one.
+
+    Args:
+        labels: Labels of all samples, by name.
+        status: Status of the engine, with the counters of the tier.
+    """
+    totals = status.kv_disk
+    if totals is None:
+        return
+    text = "Requests with KV blocks on disk whose read has ended, by outcome"
+    outcomes = [(("complete",), totals.num_loads), (("failed",), totals.num_failed_loads)]
+    yield counter("kv_disk_loads", text, labels, outcomes, "outcome")
+    for name, value, text in (
+        ("external_prefix_cache_queries", totals.num_queried_tokens,
+         "Prompt tokens beyond those in memory that were looked up on disk"),
+        ("external_prefix_cache_hits", totals.num_hit_tokens,
+         "Prompt tokens whose KV blocks were read from disk"),
+        ("kv_disk_read_bytes", totals.num_read_bytes, "Bytes of KV blocks read from disk"),
+        ("kv_disk_read_seconds", totals.read_seconds, "Seconds of the complete reads"),
+        ("kv_disk_stored_blocks", totals.num_stored_blocks, "KV blocks written to disk"),
+        ("kv_disk_dropped_blocks", totals.num_dropped_blocks,
+         "KV blocks that left memory before they were written, because the disk was too slow"),
+        ("kv_disk_evicted_blocks", totals.num_evicted_blocks,
+         "KV blocks removed from disk to make space"),
+    ):  # fmt: skip
+        yield counter(name, text, labels, value)
+    yield gauge("kv_disk_blocks", "KV blocks that can be read from disk", labels,
+                totals.num_kept_blocks)  # fmt: skip
 
 
 def speculation_metrics(labels: dict[str, str], stats: SchedulerStats) -> Iterator[Metric]:
@@ -299,6 +332,7 @@ class EngineCollector(Collector):
             text = "Routers that have attached this engine"
             yield gauge("attached_routers", text, model, status.num_routers)
         yield from kv_transfer_metrics(model, status)
+        yield from kv_disk_metrics(model, status)
         yield from speculation_metrics(model, status.stats)
         yield adapter_metric(self._engine.model.name)
         text = "Tasks of the event loop: one per open connection, and those of the server itself"

@@ -11,7 +11,17 @@ import msgspec
 from msgspec import inspect
 from msgspec.msgpack import Decoder
 
-from gllm.messages import fleet, handoff, kv_cache, kv_transfer, lifecycle, nodes, reports, steps
+from gllm.messages import (
+    fleet,
+    handoff,
+    kv_cache,
+    kv_disk,
+    kv_transfer,
+    lifecycle,
+    nodes,
+    reports,
+    steps,
+)
 from gllm.messages.base import WireMessage
 from gllm.messages.kv_transfer import KvCommand, KvReport
 from gllm.messages.requests import AbortSequences, EngineOutputs, RejectedRequest, SubmitRequest
@@ -95,6 +105,7 @@ ToHead = (
     | reports.StepCostReport
     | kv_cache.KvCacheEvents
     | kv_transfer.KvTransferTotals
+    | kv_disk.KvDiskTotals
     | kv_transfer.KvMoverStuck
     | handoff.KvPushStarted
     | handoff.FirstChunkComputed

@@ -15,6 +15,8 @@ from msgspec import Meta
 _PAGE_BYTES = 4096
 """Keys and values of each layer begin at a page, so that untouched ones take no memory."""
 
+BlockId = Annotated[int, Meta(ge=0, lt=2**31)]
+"""Index of a block in the KV caches of all workers."""
 _Count = Annotated[int, Meta(ge=0, lt=2**31)]
 _Size = Annotated[int, Meta(ge=1, lt=2**31)]
 

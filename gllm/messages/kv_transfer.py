@@ -7,10 +7,11 @@ from msgspec import Meta
 
 from gllm.messages.base import Int64, WireMessage
 from gllm.messages.handoff import Ticket, make_ticket
+from gllm.messages.kv_disk import KvDiskCommand, KvDiskReport
+from gllm.messages.kv_layout import BlockId
 
 FetchNumber = Int64
 """Sequence of a fetch; used again once the fetch has ended."""
-BlockId = Annotated[int, Meta(ge=0, lt=2**31)]
 TokenCount = Annotated[int, Meta(ge=0, lt=2**31)]
 COPY_LANE = 2
 """Lane in which workers on devices count the copied layers of KV blocks, beside those of steps."""
@@ -145,9 +146,9 @@ class KvTransferTotals(WireMessage, frozen=True):
         return KvTransferTotals(*(one + more for one, more in zip(mine, theirs, strict=True)))
 
 
-KvCommand = ServeKv | RevokeKv | FetchKv | CancelKvFetch
+KvCommand = ServeKv | RevokeKv | FetchKv | CancelKvFetch | KvDiskCommand
 """Commands of the driver."""
-KvReport = KvFetchStarted | KvFetched | KvRevoked | KvMoverGone
+KvReport = KvFetchStarted | KvFetched | KvRevoked | KvMoverGone | KvDiskReport
 """Answers of the mover."""
 
 

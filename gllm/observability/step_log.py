@@ -114,6 +114,7 @@ class AddEvent(msgspec.Struct, frozen=True, tag_field="event", tag="add"):
     kv_source_ticket: int = 0
     reports_first_chunk: bool = False
     is_ticket_foreign: bool = False
+    is_kv_on_disk: bool = False
 
 
 class PrefetchEvent(msgspec.Struct, frozen=True, tag_field="event", tag="prefetch"):

@@ -30,13 +30,17 @@ def chain_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return blake2b(parent + array(TOKEN_TYPE, token_ids).tobytes(), digest_size=HASH_BYTES).digest()
 
 
-def chain_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+def chain_hashes(
+    parent: bytes, token_ids: Sequence[int], block_size: int, secret: bytes = b""
+) -> list[bytes]:
     """Return the prefix-cache hashes of consecutive full KV blocks, each based on the one before.
 
     Args:
         parent: hash of the block before the first one.
         token_ids: tokens of the blocks; their number is a multiple of `block_size`.
         block_size: tokens per block.
+        secret: key of a keyed hash, which nobody can compute without it; empty for the hashes of
+            the prefix cache in memory, which routers compute too.
     """
     # Converting all tokens at once takes half the time of doing so per block.
     data = array(TOKEN_TYPE, token_ids)
@@ -44,34 +48,38 @@ def chain_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> li
     encoded, hashes = data.tobytes(), []
     for begin in range(0, len(encoded), num_bytes):
         parent = blake2b(
-            parent + encoded[begin : begin + num_bytes], digest_size=HASH_BYTES
+            parent + encoded[begin : begin + num_bytes], digest_size=HASH_BYTES, key=secret
         ).digest()
         hashes.append(parent)
     return hashes
 
 
-def root_hash(cache_salt: str) -> bytes:
+def root_hash(cache_salt: str, secret: bytes = b"") -> bytes:
     """Return the hash that serves as parent of a prompt's first KV block.
 
     It depends on the request's cache salt, so prompts share cached blocks only within one salt.
+
+    Args:
+        cache_salt: of the request.
+        secret: see `chain_hashes`.
     """
-    return blake2b(cache_salt.encode(), digest_size=HASH_BYTES).digest()
+    return blake2b(cache_salt.encode(), digest_size=HASH_BYTES, key=secret).digest()
 
 
-class BlockHashStore(Protocol):
-    """Interface of a copy of the prefix cache's hashes by block, which outlives the process.
+class BlockListener(Protocol):
+    """Interface of an object that is told which blocks enter and leave the prefix cache.
 
     A block is removed before any step that writes to it is returned by the scheduler.
     """
 
-    def store(self, block: int, digest: bytes) -> None:
-        """Record the hash of a block that was added to the prefix cache."""
+    def on_added(self, block: int, digest: bytes) -> None:
+        """Handle that a block is added with its hash."""
 
-    def remove(self, block: int) -> None:
-        """Record that a block was removed from the prefix cache."""
+    def on_removed(self, block: int, digest: bytes) -> None:
+        """Handle that a block is removed: it may be overwritten from now on."""
 
-    def clear(self) -> None:
-        """Record that all blocks were removed from the prefix cache."""
+    def on_cleared(self) -> None:
+        """Handle that all blocks are removed."""
 
 
 class BlockPoolSnapshot(NamedTuple):
@@ -112,8 +120,8 @@ class BlockPool:
         self.event_log: CacheEventLog | None = None
         """Records which hashes are removed; None if nobody watches. The owner of the hash chains
         adds the stored ones."""
-        self.hash_store: BlockHashStore | None = None
-        """Copy of the hashes by which a later pool can adopt the blocks; None without one."""
+        self.listeners: list[BlockListener] = []
+        """Are told which blocks enter and leave the prefix cache."""
 
     @property
     def digests(self) -> Collection[bytes]:
@@ -148,8 +156,8 @@ class BlockPool:
         for block, digest in sorted(digests.items()):
             self._hashes[block] = digest
             self._evictable[block] = None
-            if self.hash_store is not None:
-                self.hash_store.store(block, digest)
+            for listener in self.listeners:
+                listener.on_added(block, digest)
         self._free = [block for block in self._free if block not in digests]
 
     def refresh(self, blocks: Sequence[int]) -> None:
@@ -199,8 +207,8 @@ class BlockPool:
             return False
         self._hashes[block] = digest
         self._by_hash[digest] = block
-        if self.hash_store is not None:
-            self.hash_store.store(block, digest)
+        for listener in self.listeners:
+            listener.on_added(block, digest)
         return True
 
     def unpublish(self, blocks: Sequence[int]) -> None:
@@ -217,12 +225,12 @@ class BlockPool:
         self._evictable.clear()
         self._by_hash.clear()
         self._hashes = [None] * self.num_blocks
-        if self.hash_store is not None:
-            self.hash_store.clear()
         if self._states is not None:
             self._states.clear()
         if self.event_log is not None:
             self.event_log.on_cleared()
+        for listener in self.listeners:
+            listener.on_cleared()
 
     def find_cached_blocks(self, digests: Sequence[bytes]) -> list[int]:
         """Return the cached blocks of the longest prefix of a hash chain, without references."""
@@ -261,9 +269,9 @@ class BlockPool:
 
     def _remove_digest(self, block: int, digest: bytes) -> None:
         del self._by_hash[digest]
-        if self.hash_store is not None:
-            self.hash_store.remove(block)
         if self._states is not None:
             self._states.remove(digest)
         if self.event_log is not None:
             self.event_log.on_removed(digest)
+        for listener in self.listeners:
+            listener.on_removed(block, digest)

@@ -2,13 +2,34 @@
 
 import math
 from collections.abc import Container, Mapping
+from typing import NamedTuple, Protocol
 
-from gllm.scheduler.block_pool import BlockPool, root_hash
+from gllm.scheduler.block_pool import BlockListener, BlockPool, root_hash
 from gllm.scheduler.cache_events import CacheEventLog, CacheEvents
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_holds import KvHolds
 from gllm.scheduler.sequence import Sequence
 from gllm.scheduler.state_slots import StateCache, list_prefill_boundaries
+
+
+class PublishedBlock(NamedTuple):
+    """KV block that has just been added to the prefix cache."""
+
+    block_id: int
+    digest: bytes
+    """Hash in the prefix cache."""
+    position: int
+    """Position in the block table of its sequence."""
+
+
+class OffloadListener(BlockListener, Protocol):
+    """Interface of a tier behind the prefix cache in memory."""
+
+    def on_published(self, sequence: Sequence, blocks: list[PublishedBlock]) -> None:
+        """Handle blocks of a sequence that are complete and in the prefix cache now."""
+
+    def on_invalid(self, sequence: Sequence) -> None:
+        """Handle that the blocks of a sequence have an invalid content, published or not."""
 
 
 class KVCacheManager:
@@ -25,6 +46,7 @@ class KVCacheManager:
         """Sequences that hold blocks, by sequence id."""
         self.holds = KvHolds(self.block_pool)
         """Blocks of ended sequences that other engines may fetch."""
+        self._offload: OffloadListener | None = None
         self._block_size = config.block_size
         self._max_num_seqs = config.max_num_seqs
         self._has_prefix_cache = config.prefix_cache
@@ -126,10 +148,15 @@ class KVCacheManager:
             return
         hashes = sequence.get_block_hashes(num_full, self._block_size)
         pool = self.block_pool
+        published: list[PublishedBlock] = []
         for index in range(sequence.num_published_blocks, num_full):
-            is_new = pool.publish(sequence.block_ids[index], hashes[index])
+            block_id = sequence.block_ids[index]
+            if not pool.publish(block_id, hashes[index]):
+                continue
+            if self._offload is not None:
+                published.append(PublishedBlock(block_id, hashes[index], index))
             log = pool.event_log
-            if not is_new or log is None:
+            if log is None:
                 continue
             token_ids: tuple[int, ...] = ()
             if log.with_token_ids:
@@ -141,10 +168,19 @@ class KVCacheManager:
         if self.states is not None:
             self.states.publish(sequence.seq, num_known, hashes, pool.digests)
         sequence.num_published_blocks = num_full
+        if published and self._offload is not None:
+            self._offload.on_published(sequence, published)
+
+    def set_offload(self, listener: OffloadListener) -> None:
+        """Tell a tier behind the prefix cache which blocks are added and removed from now on."""
+        self._offload = listener
+        self.block_pool.listeners.append(listener)
 
     def unpublish(self, sequence: Sequence) -> None:
         """Remove the blocks of a sequence with invalid content from the prefix cache."""
         self.block_pool.unpublish(sequence.block_ids)
+        if self._offload is not None:
+            self._offload.on_invalid(sequence)
         if self.states is not None:
             # Also states after blocks that another sequence has computed.
             for digest in sequence.block_hashes:

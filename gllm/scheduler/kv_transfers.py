@@ -9,6 +9,8 @@ when nobody writes them any more. What the prefix cache has is not fetched. A se
 fails is prefilled like a preempted one and fetches nothing again. A victim waits for another start
 of its fetch.
 
+Blocks of the prefix cache's disk tier are fetched in the same way (`is_kv_on_disk`).
+
 A prefetch begins before its request arrives, while the other engine computes the KV. A sequence
 without rows stands for the request until then, so a prefetch has a rank, can be a victim and is
 admitted as any other fetch. It keeps counting as a row in flight once it is complete: only this
@@ -164,7 +166,10 @@ class SchedulerTransfers:
         if self.started_prefetches:
             # Their fetches end soon.
             return True
-        if holds and any(sequence.request.kv_source_tokens for sequence in sequences):
+        if holds and any(
+            sequence.request.kv_source_tokens and not sequence.request.is_kv_on_disk
+            for sequence in sequences
+        ):
             best = min(sequences, key=rank_of)
             num_blocks = best.num_missing_blocks(best.num_tokens, self._config.block_size)
             holds.revoke_oldest(num_blocks - self._kv_cache.block_pool.num_free_blocks)
@@ -293,7 +298,9 @@ class SchedulerTransfers:
                 insort(self._pending, sequence, key=rank_of)
             self._finalize(sequence)
             return is_repeated
-        if is_ok:
+        if sequence.request.is_kv_on_disk:
+            self._finish_load(sequence, is_ok)
+        elif is_ok:
             if sequence.seq == seq:
                 # Those of a prefetch were counted when it was adopted.
                 num_tokens = sequence.request.kv_source_tokens - sequence.num_scheduled_tokens
@@ -304,6 +311,17 @@ class SchedulerTransfers:
             self._kv_cache.free(sequence)
             self._queues.enqueue(sequence)
         return False
+
+    def _finish_load(self, sequence: Sequence, is_ok: bool) -> None:
+        """Continue a sequence after its blocks were read from disk, or prefill it."""
+        if is_ok:
+            if not sequence.num_output_tokens:
+                num_tokens = sequence.request.kv_source_tokens
+                sequence.num_cached_tokens = min(num_tokens, sequence.prompt_len)
+            self._use_fetched(sequence)
+        else:
+            self._kv_cache.free(sequence)
+            self._queues.enqueue(sequence)
 
     def pop_cancellations(self) -> list[int]:
         """Return the sequences whose fetch is cancelled, since the last call.

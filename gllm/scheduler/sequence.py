@@ -61,13 +61,16 @@ class SchedulerRequest(NamedTuple):
     """
     is_ticket_foreign: bool = False
     """True if a router outside the fleet has `kv_ticket`, which nobody renews or releases."""
+    is_kv_on_disk: bool = False
+    """True if the KV of `kv_source_tokens` is in the prefix cache's disk tier, at no other engine.
+    """
 
     @property
     def is_fleet_handoff(self) -> bool:
         """True if one engine of the fleet prefills the request and another one decodes it."""
         if self.kv_ticket:
             return not self.is_ticket_foreign
-        return self.kv_source_tokens > 0 and not self.is_kv_foreign
+        return self.kv_source_tokens > 0 and not (self.is_kv_foreign or self.is_kv_on_disk)
 
     def check(self, max_model_len: int) -> None:
         """Check that the request can run.
@@ -141,6 +144,8 @@ class Sequence:
     """Leading blocks added to the prefix cache."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Hash chain of the leading full blocks, computed on demand."""
+    disk_keys: list[bytes] = field(default_factory=list)
+    """Their keys on disk, computed on demand."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache at the first admission."""
     num_reused_tokens: int = 0
@@ -259,6 +264,21 @@ class Sequence:
             parent = hashes[-1] if hashes else root_hash(self.request.cache_salt)
             hashes += chain_hashes(parent, token_ids, block_size)
         return hashes[:num_blocks]
+
+    def get_disk_keys(self, num_blocks: int, block_size: int, secret: bytes) -> list[bytes]:
+        """Return the keys of the first `num_blocks` full blocks on disk.
+
+        Args:
+            num_blocks: number of blocks.
+            block_size: tokens per block.
+            secret: key of the digests, the same in all calls.
+        """
+        keys = self.disk_keys
+        if len(keys) < num_blocks:
+            token_ids = self.token_ids[len(keys) * block_size : num_blocks * block_size]
+            parent = keys[-1] if keys else root_hash(self.request.cache_salt, secret)
+            keys += chain_hashes(parent, token_ids, block_size, secret)
+        return keys[:num_blocks]
 
     def schedule_row(self, num_tokens: int, draft_token_ids: Items[int] = ()) -> ScheduledRow:
         """Schedule the next tokens; their blocks must be allocated.
@@ -416,6 +436,7 @@ class SequenceTable:
                     outputs=outputs if any(outputs) else (),
                     age_seconds=age_seconds,
                     kv_source_tokens=0,
+                    is_kv_on_disk=False,
                 )
             )
         return resumed

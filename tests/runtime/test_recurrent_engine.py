@@ -82,8 +82,9 @@ async def test_texts_are_the_same_with_cached_states_and_after_a_death(
             assert engine.status().stats.state_slots == 32
 
 
-def test_kv_blocks_do_not_move_to_other_engines(tmp_path: Path) -> None:
-    message = r"kv_transfer .* recurrent layers.* leave kv_transfer out"
+def test_kv_blocks_do_not_move_to_other_engines_and_disks(tmp_path: Path) -> None:
     folder = make_folder("qwen3-next", tmp_path)
-    with pytest.raises(FieldError, match=message):
-        Engine(EngineConfig.from_options(str(folder), kv_transfer="tcp"))
+    for name, value in {"kv_transfer": "tcp", "kv_cache_disk": f"{tmp_path}:1GiB"}.items():
+        message = rf"{name} .* recurrent layers.* leave {name} out"
+        with pytest.raises(FieldError, match=message):
+            Engine(EngineConfig.from_options(str(folder), **{name: value}))

@@ -32,14 +32,14 @@ class HashStore:
     def __init__(self) -> None:
         self.digests: dict[int, bytes] = {}
 
-    def store(self, block: int, digest: bytes) -> None:
+    def on_added(self, block: int, digest: bytes) -> None:
         assert block not in self.digests, "a block has one hash until it is removed"
         self.digests[block] = digest
 
-    def remove(self, block: int) -> None:
+    def on_removed(self, block: int, digest: bytes) -> None:
         del self.digests[block]
 
-    def clear(self) -> None:
+    def on_cleared(self) -> None:
         self.digests.clear()
 
 
@@ -51,7 +51,7 @@ class LaggingPipeline(Pipeline):
     ) -> None:
         super().__init__(config, forces, drafter)
         self.hashes = HashStore()
-        self.scheduler.kv_cache.block_pool.hash_store = self.hashes
+        self.scheduler.kv_cache.block_pool.listeners.append(self.hashes)
         self._rng = rng
         self._queued: list[deque[tuple[StepPlan, Any]]] = [deque() for _ in self.stages]
         """By stage, plans that it has not computed."""

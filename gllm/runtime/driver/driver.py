@@ -17,6 +17,14 @@ from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage, encode
 from gllm.messages.handoff import PrefetchKv, ReleaseKvHolds, RenewKvHolds
 from gllm.messages.kv_cache import AdoptKvBlocks, KvCacheEvents, WatchKvCache
+from gllm.messages.kv_disk import (
+    KvDiskCopied,
+    KvDiskFailed,
+    KvDiskLost,
+    KvDiskOpened,
+    KvDiskRecords,
+    KvDiskWritten,
+)
 from gllm.messages.kv_transfer import (
     CopyKvBlocks,
     KvBlocksCopied,
@@ -219,6 +227,7 @@ class Driver:
         num_staging_blocks: int = 0,
         num_workers: int = 1,
         hash_file: HashFile | None = None,
+        has_kv_disk: bool = False,
     ) -> None:
         """Create the driver.
 
@@ -242,6 +251,7 @@ class Driver:
             num_workers: workers of all stages.
             hash_file: copy of the prefix cache's hashes that outlives this driver; None if no later
                 driver can use the blocks.
+            has_kv_disk: True if the KV movers keep blocks of the prefix cache on disk.
         """
         self.kv: DriverKv | None = None
         """Transfers of KV blocks; None if every request is computed here."""
@@ -252,12 +262,17 @@ class Driver:
                 return StagedMovers(movers, num_staging_blocks, num_workers, self._copy_kv_blocks)
 
             staging = stage if num_staging_blocks else None
-            self.kv = DriverKv(scheduler, frontend.send, machines=sends, staging=staging)
+            self.kv = DriverKv(
+                *(scheduler, frontend.send),
+                machines=sends,
+                staging=staging,
+                has_disk=has_kv_disk and staging is None,
+            )
         self._earlier_hashes: dict[int, bytes] = {}
         """Hash of each block that the driver before had published, until blocks are adopted."""
         if hash_file is not None:
             self._earlier_hashes = hash_file.earlier
-            scheduler.kv_cache.block_pool.hash_store = hash_file
+            scheduler.kv_cache.block_pool.listeners.append(hash_file)
         self._pacing = pacing
         self._plan_record = plan_record
         self._vocab_size = vocab_size
@@ -316,6 +331,12 @@ class Driver:
                 | KvMoverGone()
                 | KvMachineReport()
                 | KvBlocksCopied()
+                | KvDiskRecords()
+                | KvDiskOpened()
+                | KvDiskFailed()
+                | KvDiskCopied()
+                | KvDiskWritten()
+                | KvDiskLost()
                 | PrefetchKv()
                 | ReleaseKvHolds()
                 | RenewKvHolds()
@@ -481,7 +502,7 @@ class Driver:
         if (coefficients := self._step_costs.on_stage_times(message.steps)) is not None:
             self._frontend.send(StepCostReport(coefficients))
             if self.kv is not None:
-                self.kv.coefficients = coefficients
+                self.kv.set_step_cost(coefficients)
 
     def run_iteration(self) -> None:
         """Schedule until the pipeline is full, then report; called after each batch of messages.
@@ -492,7 +513,7 @@ class Driver:
             self._pacing.update(time.monotonic())
         if self.kv is not None:
             self.kv.start_fetches()
-        while True:
+        while not self._awaits_disk():
             now = time.monotonic()
             plan = self.scheduler.schedule(now)
             self._meter.record_parallelism(now, self.scheduler.available_parallelism())
@@ -529,6 +550,12 @@ class Driver:
         if (events := self.scheduler.kv_cache.pop_events()) is not None:
             self._frontend.send(KvCacheEvents(self._num_cache_events, *events))
             self._num_cache_events += 1
+
+    def _awaits_disk(self) -> bool:
+        """Return True if no step may begin yet: requests should find the blocks on disk."""
+        disk = None if self.kv is None else self.kv.disk
+        has_work = bool(self.scheduler.table.sequences)
+        return disk is not None and has_work and disk.is_opening(time.monotonic())
 
     def _copy_kv_blocks(self, command: CopyKvBlocks) -> None:
         """Let the workers of all stages copy KV blocks of their devices."""

@@ -9,11 +9,14 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from gllm.messages import handoff, kv_transfer
+from gllm.messages import handoff, kv_disk, kv_transfer
 from gllm.messages.base import WireMessage
+from gllm.messages.kv_disk import LoadKvFromDisk
 from gllm.messages.requests import SubmitRequest
+from gllm.runtime.driver.driver_kv_disk import DiskSource, DriverKvDisk
 from gllm.runtime.driver.kv_movers import GONE, MoverGroup, SendCommand
 from gllm.runtime.driver.staged_movers import StagedMovers
+from gllm.scheduler.block_pool import chain_hashes, root_hash
 from gllm.scheduler.kv_holds import ReadableKv
 from gllm.scheduler.kv_transfers import KvFetch, PrefetchRequest
 from gllm.scheduler.scheduler import Scheduler
@@ -45,6 +48,7 @@ class DriverKv:
         clock: Callable[[], float] = time.monotonic,
         machines: Sequence[SendMachineCommand] = (),
         staging: Callable[[MoverGroup], StagedMovers] | None = None,
+        has_disk: bool = False,
     ) -> None:
         """Create the object, without a KV mover.
 
@@ -55,6 +59,7 @@ class DriverKv:
             machines: send a command to the mover of each other machine of the engine.
             staging: puts staging blocks between the movers and the KV caches of devices; None for
                 caches that the movers map.
+            has_disk: True if blocks of the prefix cache are kept on disk; not with staging blocks.
         """
         self._clock = clock
         self._machines = machines
@@ -63,6 +68,13 @@ class DriverKv:
         )
         self._staged = None if staging is None else staging(movers)
         self._movers = self._staged or movers
+        self._group = movers
+        self.disk: DriverKvDisk | None = None
+        """Disk tier of the prefix cache; None without one."""
+        if has_disk:
+            size = scheduler.config.block_size
+            sizes = size, 1 + len(machines)
+            self.disk = DriverKvDisk(scheduler.kv_cache, *sizes, movers.send_to_all)
         self.coefficients: StepCostCoefficients | None = None
         """Fitted step cost, for the decision whether a fetch is worth it."""
         self.fetch_choice = "auto"
@@ -79,7 +91,13 @@ class DriverKv:
     @property
     def is_active(self) -> bool:
         """True while KV blocks are fetched or reserved for other engines: a timer is needed."""
-        return self._transfers.is_active
+        return self._transfers.is_active or (self.disk is not None and self.disk.is_active)
+
+    def set_step_cost(self, coefficients: StepCostCoefficients) -> None:
+        """Set the fitted step cost, by which fetches are decided."""
+        self.coefficients = coefficients
+        if self.disk is not None:
+            self.disk.set_step_cost(coefficients)
 
     def connect(self, mover: SendCommand, machine: int = 0) -> None:
         """Send commands to a `gllm-link` process that has just started; the earlier one has ended.
@@ -98,6 +116,8 @@ class DriverKv:
     ) -> SchedulerRequest:
         """Return a scheduler request with the fields that describe its KV transfer."""
         source, num_tokens = message.kv_source, 0
+        if source is None and not message.kv_ticket and self.disk is not None:
+            return self._add_disk_fields(request, self.disk)
         if source is not None:
             # At least one token is computed, so that there are logits to sample from.
             num_known = len(message.prompt) + min(map(len, message.outputs), default=0)
@@ -112,6 +132,27 @@ class DriverKv:
             is_ticket_foreign=message.is_ticket_foreign,
         )
 
+    def _add_disk_fields(self, request: SchedulerRequest, disk: DriverKvDisk) -> SchedulerRequest:
+        """Return a scheduler request whose first blocks are read from disk if that is faster."""
+        if not (disk.has_blocks and request.reads_prefix_cache) or self.fetch_choice == "never":
+            return request
+        size = self._scheduler.config.block_size
+        # At least one token is computed, so that there are logits to sample from.
+        choice = request if request.n == 1 else request._replace(outputs=())
+        tokens = choice.initial_token_ids(request.seq)
+        tokens = tokens[: (len(tokens) - 1) // size * size]
+        hashes = chain_hashes(root_hash(request.cache_salt), tokens, size)
+        if (found := disk.find_source(tokens, request.cache_salt, hashes)) is None:
+            return request
+        num_memory, source = found
+        num_tokens = len(source.keys) * size
+        first_token = num_memory * size
+        fetch = KvFetch(request.seq, first_token, num_tokens - first_token, [], source)
+        if not self._is_worth(fetch, source.engine, self._clock()):
+            return request
+        disk.prefetch(source.keys[num_memory:])
+        return request._replace(kv_source_tokens=num_tokens, kv_source=source, is_kv_on_disk=True)
+
     def start_fetches(self) -> None:
         """Start to fetch the KV blocks that the scheduler has requested; called before it runs."""
         now = self._clock()
@@ -119,10 +160,13 @@ class DriverKv:
             if not fetch.num_tokens:
                 continue
             source = fetch.source
+            if isinstance(source, DiskSource):
+                self._start_load(fetch, source, now)
+                continue
             assert isinstance(source, handoff.KvSource)
             if not self._movers.is_complete:
                 self._finish(kv_transfer.KvFetched(fetch.seq, is_ok=False, cause=GONE))
-            elif fetch.is_early or self._is_worth(fetch, source, now):
+            elif fetch.is_early or self._is_worth(fetch, source.engine, now):
                 command = kv_transfer.FetchKv(
                     fetch.seq,
                     source.ticket,
@@ -137,6 +181,21 @@ class DriverKv:
             else:
                 # The scheduler computes the tokens.
                 self._transfers.finish_fetch(fetch.seq, is_ok=False)
+
+    def _start_load(self, fetch: KvFetch, source: DiskSource, now: float) -> None:
+        """Let all machines read blocks from disk, or let the scheduler compute their tokens."""
+        assert self.disk is not None
+        first_block = fetch.first_token // self._scheduler.config.block_size
+        keys = source.keys[first_block:]
+        cause = "some blocks are not on disk any more"
+        if self.disk.has_all(keys):
+            if not self._is_worth(fetch, source.engine, now):
+                # The scheduler computes the tokens.
+                self._transfers.finish_fetch(fetch.seq, is_ok=False)
+                return
+            cause = self._group.fetch(LoadKvFromDisk(fetch.seq, keys, fetch.block_ids))
+        if cause:
+            self._finish(kv_transfer.KvFetched(fetch.seq, is_ok=False, cause=cause))
 
     def report_first_chunks(self) -> None:
         """Report prompts whose first prefill chunk is computed, if a router has requested it."""
@@ -162,6 +221,10 @@ class DriverKv:
         if self._totals is not _NOTHING:
             self._report(self._totals)
             self._totals = _NOTHING
+        if self.disk is not None:
+            self.disk.update(now)
+            if (totals := self.disk.pop_totals()) is not None:
+                self._report(totals)
 
     def _serve(self, readable: ReadableKv) -> None:
         ticket = readable.ticket
@@ -214,6 +277,13 @@ class DriverKv:
 
     def _on_report(self, machine: int, message: kv_transfer.KvReport) -> None:
         """Handle a report of one machine's mover."""
+        if isinstance(message, kv_disk.KvDiskReport):
+            if self.disk is not None:
+                self.disk.on_report(machine, message)
+            return
+        if isinstance(message, kv_transfer.KvMoverGone) and self.disk is not None:
+            # First: fetches that fail now must not begin again.
+            self.disk.on_gone(machine)
         self._pass_on(self._movers.on_report(machine, message, self._clock()))
         if isinstance(message, kv_transfer.KvMoverGone):
             # What was not served yet cannot be served; it has the tickets of the table.
@@ -236,13 +306,20 @@ class DriverKv:
     def _finish(self, message: kv_transfer.KvFetched) -> None:
         """End a fetch, and learn from its duration."""
         fetch, num_bytes = self._transfers.fetches[message.fetch], message.num_bytes
+        disk = self.disk if isinstance(fetch.source, DiskSource) else None
         if message.is_ok:
-            self._totals += kv_transfer.KvTransferTotals(1, 0, num_bytes, message.seconds)
+            if disk is not None:
+                disk.on_loaded(fetch.num_tokens, num_bytes, message.seconds)
+            else:
+                self._totals += kv_transfer.KvTransferTotals(1, 0, num_bytes, message.seconds)
             if not fetch.is_early:
-                assert isinstance(fetch.source, handoff.KvSource)
+                assert isinstance(fetch.source, handoff.KvSource | DiskSource)
                 decision = self._decisions.setdefault(fetch.source.engine, FetchDecision())
                 decision.observe(num_bytes, message.seconds, self._clock())
             self._bytes_per_token = num_bytes / fetch.num_tokens
+        elif disk is not None:
+            disk.on_load_failed()
+            log.info("KV blocks were not read from disk: %s", message.cause)
         else:
             self._totals += kv_transfer.KvTransferTotals(num_failed=1, num_bytes=num_bytes)
             log.info("KV of another engine was not fetched: %s", message.cause)
@@ -267,11 +344,14 @@ class DriverKv:
         except ValueError as error:
             log.warning("the KV of a request is not prefetched: %s", error)
 
-    def _is_worth(self, fetch: KvFetch, source: handoff.KvSource, now: float) -> bool:
-        """Return True if a fetch is predicted to take less time than the prefill of its tokens."""
+    def _is_worth(self, fetch: KvFetch, engine: str, now: float) -> bool:
+        """Return True if a fetch is predicted to take less time than the prefill of its tokens.
+
+        engine: name of the engine that has the blocks, or DISK.
+        """
         if self.fetch_choice != "auto":
             return self.fetch_choice == "always"
-        decision = self._decisions.get(source.engine)
+        decision = self._decisions.get(engine)
         if decision is None or self.coefficients is None:
             # The first transfer measures the rate.
             return True

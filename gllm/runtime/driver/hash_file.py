@@ -20,7 +20,7 @@ _PART_BYTES = 1024 * HASH_BYTES
 
 
 class HashFile:
-    """Copy of a block pool's hashes in a memory file; implements `BlockHashStore`.
+    """Copy of a block pool's hashes in a memory file; implements `BlockListener`.
 
     A hash that was half written when the driver died is that of no tokens, so it is never found.
     """
@@ -49,7 +49,7 @@ class HashFile:
         for block, digest in self._read_hashes():
             by_hash.setdefault(digest, block)
         self.earlier = {block: digest for digest, block in by_hash.items()}
-        self.clear()
+        self.on_cleared()
         _HEADER.pack_into(self._memory, 0, num_blocks)
 
     def _read_hashes(self) -> Iterator[tuple[int, bytes]]:
@@ -62,16 +62,16 @@ class HashFile:
                     if (digest := part[offset : offset + HASH_BYTES]) != _NO_HASH:
                         yield (begin + offset) // HASH_BYTES, digest
 
-    def store(self, block: int, digest: bytes) -> None:
+    def on_added(self, block: int, digest: bytes) -> None:
         """Record the hash of a block that was added to the prefix cache."""
         begin = _HEADER.size + block * HASH_BYTES
         self._memory[begin : begin + HASH_BYTES] = digest
 
-    def remove(self, block: int) -> None:
+    def on_removed(self, block: int, digest: bytes) -> None:
         """Record that a block was removed from the prefix cache."""
-        self.store(block, _NO_HASH)
+        self.on_added(block, _NO_HASH)
 
-    def clear(self) -> None:
+    def on_cleared(self) -> None:
         """Record that all blocks were removed from the prefix cache."""
         self._memory[_HEADER.size :] = bytes(self._size - _HEADER.size)
 

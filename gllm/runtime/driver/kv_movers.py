@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from gllm.messages.kv_disk import KvDiskCommand, LoadKvFromDisk
 from gllm.messages.kv_transfer import (
     CancelKvFetch,
     FetchKv,
@@ -155,7 +156,7 @@ class MoverGroup:
                 self._send(machine, RevokeKv(ticket))
         return True
 
-    def fetch(self, command: FetchKv) -> str:
+    def fetch(self, command: FetchKv | LoadKvFromDisk) -> str:
         """Fetch blocks on all machines; return why that is impossible, empty if it is not."""
         if not self.is_complete:
             return GONE
@@ -163,6 +164,11 @@ class MoverGroup:
         for machine in sorted(self._movers):
             self._send(machine, command)
         return ""
+
+    def send_to_all(self, command: KvDiskCommand) -> None:
+        """Send a command that is not followed here to all machines."""
+        for machine in sorted(self._movers):
+            self._send(machine, command)
 
     def cancel(self, number: int, now: float) -> None:
         """End a fetch on the machines where it runs."""

@@ -14,6 +14,7 @@ from gllm.messages import lifecycle, nodes
 from gllm.messages.codec import AnyMessage, decode_for_head
 from gllm.messages.handoff import FirstChunkComputed, KvPushStarted
 from gllm.messages.kv_cache import KvCacheEvents
+from gllm.messages.kv_disk import KvDiskTotals
 from gllm.messages.kv_transfer import KvMoverStuck, KvTransferTotals
 from gllm.messages.reports import BubbleReport, StageMeasured, StageUtilization, StepCostReport
 from gllm.messages.requests import EngineOutputs
@@ -146,6 +147,9 @@ class EventReceiver:
                 self._supervisor.kv_mover.on_prefill(message)
             case KvTransferTotals():
                 self._supervisor.kv_mover.totals += message
+            case KvDiskTotals():
+                mover = self._supervisor.kv_mover
+                mover.disk_totals = (mover.disk_totals or KvDiskTotals()) + message
             case KvMoverStuck(machine):
                 self._supervisor.kv_mover.restart(machine)
             case lifecycle.Heartbeat():

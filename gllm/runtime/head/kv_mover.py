@@ -10,14 +10,16 @@ another endpoint and with another channel. Nothing of an earlier epoch reaches a
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
 
-from gllm.config.kv_backends import MOCK, scale_mock_rate
+from gllm.config.kv_backends import AUTO, MOCK, scale_mock_rate
 from gllm.config.link_encodings import PLAIN
 from gllm.messages.base import WireMessage
 from gllm.messages.handoff import FirstChunkComputed, KvPushStarted
+from gllm.messages.kv_disk import KvDiskTotals
 from gllm.messages.kv_layout import KvLayout, count_token_bytes
 from gllm.messages.kv_transfer import KvTransferTotals
 from gllm.messages.nodes import OpenKvMachine, RestartKvMover
@@ -68,24 +70,26 @@ class MachineKvMover:
     def __init__(
         self,
         connect_worker: Callable[[int, int], None],
-        backend: str,
+        backend: str | None,
         encoding: str = PLAIN,
         address: str = "",
         create_child: CreateChild = LinkChild,
         freeze_timeout: float = FREEZE_SECONDS,
         speed: float = 1.0,
+        disk: str = "",
     ) -> None:
         """Create a mover without caches; the process starts with the first ones.
 
         Args:
             connect_worker: gives the first worker of the machine in an epoch the descriptor of its
                 end of the channel to the process, which stays the caller's.
-            backend: `EngineConfig.kv_transfer`.
+            backend: `EngineConfig.kv_transfer`; None for no transfers, but a disk tier.
             encoding: of fetches over TCP, a name of LINK_ENCODINGS.
             address: HOST:PORT at which engines of other machines fetch; empty if they cannot.
             create_child: creates the owner of the process.
             freeze_timeout: see LinkChild.
             speed: factor of the bandwidth of the backend mock.
+            disk: `EngineConfig.kv_cache_disk`; empty for no disk tier.
         """
         self.machine = b""
         """KvMachine in msgpack, for other engines; empty while the caches are not served."""
@@ -94,7 +98,8 @@ class MachineKvMover:
         self.on_change: Callable[[], None] = lambda: None
         """Called when `machine` has changed."""
         self._connect_worker = connect_worker
-        self._backend, self._encoding = backend, encoding
+        self._backend, self._encoding = backend or AUTO, encoding
+        self._disk = disk
         self._address, self._speed = address, speed
         self._certificate = create_certificate() if address else None
         identity = commands.ConfigureLink(
@@ -112,6 +117,13 @@ class MachineKvMover:
     def process_id(self) -> int | None:
         """Process id of gllm-link; None while it does not run."""
         return None if self._child.process is None else self._child.process.pid
+
+    def prepare(self) -> None:
+        """Start the process before the workers are ready, if it will open a disk tier."""
+        if self._disk:
+            with suppress(OSError):
+                # `open` reports it.
+                self._child.ensure_started()
 
     def open(
         self,
@@ -221,7 +233,12 @@ class MachineKvMover:
         try:
             self._child.send(
                 commands.OpenKvCaches(
-                    caches.epoch, caches.engine, caches.machine, backend, self._encoding
+                    caches.epoch,
+                    caches.engine,
+                    caches.machine,
+                    backend,
+                    self._encoding,
+                    self._disk,
                 ),
                 [*caches.descriptors, mover_end.fileno()],
             )
@@ -253,18 +270,21 @@ class EngineKvMover:
         freeze_timeout: float = FREEZE_SECONDS,
         speed: float = 1.0,
         send_to_node: SendToNode = lambda node, message: None,
+        disk: str = "",
     ) -> None:
         """Create the movers of an engine without caches.
 
         Args:
             connect_driver: see MachineKvMover; the first worker of this machine has the driver.
-            backend: `EngineConfig.kv_transfer`; None for an engine without transfers.
+            backend: `EngineConfig.kv_transfer`; None for an engine without transfers, which may
+                have a disk tier.
             encoding: see MachineKvMover.
             address: see MachineKvMover.
             create_child: see MachineKvMover.
             freeze_timeout: see MachineKvMover.
             speed: see MachineKvMover.
             send_to_node: sends to the agents of other machines.
+            disk: see MachineKvMover.
         """
         self.endpoint = b""
         """Addresses and layouts of the caches for other engines; empty while one is not served."""
@@ -274,15 +294,20 @@ class EngineKvMover:
         """Digest of all that decides the numbers in the caches; empty before the start."""
         self.totals = KvTransferTotals()
         """Counters over all epochs, as the drivers report them."""
+        self.disk_totals: KvDiskTotals | None = KvDiskTotals() if disk else None
+        """Those of the disk tier; None without one."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when the endpoint has changed."""
         self.on_prefill: Callable[[KvPushStarted | FirstChunkComputed], None] = lambda report: None
         """Called with the driver's reports on prompts with a ticket that are still computed."""
         self.local: MachineKvMover | None = None
-        """Mover of this machine; None for an engine without transfers."""
-        if backend is not None:
+        """Mover of this machine; None for an engine without transfers and disk tier."""
+        self.is_enabled = backend is not None
+        """True if the engine may transfer KV blocks from and to other engines."""
+        if backend is not None or disk:
             self.local = MachineKvMover(
-                connect_driver, backend, encoding, address, create_child, freeze_timeout, speed
+                *(connect_driver, backend, encoding, address, create_child),
+                *(freeze_timeout, speed, disk),
             )
             self.local.on_change = self._on_local_change
         self._send_to_node = send_to_node
@@ -291,11 +316,6 @@ class EngineKvMover:
         self._epoch = 0
         self._machines: dict[str, bytes] = {}
         """KvMachine of each machine of the epoch by name; empty while it serves nothing."""
-
-    @property
-    def is_enabled(self) -> bool:
-        """True if the engine may transfer KV blocks from and to other engines."""
-        return self.local is not None
 
     @property
     def num_restarts(self) -> int:
@@ -341,6 +361,8 @@ class EngineKvMover:
         if any(each.is_staged != first.is_staged for own in engine for each in own):
             log.warning("no KV blocks are transferred: some stages are on GPUs, others on CPUs")
             return
+        if first.is_staged and self.disk_totals is not None:
+            log.warning("no KV blocks are kept on disk: kv_cache_disk needs stages on CPUs")
         scale = (block_bytes or 0) / (first.block_size * first.bytes_per_token) or 1.0
         token_bytes = count_token_bytes([layout for layouts in engine for layout in layouts])
         self.bytes_per_token = round(token_bytes * scale)
@@ -391,7 +413,7 @@ class EngineKvMover:
     def _publish(self) -> None:
         """Publish the endpoint if all machines serve their caches, otherwise withdraw it."""
         endpoint = b""
-        if self._machines and all(self._machines.values()):
+        if self.is_enabled and self._machines and all(self._machines.values()):
             machines = [
                 msgspec.msgpack.decode(machine, type=KvMachine)
                 for machine in self._machines.values()

@@ -190,7 +190,7 @@ class Node(ABC):
         self.close_kv_memory()
         with ExitStack() as files:
             edges, regions = self._create_files(assignment, files)
-            if assignment.config.kv_transfer is not None:
+            if assignment.config.has_kv_mover:
                 self._create_kv_memory(placement)
             can_keep = assignment.config.keeps_kv_cache
             if not (can_keep and assignment.keeps_kv_cache):

@@ -158,6 +158,7 @@ class Supervisor:
             freeze_timeout=config.freeze_timeout,
             speed=config.emulation.emulated_speed,
             send_to_node=self._send_to_node,
+            disk=config.kv_cache_disk or "",
         )
         self.kv_mover.on_change = self._notify_changed
         self.loaded: dict[int, StageLoaded] = {}
@@ -581,6 +582,8 @@ class Supervisor:
             now = time.monotonic()
             self._actions += self.recovery.on_assignment_failed(placement.epoch, str(error), now)
             return
+        if self.kv_mover.local is not None:
+            self.kv_mover.local.prepare()
         self.channels.advance(placement.epoch)
 
     def _initialize_if_connected(self) -> None:

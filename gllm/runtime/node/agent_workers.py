@@ -274,7 +274,7 @@ class AgentWorkers:
         """Create the owner of the KV transfer process, which starts once the workers are ready."""
         config = assignment.config
         self._placement = assignment.placement
-        if self._kv is not None or config.kv_transfer is None:
+        if self._kv is not None or not config.has_kv_mover:
             return
         self._kv = MachineKvMover(
             self._connect_kv_mover,
@@ -283,8 +283,10 @@ class AgentWorkers:
             config.kv_transfer_address,
             freeze_timeout=config.freeze_timeout,
             speed=config.emulation.emulated_speed,
+            disk=config.kv_cache_disk or "",
         )
         self._kv.on_change = self._report_kv_machine
+        self._kv.prepare()
 
     def _connect_kv_mover(self, epoch: int, descriptor: int) -> None:
         """Give this machine's first worker its end of a channel to the KV transfer process."""

@@ -371,12 +371,13 @@ class StageInstance:
             plan_record=self._plan_record,
             first_stage_ranks=other_ranks,
             pacing=pacing,
-            has_kv_mover=assignment.config.kv_transfer is not None,
+            has_kv_mover=assignment.config.has_kv_mover,
             kv_machines=self._sessions.machines,
             num_staging_blocks=executor.num_staging_blocks,
             num_workers=len(assignment.placement.workers),
             all_stages_need_prompts=executor.model.per_layer_embedding is not None,
             hash_file=self._hash_file,
+            has_kv_disk=assignment.config.kv_cache_disk is not None,
         )
         if self._driver.kv is not None:
             self._driver.kv.fetch_choice = assignment.config.kv_fetch

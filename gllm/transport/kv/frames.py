@@ -22,7 +22,8 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from gllm.messages.handoff import Ticket
-from gllm.messages.kv_transfer import BlockId, TokenCount
+from gllm.messages.kv_layout import BlockId
+from gllm.messages.kv_transfer import TokenCount
 
 _MAGIC, _VERSION = b"gK", 2
 _HEADER = struct.Struct("!2sBBI")

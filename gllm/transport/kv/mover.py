@@ -18,7 +18,9 @@ from functools import cache
 from pathlib import Path
 
 from gllm.config.kv_backends import AUTO, BACKENDS, MOCK, check_backend_name, parse_mock_rate
+from gllm.config.kv_disk import KvDiskSpace
 from gllm.config.link_encodings import PLAIN
+from gllm.messages.kv_disk import LoadKvFromDisk
 from gllm.messages.kv_layout import KvLayout
 from gllm.messages.kv_transfer import (
     CancelKvFetch,
@@ -34,6 +36,7 @@ from gllm.messages.kv_transfer import (
 from gllm.transport.kv.backends.base import KvBackend, TargetPart
 from gllm.transport.kv.backends.bounded import BoundedBackend, FetchSupervisor
 from gllm.transport.kv.break_even import FetchDeadline
+from gllm.transport.kv.disk_tier import KvDiskTier
 from gllm.transport.kv.endpoint import KvEndpoint, KvMachine, decode_endpoint
 from gllm.transport.kv.fetch import (
     KvFetchLateError,
@@ -156,6 +159,8 @@ class KvMover:
         self._estimates: dict[str, TransferEstimate] = {}
         """By the socket name of the other machine's mover."""
         self._circuits = PeerCircuits()
+        self._disk: KvDiskTier | None = None
+        """Disk tier of the prefix cache; None without one."""
         self._fetch_pools = [
             _FetchPool(NUM_FETCH_THREADS, "kv-fetch"),
             _FetchPool(NUM_WAITING_THREADS, "kv-fetch-per-layer"),
@@ -202,6 +207,7 @@ class KvMover:
         caches: list[tuple[KvLayout, int]],
         engine: Sequence[Sequence[KvLayout]] = (),
         machine: int = 0,
+        disk: KvDiskSpace | None = None,
     ) -> None:
         """Start to serve the KV caches of an epoch; those of the previous epoch are closed.
 
@@ -211,6 +217,8 @@ class KvMover:
             engine: Layouts of the workers of all machines of the engine, by machine; empty if there
                 is only this one.
             machine: Index of this machine.
+            disk: Folder and size of the disk tier of the prefix cache; None for none. The same in
+                all epochs.
 
         Raises:
             KvPagesError, OSError: A cache cannot be mapped.
@@ -231,9 +239,15 @@ class KvMover:
                 os.close(descriptor)
         engine = engine or [[layout for layout, _ in caches]]
         self._replace_caches(ServedCaches(epoch, pages, read_only, progress, engine, machine))
+        if disk is not None:
+            if self._disk is None:
+                self._disk = KvDiskTier(disk, self._on_report, self._clock)
+            self._disk.open(epoch, pages)
 
     def close_caches(self) -> None:
         """Stop serving the KV caches and end all fetches, without reporting them."""
+        if self._disk is not None:
+            self._disk.close()
         self._replace_caches(ServedCaches(self._state.caches.epoch))
 
     def handle(self, command: KvCommand) -> None:
@@ -259,6 +273,13 @@ class KvMover:
             case CancelKvFetch(number):
                 if running := self._fetches.get((self._state.caches.epoch, number)):
                     running.cancel()
+                elif self._disk is not None:
+                    self._disk.cancel(number)
+            case LoadKvFromDisk(number) if self._disk is None:
+                report = KvFetched(number, is_ok=False, cause="there is no disk tier")
+                self._on_report(self._state.caches.epoch, report)
+            case _ if self._disk is not None:
+                self._disk.handle(command)
 
     def adopt(self, connection: socket.socket, address: str) -> None:
         """Serve a connection that the data port has accepted."""
@@ -271,6 +292,8 @@ class KvMover:
         self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
         self._source.close()
+        if self._disk is not None:
+            self._disk.shut_down()
         for pool in self._fetch_pools:
             pool.threads.shutdown(wait=True, cancel_futures=True)
         self._supervisor.close()

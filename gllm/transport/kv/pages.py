@@ -129,6 +129,36 @@ class KvPages:
         for array, other_array in zip(arrays, other_arrays, strict=True):
             array[slots] = other_array[source_slots]
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: keys and values of all layers and heads of the worker."""
+        return self.layout.block_size * self.layout.bytes_per_token
+
+    def read_block(self, block: int) -> bytes:
+        """Return the keys and values of a block, layer by layer. Raises KvPagesError."""
+        return b"".join(array.data for array in self._find_block(block))
+
+    def write_block(self, block: int, data: bytes) -> None:
+        """Write a block in the form that `read_block` returns. Raises KvPagesError."""
+        if len(data) != self.block_bytes:
+            raise KvPagesError(f"{len(data)} bytes for a block of {self.block_bytes}")
+        run, begin = np.frombuffer(data, np.uint8), 0
+        for array in self._find_block(block):
+            end = begin + array.size
+            array[:] = run[begin:end].reshape(array.shape)
+            begin = end
+
+    def _find_block(self, block: int) -> list[Bytes]:
+        """Return the keys and values of a block in each layer, as views."""
+        if not 0 <= block < self.layout.num_blocks:
+            raise KvPagesError(f"block {block} of {self.layout.num_blocks}")
+        size = self.layout.block_size
+        return [
+            array[block * size : (block + 1) * size]
+            for _, arrays in self._layers.values()
+            for array in arrays
+        ]
+
     def close(self) -> None:
         """Unmap the memory once no view of it is left."""
         self._layers = {}

@@ -104,6 +104,8 @@ class OpenKvCaches(msgspec.Struct, frozen=True, tag=True):
     """Name of the KV backend, as in `gllm.config.kv_backends`."""
     encoding: str = PLAIN
     """Encoding of fetches over TCP: a name of LINK_ENCODINGS."""
+    disk: str = ""
+    """PATH:SIZE of the disk tier of the prefix cache on this machine; empty for none."""
 
     @property
     def layouts(self) -> list[KvLayout]:

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 import msgspec
 
+from gllm.config.kv_disk import parse_kv_disk
 from gllm.messages.codec import decode_for_kv_mover, encode
 from gllm.messages.kv_transfer import KvReport
 from gllm.transport.descriptors import DescriptorChannel, DescriptorError
@@ -141,15 +142,18 @@ class KvService:
                     for descriptor in memory:
                         os.close(descriptor)
                     raise
-            self._mover.open_caches(command.epoch, caches, command.engine, command.machine)
+            # The driver is told of the disk tier by its own channel.
+            self._driver = driver
+            disk = parse_kv_disk(command.disk) if command.disk else None
+            self._mover.open_caches(command.epoch, caches, command.engine, command.machine, disk)
         except Exception as error:
             # The library of a backend has errors of its own.
             if not isinstance(error, OSError | ValueError | ImportError):
                 log.exception("KV caches are not opened")
+            self._driver = None
             driver.close()
             self._send(KvCachesOpened(command.epoch, b"", str(error) or type(error).__name__))
             return
-        self._driver = driver
         driver.start(self._mover)
         machine = msgspec.msgpack.encode(self._mover.machine())
         self._send(KvCachesOpened(command.epoch, machine))

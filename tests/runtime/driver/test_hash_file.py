@@ -37,10 +37,10 @@ def test_a_driver_finds_what_the_one_before_had_published(
             expected = {}
             for block, digest in operations:
                 if digest is None:
-                    file.remove(block)
+                    file.on_removed(block, digest)
                     expected.pop(block, None)
                 elif any(digest) and digest not in expected.values():
-                    file.store(block, digest)
+                    file.on_added(block, digest)
                     expected[block] = digest
         assert HashFile(descriptor, NUM_BLOCKS).earlier == expected
     finally:
@@ -50,25 +50,25 @@ def test_a_driver_finds_what_the_one_before_had_published(
 def test_a_hash_is_found_once(descriptor: int) -> None:
     """Two blocks cannot have one hash: a driver that wrote that was no longer sane."""
     file = HashFile(descriptor, NUM_BLOCKS)
-    file.store(3, b"a" * 16)
-    file.store(5, b"a" * 16)
+    file.on_added(3, b"a" * 16)
+    file.on_added(5, b"a" * 16)
     file.close()
     assert HashFile(descriptor, NUM_BLOCKS).earlier == {3: b"a" * 16}
 
 
 def test_a_reset_removes_all(descriptor: int) -> None:
     file = HashFile(descriptor, NUM_BLOCKS)
-    file.store(3, b"a" * 16)
-    file.clear()
+    file.on_added(3, b"a" * 16)
+    file.on_cleared()
     assert HashFile(descriptor, NUM_BLOCKS).earlier == {}
 
 
 @pytest.mark.parametrize("num_blocks", [NUM_BLOCKS - 1, NUM_BLOCKS + 1, 1])
 def test_another_number_of_blocks_begins_empty(descriptor: int, num_blocks: int) -> None:
-    HashFile(descriptor, NUM_BLOCKS).store(0, b"a" * 16)
+    HashFile(descriptor, NUM_BLOCKS).on_added(0, b"a" * 16)
     file = HashFile(descriptor, num_blocks)
     assert file.earlier == {}
-    file.store(0, b"b" * 16)
+    file.on_added(0, b"b" * 16)
     assert HashFile(descriptor, num_blocks).earlier == {0: b"b" * 16}
 
 

@@ -11,13 +11,12 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from gllm.config.kv_disk import KvDiskSpace
 from gllm.messages.kv_layout import KvLayout
 from gllm.messages.kv_transfer import (
     FetchKv,
     KvFetched,
-    KvFetchStarted,
     KvReport,
-    KvRevoked,
     ServeKv,
 )
 from gllm.transport.kv.endpoint import KvEndpoint, KvMachine, decode_endpoint, encode_endpoint
@@ -25,7 +24,7 @@ from gllm.transport.kv.mover import KvMover
 from gllm.transport.kv.pages import Bytes, KvPages
 from gllm.transport.kv.progress import LayerProgress
 
-Report = TypeVar("Report", KvFetched, KvFetchStarted, KvRevoked)
+Report = TypeVar("Report", bound=KvReport)
 NUM_LAYERS, NUM_HEADS, KEY_BYTES, VALUE_BYTES = 4, 2, 8, 8
 WAIT_SECONDS = 20.0
 
@@ -57,10 +56,11 @@ class CachedEngine:
         counts_layers: bool = False,
         engine: Sequence[Sequence[KvLayout]] = (),
         machine: int = 0,
+        disk: KvDiskSpace | None = None,
         **options: Any,
     ) -> None:
-        """`engine` and `machine` are those of an engine on several machines, `options` further ones
-        of KvMover."""
+        """`engine` and `machine` are those of an engine on several machines, `disk` its disk tier,
+        `options` further ones of KvMover."""
         self.reports: queue.Queue[KvReport] = queue.Queue()
         self.mover = KvMover(
             lambda epoch, report: self.reports.put(report),
@@ -86,7 +86,7 @@ class CachedEngine:
         ]
         """Counters of the workers."""
         caches = list(zip(layouts, descriptors, strict=True))
-        self.mover.open_caches(1, caches, engine, machine)
+        self.mover.open_caches(1, caches, engine, machine, disk)
         self.address = ""
 
     def listen(self) -> None:

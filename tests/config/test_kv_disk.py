@@ -1,0 +1,57 @@
+"""--kv-cache-disk: folder and size, and what it cannot be."""
+
+from pathlib import Path
+
+import pytest
+
+from gllm.config.engine import EngineConfig
+from gllm.config.kv_disk import KvDiskSpace, parse_kv_disk
+from gllm.options.field_types import FieldError
+from gllm.scheduler.config import SchedulerConfig
+from tests.config.test_kv_transfer import parse
+
+
+def test_the_flag_names_a_folder_and_its_size(tmp_path: Path) -> None:
+    config = parse("--kv-cache-disk", f"{tmp_path}/a:b:1.5GiB")
+    assert config.kv_cache_disk == f"{tmp_path}/a:b:1.5GiB"
+    assert config.has_kv_mover
+    assert config.kv_transfer is None
+    assert parse_kv_disk(config.kv_cache_disk) == KvDiskSpace(tmp_path / "a:b", 3 * 2**29)
+    relative = EngineConfig(kv_cache_disk="some/folder:1GiB").kv_cache_disk
+    assert relative == f"{Path.cwd()}/some/folder:1GiB", "gllm-link has its own working directory"
+    assert parse().kv_cache_disk is None
+    assert not parse().has_kv_mover
+
+
+@pytest.mark.parametrize(
+    ("value", "cause"),
+    [
+        ("/tmp/x", "PATH:SIZE"),
+        (":1GiB", "PATH:SIZE"),
+        ("", "PATH:SIZE"),
+        ("/tmp/x:many", "'many' is not a size"),
+        ("/tmp/x:-5", "too small"),
+        ("/tmp/x:1000", "give 1MiB or more"),
+    ],
+)
+def test_values_without_a_folder_or_size_are_refused(value: str, cause: str) -> None:
+    with pytest.raises(FieldError, match=f"kv_cache_disk: .*{cause}") as caught:
+        EngineConfig(kv_cache_disk=value)
+    assert caught.value.param == "kv_cache_disk"
+
+
+def test_the_flag_refuses_a_folder_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        parse("--kv-cache-disk", f"{tmp_path}/file/folder:1GiB")
+    assert "is not a folder" in capsys.readouterr().err
+
+
+def test_devices_and_caches_without_blocks_for_it_are_refused() -> None:
+    for device in ("cuda", "emulated"):
+        with pytest.raises(FieldError, match="set device to cpu"):
+            EngineConfig(kv_cache_disk="/tmp/x:1GiB", device=device)
+    with pytest.raises(FieldError, match="turn prefix_cache on"):
+        EngineConfig(kv_cache_disk="/tmp/x:1GiB", scheduler=SchedulerConfig(prefix_cache=False))

@@ -1,0 +1,142 @@
+"""Servers with a disk tier: conversations after restarts, deaths and damage, with the same text."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.servers.metrics import read_metrics, scrape
+from tests.support.servers.nodes import EXACT
+from tests.support.servers.server import Server, children_titled, serving, stages, wait_until
+
+pytestmark = pytest.mark.full
+
+PROMPT = [300 + 7 * number % 400 for number in range(500)]
+MAX_TOKENS = 24
+BLOCK_SIZE = 16
+FLAGS = (*EXACT, "--pp", "2", "--max-model-len", "1024", "--kv-fetch", "always")
+
+
+@contextmanager
+def disk_server(folder: Path, *flags: str) -> Iterator[Server]:
+    with serving("demo", *FLAGS, "--kv-cache-disk", f"{folder}:64MiB", *flags) as server:
+        yield server
+
+
+def turn(server: Server, prompt: list[int]) -> tuple[list[int], int]:
+    """Return the tokens of an answer and the cached tokens of its prompt."""
+    body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
+    body |= {"return_token_ids": True}
+    status, answer = server.post("/v1/completions", body)
+    assert status == 200, answer
+    details = answer["usage"]["prompt_tokens_details"] or {}
+    return answer["choices"][0]["token_ids"], details.get("cached_tokens", 0)
+
+
+def value(server: Server, name: str) -> float:
+    return scrape(server).value(name)
+
+
+def count_loads(server: Server, outcome: str) -> float:
+    """Loads that have ended so."""
+    lines = read_metrics(server).splitlines()
+    found = [line for line in lines if line.startswith("gllm:kv_disk_loads_total")]
+    return sum(float(line.split()[-1]) for line in found if f'"{outcome}"' in line)
+
+
+def wait_until_stored(server: Server, num_blocks: int) -> None:
+    wait_until(lambda: value(server, "kv_disk_blocks") >= num_blocks)
+
+
+def stop(server: Server) -> None:
+    server.process.terminate()
+    code, errors = server.end()
+    assert code == 0, errors
+
+
+@pytest.fixture(scope="module")
+def cold() -> dict[str, Any]:
+    """Two turns of a conversation without a disk tier."""
+    with serving("demo", *FLAGS) as server:
+        first, _ = turn(server, PROMPT)
+        second, _ = turn(server, [*PROMPT, *first, 17, 18])
+        return {"first": first, "second": second}
+
+
+def test_a_conversation_goes_on_after_a_restart(tmp_path: Path, cold: dict[str, Any]) -> None:
+    num_blocks = (len(PROMPT) + MAX_TOKENS - 1) // BLOCK_SIZE
+    with disk_server(tmp_path) as server:
+        assert turn(server, PROMPT) == (cold["first"], 0)
+        wait_until_stored(server, num_blocks)
+        stop(server)
+    with disk_server(tmp_path) as server:
+        conversation = [*PROMPT, *cold["first"], 17, 18]
+        num_cached = num_blocks * BLOCK_SIZE
+        assert turn(server, conversation) == (cold["second"], num_cached)
+        assert value(server, "external_prefix_cache_hits_total") == num_cached
+        assert count_loads(server, "complete") == 1
+        # Now it is in memory: nothing is read again.
+        assert turn(server, conversation)[0] == cold["second"]
+        assert value(server, "external_prefix_cache_hits_total") == num_cached
+        stop(server)
+
+
+@pytest.mark.parametrize("victim", ["driver", "last", "mover"])
+def test_a_death_changes_no_text(tmp_path: Path, cold: dict[str, Any], victim: str) -> None:
+    with disk_server(tmp_path) as server:
+        assert turn(server, PROMPT)[0] == cold["first"]
+        wait_until_stored(server, len(PROMPT) // BLOCK_SIZE)
+        num_before = value(server, "recoveries_total")
+        (mover,) = children_titled(server.pid, "gllm-link")
+        pids = {"driver": stages(server.pid)[0], "last": stages(server.pid)[1], "mover": mover}
+        os.kill(pids[victim], signal.SIGKILL)
+        if victim == "mover":
+            wait_until(lambda: mover not in children_titled(server.pid, "gllm-link"))
+        else:
+            wait_until(lambda: value(server, "recoveries_total") > num_before)
+        wait_until(lambda: server.status("/ready") == 200)
+        tokens, num_cached = turn(server, [*PROMPT, *cold["first"], 17, 18])
+        assert tokens == cold["second"]
+        if victim != "mover":
+            assert num_cached >= len(PROMPT) // BLOCK_SIZE * BLOCK_SIZE
+            assert value(server, "external_prefix_cache_hits_total") == num_cached
+        stop(server)
+
+
+def test_damaged_files_change_no_text(tmp_path: Path, cold: dict[str, Any]) -> None:
+    with disk_server(tmp_path) as server:
+        turn(server, PROMPT)
+        wait_until_stored(server, len(PROMPT) // BLOCK_SIZE)
+        stop(server)
+    # A byte in each page of one of the files but the first.
+    path = sorted(tmp_path.glob("*.gllm-kv"))[0]
+    data = bytearray(path.read_bytes())
+    for place in range(4096 + 900, len(data), 4096):
+        data[place] ^= 16
+    path.write_bytes(data)
+    with disk_server(tmp_path) as server:
+        assert turn(server, PROMPT) == (cold["first"], 0)
+        assert count_loads(server, "failed") == 1
+        # What was damaged is stored again.
+        wait_until_stored(server, len(PROMPT) // BLOCK_SIZE)
+        stop(server)
+    with disk_server(tmp_path) as server:
+        tokens, num_cached = turn(server, PROMPT)
+        assert tokens == cold["first"]
+        assert num_cached == len(PROMPT) // BLOCK_SIZE * BLOCK_SIZE
+        stop(server)
+
+
+def test_a_folder_that_others_may_use_is_refused_and_the_server_goes_on(
+    tmp_path: Path, cold: dict[str, Any]
+) -> None:
+    tmp_path.chmod(0o777)
+    with disk_server(tmp_path) as server:
+        assert turn(server, PROMPT) == (cold["first"], 0)
+        assert server.log.count("no KV blocks are kept on disk") == 1
+        assert "chmod go=" in server.log
+        stop(server)
