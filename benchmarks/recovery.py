@@ -94,7 +94,7 @@ class LoadedServer:
 
     async def count_computed_again(self) -> int:
         """Return the tokens of resumed streams that were computed again since the start."""
-        async with self._session.get(f"{self._url}/metrics") as answer:
+        async with self._session.get(f"{self.url}/metrics") as answer:
             metrics = parse_metrics(await answer.text(), time.monotonic())
         return int(metrics.value("resumed_tokens_computed_total"))
 

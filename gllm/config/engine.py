@@ -340,11 +340,11 @@ class EngineConfig:
     def keeps_kv_cache(self) -> bool:
         """True if a recovery may use the KV blocks of before the death, through the prefix cache.
 
-        With `kv_transfer` another engine's late bytes may arrive in a block that has another owner
-        by then, so that each epoch has a new cache.
+        Late bytes of another engine or of the disk may arrive in a block that has another owner by
+        then, so that each epoch has a new cache beside a KV mover.
         """
         has_recoveries = self.max_restarts > 0 and not self.is_emulated
-        return has_recoveries and self.scheduler.prefix_cache and self.kv_transfer is None
+        return has_recoveries and self.scheduler.prefix_cache and not self.has_kv_mover
 
     def _check_speculation(self) -> None:
         """Check `speculative_config` against the device."""
