@@ -38,6 +38,8 @@ LEFT_OUT = {
     "node_clock_offset_seconds": "a difference of clocks that the step log corrects",
     "emulation_late_seconds": "0 except on emulated devices, where it judges the host",
     "router_stale_outputs": "tokens that a migration made void; of use to developers",
+    "resumed_tokens_cached": "of recoveries, whose number and seconds are shown",
+    "resumed_tokens_computed": "as above",
 }
 """Metrics that are on no panel, and why."""
 

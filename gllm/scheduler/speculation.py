@@ -9,6 +9,7 @@ docs/speculation.md. This module decides the guesses and their number; it knows 
 from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from math import inf
 from typing import Protocol
 
 from gllm.scheduler.config import SchedulerConfig
@@ -172,8 +173,9 @@ class MicroBatchYield:
         if num_yielded <= 0:
             return 0.0
         num_tokens = max(0.0, self._num_tokens + num_guesses - num_missed)
-        extra_seconds = self._guess_seconds * (self._num_guesses + num_guesses)
-        return num_yielded / (self._curve.seconds(num_tokens) + extra_seconds)
+        seconds = self._curve.seconds(num_tokens)
+        seconds += self._guess_seconds * (self._num_guesses + num_guesses)
+        return num_yielded / seconds if seconds > 0 else inf
 
 
 class _SequenceState:
