@@ -180,8 +180,10 @@ class MicroBatchFiller:
         num_known = sum(
             s.num_scheduled_tokens < s.num_tokens or speculation.may_run_ahead(s) for s in decodes
         )
-        num_rows = min(num_known, -(-len(queues.decoding_seqs) // queues.depth))
-        return speculation.start_micro_batch(num_rows, self._predict_prefill())
+        num_decoding = max(1, len(queues.decoding_seqs))
+        num_rows = min(num_known, -(-num_decoding // queues.depth))
+        num_context = queues.num_decode_context_tokens * num_rows / num_decoding
+        return speculation.start_micro_batch(num_rows, self._predict_prefill(), num_context)
 
     def _waits_for_window(self, sequence: Sequence) -> bool:
         """Return True if a decode without known tokens has no row now, and a window later.

@@ -106,9 +106,9 @@ class GuessCost:
         num_guesses = sum(num_tokens - 1 for _, num_tokens in windows)
         if not num_guesses:
             return
-        expected = curve.seconds(
-            work.num_tokens, work.num_prefill_pairs, work.num_decode_context_tokens
-        )
+        # As if each window were a decode: what its guesses attend to is part of their cost.
+        num_context = work.num_decode_context_tokens + sum(start + 1 for start, _ in windows)
+        expected = curve.seconds(work.num_tokens, work.num_prefill_pairs, num_context)
         # A step beside a busy process may take any time.
         excess = min(seconds, LONGEST_STEP * expected) - expected
         self._product += excess * num_guesses
@@ -246,10 +246,16 @@ class Speculation:
             < sequence.prompt_len + sequence.request.max_tokens
         )
 
-    def start_micro_batch(self, num_rows: int, num_prefill_tokens: int) -> MicroBatchYield:
-        """Return the yield of a micro-batch without guesses; see MicroBatchYield."""
+    def start_micro_batch(
+        self, num_rows: int, num_prefill_tokens: int, num_context: float
+    ) -> MicroBatchYield:
+        """Return the yield of a micro-batch without guesses; see MicroBatchYield.
+
+        num_context: tokens that its decodes attend to together.
+        """
         seconds = self._guess_cost.seconds if self._curve_fit.is_fitted else 0.0
-        return MicroBatchYield(self._curve_fit.curve, num_rows, num_prefill_tokens, seconds)
+        curve = self._curve_fit.curve.with_context(num_context)
+        return MicroBatchYield(curve, num_rows, num_prefill_tokens, seconds)
 
     def observe_step(self, work: StageWork, seconds: float) -> None:
         """Learn from a step: its work and its interval, above 0."""
