@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gllm.frontend.metrics import ALIASES, VLLM_PREFIX, repeat_with_aliases
 from gllm.frontend.routes.registry import ENDPOINTS
+from gllm.messages.kv_disk import KvDiskTotals
 from tests.frontend.test_plain_routes import get
 from tests.support.http.endpoint_bodies import EXAMPLES
 
@@ -142,6 +143,8 @@ async def test_metrics_have_the_values_of_their_own_names(server):
     await server.complete(max_tokens=1)
     # With speculation: its metrics exist.
     server.engine.stats = server.engine.stats._replace(drafts=3, accepted_per_position=(2, 1))
+    # As those of the disk tier do.
+    server.engine.kv_disk = KvDiskTotals(num_queried_tokens=5, num_hit_tokens=3)
     families = await scrape(server)
     assert len(ALIASES) > 20
 

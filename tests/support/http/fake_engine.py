@@ -23,6 +23,7 @@ from gllm.engine.interface import (
 )
 from gllm.engine.request_checks import check_request, truncate_prompt
 from gllm.messages.handoff import KvHandoff
+from gllm.messages.kv_disk import KvDiskTotals
 from gllm.messages.kv_transfer import KvTransferTotals
 from gllm.messages.node_report import NodeReport
 from gllm.messages.nodes import LinkState, NodeLoad
@@ -214,6 +215,7 @@ class FakeEngine:
     refused_peers: dict[str, int] = field(default_factory=dict)
     num_routers: int | None = None
     unattached_cause: str = ""
+    kv_disk: KvDiskTotals | None = None
     kv_transfers: KvTransferTotals | None = field(default_factory=KvTransferTotals)
     participant: KvParticipant | None = None
     """Its part in hand-offs."""
@@ -269,6 +271,7 @@ class FakeEngine:
             num_node_losses=self.num_node_losses,
             num_malformed_frames=self.num_malformed_frames,
             kv_transfers=self.kv_transfers,
+            kv_disk=self.kv_disk,
             tensor_parallel_size=self.tensor_parallel_size,
             refused_peers=self.refused_peers,
         )
