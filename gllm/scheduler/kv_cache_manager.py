@@ -52,6 +52,9 @@ class KVCacheManager:
         self._has_prefix_cache = config.prefix_cache
         self._has_adopted = False
         """True if the prefix cache began with blocks of an earlier scheduler."""
+        self._unreported: set[bytes] = set()
+        """Hashes of these whose tokens no sequence has had yet, so that no event could have them.
+        """
         self._num_reserved_blocks = math.ceil(config.kv_threshold * config.num_blocks)
 
     @property
@@ -80,6 +83,11 @@ class KVCacheManager:
             self._admit_state(self.states, sequence, len(shared))
         sequence.start_with_blocks(shared, len(shared) * self._block_size)
         self.running[sequence.seq] = sequence
+        if self._unreported:
+            hashes = sequence.get_block_hashes(len(shared), self._block_size)
+            for index, digest in enumerate(hashes):
+                if digest in self._unreported:
+                    self._report(sequence, index)
         return True
 
     def adopt(self, digests: Mapping[int, bytes]) -> None:
@@ -96,6 +104,7 @@ class KVCacheManager:
             raise ValueError("blocks are adopted by prefix caches without states alone")
         self.block_pool.adopt(digests)
         self._has_adopted = True
+        self._unreported.update(digests.values())
 
     def refresh(self, sequence: Sequence) -> None:
         """Evict the adopted blocks with which a new sequence can start after all others."""
@@ -151,25 +160,32 @@ class KVCacheManager:
         published: list[PublishedBlock] = []
         for index in range(sequence.num_published_blocks, num_full):
             block_id = sequence.block_ids[index]
-            if not pool.publish(block_id, hashes[index]):
-                continue
-            if self._offload is not None:
-                published.append(PublishedBlock(block_id, hashes[index], index))
-            log = pool.event_log
-            if log is None:
-                continue
-            token_ids: tuple[int, ...] = ()
-            if log.with_token_ids:
-                begin = index * self._block_size
-                token_ids = tuple(sequence.token_ids[begin : begin + self._block_size])
-            salt = sequence.request.cache_salt
-            parent = hashes[index - 1] if index else root_hash(salt)
-            log.on_stored(hashes[index], parent, token_ids, salt)
+            if pool.publish(block_id, hashes[index]):
+                if self._offload is not None:
+                    published.append(PublishedBlock(block_id, hashes[index], index))
+                self._report(sequence, index)
+            elif hashes[index] in self._unreported:
+                self._report(sequence, index)
         if self.states is not None:
             self.states.publish(sequence.seq, num_known, hashes, pool.digests)
         sequence.num_published_blocks = num_full
         if published and self._offload is not None:
             self._offload.on_published(sequence, published)
+
+    def _report(self, sequence: Sequence, index: int) -> None:
+        """Report a block of a sequence, whose hash is computed, to those who watch the cache."""
+        hashes = sequence.block_hashes
+        self._unreported.discard(hashes[index])
+        log = self.block_pool.event_log
+        if log is None:
+            return
+        token_ids: tuple[int, ...] = ()
+        if log.with_token_ids:
+            begin = index * self._block_size
+            token_ids = tuple(sequence.token_ids[begin : begin + self._block_size])
+        salt = sequence.request.cache_salt
+        parent = hashes[index - 1] if index else root_hash(salt)
+        log.on_stored(hashes[index], parent, token_ids, salt)
 
     def set_offload(self, listener: OffloadListener) -> None:
         """Tell a tier behind the prefix cache which blocks are added and removed from now on."""

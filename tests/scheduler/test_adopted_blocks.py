@@ -194,6 +194,37 @@ def test_blocks_of_resumed_sequences_are_evicted_last() -> None:
     assert pool.describe().evictable == [*range(10, 60), *range(9, -1, -1)]
 
 
+def test_watchers_get_the_tokens_of_kept_blocks_once_a_request_has_them() -> None:
+    """Those that a prompt is found in, and those whose tokens are computed again."""
+    config = SchedulerConfig(block_size=4).resolve(1, 60, 200)
+    tokens = prompt(9)
+    request = SchedulerRequest(0, tokens, 12)
+    text = tokens + generate(request)
+    hashes = chain_hashes(root_hash(""), text[:20], 4)
+    pipeline = Pipeline(config)
+    # The third block is missing, so the fourth is not found, but computed again.
+    kept = {block: hashes[block] for block in (0, 1, 3)}
+    pipeline.scheduler.adopt_blocks(kept | {7: b"a" * 16})
+    cache = pipeline.scheduler.kv_cache
+    cache.watch(with_token_ids=True)
+    cache.pop_events()
+    sequence = pipeline.scheduler.table.add(request, 0.0)
+    assert cache.admit(sequence)
+    first = cache.pop_events()
+    assert first is not None
+    (stored,) = first.stored
+    assert (stored.digests, stored.token_ids) == (hashes[:2], tuple(text[:8]))
+    sequence.token_ids.extend(text[9:18])
+    sequence.num_tokens = 18
+    cache.allocate(sequence, 10)
+    sequence.num_computed_tokens = 18
+    cache.publish(sequence)
+    second = cache.pop_events()
+    assert second is not None
+    (stored,) = second.stored
+    assert (stored.digests, stored.token_ids) == (hashes[2:4], tuple(text[8:16]))
+
+
 @pytest.mark.parametrize(
     ("digests", "message"),
     [

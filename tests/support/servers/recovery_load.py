@@ -159,9 +159,9 @@ class Answer:
 
     @property
     def content(self) -> dict[Part, Any]:
-        """All but the number of cached tokens."""
-        left_out = "usage", "prompt_tokens_details", "cached_tokens"
-        return {place: value for place, value in self.values.items() if place != left_out}
+        """All but the numbers of cached tokens and of guesses, which depend on what else runs."""
+        left_out = "cached_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens"
+        return {place: value for place, value in self.values.items() if place[-1] not in left_out}
 
 
 class Load:
