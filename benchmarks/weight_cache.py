@@ -4,8 +4,8 @@ A random model in the shape of Qwen2.5-0.5B is written to a temporary folder unl
 one. For each format it measures, in turns without and with the cache: the seconds in which a worker
 of the first of two stages loads its weights, the seconds from the command to a ready server, tokens
 per second of one stream, and the PSS of one, two and three servers of one stage. Run as
-`python -m benchmarks.weight_cache`; it prints the figures and writes them to
-docs/benchmarks/weight-cache.md.
+`python -m benchmarks.weight_cache`; it prints the figures and writes them to the page of
+`--output`.
 """
 
 import argparse
