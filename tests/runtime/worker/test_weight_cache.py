@@ -115,7 +115,7 @@ def files_of(cache: Path) -> dict[str, int]:
     return {path.name: path.stat().st_ino for path in cache.iterdir()}
 
 
-EACH_FORMAT = [(family, options) for family in QUICK for options in OPTIONS]
+EACH_FORMAT = [(family, options) for family in sorted(QUICK) for options in OPTIONS]
 FORMAT_IN_TURN = [
     (family, OPTIONS[index % len(OPTIONS)])
     for index, family in enumerate(FAMILIES)
