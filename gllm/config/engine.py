@@ -11,10 +11,9 @@ from typing import Any
 from gllm.config.emulation import DEVICES, EMULATED, EmulationConfig, is_emulated
 from gllm.config.hf_overrides import OVERRIDES_HELP, convert_hf_overrides, parse_hf_overrides
 from gllm.config.kv_backends import AUTO, check_backend_name
-from gllm.config.kv_disk import check_kv_disk, parse_kv_disk
 from gllm.config.kv_events import KvEventsConfig, parse_kv_events
 from gllm.config.link_encodings import LINK_ENCODINGS, PLAIN
-from gllm.config.weight_cache import check_weight_cache, parse_weight_cache
+from gllm.config.sized_folder import check_sized_folder, parse_sized_folder
 from gllm.options.addresses import parse_host_port, undialable_reason
 from gllm.options.degrees import as_degrees, expand_degrees
 from gllm.options.field_types import FieldError, convert_fields
@@ -177,7 +176,7 @@ class EngineConfig:
         "weights to files there and map them, so that restarts need not read and pack the model "
         "and all engines of a model on the machine share its memory; default: off; without a size "
         "at most half of the file system",
-        parse=check_weight_cache,
+        parse=check_sized_folder(),
     )
     threads: int | None = option(
         None,
@@ -295,7 +294,7 @@ class EngineConfig:
         "PATH:SIZE, such as /var/cache/gllm:20GiB: keep KV blocks of prompts in this folder "
         "of each machine, also across restarts, and read them when that is predicted to take less "
         "time than computing them; default: none",
-        parse=check_kv_disk,
+        parse=check_sized_folder(needs_size=True),
     )
     trusted_network: bool = option(
         False,
@@ -364,10 +363,7 @@ class EngineConfig:
             return
         if self.device not in ("auto", "cpu"):
             raise FieldError("weight_cache", f"{WEIGHT_CACHE_ON_GPU}, not {self.device}")
-        try:
-            parse_weight_cache(self.weight_cache)
-        except ValueError as error:
-            raise FieldError("weight_cache", f"weight_cache: {error}") from None
+        self._resolve_folder("weight_cache", needs_size=False)
 
     def _check_kv_transfer(self) -> None:
         """Check `kv_transfer`, whose caches are in the memory of this machine."""
@@ -396,13 +392,7 @@ class EngineConfig:
         name = "kv_cache_disk"
         if self.kv_cache_disk is None:
             return
-        try:
-            folder = parse_kv_disk(self.kv_cache_disk).folder
-        except ValueError as error:
-            raise FieldError(name, f"{name}: {error}") from None
-        # Other processes have other working directories.
-        size = self.kv_cache_disk.rpartition(":")[2]
-        object.__setattr__(self, name, f"{folder}:{size}")
+        self._resolve_folder(name, needs_size=True)
         if self.device not in ("cpu", "auto"):
             raise FieldError(
                 name,
@@ -415,6 +405,14 @@ class EngineConfig:
                 f"{name} keeps blocks of the prefix cache, which is off: turn prefix_cache on, or "
                 f"leave {name} out",
             )
+
+    def _resolve_folder(self, name: str, needs_size: bool) -> None:
+        """Make the folder of a field absolute: other processes have other working directories."""
+        try:
+            folder = parse_sized_folder(getattr(self, name), needs_size)
+        except ValueError as error:
+            raise FieldError(name, f"{name}: {error}") from None
+        object.__setattr__(self, name, str(folder))
 
     @property
     def has_kv_mover(self) -> bool:

@@ -1,6 +1,6 @@
 """Base class and field types of all messages."""
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Self
 
 import msgspec
 from msgspec import Meta
@@ -16,6 +16,15 @@ class WireMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     is_fenced: ClassVar[bool] = True
     """True if receivers drop the message once the pipeline has restarted since it was sent (in
     another epoch); False for messages about a process."""
+
+
+class TotalsMessage(WireMessage, frozen=True):
+    """Base class of counters: of one process since its last report, or sums of such reports."""
+
+    def __add__(self, other: Self) -> Self:
+        """Return the sums."""
+        mine, theirs = msgspec.structs.astuple(self), msgspec.structs.astuple(other)
+        return type(self)(*(one + more for one, more in zip(mine, theirs, strict=True)))
 
 
 class ProcessMessage(WireMessage, frozen=True):

@@ -8,10 +8,9 @@ for a disk, however slow it is. Blocks are read by LoadKvFromDisk, which is a fe
 
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta
 
-from gllm.messages.base import Int64, WireMessage
+from gllm.messages.base import Int64, TotalsMessage, WireMessage
 from gllm.messages.kv_layout import BlockId
 from gllm.scheduler.disk_index import DiskBlock
 
@@ -126,7 +125,7 @@ class KvDiskLost(WireMessage, frozen=True):
     keys: list[DiskKey]
 
 
-class KvDiskTotals(WireMessage, frozen=True):
+class KvDiskTotals(TotalsMessage, frozen=True):
     """Counters of the disk tier.
 
     They are those of one driver since its last report, or of an engine since its start.
@@ -151,11 +150,6 @@ class KvDiskTotals(WireMessage, frozen=True):
     """Blocks that were removed from disk to make space."""
     num_kept_blocks: int = 0
     """Change of the number of blocks that can be read from disk."""
-
-    def __add__(self, other: "KvDiskTotals") -> "KvDiskTotals":
-        """Return the sums."""
-        mine, theirs = msgspec.structs.astuple(self), msgspec.structs.astuple(other)
-        return KvDiskTotals(*(one + more for one, more in zip(mine, theirs, strict=True)))
 
 
 KvDiskCommand = CopyKvToDisk | WriteKvToDisk | PrefetchKvOnDisk | LoadKvFromDisk | DiscardKvOnDisk

@@ -5,7 +5,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from gllm.messages.base import Int64, WireMessage
+from gllm.messages.base import Int64, TotalsMessage, WireMessage
 from gllm.messages.handoff import Ticket, make_ticket
 from gllm.messages.kv_disk import KvDiskCommand, KvDiskReport
 from gllm.messages.kv_layout import BlockId
@@ -121,7 +121,7 @@ class KvMoverConnected(WireMessage, frozen=True):
     """Number of the connection; the process of the one before has ended."""
 
 
-class KvTransferTotals(WireMessage, frozen=True):
+class KvTransferTotals(TotalsMessage, frozen=True):
     """Counts, bytes and durations of KV transfers between engines.
 
     They are those of one scheduler since its last report, or of an engine since its start.
@@ -139,11 +139,6 @@ class KvTransferTotals(WireMessage, frozen=True):
     """Tickets under which blocks were served."""
     num_pushed: int = 0
     """Tickets that were served from the begin of the prefill on."""
-
-    def __add__(self, other: "KvTransferTotals") -> "KvTransferTotals":
-        """Return the sums."""
-        mine, theirs = msgspec.structs.astuple(self), msgspec.structs.astuple(other)
-        return KvTransferTotals(*(one + more for one, more in zip(mine, theirs, strict=True)))
 
 
 KvCommand = ServeKv | RevokeKv | FetchKv | CancelKvFetch | KvDiskCommand

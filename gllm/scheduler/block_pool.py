@@ -9,9 +9,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import chain
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from gllm.scheduler.cache_events import CacheEventLog
 from gllm.scheduler.state_slots import StateCache
 
 HASH_BYTES = 16
@@ -66,8 +65,8 @@ def root_hash(cache_salt: str, secret: bytes = b"") -> bytes:
     return blake2b(cache_salt.encode(), digest_size=HASH_BYTES, key=secret).digest()
 
 
-class BlockListener(Protocol):
-    """Interface of an object that is told which blocks enter and leave the prefix cache.
+class BlockListener:
+    """Base class of objects that are told which blocks enter and leave the prefix cache.
 
     A block is removed before any step that writes to it is returned by the scheduler.
     """
@@ -117,9 +116,6 @@ class BlockPool:
         self._by_hash: dict[bytes, int] = {}
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._states = states
-        self.event_log: CacheEventLog | None = None
-        """Records which hashes are removed; None if nobody watches. The owner of the hash chains
-        adds the stored ones."""
         self.listeners: list[BlockListener] = []
         """Are told which blocks enter and leave the prefix cache."""
 
@@ -227,8 +223,6 @@ class BlockPool:
         self._hashes = [None] * self.num_blocks
         if self._states is not None:
             self._states.clear()
-        if self.event_log is not None:
-            self.event_log.on_cleared()
         for listener in self.listeners:
             listener.on_cleared()
 
@@ -271,7 +265,5 @@ class BlockPool:
         del self._by_hash[digest]
         if self._states is not None:
             self._states.remove(digest)
-        if self.event_log is not None:
-            self.event_log.on_removed(digest)
         for listener in self.listeners:
             listener.on_removed(block, digest)

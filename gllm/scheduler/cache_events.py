@@ -6,6 +6,8 @@ They are recorded only while somebody watches the cache.
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from gllm.scheduler.block_pool import BlockListener
+
 
 class StoredBlocks(NamedTuple):
     """Consecutive KV blocks added to the prefix cache: their hashes and, on request, tokens."""
@@ -46,7 +48,7 @@ _UNKNOWN = _Block(b"", (), "")
 """Marker of a block from before `watch`, with unknown tokens."""
 
 
-class CacheEventLog:
+class CacheEventLog(BlockListener):
     """Collects KV blocks added to and removed from the prefix cache, until the next report.
 
     Reports go to routers. The first one contains the whole cache.
@@ -74,7 +76,7 @@ class CacheEventLog:
         else:
             self._stored[digest] = _Block(parent, token_ids, cache_salt)
 
-    def on_removed(self, digest: bytes) -> None:
+    def on_removed(self, block: int, digest: bytes) -> None:
         """Record that a block was removed."""
         if self._stored.pop(digest, None) is None:
             self._removed[digest] = None

@@ -1,8 +1,9 @@
 """KV cache manager: allocates blocks to sequences, shares prefixes and frees blocks."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from gllm.scheduler.block_pool import BlockListener, BlockPool, root_hash
 from gllm.scheduler.cache_events import CacheEventLog, CacheEvents
@@ -22,12 +23,14 @@ class PublishedBlock(NamedTuple):
     """Position in the block table of its sequence."""
 
 
-class OffloadListener(BlockListener, Protocol):
+class OffloadListener(BlockListener, ABC):
     """Interface of a tier behind the prefix cache in memory."""
 
+    @abstractmethod
     def on_published(self, sequence: Sequence, blocks: list[PublishedBlock]) -> None:
         """Handle blocks of a sequence that are complete and in the prefix cache now."""
 
+    @abstractmethod
     def on_invalid(self, sequence: Sequence) -> None:
         """Handle that the blocks of a sequence have an invalid content, published or not."""
 
@@ -50,11 +53,11 @@ class KVCacheManager:
         self._block_size = config.block_size
         self._max_num_seqs = config.max_num_seqs
         self._has_prefix_cache = config.prefix_cache
-        self._has_adopted = False
-        """True if the prefix cache began with blocks of an earlier scheduler."""
         self._unreported: set[bytes] = set()
-        """Hashes of these whose tokens no sequence has had yet, so that no event could have them.
+        """Hashes of adopted blocks whose tokens no sequence has had yet, so that no event had them.
         """
+        self.event_log: CacheEventLog | None = None
+        """Changes of the prefix cache since the last report; None if nobody watches."""
         self._num_reserved_blocks = math.ceil(config.kv_threshold * config.num_blocks)
 
     @property
@@ -103,12 +106,11 @@ class KVCacheManager:
         if self.states is not None or not self._has_prefix_cache:
             raise ValueError("blocks are adopted by prefix caches without states alone")
         self.block_pool.adopt(digests)
-        self._has_adopted = True
         self._unreported.update(digests.values())
 
     def refresh(self, sequence: Sequence) -> None:
         """Evict the adopted blocks with which a new sequence can start after all others."""
-        if self._has_adopted:
+        if self._unreported:
             self.block_pool.refresh(self.find_shareable_blocks(sequence))
 
     def can_extend_prefill(self, sequence: Sequence) -> bool:
@@ -176,7 +178,7 @@ class KVCacheManager:
         """Report a block of a sequence, whose hash is computed, to those who watch the cache."""
         hashes = sequence.block_hashes
         self._unreported.discard(hashes[index])
-        log = self.block_pool.event_log
+        log = self.event_log
         if log is None:
             return
         token_ids: tuple[int, ...] = ()
@@ -210,16 +212,19 @@ class KVCacheManager:
         Args:
             with_token_ids: True to record the tokens of the blocks that are added from now on.
         """
-        self.block_pool.event_log = CacheEventLog(with_token_ids, self.block_pool.digests)
+        self.unwatch()
+        self.event_log = CacheEventLog(with_token_ids, self.block_pool.digests)
+        self.block_pool.listeners.append(self.event_log)
 
     def unwatch(self) -> None:
         """Stop recording changes of the prefix cache."""
-        self.block_pool.event_log = None
+        if self.event_log is not None:
+            self.block_pool.listeners.remove(self.event_log)
+            self.event_log = None
 
     def pop_events(self) -> CacheEvents | None:
         """Return the changes since the last call; None without changes or without `watch`."""
-        log = self.block_pool.event_log
-        return None if log is None else log.pop_events()
+        return None if self.event_log is None else self.event_log.pop_events()
 
     def free(self, sequence: Sequence) -> None:
         """Free the blocks of a sequence without rows in flight."""

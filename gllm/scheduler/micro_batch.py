@@ -14,7 +14,7 @@ from gllm.scheduler.policy import SchedulerLoad, SchedulingPolicy
 from gllm.scheduler.preemption import PreemptionManager
 from gllm.scheduler.queues import SequenceQueues, rank_of
 from gllm.scheduler.sequence import Sequence
-from gllm.scheduler.speculation import MicroBatchYield
+from gllm.scheduler.speculation import MicroBatchYield, Speculation
 
 
 class MicroBatchFiller:
@@ -43,8 +43,6 @@ class MicroBatchFiller:
         self._runs_ahead = config.async_scheduling or self._speculates
         """True if a decode may have several rows in flight."""
         self._block_size = config.block_size
-        self._micro_batch: MicroBatchYield | None = None
-        """Yield of the micro-batch that is filled, with speculation."""
         self._kv_cache = kv_cache
         self._admission = admission
         self._queues = queues
@@ -138,7 +136,8 @@ class MicroBatchFiller:
         single_token_rows: list[ScheduledRow] = []
         multi_token_rows: list[ScheduledRow] = []
         ready, block_size = self._queues.ready, self._block_size
-        self._micro_batch = self._predict_yield(decodes) if self._speculates else None
+        speculation = self._queues.speculation
+        micro_batch = None if speculation is None else self._predict_yield(speculation, decodes)
         for sequence in decodes:
             if cost >= budget or not num_left:
                 break
@@ -147,9 +146,15 @@ class MicroBatchFiller:
             num_scheduled = sequence.num_scheduled_tokens
             num_tokens = sequence.num_tokens - num_scheduled
             if num_tokens < 1 and sequence.draft_token_ids:
-                if self._waits_for_window(sequence):
+                assert speculation is not None
+                assert micro_batch is not None
+                if not speculation.may_run_ahead(sequence):
+                    num_tokens = 0  # The row consists of guesses.
+                elif speculation.should_wait(sequence, micro_batch):
                     continue
-                num_tokens = 0 if sequence.draft_token_ids else 1
+                else:
+                    sequence.draft_token_ids = []
+                    num_tokens = 1
             elif num_tokens != 1:
                 num_tokens = min(sequence.num_decode_tokens, num_left)
             has_blocks = num_scheduled + num_tokens <= len(sequence.block_ids) * block_size
@@ -157,8 +162,8 @@ class MicroBatchFiller:
                 self.is_decode_stalled = True
                 continue
             draft_token_ids: list[int] = []
-            if sequence.draft_token_ids:
-                draft_token_ids = self._fit_drafts(sequence, num_tokens, num_left)
+            if sequence.draft_token_ids and micro_batch is not None:
+                draft_token_ids = self._fit_drafts(sequence, num_tokens, num_left, micro_batch)
                 if not (num_tokens or draft_token_ids):
                     continue
             cost += self._policy.decode_cost(num_scheduled)
@@ -173,32 +178,17 @@ class MicroBatchFiller:
         self._queues.num_decode_context_tokens += limit - num_left
         return single_token_rows + multi_token_rows, cost
 
-    def _predict_yield(self, decodes: list[Sequence]) -> MicroBatchYield:
+    def _predict_yield(self, speculation: Speculation, decodes: list[Sequence]) -> MicroBatchYield:
         """Return what a micro-batch of an even share of the decodes yields without guesses."""
-        queues, speculation = self._queues, self._queues.speculation
-        assert speculation is not None
+        queues = self._queues
         num_known = sum(
             s.num_scheduled_tokens < s.num_tokens or speculation.may_run_ahead(s) for s in decodes
         )
         num_decoding = max(1, len(queues.decoding_seqs))
         num_rows = min(num_known, -(-num_decoding // queues.depth))
         num_context = queues.num_decode_context_tokens * num_rows / num_decoding
-        return speculation.start_micro_batch(num_rows, self._predict_prefill(), num_context)
-
-    def _waits_for_window(self, sequence: Sequence) -> bool:
-        """Return True if a decode without known tokens has no row now, and a window later.
-
-        Otherwise its guesses are dropped if a placeholder takes their place.
-        """
-        speculation = self._queues.speculation
-        if speculation is None or not speculation.may_run_ahead(sequence):
-            return False
-        assert self._micro_batch is not None
-        num_decodes = len(self._queues.decoding_seqs)
-        if speculation.should_wait(sequence, self._micro_batch, num_decodes):
-            return True
-        sequence.draft_token_ids = []
-        return False
+        sizes = num_rows, self._predict_prefill(), num_context, num_decoding
+        return speculation.start_micro_batch(*sizes)
 
     def _predict_prefill(self) -> int:
         """Return the most prefill tokens beside the decodes; 0 if the first prompt has to wait."""
@@ -209,7 +199,9 @@ class MicroBatchFiller:
             return 0
         return min(queues.num_waiting_tokens, self.max_prefill_tokens)
 
-    def _fit_drafts(self, sequence: Sequence, num_known: int, num_left: int) -> list[int]:
+    def _fit_drafts(
+        self, sequence: Sequence, num_known: int, num_left: int, micro_batch: MicroBatchYield
+    ) -> list[int]:
         """Return the draft tokens of a decode that fit into the micro-batch and into free blocks.
 
         Guesses preempt nothing and leave the blocks at which prefill pauses. Blocks behind the
@@ -219,6 +211,7 @@ class MicroBatchFiller:
             sequence: a decode with draft tokens; blocks of its known tokens are allocated.
             num_known: known tokens of its row; 0 if it consists of guesses.
             num_left: limit of the row's tokens.
+            micro_batch: yield of the micro-batch, to which the guesses are added.
         """
         if 0 < num_known < sequence.num_tokens - sequence.num_scheduled_tokens:
             return []  # Known tokens that do not fit come first.
@@ -226,15 +219,10 @@ class MicroBatchFiller:
         num_slots = (len(sequence.block_ids) + num_spare) * self._block_size
         num_left = min(num_left, num_slots - sequence.num_scheduled_tokens)
         draft_token_ids = sequence.draft_token_ids[: max(0, num_left - num_known)]
-        if self._micro_batch is not None and draft_token_ids:
+        if draft_token_ids:
             speculation = self._queues.speculation
             assert speculation is not None, "there are draft tokens"
-            num_drafts = speculation.count_useful(
-                sequence,
-                len(draft_token_ids),
-                self._micro_batch,
-                len(self._queues.decoding_seqs),
-            )
+            num_drafts = speculation.count_useful(sequence, len(draft_token_ids), micro_batch)
             del draft_token_ids[num_drafts:]
         self._kv_cache.allocate(sequence, num_known + len(draft_token_ids))
         self._counters.drafts += len(draft_token_ids) > 0

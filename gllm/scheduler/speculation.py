@@ -127,6 +127,7 @@ class MicroBatchYield:
         num_rows: decodes of the micro-batch, each of which yields a token.
         num_prefill_tokens: prefill beside them, which counts as yield.
         guess_seconds: what a guess takes longer than a token of the curve, in its unit.
+        num_missed: rows of one token that a sequence gives up for its guesses.
     """
 
     def __init__(
@@ -135,26 +136,25 @@ class MicroBatchYield:
         num_rows: int,
         num_prefill_tokens: int,
         guess_seconds: float = 0.0,
+        num_missed: float = 0.0,
     ) -> None:
         self._curve = curve
+        self._num_missed = num_missed
         self._guess_seconds = guess_seconds
         self._num_tokens = float(num_rows + num_prefill_tokens)
         self._num_guesses = 0
         self._yield = self._num_tokens
 
-    def add(
-        self, num_guesses: int, acceptance: float, chance: float = 1.0, num_missed: float = 0.0
-    ) -> int:
+    def add(self, num_guesses: int, acceptance: float, chance: float = 1.0) -> int:
         """Add guesses of a sequence and return how many are worth their time.
 
         Args:
             num_guesses: guesses that there are.
             acceptance: probability that a guess is right if all before it are.
             chance: probability that all guesses before these are right.
-            num_missed: rows of one token that the sequence gives up for the guesses.
         """
         best, best_gain, gain = 0, 0.0, 0.0
-        best_rate = self._rate(0, 0.0, 0.0)
+        best_rate, num_missed = self._rate(0, 0.0, 0.0), self._num_missed
         for count in range(1, num_guesses + 1):
             chance *= acceptance
             gain += chance
@@ -247,15 +247,22 @@ class Speculation:
         )
 
     def start_micro_batch(
-        self, num_rows: int, num_prefill_tokens: int, num_context: float
+        self, num_rows: int, num_prefill_tokens: int, num_context: float, num_decodes: int
     ) -> MicroBatchYield:
-        """Return the yield of a micro-batch without guesses; see MicroBatchYield.
+        """Return the yield of a micro-batch without guesses.
 
-        num_context: tokens that its decodes attend to together.
+        Args:
+            num_rows: see MicroBatchYield, like the next one.
+            num_prefill_tokens: see there.
+            num_context: tokens that its decodes attend to together.
+            num_decodes: sequences that decode, in this micro-batch and others.
         """
+        # With async scheduling the next micro-batch is filled before a window is verified, so that
+        # its sequence misses a row. A sequence alone misses nothing.
+        num_missed = 1 - 1 / max(1, num_decodes) if self._async_scheduling else 0.0
         seconds = self._guess_cost.seconds if self._curve_fit.is_fitted else 0.0
         curve = self._curve_fit.curve.with_context(num_context)
-        return MicroBatchYield(curve, num_rows, num_prefill_tokens, seconds)
+        return MicroBatchYield(curve, num_rows, num_prefill_tokens, seconds, num_missed)
 
     def observe_step(self, work: StageWork, seconds: float) -> None:
         """Learn from a step: its work and its interval, above 0."""
@@ -263,7 +270,7 @@ class Speculation:
             self._guess_cost.observe_step(work, seconds, self._curve_fit.curve)
 
     def count_useful(
-        self, sequence: Sequence, num_guesses: int, micro_batch: MicroBatchYield, num_decodes: int
+        self, sequence: Sequence, num_guesses: int, micro_batch: MicroBatchYield
     ) -> int:
         """Return how many of a sequence's next guesses are worth their time in a micro-batch.
 
@@ -271,22 +278,18 @@ class Speculation:
             sequence: the sequence.
             num_guesses: guesses that there are.
             micro_batch: yield of the micro-batch, to which the guesses are added.
-            num_decodes: sequences that decode, in this micro-batch and others.
         """
         state = self._sequences[sequence.seq]
         acceptance = self._acceptance_of(state)
         chance = acceptance ** len(sequence.guesses)
         if sequence.guesses and chance * acceptance < LEAST_CHANCE:
             return 0
-        num_missed = self._num_missed(num_decodes)
-        count = micro_batch.add(num_guesses, acceptance, chance, num_missed)
+        count = micro_batch.add(num_guesses, acceptance, chance)
         if not count and not sequence.guesses:
             self._forget(state)
         return count
 
-    def should_wait(
-        self, sequence: Sequence, micro_batch: MicroBatchYield, num_decodes: int
-    ) -> bool:
+    def should_wait(self, sequence: Sequence, micro_batch: MicroBatchYield) -> bool:
         """Return True if a sequence gains by a window behind the token that is being sampled.
 
         Windows in turn with missed rows are compared with placeholders; that the first window
@@ -295,20 +298,10 @@ class Speculation:
         """
         state = self._sequences[sequence.seq]
         num_guesses = len(sequence.draft_token_ids) - 1  # The first one is of that token.
-        num_missed = self._num_missed(num_decodes)
-        acceptance = self._acceptance_of(state)
-        if micro_batch.add(num_guesses, acceptance, num_missed=num_missed):
+        if micro_batch.add(num_guesses, self._acceptance_of(state)):
             return True
         self._forget(state)
         return False
-
-    def _num_missed(self, num_decodes: int) -> float:
-        """Return the rows that a window costs its sequence with async scheduling.
-
-        The next micro-batch is filled before the window is verified. A sequence alone misses
-        nothing, since that micro-batch would have no other row.
-        """
-        return 1 - 1 / max(1, num_decodes) if self._async_scheduling else 0.0
 
     def _acceptance_of(self, state: _SequenceState) -> float:
         return state.acceptance.share(self._acceptance.share(INITIAL_ACCEPTANCE))

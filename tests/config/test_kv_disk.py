@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gllm.config.engine import EngineConfig
-from gllm.config.kv_disk import KvDiskSpace, parse_kv_disk
+from gllm.config.sized_folder import SizedFolder, parse_sized_folder
 from gllm.options.field_types import FieldError
 from gllm.scheduler.config import SchedulerConfig
 from tests.config.test_kv_transfer import parse
@@ -13,31 +13,19 @@ from tests.config.test_kv_transfer import parse
 
 def test_the_flag_names_a_folder_and_its_size(tmp_path: Path) -> None:
     config = parse("--kv-cache-disk", f"{tmp_path}/a:b:1.5GiB")
-    assert config.kv_cache_disk == f"{tmp_path}/a:b:1.5GiB"
+    assert config.kv_cache_disk is not None
+    expected = SizedFolder(tmp_path / "a:b", 3 * 2**29)
+    assert parse_sized_folder(config.kv_cache_disk, needs_size=True) == expected
     assert config.has_kv_mover
     assert config.kv_transfer is None
-    assert parse_kv_disk(config.kv_cache_disk) == KvDiskSpace(tmp_path / "a:b", 3 * 2**29)
-    relative = EngineConfig(kv_cache_disk="some/folder:1GiB").kv_cache_disk
-    assert relative == f"{Path.cwd()}/some/folder:1GiB", "gllm-link has its own working directory"
     assert parse().kv_cache_disk is None
     assert not parse().has_kv_mover
 
 
-@pytest.mark.parametrize(
-    ("value", "cause"),
-    [
-        ("/tmp/x", "PATH:SIZE"),
-        (":1GiB", "PATH:SIZE"),
-        ("", "PATH:SIZE"),
-        ("/tmp/x:many", "'many' is not a size"),
-        ("/tmp/x:-5", "too small"),
-        ("/tmp/x:1000", "give 1MiB or more"),
-    ],
-)
-def test_values_without_a_folder_or_size_are_refused(value: str, cause: str) -> None:
-    with pytest.raises(FieldError, match=f"kv_cache_disk: .*{cause}") as caught:
+@pytest.mark.parametrize("value", ["/tmp/x", "/tmp/x:many"])
+def test_a_value_without_a_size_is_refused(value: str) -> None:
+    with pytest.raises(FieldError, match=r"kv_cache_disk: .* has to be FOLDER:SIZE"):
         EngineConfig(kv_cache_disk=value)
-    assert caught.value.param == "kv_cache_disk"
 
 
 def test_the_flag_refuses_a_folder_that_cannot_be_written(

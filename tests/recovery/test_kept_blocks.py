@@ -42,7 +42,7 @@ def test_places_are_the_same_with_other_processes_only() -> None:
 
 
 def kept(world: World) -> list[bool]:
-    """Whether each epoch could keep the KV cache."""
+    """For each epoch, True if it could keep the KV cache."""
     return [action.keeps_kv_cache for action in actions_of(world, AssignEpoch)]
 
 

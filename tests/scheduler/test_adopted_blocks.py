@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gllm.scheduler.block_pool import chain_hashes, root_hash
+from gllm.scheduler.block_pool import BlockListener, chain_hashes, root_hash
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepOutput, StepPlan
 from gllm.scheduler.scheduler import Scheduler
@@ -26,7 +26,7 @@ GARBAGE = -1
 """Content of slots that nobody may read."""
 
 
-class HashStore:
+class HashStore(BlockListener):
     """Copy of the prefix cache's hashes, which outlives the scheduler."""
 
     def __init__(self) -> None:

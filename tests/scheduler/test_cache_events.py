@@ -106,26 +106,27 @@ def test_the_first_report_has_the_state_and_the_next_ones_its_changes() -> None:
     table = pool.allocate(2)
     for block, digest in zip(table, (b"a", b"b"), strict=True):
         assert pool.publish(block, digest)
-    pool.event_log = CacheEventLog(False, pool.digests)
-    assert pool.event_log.pop_events() == CacheEvents([StoredBlocks(b"", [b"a", b"b"])], [], True)
-    assert pool.event_log.pop_events() is None
+    log = CacheEventLog(False, pool.digests)
+    pool.listeners.append(log)
+    assert log.pop_events() == CacheEvents([StoredBlocks(b"", [b"a", b"b"])], [], True)
+    assert log.pop_events() is None
     pool.unpublish(table[:1])
-    assert pool.event_log.pop_events() == CacheEvents([], [b"a"], False)
+    assert log.pop_events() == CacheEvents([], [b"a"], False)
     pool.reset_prefix_cache()
-    assert pool.event_log.pop_events() == CacheEvents([], [], True)
+    assert log.pop_events() == CacheEvents([], [], True)
 
 
 def test_what_comes_back_before_a_report_has_not_changed() -> None:
     log = CacheEventLog(False, [b"a"])
     log.pop_events()
-    log.on_removed(b"a")
+    log.on_removed(0, b"a")
     log.on_stored(b"a", b"p", (), "")
     assert log.pop_events() is None
     log.on_stored(b"b", b"a", (), "")
-    log.on_removed(b"b")
+    log.on_removed(0, b"b")
     assert log.pop_events() is None
     log.on_stored(b"b", b"a", (), "")
-    log.on_removed(b"a")
+    log.on_removed(0, b"a")
     log.on_cleared()
     log.on_stored(b"c", b"p", (), "")
     assert log.pop_events() == CacheEvents([StoredBlocks(b"p", [b"c"])], [], True)

@@ -307,8 +307,8 @@ def test_guesses_are_added_while_the_text_grows_faster() -> None:
     assert MicroBatchYield(flat, 0, 0).add(5, 0.5, chance=0.1) == 5
     # A sequence that misses a row has to gain more than that.
     assert MicroBatchYield(flat, 8, 0).add(5, 0.4) == 5
-    assert MicroBatchYield(flat, 8, 0).add(5, 0.4, num_missed=1.0) == 0
-    assert MicroBatchYield(flat, 8, 0).add(5, 0.8, num_missed=1.0) == 5
+    assert MicroBatchYield(flat, 8, 0, num_missed=1.0).add(5, 0.4) == 0
+    assert MicroBatchYield(flat, 8, 0, num_missed=1.0).add(5, 0.8) == 5
 
 
 def window_work(num_guesses: int) -> StageWork:

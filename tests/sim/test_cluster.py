@@ -121,7 +121,7 @@ def test_changes_of_prefix_caches_are_kept_for_routers_that_read_them(
 ) -> None:
     cluster = SimulatedCluster(make_router(name, 0))
     cluster.add_engine("e0", simulated_pool("equal")["e0"])
-    log = cluster.engines["e0"].pipeline.scheduler.kv_cache.block_pool.event_log
+    log = cluster.engines["e0"].pipeline.scheduler.kv_cache.event_log
     assert (log is not None) == reads_prefixes
     # Hashes are enough for an index.
     assert log is None or not log.with_token_ids

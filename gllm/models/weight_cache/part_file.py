@@ -11,7 +11,6 @@ import json
 import mmap
 import os
 import secrets
-import stat
 import struct
 import warnings
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from gllm.models.weight_cache.folder_plan import TEMPORARY_SUFFIX
 from gllm.models.weight_cache.part_codec import EncodedPart
+from gllm.options.ownership import ownership_fault
 
 SCHEMA = 1
 """Increased whenever the layout of the file changes."""
@@ -164,7 +164,8 @@ def map_part_file(path: Path) -> tuple[PartHeader, Tensor] | None:
         raise
     try:
         status = os.fstat(descriptor)
-        check_owner(status)
+        if fault := ownership_fault(status):
+            raise UnusableFileError(f"it {fault}")
         header = _read_header(descriptor, status.st_size)
         data = _map(descriptor, header.data_bytes)
         if digest_pages(data) != header.data_digest:
@@ -174,19 +175,6 @@ def map_part_file(path: Path) -> tuple[PartHeader, Tensor] | None:
         return header, data
     finally:
         os.close(descriptor)
-
-
-def check_owner(status: os.stat_result) -> None:
-    """Raise UnusableFileError unless only this user could have written a file."""
-    if not stat.S_ISREG(status.st_mode):
-        raise UnusableFileError("it is no regular file")
-    if status.st_uid != os.geteuid():
-        raise UnusableFileError(f"it belongs to the user of number {status.st_uid}")
-    if stat.S_IMODE(status.st_mode) & 0o077:
-        raise UnusableFileError(
-            f"other users have access to it: its mode is {stat.S_IMODE(status.st_mode):o} instead "
-            f"of {MODE:o}"
-        )
 
 
 def _read_header(descriptor: int, size: int) -> PartHeader:

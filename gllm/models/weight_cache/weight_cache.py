@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from gllm.config.weight_cache import WeightCacheOptions
+from gllm.config.sized_folder import SizedFolder
 from gllm.kernels.native.builds import select_build
 from gllm.kernels.native.library import DTYPES, describe_kernels
 from gllm.models.identity import hash_model
@@ -57,7 +57,7 @@ class WeightCache:
 
     def __init__(
         self,
-        options: WeightCacheOptions,
+        place: SizedFolder,
         model_folder: Path,
         facts: Mapping[str, object],
         describe: Callable[[int], object],
@@ -66,7 +66,7 @@ class WeightCache:
         """Open the folder, creating it if necessary, and remove files that nothing can use.
 
         Args:
-            options: folder and limit.
+            place: folder and largest size, by default half of its file system.
             model_folder: files of the model.
             facts: everything but the files and `describe` that decides how weights are packed, such
                 as the dtype, by name.
@@ -76,7 +76,7 @@ class WeightCache:
         Raises:
             ModelError: the model's files are missing or damaged.
         """
-        self._root, self._ranks, self._describe = Path(options.folder), ranks, describe
+        self._root, self._ranks, self._describe = place.folder, ranks, describe
         self._model_folder = model_folder
         self._files_status = read_file_status(model_folder)
         self._name = PartName(
@@ -91,7 +91,7 @@ class WeightCache:
         self._num_written = 0
         self._has_warned = False
         self._can_write = True
-        self._limit_bytes = options.limit_bytes
+        self._limit_bytes = place.max_bytes
         try:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self._limit_bytes is None:

@@ -31,7 +31,7 @@ from gllm.messages.kv_disk import (
 )
 from gllm.scheduler.block_pool import BlockPool, chain_hashes, root_hash
 from gllm.scheduler.disk_index import DiskBlock, DiskPrefixIndex
-from gllm.scheduler.kv_cache_manager import KVCacheManager, PublishedBlock
+from gllm.scheduler.kv_cache_manager import KVCacheManager, OffloadListener, PublishedBlock
 from gllm.scheduler.sequence import Sequence as ScheduledSequence
 from gllm.scheduler.step_cost import StepCostCoefficients
 
@@ -93,7 +93,7 @@ class _Store:
     """Machines that have written a block, by key."""
 
 
-class DriverKvDisk:
+class DriverKvDisk(OffloadListener):
     """Decides what is kept on disk and what is read from there, for all machines of an engine."""
 
     def __init__(
@@ -170,9 +170,6 @@ class DriverKvDisk:
                 continue
             parent = keys[index - 1] if index else self._root(sequence.request.cache_salt)
             self._candidates[digest] = _Candidate(block_id, key, parent, index * size)
-
-    def on_added(self, block: int, digest: bytes) -> None:
-        """Do nothing: `on_published` has the sequence, too."""
 
     def on_removed(self, block: int, digest: bytes) -> None:
         """Do not store a block that has left memory."""

@@ -10,7 +10,7 @@ import os
 import struct
 from collections.abc import Iterator
 
-from gllm.scheduler.block_pool import HASH_BYTES
+from gllm.scheduler.block_pool import HASH_BYTES, BlockListener
 
 _HEADER = struct.Struct("=Q8x")
 """Number of blocks."""
@@ -19,8 +19,8 @@ _PART_BYTES = 1024 * HASH_BYTES
 """Most of the file has no hashes: parts of zeros are skipped."""
 
 
-class HashFile:
-    """Copy of a block pool's hashes in a memory file; implements `BlockListener`.
+class HashFile(BlockListener):
+    """Copy of a block pool's hashes in a memory file; as a listener of the pool.
 
     A hash that was half written when the driver died is that of no tokens, so it is never found.
     """

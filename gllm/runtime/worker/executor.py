@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gllm.config.engine import WEIGHT_CACHE_ON_GPU, EngineConfig
-from gllm.config.weight_cache import parse_weight_cache
+from gllm.config.sized_folder import parse_sized_folder
 from gllm.kernels.attention_backends import (
     AttentionRequirements,
     BackendChoice,
@@ -310,8 +310,8 @@ class Executor(ABC):
             "overrides": self._overrides,
         }
         describe = partial(describe_stage_part, self.model, self.layers)
-        options = parse_weight_cache(self._weight_cache)
-        return WeightCache(options, folder, facts, describe, held.ranks)
+        place = parse_sized_folder(self._weight_cache)
+        return WeightCache(place, folder, facts, describe, held.ranks)
 
     @property
     def stage(self) -> ModelStage:

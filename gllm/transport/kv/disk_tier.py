@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import secrets
-import stat
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -22,7 +21,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from gllm.config.kv_disk import KvDiskSpace
+from gllm.config.sized_folder import SizedFolder
 from gllm.messages.kv_disk import (
     MAX_BLOCKS,
     CopyKvToDisk,
@@ -133,7 +132,7 @@ class KvDiskTier:
 
     def __init__(
         self,
-        space: KvDiskSpace,
+        space: SizedFolder,
         on_report: Callable[[int, KvReport], None],
         clock: Callable[[], float] = time.monotonic,
         open_file: OpenFile = SystemFile,
@@ -146,7 +145,9 @@ class KvDiskTier:
             clock: returns the time in seconds.
             open_file: opens or creates the file of a worker.
         """
-        self._space, self._on_report = space, on_report
+        assert space.max_bytes is not None, "the value of the flag has a size"
+        self._folder, self._max_bytes = space.folder, space.max_bytes
+        self._on_report = on_report
         self._clock, self._open_file = clock, open_file
         self._tier = _OpenTier(0, [], is_closed=True)
         self._lock = threading.Lock()
@@ -211,17 +212,18 @@ class KvDiskTier:
         """Open the files of an epoch, and report what they have."""
         workers: list[_Worker] = []
         try:
-            secret = _prepare_folder(self._space.folder)
+            secret = _prepare_folder(self._folder)
             groups: dict[bytes, list[KvPages]] = {}
             for pages in tier.pages:
                 groups.setdefault(hash_layout(pages.layout), []).append(pages)
             names = {f"{identity.hex()}{FILE_SUFFIX}" for identity in groups}
-            max_bytes = self._space.max_bytes - _free_other_files(self._space, names)
+            max_bytes = self._max_bytes
+            max_bytes -= _free_other_files(self._folder, self._max_bytes // 2, names)
             strides = [count_record_bytes(group[0].block_bytes) for group in groups.values()]
             # All workers of the machine keep the same number of blocks.
             num_blocks = (max_bytes - PAGE_BYTES * len(strides)) // sum(strides)
             for (identity, group), stride in zip(groups.items(), strides, strict=True):
-                path = self._space.folder / f"{identity.hex()}{FILE_SUFFIX}"
+                path = self._folder / f"{identity.hex()}{FILE_SUFFIX}"
                 file = self._open_file(path)
                 try:
                     size = PAGE_BYTES + max(0, num_blocks) * stride
@@ -321,7 +323,7 @@ class KvDiskTier:
                 log.warning(
                     "KV blocks cannot be written to %s: %s. Those on disk stay in use; further "
                     "ones replace them or are dropped",
-                    self._space.folder,
+                    self._folder,
                     error,
                 )
             return False
@@ -414,7 +416,7 @@ class KvDiskTier:
             log.warning(
                 "in %s %s: they are removed, and their tokens are computed. Further ones are "
                 "counted as failed loads",
-                self._space.folder,
+                self._folder,
                 cause,
             )
 
@@ -454,13 +456,13 @@ def _prepare_folder(folder: Path) -> bytes:
     Raises OSError, RecordFileError.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    check_ownership(folder.stat(), folder, stat.S_ISDIR, forbidden_mode=0o022)
+    check_ownership(folder.stat(), folder, is_folder=True)
     path = folder / SECRET_NAME
     for _ in range(2):
         with suppress(FileNotFoundError):
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
-                check_ownership(os.fstat(descriptor), path, stat.S_ISREG)
+                check_ownership(os.fstat(descriptor), path)
                 secret = os.read(descriptor, _SECRET_BYTES + 1)
             finally:
                 os.close(descriptor)
@@ -482,27 +484,28 @@ def _prepare_folder(folder: Path) -> bytes:
     raise RecordFileError(f"{path} cannot be read: remove it")
 
 
-def _free_other_files(space: KvDiskSpace, names: Collection[str]) -> int:
-    """Remove files of other models and divisions, the oldest first, until half of the size is left.
+def _free_other_files(folder: Path, max_bytes: int, names: Collection[str]) -> int:
+    """Remove files of other models and divisions, the oldest first, until they are small enough.
 
     Files that another engine has open stay.
 
     Args:
-        space: folder and size.
+        folder: folder of all files.
+        max_bytes: size that they may have together.
         names: files that this engine opens.
 
     Returns:
         Bytes of those that stay.
     """
     others = []
-    for path in space.folder.iterdir():
+    for path in folder.iterdir():
         if _FILE_NAME.fullmatch(path.name) and path.name not in names:
             with suppress(OSError):
                 status = path.lstat()
                 others.append((status.st_mtime, status.st_size, path))
     num_bytes = sum(size for _, size, _ in others)
     for _, size, path in sorted(others):
-        if num_bytes <= space.max_bytes // 2:
+        if num_bytes <= max_bytes:
             break
         # OSError: it was removed meanwhile. RecordFileError: it is in use, or of another user.
         with suppress(OSError, RecordFileError):

@@ -18,8 +18,8 @@ from functools import cache
 from pathlib import Path
 
 from gllm.config.kv_backends import AUTO, BACKENDS, MOCK, check_backend_name, parse_mock_rate
-from gllm.config.kv_disk import KvDiskSpace
 from gllm.config.link_encodings import PLAIN
+from gllm.config.sized_folder import SizedFolder
 from gllm.messages.kv_disk import LoadKvFromDisk
 from gllm.messages.kv_layout import KvLayout
 from gllm.messages.kv_transfer import (
@@ -207,7 +207,7 @@ class KvMover:
         caches: list[tuple[KvLayout, int]],
         engine: Sequence[Sequence[KvLayout]] = (),
         machine: int = 0,
-        disk: KvDiskSpace | None = None,
+        disk: SizedFolder | None = None,
     ) -> None:
         """Start to serve the KV caches of an epoch; those of the previous epoch are closed.
 

@@ -10,7 +10,6 @@ without its checksum: that of a header when the file is opened, that of the bloc
 
 import hashlib
 import os
-import stat
 import struct
 import threading
 from collections import Counter
@@ -20,6 +19,7 @@ from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from typing import Protocol
 
+from gllm.options.ownership import ownership_fault
 from gllm.scheduler.disk_index import DiskBlock
 
 FORMAT_VERSION = 1
@@ -82,7 +82,7 @@ class SystemFile:
                 raise RecordFileError(f"{path} is a symbolic link: remove it") from None
             raise
         try:
-            check_ownership(os.fstat(self._descriptor), path, stat.S_ISREG)
+            check_ownership(os.fstat(self._descriptor), path)
             flock(self._descriptor, LOCK_EX | LOCK_NB)
             # Reads are of single records: more would be read for nothing.
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
@@ -123,36 +123,10 @@ class SystemFile:
         os.close(self._descriptor)
 
 
-def check_ownership(
-    status: os.stat_result, path: Path, is_kind: "IsKind", forbidden_mode: int = 0o077
-) -> None:
-    """Raise RecordFileError if a file or folder is of another kind or user, or others may use it.
-
-    Args:
-        status: of the file or folder.
-        path: for the error.
-        is_kind: tells whether a mode is of the right kind: `stat.S_ISREG` or `stat.S_ISDIR`.
-        forbidden_mode: permissions that it may not have.
-    """
-    if not is_kind(status.st_mode):
-        raise RecordFileError(f"{path} is not a regular file or folder: remove it")
-    if status.st_uid != os.geteuid():
-        raise RecordFileError(
-            f"{path} belongs to user {status.st_uid}, not to user {os.geteuid()} of this process: "
-            "give another path"
-        )
-    if status.st_mode & forbidden_mode:
-        raise RecordFileError(
-            f"other users may use {path} (mode {stat.S_IMODE(status.st_mode):03o}): "
-            f"run chmod go= {path}"
-        )
-
-
-class IsKind(Protocol):
-    """Interface of `stat.S_ISREG` and `stat.S_ISDIR`."""
-
-    def __call__(self, mode: int, /) -> bool:
-        """Return True if a mode is of that kind."""
+def check_ownership(status: os.stat_result, path: Path, is_folder: bool = False) -> None:
+    """Raise RecordFileError if a file or folder may be the work of others; see ownership_fault."""
+    if fault := ownership_fault(status, is_folder):
+        raise RecordFileError(f"{path} {fault}")
 
 
 def count_record_bytes(block_bytes: int) -> int:

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import msgspec
 
-from gllm.config.kv_disk import parse_kv_disk
+from gllm.config.sized_folder import parse_sized_folder
 from gllm.messages.codec import decode_for_kv_mover, encode
 from gllm.messages.kv_transfer import KvReport
 from gllm.transport.descriptors import DescriptorChannel, DescriptorError
@@ -142,9 +142,9 @@ class KvService:
                     for descriptor in memory:
                         os.close(descriptor)
                     raise
-            # The driver is told of the disk tier by its own channel.
+            # The disk tier reports to the driver from now on.
             self._driver = driver
-            disk = parse_kv_disk(command.disk) if command.disk else None
+            disk = parse_sized_folder(command.disk, needs_size=True) if command.disk else None
             self._mover.open_caches(command.epoch, caches, command.engine, command.machine, disk)
         except Exception as error:
             # The library of a backend has errors of its own.

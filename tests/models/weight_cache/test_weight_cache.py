@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from gllm.config.weight_cache import WeightCacheOptions
+from gllm.config.sized_folder import SizedFolder
 from gllm.kernels.linear_unquantized import UnquantizedMatrix
 from gllm.models.ranks import Ranks
 from gllm.models.weight_cache import weight_cache
@@ -46,7 +46,7 @@ def model(tmp_path: Path) -> Path:
 
 def open_cache(folder: Path, model: Path, limit: int | None = None, **facts: object) -> WeightCache:
     """Open a cache whose parts are described by their index."""
-    options = WeightCacheOptions(str(folder), limit)
+    options = SizedFolder(folder, limit)
     return WeightCache(
         options, model, {"dtype": "torch.float32", **facts}, lambda index: index, RANKS
     )
@@ -231,7 +231,7 @@ def test_files_of_another_user_are_neither_used_nor_removed(
         fill(cache, 0)
     assert [path.stat().st_ino for path in paths(folder)] == before
     assert len(caplog.records) == 1
-    assert f"belongs to the user of number {me}" in caplog.records[0].message
+    assert f"belongs to user {me}" in caplog.records[0].message
 
 
 def test_the_limit_removes_what_was_used_longest_ago(
@@ -312,7 +312,7 @@ def test_parts_that_cannot_be_encoded_stay_out(folder: Path, model: Path) -> Non
     cache = open_cache(folder, model)
     part = (matrix(0), lambda: None)
     assert cache.store(0, part, 7) is part
-    options = WeightCacheOptions(str(folder))
+    options = SizedFolder(folder)
     by_function = WeightCache(options, model, {}, lambda index: print, RANKS)
     assert by_function.load(0) is None
     one = matrix(0)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from gllm.config.kv_disk import KvDiskSpace
+from gllm.config.sized_folder import SizedFolder
 from gllm.messages.kv_layout import KvLayout
 from gllm.messages.kv_transfer import (
     FetchKv,
@@ -56,7 +56,7 @@ class CachedEngine:
         counts_layers: bool = False,
         engine: Sequence[Sequence[KvLayout]] = (),
         machine: int = 0,
-        disk: KvDiskSpace | None = None,
+        disk: SizedFolder | None = None,
         **options: Any,
     ) -> None:
         """`engine` and `machine` are those of an engine on several machines, `disk` its disk tier,

@@ -40,7 +40,7 @@ class KvDriver:
     @property
     def is_watched(self) -> bool:
         """True if the driver records changes."""
-        return self.scheduler.kv_cache.block_pool.event_log is not None
+        return self.scheduler.kv_cache.event_log is not None
 
     def attach(self) -> None:
         """Let the source watch this driver."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gllm.config.kv_disk import KvDiskSpace
+from gllm.config.sized_folder import SizedFolder
 from gllm.messages.kv_disk import (
     CopyKvToDisk,
     DiscardKvOnDisk,
@@ -46,7 +46,7 @@ MEBIBYTE = 2**20
 def opened(
     folder: Path, layouts: list[KvLayout] | None = None, max_bytes: int = 2 * MEBIBYTE
 ) -> Iterator[CachedEngine]:
-    engine = CachedEngine(layouts or cut_layouts(2, 1), disk=KvDiskSpace(folder, max_bytes))
+    engine = CachedEngine(layouts or cut_layouts(2, 1), disk=SizedFolder(folder, max_bytes))
     try:
         yield engine
     finally:
