@@ -426,6 +426,11 @@ class ModelStage:
         """The ranks that compute this stage together; they join the groups of each epoch."""
 
     @property
+    def parts(self) -> list[object]:
+        """Modules with the weights: each layer, then those of embedding and LM head."""
+        return [*self.layers.layers, (self.head, self.embedding, self.per_layer_embedding)]
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of all weights of the stage."""
         return sum(self.part_bytes.values())

@@ -35,6 +35,7 @@ from gllm.messages.steps import RegisterSequences
 from gllm.models.attention import LayerCache, head_shape
 from gllm.models.config import ModelConfig
 from gllm.models.hub import require_tokenizer
+from gllm.models.large_pages import use_large_pages
 from gllm.models.loader import Checkpoint, Weights
 from gllm.models.ranks import Ranks
 from gllm.models.shard import shard, unsupported_shard_reason
@@ -293,8 +294,10 @@ class Executor(ABC):
             checkpoint.check_all_read()
         if cache is not None:
             cache.log_use(len(self.layers) + has_ends(self.model, self.layers))
-            # What was packed before it was mapped.
+        if self.device.type == "cpu":
+            # What was packed before it was mapped, and what packing has used meanwhile.
             trim_memory()
+            use_large_pages(self._stage.parts, self._stage.ranks)
 
     def _open_weight_cache(self, folder: Path, held: ReusableParts) -> WeightCache | None:
         """Return the cache of packed weights that is configured; None without one."""
