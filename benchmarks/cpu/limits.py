@@ -88,12 +88,14 @@ def best_seconds(work: Callable[[], object]) -> float:
 
 def measure(threads: int) -> Rates:
     """Measure both rates in this process with `threads` threads."""
+    import numpy as np
     import torch
 
     from gllm.kernels.linear import linear, prepare
 
     torch.set_num_threads(threads)
-    numbers = torch.arange(READ_BYTES // 4, dtype=torch.int32)
+    # In large pages, which numpy asks for: some machines read small ones at half the speed.
+    numbers = torch.from_numpy(np.arange(READ_BYTES // 4, dtype=np.int32))
     read = best_seconds(numbers.max)
     tokens, inputs, outputs = GEMM
     x = torch.randn(tokens, inputs).bfloat16()

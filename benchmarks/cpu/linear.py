@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from itertools import cycle
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,7 +52,8 @@ def products(name: str, weight: Tensor) -> list[Product]:
 
 def bandwidth(rounds: int = 5) -> float:
     """Return the best read bandwidth of all threads, in bytes per second."""
-    numbers = torch.ones(1 << 27, dtype=torch.int32)
+    # numpy asks for large pages: some machines read small ones at half the speed.
+    numbers = torch.from_numpy(np.ones(1 << 27, dtype=np.int32))
     return numbers.nbytes / min(seconds(torch.max, numbers) for _ in range(rounds))
 
 
