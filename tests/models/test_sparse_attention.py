@@ -32,6 +32,7 @@ from gllm.runtime.worker.cuda.executor import CudaExecutor
 from gllm.runtime.worker.kv_cache import KVCache, block_bytes, describe_layout
 from gllm.runtime.worker.probe import find_kinds
 from tests.runtime.worker.test_executor import all_logits, difference, greedy, prompt_of
+from tests.runtime.worker.test_greedy import Scheduled, check, check_greedy, prompts
 from tests.support.engines.pipeline import Pipeline
 from tests.support.gpu.fake_streams import FakeQueues
 from tests.support.models.tiny_models import FAMILIES, randomize, reference, save, sizes
@@ -127,8 +128,20 @@ def test_a_longer_context_is_not_full_attention(folder: Path) -> None:
     assert (before[13:] - after[13:]).abs().amax(dim=1).min() > 1e-3
 
 
+@pytest.mark.full
+def test_cached_prefixes_have_their_index_keys(folder: Path) -> None:
+    """A second round that computes only the last tokens of its prompts, over two stages."""
+    pipeline = Scheduled(folder, 2, 600)
+    check(pipeline, "deepseek-v3.2")
+    for seq, prompt in enumerate(prompts(), start=100):
+        pipeline.add(seq, prompt)
+    generated = pipeline.run()
+    check_greedy("deepseek-v3.2", [generated[seq] for seq in sorted(generated) if seq >= 100])
+    assert pipeline.scheduler.stats().prefix_hits >= 2 * (24 + 56 + 88)
+
+
 @NATIVE
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
 def test_results_do_not_depend_on_chunks_and_others(folder: Path, dtype: str) -> None:
     prompt, rows = prompt_of(37, 4), []
     for chunks in ([37], [9, 10, 1, 17], [1] * 37):
