@@ -106,9 +106,10 @@ def _run_node(
     import uvloop
 
     from gllm.commands.node_process import NodeProcess, RankOptions
-    from gllm.engine.preflight import make_join_facts
+    from gllm.engine.preflight import make_join_facts, resolve_config
 
-    facts = make_join_facts(engine, plan.folder, plan.max_model_len)
+    resolved = resolve_config(engine, plan)
+    facts = make_join_facts(resolved, plan.folder, plan.max_model_len)
     config = JoinConfig.of_rank(engine, nodes, server, secret_file)
     place = RankOptions(
         nodes.node_rank or 0,

@@ -49,6 +49,14 @@ KV_CACHE_DTYPES = (
     "int8_per_token_head",
 )
 """Values of --kv-cache-dtype."""
+BIDIRECTIONAL_ON_GPU = (
+    "device cuda does not compute bidirectional attention and the mean of hidden states, which "
+    "this embedding model has: choose --device cpu"
+)
+INDEXER_ON_GPU = (
+    "device cuda does not select keys by an indexer (sparse attention), which this model does in "
+    "texts of more than {0} tokens: set --max-model-len {0} or less, or choose --device cpu"
+)
 SPECULATION_ON_GPU = (
     "speculative_config: speculation has no sampler for GPUs: set device to cpu, or leave "
     "speculative_config out"

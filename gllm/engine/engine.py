@@ -13,7 +13,7 @@ from gllm.config.nodes import NodesConfig
 from gllm.engine.attachment.attachment import EngineAnnouncer, attach_to_routers
 from gllm.engine.interface import KvParticipant
 from gllm.engine.pipeline import PipelineBackend
-from gllm.engine.preflight import plan_model
+from gllm.engine.preflight import plan_model, resolve_config
 from gllm.engine.text_engine import TextEngine
 from gllm.messages.handoff import MAX_TICKETS, ReleaseKvHolds
 from gllm.messages.node_report import NodeReport
@@ -66,7 +66,7 @@ class Engine(TextEngine):
         max_num_queued_requests: int | None = None,
     ) -> None:
         plan = plan_model(config)
-        self.config = replace(config, max_model_len=plan.max_model_len)
+        self.config = resolve_config(config, plan)
         planner = LayerPlanner(self.config, plan.layers, layer_costs(plan.config.model))
         secret_file = None if attachment is None else attachment.node_secret_file
         backend = create_backend(

@@ -80,6 +80,8 @@ class ModelInfo:
     """Class of the model in config.json; empty if unknown."""
     has_alias: bool = False
     """True if requests may also name the model by `root`."""
+    is_embedding_only: bool = False
+    """True if the model embeds texts and writes none."""
 
     def is_named(self, name: str) -> bool:
         """Return True if a name in a request is that of this model."""
@@ -335,7 +337,8 @@ class EngineInterface(Protocol):
         """Return the embedding of a prompt.
 
         The embedding is the hidden state of the prompt's last token after the final norm,
-        `hidden_size` numbers.
+        `hidden_size` numbers; of a model with bidirectional attention the mean over the prompt's
+        tokens, after the dense layers of its folder.
 
         Raises:
             FieldError: The engine cannot run such a request.

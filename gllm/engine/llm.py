@@ -231,7 +231,8 @@ class LLM:
     def embed(self, prompts: Prompts) -> list[EmbeddingRequestOutput]:
         """Return the embedding of each prompt, in the order of the prompts.
 
-        An embedding is the hidden state of the prompt's last token after the final norm. A prompt
+        An embedding is the hidden state of the prompt's last token after the final norm, or of a
+        model with bidirectional attention as `Engine.embed` says. A prompt
         that fails has an `error` in its output.
 
         Args:

@@ -34,6 +34,8 @@ from gllm.runtime.worker.device import available_memory_bytes, find_gpu_models
 from gllm.scheduler.config import SPECULATION_WITH_STATES, STATE_SLOTS_PER_SEQ
 from gllm.text.tokenizer import Tokenizer
 
+WHOLE_PROMPT_POLICY = "vllm"
+"""Policy for models that embed whole texts: a prompt is in one micro-batch."""
 MIN_MODEL_LEN = 2
 """Tokens of the shortest sequence: one of the prompt, and one of output."""
 KV_ITEM_BYTES = {"fp8": 1, "fp8_e4m3": 1, "int8": 1, "int8_per_token_head": 1}
@@ -166,6 +168,8 @@ def plan_local_model(config: EngineConfig, folder: Path) -> ModelPlan:
     for num_ranks in config.stage_degrees:
         if (reason := unsupported_shard_reason(read.model, num_ranks)) is not None:
             raise FieldError("tensor_parallel_size", reason)
+    if read.model.is_bidirectional:
+        _check_bidirectional(config)
     if read.model.has_state and config.scheduler.speculative_config is not None:
         raise FieldError("speculative_config", SPECULATION_WITH_STATES)
     if read.model.has_state and config.kv_transfer is not None:
@@ -182,8 +186,9 @@ def plan_local_model(config: EngineConfig, folder: Path) -> ModelPlan:
             "whose states are not kept on disk: leave kv_cache_disk out, or choose a model without "
             "recurrent layers",
         )
-    layers = split_layers(read.model, config.pipeline_parallel_size, config.layer_counts)
     length = config.max_model_len or read.model.context_length
+    read = replace(read, model=read.model.limit_length(length))
+    layers = split_layers(read.model, config.pipeline_parallel_size, config.layer_counts)
     if length > read.model.context_length:
         raise ValueError(
             f"max_model_len is {length}, but the model's context is {read.model.context_length} "
@@ -196,6 +201,46 @@ def plan_local_model(config: EngineConfig, folder: Path) -> ModelPlan:
         )
     _check_kv_cache(config, read.model, length)
     return ModelPlan(folder, read, layers, length)
+
+
+def resolve_config(config: EngineConfig, plan: ModelPlan) -> EngineConfig:
+    """Return a configuration with what depends on the model, so that all machines agree on it.
+
+    `max_model_len` is resolved. The texts of a model with bidirectional attention are computed in
+    one piece each, and nothing of them is reused.
+
+    Args:
+        config: configuration of the engine, which `plan_local_model` has checked.
+        plan: the model.
+    """
+    length, scheduler = plan.max_model_len, config.scheduler
+    if plan.config.model.is_bidirectional:
+        scheduler = replace(
+            scheduler,
+            policy=WHOLE_PROMPT_POLICY,
+            max_prefill_tokens=max(scheduler.max_prefill_tokens, length),
+            max_num_batched_tokens=max(scheduler.max_num_batched_tokens or 0, length),
+            prefix_cache=False,
+        )
+    return replace(config, max_model_len=length, scheduler=scheduler)
+
+
+def _check_bidirectional(config: EngineConfig) -> None:
+    """Raise FieldError for options that a model with bidirectional attention cannot have."""
+    has = "this model has bidirectional attention, so that"
+    if config.scheduler.policy not in ("auto", WHOLE_PROMPT_POLICY):
+        raise FieldError(
+            "policy",
+            f"policy {config.scheduler.policy} may divide prompts, but {has} a text is computed in "
+            f"one piece: leave policy out, or choose {WHOLE_PROMPT_POLICY}",
+        )
+    for name in ("kv_transfer", "kv_cache_disk"):
+        if getattr(config, name) is not None:
+            raise FieldError(
+                name,
+                f"{name} reuses keys and values of the beginning of a text, but {has} these depend "
+                f"on its end: leave {name} out",
+            )
 
 
 def _check_device(config: EngineConfig) -> None:

@@ -126,6 +126,16 @@ def contradiction_error(params: SamplingParams) -> FieldError | None:
     )
 
 
+def check_can_generate(model: ModelInfo) -> None:
+    """Raise FieldError if the model embeds texts and writes none."""
+    if model.is_embedding_only:
+        raise FieldError(
+            "model",
+            f"{model.name} has bidirectional attention: it embeds texts and writes none; use "
+            "/v1/embeddings",
+        )
+
+
 def check_request(
     prompt: Sequence[int], params: SamplingParams, model: ModelInfo, param: str = "prompt"
 ) -> None:

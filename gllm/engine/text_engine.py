@@ -29,7 +29,13 @@ from gllm.engine.interface import (
     embedding_error,
 )
 from gllm.engine.request import BadWords, RequestState, build_sequence_params
-from gllm.engine.request_checks import check_options, check_request, encode_prompt, truncate_prompt
+from gllm.engine.request_checks import (
+    check_can_generate,
+    check_options,
+    check_request,
+    encode_prompt,
+    truncate_prompt,
+)
 from gllm.messages.handoff import KvHandoff
 from gllm.messages.node_report import NodeReport
 from gllm.messages.sampling import SequenceSamplingParams
@@ -162,6 +168,7 @@ class TextEngine:
             defaults=model.sampling,
             created=int(time.time()),
             architecture=model.architecture,
+            is_embedding_only=model.model.is_bidirectional,
         )
         self._grammars = grammars or GrammarCompiler(folder, model.model.vocab_size, model.eos_ids)
         self._compiling: dict[asyncio.Future[str], str] = {}
@@ -318,6 +325,7 @@ class TextEngine:
         priority, cache_salt = check_options(params, priority, cache_salt, request_id)
         prompts = [to_token_ids("prompt", prompt) for prompt in prompts]
         prompts = [truncate_prompt(prompt, params, self.model) for prompt in prompts]
+        check_can_generate(self.model)
         for prompt in prompts:
             check_request(prompt, params, self.model)
         words: BadWords = ()
@@ -374,7 +382,8 @@ class TextEngine:
         """Return the embedding of a prompt.
 
         The embedding is the hidden state of the prompt's last token after the final norm,
-        `hidden_size` numbers.
+        `hidden_size` numbers; of a model with bidirectional attention the mean over the prompt's
+        tokens, after the dense layers of its folder.
 
         Raises:
             FieldError: The engine cannot run such a request.

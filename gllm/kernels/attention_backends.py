@@ -66,6 +66,8 @@ class HeadShape:
     """The softmax has a further key without a value (AttentionScaling.sinks)."""
     has_chunks: bool = False
     """The window is an AttentionChunk."""
+    is_symmetric: bool = False
+    """The window is a SymmetricWindow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,14 @@ def unsupported_reason(name: str, requirements: AttentionRequirements) -> str | 
         return f"does not compute {place}; choose auto or one of {', '.join(usable)}"
     check = getattr(backend_module(name), "unsupported_reason", None)
     return None if check is None else check(requirements)
+
+
+def symmetric_reason(requirements: AttentionRequirements) -> str | None:
+    """Explain why a backend of causal kernels cannot be used; None if all layers are causal."""
+    if not any(shape.is_symmetric for shape in requirements.shapes):
+        return None
+    fix = "choose torch" if requirements.device == "cpu" else "choose --device cpu"
+    return f"does not compute bidirectional attention; {fix}"
 
 
 def auto_skip_reason(name: str, requirements: AttentionRequirements) -> str | None:

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gllm.kernels.attention_backends import AttentionRequirements
+from gllm.kernels.attention_backends import AttentionRequirements, symmetric_reason
 from gllm.kernels.attention_plan import AttentionPlan, DeviceBlockTables
 from gllm.kernels.attention_scaling import AttentionScaling
-from gllm.kernels.attention_window import AttentionChunk
 
 MIN_VERSION = (2, 6)
 """First version (major, minor) that supports all arguments used here."""
@@ -52,6 +51,8 @@ def unsupported_reason(requirements: AttentionRequirements) -> str | None:
             f"not {requirements.block_size}; "
             f"choose --block-size {PAGE_TOKENS}, or {USE_TRITON}"
         )
+    if (reason := symmetric_reason(requirements)) is not None:
+        return reason
     for shape in requirements.shapes:
         if shape.shared:
             return f"does not compute latent attention; {USE_TRITON}"
@@ -103,7 +104,7 @@ def paged_attention(
     _, attend_chunks, attend_decodes = _package()
     tables, rows = plan.tables, plan.rows
     assert tables is not None, "the plan has no tables: it was made for another backend"
-    assert not isinstance(plan.window, AttentionChunk), "refused by unsupported_reason"
+    assert plan.window is None or isinstance(plan.window, int), "refused by unsupported_reason"
     options: dict[str, Any] = {
         "softmax_scale": scaling.scale,
         "causal": True,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gllm.kernels.attention_backends import BACKENDS, default_backend
-from gllm.kernels.attention_window import AttentionChunk, AttentionWindow
+from gllm.kernels.attention_window import AttentionChunk, AttentionWindow, SymmetricWindow
 
 Ints = npt.NDArray[np.int64]
 
@@ -192,7 +192,8 @@ def find_oldest_visible(positions: Ints, window: AttentionWindow) -> Ints:
         return np.zeros_like(positions)
     if isinstance(window, AttentionChunk):
         return positions // window.size * window.size
-    return np.maximum(positions - window + 1, 0)
+    size = window.size if isinstance(window, SymmetricWindow) else window
+    return np.zeros_like(positions) if size is None else np.maximum(positions - size + 1, 0)
 
 
 def compute_slot_mapping(rows: PagedBatch) -> Ints:

@@ -5,13 +5,17 @@ captured in a graph for other steps. The cache may have any dtype: gathered elem
 converted to the dtype of the queries.
 """
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from gllm.kernels.attention_plan import QUERY_SLICE, AttentionPlan, DecodeGroup, PrefillChunk
 from gllm.kernels.attention_scaling import AttentionScaling
-from gllm.kernels.int8_cache import dequantize_entries, num_cached_elements
+from gllm.kernels.attention_window import SymmetricWindow
+from gllm.kernels.int8_cache import num_cached_elements
+from gllm.kernels.paged_rows import gather_rows
 
 
 def paged_attention(
@@ -23,7 +27,8 @@ def paged_attention(
 ) -> Tensor:
     """Compute causal attention over a paged KV cache with torch operations.
 
-    Keys and values are gathered from the cache first.
+    Keys and values are gathered from the cache first. With a symmetric window the attention is not
+    causal.
 
     Args:
         query: [tokens, heads, head_dim].
@@ -39,25 +44,14 @@ def paged_attention(
     tokens, heads, head_dim = query.shape
     value_dim = num_cached_elements(value_cache)
     output = query.new_empty(tokens, heads, value_dim)
-    keys, values = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
-    grouped = query.view(tokens, keys.shape[1], heads // keys.shape[1], head_dim)
+    kv_heads = key_cache.shape[2]
+    grouped = query.view(tokens, kv_heads, heads // kv_heads, head_dim)
     by_head = output.view(*grouped.shape[:3], value_dim)
     for group in plan.gathers.decodes:
-        by_head.index_copy_(0, group.rows, _decode(grouped, keys, values, group, scaling))
+        by_head.index_copy_(0, group.rows, _decode(grouped, key_cache, value_cache, group, scaling))
     for chunk in plan.gathers.chunks:
-        _prefill(grouped, keys, values, chunk, plan, scaling, by_head)
+        _prefill(grouped, key_cache, value_cache, chunk, plan, scaling, by_head)
     return output
-
-
-def _gather(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return rows `slots` of cache [all slots, kv_heads, entry], converted to dtype."""
-    if cache.dtype == torch.float8_e4m3fn:
-        # As bytes: torch cannot index FP8 tensors.
-        codes = cache.view(torch.uint8).index_select(0, slots)
-        return codes.view(cache.dtype).to(dtype)
-    if cache.dtype == torch.int8:
-        return dequantize_entries(cache.index_select(0, slots), dtype)
-    return cache.index_select(0, slots).to(dtype)
 
 
 def _decode(
@@ -68,8 +62,8 @@ def _decode(
     The queries that share a KV head form one matrix.
     """
     shape = (len(group.rows), -1)
-    key = _gather(keys, group.slots, query.dtype).unflatten(0, shape).transpose(1, 2)
-    value = _gather(values, group.slots, query.dtype).unflatten(0, shape).transpose(1, 2)
+    key = gather_rows(keys, group.slots, query.dtype).unflatten(0, shape).transpose(1, 2)
+    value = gather_rows(values, group.slots, query.dtype).unflatten(0, shape).transpose(1, 2)
     rows = query.index_select(0, group.rows)
     bias = group.bias
     if scaling.alibi_slopes is not None:
@@ -97,7 +91,7 @@ def _prefill(
     heads, queries = query.shape[1:3]
     # [kv_heads, queries, context, elements], expanded without a copy.
     key, value = (
-        _gather(cache, chunk.slots, query.dtype)
+        gather_rows(cache, chunk.slots, query.dtype)
         .transpose(0, 1)[:, None]
         .expand(-1, queries, -1, -1)
         for cache in (keys, values)
@@ -112,6 +106,9 @@ def _prefill(
         oldest = max(cached + begin - window + 1, 0)
         shift = widest - 1 - (cached + begin)
         mask = causal[: end - begin, shift + oldest : shift + visible]
+        if isinstance(plan.window, SymmetricWindow):
+            oldest, visible = 0, len(chunk.slots)
+            mask = _symmetric_mask(range(cached + begin, cached + end), visible, plan.window, mask)
         if scaling.alibi_slopes is not None:
             own = torch.arange(cached + begin, cached + end, device=key.device)
             distance = torch.arange(oldest, visible, device=key.device) - own[:, None]
@@ -128,6 +125,23 @@ def _prefill(
             None if scaling.sinks is None else scaling.sinks.view(heads, queries, 1, 1),
         )
         output[rows] = attended.permute(2, 0, 1, 3)
+
+
+def _symmetric_mask(queries: range, num_keys: int, window: SymmetricWindow, like: Tensor) -> Tensor:
+    """Return a mask [queries, keys] without causality: 0 within the window, -inf elsewhere.
+
+    Args:
+        queries: positions of the queries among the keys.
+        num_keys: number of keys.
+        window: of the layer.
+        like: a tensor of the mask's dtype and device.
+    """
+    mask = like.new_zeros(len(queries), num_keys)
+    if window.size is not None:
+        own = torch.arange(queries.start, queries.stop, device=like.device)
+        distance = (torch.arange(num_keys, device=like.device) - own[:, None]).abs()
+        mask.masked_fill_(distance >= window.size, -math.inf)
+    return mask
 
 
 def _attend(

@@ -41,6 +41,8 @@ class Routing:
     """Score of a group: that of its best expert, or the sum of its best two."""
     jitter: float = 0.0
     """Width of the sparse mixer's ties."""
+    selects_by_logits: bool = False
+    """True if experts are selected by their logits, not by their scores."""
 
 
 def route(
@@ -51,7 +53,7 @@ def route(
     Args:
         logits: [tokens, experts], from the router.
         routing: scoring function, number of experts and groups.
-        correction_bias: [experts] float32, added to the scores for the selection only.
+        correction_bias: [experts] float32, added for the selection only.
 
     Returns:
         Expert ids [tokens, top_k] int64, and their weights, float32 of the same shape.
@@ -60,7 +62,8 @@ def route(
     if routing.scoring == "sparse mixer":
         return _mix_sparsely(logits, routing)
     scores = sigmoid(logits) if routing.scoring == "sigmoid" else logits.softmax(dim=-1)
-    selection = scores if correction_bias is None else scores + correction_bias
+    selection = logits if routing.selects_by_logits else scores
+    selection = selection if correction_bias is None else selection + correction_bias
     if routing.num_groups > routing.top_k_groups:
         selection = _mask_groups(selection, routing)
     expert_ids = selection.topk(routing.top_k, dim=-1).indices

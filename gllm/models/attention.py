@@ -15,22 +15,25 @@ from gllm.kernels.attention import paged_attention, store
 from gllm.kernels.attention_backends import HeadShape
 from gllm.kernels.attention_plan import AttentionPlan
 from gllm.kernels.attention_scaling import AttentionScaling
-from gllm.kernels.attention_window import AttentionChunk, AttentionWindow
+from gllm.kernels.attention_window import AttentionChunk, AttentionWindow, SymmetricWindow
 from gllm.kernels.head_linear import multiply_heads, prepare_heads
 from gllm.kernels.native.program import launch_host_function
 from gllm.kernels.qkv import rotate_and_store
 from gllm.kernels.qkv_layout import QKVLayout
 from gllm.kernels.rotary import RotaryAngles, apply_rotary
 from gllm.kernels.state_plan import StatePlan
+from gllm.kernels.token_selection import TokenSelection
 from gllm.models.basic_layers import Linear, Norm, optional_norm, read_projections
+from gllm.models.indexer import Indexer
 from gllm.models.loader import Weights
 from gllm.models.spec.attention import AttentionSpec, LatentAttentionSpec
 from gllm.models.spec.layer import SequenceMixerSpec
 from gllm.models.spec.parts import QueryScaleSpec, RopeSpec
 
 LayerCache = tuple[Tensor, ...]
-"""Keys and values of a layer, each [blocks, block_size, kv_heads, elements]; of a recurrent layer
-the parts of its state instead, each [slots, *shape] float32."""
+"""Keys and values of a layer, each [blocks, block_size, kv_heads, elements], and its index keys if
+it has an indexer; of a recurrent layer the parts of its state instead, each [slots, *shape]
+float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +48,16 @@ class ForwardContext:
     """Factors [tokens, 1, 1] float32 of the step's queries, unless all are 1."""
     layer_embeddings: Tensor | None = field(default=None, kw_only=True)
     """Per-layer embedding [layers, tokens, size] of the stage's layers, if the model has one."""
+    selection: TokenSelection | None = field(default=None, kw_only=True)
+    """Keys that tokens of sparse attention see; None if the stage has no such layer."""
     states: StatePlan | None = None
     """States that recurrent layers read and write; None if the stage has no such layer."""
+
+    @property
+    def token_selection(self) -> TokenSelection:
+        """The same as `selection`, for a layer with sparse attention."""
+        assert self.selection is not None, "a stage with sparse attention has a selection"
+        return self.selection
 
     @property
     def state_plan(self) -> StatePlan:
@@ -145,7 +156,9 @@ class Attention:
             query = _scale_queries(spec.query_scale, query, context)
         attended = paged_attention(query, keys, values, plan, self.scaling)
         if self.gate_proj is not None:
-            attended = launch_host_function(_scale_heads, attended, self.gate_proj(x))
+            is_sigmoid = spec.gate_activation == "sigmoid"
+            scale_heads = _scale_heads if is_sigmoid else _scale_heads_by_softplus
+            attended = launch_host_function(scale_heads, attended, self.gate_proj(x))
         output = attended.flatten(1)
         if self.gate_size:
             output = multiply_by_sigmoid(output, projected[:, : self.gate_size])
@@ -288,6 +301,9 @@ class LatentAttention:
         self.gate_proj: Linear | None = None
         if spec.gate_proj is not None:
             self.gate_proj = Linear(spec.gate_proj, weights, [num_heads], hidden_size)
+        self.indexer: Indexer | None = None
+        if spec.indexer is not None:
+            self.indexer = Indexer(spec.indexer, weights, hidden_size, spec.q_input_size)
         self.scaling = AttentionScaling(spec.scale)
 
     def __call__(self, x: Tensor, context: ForwardContext, cache: LayerCache) -> Tensor:
@@ -297,17 +313,35 @@ class LatentAttention:
         """
         spec, plan = self.spec, context.attention_plans[None]
         # The cache's values are the first elements of its keys.
-        keys, compressed_values = cache
+        keys, compressed_values = cache[:2]
         launch_host_function(
             lambda step, rows: self._store(step, rows, keys),
             self.kv_down_proj(x),
             context=context,
             is_in_place=True,
         )
-        query = self._queries(x, context)
+        compressed = self._compress(x)
+        if self.indexer is not None:
+            launch_host_function(
+                lambda step, hidden, inputs: self._select(step, hidden, inputs, cache[2]),
+                *(x, compressed),
+                context=context,
+                is_in_place=True,
+            )
+        query = self._queries(compressed, context)
         if spec.query_scale is not None:
             query = _scale_queries(spec.query_scale, query, context)
-        attended = paged_attention(query, keys, compressed_values, plan, self.scaling)
+        if spec.num_selected is None:
+            attended = paged_attention(query, keys, compressed_values, plan, self.scaling)
+        else:
+            attended = launch_host_function(
+                lambda step, rows: step.token_selection.attend(
+                    rows, keys, compressed_values, self.scaling
+                ),
+                query,
+                context=context,
+                shape=(*query.shape[:2], spec.kv_lora_rank),
+            )
         values = multiply_heads(attended, self.v_up_proj)
         if self.gate_proj is not None:
             values = launch_host_function(_scale_heads, values, self.gate_proj(x))
@@ -334,14 +368,25 @@ class LatentAttention:
         rope = self.spec.rope
         return x if rope is None else apply_rotary(x, context.angles[rope], rope.is_interleaved)
 
-    def _queries(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Return queries [tokens, heads, rank + rope_dim] for compressed and for rotary keys."""
-        spec = self.spec
+    def _select(
+        self, context: ForwardContext, x: Tensor, compressed: Tensor, index_keys: Tensor
+    ) -> Tensor:
+        """Select the keys of the tokens by the layer's indexer; return x."""
+        assert self.indexer is not None, "the layer has an indexer"
+        assert self.spec.rope is not None, "index keys have positions"
+        angles, selection = context.angles[self.spec.rope], context.token_selection
+        return self.indexer(x, compressed, angles, index_keys, selection)
+
+    def _compress(self, x: Tensor) -> Tensor:
+        """Return the input [tokens, inputs] of the projection to queries."""
         if self.q_down_proj is not None:
             x = self.q_down_proj(x)
-        if self.q_norm is not None:
-            x = self.q_norm(x)
-        query = self.q_proj(x).view(len(x), spec.num_heads, -1)
+        return x if self.q_norm is None else self.q_norm(x)
+
+    def _queries(self, compressed: Tensor, context: ForwardContext) -> Tensor:
+        """Return queries [tokens, heads, rank + rope_dim] for compressed and for rotary keys."""
+        spec = self.spec
+        query = self.q_proj(compressed).view(len(compressed), spec.num_heads, -1)
         shape = *query.shape[:2], spec.kv_lora_rank + spec.rope_head_dim
         return launch_host_function(self._absorb, query, context=context, shape=shape)
 
@@ -371,12 +416,20 @@ def _scale_heads(x: Tensor, gates: Tensor) -> Tensor:
     return x * sigmoid(gates)[..., None]
 
 
+def _scale_heads_by_softplus(x: Tensor, gates: Tensor) -> Tensor:
+    """Return x [tokens, heads, elements] times the softplus of gates [tokens, heads]."""
+    return x * torch.nn.functional.softplus(gates.to(torch.float32)).to(x.dtype)[..., None]
+
+
 def head_shape(spec: SequenceMixerSpec) -> HeadShape:
     """Return the head sizes of an attention layer, by which the attention backend is selected."""
     entry = spec.kv_entry
     has_sinks = isinstance(spec, AttentionSpec) and spec.sinks is not None
     has_chunks = isinstance(spec.window, AttentionChunk)
-    return HeadShape(entry.key_dim, entry.value_dim, entry.is_shared, has_sinks, has_chunks)
+    is_symmetric = isinstance(spec.window, SymmetricWindow)
+    return HeadShape(
+        entry.key_dim, entry.value_dim, entry.is_shared, has_sinks, has_chunks, is_symmetric
+    )
 
 
 def _order_by_projection(num_heads: int, num_kv_heads: int, head_dim: int) -> Tensor:

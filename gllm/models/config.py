@@ -17,6 +17,7 @@ from gllm.models.config_reader import ConfigReader
 from gllm.models.eos_token import find_eos_id
 from gllm.models.errors import ModelError
 from gllm.models.multimodal import MEDIA_TENSORS, LanguageModelConfig, read_language_model
+from gllm.models.pooling_config import read_pooling
 from gllm.models.quantization_config import read_quantization
 from gllm.models.registry import ARCHITECTURES, select_architecture, spec_builder
 from gllm.models.spec.model import ModelSpec
@@ -68,6 +69,7 @@ def read_config(folder: Path, overrides: str | None = None) -> ModelConfig:
     generation = _read_json(folder / GENERATION_CONFIG) or {}
     architecture, content = select_language_model(raw, replaced)
     model = build_model(content)
+    model = replace(model, pooling=read_pooling(folder, model))
     eos_ids = _ids("config.json", raw) | _ids("config.json", content.content)
     eos_ids |= _ids(GENERATION_CONFIG, generation)
     if (eos_id := find_eos_id(folder)) is not None:

@@ -88,16 +88,19 @@ def with_shared_expert(config: ConfigReader, experts: ExpertsSpec, default: int)
 
 
 def sparse_blocks(
-    config: ConfigReader, experts: ExpertsSpec, num_layers: int
+    config: ConfigReader, experts: ExpertsSpec, num_layers: int, dense_layers: Sequence[int] = ()
 ) -> list[MLPSpec | ExpertsSpec]:
-    """Return each layer's block: experts in every decoder_sparse_step-th, not mlp_only_layers."""
+    """Return each layer's block: experts in every decoder_sparse_step-th, not mlp_only_layers.
+
+    dense_layers: the latter without the key.
+    """
     dense = gated_mlp_spec(config)
     step = config.positive_int("decoder_sparse_step", default=1)
-    dense_layers = config.get("mlp_only_layers", default=[])
-    if not isinstance(dense_layers, list) or not all(type(one) is int for one in dense_layers):
-        raise config.error(("mlp_only_layers",), "a list of layers' numbers", dense_layers)
+    listed = config.get("mlp_only_layers", default=[*dense_layers])
+    if not isinstance(listed, list) or not all(type(one) is int for one in listed):
+        raise config.error(("mlp_only_layers",), "a list of layers' numbers", listed)
     return [
-        experts if layer not in dense_layers and (layer + 1) % step == 0 else dense
+        experts if layer not in listed and (layer + 1) % step == 0 else dense
         for layer in range(num_layers)
     ]
 

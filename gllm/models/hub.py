@@ -25,6 +25,7 @@ from gllm.models.hub_download import (
 )
 from gllm.models.identity import hash_model
 from gllm.models.packaged_models import PACKAGED_MODELS, find_packaged_file
+from gllm.models.pooling_config import POOLING_FILES, dense_weight_files
 from gllm.models.weight_files import INDEX, SINGLE, missing_weights_reason, names_of_index
 
 _SHOWN = 12
@@ -51,7 +52,7 @@ TOKENIZER_FILES = [
     "additional_chat_templates/*.jinja",
 ]
 """Files of a hub repository that a tokenizer needs."""
-FILES = [*TOKENIZER_FILES, "generation_config.json", INDEX]
+FILES = [*TOKENIZER_FILES, *POOLING_FILES, "generation_config.json", INDEX]
 """Files of a hub repository that are downloaded before the weights. Patterns match whole paths, so
 that copies in subfolders are not downloaded."""
 
@@ -253,6 +254,7 @@ def _download(
     if check_size is None:
         return folder
     weights = names_of_index(folder / INDEX) if (folder / INDEX).is_file() else [SINGLE]
+    weights += dense_weight_files(folder)
     if all((folder / weight).exists() for weight in weights):
         return folder
     check(folder)

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 from gllm.models.errors import ModelError
 from gllm.models.formats.gguf_file import GgufFile
+from gllm.models.pooling_config import POOLING_FILES, dense_weight_files
 from gllm.models.weight_files import find_weight_files, is_lfs_pointer, lfs_error
 
 MAX_SAMPLED_TENSORS = 256
@@ -26,7 +27,7 @@ def hash_model(folder: Path) -> str:
     """Return a SHA-256 digest that identifies a model, in hexadecimal.
 
     It covers config.json, the names, sizes and headers of the weight files, safetensors or GGUF,
-    and a few bytes of their tensors.
+    and a few bytes of their tensors; of an embedding model also the files of its pooling.
 
     Raises:
         ModelError: a file is missing or damaged.
@@ -36,6 +37,9 @@ def hash_model(folder: Path) -> str:
         digest.update((folder / "config.json").read_bytes())
         for path in find_weight_files(folder):
             _hash_weights(digest, path)
+        pooling = [path for name in POOLING_FILES for path in sorted(folder.glob(name))]
+        for path in (*pooling, *(folder / name for name in dense_weight_files(folder))):
+            digest.update(path.read_bytes())
     except OSError as error:
         raise ModelError(f"{folder} cannot be read: {error}") from error
     return digest.hexdigest()

@@ -45,7 +45,18 @@ def split_layers(model: ModelSpec, stages: int, layers: Sequence[int] | None = N
             "layers, because they share keys and values"
         )
     ends = [sum(layers[: stage + 1]) for stage in range(stages)]
+    if joined := model.joined_layers.intersection(ends):
+        raise ValueError(
+            f"layers {','.join(map(str, layers))} begins a stage at layer {min(joined)}, which "
+            "attends to the keys that the layer before it selects: begin stages at layers with an "
+            f"indexer, such as {_nearest_border(model, min(joined))}"
+        )
     return [range(end - count, end) for end, count in zip(ends, layers, strict=True)]
+
+
+def _nearest_border(model: ModelSpec, layer: int) -> int:
+    """Return the last layer before `layer` at which a stage can begin."""
+    return max(index for index in range(layer) if index not in model.joined_layers)
 
 
 def layer_costs(model: ModelSpec) -> StageCosts:
@@ -57,4 +68,10 @@ def layer_costs(model: ModelSpec) -> StageCosts:
     hidden = model.hidden_size
     layers = tuple(float(layer.weights_per_token(hidden)) for layer in model.layers)
     head = float(model.vocab_size * hidden)
-    return StageCosts(layers, float(hidden), head, num_joint_layers=model.num_joint_layers)
+    return StageCosts(
+        layers,
+        float(hidden),
+        head,
+        num_joint_layers=model.num_joint_layers,
+        joined_layers=model.joined_layers,
+    )

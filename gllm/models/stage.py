@@ -17,6 +17,7 @@ from gllm.kernels.linear import has_lookup, linear, lookup_rows, prepare
 from gllm.kernels.linear_unquantized import wrap_weight
 from gllm.kernels.rotary import RotaryAngles, compute_inverse_frequencies, compute_rotary_angles
 from gllm.kernels.state_plan import StatePlan
+from gllm.kernels.token_selection import divide_tokens
 from gllm.kernels.weight_format import Matrix, dequantize_weight, format_of, weight_format
 from gllm.models.attention import ForwardContext, LayerCache
 from gllm.models.basic_layers import Norm, optional_norm
@@ -384,6 +385,16 @@ class ModelStage:
             for rope in {spec.attention.rope for spec in specs}
             if rope is not None
         }
+        self._num_selected = max(
+            (
+                spec.attention.num_selected
+                for spec in specs
+                if isinstance(spec.attention, LatentAttentionSpec)
+                and spec.attention.num_selected is not None
+            ),
+            default=None,
+        )
+        """Keys that tokens of sparse attention see; None without such layers."""
         self.query_scales = {
             spec.attention.query_scale
             for spec in specs
@@ -462,12 +473,16 @@ class ModelStage:
         assert hidden is not None, "every stage but the first requires activations"
         angles = self.compute_angles(inputs.positions)
         scales = self.compute_query_scales(inputs.positions)
+        selection = None
+        if self._num_selected is not None:
+            selection = divide_tokens(inputs.attention[None], hidden.dtype, self._num_selected)
         context = ForwardContext(
             inputs.attention,
             angles,
             inputs.states,
             query_scales=scales,
             layer_embeddings=layer_embeddings,
+            selection=selection,
         )
         return self.layers(hidden, context, kv, on_layer)
 

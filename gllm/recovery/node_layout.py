@@ -234,6 +234,7 @@ def _part_of(costs: StageCosts, layers: range) -> StageCosts:
         costs.head if is_last else 0.0,
         costs.step,
         min(costs.num_joint_layers, len(layers)) if is_last else 1,
+        frozenset(index - layers.start for index in costs.joined_layers if index in layers),
     )
 
 

@@ -27,6 +27,8 @@ class StageCosts:
     """Cost of a step that does not depend on the layers, added on every stage."""
     num_joint_layers: int = 1
     """Least number of layers of the last stage: these cannot be divided."""
+    joined_layers: frozenset[int] = frozenset()
+    """Layers that are on the stage of the layer before them."""
 
     def cost_of(self, begin: int, end: int) -> float:
         """Return the cost of the layers from `begin` up to `end`, not included, as one stage."""
@@ -87,6 +89,8 @@ def partition_layers(
     def cost_of(stage: int, begin: int, end: int) -> float:
         if end == num_layers and end - begin < costs[stage].num_joint_layers:
             return math.inf
+        if begin in costs[stage].joined_layers:
+            return math.inf
         if min_layers and end - begin < min_layers[stage]:
             return math.inf
         if memory and needs[stage](begin, end) > limits[stage]:
@@ -98,6 +102,8 @@ def partition_layers(
         reason = "" if stages > num_layers else " that fits the stages' memory"
         if (joint := costs[-1].num_joint_layers) > 1:
             reason = f", of which the last {joint} are on one stage{reason}"
+        if joined := costs[-1].joined_layers:
+            reason = f", of which {num_layers - len(joined)} can begin a stage{reason}"
         raise ValueError(f"there is no cut of {num_layers} layers into {stages} stages{reason}")
     # The ceiling is one of the very same costs, so comparing floats is exact.
     ends = _partition(cost_of, num_layers, stages, ceiling, minimize_max=False)[1]

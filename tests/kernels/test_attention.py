@@ -56,6 +56,7 @@ def dense(
     if isinstance(window, AttentionChunk):
         oldest = positions // window.size * window.size
     else:
+        assert window is None or isinstance(window, int)
         oldest = positions + 1 - (window or context)
     hidden = (distance < 0) | (torch.arange(context) < oldest[:, None])
     scores = scores.masked_fill(hidden, -math.inf)

@@ -359,6 +359,16 @@ def test_a_download_that_broke_off_goes_on(tmp_path: Path) -> None:
     assert SINGLE in repository.fetched
 
 
+def test_dense_layers_of_embedding_models_are_weights(hub: "Callable[..., Hub]") -> None:
+    small = {"modules.json", "1_Pooling/config.json", "2_Dense/config.json"}
+    dense = "2_Dense/model.safetensors"
+    repository = hub(*SMALL, *COPIES, *small, SINGLE, dense)
+    resolve_model("org/name", repository, has_weights=False)
+    assert repository.fetched == SMALL | small
+    resolve_model("org/name", repository)
+    assert repository.fetched == SMALL | small | {SINGLE, dense}
+
+
 def test_the_size_of_the_weights_is_checked_before_them(hub: "Callable[..., Hub]") -> None:
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     shards = {"model-1.safetensors": "x" * 700, "model-2.safetensors": "x" * 300}

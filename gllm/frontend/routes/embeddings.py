@@ -21,7 +21,10 @@ from gllm.options.limits import MAX_PROMPTS
 
 
 async def create_embeddings(request: web.Request) -> web.Response:
-    """Return the embedding of each text: the normalized last hidden state of its last token."""
+    """Return the embedding of each text: the normalized last hidden state of its last token.
+
+    Of a model with bidirectional attention it is the mean over the text, after its dense layers.
+    """
     context = request.app[CONTEXT]
     fields = await read_fields(request, EmbeddingFields)
     context.check_model(fields.model)
@@ -65,7 +68,7 @@ def _encode_prompts(engine: EngineInterface, texts: list[str] | list[list[int]])
 async def _embed_prompts(
     engine: EngineInterface, prompts: list[list[int]], fields: EmbeddingFields, request_id: str
 ) -> list[list[float]]:
-    """Return the hidden state of each prompt's last token.
+    """Return the embedding of each prompt, before it is normalized.
 
     If one prompt fails or the client disconnects, the others are aborted.
 
@@ -94,8 +97,8 @@ def _format_embedding(vector: list[float], fields: EmbeddingFields) -> list[floa
     dimensions = fields.dimensions
     if dimensions is not None and dimensions > len(vector):
         message = (
-            f"dimensions is {dimensions}, but has to be at most {len(vector)}, the model's hidden "
-            "size"
+            f"dimensions is {dimensions}, but has to be at most {len(vector)}, the size of the "
+            "model's embeddings"
         )
         raise FieldError("dimensions", message)
     components = vector[:dimensions]

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gllm.kernels.attention_backends import AttentionRequirements
+from gllm.kernels.attention_backends import AttentionRequirements, symmetric_reason
 from gllm.kernels.attention_plan import (
     GATHERED_TOKENS,
     AttentionPlan,
@@ -37,7 +37,7 @@ def unsupported_reason(requirements: AttentionRequirements) -> str | None:
     """
     if current_library() is None:
         return f"no compiled kernels are available ({select_build().reason}), or choose torch"
-    return None
+    return symmetric_reason(requirements)
 
 
 def auto_skip_reason(requirements: AttentionRequirements) -> str | None:

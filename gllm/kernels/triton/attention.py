@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gllm.kernels.attention_backends import AttentionRequirements, symmetric_reason
 from gllm.kernels.attention_plan import AttentionPlan
 from gllm.kernels.attention_scaling import AttentionScaling
 from gllm.kernels.attention_window import max_visible
@@ -34,6 +35,11 @@ from gllm.kernels.triton.split_attention import (
     split_range,
     store_split,
 )
+
+
+def unsupported_reason(requirements: AttentionRequirements) -> str | None:
+    """Explain why the Triton kernels cannot meet the requirements; None if they can."""
+    return symmetric_reason(requirements)
 
 
 def paged_attention(

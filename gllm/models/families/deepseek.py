@@ -4,11 +4,14 @@ Source: Dai et al., "DeepSeekMoE" (2024), section 3; DeepSeek-AI, "DeepSeek-V2" 
 "DeepSeek-V3 Technical Report" (2024), section 2.1; "DeepSeek-V3.2" (2025), section 2.1.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from gllm.models.config_reader import ConfigReader
 from gllm.models.expert_builders import deepseek_experts_spec, moe_model, v3_experts_spec
+from gllm.models.spec.attention import IndexerSpec, LatentAttentionSpec
 from gllm.models.spec.model import ModelSpec
+from gllm.models.spec.parts import LinearSpec, NormSpec
 from gllm.models.spec_builders import (
     attention_spec,
     decoder_model,
@@ -64,26 +67,52 @@ def build_v3_spec(config: ConfigReader) -> ModelSpec:
 
 
 def build_v32_spec(config: ConfigReader) -> ModelSpec:
-    """Build the ModelSpec of DeepSeek V3.2: V3 with sparse attention, which is not implemented.
+    """Build the ModelSpec of DeepSeek V3.2: V3 with sparse attention.
 
-    Up to `index_topk` tokens it is full attention: texts end there.
+    An indexer selects `index_topk` keys for each token.
     """
     return sparse_attention_model(config, build_v3_spec(config))
 
 
-def sparse_attention_model(config: ConfigReader, model: ModelSpec) -> ModelSpec:
-    """Return a model whose texts end where an indexer would begin to select tokens."""
-    config.ignore("index_head_dim", "index_n_heads", "indexer_types", "indexer_rope_interleave")
-    config.ignore("index_topk_freq", "index_topk_pattern", "index_skip_topk_offset")
+def sparse_attention_model(
+    config: ConfigReader,
+    model: ModelSpec,
+    num_heads: int = 64,
+    interleaved: bool = False,
+    has_indexer: Sequence[bool] | None = None,
+) -> ModelSpec:
+    """Return a model with latent attention whose tokens attend to selected keys.
+
+    Args:
+        config: the model's configuration.
+        model: the same with full attention.
+        num_heads: heads of the indexers if config.json names no number.
+        interleaved: True if their rotary embedding is interleaved if config.json does not say it.
+        has_indexer: True for each layer that selects keys; the others attend to those of the layer
+            before. None if every layer selects.
+    """
     config.require_value("layer_types", ["indexed_attention"] * model.num_layers)
-    limit = min(config.positive_int("index_topk", default=2048), model.context_length)
-    note = f"config.json: texts end at index_topk {limit}; sparse attention is not implemented"
-    return replace(
-        model,
-        context_length=limit,
-        notes=(*model.notes, note),
-        ignored_tensors=(*model.ignored_tensors, r".*\.self_attn\.indexer\..*"),
+    name = "self_attn.indexer"
+    indexer = IndexerSpec(
+        num_heads=config.positive_int("index_n_heads", default=num_heads),
+        head_dim=config.positive_int("index_head_dim", default=128),
+        q_proj=LinearSpec((f"{name}.wq_b",)),
+        k_proj=LinearSpec((f"{name}.wk",)),
+        k_norm=NormSpec(f"{name}.k_norm", "layer", 1e-6, has_bias=True),
+        weights_proj=f"{name}.weights_proj",
+        is_interleaved=config.boolean("indexer_rope_interleave", default=interleaved),
     )
+    selects = has_indexer or [True] * model.num_layers
+    num_selected = config.positive_int("index_topk", default=2048)
+    layers = []
+    for layer, has_own in zip(model.layers, selects, strict=True):
+        assert isinstance(layer.attention, LatentAttentionSpec), "the attention of DeepSeek V3"
+        own = indexer if has_own else None
+        attention = replace(layer.attention, num_selected=num_selected, indexer=own)
+        if attention.rope_head_dim > indexer.head_dim:
+            raise config.error(("index_head_dim",), "at least qk_rope_head_dim", indexer.head_dim)
+        layers.append(replace(layer, attention=attention))
+    return replace(model, layers=tuple(layers))
 
 
 def build_youtu_spec(config: ConfigReader) -> ModelSpec:

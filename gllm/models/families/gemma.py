@@ -1,7 +1,7 @@
-"""Gemma, Gemma 2 and 3, text only.
+"""Gemma, Gemma 2 and 3, text only, and EmbeddingGemma.
 
 Source: Gemma Team, "Gemma" (2024), section 2; "Gemma 2" (2024), section 2; "Gemma 3 Technical
-Report" (2025), section 2.
+Report" (2025), section 2; "EmbeddingGemma" (2025), section 2.
 """
 
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from gllm.kernels.attention_window import SymmetricWindow
 from gllm.models.config_reader import ConfigReader
 from gllm.models.rope import read_local_rope
 from gllm.models.spec.attention import AttentionSpec
@@ -31,6 +32,7 @@ from gllm.models.spec_builders import (
 
 def build_gemma_spec(config: ConfigReader) -> ModelSpec:
     """Build the ModelSpec of Gemma: Llama with larger heads, GELU and a scaled embedding."""
+    config.require_value("use_bidirectional_attention", False)
     config.set_defaults(head_dim=256)
     bias = config.boolean("attention_bias")
     # The official releases say "gelu" and mean its approximation; so does transformers.
@@ -62,7 +64,8 @@ def build_vault_gemma_spec(config: ConfigReader) -> ModelSpec:
 def build_gemma3_spec(config: ConfigReader) -> ModelSpec:
     """Build the ModelSpec of Gemma 3: query and key norms; full attention in every sixth layer.
 
-    Layers with a sliding window have their own rotary parameters.
+    Layers with a sliding window have their own rotary parameters. EmbeddingGemma has no causal
+    mask, and half of the window on each side.
     """
     config.set_defaults(head_dim=256, num_key_value_heads=4, rope_theta=1e6, sliding_window=4096)
     config.require_value("attn_logit_softcapping", None)
@@ -76,12 +79,25 @@ def build_gemma3_spec(config: ConfigReader) -> ModelSpec:
     local = read_local_rope(config, attention.head_dim, 10_000.0, "rope_local_base_freq")
     layer = partial(four_norm_layer, norm=offset_norm_spec)
     layers = windowed_layers(config, attention, _mlp(config), windows, local, layer)
+    if config.boolean("use_bidirectional_attention"):
+        layers = [_without_causal_mask(one) for one in layers]
     return _capped_model(config, layers, default=None)
+
+
+def _without_causal_mask(layer: LayerSpec) -> LayerSpec:
+    """Return a layer whose tokens see those behind them too."""
+    attention = layer.attention
+    assert isinstance(attention, AttentionSpec), "layers of Gemma 3 have attention"
+    window = attention.window
+    assert window is None or isinstance(window, int), "layers of Gemma 3 have no chunks"
+    size = None if window is None else window // 2 + 1
+    return replace(layer, attention=replace(attention, window=SymmetricWindow(size)))
 
 
 def _gemma2_model(
     config: ConfigReader, layer: Callable[[ConfigReader, Any, Any], LayerSpec]
 ) -> ModelSpec:
+    config.require_value("use_bidirectional_attention", False)
     config.set_defaults(head_dim=256, num_key_value_heads=4, sliding_window=4096)
     softcap = config.optional_positive_float("attn_logit_softcapping", default=50.0)
     attention = replace(_attention(config, None), softcap=softcap)
@@ -114,7 +130,6 @@ def _capped_model(
 
 
 def _model(config: ConfigReader, layers: list[LayerSpec], **head: Any) -> ModelSpec:
-    config.require_value("use_bidirectional_attention", False)
     return decoder_model(
         config,
         layers,

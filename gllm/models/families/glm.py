@@ -5,6 +5,7 @@ Source: GLM Team, "ChatGLM: A Family of Large Language Models from GLM-130B to G
 """
 
 from dataclasses import replace
+from typing import Any
 
 from gllm.models.config_reader import ConfigReader
 from gllm.models.expert_builders import moe_model, v3_experts_spec
@@ -75,7 +76,7 @@ def build_glm4_moe_lite_spec(config: ConfigReader) -> ModelSpec:
 
 
 def build_glm_dsa_spec(config: ConfigReader) -> ModelSpec:
-    """Build the ModelSpec of GLM-5: that of DeepSeek V3.2, up to `index_topk` tokens."""
+    """Build the ModelSpec of GLM-5: that of DeepSeek V3.2; layers may share selected keys."""
     config.set_defaults(
         first_k_dense_replace=3,
         n_shared_experts=1,
@@ -86,7 +87,30 @@ def build_glm_dsa_spec(config: ConfigReader) -> ModelSpec:
     )
     config.require_value("attention_bias", False)
     model = moe_model(config, latent_attention_spec(config), v3_experts_spec(config))
-    return sparse_attention_model(config, model)
+    has_indexer = _read_indexer_layers(config, model.num_layers)
+    return sparse_attention_model(config, model, 32, True, has_indexer)
+
+
+def _read_indexer_layers(config: ConfigReader, num_layers: int) -> list[bool]:
+    """Return whether each layer has an indexer: by its type, a pattern, or every n-th layer.
+
+    Source: "IndexCache" (2026), arXiv 2603.12201.
+    """
+    frequency = config.positive_int("index_topk_freq", default=1)
+    offset = config.non_negative_int("index_skip_topk_offset", default=2)
+    letters = {"F": "full", "S": "shared"}
+    types: Any = [
+        letters["S" if max(index - offset + 1, 0) % frequency else "F"]
+        for index in range(num_layers)
+    ]
+    if (pattern := config.get("index_topk_pattern")) is not None:
+        types = [letters.get(entry, entry) for entry in pattern]
+    types = config.get("indexer_types", default=types)
+    is_list = isinstance(types, list) and len(types) == num_layers
+    if not is_list or types[0] != "full" or not {*types} <= {"full", "shared"}:
+        names = "indexer_types", "index_topk_pattern"
+        raise config.error(names, "full or shared for each layer, full for the first", types)
+    return [kind == "full" for kind in types]
 
 
 def build_solar_open_spec(config: ConfigReader) -> ModelSpec:

@@ -1,6 +1,7 @@
 """Blocks that keep keys and values: grouped-query attention and latent attention."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from gllm.kernels.attention_window import AttentionWindow
 from gllm.models.spec.entries import NO_KV_ENTRY, KVEntrySpec, StateEntrySpec
@@ -40,8 +41,10 @@ class AttentionSpec:
     then has twice the outputs: for each head its query and its gate. If qkv_proj names four
     tensors, the first is the gates' alone."""
     gate_proj: LinearSpec | None = None
-    """Projection to a gate of each query head, whose sigmoid scales the head's output; None
+    """Projection to a gate of each query head, whose activation scales the head's output; None
     without."""
+    gate_activation: Literal["sigmoid", "softplus"] = "sigmoid"
+    """Activation of these gates."""
     has_projection_norm: bool = False
     """True if query_norm and key_norm are RMSNorms over the elements of all heads together, of all
     ranks."""
@@ -94,6 +97,27 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True)
+class IndexerSpec:
+    """Specification of a lightning indexer, which selects the keys that each token attends to.
+
+    Source: DeepSeek-AI, "DeepSeek-V3.2" (2025), section 2.1.
+    """
+
+    num_heads: int
+    head_dim: int
+    """Elements of an index query and an index key, of which the first are rotated."""
+    q_proj: LinearSpec
+    """Projection of the compressed hidden state to index queries."""
+    k_proj: LinearSpec
+    """Projection of the hidden state to an index key, which all heads share."""
+    k_norm: NormSpec
+    weights_proj: str
+    """Name of the projection [heads, hidden] to a weight of each head, in float32."""
+    is_interleaved: bool
+    """True if neighbouring elements are rotated together."""
+
+
+@dataclass(frozen=True)
 class LatentAttentionSpec:
     """Specification of multi-head latent attention (MLA): one vector per token is cached.
 
@@ -132,13 +156,23 @@ class LatentAttentionSpec:
     gate_proj: LinearSpec | None = None
     """Projection to a gate of each head, whose sigmoid scales the head's output; None without."""
     window: None = None
-    """Always full attention."""
+    """Full attention, unless tokens select their keys."""
+    num_selected: int | None = None
+    """Keys that a token attends to at most; None for all before it."""
+    indexer: IndexerSpec | None = None
+    """Selects these keys; None if the layer before selects them, or nobody does."""
+
+    @property
+    def follows_selection(self) -> bool:
+        """True if the layer attends to the keys that the layer before it has."""
+        return self.num_selected is not None and self.indexer is None
 
     @property
     def kv_entry(self) -> KVEntrySpec:
         """KV cache entry of one token."""
         size = self.kv_lora_rank + self.rope_head_dim
-        return KVEntrySpec(1, size, self.kv_lora_rank, is_shared=True)
+        index_dim = 0 if self.indexer is None else self.indexer.head_dim
+        return KVEntrySpec(1, size, self.kv_lora_rank, is_shared=True, index_dim=index_dim)
 
     @property
     def state_entry(self) -> StateEntrySpec | None:
@@ -153,4 +187,8 @@ class LatentAttentionSpec:
             compressed += self.q_input_size
         kv_up = self.num_heads * (self.nope_head_dim + self.value_dim) * self.kv_lora_rank
         out = self.num_heads * (self.value_dim + (self.gate_proj is not None)) * hidden_size
-        return query + compressed * hidden_size + kv_up + out
+        weights = query + compressed * hidden_size + kv_up + out
+        if (indexer := self.indexer) is not None:
+            weights += indexer.num_heads * indexer.head_dim * self.q_input_size
+            weights += (indexer.head_dim + indexer.num_heads) * hidden_size
+        return weights

@@ -15,11 +15,15 @@ class KVEntrySpec:
     """Elements per value."""
     is_shared: bool = False
     """True if values are the first elements of the keys and are not stored separately."""
+    index_dim: int = 0
+    """Elements of an index key, which is stored behind the key if values are shared; 0 without an
+    indexer."""
 
     @property
     def num_elements(self) -> int:
         """Elements stored per token and layer."""
-        return self.num_heads * (self.key_dim + (0 if self.is_shared else self.value_dim))
+        own = self.key_dim + (0 if self.is_shared else self.value_dim)
+        return self.num_heads * own + self.index_dim
 
     @property
     def num_vectors(self) -> int:

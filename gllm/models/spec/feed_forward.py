@@ -71,6 +71,8 @@ class ExpertsSpec:
     """Score of a group: that of its best expert, or the sum of its best two."""
     correction_bias: str | None = None
     """Name of the tensor added to the scores for the selection, not for the weights."""
+    selects_by_logits: bool = False
+    """True if that tensor is added to the logits, by which the experts are selected."""
     has_correction_row: bool = False
     """True if that tensor is stored as [1, experts]."""
     weighs_inputs: bool = False

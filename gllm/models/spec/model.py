@@ -1,8 +1,9 @@
 """A whole model: embeddings, layers, LM head and the format of its weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from gllm.models.spec.attention import AttentionSpec
+from gllm.kernels.attention_window import SymmetricWindow
+from gllm.models.spec.attention import AttentionSpec, LatentAttentionSpec
 from gllm.models.spec.layer import LayerSpec
 from gllm.models.spec.parts import DimensionShard, NormSpec
 
@@ -87,6 +88,26 @@ class QuantizationSpec:
 
 
 @dataclass(frozen=True)
+class DenseSpec:
+    """Specification of a dense layer between the pooled hidden state and the embedding."""
+
+    folder: str
+    """Subfolder of the model's folder with its config.json and model.safetensors."""
+    inputs: int
+    outputs: int
+    has_bias: bool
+    has_tanh: bool
+    """True if the hyperbolic tangent is applied to the outputs."""
+
+
+@dataclass(frozen=True)
+class PoolingSpec:
+    """Specification of a text's embedding: the mean of its hidden states, then dense layers."""
+
+    dense_layers: tuple[DenseSpec, ...] = ()
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """Specification of a decoder-only model, or of one tensor parallel rank's part of it.
 
@@ -120,6 +141,8 @@ class ModelSpec:
     """Differences from the results of transformers, for the log."""
     quantization: QuantizationSpec | None = None
     """Format of the checkpoint's quantized weights, if it has any."""
+    pooling: PoolingSpec | None = None
+    """Pooling of the hidden states of a text to its embedding; None for that of its last token."""
     rank: int = 0
     """Tensor parallel rank, from 0."""
     ranks: int = 1
@@ -134,6 +157,17 @@ class ModelSpec:
     def has_state(self) -> bool:
         """True if a layer is recurrent, so that a sequence has states besides its KV cache."""
         return any(layer.attention.state_entry is not None for layer in self.layers)
+
+    @property
+    def is_bidirectional(self) -> bool:
+        """True if tokens see those behind them: the model embeds whole texts, and writes none."""
+        return any(isinstance(layer.attention.window, SymmetricWindow) for layer in self.layers)
+
+    @property
+    def embedding_size(self) -> int:
+        """Elements of the embedding of a text."""
+        layers = self.pooling.dense_layers if self.pooling is not None else ()
+        return layers[-1].outputs if layers else self.hidden_size
 
     @property
     def optional_prefix(self) -> str:
@@ -154,6 +188,41 @@ class ModelSpec:
             if isinstance(layer.attention, AttentionSpec) and layer.attention.kv_layers_back
         ]
         return self.num_layers - min(sources) if sources else 1
+
+    @property
+    def joined_layers(self) -> frozenset[int]:
+        """Layers that one stage holds together with the layer before, whose selection they use."""
+        return frozenset(
+            index
+            for index, layer in enumerate(self.layers)
+            if isinstance(layer.attention, LatentAttentionSpec)
+            and layer.attention.follows_selection
+        )
+
+    @property
+    def num_selected(self) -> int | None:
+        """Keys that a token attends to at most, if an indexer selects them; None otherwise."""
+        return next(
+            (
+                layer.attention.num_selected
+                for layer in self.layers
+                if isinstance(layer.attention, LatentAttentionSpec)
+            ),
+            None,
+        )
+
+    def limit_length(self, max_model_len: int) -> "ModelSpec":
+        """Return the model for texts of a length: without indexers that would select all keys."""
+        if self.num_selected is None or max_model_len > self.num_selected:
+            return self
+        layers = [
+            replace(layer, attention=replace(layer.attention, num_selected=None, indexer=None))
+            if isinstance(layer.attention, LatentAttentionSpec)
+            else layer
+            for layer in self.layers
+        ]
+        ignored = (*self.ignored_tensors, r".*\.self_attn\.indexer\..*")
+        return replace(self, layers=tuple(layers), ignored_tensors=ignored)
 
     def reads_token_ids(self, layers: range) -> bool:
         """Return whether a stage has the token embedding."""

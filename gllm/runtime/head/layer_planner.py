@@ -154,8 +154,14 @@ class LayerPlanner:
         costs, memory = [], []
         for stage in stages:
             ranks = [measured for (own, _), measured in self._measured.items() if own == stage]
-            joint = self._weights.num_joint_layers
-            costs.append(replace(_join_costs(ranks), num_joint_layers=joint))
+            weights = self._weights
+            costs.append(
+                replace(
+                    _join_costs(ranks),
+                    num_joint_layers=weights.num_joint_layers,
+                    joined_layers=weights.joined_layers,
+                )
+            )
             memory.append(self._limit_by_machine(_join_memory(ranks), stage))
         try:
             layers = partition_layers(costs, memory)

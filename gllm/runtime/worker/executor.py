@@ -162,15 +162,15 @@ class Executor(ABC):
         """
         if (reason := unsupported_shard_reason(model_config.model, num_ranks)) is not None:
             raise FieldError("tensor_parallel_size", reason)
-        self.model = shard(model_config.model, rank, num_ranks)
+        self._max_model_len = engine_config.max_model_len or model_config.model.context_length
+        self._whole_model = model_config.model.limit_length(self._max_model_len)
+        self.model = shard(self._whole_model, rank, num_ranks)
         """With the sizes of this rank."""
-        self._whole_model = model_config.model
         self._rank, self._num_ranks = rank, num_ranks
         self._groups: StageGroups | None = None
         self.layers = layers
         """Layers of this stage."""
         self._layer_specs = self.model.layers[layers.start : layers.stop]
-        self._max_model_len = engine_config.max_model_len or self.model.context_length
         self.is_first = layers.start == 0
         self.reads_token_ids = model_config.model.reads_token_ids(layers)
         """True if the inputs of steps have token ids."""

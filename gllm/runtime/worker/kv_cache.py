@@ -70,7 +70,8 @@ class KVCache:
         self.block_size = block_size
         self.layers: list[tuple[Tensor, ...]] = []
         """Keys and values of each layer, [num_blocks + 1, block_size, kv_heads, elements], of int8
-        with a scale behind the elements (`int8_cache.py`); of a recurrent layer the parts of its
+        with a scale behind the elements (`int8_cache.py`), and index keys behind them if the layer
+        has an indexer; of a recurrent layer the parts of its
         state, [num_state_slots, *shape] float32, behind keys and values if it has both."""
         extra = _scale_bytes(dtype)
         for layer in layers:
@@ -87,9 +88,14 @@ class KVCache:
                 self.layers.append(states)
                 continue
             shape = (num_blocks + 1, block_size, cached.num_heads)
-            keys = create((*shape, cached.key_dim + extra), created_dtype).view(dtype)
+            width = cached.key_dim + cached.index_dim + extra
+            keys = create((*shape, width), created_dtype).view(dtype)
             if cached.is_shared:
                 values = keys[..., : cached.value_dim]
+                if cached.index_dim:
+                    keys, index_keys = keys.split((cached.key_dim, cached.index_dim), dim=-1)
+                    self.layers.append((keys, values, index_keys))
+                    continue
             else:
                 values = create((*shape, cached.value_dim + extra), created_dtype).view(dtype)
             self.layers.append((keys, values, *states))
@@ -155,7 +161,7 @@ def describe_layout(
         cache: KV cache of the worker.
     """
     layouts = []
-    for index, (keys, values) in zip(layers, cache.layers, strict=True):
+    for index, (keys, values, *_) in zip(layers, cache.layers, strict=True):
         entry = all_layers[index].attention.kv_entry
         if not entry.num_elements:
             continue
@@ -165,7 +171,7 @@ def describe_layout(
                 index,
                 rank * entry.num_heads // num_ranks,
                 keys.shape[2],
-                keys.shape[3] * item_bytes,
+                (keys.shape[3] + entry.index_dim) * item_bytes,
                 0 if entry.is_shared else values.shape[3] * item_bytes,
             )
         )

@@ -21,7 +21,7 @@ from gllm.messages.reports import StageMeasured
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
 from gllm.models.config import ModelConfig, read_config
-from gllm.models.spec.attention import AttentionSpec
+from gllm.models.spec.attention import AttentionSpec, LatentAttentionSpec
 from gllm.models.spec.layer import LayerSpec
 from gllm.runtime.head.assignment import StageAssignment
 from gllm.runtime.worker.device import count_gpus
@@ -420,6 +420,9 @@ def find_kinds(specs: Sequence[LayerSpec]) -> list[int]:
     for index, spec in enumerate(specs):
         # Alone, such a layer would lack its keys and values.
         if isinstance(spec.attention, AttentionSpec) and spec.attention.kv_layers_back:
+            continue
+        # Alone, such a layer would lack its selected keys.
+        if isinstance(spec.attention, LatentAttentionSpec) and spec.attention.follows_selection:
             continue
         same = next((kind for kind in kinds if specs[kind[0]] == spec), None)
         if same is None:

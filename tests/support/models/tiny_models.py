@@ -94,8 +94,8 @@ DENSE_LATENT = {
 }
 INDEXER = {
     "index_head_dim": 16,
-    "index_n_heads": 4,
-    "index_topk": 256,
+    "index_n_heads": 16,
+    "index_topk": 12,
     "q_lora_rank": 24,
     "mlp_layer_types": ["dense", "sparse"] * 2,
 }
@@ -103,6 +103,10 @@ PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0
 ALPHA = {"type": "dynamic", "alpha": 50.0, "factor": 1.0}
 BY_LAYER_TYPE = {
     "full_attention": YARN,
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+}
+LAGUNA_ROPE = {
+    "full_attention": YARN | {"partial_rotary_factor": 0.5},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
 }
 GRANITE = {
@@ -351,6 +355,26 @@ FAMILIES: dict[str, Family] = {
         EXPERTS | {"num_experts": 8, "sliding_window": 9, "n_group": 4, "topk_group": 2},
     ),
     "flex-olmo": Family("FlexOlmo", {"num_experts": 5, "num_experts_per_tok": 2}),
+    "flint": Family(
+        "Flint",
+        EXPERTS
+        | {"head_dim": 8, "sliding_window": 9, "shared_expert_intermediate_size": 40}
+        | {"layer_types": ["full_attention", "sliding_attention"] * 2, "mlp_only_layers": [1]},
+    ),
+    "kolibri": Family(
+        "Kolibri1",
+        EXPERTS
+        | {"head_dim": 8, "sliding_window": 9, "shared_expert_intermediate_size": 40}
+        | {"layer_types": ["full_attention", "sliding_attention"] * 2, "norm_topk_prob": True},
+    ),
+    "laguna": Family(
+        "Laguna",
+        EXPERTS
+        | {"head_dim": 8, "sliding_window": 9, "shared_expert_intermediate_size": 40}
+        | {"layer_types": ["full_attention", "sliding_attention"] * 2}
+        | {"num_attention_heads_per_layer": [6, 4, 6, 2], "moe_routed_scaling_factor": 1.7}
+        | {"rope_parameters": LAGUNA_ROPE},
+    ),
     "glm-dsa": Family("GlmMoeDsa", LATENT | INDEXER | {"n_shared_experts": 1}),
     "glm4-moe": Family(
         "Glm4Moe", V3_EXPERTS | {"head_dim": 8, "attention_bias": True, "use_qk_norm": True}

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from gllm.kernels.threads import num_threads, using_torch_threads
 from gllm.messages.sampling import SampleDetails
 from gllm.models.config import ModelConfig
 from gllm.models.formats.stored_format import stored_format
+from gllm.models.pooling import MeanPooling
 from gllm.runtime.worker.batch import Batch
 from gllm.runtime.worker.cpu.sampler import sample_rows
 from gllm.runtime.worker.executor import Executor
@@ -57,6 +59,8 @@ class CpuExecutor(Executor):
         super().__init__(model_config, engine_config, num_stages, layers, device, rank, num_ranks)
         self._last_tokens: dict[int, int] = {}
         """Last sampled token by sequence, on rank 0."""
+        self._pooling: MeanPooling | None = None
+        """Pooling of embeddings, if it is not that of the last token."""
 
     def load(
         self,
@@ -68,6 +72,8 @@ class CpuExecutor(Executor):
     ) -> None:
         """Load the stage's weights; see Executor. Then torch has one thread, if kernels compute."""
         super().load(folder, on_progress, previous, running, limit_bytes)
+        if self.has_sampler and self.model.pooling is not None:
+            self._pooling = MeanPooling(self.model.pooling, folder)
         if self._kernels_compute_layers:
             torch.set_num_threads(1)
 
@@ -127,8 +133,21 @@ class CpuExecutor(Executor):
             chunk.compute_scores(hidden, self._stage.compute_logits)
         sampled = hidden[batch.logits_indices]
         if batch.sampling.embedding_rows:
-            batch.embeddings = self._stage.apply_final_norm(sampled[batch.sampling.embedding_rows])
+            batch.embeddings = self._pool(batch, hidden)
         return self._stage.compute_logits(sampled)
+
+    def _pool(self, batch: Batch, hidden: Tensor) -> Tensor:
+        """Return the embeddings [embedding rows, size] float32 of hidden [tokens, hidden]."""
+        last_tokens = batch.logits_indices[batch.sampling.embedding_rows]
+        if self._pooling is None:
+            return self._stage.apply_final_norm(hidden[last_tokens])
+        # Texts are in one piece: each is all tokens of its row.
+        starts = next(iter(batch.inputs.attention.values())).rows.query_start
+        pooled = []
+        for last in last_tokens.tolist():
+            begin = int(starts[np.searchsorted(starts, last, side="right") - 1])
+            pooled.append(self._pooling(self._stage.apply_final_norm(hidden[begin : last + 1])))
+        return torch.stack(pooled)
 
     def _forward(self, batch: Batch, hidden: Tensor | None) -> Tensor:
         """Compute the layers, and count them for other engines that fetch the keys and values."""

@@ -22,7 +22,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gllm.config.engine import SPECULATION_ON_GPU, EngineConfig
+from gllm.config.engine import (
+    BIDIRECTIONAL_ON_GPU,
+    INDEXER_ON_GPU,
+    SPECULATION_ON_GPU,
+    EngineConfig,
+)
 from gllm.kernels.attention_backends import BACKENDS
 from gllm.kernels.attention_plan import PagedBatch
 from gllm.kernels.masking import num_bitmask_words
@@ -162,6 +167,10 @@ class CudaExecutor(Executor):
         )
         if self._speculates:
             raise FieldError("speculative_config", SPECULATION_ON_GPU)
+        if self.model.is_bidirectional:
+            raise FieldError("device", BIDIRECTIONAL_ON_GPU)
+        if (limit := self.model.num_selected) is not None:
+            raise FieldError("max_model_len", INDEXER_ON_GPU.format(limit))
         self.stream = queues.stream()
         """The compute stream; transports synchronize with it."""
         self._queues = queues

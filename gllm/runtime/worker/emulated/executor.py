@@ -288,7 +288,7 @@ class EmulatedExecutor(Executor):
             special_samples = sample_rows(logits, part)
             samples.update(special, special_samples)
             if part.embedding_rows:
-                embeddings = torch.zeros(len(part.embedding_rows), self.model.hidden_size)
+                embeddings = torch.zeros(len(part.embedding_rows), self.model.embedding_size)
                 errors = special_samples.errors
                 embedded = build_embedding_details(part, embeddings, errors)
         return to_sampled_tokens(sampling, samples), samples.details + embedded
