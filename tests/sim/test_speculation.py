@@ -1,5 +1,7 @@
 """Speculation in the simulator: text comes faster as far as guesses are right, and step logs."""
 
+from typing import Any
+
 import pytest
 
 from gllm.observability.logged_scheduler import replay_event
@@ -76,7 +78,7 @@ def test_a_step_log_is_replayed_and_read() -> None:
 
 
 @pytest.mark.parametrize("fields", [{"method": "mtp"}, {"method": "draft_model", "model": "a"}])
-def test_drafts_with_weights_are_refused(fields: dict[str, str]) -> None:
+def test_drafts_with_weights_are_refused(fields: dict[str, Any]) -> None:
     scheduler = SchedulerConfig(speculative_config=SpeculativeConfig(**fields))
     with pytest.raises(ValueError, match="choose method synthetic"):
         SimulationConfig(scheduler=scheduler)

@@ -73,8 +73,8 @@ class _RowText(NamedTuple):
 class _RowInput(NamedTuple):
     """Tokens of the text that a row adds to the draft's KV cache."""
 
-    index: int
-    """Of the row in the step."""
+    row: int
+    """Index of the row in the step."""
     start: int
     """Position of the first token's keys and values."""
     token_ids: list[int]
@@ -215,7 +215,7 @@ class StageDrafter:
         block_size = self._cache.block_size
         num_blocks = -(-int((starts + counts).max()) // block_size)
         batch = PagedBatch(
-            np.ascontiguousarray(rows.block_table[[row.index for row in inputs], :num_blocks]),
+            np.ascontiguousarray(rows.block_table[[row.row for row in inputs], :num_blocks]),
             query_start,
             starts + counts,
             int((counts == 1).sum()),
@@ -248,15 +248,15 @@ class StageDrafter:
             inputs: rows with drafts.
             hidden: residual stream [rows, hidden] of the last token of each.
         """
-        drafts: dict[int, list[int]] = {rows.rows[row.index].seq: [] for row in inputs}
+        drafts: dict[int, list[int]] = {rows.rows[row.row].seq: [] for row in inputs}
         while True:
             logits = self._model.compute_logits(hidden)[:, : self._vocab_size].contiguous()
             # A token is behind the one whose keys and values are the last.
             output_indices = [
-                row.end + self._model.lag - rows.prompt_lens[row.index] for row in inputs
+                row.end + self._model.lag - rows.prompt_lens[row.row] for row in inputs
             ]
-            states = [rows.states[row.index] for row in inputs]
-            seqs = [rows.rows[row.index].seq for row in inputs]
+            states = [rows.states[row.row] for row in inputs]
+            seqs = [rows.rows[row.row].seq for row in inputs]
             plan = build_sampling_metadata([(seq, 0) for seq in seqs], states, output_indices).plan
             tokens = sample(logits, plan).clamp_(0, self._vocab_size - 1).tolist()
             for seq, token in zip(seqs, tokens, strict=True):
@@ -267,7 +267,7 @@ class StageDrafter:
             states_of = hidden if self._model.needs_hidden else None
             inputs = [
                 _RowInput(
-                    inputs[i].index,
+                    inputs[i].row,
                     inputs[i].end,
                     [tokens[i]],
                     None if states_of is None else states_of[i : i + 1],

@@ -2,6 +2,7 @@
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
@@ -37,7 +38,7 @@ class ScheduledStages:
         self._prompts: dict[int, list[int]] = {}
         self._now = 0.0
 
-    def add(self, prompt: list[int], max_tokens: int = 16, n: int = 1, **sampling: object) -> int:
+    def add(self, prompt: list[int], max_tokens: int = 16, n: int = 1, **sampling: Any) -> int:
         """Submit a request and return its first sequence."""
         seq, self.stages.next_seq = self.stages.next_seq, self.stages.next_seq + n
         params = SequenceSamplingParams(**{"temperature": 0.0} | sampling)
@@ -68,8 +69,8 @@ class ScheduledStages:
         assert hidden is not None
         sampled, _ = self.stages.executors[-1].sample(batches[-1], hidden)
         output = self.scheduler.commit(StepResult(plan.step, sampled))
-        for seq, token in zip(output.seqs, output.token_ids, strict=True):
-            self.outputs[seq].append(token)
+        for seq, token_id in zip(output.seqs, output.token_ids, strict=True):
+            self.outputs[seq].append(token_id)
         for token in sampled:
             if token.draft_token_ids:
                 text = self._prompts[token.seq] + self.outputs[token.seq]

@@ -45,7 +45,8 @@ class HeadReference:
         import torch
 
         with torch.no_grad():
-            states, guesses = self._hidden_states(token_ids)[:-1], []
+            states = self._hidden_states(token_ids)[:-1]
+            guesses: list[int] = []
             for _ in range(count):
                 inputs = self._project(token_ids[1:] + guesses, states)
                 output = self._run_layer(inputs)
