@@ -277,6 +277,29 @@ def test_a_sequence_that_continues_in_chunks_has_the_states_between_them(
         assert reference.guess(text, len(drafts)) == drafts, len(text)
 
 
+def test_the_weights_of_a_draft_pass_from_stage_to_stage() -> None:
+    """Over a recovery at once; over a change of layers when the stage before has ended."""
+    model = read_config(FOLDER)
+    config = EngineConfig.from_options(str(FOLDER), speculative_config=ITSELF, dtype="float32")
+
+    def load(layers: range, **others: Any) -> CpuExecutor:
+        executor = CpuExecutor(model, config, 2, layers)
+        executor.load(FOLDER, lambda done, total: None, **others)
+        return executor
+
+    first = load(range(3, 6))
+    draft = first._draft_model
+    assert draft is not None
+    second = load(range(3, 6), previous=[first])
+    assert second._draft_model is draft
+    assert second.weight_bytes == first.weight_bytes > draft.weight_bytes
+    prepared = load(range(2, 6), running=second)
+    assert prepared._draft_model is None
+    third = load(range(2, 6), previous=[prepared, second])
+    assert third._draft_model is draft
+    assert second._draft_model is None
+
+
 def test_a_model_without_a_head_is_refused(tmp_path: Path) -> None:
     folder = save("llama2", tmp_path)
     config = EngineConfig.from_options(str(folder), speculative_config={"method": "mtp"})

@@ -94,7 +94,7 @@ class _PendingState(NamedTuple):
 
     num_preemptions: int
     position: int
-    """Of that next token."""
+    """Position of that next token."""
     hidden: Tensor
     """[1, hidden]."""
 
