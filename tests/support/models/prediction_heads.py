@@ -26,7 +26,14 @@ MIMO = {
     "projection": "input_proj",
     "norm": "final_layernorm",
 }
-HEADS = {"deepseek-v3": DEEPSEEK, "glm4-moe": DEEPSEEK, "mimo": MIMO}
+HEADS = {
+    "deepseek-v3": DEEPSEEK,
+    "deepseek-v3.2": DEEPSEEK,
+    "glm4-moe": DEEPSEEK,
+    "glm4-moe-lite": DEEPSEEK,
+    "glm-dsa": DEEPSEEK,
+    "mimo": MIMO,
+}
 """Names of a head's own tensors by family."""
 
 
