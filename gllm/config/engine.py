@@ -364,6 +364,21 @@ class EngineConfig:
                 "speculative_config: method synthetic guesses the made-up texts of emulated "
                 "devices: choose method ngram, or an emulated device",
             )
+        if config is None or not config.is_drafted_by_stage:
+            return
+        if self.is_emulated:
+            raise FieldError(
+                "speculative_config",
+                f"speculative_config: method {config.method} drafts with weights, which an "
+                "emulated device does not have: choose method synthetic",
+            )
+        if self.has_kv_mover:
+            name = "kv_transfer" if self.kv_transfer is not None else "kv_cache_disk"
+            raise FieldError(
+                "speculative_config",
+                f"speculative_config: method {config.method} has keys and values of its own, which "
+                f"{name} does not move: choose method ngram, or leave {name} out",
+            )
 
     def _check_weight_cache(self) -> None:
         """Check the syntax of `weight_cache`, and that the device may be a CPU."""

@@ -15,8 +15,9 @@ from gllm.config.engine import QUANTIZATION_DEVICES, EngineConfig
 from gllm.config.kv_backends import NIXL, NIXL_MISSING
 from gllm.messages.nodes import PROTOCOL
 from gllm.models.config import ModelConfig, read_config
+from gllm.models.draft_plan import find_draft_obstacle, missing_head_reason
 from gllm.models.errors import ModelError
-from gllm.models.hub import resolve_tokenizer
+from gllm.models.hub import resolve_model, resolve_tokenizer
 from gllm.models.identity import hash_model
 from gllm.models.shard import shard, unsupported_shard_reason
 from gllm.models.spec.layer import LayerSpec
@@ -106,7 +107,34 @@ def plan_model(config: EngineConfig, num_machines: int = 1) -> ModelPlan:
 
     folder = resolve_served_model(config.model, config.device, check, check_size)
     plan = plan_local_model(config, folder)
+    _check_draft_model(config, plan)
     return _plan_emulated(config, plan) if config.is_emulated else plan
+
+
+def _check_draft_model(config: EngineConfig, plan: ModelPlan) -> None:
+    """Download the draft model of speculation if necessary, and check it.
+
+    Raises:
+        ModelError: it is not supported.
+        FieldError: it cannot draft for the served model.
+    """
+    speculation = config.scheduler.speculative_config
+    if speculation is None or speculation.model is None:
+        return
+    name = speculation.model
+    folder = resolve_model(name, check=read_config)
+    reason = find_draft_obstacle(read_config(folder).model, plan.max_model_len)
+    if reason is None:
+        served = Tokenizer.load(resolve_tokenizer(config.tokenizer, plan.folder))
+        if not Tokenizer.load(folder).has_same_tokens(served):
+            reason = (
+                "its tokenizer has other tokens or ids than that of the served model: choose a "
+                "draft model of the same family"
+            )
+    if reason is not None:
+        raise FieldError(
+            "speculative_config", f"speculative_config: {name} cannot be the draft model: {reason}"
+        )
 
 
 def memory_reason(num_bytes: int, config: EngineConfig, available_bytes: int) -> str | None:
@@ -172,6 +200,10 @@ def plan_local_model(config: EngineConfig, folder: Path) -> ModelPlan:
         _check_bidirectional(config)
     if read.model.has_state and config.scheduler.speculative_config is not None:
         raise FieldError("speculative_config", SPECULATION_WITH_STATES)
+    speculation = config.scheduler.speculative_config
+    has_head = read.model.prediction_head is not None
+    if speculation is not None and speculation.method == "mtp" and not has_head:
+        raise FieldError("speculative_config", missing_head_reason(read.architecture))
     if read.model.has_state and config.kv_transfer is not None:
         raise FieldError(
             "kv_transfer",

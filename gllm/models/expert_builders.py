@@ -7,9 +7,14 @@ from typing import Any
 from gllm.models.config_reader import ConfigReader
 from gllm.models.spec.attention import AttentionSpec, LatentAttentionSpec
 from gllm.models.spec.feed_forward import ExpertsSpec, MLPSpec
-from gllm.models.spec.model import ModelSpec
+from gllm.models.spec.model import ModelSpec, PredictionHeadSpec
 from gllm.models.spec.parts import LinearSpec
-from gllm.models.spec_builders import decoder_model, gated_mlp_spec, pre_norm_layer
+from gllm.models.spec_builders import (
+    decoder_model,
+    gated_mlp_spec,
+    pre_norm_layer,
+    rms_norm_spec,
+)
 
 
 def experts_spec(
@@ -170,7 +175,7 @@ def read_sparse_layers(config: ConfigReader) -> list[bool]:
 def moe_model(
     config: ConfigReader, attention: AttentionSpec | LatentAttentionSpec, experts: ExpertsSpec
 ) -> ModelSpec:
-    """Build a model whose first layers are dense, without its multi-token prediction layers."""
+    """Build a model whose first layers are dense, with the prediction head if it has one."""
     config.require_value("mlp_bias", False)
     block = gated_mlp_spec(config)
     layers = [
@@ -178,4 +183,20 @@ def moe_model(
         for is_sparse in read_sparse_layers(config)
     ]
     further = config.non_negative_int("num_nextn_predict_layers", "num_mtp_layers", default=0)
-    return decoder_model(config, layers, num_prediction_layers=further)
+    head = deepseek_prediction_head(config, attention, experts) if further else None
+    return decoder_model(config, layers, num_prediction_layers=further, prediction_head=head)
+
+
+def deepseek_prediction_head(
+    config: ConfigReader, attention: AttentionSpec | LatentAttentionSpec, experts: ExpertsSpec
+) -> PredictionHeadSpec:
+    """Build the multi-token prediction head of DeepSeek V3: a layer with experts."""
+    return PredictionHeadSpec(
+        config.positive_int("hidden_size"),
+        pre_norm_layer(config, attention, experts),
+        embedding_norm=rms_norm_spec(config, "enorm"),
+        hidden_norm=rms_norm_spec(config, "hnorm"),
+        projection=LinearSpec(("eh_proj",)),
+        norm=rms_norm_spec(config, "shared_head.norm"),
+        copied_tensors=("embed_tokens", "shared_head.head"),
+    )

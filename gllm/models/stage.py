@@ -490,10 +490,14 @@ class ModelStage:
         """Free the memory of steps, before the KV cache is replaced."""
         self.layers.release_workspace()
 
-    def apply_final_norm(self, hidden: Tensor) -> Tensor:
-        """Return the input of the LM head, [rows, hidden] float32; only on the last stage."""
+    def normalize(self, hidden: Tensor) -> Tensor:
+        """Return the input of the LM head, [rows, hidden]; only on the last stage."""
         assert self.head is not None, "only the last stage has the final norm"
-        return self.head.norm(hidden).to(torch.float32)
+        return self.head.norm(hidden)
+
+    def apply_final_norm(self, hidden: Tensor) -> Tensor:
+        """Return the input of the LM head in float32, [rows, hidden]; only on the last stage."""
+        return self.normalize(hidden).to(torch.float32)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return logits [rows, vocabulary] float32 of [rows, hidden]; only on the last stage.

@@ -333,7 +333,11 @@ class SchedulerConfig:
         policy = self.policy
         if policy == "auto":
             policy = "throttle"
-        async_scheduling = self.async_scheduling and stages == 1
+        # A placeholder would take the place of the window whose guesses come with its token.
+        has_stage_drafts = (
+            self.speculative_config is not None and self.speculative_config.is_drafted_by_stage
+        )
+        async_scheduling = self.async_scheduling and stages == 1 and not has_stage_drafts
         max_num_batched_tokens = (
             self.max_num_batched_tokens
             or _default_batched_tokens(policy)

@@ -46,11 +46,14 @@ class InFlightPlans:
         lane: int,
         num_prefill_tokens: int,
         state_segments: tuple[StateSegment, ...] = (),
+        num_next_drafts: int = 0,
     ) -> StepPlan:
         """Create, store and return the plan of the next step."""
         step = sum(self._num_planned)
         num_others = step - self._num_planned[lane]
-        plan = StepPlan(step, rows, released_seqs, lane, num_others, state_segments)
+        plan = StepPlan(
+            step, rows, released_seqs, lane, num_others, state_segments, num_next_drafts
+        )
         self.plans[step] = plan
         self._lanes[lane].append(step)
         self._num_planned[lane] += 1

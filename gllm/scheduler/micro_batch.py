@@ -40,6 +40,10 @@ class MicroBatchFiller:
         self._policy = policy
         self._is_phase_pure = config.phase_pure
         self._speculates = config.speculative_config is not None
+        self._num_stage_drafts = 0
+        """Most draft tokens that the last stage computes behind a sample."""
+        if config.speculative_config is not None:
+            self._num_stage_drafts = config.speculative_config.num_stage_drafts
         self._runs_ahead = config.async_scheduling or self._speculates
         """True if a decode may have several rows in flight."""
         self._block_size = config.block_size
@@ -166,6 +170,8 @@ class MicroBatchFiller:
                 draft_token_ids = self._fit_drafts(sequence, num_tokens, num_left, micro_batch)
                 if not (num_tokens or draft_token_ids):
                     continue
+            if self._num_stage_drafts:
+                self._allocate_for_stage_drafts(sequence, num_tokens + len(draft_token_ids))
             cost += self._policy.decode_cost(num_scheduled)
             del ready[sequence.seq]
             row = sequence.schedule_row(num_tokens, draft_token_ids)
@@ -228,6 +234,36 @@ class MicroBatchFiller:
         self._counters.drafts += len(draft_token_ids) > 0
         self._counters.draft_tokens += len(draft_token_ids)
         return draft_token_ids
+
+    def _allocate_for_stage_drafts(self, sequence: Sequence, num_tokens: int) -> None:
+        """Allocate the blocks of the drafts behind a row of `num_tokens`, if blocks are spare.
+
+        The last stage keeps keys and values of its drafts there; it computes as many as fit.
+        """
+        end = sequence.prompt_len + sequence.request.max_tokens - sequence.num_scheduled_tokens
+        num_tokens = min(num_tokens + self._num_stage_drafts, end)
+        num_missing = self._kv_cache.num_missing_blocks(sequence, num_tokens)
+        if num_missing <= self._kv_cache.num_spare_blocks:
+            self._kv_cache.allocate(sequence, num_tokens)
+
+    def count_next_drafts(self, rows: list[ScheduledRow]) -> int:
+        """Return how many draft tokens the last stage computes behind each sample of a step.
+
+        As many as are worth their time in a micro-batch of the same sequences.
+        """
+        speculation, queues = self._queues.speculation, self._queues
+        if speculation is None or not self._num_stage_drafts:
+            return 0
+        running = self._kv_cache.running
+        sequences = [running[row.seq] for row in rows if row.should_sample]
+        # The last token of an output is never an input.
+        sequences = [s for s in sequences if s.num_output_tokens + 1 < s.request.max_tokens]
+        if not sequences:
+            return 0
+        num_rows, num_decoding = len(sequences), max(1, len(queues.decoding_seqs))
+        num_context = queues.num_decode_context_tokens * num_rows / num_decoding
+        sizes = num_rows, self._predict_prefill(), num_context, num_decoding
+        return speculation.count_next_drafts(sequences, speculation.start_micro_batch(*sizes))
 
     def schedule_prefills(
         self, decodes: list[ScheduledRow], decode_cost: float, now: float

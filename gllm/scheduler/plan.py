@@ -89,6 +89,9 @@ class StepPlan(NamedTuple):
     """Number of earlier steps in the other lane; 0 with one lane."""
     state_segments: tuple[StateSegment, ...] = ()
     """Segments of all rows, in row order, for recurrent layers; empty for a model without any."""
+    num_next_drafts: int = 0
+    """Draft tokens that the last stage computes behind each sample, if it has a draft model or
+    head."""
 
     @property
     def turn(self) -> int:
@@ -109,6 +112,8 @@ class SampledToken(NamedTuple):
     forces."""
     is_finite: bool = True
     """False if the logits were not finite; the sequence's KV blocks are then not reused."""
+    draft_token_ids: tuple[int, ...] = ()
+    """Guesses of the tokens that follow all of these, computed by the last stage."""
 
 
 def count_accepted(row: ScheduledRow, sampled: SampledToken | None) -> int:

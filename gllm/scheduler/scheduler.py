@@ -214,7 +214,10 @@ class Scheduler:
         states = self.kv_cache.states
         segments = () if states is None else states.schedule_rows(rows)
         released_seqs = self.table.pop_released()
-        plan = self._in_flight.add(rows, released_seqs, lane, num_prefills, segments)
+        num_next_drafts = self._filler.count_next_drafts(rows)
+        plan = self._in_flight.add(
+            rows, released_seqs, lane, num_prefills, segments, num_next_drafts
+        )
         if self.transfers.readable.is_enabled:
             self.transfers.readable.on_scheduled(plan, self._sequences)
         counters.steps += 1
@@ -361,6 +364,9 @@ class Scheduler:
             if index == sequence.num_tokens and not sequence.is_finished:
                 self._append_token(sequence, token_id, output)
             index += 1
+        is_behind = index == sequence.num_tokens and not sequence.is_finished
+        if sampled.draft_token_ids and is_behind and self._speculation is not None:
+            self._speculation.on_drafted(sequence, sampled.draft_token_ids)
 
     def _count_accepted(self, row: ScheduledRow, sampled: SampledToken | None) -> int:
         """Return how many draft tokens of a window are right, and count them."""

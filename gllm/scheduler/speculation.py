@@ -14,6 +14,7 @@ from typing import Protocol
 
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.ngram_drafter import NgramDrafter
+from gllm.scheduler.reported_drafter import ReportedDrafter
 from gllm.scheduler.sequence import Sequence
 from gllm.scheduler.speculative_config import SpeculativeConfig
 from gllm.scheduler.stage_work import StageWork
@@ -49,7 +50,12 @@ class Drafter(Protocol):
 
 
 CreateDrafter = Callable[[SpeculativeConfig], Drafter]
-DRAFTERS: dict[str, CreateDrafter] = {"ngram": NgramDrafter, "synthetic": SyntheticDrafter}
+DRAFTERS: dict[str, CreateDrafter] = {
+    "draft_model": ReportedDrafter,
+    "mtp": ReportedDrafter,
+    "ngram": NgramDrafter,
+    "synthetic": SyntheticDrafter,
+}
 """Drafters by `method`; gllm.scheduler.speculative_config.DRAFT_METHODS lists the names."""
 
 
@@ -289,6 +295,31 @@ class Speculation:
             self._forget(state)
         return count
 
+    def count_next_drafts(self, sequences: list[Sequence], micro_batch: MicroBatchYield) -> int:
+        """Return how many draft tokens the last stage computes behind each sample of a step.
+
+        As many as are worth their time for the sequence with the most right guesses; 0 if none is.
+
+        Args:
+            sequences: those that the step samples, and that go on behind it.
+            micro_batch: yield of the micro-batch that verifies the drafts, without guesses.
+        """
+        states = [self._state_of(sequence) for sequence in sequences]
+        acceptance = max(self._acceptance_of(state) for state in states)
+        count = micro_batch.add(self._config.num_speculative_tokens, acceptance)
+        if count:
+            num_windows = self._config.max_windows_in_flight or 1
+            return (count + 1) * num_windows - 1
+        for state in states:
+            self._forget(state)
+        return 0
+
+    def on_drafted(self, sequence: Sequence, draft_token_ids: Items[int]) -> None:
+        """Keep the draft tokens that the last stage has computed behind the known tokens."""
+        drafter = self._state_of(sequence).drafter
+        if isinstance(drafter, ReportedDrafter):
+            drafter.report(sequence.num_tokens, draft_token_ids)
+
     def should_wait(self, sequence: Sequence, micro_batch: MicroBatchYield) -> bool:
         """Return True if a sequence gains by a window behind the token that is being sampled.
 
@@ -359,8 +390,13 @@ class Speculation:
         num_tokens = min(self._config.num_speculative_tokens + is_continued, num_left)
         if num_tokens < 1:
             return []
+        drafter = self._state_of(sequence).drafter
+        return drafter.draft(sequence.token_ids, sequence.guesses, num_tokens)
+
+    def _state_of(self, sequence: Sequence) -> _SequenceState:
+        """Return the state of a sequence, which may be new."""
         state = self._sequences.get(sequence.seq)
         if state is None:
             state = _SequenceState(self._create_drafter(self._config))
             self._sequences[sequence.seq] = state
-        return state.drafter.draft(sequence.token_ids, sequence.guesses, num_tokens)
+        return state

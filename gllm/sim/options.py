@@ -172,6 +172,12 @@ class SimulationConfig:
         degrees = as_degrees(self.tensor_parallel_size)
         object.__setattr__(self, "tensor_parallel_size", degrees)
         convert_fields(self)
+        speculation = self.scheduler.speculative_config
+        if speculation is not None and speculation.is_drafted_by_stage:
+            raise ValueError(
+                f"speculative_config: method {speculation.method} drafts with weights, which a "
+                "simulation does not have: choose method synthetic and its acceptance rate"
+            )
 
 
 def build_workload(config: SimulationConfig) -> list[WorkloadRequest]:

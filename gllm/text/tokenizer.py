@@ -199,6 +199,10 @@ class Tokenizer:
         (text,) = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
         return text
 
+    def has_same_tokens(self, other: "Tokenizer") -> bool:
+        """Return True if every token has the same id in another tokenizer, added ones included."""
+        return self._backend.get_vocab(True) == other._backend.get_vocab(True)
+
     def id_to_token(self, token_id: int) -> str | None:
         """Return the vocabulary entry of an id, None if there is none."""
         return self._backend.id_to_token(token_id) if token_id >= 0 else None

@@ -1,6 +1,7 @@
 """What the parent refuses before a worker process is started."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,10 @@ import pytest
 from gllm import serve
 from gllm.config.engine import EngineConfig
 from gllm.engine.preflight import BACKEND_DEVICES, plan_model
+from gllm.models.draft_plan import find_draft_obstacle
+from gllm.models.hub import DEMO
+from gllm.options.field_types import FieldError
+from tests.support.models.published import PUBLISHED, read
 
 
 class Started(AssertionError):
@@ -45,6 +50,14 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (["--device", "cuda", "--attention-backend", "native"], "choose flash-attn"),
         (["--model", "/nowhere"], "there is no folder '/nowhere'"),
+        (
+            ["--speculative-config", '{"method": "mtp"}'],
+            "but Qwen3ForCausalLM has none that is implemented",
+        ),
+        (
+            ["--speculative-config", '{"method": "draft_model", "model": "/nowhere"}'],
+            "there is no folder '/nowhere'",
+        ),
     ],
 )
 def test_a_configuration_that_the_model_cannot_have(
@@ -55,6 +68,44 @@ def test_a_configuration_that_the_model_cannot_have(
     assert len(errors) == 1
     assert errors[0].startswith("gllm: ")
     assert words in errors[0]
+
+
+def draft_folder(folder: Path, **keys: object) -> Path:
+    """The demo model with other keys of config.json, without weights."""
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, folder)
+    config = json.loads((folder / "config.json").read_text()) | keys
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def plan_with_draft(folder: Path) -> None:
+    speculation = {"method": "draft_model", "model": str(folder)}
+    plan_model(EngineConfig.from_options("demo", speculative_config=speculation))
+
+
+def test_a_draft_model_has_the_same_tokens(tmp_path: Path) -> None:
+    """Its table of embeddings may have another length."""
+    folder = draft_folder(tmp_path, vocab_size=2060)
+    plan_with_draft(folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[500:502]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(FieldError, match="cannot be the draft model: its tokenizer has other"):
+        plan_with_draft(folder)
+
+
+def test_a_draft_model_has_the_context(tmp_path: Path) -> None:
+    folder = draft_folder(tmp_path, max_position_embeddings=512)
+    with pytest.raises(FieldError, match=r"its context is 512 tokens, but .* up to 1024"):
+        plan_with_draft(folder)
+
+
+def test_a_draft_model_has_no_recurrent_layers() -> None:
+    model = read(PUBLISHED["qwen3-next-80b-a3b"])
+    assert "recurrent layers" in str(find_draft_obstacle(model, 100))
 
 
 def test_a_model_that_is_not_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from array import array
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from gllm.options.field_types import FieldError
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.ngram_drafter import NgramDrafter
 from gllm.scheduler.plan import SampledToken, StepPlan, StepResult
+from gllm.scheduler.reported_drafter import ReportedDrafter
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.speculation import (
@@ -58,11 +60,16 @@ class GuessingDrafter:
         return tokens[len(token_ids) + len(guesses) :]
 
 
-def speculating(draw: st.DrawFn, lanes: str) -> tuple[SchedulerConfig, GuessingDrafter]:
-    """Any configuration without recurrent layers, and a drafter."""
+def speculating(draw: st.DrawFn, lanes: str) -> tuple[SchedulerConfig, dict[str, Any]]:
+    """Any configuration without recurrent layers, and a drafter, of the scheduler or the stage."""
     base = draw(configs(lanes, has_states=False))
+    is_on_stage = draw(st.booleans())
+    method, windows = "ngram", None
+    if is_on_stage:
+        method, windows = "mtp", draw(st.integers(1, 3))
+    speculation = SpeculativeConfig(draw(st.integers(1, 6)), method, max_windows_in_flight=windows)
     fields: dict[str, Any] = {
-        "speculative_config": SpeculativeConfig(draw(st.integers(1, 6))),
+        "speculative_config": speculation,
         # `resolve` has set them.
         "async_scheduling": draw(st.booleans()),
         "max_in_flight": draw(st.none() | st.integers(1, 9)),
@@ -74,20 +81,21 @@ def speculating(draw: st.DrawFn, lanes: str) -> tuple[SchedulerConfig, GuessingD
     }
     config = SchedulerConfig(**options).resolve(base.stages, base.num_blocks, base.max_model_len)
     rng = Random(draw(st.integers(0, 2**32)))
-    return config, GuessingDrafter(rng, draw(st.sampled_from([0.0, 0.5, 0.8, 1.0])))
+    drafter = GuessingDrafter(rng, draw(st.sampled_from([0.0, 0.5, 0.8, 1.0])))
+    return config, {"stage_drafter" if is_on_stage else "drafter": drafter}
 
 
 @st.composite
 def speculating_pipelines(draw: st.DrawFn) -> Pipeline:
-    config, drafter = speculating(draw, "1")
-    return Pipeline(config, draw(st.booleans()), drafter)
+    config, drafters = speculating(draw, "1")
+    return Pipeline(config, draw(st.booleans()), **drafters)
 
 
 @st.composite
 def speculating_lane_pipelines(draw: st.DrawFn) -> LanePipeline:
-    config, drafter = speculating(draw, "2")
+    config, drafters = speculating(draw, "2")
     rng = Random(draw(st.integers(0, 2**32)))
-    return LanePipeline(config, rng, draw(st.booleans()), draw(st.booleans()), drafter)
+    return LanePipeline(config, rng, draw(st.booleans()), draw(st.booleans()), **drafters)
 
 
 def examples(small: int, large: int) -> settings:
@@ -146,13 +154,139 @@ def test_failures_harm_no_other_sequence(run: int, pipeline: Pipeline, seed: int
 
 @pytest.mark.parametrize("method", DRAFT_METHODS)
 def test_every_method_keeps_the_text(method: str) -> None:
-    config = SchedulerConfig(speculative_config=SpeculativeConfig(3, method, prompt_lookup_max=1))
-    pipeline = Pipeline(config.resolve(3, 64, 200))
+    model = "draft" if method == "draft_model" else None
+    speculation = SpeculativeConfig(3, method, model=model, prompt_lookup_max=1)
+    config = SchedulerConfig(speculative_config=speculation)
+    pipeline = Pipeline(config.resolve(3, 64, 200), stage_drafter=GuessingDrafter(Random(1), 0.7))
     for seq in range(4):
         pipeline.add(SchedulerRequest(seq, [1, 2, 3, 1, 2], 40))
     pipeline.drain()
     check_outputs(pipeline)
     assert pipeline.scheduler.stats().draft_tokens > 0
+
+
+def stage_pipeline(windows: int, stages: int, acceptance: float = 1.0, **options: Any) -> Pipeline:
+    """A pipeline whose last stage drafts three tokens per window."""
+    speculation = SpeculativeConfig(3, "mtp", max_windows_in_flight=windows)
+    config = SchedulerConfig(speculative_config=speculation, **options)
+    drafter = GuessingDrafter(Random(1), acceptance, is_silent=False)
+    return Pipeline(config.resolve(stages, 64, 200), stage_drafter=drafter)
+
+
+@pytest.mark.parametrize(
+    ("windows", "stages", "num_drafts", "num_tokens"),
+    [(1, 1, 3, [4]), (1, 3, 3, [4]), (2, 3, 7, [4, 4]), (3, 4, 11, [4, 4])],
+)
+def test_the_last_stage_drafts_for_all_windows_in_flight(
+    windows: int, stages: int, num_drafts: int, num_tokens: list[int]
+) -> None:
+    """The drafts of a prefill are the windows behind it; async scheduling is off.
+
+    A third window is too likely to continue a wrong guess, as long as none is verified.
+    """
+    pipeline = stage_pipeline(windows, stages)
+    pipeline.add(SchedulerRequest(0, [1, 2, 3], 60))
+    prefill = pipeline.schedule()
+    assert prefill is not None
+    assert prefill.num_next_drafts == num_drafts
+    assert pipeline.schedule() is None
+    pipeline.commit()
+    while pipeline.schedule() is not None:
+        pass
+    assert [plan.rows[0].num_tokens for plan in pipeline.plans] == num_tokens
+    pipeline.drain()
+    check_outputs(pipeline)
+    stats = pipeline.scheduler.stats()
+    assert stats.accepted_tokens == stats.draft_tokens > 30
+
+
+def test_the_last_stage_drafts_nothing_where_that_is_not_worth_its_time() -> None:
+    """Under load, and behind the last token of a text; it tries again later."""
+    pipeline = stage_pipeline(1, 1, ridge_tokens=1)
+    for seq in range(8):
+        pipeline.add(SchedulerRequest(seq, [seq], 100))
+    drafts = [plan.num_next_drafts for plan in iter(pipeline.schedule, None)]
+    assert drafts == [0]
+    alone = stage_pipeline(1, 1)
+    alone.add(SchedulerRequest(0, [1, 2, 3], 1))
+    plan = alone.schedule()
+    assert plan is not None
+    assert plan.num_next_drafts == 0
+
+
+def test_wrong_drafts_of_the_last_stage_become_fewer() -> None:
+    shares = []
+    for acceptance in (0.0, 0.9):
+        pipeline = stage_pipeline(1, 1, acceptance, ridge_tokens=32)
+        for seq in range(8):
+            pipeline.add(SchedulerRequest(seq, [seq], 100))
+        pipeline.drain()
+        check_outputs(pipeline)
+        shares.append(pipeline.scheduler.stats().draft_tokens / 800)
+    assert shares[0] < 0.4 < shares[1]
+
+
+def test_a_replay_has_the_drafts_of_the_results() -> None:
+    """A step log has the results, and with them all that the last stage has guessed."""
+    pipeline = stage_pipeline(2, 3, 0.8)
+    calls: list[tuple[str, Any]] = []
+    schedule, commit = pipeline.scheduler.schedule, pipeline.scheduler.commit
+
+    def log_plan(now: float) -> StepPlan | None:
+        plan = schedule(now)
+        calls.append(("schedule", (now, plan)))
+        return plan
+
+    def log_result(result: StepResult) -> Any:
+        calls.append(("commit", msgspec.json.encode(result)))
+        return commit(result)
+
+    pipeline.scheduler.schedule = log_plan  # type: ignore[method-assign]
+    pipeline.scheduler.commit = log_result  # type: ignore[method-assign]
+    request = SchedulerRequest(0, [1, 2, 3], 60)
+    pipeline.add(request)
+    pipeline.drain()
+    replayed = Scheduler(pipeline.config)
+    replayed.add(request, 0.0)
+    for name, call in calls:
+        if name == "commit":
+            replayed.commit(msgspec.json.decode(call, type=StepResult))
+        else:
+            assert replayed.schedule(call[0]) == call[1]
+    assert replayed.stats() == pipeline.scheduler.stats()
+    assert replayed.stats().accepted_tokens > 20
+
+
+def test_a_sequence_has_blocks_for_the_drafts_of_the_last_stage() -> None:
+    """As long as blocks are spare; the stage computes as many drafts as fit."""
+    pipeline = stage_pipeline(1, 1, block_size=4)
+    pipeline.add(SchedulerRequest(0, [1, 2, 3], 60))
+    pipeline.schedule()
+    pipeline.commit()
+    plan = pipeline.schedule()
+    assert plan is not None
+    (row,) = plan.rows
+    (sequence,) = pipeline.scheduler.kv_cache.running.values()
+    assert row.start + row.num_tokens + plan.num_next_drafts <= 4 * len(sequence.block_ids)
+
+
+@given(
+    tokens=st.lists(st.integers(0, 3), min_size=1, max_size=12),
+    drafts=st.lists(st.integers(0, 3), max_size=8),
+    in_flight=st.lists(st.integers(0, 3), max_size=4),
+    data=st.data(),
+)
+def test_reported_drafts_count_while_the_text_goes_on_as_they_do(
+    tokens: list[int], drafts: list[int], in_flight: list[int], data: st.DataObject
+) -> None:
+    start = data.draw(st.integers(0, len(tokens)))
+    count = data.draw(st.integers(1, 8))
+    drafter = ReportedDrafter(SpeculativeConfig(3, "mtp"))
+    drafter.report(start, drafts)
+    guessed = drafter.draft(array("i", tokens), in_flight, count)
+    behind = tokens[start:] + in_flight
+    expected = drafts[len(behind) :][:count] if drafts[: len(behind)] == behind else []
+    assert guessed == expected
 
 
 def test_every_method_has_a_drafter() -> None:
@@ -505,11 +639,28 @@ def test_the_configuration_has_vllm_s_names() -> None:
         ('{"num_speculative_tokens": 5.0}', "num_speculative_tokens is 5.0"),
         ('{"prompt_lookup_min": 4, "prompt_lookup_max": 3}', "prompt_lookup_min is 4, above"),
         ('{"draft_tensor_parallel_size": 1}', "no field 'draft_tensor_parallel_size'"),
+        ('{"method": "draft_model"}', "method draft_model needs the field model"),
+        ('{"method": "mtp", "model": "a"}', "method is mtp: leave model out"),
     ],
 )
 def test_what_cannot_be_used_is_named(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_speculative_config(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "emulated:L20"}, "method mtp drafts with weights"),
+        ({"kv_transfer": "auto"}, "which kv_transfer does not move"),
+        ({"kv_cache_disk": "/tmp/kv:1GiB", "device": "cpu"}, "which kv_cache_disk does not move"),
+    ],
+)
+def test_drafts_with_weights_are_refused_where_they_cannot_be(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(FieldError, match=message):
+        EngineConfig.from_options("demo", speculative_config={"method": "mtp"}, **options)
 
 
 def test_recurrent_states_and_gpus_are_refused() -> None:

@@ -1,5 +1,7 @@
 """Speculation in the simulator: text comes faster as far as guesses are right, and step logs."""
 
+from typing import Any
+
 import pytest
 
 from gllm.observability.logged_scheduler import replay_event
@@ -9,6 +11,7 @@ from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.speculative_config import SpeculativeConfig
 from gllm.sim.deployment import Deployment, roofline_deployment, simulate
 from gllm.sim.metrics.run_record import build_run_record
+from gllm.sim.options import SimulationConfig
 from gllm.sim.workloads.requests import WorkloadRequest
 
 
@@ -72,3 +75,10 @@ def test_a_step_log_is_replayed_and_read() -> None:
     assert [request.line.times for request in read.requests.values()] == [
         request.line.times for request in simulated.requests.values()
     ]
+
+
+@pytest.mark.parametrize("fields", [{"method": "mtp"}, {"method": "draft_model", "model": "a"}])
+def test_drafts_with_weights_are_refused(fields: dict[str, Any]) -> None:
+    scheduler = SchedulerConfig(speculative_config=SpeculativeConfig(**fields))
+    with pytest.raises(ValueError, match="choose method synthetic"):
+        SimulationConfig(scheduler=scheduler)

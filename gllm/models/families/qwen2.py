@@ -12,7 +12,8 @@ from gllm.models.expert_builders import qwen_experts_spec, sparse_blocks, with_s
 from gllm.models.rope import read_local_rope
 from gllm.models.spec.attention import AttentionSpec
 from gllm.models.spec.feed_forward import ExpertsSpec
-from gllm.models.spec.model import ModelSpec
+from gllm.models.spec.model import ModelSpec, PredictionHeadSpec
+from gllm.models.spec.parts import LinearSpec
 from gllm.models.spec_builders import (
     attention_spec,
     decoder_model,
@@ -20,6 +21,7 @@ from gllm.models.spec_builders import (
     pre_norm_layer,
     read_layer_windows,
     read_sliding_window,
+    rms_norm_spec,
     windowed_layers,
     with_head_norms,
 )
@@ -32,11 +34,36 @@ def build_qwen2_spec(config: ConfigReader) -> ModelSpec:
 
 
 def build_mimo_spec(config: ConfigReader) -> ModelSpec:
-    """Build the ModelSpec of MiMo: Qwen2, whose multi-token prediction layers are left out."""
+    """Build the ModelSpec of MiMo: Qwen2 with a multi-token prediction head.
+
+    Source: Xiaomi LLM-Core Team, "MiMo: Unlocking the Reasoning Potential of Language Model"
+    (2025), section 2.3.
+    """
     config.set_defaults(attention_bias=True)
     config.require_value("attention_bias", True)
-    config.ignore("num_nextn_predict_layers")
-    return replace(build_qwen2_spec(config), ignored_tensors=(r"model\.mtp_layers\..*",))
+    further = config.non_negative_int("num_nextn_predict_layers", default=0)
+    model = build_qwen2_spec(config)
+    # Numbered from the model's last layer on, as those of other families.
+    renamed = tuple(
+        (f"model.mtp_layers.{index}.", f"model.layers.{model.num_layers + index}.")
+        for index in range(further)
+    )
+    head = PredictionHeadSpec(
+        model.hidden_size,
+        model.layers[-1],
+        embedding_norm=rms_norm_spec(config, "token_layernorm"),
+        hidden_norm=rms_norm_spec(config, "hidden_layernorm"),
+        projection=LinearSpec(("input_proj",)),
+        norm=rms_norm_spec(config, "final_layernorm"),
+        is_hidden_first=True,
+    )
+    return replace(
+        model,
+        ignored_tensors=(r"model\.mtp_layers\..*",),
+        renamed_tensors=renamed,
+        num_prediction_layers=further,
+        prediction_head=head if further else None,
+    )
 
 
 def build_qwen2_moe_spec(config: ConfigReader) -> ModelSpec:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from gllm.kernels.attention_window import SymmetricWindow
 from gllm.models.spec.attention import AttentionSpec, LatentAttentionSpec
 from gllm.models.spec.layer import LayerSpec
-from gllm.models.spec.parts import DimensionShard, NormSpec
+from gllm.models.spec.parts import DimensionShard, LinearSpec, NormSpec
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,30 @@ class HeadSpec:
 
 
 @dataclass(frozen=True)
+class PredictionHeadSpec:
+    """Specification of a multi-token prediction head: a layer that guesses the token after next.
+
+    Its input is projection([norm(embedding of the next token); norm(hidden state)]). Its tensors
+    have the names of a layer after the model's last one.
+    """
+
+    hidden_size: int
+    layer: LayerSpec
+    embedding_norm: NormSpec
+    """Norm of the embedding of the next token."""
+    hidden_norm: NormSpec
+    """Norm of the model's hidden state, behind its final norm."""
+    projection: LinearSpec
+    """[hidden, 2 * hidden]."""
+    norm: NormSpec
+    """Norm before the LM head, which is the model's."""
+    is_hidden_first: bool = False
+    """True if the hidden state comes before the embedding in the projection's input."""
+    copied_tensors: tuple[str, ...] = ()
+    """Copies of the model's embedding and LM head among the tensors of the layer, not read."""
+
+
+@dataclass(frozen=True)
 class QuantizationSpec:
     """Format in which a checkpoint stores quantized weights, and the blocks that share a scale."""
 
@@ -136,7 +160,10 @@ class ModelSpec:
     multimodal_class: str | None = None
     """Class of the checkpoint, if this is only its language model: tensor names have prefixes."""
     num_prediction_layers: int = 0
-    """Multi-token prediction layers after the model's own in a checkpoint; not computed."""
+    """Multi-token prediction layers after the model's own in a checkpoint; read for speculation
+    alone."""
+    prediction_head: PredictionHeadSpec | None = None
+    """The first of these layers, if it is implemented."""
     notes: tuple[str, ...] = ()
     """Differences from the results of transformers, for the log."""
     quantization: QuantizationSpec | None = None

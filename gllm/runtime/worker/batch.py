@@ -14,6 +14,7 @@ from gllm.kernels.attention_window import AttentionWindow
 from gllm.kernels.state_plan import StatePlan
 from gllm.models.stage import StageInputs
 from gllm.runtime.worker.sampling import PromptChunk, SamplingMetadata
+from gllm.runtime.worker.stage_drafter import DraftRows
 from gllm.scheduler.block_table_replica import SequenceView
 from gllm.scheduler.plan import ON_DEVICE, ScheduledRow, StepPlan
 
@@ -65,6 +66,10 @@ class Batch:
     """Lane of the step: see StepPlan."""
     embeddings: Tensor | None = None
     """[embedding rows, hidden] float32, once computed."""
+    draft_rows: DraftRows | None = None
+    """Rows as a draft model or head computes them; None without one."""
+    draft_hidden: Tensor | None = None
+    """[tokens, hidden] behind the final norm, for a prediction head."""
     device_state: Any = None
     """State of an executor on a device (gllm/runtime/worker/cuda/executor.py)."""
 
@@ -82,10 +87,23 @@ class BlockTables:
         return self._arrays.keys()
 
     def gather(
-        self, plan_rows: list[ScheduledRow], sequences: list[SequenceView], block_size: int
+        self,
+        plan_rows: list[ScheduledRow],
+        sequences: list[SequenceView],
+        block_size: int,
+        num_more_tokens: int = 0,
     ) -> Int64Array:
-        """Return the block ids [rows, most blocks] of a step; unused columns of a row are zero."""
-        num_blocks = [-(-(row.start + row.num_tokens) // block_size) for row in plan_rows]
+        """Return the block ids [rows, most blocks] of a step; unused columns of a row are zero.
+
+        Args:
+            plan_rows: rows of the step.
+            sequences: block table of each row's sequence, with the plan applied.
+            block_size: tokens per block.
+            num_more_tokens: tokens behind each row whose blocks are included if there are any.
+        """
+        num_blocks = [
+            -(-(row.start + row.num_tokens + num_more_tokens) // block_size) for row in plan_rows
+        ]
         table = np.zeros((len(plan_rows), max(num_blocks, default=0)), dtype=np.int64)
         for index, (row, sequence) in enumerate(zip(plan_rows, sequences, strict=True)):
             blocks = self._update(row, sequence)[: num_blocks[index]]

@@ -34,6 +34,8 @@ from gllm.messages.sampling import SampleDetails
 from gllm.messages.steps import RegisterSequences
 from gllm.models.attention import LayerCache, head_shape
 from gllm.models.config import ModelConfig
+from gllm.models.draft import DraftModel, load_draft
+from gllm.models.draft_plan import plan_draft
 from gllm.models.hub import require_tokenizer
 from gllm.models.large_pages import use_large_pages
 from gllm.models.loader import Checkpoint, Weights
@@ -50,7 +52,14 @@ from gllm.models.stage import (
 )
 from gllm.models.weight_cache.weight_cache import WeightCache
 from gllm.options.field_types import FieldError
-from gllm.runtime.worker.batch import Batch, BatchConfig, BlockTables, build_inputs, plan_windows
+from gllm.runtime.worker.batch import (
+    Batch,
+    BatchConfig,
+    BlockTables,
+    build_inputs,
+    gather_token_ids,
+    plan_windows,
+)
 from gllm.runtime.worker.device import (
     check_quantization,
     choose_cache_dtype,
@@ -78,6 +87,7 @@ from gllm.runtime.worker.sampling import (
     create_window,
     fail_guides,
 )
+from gllm.runtime.worker.stage_drafter import DraftCache, DraftRows, StageDrafter
 from gllm.scheduler.block_table_replica import BlockTableReplica, SequenceView
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import SampledToken, StepPlan
@@ -132,6 +142,10 @@ class Executor(ABC):
     _folder: Path | None = None
     """Folder of the loaded weights."""
     _grammars: GuideFactory | None = None
+    _draft_model: DraftModel | None = None
+    """Loaded weights of the draft, on the rank that samples."""
+    _drafter: StageDrafter | None = None
+    """Computes drafts with them, once the KV cache is allocated."""
 
     def __init__(
         self,
@@ -195,18 +209,28 @@ class Executor(ABC):
         )
         block_size = engine_config.scheduler.block_size
         self.block_bytes = block_bytes(self._layer_specs, block_size, self.cache_dtype)
-        """Bytes of one KV block over the stage's layers, for the KV heads of this rank."""
+        """Bytes of one KV block over the stage's layers, for the KV heads of this rank, and over
+        those of a draft."""
         self.state_bytes = state_bytes(self._layer_specs)
         """Bytes of one state slot over the stage's recurrent layers, for this rank."""
         self._attention = self._choose_attention_backend(engine_config, gpu_capability)
         self.backend = self._attention.name
+        speculation = engine_config.scheduler.speculative_config
+        self._speculates = speculation is not None
+        has_stage_drafts = speculation is not None and speculation.is_drafted_by_stage
+        self.needs_all_prompts = self.needs_all_prompts or has_stage_drafts
+        self._draft_plan = plan_draft(speculation, model_config) if self.has_sampler else None
+        if self._draft_plan is not None:
+            specs = self._draft_plan.layer_specs
+            self.block_bytes += block_bytes(specs, block_size, self.cache_dtype)
+            requirements = self._list_requirements(specs, block_size)
+            self._draft_backend = _choose_backend(engine_config, requirements).name
         self._mirror = BlockTableReplica()
         self._tables = BlockTables()
         self._states: dict[int, SamplingState] = {}
         """Sampling state by sequence, on the ranks of the last stage."""
         self._keeps_last_tokens = num_stages == 1
         """True if plans may have placeholders for tokens that the previous step samples."""
-        self._speculates = engine_config.scheduler.speculative_config is not None
         self._eos_ids = model_config.eos_ids
         self._progress: LayerProgress | None = None
         self._counts_each_layer = engine_config.scheduler.kv_push == "layer"
@@ -240,6 +264,7 @@ class Executor(ABC):
             on_progress(self._stage.weight_bytes, self._stage.weight_bytes)
         if self.has_sampler:
             self._take_grammars(same)
+            self._take_draft(same)
         beside = _find_loaded([running])
         same += [executor for executor in beside if executor._weights_key == self._key_in(folder)]
         held = find_reusable_parts(
@@ -256,6 +281,25 @@ class Executor(ABC):
         has_grammars = any(executor._grammars is not None for executor in [self, *beside])
         if self.has_sampler and not has_grammars:
             self._create_grammars(folder)
+        self._load_draft(folder, beside)
+
+    def _load_draft(self, folder: Path, running: "Sequence[Executor]") -> None:
+        """Load the weights of the draft, unless they are held.
+
+        Args:
+            folder: of the model.
+            running: executors that compute; they keep their draft until a successor takes it.
+        """
+        plan = self._draft_plan
+        if plan is None:
+            return
+        if self._draft_model is None and all(other._draft_model is None for other in running):
+            # The ends of a stage of several ranks are divided among them.
+            served = self._stage if self._num_ranks == 1 else None
+            options = self.dtype, self._quantization, self._max_model_len
+            self._draft_model = load_draft(plan, folder, *options, served)
+        if self._draft_model is not None:
+            self.weight_bytes += self._draft_model.weight_bytes
 
     def _create_grammars(self, folder: Path) -> None:
         tokenizer = require_tokenizer(self._tokenizer, folder)
@@ -346,8 +390,16 @@ class Executor(ABC):
                 self._grammars, source._grammars = source._grammars, None
                 return
 
+    def _take_draft(self, sources: Sequence["Executor"]) -> None:
+        """Take the weights of the draft of a closed executor."""
+        for source in sources:
+            if source._draft_model is not None:
+                self._draft_model, source._draft_model = source._draft_model, None
+                return
+
     def release_weights(self) -> None:
         """Free the weights and end the threads of grammars."""
+        self._draft_model = None
         if self._folder is not None:
             del self._stage
             self._folder = None
@@ -377,6 +429,12 @@ class Executor(ABC):
         kernels = f"compute capability {self._gpu_capability}, torch {torch.__version__}"
         return self._describe_numerics(kernels, self.backend)
 
+    @property
+    def draft_description(self) -> str:
+        """Text with the layers whose keys and values a draft has; empty without a draft."""
+        plan = self._draft_plan
+        return "" if plan is None else f"draft of {plan.folder or 'the model'}, {plan.layers}"
+
     def _describe_numerics(self, kernels: str, backend: str) -> str:
         dtypes = f"{self.dtype}, KV cache {self.cache_dtype}, quantization {self._quantization}"
         overrides = f"; {self._overrides}" if self._overrides else ""
@@ -389,24 +447,27 @@ class Executor(ABC):
 
         gpu_capability: compute capability of the GPU; None on a CPU.
         """
-        requirements = AttentionRequirements(
-            "cpu" if gpu_capability is None else "cuda",
-            gpu_capability or (0, 0),
+        requirements = self._list_requirements(self._layer_specs, config.scheduler.block_size)
+        choice = _choose_backend(config, requirements)
+        self._supported_backend = find_supported_backend(config.attention_backend, requirements)
+        return choice
+
+    def _list_requirements(
+        self, layers: Sequence[LayerSpec], block_size: int
+    ) -> AttentionRequirements:
+        """Return what the attention of some layers requires of a backend."""
+        return AttentionRequirements(
+            "cpu" if self._gpu_capability is None else "cuda",
+            self._gpu_capability or (0, 0),
             self.dtype,
             self.cache_dtype,
-            config.scheduler.block_size,
+            block_size,
             frozenset(
                 head_shape(layer.attention)
-                for layer in self._layer_specs
+                for layer in layers
                 if layer.attention.kv_entry.num_elements
             ),
         )
-        try:
-            choice = choose_backend(config.attention_backend, requirements)
-            self._supported_backend = find_supported_backend(config.attention_backend, requirements)
-            return choice
-        except ValueError as error:
-            raise FieldError("attention_backend", str(error)) from error
 
     def log_choices(self) -> None:
         """Log the attention backend, the dtypes and the kernels of the stage."""
@@ -454,6 +515,9 @@ class Executor(ABC):
         if self._folder is not None:
             self._stage.release_workspace()
             self._stage.ranks.leave()
+        if self._draft_model is not None:
+            self._draft_model.release_workspace()
+        self._drafter = None
         self._progress = None
         if hasattr(self, "_cache"):
             del self._cache
@@ -491,8 +555,25 @@ class Executor(ABC):
             partial(plan_windows, backend=self.backend),
             has_states=self.state_bytes > 0,
         )
+        if self._draft_model is not None:
+            self._drafter = self._create_drafter(self._draft_model, num_blocks, block_size)
         if self.kv_file is not None:
             self.kv_file.complete()
+
+    def _create_drafter(self, model: DraftModel, num_blocks: int, block_size: int) -> StageDrafter:
+        """Allocate the KV cache of the draft.
+
+        Raises:
+            OSError: `kv_file` cannot have that size.
+        """
+        assert self._draft_plan is not None, "the weights are those of the plan"
+        specs = self._draft_plan.layer_specs
+        zeros = None if self.kv_file is None else self.kv_file.create_unchecked
+        cache = KVCache(specs, num_blocks, block_size, self.cache_dtype, zeros)
+        windows = frozenset(layer.attention.window for layer in specs)
+        plan = partial(plan_windows, dtype=self.dtype, windows=windows, backend=self._draft_backend)
+        draft_cache = DraftCache(cache.layers, block_size, num_blocks, plan)
+        return StageDrafter(model, draft_cache, self.model.vocab_size)
 
     def store_checksums(self, batch: Batch) -> None:
         """Store the checksums of the KV blocks that a computed step has filled, in `kv_file`."""
@@ -582,6 +663,7 @@ class Executor(ABC):
             plan, sequences, self._tables, self._batch_config, self.reads_token_ids
         )
         logits_indices, sampling, chunks = self._build_sampling(plan, sequences)
+        draft_rows = None if self._drafter is None else self._build_draft_rows(plan, sequences)
         return Batch(
             plan.step,
             inputs,
@@ -591,6 +673,23 @@ class Executor(ABC):
             chunks,
             placeholders,
             plan.lane,
+            draft_rows=draft_rows,
+        )
+
+    def _build_draft_rows(self, plan: StepPlan, sequences: list[SequenceView]) -> DraftRows:
+        """Return the rows of a plan as the draft computes them."""
+        block_size, num_drafts = self._batch_config.block_size, plan.num_next_drafts
+        return DraftRows(
+            num_drafts,
+            plan.rows,
+            [self._states[row.seq] for row in plan.rows],
+            [sequence.prompt_len for sequence in sequences],
+            gather_token_ids(plan.rows, sequences),
+            self._tables.gather(plan.rows, sequences, block_size, num_drafts + 1),
+            [
+                min(len(sequence.block_ids) * block_size, self._max_model_len)
+                for sequence in sequences
+            ],
         )
 
     def _release(self, seqs: list[int]) -> None:
@@ -600,6 +699,8 @@ class Executor(ABC):
         """
         self._mirror.release(seqs)
         self._tables.release(seqs)
+        if self._drafter is not None:
+            self._drafter.release(seqs)
         for seq in seqs:
             self._states.pop(seq, None)
 
@@ -711,6 +812,14 @@ class Executor(ABC):
     def bind_thread(self) -> None:
         """Select the executor's device on the calling thread, before it uses the executor."""
         return
+
+
+def _choose_backend(config: EngineConfig, requirements: AttentionRequirements) -> BackendChoice:
+    """Choose the attention backend. Raises FieldError if the configured one is not possible."""
+    try:
+        return choose_backend(config.attention_backend, requirements)
+    except ValueError as error:
+        raise FieldError("attention_backend", str(error)) from error
 
 
 def _find_loaded(executors: Sequence[Executor | None]) -> list[Executor]:

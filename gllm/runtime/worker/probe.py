@@ -148,7 +148,9 @@ class LayerProbe:
         if num_gpus is None:
             num_gpus = count_gpus(assignment.config.device)
         # It measures any layers, which would stay in the cache although no stage maps them.
-        config = replace(assignment.config, weight_cache=None)
+        # The draft of speculation belongs to no layer.
+        scheduler = replace(assignment.config.scheduler, speculative_config=None)
+        config = replace(assignment.config, weight_cache=None, scheduler=scheduler)
         measured = msgspec.structs.replace(assignment, config=config)
         self._backend = create_backend(measured, model, num_gpus, layers)
         self._clock = clock

@@ -343,6 +343,8 @@ class StageResources:
         begin, end = assignment.layers
         place = f"rank {assignment.rank} of {assignment.num_ranks}"
         description = f"layers {begin} to {end}, {place}; {executor.kv_numerics}"
+        if executor.draft_description:
+            description = f"{description}; {executor.draft_description}"
         return KvFile(assignment.kv_file, description, num_blocks, block_size)
 
     def start_threads(

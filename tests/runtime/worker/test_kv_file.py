@@ -166,3 +166,22 @@ def test_a_file_that_may_not_have_the_size_is_an_os_error(descriptor: int) -> No
             Worker(descriptor)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_tensor_without_checksums_is_kept_and_damages_no_block(descriptor: int) -> None:
+    """The entries of a draft, which is late: it writes to blocks that have their checksum."""
+
+    def open_file() -> tuple[KvFile, torch.Tensor, torch.Tensor]:
+        file = KvFile(descriptor, "with a draft", NUM_BLOCKS, BLOCK_SIZE)
+        keys = file.create(SHAPE, torch.float32)
+        draft = file.create_unchecked(SHAPE, torch.float32)
+        file.complete()
+        return file, keys, draft
+
+    first, keys, draft = open_file()
+    keys[2] = 5.0
+    first.store_checksums(torch.arange(2 * BLOCK_SIZE, 3 * BLOCK_SIZE))
+    draft[2] = 7.0
+    second, keys, draft = open_file()
+    assert contains_block(second.find_intact_blocks(), 2)
+    assert (float(keys[2, 0, 0, 0]), float(draft[2, 0, 0, 0])) == (5.0, 7.0)

@@ -100,7 +100,7 @@ class Stages:
         Args:
             executors: of the stages.
             scheduler: resolved.
-            keeps_tokens: the last stage has every sequence's tokens on a device.
+            keeps_tokens: the last stage needs every sequence's prompt.
             synchronize: waits for the activations of a stage.
         """
         self.executors = executors
@@ -127,7 +127,7 @@ def stages_on_cpu(folder: Path, num_stages: int = 1, **options: Any) -> Stages:
         executor.load(folder, lambda done, total: None)
         executor.allocate(NUM_BLOCKS, BLOCK_SIZE)
     scheduler = config.scheduler.resolve(num_stages, NUM_BLOCKS, MAX_MODEL_LEN)
-    return Stages(executors, scheduler)
+    return Stages(executors, scheduler, executors[0].needs_all_prompts)
 
 
 class _Channel:

@@ -37,8 +37,9 @@ class LanePipeline(Pipeline):
         forces: bool = False,
         changes_mix: bool = False,
         drafter: Any = None,
+        stage_drafter: Any = None,
     ) -> None:
-        super().__init__(config, forces, drafter)
+        super().__init__(config, forces, drafter, stage_drafter)
         self.rng = rng
         self.changes_mix = changes_mix
         """Decodes and prefill are mixed and separated again at random."""

@@ -186,9 +186,17 @@ class Stage:
 class Pipeline:
     """Scheduler, stages, and what the requests got."""
 
-    def __init__(self, config: SchedulerConfig, forces: bool = False, drafter: Any = None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        forces: bool = False,
+        drafter: Any = None,
+        stage_drafter: Any = None,
+    ) -> None:
         """`forces`: some tokens that are drawn force those that follow. `drafter`: what guesses, by
-        default the configured method."""
+        default the configured method. `stage_drafter`: what guesses on the last stage, for methods
+        that do so; None for no guesses."""
+        self.stage_drafter = stage_drafter
         self.config: Any = config
         """Resolved: its limits are numbers."""
         self.forces = forces
@@ -332,7 +340,16 @@ class Pipeline:
                         row.seq, row.num_preemptions, token, error, forced, row.seq not in nan
                     )
                 )
+        if plan.num_next_drafts and self.stage_drafter is not None:
+            rows = {row.seq: row for row in plan.rows}
+            sampled = [self._add_drafts(plan, rows[token.seq], token) for token in sampled]
         return StepResult(plan.step, sampled)
+
+    def _add_drafts(self, plan: StepPlan, row: ScheduledRow, token: SampledToken) -> SampledToken:
+        end = row.first_sampled_position + 1 + len(token.further_token_ids)
+        tokens = self.texts[row.seq].tokens[:end]
+        drafts = self.stage_drafter.draft(tokens, [], plan.num_next_drafts)
+        return token._replace(draft_token_ids=tuple(drafts))
 
     def _append_result(
         self,
