@@ -23,7 +23,6 @@ from tests.support.examples import num_examples
 PARSERS = {
     "serve": ("gllm.serve", "make_parser"),
     "profile": ("gllm.commands.profile.command", "make_parser"),
-    "profile lengths": ("gllm.commands.profile.lengths", "make_parser"),
     "experiment": ("experiments.__main__", "make_parser"),
     "simulate": ("gllm.commands.simulate", "make_parser"),
     "bench serve": ("gllm.commands.bench.serve", "make_parser"),

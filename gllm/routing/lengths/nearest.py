@@ -42,7 +42,7 @@ SIMILARITY_POWER = 4
 OCTAVES = 1.5
 """Prompts whose lengths differ by this many powers of two weigh less by the factor 1 / e."""
 _SALTS = tuple(np.uint64(value) for value in (0x5BD1E995, 0x9E3779B97F4A7C15))
-"""Of the beginning and of the end, so that they do not share counters and directions."""
+"""Constants of the beginning and of the end, which thus share no counters and directions."""
 
 
 class NearestPromptPredictor(LengthPredictor):
@@ -62,7 +62,7 @@ class NearestPromptPredictor(LengthPredictor):
     def __init__(self, num_kept: int = NUM_KEPT_REQUESTS) -> None:
         self._by_prompt = PromptLengthPredictor()
         self._vectors = np.zeros((num_kept, NUM_DIMENSIONS), np.float32)
-        """Of length 1, or 0 for requests without a frequent n-gram."""
+        """Vectors of length 1, or of length 0 for requests whose n-grams say nothing."""
         self._octaves = np.zeros(num_kept, np.float32)
         """Logarithm to base 2 of each prompt's length."""
         self._lengths = np.zeros(num_kept, np.int32)

@@ -140,7 +140,7 @@ class PolicyRouter(ClusterRouter):
         self._believes_requests = lengths is None
         """True if a request that carries a predicted length is believed to have it."""
         self._estimates: dict[int, LengthEstimate] = {}
-        """Of each unfinished request, by the sequence id of the workload."""
+        """Estimates of the unfinished requests, by sequence id of the workload."""
         self._finished: list[tuple[float, SchedulerRequest]] = []
         """Times and requests that have finished since the last choice, engine by engine."""
 
