@@ -16,7 +16,7 @@ def parse(config: type, *words: str) -> str | None:
     parser = FlagParser(prog="gllm")
     add_flags(parser, config)
     parsed = config_from_flags(config, parser.parse_args(list(words)))
-    return parsed.length_predictor  # type: ignore[no-any-return]
+    return parsed.length_predictor
 
 
 def test_engines_and_routers_know_the_same_predictors() -> None:
